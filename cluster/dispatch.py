@@ -4,7 +4,7 @@ import math
 import os
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 
 from cluster import leases, wire
 from cluster.console import printable
@@ -45,7 +45,7 @@ class RemoteWorker(Role):
         self.device, self.data = device, data    # data: the digest of its training data, b"" or zeros if unknown
         self.held, self.given = {}, {}           # chunk -> when it was handed out; the same of all of this step
         self.owed = set()                        # (step, chunk) handed out, of which no result has come
-        coordinator.dispatcher.workers.add(self)
+        coordinator.dispatcher.enter(self)
 
     def handle(self, opcode, payload):
         """Of use are the results that it owes, a request after one of them or at a later step, a state in order."""
@@ -108,6 +108,7 @@ class Dispatcher:
         self._several_at = time.monotonic() if run.step else -math.inf
         self._hosts_at = -math.inf                     # the same for hosts
         self._voters, self.known = set(), 0          # Author.voter of those at work; workers that have asked for work
+        self._of = Counter()                         # author -> its workers
         self._passed_over = False                    # a worker waits although there may be a chunk for it
         self._late = []                              # chunks that an idle worker may take a copy of
         self._stuck = set()                          # voters (Author.voter) of workers that were stuck
@@ -227,13 +228,20 @@ class Dispatcher:
         self.changed = True
         return doubted
 
+    def enter(self, worker):
+        self.workers.add(worker)
+        self._of[worker.author] += 1
+
     def leave(self, worker):
         """The worker has gone; its chunks are handed out again. Returns whether it was the last one of its author."""
         self.workers.discard(worker)
         self.known -= worker.step is not None
         self.give_back(worker, list(worker.held))
         self.changed = True
-        return not any(w.author == worker.author for w in self.workers)
+        self._of[worker.author] -= 1
+        if last := not self._of[worker.author]:
+            del self._of[worker.author]
+        return last
 
     def check(self, now):
         """Leases, audits that nobody can do, chunks that are late; several times a second."""

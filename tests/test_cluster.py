@@ -1068,8 +1068,8 @@ def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch)
 
     def arrive(host, name):
         author = admission.Author(host, name, name)
-        worker = Arrival(trusted=True, stuck=False, chunks=0, author=author, step=0, waiting=True)
-        dispatcher.workers.add(worker)
+        worker = Arrival(trusted=True, stuck=False, chunks=0, author=author, step=0, waiting=True, held={})
+        dispatcher.enter(worker)
         dispatcher.arrived(worker)
 
     arrive("a", "0")
@@ -1080,6 +1080,9 @@ def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch)
     for i in range(1000):
         arrive(f"b{i}", "0")
     assert dispatcher.by_host and len(counted) == 3 and dispatcher.known == 2000
+    arrive("a", "0")
+    last = [dispatcher.leave(worker) for worker in list(dispatcher.workers)]         # of its author
+    assert last.count(False) == 1 and dispatcher.known == 0
 
 
 def test_many_workers_are_served(tmp_path):
