@@ -229,6 +229,7 @@ class Dispatcher:
         return doubted
 
     def enter(self, worker):
+        """The worker has been let in; `arrived` is called when it asks for work."""
         self.workers.add(worker)
         self._of[worker.author] += 1
 

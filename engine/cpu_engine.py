@@ -261,7 +261,8 @@ class CpuEngine:
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over
         blocks of pairs."""
         votes = np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
-        memory = np.empty(votes.shape[0] * BLOCK, np.uint8)      # of all blocks: the system takes long to give it
+        # of all blocks: the system takes long to give it
+        memory = np.empty(votes.shape[0] * min(BLOCK, -(-seeds.size // 4) * 4), np.uint8)
         for first in range(0, seeds.size, BLOCK):
             some, their = seeds[first:first + BLOCK], signs[first:first + BLOCK]
             x = memory[:votes.shape[0] * 4 * -(-some.size // 4)].reshape(votes.shape[0], -1)

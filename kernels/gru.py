@@ -11,7 +11,7 @@ Rows     Two members, those of a pair, share everything but the sign of their no
 Columns  Rows of x, gates and candidates lie in the order in which threads hold them: column 32 b + 16 i + 4 q + e is
          byte 32 b + 8 q + 4 i + e. x is kept as x + 128. What is multiplied next (n, u) lies as core matrices (ptx).
 
-Where rows fit registers, the pass keeps them there (class Fused, kernels.gru_narrow).
+Where the weights of each kernel fit shared memory, rows stay in registers (class Fused, kernels.gru_narrow).
 
 Validation, and the states before the windows of members, are the same pass with the noise masked out, and a window
 instead of a pair, whose members are the same then."""

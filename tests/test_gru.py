@@ -299,6 +299,8 @@ def test_where_the_fast_path_serves():
                               (dict(HIDDEN_DIM=128), False), (dict(ADAPTIVE_NOISE_MODE=1), False),
                               (dict(MLP_RELU=1, N_LAYERS=1), True)):
         assert gru_narrow.wgmma_fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
+    for V, kernels in (256, {"gates", "head"}), (1024, {"gates"}):           # of those that it takes
+        assert gru_narrow.sizes(egg_config.make(**{**FAST, "VOCAB_SIZE": V}), limit, True).keys() == kernels
     assert sum(gru_narrow.wgmma_fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
