@@ -46,14 +46,15 @@ class Worker:
     reported_step = -1                     # the last step that was validated and sampled
     digest = None, b""                     # (step, digest of the state then)
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
-    piece = None, 0                        # (first member, members) of the next evaluation
-    own = -1, {}                           # (step, {first member: fitness}): the chunks that this worker has done in it
     chunks = answers = 0
 
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
         self.cfg, self.engine, self.console, self.inspect = cfg, engine, console, inspect
         self.tokens, self.validation, self.decoding, self.validate_next = tokens, validation, decoding, validate_first
-        self.foresight, self.prepared = Foresight(cfg), set()
+        self.predictor = ChunkPredictor(cfg)
+        self.done = {}                       # {first member: fitness} of the chunks of this step that are done here
+        self.begun = {}                      # {first member: members} of the chunk with which the engine has begun
+        self.prepared = set()                # sizes of slices for which the engine is prepared
 
     def serve(self, link):
         """Asks for work and does it until the coordinator is gone (OSError)."""
@@ -100,19 +101,17 @@ class Worker:
         if first == 0 and self.engine.step != self.reported_step:
             self._report(link)
             self.reported_step = self.engine.step
-        self.foresight.handed_out(self.engine.step, first)
+        self.predictor.handed_out(self.engine.step, first)
+        following = self.predictor.following(self.engine.step)
         parts, at, end = [], first, first + self.cfg.CHUNK_SIZE
-        if self.piece[0] != first:
-            self.piece = first, self._slice_size(end - first)
         while at < end:
-            (at, count), started, self.piece = self.piece, time.perf_counter(), (None, 0)
-            self.engine.begin(at, count)
-            if at + count < end:
-                self._begin(at + count, end)
-            elif (following := self.foresight.following(self.engine.step)) > first:
+            started = time.perf_counter()
+            count = self.begun.pop(at, None) or self._slice_size(end - at)
+            if at + count == end and following > first:
+                self.engine.begin(at, count)                 # before that of the next chunk
                 self._begin(following)
-            sizes = {count, self.piece[1]}
             parts.append(self.engine.evaluate(at, count))
+            sizes = {count, *self.begun.values()}
             if sizes <= self.prepared:
                 self._measure(count, time.perf_counter() - started)
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
@@ -130,23 +129,22 @@ class Worker:
         return result
 
     def _note(self, first, fitness):
-        """Notes the fitness of a chunk. Where this worker has done the whole step, the update will be of that, unless a
-        result is disputed."""
+        """Notes the fitness of a chunk. When this worker has done all chunks of the step, it expects the update to be
+        of their fitness; a disputed result changes that."""
         import numpy as np
-        step, chunks = self.engine.step, self.own[1] if self.own[0] == self.engine.step else {}
-        self.own, chunks[first] = (step, chunks), fitness
-        if len(chunks) == self.cfg.N_CHUNKS:
-            self._begin_update(np.concatenate([chunks[k] for k in sorted(chunks)]))
+        self.done[first] = fitness
+        if len(self.done) == self.cfg.N_CHUNKS:
+            self._begin_update(np.concatenate([self.done[first] for first in sorted(self.done)]))
 
     def _begin_update(self, fitness):
-        """Lets an engine that can begin with an update, and with the chunk that follows."""
-        if self.engine.begin_update(fitness) and (following := self.foresight.following(self.engine.step)) >= 0:
+        """Begins with an update and with the chunk that is expected after it, if the engine can."""
+        if self.engine.begin_update(fitness) and (following := self.predictor.following(self.engine.step)) >= 0:
             self._begin(following)
 
-    def _begin(self, first, end=None):
-        """Sets the next evaluation: a slice of the chunk that begins with member `first`, or of first.. end - 1."""
-        self.piece = first, self._slice_size(end - first if end else self.cfg.CHUNK_SIZE)
-        self.engine.begin(*self.piece)
+    def _begin(self, first):
+        """Begins with the first slice of the chunk that begins with member `first`."""
+        self.begun = {first: self._slice_size(self.cfg.CHUNK_SIZE)}
+        self.engine.begin(first, self.begun[first])
 
     def _apply(self, link, step, packed):
         """Updates the replica by the fitness of its step, which leads to `step`."""
@@ -162,6 +160,7 @@ class Worker:
                            "set POPULATION_SIZE as there") from None
         self._begin_update(fitness)
         self.changed = self.engine.update(fitness)
+        self.done = {}
 
     def _slice_size(self, left):
         """An even number of members: a chunk, halved until that is expected to take SLICE_SECONDS at most, so that an
@@ -199,7 +198,7 @@ class Worker:
         """Goes on from a State, by default from the beginning."""
         from model import parameters
         self.engine.load(state or parameters.initial_state(self.cfg))
-        self.changed, self.reported_step, self.digest, self.own = 0, -1, (None, b""), (-1, {})
+        self.changed, self.reported_step, self.digest, self.done = 0, -1, (None, b""), {}
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""
@@ -243,25 +242,28 @@ class Worker:
             link.send(link.frame(wire.SNAPSHOT_DATA, step, len(body), offset, piece))
 
 
-class Foresight:
-    """Which chunk a worker is handed next: the one behind its last, as long as it is the only worker. While it waits
-    for an answer its engine can begin with that chunk. A mistake costs a slice of evaluation, so nothing is foreseen
-    before SURE_AFTER right guesses in a row, and twice as many after every mistake."""
+class ChunkPredictor:
+    """Predicts the chunk that a worker is handed next: the only worker is handed one after the other, and its engine
+    can begin with a chunk before the answer. A mistake costs a slice of evaluation, so nothing is predicted before
+    SURE_AFTER right guesses in a row, and twice as many after every mistake."""
 
     def __init__(self, cfg):
-        self._cfg, self._at, self._guess = cfg, None, None       # step and guess since the last chunk
+        self._cfg = cfg
+        self._step = self._guess = None                      # of the last chunk, and its successor
         self._right, self._needed = 0, SURE_AFTER
 
     def handed_out(self, step, first):
         """A chunk was handed out in this step that begins with member `first`."""
-        if first != self._guess:
+        if first == self._guess:
+            self._right += 1
+        else:
             self._needed *= 2 if self._right >= self._needed else 1
-        self._right = self._right + 1 if first == self._guess else 0
-        self._at, self._guess = step, (first + self._cfg.CHUNK_SIZE) % self._cfg.POPULATION_SIZE
+            self._right = 0
+        self._step, self._guess = step, (first + self._cfg.CHUNK_SIZE) % self._cfg.POPULATION_SIZE
 
     def following(self, step):
         """First member of the next chunk; -1: that is not certain enough, or nothing was handed out in this step."""
-        return self._guess if self._right >= self._needed and step == self._at else -1
+        return self._guess if self._right >= self._needed and step == self._step else -1
 
 
 def due(every, step):

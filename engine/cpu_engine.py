@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections import namedtuple
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from model import integer_tables, optimizers, parameters, sampling, soft_targets
 from model.seeds import next_seed
 from engine import cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_gru import Gru
-from engine.cpu_kernels import COLUMN, FIELDS, Weights, constants, njit
+from engine.cpu_kernels import AT_COLUMN, N_FIELDS, Weights, constants, njit
 from engine.cpu_rules import f32, i32, score, share
 from engine.cpu_transformer import Transformer
 from engine.cpu_update import BLOCK, SEEN_ROWS
@@ -33,7 +34,8 @@ WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing les
 def choose_token(c, exp, z, seen, penalty, temp, floor, random):
     """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once a token seen, as section 11 asks): seen
     uint8 [V]; exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
-    V, best, scores, weights = c.V, 0, np.empty(c.V, f32), np.empty(c.V, i32)
+    V, best = c.V, 0
+    scores, weights = np.empty(V, f32), np.empty(V, i32)
     for v in range(V):
         scores[v] = score(z[v], seen[v], penalty)
         if scores[v] > scores[best]:
@@ -54,9 +56,10 @@ def choose_token(c, exp, z, seen, penalty, temp, floor, random):
 
 
 def cut(n, threads, together=1):
-    """Parts (first, end) of 0..n - 1 for threads that take one after the other: ever smaller, so that all end at about
-    the same time. together: what is not to be cut apart."""
-    parts, first, least = [], 0, -(-n // (16 * threads * together)) * together
+    """Parts (first, end) of 0..n - 1 for threads that take one after the other. They become smaller, so that all
+    threads end at about the same time. A part has a multiple of `together` numbers, or is the last."""
+    parts, first = [], 0
+    least = -(-n // (16 * threads * together)) * together
     while first < n:
         size = max(least, -(-(n - first) // (2 * threads * together)) * together) if threads > 1 else n
         parts.append((first, min(n, first + size)))
@@ -64,33 +67,38 @@ def cut(n, threads, together=1):
     return parts
 
 
-class Shared:
-    """The calls work(*part) of `parts`, which other threads (a pool) begin at once and the caller of `finish`
-    takes part in; the kernels leave the interpreter lock."""
+class ParallelJob:
+    """The calls work(*part) for all parts. Other threads (a pool) begin with them at once, and the caller of `finish`
+    takes part; the kernels leave the interpreter lock."""
 
     def __init__(self, pool, threads, parts, work):
-        self._parts, self._work, self._results = iter(parts), work, []
-        self._helpers = [pool.submit(self._drain) for _ in range(min(threads, len(parts)) - 1)]
+        self._parts, self._work = iter(parts), work
+        self._results = []
+        self._helpers = [pool.submit(self._take) for _ in range(min(threads, len(parts)) - 1)]
 
-    def _drain(self):
+    def _take(self):
         for part in self._parts:
             self._results.append(self._work(*part))
 
     def finish(self):
         """The results of all calls, in any order."""
         try:
-            self._drain()
+            self._take()
         finally:
             self.stop()
         return self._results
 
     def stop(self):
-        """Waits for the calls that have begun; there will be no others."""
-        for _ in self._parts:                                # nobody takes the parts that are left
+        """Waits for the calls that have begun and omits the others."""
+        for _ in self._parts:
             pass
         for helper in self._helpers:
             if not helper.cancel():
                 helper.result()
+
+
+# An evaluation that is begun: losses int64 [pairs, 2] are complete when the ParallelJob is finished
+Evaluation = namedtuple("Evaluation", "losses job")
 
 
 class CpuEngine:
@@ -103,16 +111,17 @@ class CpuEngine:
         simd.use(cfg.SIMD)
         if threads is not None and not 1 <= threads <= hardware.cores():
             raise ValueError(f"{threads} threads: this machine allows 1 to {hardware.cores()}")
-        self.cfg, self.tokens, self.threads = cfg, tokens, threads or hardware.cores()
+        self.cfg, self.tokens = cfg, tokens
+        self.threads = threads or hardware.cores()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
         self.name = f"cpu {simd.KIND} x{self.threads}"
-        self._begun = {}                # (first, count): (losses int64 [pairs, 2], the Shared that fills them)
+        self._begun = {}                                     # {(first, count): Evaluation}
         exp = integer_tables.exp_table(cfg)
         self._exp = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = constants(cfg, self._exp)
         self._model = (Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, self._exp)
         self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
-        self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS, len(FIELDS)), np.int64)
+        self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS, N_FIELDS), np.int64)
         packed = corrections = columns = 0
         for t in self._tensors:
             self._table[t.param, t.layer] = (t.weights, packed, corrections, columns, t.seed_a, t.seed_b, t.overlay_a,
@@ -126,7 +135,6 @@ class CpuEngine:
     def load(self, state):
         """Takes over a State (copied)."""
         self._stop()
-        self._updating, self._following = False, None        # whether `update` is next; what `update` begins with
         packed, corrections, columns = self._sizes
         self._w = Weights(state.weights.copy(), np.empty((columns, self.cfg.HIDDEN_DIM), np.int8),
                           np.zeros(packed, np.int8), np.zeros(corrections, np.int32), state.overlay.copy(), self._table)
@@ -135,12 +143,12 @@ class CpuEngine:
         self._pack()
 
     def _spread(self, n, cost, kernel, *arguments, together=1):
-        """The results of kernel(*arguments, first, end) on parts of 0..n - 1, by a `Shared`. cost: elementary
-        operations of the whole; what is shorter than a hand-over is done here."""
+        """The results of kernel(*arguments, first, end) on parts of 0..n - 1, in parallel unless the whole costs less
+        than handing a part over. cost: elementary operations of the whole."""
         work = functools.partial(kernel, *arguments)
-        if self.threads == 1 or cost < WORTH_A_THREAD:
+        if cost < WORTH_A_THREAD:
             return [work(0, n)]
-        return Shared(self._pool, self.threads, cut(n, self.threads, together), work).finish()
+        return ParallelJob(self._pool, self.threads, cut(n, self.threads, together), work).finish()
 
     def _pack(self, *tensors):
         """What is derived from the weights of some arrays, or of all."""
@@ -148,7 +156,7 @@ class CpuEngine:
             row = self._table[t.param, t.layer]
             if t.looked_up:
                 weights = self._w.weights[t.weights:][:t.size].reshape(-1, t.cols, 4)
-                self._w.columns[row[COLUMN]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
+                self._w.columns[row[AT_COLUMN]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
             if t.product:
                 self._spread(-(-t.cols // PANEL), t.size, kernels.pack, self._w, row)
 
@@ -169,42 +177,39 @@ class CpuEngine:
         return digest.digest()
 
     def begin_update(self, fitness):
-        """What is begun next follows the update by this fitness. True: it can be begun."""
-        self._updating = True
-        return True
+        """False: this engine begins nothing that needs the state after `update`; there is too little to gain."""
+        return False
 
     def begin(self, first, count):
-        """Begins with an evaluation of this step on the other threads; after `begin_update` it is one of the next step
-        and begins when `update` ends. Two may be begun."""
-        if self._updating:
-            self._following = first, count
-        if self._updating or (first, count) in self._begun:
+        """Begins with an evaluation of this step on the other threads. Two may be begun."""
+        if (first, count) in self._begun:
             return
         if len(self._begun) > 1:
             self._stop(next(iter(self._begun)))
-        cfg, step, seed, losses = self.cfg, self.step, self.seed, np.zeros((count // 2, 2), np.int64)
-        shift, known = cfg.noise_shift(step), self._followers.of(step)
+        cfg, step, seed = self.cfg, self.step, self.seed
+        followers, shift = self._followers.of(step), cfg.noise_shift(step)
+        losses = np.zeros((count // 2, 2), np.int64)
 
         def work(a, b):
-            windows = soft_targets.windows(cfg, self.tokens, known, step, seed, first // 2 + a, b - a)
-            self._model.run(self._w, windows, None, cfg.STATE_TOKENS, seed, 1, first // 2 + a, shift, losses[a:b])
+            pair = first // 2 + a
+            windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
+            self._model.run(self._w, windows, None, cfg.STATE_TOKENS, seed, 1, pair, shift, losses[a:b])
 
-        self._begun[first, count] = losses, Shared(self._pool, self.threads,
-                                                   cut(count // 2, self.threads, self._model.together), work)
+        job = ParallelJob(self._pool, self.threads, cut(count // 2, self.threads, self._model.together), work)
+        self._begun[first, count] = Evaluation(losses, job)
 
     def _stop(self, *begun):
-        """Ends evaluations that nobody will ask for; nothing reads the weights then, if it is all."""
+        """Ends evaluations that nobody will ask for, by default all; then no thread reads the weights."""
         for members in begun or list(self._begun):
-            self._begun.pop(members)[1].stop()
+            self._begun.pop(members).job.stop()
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
-        self._updating, self._following = False, None
         self.begin(first, count)
-        losses, work = self._begun[first, count]
-        work.finish()
+        begun = self._begun[first, count]
+        begun.job.finish()
         del self._begun[first, count]
-        return losses.ravel()
+        return begun.losses.ravel()
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
@@ -219,28 +224,28 @@ class CpuEngine:
         def work(job):
             return sum(self._update_tensor(t, seeds, signs, windows) for t in job)
 
-        changed = sum(Shared(self._pool, self.threads, [(job,) for job in jobs], work).finish())
+        changed = sum(ParallelJob(self._pool, self.threads, [(job,) for job in jobs], work).finish())
         self.seed = next_seed(self.seed, self.step, cfg.NOISE_REUSE)
         self.step += 1
-        following, self._updating, self._following = self._following, False, None
-        if following:
-            self.begin(*following)
         return changed
 
     def _update_tensor(self, t, seeds, signs, windows):
         """Moves one array by the votes of pairs: uint32 seeds, int32 signs, int32 windows [pairs, tokens] or None;
         number of weights changed."""
-        cfg, c, row, pairs = self.cfg, self._constants, self._table[t.param, t.layer], (seeds, signs)
+        cfg, c = self.cfg, self._constants
+        row = self._table[t.param, t.layer]
         if t.matrix:
             votes = self._matrix_votes(t, row, seeds, signs)
             if t.seen and cfg.SEEN_VOTES > 1:
-                self._spread(-(-t.rows // SEEN_ROWS), t.rows * windows.size // 8, kernels.seen_votes, c, row, *pairs,
-                             windows, cfg.SEEN_VOTES - 1, votes)
+                self._spread(-(-t.rows // SEEN_ROWS), t.rows * windows.size // 8, kernels.seen_votes, c, row, seeds,
+                             signs, windows, cfg.SEEN_VOTES - 1, votes)
         else:
             votes = np.empty((1, t.cols), np.int32)
-            self._spread(t.cols, t.cols * seeds.size, kernels.vector_votes, c, row, *pairs, votes[0])
+            self._spread(t.cols, t.cols * seeds.size, kernels.vector_votes, c, row, seeds, signs,
+                         votes[0])
         changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
-        group, o = 4 if t.matrix else 1, optimizers.constants(cfg, cfg.learning_rate(self.step), t)
+        group = 4 if t.matrix else 1
+        o = optimizers.constants(cfg, cfg.learning_rate(self.step), t)
         rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
         x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
         changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, rates, self._w, row, group,
@@ -261,12 +266,13 @@ class CpuEngine:
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over
         blocks of pairs."""
         votes = np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
-        # of all blocks: the system takes long to give it
+        # one memory for all blocks: the system takes long to provide it
         memory = np.empty(votes.shape[0] * min(BLOCK, -(-seeds.size // 4) * 4), np.uint8)
         for first in range(0, seeds.size, BLOCK):
-            some, their = seeds[first:first + BLOCK], signs[first:first + BLOCK]
+            some = seeds[first:first + BLOCK]
             x = memory[:votes.shape[0] * 4 * -(-some.size // 4)].reshape(votes.shape[0], -1)
-            self._spread(votes.shape[0], x.size, kernels.input_block, self._constants, row, some, their, x)
+            self._spread(votes.shape[0], x.size, kernels.input_block, self._constants, row, some,
+                         signs[first:first + BLOCK], x)
             self._spread(votes.shape[1] // PANEL, x.size + votes.shape[1] * some.size + votes.size * some.size // 64,
                          kernels.panel_votes, self._constants, row, some, x, votes)
         return votes
@@ -275,7 +281,8 @@ class CpuEngine:
         """float32 [shorter side, longer side]: the momentum after these votes, orthogonalised (see
         model.optimizers)."""
         short, long = sorted((t.rows, t.cols))
-        x, a, b, c = np.empty((short, long), np.float32), *optimizers.muon_coefficients(self.cfg)
+        x = np.empty((short, long), np.float32)
+        a, b, c = optimizers.muon_coefficients(self.cfg)
         kernels.muon_start(o, row, votes, self._moments, x)
 
         def product(left, right, gram, alpha, beta):

@@ -7,14 +7,22 @@ sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without 
 
 import numpy as np
 
-from engine.cpu_kernels import (CLEAN, GROUP, Forward, Scoring, divided, draw_norm, draw_sides, embed, i64, inner,
-                                layer_norm, leaf, mlp, new_sides, njit, perturbed, product, score_rows)
+from engine.cpu_kernels import (CLEAN, GROUP, CpuModel, Scoring, divided, draw_norm, draw_sides, embed, i64, layer_norm,
+                                mlp, new_sides, njit, perturbed, product, score_rows)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
+from engine.kernel_cache import inner, leaf
 from engine.simd import PANEL, ROWS, empty, local, zeros
 from model import parameters
 
-LN_1, W_F, U_F, B_F, W_H, U_H, B_H, LN_2 = (i64([p.name for p in parameters.GRU_TABLE].index(name)) for name in (
-    "ln_1", "w_f", "u_f", "b_f", "w_h", "u_h", "b_h", "ln_2"))
+_numbers = {p.name: i64(number) for number, p in enumerate(parameters.GRU_TABLE)}
+LN_1 = _numbers["ln_1"]
+W_F = _numbers["w_f"]
+U_F = _numbers["u_f"]
+B_F = _numbers["b_f"]
+W_H = _numbers["w_h"]
+U_H = _numbers["u_h"]
+B_H = _numbers["b_h"]
+LN_2 = _numbers["ln_2"]
 ONE = i64(1)                # row of a member at a position
 NO_TRANSFORM = np.empty((0, 0), np.int64)
 TOGETHER = 8                # pairs that go through the positions together: their members fill two tiles of rows
@@ -24,7 +32,8 @@ TOGETHER = 8                # pairs that go through the positions together: thei
 def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
     H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
-    H, sequences, padded, d = c.H, tokens.shape[0] * members, h.shape[0], i32(c.divisor)
+    H, d = c.H, i32(c.divisor)
+    sequences, padded = tokens.shape[0] * members, h.shape[0]
     pairs = tokens.shape[0] if noisy else 1
     sides_f, sides_h = new_sides(pairs, H, H, H * c.scaled), new_sides(pairs, H, H, H * c.scaled)
     bias_f, bias_h = local((pairs, 2, H), i32), local((pairs, 2, H), i32)
@@ -45,7 +54,8 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
         product(c, w, U_F, layer, sides_f, noisy, state, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
-            q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
+            q, m = (s // 2, s & 1) if noisy else (0, 0)
+            r = s * n + t
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
@@ -53,7 +63,8 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
         product(c, w, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
-            q, m, r = s // 2 if noisy else 0, s & 1 if noisy else 0, s * n + t
+            q, m = (s // 2, s & 1) if noisy else (0, 0)
+            r = s * n + t
             for i in range(H):
                 new = clip(i32(i32(candidates[r, i]) + i32(y[s, i] + bias_h[q, m, i])))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
@@ -65,8 +76,10 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
 def gates_of(c, w, layer, S, noisy, rows, per_member, x, gates, candidates):
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for the `rows` first rows of x, which belong to one pair (or
     are without noise)."""
-    H, norm, n, y = c.H, local((2, 2, c.H), i32), local((GROUP, c.H), np.uint8), local((GROUP, c.H), i32)
-    sides_f, sides_h, d = new_sides(1, H, H, H * c.scaled), new_sides(1, H, H, H * c.scaled), i32(c.divisor)
+    H, d = c.H, i32(c.divisor)
+    norm = local((2, 2, H), i32)
+    n, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
+    sides_f, sides_h = new_sides(1, H, H, H * c.scaled), new_sides(1, H, H, H * c.scaled)
     draw_norm(c, w, LN_1, layer, S, noisy, norm)
     draw_sides(c, w, W_F, layer, S, noisy, sides_f)
     draw_sides(c, w, W_H, layer, S, noisy, sides_h)
@@ -101,7 +114,8 @@ def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pai
     """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]."""
     n, T = windows.shape[0], (windows.shape[1] - 1 - before) // (c.targets if noisy else 1)
     size = (n * (2 if noisy else 1) * max(T, before), c.H)
-    x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
+    x = empty(size, np.int8)
+    gates, candidates = empty(size, np.int8), empty(size, np.int8)
     if before:
         first = first_pair // c.per_group
         groups = (first_pair + n - 1) // c.per_group - first + 1
@@ -140,8 +154,8 @@ def run_windows(c, w, exp, scoring, windows, before, state, S, noisy, first_pair
     return z
 
 
-class Gru(Forward):
-    """The forward pass of the recurrent model."""
+class Gru(CpuModel):
+    """The recurrent model."""
 
     together = TOGETHER
 

@@ -10,16 +10,27 @@ import numba
 import numpy as np
 
 from engine import kernel_cache, simd
+from engine.kernel_cache import inlined, leaf
 from engine.cpu_rules import (clip, divide, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term,
                               loss, normed, quotient, scaled, shift_right, table_term, u32)
 from engine.simd import PANEL, ROWS, dot, exp_sum, gelu, local, noisy_tile
 from model import integer_tables, parameters, transforms
 
-njit, inner, leaf, inlined = kernel_cache.njit(simd.use), kernel_cache.inner, kernel_cache.leaf, kernel_cache.inlined
+njit = kernel_cache.njit(simd.use)
 
-# columns of Weights.table: one row a parameter and layer
-FIELDS = ("weights", "packed", "correction", "column", "seed_a", "seed_b", "overlay_a", "overlay_b", "rows", "cols")
-AT_W, AT_P, AT_C, COLUMN, SEED_A, SEED_B, OVER_A, OVER_B, N_ROWS, N_COLS = range(len(FIELDS))
+# columns of Weights.table, which has a row for every parameter and layer: where the parameter begins in the arrays of
+# Weights and in the overlay, the seeds of its two sides, its size
+AT_WEIGHTS = 0
+AT_PACKED = 1
+AT_CORRECTION = 2
+AT_COLUMN = 3
+SEED_A = 4
+SEED_B = 5
+OVERLAY_A = 6
+OVERLAY_B = 7
+N_ROWS = 8
+N_COLS = 9
+N_FIELDS = 10
 # int64 and not int, because numba compiles a function anew for every literal int among its arguments
 i64 = np.int64
 # the layer of what is in none, a model without noise
@@ -33,7 +44,7 @@ Constants = namedtuple("Constants", (
     "short_exp exact log_unit targets ntt ntt_prime clt gru head ln_f divisor divisor_down lowest per_group"))
 # weights int8 canonical; columns int8 [n, H]: the tables that are looked up, a token or byte a row; packed int8 panels
 # [k4, PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128;
-# overlay int8; table int64 [parameters, layers, FIELDS]
+# overlay int8; table int64 [parameters, layers, N_FIELDS]
 Weights = namedtuple("Weights", "weights columns packed correction overlay table")
 # What `score` adds to: losses int64 [pairs, 2]; nats float64 [windows] or [0], the cross-entropies of softmax(logits *
 # unit), for which there is exp64[d] = exp(-d * unit).
@@ -84,7 +95,9 @@ def vote_draw(c, seed, i):
 def draw_sides(c, w, param, layer, S, noisy, sides):
     """Fills the Sides of a matrix for pair seeds S..; without noise only the columns, with 0."""
     t = w.table[param, layer]
-    n, cols, overlay_a, overlay_b = t[N_ROWS], t[N_COLS], w.overlay[t[OVER_A]:], w.overlay[t[OVER_B]:]
+    n, cols = t[N_ROWS], t[N_COLS]
+    overlay_a = w.overlay[t[OVERLAY_A]:]
+    overlay_b = w.overlay[t[OVERLAY_B]:]
     for q in range(sides.offset.size):
         seed_a, seed_b = u32(S + q + t[SEED_A]), u32(S + q + t[SEED_B])
         if not noisy:
@@ -112,17 +125,18 @@ def hidden_side(c, w, t, S, noisy, unit, scale):
     for i in range(c.H):
         unit[i] = noise(c, seed, i) if noisy else i32(0)
     for i in range(c.H):
-        scale[i] = factor(c.mode, w.overlay[t[OVER_B] + i], seed, i)
+        scale[i] = factor(c.mode, w.overlay[t[OVERLAY_B] + i], seed, i)
 
 
 @inlined
 def look_up(c, w, t, S, m, k, unit, scale, out):
     """out int32 [H]: column k of a table as member m sees it; unit, scale: `hidden_side`."""
     seed, shift = u32(S + t[SEED_A]), i32(c.matrix_shift)
-    own, own_scale = noise(c, seed, k), factor(c.mode, w.overlay[t[OVER_A] + k], seed, k)
+    of_column = noise(c, seed, k)
+    its_scale = factor(c.mode, w.overlay[t[OVERLAY_A] + k], seed, k)
     for i in range(c.H):
-        p = i32(table_term(own, own_scale, unit[i], scale[i]) * sign(m))
-        out[i] = i32(i32(w.columns[t[COLUMN] + k, i]) + shift_right(p, shift))
+        p = i32(table_term(of_column, its_scale, unit[i], scale[i]) * sign(m))
+        out[i] = i32(i32(w.columns[t[AT_COLUMN] + k, i]) + shift_right(p, shift))
 
 
 @inlined
@@ -130,7 +144,8 @@ def project(c, x, r, sides, q):
     """sb of pair q: the sum over k of trunc(x[r, k] * noise(B, k) * f_row(k)), wrapping int32; x uint8 [rows, K],
     activation + 128. In the transformer's down projections four inputs i + sub * H share one running integer (SPEC
     4)."""
-    n, H, s = sides.inputs.shape[1], c.H, i32(0)
+    n, H = sides.inputs.shape[1], c.H
+    s = i32(0)
     if c.mode == 0:
         return i32(dot(x, r * n, sides.inputs, q * n, n) - sides.offset[q])
     if n > H and not c.gru:
@@ -153,7 +168,7 @@ def perturbed(c, w, param, layer, S, noisy, out):
     """out int32 [2, width]: a vector parameter as the even and the odd member of a pair see it; gru: clipped."""
     t = w.table[param, layer]
     n = t[N_COLS]
-    weights, overlay = w.weights[t[AT_W]:], w.overlay[t[OVER_A]:]
+    weights, overlay = w.weights[t[AT_WEIGHTS]:], w.overlay[t[OVERLAY_A]:]
     seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
     shift = i32(c.vector_shift)
     for i in range(n):
@@ -180,8 +195,11 @@ def sign(m):
 def embed(c, w, ntt, S, noisy, tokens, n, start, rows, h):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
     [>= start + n]; n rows a member, from position `start` on; ntt int64 [T, T]: model.transforms.basis."""
-    H, T, tables, bias = c.H, ntt.shape[0], 4 if c.ntt else 1, local((2, c.H), i32)
-    units, scales, total, one = local((4, H), i32), local((4, H), f32), local(H, i32), local(H, i32)
+    H, T = c.H, ntt.shape[0]
+    tables = 4 if c.ntt else 1
+    bias = local((2, H), i32)
+    units, scales = local((4, H), i32), local((4, H), f32)
+    total, one = local(H, i32), local(H, i32)
     if c.gru:
         for i in range(H):
             bias[0, i] = bias[1, i] = 0
@@ -217,8 +235,11 @@ def product(c, w, param, layer, sides, noisy, x, rows, left, out):
     """out int32 [>= rows padded to ROWS, cols padded to PANEL] = x . W with its noise; x uint8 [>= padded rows, K].
     The `left` first rows belong to the even member; with the Sides of several pairs, rows 2 q and 2 q + 1 to pair
     q."""
-    t, several, noise = w.table[param, layer], i64(sides.offset.size > 1), sides.columns
-    k4, panels, sums = t[N_ROWS] // 4, (t[N_COLS] + PANEL - 1) // PANEL, local(rows + ROWS, i32)
+    t = w.table[param, layer]
+    k4, panels = t[N_ROWS] // 4, (t[N_COLS] + PANEL - 1) // PANEL
+    several = i64(sides.offset.size > 1)
+    noise = sides.columns
+    sums = local(rows + ROWS, i32)
     for r in range(rows + ROWS):
         sums[r] = 0
     for r in range(rows if noisy else 0):
@@ -227,9 +248,9 @@ def product(c, w, param, layer, sides, noisy, x, rows, left, out):
     for p in range(panels):
         for r in range(0, rows, ROWS):
             stride = several * noise.shape[1]
-            noisy_tile(x, r * t[N_ROWS], t[N_ROWS], w.packed, t[AT_P] + p * k4 * 4 * PANEL, w.correction,
-                       t[AT_C] + p * PANEL, sums, r, noise, (r >> 1) * stride + p * PANEL, stride, i32(c.matrix_shift),
-                       out, r * out.shape[1] + p * PANEL, out.shape[1], k4)
+            noisy_tile(x, r * t[N_ROWS], t[N_ROWS], w.packed, t[AT_PACKED] + p * k4 * 4 * PANEL, w.correction,
+                       t[AT_CORRECTION] + p * PANEL, sums, r, noise, (r >> 1) * stride + p * PANEL, stride,
+                       i32(c.matrix_shift), out, r * out.shape[1] + p * PANEL, out.shape[1], k4)
 
 
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
@@ -304,8 +325,10 @@ def add_residual(h, count, left, y, shift, bias):
 def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
     LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias."""
-    H, up, down = c.H, ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
-    norm, bias_u, bias_d = local((2, 2, H), i32), local((2, 4 * H), i32), local((2, H), i32)
+    H = c.H
+    up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
+    norm = local((2, 2, H), i32)
+    bias_u, bias_d = local((2, 4 * H), i32), local((2, H), i32)
     sides_u, sides_d = new_sides(1, H, 4 * H, H * c.scaled), new_sides(1, 4 * H, H, 4 * H * c.scaled)
     draw_norm(c, w, ln, layer, S, noisy, norm)
     if not c.gru:
@@ -313,8 +336,8 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
         perturbed(c, w, down + 1, layer, S, noisy, bias_d)
     draw_sides(c, w, up, layer, S, noisy, sides_u)
     draw_sides(c, w, down, layer, S, noisy, sides_d)
-    x, u, wide, y = (local((GROUP, H), np.uint8), local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32),
-                     local((GROUP, H), i32))
+    x, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
+    u, wide = local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32)
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
@@ -351,7 +374,9 @@ def score(c, exp, scoring, noisy, z, windows, q, first, count, start, T):
     """Scores rows first.. of those that share their noise, `count` rows of logits z int32. noisy: they belong to
     windows[q], T rows a member, and their losses are added up; else to windows[q], windows[q + 1].., and their
     cross-entropies are. Targets begin at token start + 1 of a window; further ones of a position follow the window."""
-    totals, tops, targets, drawn = local(GROUP, np.int64), local(GROUP, i32), local(GROUP, i32), c.targets - 1
+    totals = local(GROUP, i64)
+    tops, targets = local(GROUP, i32), local(GROUP, i32)
+    drawn = c.targets - 1
     for r in range(count):
         window, position = q if noisy else q + (first + r) // T, start + (first + r) % T
         tops[r], targets[r] = largest(z, r, c.V), z[r, windows[window, position + 1]]
@@ -394,14 +419,17 @@ def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
         score(c, exp, scoring, noisy, z, windows, q, first, count, start, T)
 
 
-class Forward:
-    """The forward pass of a model as the engine wants it. run_windows: the model's; tables: what that reads besides the
-    weights. A model has `together`, pairs that share work, so that the engine cuts a job at multiples of it; _memory,
+class CpuModel:
+    """A model as the engine uses it. run_windows: its kernel; tables: what the kernel reads besides the weights. A
+    subclass has `together`, the number of pairs that share work: the engine divides a job at multiples of it; _memory,
     what run_windows keeps from position to position; and reader(w, total), a function that takes the next tokens of a
-    sequence, `total` tokens at most in all, and gives int32 logits [>= V]."""
+    sequence of at most `total` tokens and returns int32 logits [>= V]."""
 
     def __init__(self, cfg, constants, tables, run_windows):
-        self.cfg, self._constants, self._tables, self._run_windows = cfg, constants, tables, run_windows
+        self.cfg = cfg
+        self._constants = constants
+        self._tables = tables
+        self._run_windows = run_windows
 
     def run(self, w, windows, memory=None, start=0, seed=0, noisy=0, first_pair=0, shift=0,
             losses=np.empty((0, 2), i64), nats=np.empty(0), exp64=np.empty(0), unit=0.0):

@@ -13,7 +13,10 @@ from engine import kernel_cache
 from engine.simd import operation
 from model import rules
 
-i32, u32, f32, f64 = np.int32, np.uint32, np.float32, np.float64
+i32 = np.int32
+u32 = np.uint32
+f32 = np.float32
+f64 = np.float64
 _rules = {}
 
 
@@ -72,8 +75,9 @@ TARGET = rules.Arithmetic(
 
 
 def _switched(*variants):
-    """A rule whose first argument says which of two or three variants is called."""
-    zero, one, two = (*variants, variants[-1])[:3]
+    """A rule whose first argument is the number of the variant, of two or three, that it calls."""
+    zero, one = variants[:2]
+    two = variants[-1]
 
     @rule
     def switched(switch, *arguments):
@@ -90,21 +94,34 @@ def _by_mode(name):
 
 
 _draws = [rules.draw_rules(rule, gaussian) for gaussian in range(2)]
+hash32 = _draws[0].hash32
 # draw(gaussian, r, mask)
-hash32, draw = _draws[0].hash32, _switched(*(variant.draw for variant in _draws))
+draw = _switched(*(variant.draw for variant in _draws))
 # each (mode, ...)
-factor, scaled, input_coefficient, input_term, input_fold = map(_by_mode, (
-    "factor", "scaled", "input_coefficient", "input_term", "input_fold"))
+factor = _by_mode("factor")
+scaled = _by_mode("scaled")
+input_coefficient = _by_mode("input_coefficient")
+input_term = _by_mode("input_term")
+input_fold = _by_mode("input_fold")
 table_term = rules.factor_rules(rule, TARGET, 2).table_term
 # loss(exact, ...)
 loss = _switched(*(rules.loss_rule(rule, TARGET, exact) for exact in range(2)))
 # what `quotient` truncates is small
-norms = rules.norm_rules(rule, TARGET._replace(trunc=rule(lambda f: i32(f))))
-updates = rules.update_rules(rule, TARGET)
-sampling = rules.sampling_rules(rule, TARGET)
-clip, quotient, gate, gated, next_state = norms.clip, norms.quotient, norms.gate, norms.gated, norms.next_state
+_norms = rules.norm_rules(rule, TARGET._replace(trunc=rule(lambda f: i32(f))))
+clip = _norms.clip
+quotient = _norms.quotient
+gate = _norms.gate
+gated = _norms.gated
+next_state = _norms.next_state
 # normed(mode, ...): noise of mode 0 or 1 is at most 127 * 127, so that an int8 times its weight is below 2^22
 _short = rules.norm_rules(rule, TARGET._replace(divide=divide_short)).normed
-normed = _switched(_short, _short, norms.normed)
-adamw, sgd, muon, whole_step, ztest = updates.adamw, updates.sgd, updates.muon, updates.whole_step, updates.ztest
-score, share = sampling.score, sampling.share
+normed = _switched(_short, _short, _norms.normed)
+_updates = rules.update_rules(rule, TARGET)
+adamw = _updates.adamw
+sgd = _updates.sgd
+muon = _updates.muon
+whole_step = _updates.whole_step
+ztest = _updates.ztest
+_sampling = rules.sampling_rules(rule, TARGET)
+score = _sampling.score
+share = _sampling.share

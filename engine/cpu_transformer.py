@@ -5,14 +5,21 @@ from collections import namedtuple
 
 import numpy as np
 
-from engine.cpu_kernels import (GROUP, NO_LAYER, Forward, add_residual, amax, draw_norm, draw_sides, embed, i64,
-                                inlined, inner, largest, layer_norm, leaf, mlp, new_sides, njit, product, score_rows)
+from engine.cpu_kernels import (GROUP, NO_LAYER, CpuModel, add_residual, amax, draw_norm, draw_sides, embed, i64,
+                                largest, layer_norm, mlp, new_sides, njit, product, score_rows)
 from engine.cpu_rules import clip, f64, i32, shift_right, u32
+from engine.kernel_cache import inlined, inner, leaf
 from engine.simd import PANEL, ROWS, empty, exp_sum, local, tile
 from model import integer_tables, parameters, transforms
 
-LN_INIT, LN_1, W_Q, W_K, W_V, W_O, LN_2 = (i64([p.name for p in parameters.TABLE].index(name)) for name in (
-    "ln_init", "ln_1", "w_q", "w_k", "w_v", "w_o", "ln_2"))
+_numbers = {p.name: i64(number) for number, p in enumerate(parameters.TABLE)}
+LN_INIT = _numbers["ln_init"]
+LN_1 = _numbers["ln_1"]
+W_Q = _numbers["w_q"]
+W_K = _numbers["w_k"]
+W_V = _numbers["w_v"]
+W_O = _numbers["w_o"]
+LN_2 = _numbers["ln_2"]
 SUMMED = 1 << 16            # positions whose values, times byte limbs of their weights, fit an int32 sum
 # exp int32 [256]; rope int64 [positions, H / 2], cosine in the lower half, sine in the upper one; ntt int64 [T, T]
 # (model.transforms.basis; empty without NTT_MODE)
@@ -30,7 +37,8 @@ Room = namedtuple("Room", ("h x q y pairs keys values key_words value_bytes pack
 @inner
 def new_room(c, rows, context, keys, values):
     padded, columns = (rows + ROWS - 1) // ROWS * ROWS + ROWS, (context + PANEL - 1) // PANEL * PANEL
-    y, k, v = empty((padded, c.H), i32), empty(columns * c.D, np.int8), empty(columns * c.D, np.int8)
+    y = empty((padded, c.H), i32)
+    k, v = empty(columns * c.D, np.int8), empty(columns * c.D, np.int8)
     return Room(empty((padded, c.H), np.int8), empty((padded, c.H), np.uint8), empty((padded, c.H), np.uint8), y,
                 y.view(np.int64), keys, values, keys.view(i32), values.view(np.uint8), k, v,
                 k.view(i32).reshape((columns // PANEL, c.D // 4, PANEL)),
@@ -41,10 +49,11 @@ def new_room(c, rows, context, keys, values):
 @inlined
 def rotate(pairs, r, rope, t, bit):
     """Rotary embedding at position t of row r, in place; pairs int64 [rows, H / 2], two int32 each."""
-    half = np.int64(1) << (bit - 1)
+    half = i64(1) << (bit - 1)
     for i in range(pairs.shape[1]):
         both, angle = pairs[r, i], rope[t, i]
-        e, o, cos, sin = np.int64(i32(both)), both >> 32, np.int64(i32(angle)), angle >> 32
+        e, o = i64(i32(both)), both >> 32
+        cos, sin = i64(i32(angle)), angle >> 32
         even, odd = (e * cos - o * sin + half) >> bit, (e * sin + o * cos + half) >> bit
         pairs[r, i] = (even & 0xFFFFFFFF) | (odd << 32)
 
@@ -57,7 +66,9 @@ def pack_head(keys, words, values, first, context, packed_k, packed_v, correctio
     begin with this head."""
     D = 4 * packed_k.shape[1]
     for p in range(context):
-        total, key, four, column = i32(0), keys[first + p], words[first + p], packed_k[p // PANEL, :, p % PANEL]
+        key, four = keys[first + p], words[first + p]
+        column = packed_k[p // PANEL, :, p % PANEL]
+        total = i32(0)
         for d in range(D):
             total = i32(total + key[d])
         correction[p] = i32(-128 * total)
@@ -67,7 +78,8 @@ def pack_head(keys, words, values, first, context, packed_k, packed_v, correctio
         row, last = first + p, first + context - 1                 # positions past the context have no weight
         for panel in range(D // PANEL):
             out, here = packed_v[panel, p // 4], values[:, panel * PANEL:]
-            v_0, v_1, v_2, v_3 = here[row], here[min(row + 1, last)], here[min(row + 2, last)], here[min(row + 3, last)]
+            v_0, v_1 = here[row], here[min(row + 1, last)]
+            v_2, v_3 = here[min(row + 2, last)], here[min(row + 3, last)]
             for d in range(PANEL):
                 out[d] = u32(v_0[d]) | u32(v_1[d]) << u32(8) | u32(v_2[d]) << u32(16) | u32(v_3[d]) << u32(24)
 
@@ -88,9 +100,12 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
 
     Scores are products with the packed keys; the weights (up to 19 bits) times the values are three exact products of
     byte limbs."""
-    D, H, columns, scores, limbs, weights = c.D, c.H, room.correction.size, room.scores, room.limbs, room.weights
-    sums, weighted, totals = local((3, ROWS, D), i32), local((ROWS, D), f64), local(ROWS, np.int64)
-    shift, exp, nothing = i32(c.attn), tb.exp, local(PANEL, i32)
+    D, H = c.D, c.H
+    columns, scores = room.correction.size, room.scores
+    limbs, weights = room.limbs, room.weights
+    sums, weighted = local((3, ROWS, D), i32), local((ROWS, D), f64)
+    totals, nothing = local(ROWS, i64), local(PANEL, i32)
+    shift = i32(c.attn)
     for p in range(PANEL):
         nothing[p] = 0
     for head in range(c.heads):
@@ -107,7 +122,7 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
             for r in range(count):
                 seen = start + block + r + 1
                 top = shift_right(largest(scores, r, seen), shift)
-                totals[r] = exp_sum(exp, 0, c.short_exp, top, shift, scores, r * columns, seen, weights, 0, 1)
+                totals[r] = exp_sum(tb.exp, 0, c.short_exp, top, shift, scores, r * columns, seen, weights, 0, 1)
                 for p in range(seen, wide):
                     weights[p] = 0
                 for p in range(wide):
@@ -133,8 +148,10 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
 def attention(c, w, tb, layer, S, noisy, members, n, start, room):
     """h = amax(h + attention block(h)) in place. This call's keys and values are put at positions start..start + n - 1
     of each member's cache."""
-    H, rows, slot = c.H, members * n, layer % room.keys.shape[0]
-    context, x, y, zero = room.keys.shape[1] // members, room.x, room.y, local((2, H), i32)
+    H, rows = c.H, members * n
+    context, slot = room.keys.shape[1] // members, layer % room.keys.shape[0]
+    x, y = room.x, room.y
+    zero = local((2, H), i32)
     norm, sides = local((2, 2, H), i32), new_sides(1, H, H, H * c.scaled)
     draw_norm(c, w, LN_1, layer, S, noisy, norm)
     for first in range(0, rows, GROUP):
@@ -144,7 +161,8 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
         product(c, w, param, layer, sides, noisy, x, rows, n, y)
         for m in range(members):
             for t in range(0, n, GROUP):
-                count, first, o = min(GROUP, n - t), m * n + t, m * context + start + t
+                count = min(GROUP, n - t)
+                first, o = m * n + t, m * context + start + t
                 for r in range(count if param != W_V else 0):
                     rotate(room.pairs, first + r, tb.rope, start + t + r, c.rope_bit)
                 if param == W_Q:
@@ -191,8 +209,8 @@ def tables_for(cfg, exp, positions, causal):
     return Tables(exp, np.tile(rope, cfg.N_HEADS), ntt)
 
 
-class Transformer(Forward):
-    """The forward pass of the transformer."""
+class Transformer(CpuModel):
+    """The transformer."""
 
     together = 1
 
@@ -203,7 +221,8 @@ class Transformer(Forward):
         return np.zeros((2, layers, members * positions, self.cfg.HIDDEN_DIM), np.int8)
 
     def reader(self, w, total):
-        own, sequence, start = copy.copy(self), np.zeros((1, 0), np.int32), 0
+        model, sequence = copy.copy(self), np.zeros((1, 0), np.int32)
+        start = 0
         cache = self._memory(1, 1, 0, self.cfg.N_LAYERS)     # grows as it fills
 
         def read(tokens):
@@ -214,9 +233,9 @@ class Transformer(Forward):
                 old, cache = cache, self._memory(1, 1, room, self.cfg.N_LAYERS)
                 cache[:, :, :start] = old[:, :, :start]
                 sequence = np.concatenate([sequence, np.zeros((1, room + 1 - sequence.size), np.int32)], 1)
-                own._tables = tables_for(self.cfg, self._tables.exp, room, True)
+                model._tables = tables_for(self.cfg, self._tables.exp, room, True)
             sequence[0, start:start + n] = tokens
-            z = own.run(w, sequence[:, :start + n + 1], cache, start)
+            z = model.run(w, sequence[:, :start + n + 1], cache, start)
             start += n
             return z[(n - 1) % GROUP]
 

@@ -3,7 +3,8 @@
 import numpy as np
 
 from engine import cpu_rules
-from engine.cpu_kernels import AT_C, AT_P, AT_W, N_COLS, N_ROWS, SEED_A, SEED_B, njit, vote_draw
+from engine.cpu_kernels import (AT_CORRECTION, AT_PACKED, AT_WEIGHTS, N_COLS, N_ROWS, SEED_A, SEED_B, njit,
+                                vote_draw)
 from engine.cpu_rules import adamw, f32, fma, i32, muon, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, empty, tile, zeros
 from model import state_digest
@@ -16,20 +17,21 @@ BLOCK = 2048                # pairs whose noise is made at once for a product ov
 
 @njit
 def pack(w, t, first, end):
-    """Copy panels first..end - 1 of one matrix (t int64 [FIELDS]) from the canonical weights, with each column's
+    """Copies panels first..end - 1 of one matrix (t int64 [N_FIELDS]) from the canonical weights, with each column's
     correction."""
     k4, cols = t[N_ROWS] // 4, t[N_COLS]
     for p in range(first, end):
         count = min(PANEL, cols - p * PANEL)
         sums = zeros(PANEL, i32)
         for k in range(k4):
-            source, target = t[AT_W] + (k * cols + p * PANEL) * 4, t[AT_P] + (p * k4 + k) * PANEL * 4
+            source = t[AT_WEIGHTS] + (k * cols + p * PANEL) * 4
+            target = t[AT_PACKED] + (p * k4 + k) * PANEL * 4
             for j in range(4 * count):
                 value = w.weights[source + j]
                 w.packed[target + j] = value
                 sums[j >> 2] += i32(value)
         for j in range(PANEL):
-            w.correction[t[AT_C] + p * PANEL + j] = i32(-128 * sums[j])
+            w.correction[t[AT_CORRECTION] + p * PANEL + j] = i32(-128 * sums[j])
 
 
 @njit
@@ -46,8 +48,10 @@ def input_block(c, t, seeds, signs, x, first, end):
 def panel_votes(c, t, seeds, x, votes, first, end):
     """Adds a block of pairs to panels first..end - 1 of votes int32 [rows padded to ROWS, cols padded to PANEL]: x
     times noise(A, col), made here."""
-    n, k4, padded = seeds.size, x.shape[1] // 4, votes.shape[1]
-    panel, correction, noise = zeros(4 * k4 * PANEL, np.int8), zeros(PANEL, i32), empty(n, i32)
+    n, padded = seeds.size, votes.shape[1]
+    k4 = x.shape[1] // 4
+    panel, correction = zeros(4 * k4 * PANEL, np.int8), zeros(PANEL, i32)
+    noise = empty(n, i32)
     for p in range(first, end):
         for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
             s = i32(0)
@@ -71,7 +75,8 @@ def seen_votes(c, t, seeds, signs, windows, more, votes, first, end):
     SEEN_ROWS * first..SEEN_ROWS * end - 1 of votes int32 [rows padded, cols padded]."""
     cols, b = t[N_COLS], empty(SEEN_ROWS, i32)
     for row in range(SEEN_ROWS * first, min(SEEN_ROWS * end, t[N_ROWS]), SEEN_ROWS):
-        sums, counted, n = zeros((cols, SEEN_ROWS), i32), zeros(cols, i32), min(SEEN_ROWS, t[N_ROWS] - row)
+        n = min(SEEN_ROWS, t[N_ROWS] - row)
+        sums, counted = zeros((cols, SEEN_ROWS), i32), zeros(cols, i32)
         for q in range(seeds.size):
             for r in range(SEEN_ROWS):
                 b[r] = i32(vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), row + r) * i32(signs[q] * more))
@@ -109,7 +114,7 @@ def muon_start(o, t, votes, moments, x):
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
             r, c = (i, j) if rows <= cols else (j, i)
-            at = t[AT_W] + ((r >> 2) * cols + c) * 4 + (r & 3)
+            at = t[AT_WEIGHTS] + ((r >> 2) * cols + c) * 4 + (r & 3)
             m = fma(moments[at, 0], o.momentum, f32(i32(-votes[r, c])))
             part = (i * x.shape[1] + j) % MUON_PARTS
             sums[part] = fma(m, m, sums[part])
@@ -167,12 +172,13 @@ def apply_votes(o, rates, w, t, group, votes, x, moments, changed_rows, changed_
     or by Muon's x float32 [shorter side, longer side], and marks the rows and columns of those that changed; their
     number. rates: float32 [cols] factors on the learning rate, or [0]. group: 4 rows of a matrix are stored together, a
     vector is one row."""
-    cols, changed, direction = t[N_COLS], 0, f32(0)
+    cols, changed = t[N_COLS], 0
+    direction = f32(0)
     for block in range(first, end):
         for col in range(cols):
             rate = f32(o.lr * rates[col]) if rates.size else o.lr
             for k in range(group):
-                at = t[AT_W] + (block * cols + col) * group + k
+                at = t[AT_WEIGHTS] + (block * cols + col) * group + k
                 weight = i32(w.weights[at])
                 if o.rule == MUON:
                     r = block * group + k

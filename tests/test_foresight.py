@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import egg_config
-from egg_net import SURE_AFTER, Foresight, Worker
+from egg_net import SURE_AFTER, ChunkPredictor, Worker
 from kit import CFG, FakeEngine, cluster, expected
 from model import fitness_digits, parameters
 
@@ -12,8 +12,8 @@ STEPS = 12
 
 
 class Beginning(FakeEngine):
-    """Evaluates and updates what it is told to begin with at once, as a GPU does, and uses that if it is asked for it.
-    ahead: what it had begun already when the worker told it to begin with that; wasted: evaluations not asked for."""
+    """Evaluates and updates at once what the worker begins, as a GPU does, and uses that if it is asked for it. ahead:
+    {(step, first, count)} of what was begun before the request; wasted: number of evaluations that were not used."""
 
     def __init__(self, cfg=CFG):
         self.begun, self.fitness, self.ahead, self.wasted = {}, None, set(), 0
@@ -37,27 +37,28 @@ class Beginning(FakeEngine):
         before = self.now()
         if self.fitness is not None:
             self.weights, self.seed, self.step = self.after
-        if (key := (self.step, first, count)) in self.begun:
-            self.ahead.add(key)
-        else:
+        if (key := (self.step, first, count)) not in self.begun:
             self.begun[key] = super().evaluate(first, count)
         self.weights, self.seed, self.step = before
 
     def evaluate(self, first, count):
         assert self.fitness is None
-        return self.begun.pop((self.step, first, count))
+        losses = self.begun.pop((self.step, first, count), None)
+        self.ahead.update(self.begun)
+        return super().evaluate(first, count) if losses is None else losses
 
     def update(self, fitness):
         assert self.fitness is not None and np.array_equal(self.fitness, fitness)
         self.fitness, (self.weights, self.seed, self.step) = None, self.after
         self.wasted += sum(step < self.step for step, _, _ in self.begun)
         self.begun = {key: losses for key, losses in self.begun.items() if key[0] == self.step}
+        self.ahead.update(self.begun)
         return 100 + self.step
 
 
 @pytest.mark.parametrize("slice_size", [64, 10])
-def test_a_worker_alone_foresees_every_chunk(tmp_path, monkeypatch, slice_size):
-    """Also where a chunk takes several slices; audits go nowhere without a second worker."""
+def test_a_worker_alone_predicts_every_chunk(tmp_path, monkeypatch, slice_size):
+    """It begins with the first slice of each; audits go nowhere without a second worker."""
     monkeypatch.setattr(Worker, "slice", slice_size)
     monkeypatch.setattr(Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
     engine = Beginning()
@@ -67,8 +68,9 @@ def test_a_worker_alone_foresees_every_chunk(tmp_path, monkeypatch, slice_size):
     assert engine.evaluated == sorted(engine.evaluated) and len(set(engine.evaluated)) == len(engine.evaluated)
     assert sum(count for _, _, count in engine.evaluated) <= (STEPS + 1) * CFG.POPULATION_SIZE
     unsure = SURE_AFTER + 1                          # of the first chunk there is no guess
-    ahead = sum(count for _, _, count in engine.ahead)
-    assert ahead >= STEPS * CFG.POPULATION_SIZE - unsure * CFG.CHUNK_SIZE and engine.wasted == 0
+    chunks = {(step, first) for step, first, _ in engine.ahead}
+    assert all(first % CFG.CHUNK_SIZE == 0 for _, first in chunks)
+    assert len(chunks) == len(engine.ahead) >= STEPS * CFG.N_CHUNKS - unsure and engine.wasted == 0
 
 
 def test_several_workers_waste_little(tmp_path):
@@ -82,17 +84,17 @@ def test_several_workers_waste_little(tmp_path):
         assert engine.wasted <= 1 + len(engine.evaluated) / SURE_AFTER
 
 
-def test_foresight_is_lost_with_a_mistake():
-    foresight, size = Foresight(CFG), CFG.CHUNK_SIZE
+def test_certainty_is_lost_with_a_mistake():
+    predictor, size = ChunkPredictor(CFG), CFG.CHUNK_SIZE
     chunks = iter([(k // CFG.N_CHUNKS, k % CFG.N_CHUNKS * size) for k in range(1000)])
 
     def until_sure():
         for count in range(1, 1000):
             step, first = next(chunks)
-            foresight.handed_out(step, first)
-            if foresight.following(step) >= 0:
-                assert foresight.following(step) == (first + size) % CFG.POPULATION_SIZE
-                assert foresight.following(step + 1) == -1, "nothing was handed out in that step"
+            predictor.handed_out(step, first)
+            if predictor.following(step) >= 0:
+                assert predictor.following(step) == (first + size) % CFG.POPULATION_SIZE
+                assert predictor.following(step + 1) == -1, "nothing was handed out in that step"
                 return count
 
     assert until_sure() == SURE_AFTER + 1
@@ -128,7 +130,7 @@ def test_fitness_is_that_of_the_plain_rule(changes):
 
 @pytest.mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)
 def test_the_cpu_engine_begins_ahead(constants):
-    """Right and wrong foresight, in a step, across an update and a load: the same losses, changes and digests as
+    """Right and wrong predictions, in a step, across an update and a load: the same losses, changes and digests as
     without."""
     from engine import cpu_engine
     cfg = egg_config.make(**constants, HIDDEN_DIM=64, CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=16)
@@ -146,12 +148,11 @@ def test_the_cpu_engine_begins_ahead(constants):
             assert (first, count) not in ahead._begun and (following is None or following in ahead._begun)
         assert len(np.unique(losses)) > 2
         fitness = np.random.default_rng(step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
-        assert ahead.begin_update(fitness)
-        ahead.begin(0, 40 if step else 2)
-        if step == 1:                                        # it was not that update after all
-            assert np.array_equal(ahead.evaluate(0, 40), plain.evaluate(0, 40))
+        assert not ahead.begin_update(fitness)
+        ahead.begin(0, 40)
         assert ahead.update(fitness) == plain.update(fitness) and ahead.digest() == plain.digest()
-        assert list(ahead._begun) == [[(0, 2)], [], [(0, 40)]][step], "begun before the update, or not begun"
+        assert not ahead._begun, "begun before the update"
+    ahead.begin(0, 40)
     for engine in (plain, ahead):
         engine.load(parameters.initial_state(cfg))
     assert np.array_equal(ahead.evaluate(0, 40), plain.evaluate(0, 40)), "what was begun before a load is stale"
