@@ -1,14 +1,13 @@
-"""The transformer's forward pass on CUDA (SPEC 2 to 7): what the engine calls, and single-token generation.
-`kernels.transformer` has the evaluation of members and validation, `kernels.gru` the recurrent model with the same
-interface.
+"""The CUDA model: the phases of the forward pass in order (SPEC 2 to 7 and 13). Each phase is a kernel of the folder
+`kernels`; `_launch` says which, on which row of the plan (the run-time constants of a call), from and to which array.
 
 What the CUDA engine uses:
 
     forward = build_forward(cfg, cc, shared_limit)
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
-        .kernels        {verb: [products.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its first
-                        launch; "load": pack, "step": evaluate, "validate", "generate": token
+        .kernels        {verb: [kernels.host.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its
+                        first launch; "load": pack, "step": evaluate, "validate", "generate": token
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
@@ -25,8 +24,8 @@ What the CUDA engine uses:
         .cache_bytes(positions), .token_scratch_bytes
         .token(stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits)
                         logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without
-                        noise; the keys and values of positions 0..at[0] - 1 must be in `cache`, those of at[0] are
-                        added. rope: device copy of model.integer_tables.rope_table(cfg, positions), int32, flat
+                        noise; what the positions 0..at[0] - 1 left in `cache` must be there, that of at[0] is added.
+                        rope: device copy of model.integer_tables.rope_table(cfg, positions), int32, flat
 
 Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous
 device arrays.
@@ -35,225 +34,120 @@ device arrays.
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, int8, int32, int64, uint32
+from numba import cuda
+from numba.cuda.cudadrv import driver
 
-from kernels import products, ptx, transformer
-from kernels.parts import A8, A32, PLAN, amax_scale, byte, clip, ntt_functions, rounded
-from kernels.products import Kernel, block_max, block_sum, matrix_vector
-from kernels.rules import build_noise, device
+from kernels import gru, gru_narrow, single_token, transformer
+from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, padded_rows
+from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing
+from kernels.parts import Gpu, aligned, blocks
+from kernels.product import THREADS, padded_length
 from model import integer_tables
 
 
-# --- one token at a time, without noise -------------------------------------------------------------------------------
-
-def _token_kernel(cfg):
-    """The hidden state after one more token, as normed for the head: n int8 [H]. One block of 1024 threads; a thread is
-    a channel.
-
-    calls int32: rows of the plan in order: embed, then up and down of the first MLP, then for each layer ln_1, qkv, o,
-    ln_2, up, down, then ln_f. keys, values: the two halves of the cache, int8 [layers][positions][H]; scores int32
-    [heads][positions]."""
-    H, D, L, HEADS, SCALE_BIT = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_LAYERS, cfg.N_HEADS, cfg.ROPE_SCALE_BIT
-    SHIFT_ATTN, SHIFT_OUT, SHIFT_UP, SHIFT_DOWN = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
-    WORDS, H4, NTT = H // 4, 4 * H, cfg.NTT_MODE != 0
-    coefficient, look_up = ntt_functions(cfg, build_noise(cfg), False, True)
-    from_h, from_4h = matrix_vector(H), matrix_vector(4 * H)
-
-    @device
-    def normed(h, weights, plan, p, part, t):
-        """Entry t of ln(h), h the thread's own channel."""
-        mean = max(block_sum(int32(abs(h)), part, t) // int32(H), 1)
-        if t >= H:
-            return int32(0)
-        product = int32(h * int32(weights[plan[p] + t]))
-        quotient = int32(uint32(abs(product)) // uint32(mean))
-        return clip(int32((quotient if product >= 0 else int32(-quotient)) + int32(weights[plan[p + 4] + t])))
-
-    @device
-    def scaled_down(v, part, t):
-        """Entry t of amax(v)."""
-        return byte(rounded(v, amax_scale(block_max(int32(abs(v)), part, t))), 1)
-
-    @cuda.jit(launch_bounds=1024)
-    def token(calls, plan, weights, packed, tokens, at, positions, rope, exps, gelu, keys, values, key_words, scores,
-              out):
-        # H, then 4 H bytes: the vectors multiplied next
-        words, vector = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
-        y = cuda.shared.array(H4, int32)
-        part = cuda.shared.array(32, int32)
-        top, total = cuda.shared.array(HEADS, int32), cuda.shared.array(HEADS, int64)
-        t = cuda.threadIdx.x
-        here = at[0]
-        token_id = tokens[here]
-        p = calls[0] * PLAN
-        h, call = int32(0), 1
-        if t < H:
-            block = plan[p + 20] + (token_id >> 3) * (2 * H) + (t >> 4) * 32 + (token_id & 7) * 4 + ((t >> 2) & 3)
-            h = int32(byte(packed[block], t & 3) + int32(weights[plan[p + 8] + t]))
-            if NTT:
-                c = coefficient(tokens, 0, here)
-                h = int32(h + look_up(weights, weights, uint32(0), int32(0), int32(0), c, t)[0])
-            h = clip(h)
-        n = normed(h, weights, plan, p, part, t)
-        for layer in range(-1, L):
-            if layer >= 0:
-                if t < H:
-                    vector[t] = n
-                    if t < HEADS:
-                        top[t], total[t] = -2 ** 31, 0
-                cuda.syncthreads()
-                p = calls[call] * PLAN
-                for which in range(3):
-                    from_h(words, 0, packed, plan[p + 8 * which], H, y, which * H, t)
-                cuda.syncthreads()
-                if t < H and (t & 1) == 0:
-                    cos, sin = int64(rope[here * D + t % D]), int64(rope[here * D + t % D + 1])
-                    half = int64(1) << int64(SCALE_BIT - 1)
-                    for which in range(2):
-                        a, b = int64(y[which * H + t]), int64(y[which * H + t + 1])
-                        y[which * H + t] = int32((a * cos - b * sin + half) >> int64(SCALE_BIT))
-                        y[which * H + t + 1] = int32((a * sin + b * cos + half) >> int64(SCALE_BIT))
-                cuda.syncthreads()
-                q = scaled_down(y[t] if t < H else int32(0), part, t)
-                k = scaled_down(y[H + t] if t < H else int32(0), part, t)
-                v = scaled_down(y[2 * H + t] if t < H else int32(0), part, t)
-                base = int64(layer) * positions
-                if t < H:
-                    vector[t] = q
-                    keys[(base + here) * H + t] = k
-                    values[(base + here) * H + t] = v
-                cuda.syncthreads()
-                for task in range(t, HEADS * (here + 1), 1024):
-                    head, past = task // (here + 1), task % (here + 1)
-                    s = int32(0)
-                    for i in range(D // 4):
-                        s = ptx.dp4a(key_words[(base + past) * WORDS + head * (D // 4) + i], words[head * (D // 4) + i],
-                                     s)
-                    scores[head * positions + past] = s
-                    cuda.atomic.max(top, head, s)
-                cuda.syncthreads()
-                for task in range(t, HEADS * (here + 1), 1024):
-                    head, past = task // (here + 1), task % (here + 1)
-                    d = int32(int32(top[head] >> int32(SHIFT_ATTN))
-                              - int32(scores[head * positions + past] >> int32(SHIFT_ATTN)))
-                    w = exps[min(d, int32(255))]
-                    scores[head * positions + past] = w
-                    cuda.atomic.add(total, head, int64(w))
-                cuda.syncthreads()
-                if t < H:
-                    head, num = t // D, int64(0)
-                    for past in range(here + 1):
-                        num += int64(int32(scores[head * positions + past] * int32(values[(base + past) * H + t])))
-                    vector[t] = clip(int32(float(num) / float(total[head])))
-                cuda.syncthreads()
-                from_h(words, 0, packed, plan[calls[call + 1] * PLAN], H, y, 0, t)
-                cuda.syncthreads()
-                h = scaled_down(int32(h + int32(y[t] >> int32(SHIFT_OUT))) if t < H else int32(0), part, t)
-                n = normed(h, weights, plan, calls[call + 2] * PLAN, part, t)
-                call += 3
-            if t < H:
-                vector[t] = n
-            cuda.syncthreads()
-            p = calls[call] * PLAN
-            from_h(words, 0, packed, plan[p], 4 * H, y, 0, t)
-            cuda.syncthreads()
-            for i in range(t, 4 * H, 1024):
-                vector[H + i] = gelu[clip(int32(int32(y[i] >> int32(SHIFT_UP)) + int32(weights[plan[p + 3] + i])))
-                                     & 255]
-            cuda.syncthreads()
-            from_4h(words, WORDS, packed, plan[calls[call + 1] * PLAN], H, y, 0, t)
-            cuda.syncthreads()
-            p = calls[call + 2] * PLAN                       # the next norm carries the bias of this product
-            if t < H:
-                h = int32(int32(h + int32(y[t] >> int32(SHIFT_DOWN))) + int32(weights[plan[p + 8] + t]))
-            h = scaled_down(h, part, t)
-            n = normed(h, weights, plan, p, part, t)
-            call += 3
-        if t < H:
-            out[t] = n
-
-    return token
+def processors():
+    return cuda.get_current_device().MULTIPROCESSOR_COUNT
 
 
-# --- the forward pass -------------------------------------------------------------------------------------------------
+class Forward:
+    """What both models have in common."""
 
-class _Plan(products.Plan):
-    """The calls of a forward pass in order."""
+    def __init__(self, cfg, packing, plan, kernels, token):
+        self.cfg, self._packing, self._plan, self._kernels, self._token = cfg, packing, plan, kernels, token
+        self._logits = single_token.logits_kernel(cfg)
+        self.packed_bytes, self.token_scratch_bytes = packing.bytes, cfg.HIDDEN_DIM
+        self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
+                        "generate": [token, self._logits]}
 
-    def __init__(self, cfg, packing):
-        super().__init__(cfg, packing)
-        table = self._tensors["embedding", 0]
-        self.embed = self._add(self._normed("ln_init", 0, "emb_bias", ("w_emb_mlp_up",))
-                               + [packing.at["embedding", 0] // 4, table.overlay_a, table.overlay_b])
-        self.emb_mlp = self._mlp(0, "w_emb_mlp_up", "w_emb_mlp_down", "mlp_emb_bias_up", "mlp_emb_bias_down")
-        self.layers = []
-        before = ("mlp_emb_bias_down", 0)
-        for layer in range(cfg.N_LAYERS):
-            self.layers.append(SimpleNamespace(
-                ln_1=self._add(self._normed("ln_1", layer, before[0], ("w_q", "w_k", "w_v"), before[1])),
-                qkv=self._add(sum((self._biased(name, layer) for name in ("w_q", "w_k", "w_v")), [])),
-                sums_o=self._add(12 * [0] + self._input("w_o", layer)),
-                o=self._add(self._biased("w_o", layer)),
-                ln_2=self._add(self._normed("ln_2", layer, None, ("w_up",))),
-                mlp=self._mlp(layer, "w_up", "w_down", "mlp_bias_up", "mlp_bias_down")))
-            before = ("mlp_bias_down", layer)
-        self.ln_f = self._add(self._normed("ln_f", 0, before[0], ("embedding",), before[1]))
-        self.head = self._add(self._biased("embedding", 0))
+    def tables(self, **more):
+        """Uploads the constant tables, `more` among them."""
+        exps = integer_tables.exp_table(self.cfg)
+        clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
+        clean[-1] = 0
+        arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
+                      exps=exps[np.minimum(np.arange(256), exps.size - 1)], **more)
+        self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
-    def token_calls(self):
-        """Rows of the plan in the order of the token kernel."""
-        calls = [(a.ln_1, a.qkv, a.o, a.ln_2, a.mlp.up, a.mlp.down) for a in self.layers]
-        return np.array([self.embed, self.emb_mlp.up, self.emb_mlp.down, *sum(calls, ()), self.ln_f], np.int32)
+    def pack(self, stream, weights, packed):
+        self._packing.launch(stream, weights, packed)
 
-    def _biased(self, name, layer, bias=None):
-        return self._matrix(name, layer) + (self._vector(bias, layer) if bias else 4 * [0]) + [0]
+    def _given(self, given, layout, scratch, **more):
+        """What all kernels of a pass are given, by the names of their parameters; layout: of arrays in scratch."""
+        arrays = {name: scratch[first:end].view(np.int32) for name, (first, end) in layout.items()}
+        tables = self._tables
+        return {**given, **arrays, **more, "plan": tables.plan, "exps": tables.exps,
+                "packed": given["packed"].view(np.int32), "at_columns": self._kernels.at_columns}
 
-    def _normed(self, ln, layer, bias, streams, bias_layer=0):
-        entries = self._vector(ln, layer) + self._vector(ln + "_bias", layer)
-        entries += self._vector(bias, bias_layer) if bias else 4 * [0]
-        return sum((self._input(name, layer) for name in streams), entries) + [0] * (2 * (4 - len(streams)))
-
-    def _mlp(self, layer, up, down, bias_up, bias_down):
-        return SimpleNamespace(up=self._add(self._biased(up, layer, bias_up) + self._input(down, layer)),
-                               down=self._add(self._biased(down, layer, bias_down) + self._input(down, layer)))
+    def token(self, stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits):
+        given = dict(stream=stream, plan=self._tables.plan, weights=weights, tokens=tokens,
+                     packed=packed.view(np.int32), at=at, positions=positions, rope=rope, exps=self._tables.exps)
+        self._token(1, 1024, given | self._cache(cache, positions), out=scratch)
+        head = "head" if self.cfg.MODEL == "gru" else "embedding"
+        self._logits(blocks(self.cfg.VOCAB_SIZE, 64), 256, given, at=self._packing.at[head, 0],
+                     x=scratch.view(np.int32), z=logits)
 
 
-class Forward(products.Forward):
-    """See the top of this file."""
+class Transformer(Forward):
 
-    def __init__(self, cfg, cc, shared_limit, silent=False):
-        SHIFT = cfg.SHIFT_LOGIT
-
-        @device
-        def logit(total):
-            return int32(total >> int32(SHIFT))
-
-        token = Kernel((_token_kernel(cfg), 5 * cfg.HIDDEN_DIM), calls=A32, at=A32, keys=A8, values=A8,
-                       key_words=A32, scores=A32, out=A8)
-        super().__init__(cfg, cc, token, logit, "embedding")
-        self._plan = _Plan(cfg, self._packing)
-        card = transformer.Card(tuple(cc) == (9, 0) and cfg.TENSOR_CORES != "mma", shared_limit, cc[0] < 10)
-        self._noisy = transformer.Members(cfg, self._packing, card, silent)
-        self._serve()
+    def __init__(self, cfg, gpu, silent):
+        packing = Packing(cfg)
+        super().__init__(cfg, packing, transformer.Plan(cfg, packing),
+                         transformer.Kernels(cfg, packing, gpu, silent), single_token.transformer_token_kernel(cfg))
 
     def tables(self):
-        super().tables(calls=self._plan.token_calls(), gelu=integer_tables.gelu_table(),
-                       rope=integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel())
+        rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
+        super().tables(calls=self._plan.token_calls(), gelu=integer_tables.gelu_table(), rope=rope)
 
     def scratch_bytes(self, pairs):
-        return self._noisy.layout(pairs)[2]
+        return self._kernels.layout(pairs)[1]
 
     def clean_scratch_bytes(self, windows, length):
-        return self._noisy.layout(windows)[2]
+        return self.scratch_bytes(windows)
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        self._noisy.launch(self._plan, self._tables, pairs, scratch, stream=stream, weights=weights, packed=packed,
-                           overlay=overlay, windows=windows, job=job, offset=offset, losses=losses)
+        self._launch(pairs, scratch, stream=stream, weights=weights, packed=packed, overlay=overlay, windows=windows,
+                     job=job, offset=offset, losses=losses)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._noisy.launch(self._plan, self._tables, count, scratch, True, stream=stream, weights=weights,
-                           packed=packed, overlay=weights, windows=windows, job=self._tables.no_job, offset=0,
-                           losses=nats)
+        self._launch(count, scratch, True, stream=stream, weights=weights, packed=packed, overlay=weights,
+                     windows=windows, job=self._tables.no_job, offset=0, losses=nats)
+
+    def _launch(self, pairs, scratch, clean=False, **given):
+        """The pass over so many pairs; clean: over so many windows, with job[2] = 0, so that both members of a pair are
+        the unperturbed model."""
+        cfg, plan, kernels, length = self.cfg, self._plan, self._kernels, padded_length(self.cfg)
+        given = self._given(given, kernels.layout(pairs)[0], scratch, rope=self._tables.rope,
+                            gelu=self._tables.gelu, stride=transformer.padded_rows(cfg, pairs), count=pairs)
+        rows, n, most = 2 * pairs * length, given["n"], min(processors(), transformer.MOST_BLOCKS)
+
+        def norm(row, streams):
+            kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, given, call=row, out=n)
+
+        def product(kernel, row, matrix, layer, x, matrices=1, **out):
+            tiles = blocks(rows, 64 * kernel.shape.RG)
+            kernel(min(tiles, most // matrices) * matrices, THREADS, given, call=row,
+                   at=kernels.matrices[matrix, layer], tiles=tiles, x=x, **out)
+
+        def mlp(rows, up, down, layer):
+            product(kernels.up, rows.up, up, layer, n)
+            product(kernels.full_width["down"], rows.down, down, layer, given["u"])
+
+        kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed,
+                      width=cfg.SEQ_LEN + 1 if clean else cfg.WINDOW, losses=given["losses"].view(np.int64))
+        norm(plan.embed, 1)
+        mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
+        for i, layer in enumerate(plan.layers):
+            norm(layer.ln_1, 3)
+            product(kernels.full_width["qkv"], layer.qkv, "w_q", i, n, 3, h=given["queries"])
+            kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), given, call=layer.attention,
+                              a=n)
+            product(kernels.full_width["o"], layer.o, "w_o", i, n)
+            norm(layer.ln_2, 1)
+            mlp(layer.mlp, "w_up", "w_down", i)
+        norm(plan.ln_f, 1)
+        head = kernels.clean_head if clean else kernels.head
+        head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n, length=cfg.SEQ_LEN,
+             at_tiles=kernels.matrices["embedding", 0], exps=self._tables.clean_exps if clean else self._tables.exps)
 
     def cache_bytes(self, positions):
         cfg = self.cfg
@@ -266,9 +160,118 @@ class Forward(products.Forward):
                     scores=cache[2 * half:].view(np.int32))
 
 
+class Recurrent(Forward):
+
+    def __init__(self, cfg, gpu, silent):
+        packing = Packing(cfg)
+        super().__init__(cfg, packing, gru.Plan(cfg, packing), gru.kernels_of(cfg, packing, gpu, silent),
+                         single_token.recurrent_token_kernel(cfg))
+
+    def _state_bytes(self, pairs):
+        """Of the states with which pairs begin, behind which the scratch memory of a pass lies."""
+        return aligned(pairs * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM) if self.cfg.STATE_TOKENS else 0
+
+    def scratch_bytes(self, pairs):
+        if not pairs:
+            return 0
+        return self._state_bytes(pairs) + max(self.clean_scratch_bytes(pairs, n)
+                                              for n in (self.cfg.SEQ_LEN, self.cfg.STATE_TOKENS))
+
+    def clean_scratch_bytes(self, windows, length):
+        return self._kernels.layout(windows, length)[1] if windows else 0
+
+    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
+        cfg, states, before = self.cfg, None, self.cfg.STATE_TOKENS
+        given = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, tokens=windows, width=cfg.WINDOW)
+        work = scratch[self._state_bytes(pairs):]
+        if before:
+            states = scratch[:pairs * cfg.N_LAYERS * cfg.HIDDEN_DIM]
+            self._launch(pairs, before, work, True, states, **given, job=self._tables.no_job, offset=0, skip=0, begin=0,
+                         keep=1, losses=None)
+        self._launch(pairs, cfg.SEQ_LEN, work, False, states, **given, job=job, offset=offset, skip=before,
+                     begin=int(before > 0), keep=0, losses=losses)
+
+    def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
+        self._launch(count, length, scratch, True, stream=stream, weights=weights, packed=packed, overlay=weights,
+                     tokens=windows, width=length + 1, job=self._tables.no_job, offset=0, skip=0, begin=0, keep=0,
+                     losses=nats)
+
+    def _launch(self, units, n, scratch, clean, states=None, **given):
+        """The pass over so many units: pairs or, clean, without noise, windows. It reads n positions from `skip` on of
+        rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep`, the
+        states at the end go there. losses: None, or int64 [units, 2]; clean: float64 [units, n]."""
+        plan, size = self._plan, units * self.cfg.HIDDEN_DIM
+        given = self._given(given, self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n,
+                            length=n, stride=padded_rows(units * n), rows_at=self._kernels.rows_at)
+        layer = self._general_layer if isinstance(self._kernels, gru.GeneralKernels) else self._register_layer
+        for i, row in enumerate(plan.layers):
+            # without states any array of their type will do
+            given["states"] = given["plan"] if states is None else states[i * size:(i + 1) * size].view(np.int32)
+            layer(given, row, i, units, n)
+        if given["losses"] is not None:
+            self._head(given, units, n, clean)
+
+    def _general_layer(self, given, row, i, units, n):
+        kernels, normed, gates = self._kernels, given["normed"], given["gates"]
+
+        def norm(kernel, row):
+            kernel((units, blocks(n, 64)), 256, given, call=row, out=normed)
+
+        def product(kind, row, matrix, x, out, matrices=1):
+            tiles = blocks(2 * units * n, 64 * kernels.shapes[kind].RG)
+            kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, given, call=row,
+                                   at=kernels.matrices[matrix, i], x=x, out=out, beyond=gates.size)
+
+        norm(kernels.norms[min(i, 1)], row + NORM_1)
+        product("gates", row + GATES, "w_f", normed, given["u"], 2)
+        kernels.recur(blocks(units, kernels.state_rows // 2), THREADS, given, call=row, at=kernels.matrices["u_f", i])
+        norm(kernels.norm_f, row + NORM_2)
+        product("inner", row + INNER, "w_up", normed, given["u"])
+        product("down", row + DOWN, "w_down", given["u"], given["x"])
+
+    def _register_layer(self, given, row, i, units, n):
+        kernels, matrices = self._kernels, self._kernels.matrices
+        kernels.gates[min(i, 1)](*self._warps("gates", units), given, call=row, at=matrices["w_f", i])
+        if kernels.wgmma:
+            tiles, groups = blocks(units * 2 * n, gru_narrow.TILE_ROWS), gru_narrow.GROUPS
+            each = blocks(tiles, groups * processors())
+            kernels.recur(blocks(units, kernels.state_rows // 2), THREADS, given, call=row, at=matrices["u_f", i])
+            kernels.mlp(blocks(tiles, groups * each), 128 * groups, given, call=row, at=matrices["w_up", i],
+                        tiles=tiles, each=each)
+        else:
+            kernels.recur(*self._warps("recur", blocks(units, 8)), given, call=row, at=matrices["u_f", i])
+            kernels.mlp(*self._warps("mlp", units), given, call=row, at=matrices["w_up", i])
+
+    def _head(self, given, units, n, clean):
+        """Norm and head. Nobody needs gates and candidates any more: the rows of ln_f and their sums lie there."""
+        kernels, plan, normed, sb = self._kernels, self._plan, given["gates"], given["candidates"]
+        if kernels.own_head and not clean:
+            kernels.own_head(*self._warps("head", units), given, call=plan.ln_f, at=kernels.at_head)
+            return
+        kernels.norm_f((units, blocks(n, 64)), 256, given, call=plan.ln_f, out=normed, sb=sb)
+        if not clean:                                        # the head adds to them
+            driver.device_memset(given["losses"], 0, given["losses"].nbytes, given["stream"])
+        which = -1 if clean else 0
+        head = kernels.heads[which]
+        head(blocks(units * n, 32 * head.shape.RG), THREADS, given, call=plan.head, at_tiles=kernels.at_tiles[which],
+             x=normed, sb=sb, windows=given["tokens"], exps=self._tables.clean_exps if clean else self._tables.exps)
+
+    def _warps(self, name, work):
+        """(blocks, threads) of a kernel whose warps share out so much work."""
+        warps = self._kernels.sizes[name].warps
+        return min(processors(), blocks(work, warps)), 32 * warps
+
+    def cache_bytes(self, positions):
+        return self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM
+
+    def _cache(self, cache, positions):
+        return dict(states=cache)
+
+
 def build_forward(cfg, cc, shared_limit, silent=False):
     """The forward pass of a configuration on a device: see the top of this file. silent: as build_noise."""
-    if cfg.MODEL == "gru":
-        from kernels import gru                                # it builds on this module
-        return gru.Forward(cfg, cc, shared_limit, silent)
-    return Forward(cfg, cc, shared_limit, silent)
+    newest = tuple(cc) == (9, 0)
+    if cfg.TENSOR_CORES == "wgmma" and not newest:
+        raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
+    gpu = Gpu(tuple(cc), shared_limit, newest and cfg.TENSOR_CORES != "mma")
+    return (Recurrent if cfg.MODEL == "gru" else Transformer)(cfg, gpu, silent)

@@ -1,8 +1,8 @@
 """The CUDA engine: the verbs of an engine on an NVIDIA GPU of compute capability 8.0 or newer, with the same bits as
 `engine.cpu_engine`.
 
-Forward pass: `egg_kernels`, of the recurrent model `kernels.gru`. Update: `kernels.update`. Here: device memory,
-compiled kernels kept on disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
+Forward pass of both models: `egg_kernels`. Update: `kernels.update`. Here: device memory, compiled kernels kept on
+disk, launch sequences replayed as CUDA graphs, windows and token choice on the device.
 """
 
 import bisect

@@ -1,7 +1,7 @@
 """The kernels of the recurrent model in which a warp owns rows: those of models whose weights fit shared memory, and
 with wgmma on cc 9.0 gates, MLP and head where H = 256.
 
-`kernels.gru` has the pass (class Fused) and decides, `kernels.gru_parts` has what the kernels are made of, and the
+`kernels.gru` has the other path and decides, `kernels.gru_parts` has what the kernels are made of, and the
 layout. The general path makes 505 and 752 M tokens/s where this makes 733 and 1,480 (H 128 and 64, one layer, V 256,
 T 100, H200, commit 7e8ec62). A layer is three kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the
 MLP (ln_2, up, down); the head ends the pass. Between two products nothing but x, gates and candidates leaves the
@@ -19,11 +19,13 @@ from typing import NamedTuple
 from numba import cuda, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
-from kernels.gru_parts import (DOWN, GATES, INNER, NORM_1, NORM_2, OFFSET, RECUR, added_function, begin_with, both,
-                               input_bytes, norm_functions, quotient_functions, row_functions, row_of, source_of)
-from kernels.parts import PLAN, clip, floor_constants, quad_sum, thread, unrolled, weight
+from kernels.gru_parts import (B_APART, B_F, DOWN, GATES, INNER, NORM_1, NORM_2, OFFSET, RECUR, U_APART, U_F, U_INPUT,
+                               W_DOWN_INPUT, added_function, begin_with, both, input_bytes, late_noise_quotients,
+                               norm_functions, row_functions, row_of)
+from kernels.host import Kernel
+from kernels.pairs import pair_functions, source_of
+from kernels.parts import A32, A64, A8, AU32, PLAN, clip, floor_constants, quad_sum, thread, unrolled, weight
 from kernels.rules import device, loss_function, loudest
-from kernels.transformer import pair_functions
 from model import parameters
 
 LARGEST_V = 1024                            # logits that a warp keeps
@@ -44,7 +46,7 @@ def fits(cfg, shared_limit):
 def sizes(cfg, limit, wgmma=False):
     """{kernel: what it has} of the kernels whose weights and tables fit shared memory: bytes of weights, bytes of a
     warp's tables, warps of a block, where their tables begin, all bytes; then columns of a product, and warps that make
-    one together. Without "head" the head of kernels.transformer serves."""
+    one together. Without "head" kernels.head serves."""
     H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
     tile, own = input_bytes(cfg, H, 4), input_bytes(cfg, H, 32)
     # weights, tables of a warp, what all warps share, most warps (for their registers)
@@ -115,8 +117,8 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 2)
     fill_columns, of_token, embedded = gru_parts.embedding_functions(cfg, nz, cc)
     (load_rows, _), enter = row_functions(H), enter_function(size)
-    START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H)
-    origin, product = gru_parts.product_functions(COLUMNS, H // 32, wgmma=TOGETHER > 1)
+    START, word_of, factor, pairs = late_noise_quotients(cfg, nz, cc, H)
+    origin, product = gru_parts.warp_product_functions(COLUMNS, H // 32, wgmma=TOGETHER > 1)
 
     @unrolled
     def embed(row_x, x, at_x, packed, at_token, at_noise, own, own_factor, shift, q):
@@ -142,9 +144,9 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
                                ptx.bytes4(u, v))
 
     @cuda.jit(launch_bounds=32 * size.warps)
-    def gates_and_candidates(call, at, rows_at, plan, weights, packed, overlay, tokens, width, skip, n, job, offset,
-                             units, x, gates, candidates):
-        warp, source = enter(packed, at, thread()), source_of(plan, weights, overlay, job, offset)
+    def gates_and_candidates(call, at, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width,
+                             skip, n, job: AU32, offset, units, x: A32, gates: A32, candidates: A32):
+        warp, source = enter(packed, at, thread()), source_of(plan, 0, weights, overlay, job, offset)
         q, table, at_weights = warp.q, warp.table, origin(warp.base, warp.t)
         acc, start, shift = cuda.local.array(ACC, int32), cuda.local.array(4, int32), job_shift(job)
         row_x, y = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
@@ -184,16 +186,16 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
             if first >= n:
                 unit, first = min(unit + TOGETHER, units - 1), 0
 
-    return gates_and_candidates, size.bytes
+    return Kernel(gates_and_candidates, size.bytes)
 
 
 # --- the recurrence ---------------------------------------------------------------------------------------------------
 
-def recur_kernel(cfg, nz, cc, size):
+def register_recur_kernel(cfg, nz, cc, size):
     """One layer's state through n positions: x = clip(x + h) in place. Launch [blocks] of size.warps warps; a warp
     takes eight pairs after eight others, lane 4 g + q has columns of pair g.
 
-    at: packed word of U_f; U_h follows. call, tokens, states, begin, keep as kernels.gru._recur_kernel."""
+    at: packed word of U_f; U_h follows. call, tokens, states, begin, keep as kernels.gru.recur_kernel."""
     H, STEPS, WORDS, W = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, cfg.HIDDEN_DIM // 8, size.warps
     # tables of a warp, 16 bytes [16 columns k][lane]: column noise of U_f and U_h, biases [member][pair of columns];
     # then input noise
@@ -201,8 +203,8 @@ def recur_kernel(cfg, nz, cc, size):
     A_H, BIAS_F, BIAS, AT_B = 512 * KS, 1024 * KS, 512 * KS, 2048 * KS
     OWN_B, job_shift, (noise_of, vector) = input_bytes(cfg, H, 32), nz.shift, pair_functions(cfg, nz)
     (fill_input, add), enter = gru_parts.input_functions(cfg, nz, H, 32), enter_function(size)
-    START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H)
-    origin, product = gru_parts.product_functions(32, STEPS)
+    START, word_of, factor, pairs = late_noise_quotients(cfg, nz, cc, H)
+    origin, product = gru_parts.warp_product_functions(32, STEPS)
     gated, next_state, opened, candidates_of = gru_parts.state_functions(cc)
     (load_rows, store_rows), added = row_functions(H), added_function(cc)
 
@@ -233,9 +235,9 @@ def recur_kernel(cfg, nz, cc, size):
                         h[2 * k + m], x[2 * k + m] = ptx.bytes4(y, z), added(x[2 * k + m], y, z)
 
     @cuda.jit(launch_bounds=32 * W)
-    def recur(call, at, plan, weights, packed, overlay, tokens, width, skip, n, units, job, offset, gates, candidates,
-              x, states, begin, keep):
-        warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
+    def recur(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, n, units, job: AU32,
+              offset, gates: A32, candidates: A32, x: A32, states: A32, begin, keep):
+        warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, 0, weights, overlay, job, offset)
         words, bytes_, mine, lane, q = warp.words, warp.bytes_, warp.mine, warp.lane, warp.q
         table, at_weights, p = warp.table, origin(warp.base, warp.t), (call + RECUR) * PLAN
         acc, h, past, f = (cuda.local.array(16, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32),
@@ -250,10 +252,10 @@ def recur_kernel(cfg, nz, cc, size):
                 c = k * 16 + q * 4 + e
                 for which in range(2):
                     words[(mine + which * A_H + k * 512 + lane * 16) // 4 + e] = word_of(
-                        noise_of(source, pair, c, p + 8 + 5 * which))
+                        noise_of(source, pair, c, p + U_F + which * U_APART))
                     fill_input(words, bytes_, mine + AT_B + which * OWN_B, (k * 32 + lane) * 4 + e, source,
-                               p + 11 + 5 * which, pair, c)
-                    even, odd = vector(source, p + 4 * which, pair, c)
+                               p + U_F + U_INPUT + which * U_APART, pair, c)
+                    even, odd = vector(source, p + B_F + which * B_APART, pair, c)
                     more = int32(127 * (1 - which) - OFFSET)     # b_f + 127, and without the offset of the quotients
                     to = mine + BIAS_F + which * BIAS + k * 512 + lane * 16 + e * 2
                     for m in range(2):
@@ -284,7 +286,7 @@ def recur_kernel(cfg, nz, cc, size):
                 for k in range(KS):
                     states[int64(pair) * (H // 4) + k * 4 + q] = h[2 * k]
 
-    return recur, size.bytes
+    return Kernel(recur, size.bytes)
 
 
 # --- the MLP ----------------------------------------------------------------------------------------------------------
@@ -292,7 +294,7 @@ def recur_kernel(cfg, nz, cc, size):
 def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
     """(fill, norm, inner, finish, bytes): device functions of the MLP for 16 rows whose inner values stay in registers,
     `columns` of them at a time, and bytes of a pair's tables: column noise of W_up, norm, column noise and input noise
-    of W_down. up, down: word, factor and pairs as quotient_functions has them; those of down are `offset` too large.
+    of W_down. up, down: word, factor and pairs as late_noise_quotients has them; those of down are `offset` too large.
     table: a shared address.
 
     fill(words, bytes_, at, source, call, pair, first, threads)     the tables at byte `at`, with so many threads
@@ -309,7 +311,7 @@ def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
     def fill(words, bytes_, at, source, call, pair, first, threads):
         for i in range(first, H4, threads):
             words[at // 4 + i] = up_word(column(source, pair, i, (call + INNER) * PLAN))
-            fill_inner(words, bytes_, at + AT_INNER, i, source, (call + INNER) * PLAN + 4, pair, i)
+            fill_inner(words, bytes_, at + AT_INNER, i, source, (call + INNER) * PLAN + W_DOWN_INPUT, pair, i)
         for i in range(first, H, threads):
             fill_norm(words, bytes_, at + AT_LN, source, (call + NORM_2) * PLAN, pair, i)
             words[(at + AT_DOWN) // 4 + i] = down_word(column(source, pair, i, (call + DOWN) * PLAN))
@@ -347,16 +349,16 @@ def mlp_kernel(cfg, nz, cc, size):
     H, H4, W, job_shift = cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM, size.warps, nz.shift
     SUMS, WORDS = H // 2, H // 8
     (load_rows, store_rows), enter = row_functions(H), enter_function(size)
-    UP_START, *up_functions = quotient_functions(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
-    DOWN_START, *down_functions = quotient_functions(cfg, nz, cc, H4)
+    UP_START, *up_functions = late_noise_quotients(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
+    DOWN_START, *down_functions = late_noise_quotients(cfg, nz, cc, H4)
     fill, norm, inner, finish, _ = mlp_functions(cfg, nz, cc, 32, up_functions, down_functions, OFFSET)
     (_, up_factor, _), (_, down_factor, _) = up_functions, down_functions
-    origin, up = gru_parts.product_functions(32, H // 32)
-    origin_down, down = gru_parts.product_functions(H, 1, True)
+    origin, up = gru_parts.warp_product_functions(32, H // 32)
+    origin_down, down = gru_parts.warp_product_functions(H, 1, True)
 
     @cuda.jit(launch_bounds=32 * W)
-    def mlp(call, at, plan, weights, packed, overlay, job, offset, units, n, x):
-        warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
+    def mlp(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, job: AU32, offset, units, n, x: A32):
+        warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, 0, weights, overlay, job, offset)
         table, q, at_weights = warp.table, warp.q, origin(warp.base, warp.t)
         at_down = origin_down(int32(warp.base + H4 * H), warp.t)
         acc, sums, u = cuda.local.array(16, int32), cuda.local.array(SUMS, int32), cuda.local.array(4, int32)
@@ -384,7 +386,7 @@ def mlp_kernel(cfg, nz, cc, size):
                 cuda.syncwarp()                              # at the end of the window lanes have the same row
                 store_rows(row_x, x, row, q)
 
-    return mlp, size.bytes
+    return Kernel(mlp, size.bytes)
 
 
 # --- the MLP on cc 9.0 where H = 256: a wgmma kernel ------------------------------------------------------------------
@@ -393,7 +395,7 @@ def mlp_kernel(cfg, nz, cc, size):
 
 WGMMA_H, LEAST_SEQ_LEN = 256, 32            # then the 32 positions of a tile belong to two pairs at most
 WGMMA_SHARED = 227 * 1024
-TILE, LINE = 64, 32                         # rows of a warpgroup; words of a line of the cache
+TILE_ROWS, LINE = 64, 32                         # rows of a warpgroup; words of a line of the cache
 GROUPS = 2                                  # warpgroups of a block
 HIGHEST, LOWEST = both(127), both(-127)
 
@@ -407,8 +409,8 @@ def wgmma_fits(cfg, cc, shared_limit):
 
 
 def integer_quotients(cfg):
-    """For sums of integers word, factor and pairs of W_up and of W_down, as quotient_functions has them. A quotient of
-    W_up is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column
+    """For sums of integers word, factor and pairs of W_up and of W_down, as late_noise_quotients has them. A quotient
+    of W_up is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column
     noise, divisor 2^D = 2^8 and noise shift N: the upper half of a word, and two of them are clipped by one
     instruction. Instead of a shift its pairs are given 256 (of a constant ptxas would make shifts, which the busier
     units take)."""
@@ -446,7 +448,7 @@ def wgmma_mlp_kernel(cfg, nz):
     up_functions, down_functions = integer_quotients(cfg)
     # of a pair, of which a warpgroup has two, the even and the odd one
     fill, norm, inner, finish, TABLE = mlp_functions(cfg, nz, (9, 0), 128, up_functions, down_functions)
-    AT_LEFT, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * TILE * H
+    AT_LEFT, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * TILE_ROWS * H
     (_, up_factor, _), (_, down_factor, _), (load_rows, store_rows) = up_functions, down_functions, row_functions(H)
     up, down = ptx.wgmma_product(128, H // 32, False, False), ptx.wgmma_product(256, 4, True, True)
 
@@ -472,7 +474,7 @@ def wgmma_mlp_kernel(cfg, nz):
             fetch(base, bar, packed, at, int32(step + STAGES))
 
     @cuda.jit(launch_bounds=THREADS)
-    def mlp(call, at, plan, weights, packed, overlay, job, offset, n, tiles, each, x):
+    def mlp(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, job: AU32, offset, n, tiles, each, x: A32):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(BARRIERS, int64)        # of stages, then how many warps left each
         t = thread()
@@ -487,9 +489,9 @@ def wgmma_mlp_kernel(cfg, nz):
             for i in range(STAGES):
                 fetch(base, bar, packed, at, int32(i))
         cuda.syncthreads()
-        mine, at_left = AT_TABLES + group * (2 * TABLE), base + AT_LEFT + group * (TILE * H)
+        mine, at_left = AT_TABLES + group * (2 * TABLE), base + AT_LEFT + group * (TILE_ROWS * H)
         unit, shift = int32(int32(cuda.gridDim.y) << int32(8)), job_shift(job)
-        source = source_of(plan, weights, overlay, job, offset)
+        source = source_of(plan, 0, weights, overlay, job, offset)
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
         # the last blocks go through the motions beyond the last tile, for the other warpgroup
         step, steps = int32(0), int32(each * STEPS)
@@ -497,7 +499,7 @@ def wgmma_mlp_kernel(cfg, nz):
         row_x, y = cuda.local.array(64, int32), cuda.local.array(64, int32)
         for turn in range(each):
             tile, live = int32(min(first + turn, tiles - 1)), first + turn < tiles
-            row = tile * TILE + (c >> 5) * 16 + (lane >> 2)
+            row = tile * TILE_ROWS + (c >> 5) * 16 + (lane >> 2)
             # the first pair of the tile, the last, and of this row whether it is not the first (where windows are
             # shorter than LEAST_SEQ_LEN there is no noise: all tables are the same)
             low = int32(uint32(tile * 32) // uint32(n))
@@ -511,7 +513,7 @@ def wgmma_mlp_kernel(cfg, nz):
                 ptx.named_barrier(1 + group, 128)
                 loaded = high
             load_rows(row_x, x, int64(row) * (H // 4), q)
-            ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (TILE * H // 4) + c * LINE)
+            ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (TILE_ROWS * H // 4) + c * LINE)
             table = int32(base + mine + odd * TABLE)
             s0, s1 = norm(row_x, y, 0, table, q), norm(row_x, y, 1, table, q)
             s0, s1 = up_factor(s0, 0, shift), up_factor(s1, 1, shift)
@@ -537,12 +539,12 @@ def wgmma_mlp_kernel(cfg, nz):
             if live:
                 store_rows(row_x, x, int64(row) * (H // 4), q)
 
-    return mlp, AT_TABLES + GROUPS * 2 * TABLE
+    return Kernel(mlp, AT_TABLES + GROUPS * 2 * TABLE)
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
 
-def head_kernel(cfg, nz, cc, size):
+def register_head_kernel(cfg, nz, cc, size):
     """losses[2 i], [2 i + 1] = the losses of pair i. Launch [blocks] of size.warps warps; a warp takes one pair after
     the other. The logits of a tile stay in shared memory, as z + 128.
 
@@ -553,8 +555,8 @@ def head_kernel(cfg, nz, cc, size):
     job_shift, AT_LN, AT_Z, TARGETS = nz.shift, 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4), cfg.TARGETS
     (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 1)
     (load_rows, _), enter = row_functions(H), enter_function(size)
-    START, word_of, factor, pairs = quotient_functions(cfg, nz, cc, H, add=128)
-    origin, product = gru_parts.product_functions(COLUMNS, H // 32, wgmma=size.together > 1)
+    START, word_of, factor, pairs = late_noise_quotients(cfg, nz, cc, H, add=128)
+    origin, product = gru_parts.warp_product_functions(COLUMNS, H // 32, wgmma=size.together > 1)
     position_loss, max2, LOWEST = loss_function(cfg), ptx.int16_pairs(cc).max2, both(OFFSET + 1)
 
     @device
@@ -587,8 +589,9 @@ def head_kernel(cfg, nz, cc, size):
         return int32(int32(warp.bytes_[at + member * 4 + (token & 3)]) & int32(255))
 
     @cuda.jit(launch_bounds=32 * W)
-    def head(call, at, plan, weights, packed, overlay, tokens, width, skip, job, offset, units, exps, x, losses):
-        warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, weights, overlay, job, offset)
+    def head(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32, offset,
+             units, exps: A32, x: A32, losses: A64):
+        warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, 0, weights, overlay, job, offset)
         words, lane, mine, g, q = warp.words, warp.lane, warp.mine, warp.g, warp.q
         table, at_weights = warp.table, origin(warp.base, warp.t)
         for i in range(warp.t, 256 * 32, 32 * W):
@@ -653,4 +656,4 @@ def head_kernel(cfg, nz, cc, size):
             if lane < 2:
                 losses[2 * unit + lane] = loss
 
-    return head, size.bytes
+    return Kernel(head, size.bytes)

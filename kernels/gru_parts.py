@@ -15,9 +15,11 @@ than LIMIT_K inputs), integers add the noise first.
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
-from kernels.parts import BITS, MAGIC, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum
+from kernels.host import Kernel
+from kernels.pairs import I_OVERLAY, I_SEED, pair_functions, source_of, stream_of
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum)
+from kernels.product import TALLEST
 from kernels.rules import device, loudest
-from kernels.transformer import TALLEST, Source, pair_functions
 from model import parameters
 
 
@@ -29,24 +31,20 @@ EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
 # rows of the plan: the first is the embedding's; those of a layer, from its first one on; then the last norm's and the
 # head's
 NORM_1, GATES, RECUR, NORM_2, INNER, DOWN, LAYER = range(7)
+# columns of these rows (kernels.pairs): of the embedding; of a norm, with the inputs of what follows; of GATES; of
+# RECUR, where a matrix is followed by its input side; of INNER
+TABLE, TABLE_SEED_A, TABLE_SEED_B, TABLE_OVERLAY_A, TABLE_OVERLAY_B = range(5)
+LN, INPUTS = 0, 4
+W_F, W_H = 0, 4
+B_F, B_H, U_F, U_H, U_INPUT = 0, 4, 8, 13, 3
+B_APART, U_APART = B_H - B_F, U_H - U_F
+W_UP, W_DOWN_INPUT = 0, 4
 
 
 def both(x):
     """A word of two int16 x."""
     word = (x & 0xFFFF) * 0x10001
     return word - (1 << 32) if word >> 31 else word
-
-
-@device
-def source_of(plan, weights, overlay, job, offset):
-    """The Source of noise whose pair 0 is pair `offset` of the job; it begins with row 0 of the plan."""
-    return Source(plan, 0, weights, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
-
-
-@device
-def stream_of(source, at, pair):
-    """The noise stream of a pair whose offset from its seed is plan[at]."""
-    return uint32(uint32(source.seed + uint32(pair)) + uint32(source.plan[at]))
 
 
 def clip_function(cc, base, lowest, highest, within=True):
@@ -84,7 +82,7 @@ def signed(total, member, shift):
     return int32(-total) if member else total
 
 
-def quotient_functions(cfg, nz, cc, inputs, add=0, lowest=-127):
+def late_noise_quotients(cfg, nz, cc, inputs, add=0, lowest=-127):
     """Of a product over `inputs` the number with which accumulators begin, then device functions in this order:
 
     word(n)                         what the table of column noise holds of a column's
@@ -151,7 +149,7 @@ def input_functions(cfg, nz, inputs, lanes):
     if MODE == 0:
         @device
         def fill(words, bytes_, at, place, source, p, pair, i):
-            bytes_[at + place] = noise(stream_of(source, p, pair), i)
+            bytes_[at + place] = noise(stream_of(source, p + I_SEED, pair), i)
 
         @device
         def add(word, address, k, lane, total):
@@ -159,7 +157,8 @@ def input_functions(cfg, nz, inputs, lanes):
     else:
         @device
         def fill(words, bytes_, at, place, source, p, pair, i):
-            here, entry, stream = at // 4 + place, source.overlay[source.plan[p + 1] + i], stream_of(source, p, pair)
+            here, entry = at // 4 + place, source.overlay[source.plan[p + I_OVERLAY] + i]
+            stream = stream_of(source, p + I_SEED, pair)
             words[here] = input_coefficient(entry, stream, i)
             if MODE == 2:
                 words[here + ALL // 4] = ptx.float_bits(factor(entry, stream, i))
@@ -210,13 +209,13 @@ def norm_functions(cfg, nz, cc, streams):
 
     @device
     def fill(words, bytes_, at, source, p, pair, i):
-        even, odd = vector(source, p, pair, i)
+        even, odd = vector(source, p + LN, pair, i)
         a, b = float32(clip(even)), float32(clip(odd))
         words[at // 4 + i], words[at // 4 + H + i] = ptx.float_bits(a), ptx.float_bits(b)
         words[at // 4 + 2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
         words[at // 4 + 3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
         for s in range(streams):
-            fill_input(words, bytes_, at + 16 * H + s * SIZE, i, source, p + 4 + 2 * s, pair, i)
+            fill_input(words, bytes_, at + 16 * H + s * SIZE, i, source, p + INPUTS + 2 * s, pair, i)
 
     @device
     def norm(x, n, at_n, m, address, q):
@@ -237,7 +236,7 @@ def norm_functions(cfg, nz, cc, streams):
     return fill, norm
 
 
-def product_functions(columns, steps, keep=False, wgmma=False):
+def warp_product_functions(columns, steps, keep=False, wgmma=False):
     """(origin, product): device functions. origin says where a lane finds the weights that begin at a shared address,
     and `product` multiplies by `columns` of them that begin `at` bytes further. With wgmma a warpgroup multiplies
     together, each warp its own 16 rows."""
@@ -357,8 +356,8 @@ def row_of(unit, position, n):
 
 
 def embedding_functions(cfg, nz, cc):
-    """Device functions of the embedding; row 0 of the plan: 0 packed, 1 and 2 seeds, 3 and 4 overlays of the token's
-    and of the hidden side:
+    """Device functions of the embedding; row 0 of the plan has the TABLE_...: of the token's side A and of the
+    hidden side B:
 
     fill(words, at, source, pair, i)        sets the noise of column i in the table that begins at word `at`, H words or
                                             with adaptive noise 2 H
@@ -372,17 +371,17 @@ def embedding_functions(cfg, nz, cc):
 
     @device
     def fill(words, at, source, pair, i):
-        stream = stream_of(source, 2, pair)
+        stream = stream_of(source, TABLE_SEED_B, pair)
         n = int32(noise(stream, i) & int32(source.job[2]))
         words[at + i] = n if MODE else ptx.float_bits(float32(n))
         if MODE:
-            words[at + H + i] = ptx.float_bits(factor(source.overlay[source.plan[4] + i], stream, i))
+            words[at + H + i] = ptx.float_bits(factor(source.overlay[source.plan[TABLE_OVERLAY_B] + i], stream, i))
 
     @device
     def of_token(source, pair, token, shift):
-        stream = stream_of(source, 1, pair)
+        stream = stream_of(source, TABLE_SEED_A, pair)
         n = noise(stream, token)
-        return n, (factor(source.overlay[source.plan[3] + token], stream, token) if MODE
+        return n, (factor(source.overlay[source.plan[TABLE_OVERLAY_A] + token], stream, token) if MODE
                    else float32(float32(n) * unit(shift)))
 
     @device
@@ -417,19 +416,19 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     embedding, which is stored first; token `position` of pair i is tokens[i * width + skip + position], rows_at the
     packed word of rows of H bytes.
 
-    plan: 0 ln (vector_function), 4.. seed and overlay of each stream. sb: [3][stride]."""
+    plan: LN, INPUTS of the streams. sb: [3][stride]."""
     H, STEPS, SIZE = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, input_bytes(cfg, cfg.HIDDEN_DIM, 4)
     AT_NOISE, job_shift = 16 * H + streams * SIZE, nz.shift
     (fill_norm, _), (_, add) = norm_functions(cfg, nz, cc, streams), input_functions(cfg, nz, H, 4)
     normed, (fill_columns, of_token, embedded) = normed_function(cfg, cc), embedding_functions(cfg, nz, cc)
 
     @cuda.jit(launch_bounds=256)
-    def norm(call, rows_at, plan, weights, packed, overlay, tokens, width, skip, job, offset, n, stride,
-             x, out, sb):
+    def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
+             offset, n, stride, x: A32, out: A32, sb: A32):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t, pair = cuda.threadIdx.x, int64(cuda.blockIdx.x)
         place, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(words, 0)
-        source = source_of(plan, weights, overlay, job, offset)
+        source = source_of(plan, 0, weights, overlay, job, offset)
         for i in range(t, H, 256):
             fill_norm(words, bytes_, 0, source, call * PLAN, pair, i)
             if embeds:
@@ -470,7 +469,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
                 sb[to + 8 * member], sb[stride + to + 8 * member] = sum0, sum1
                 sb[2 * stride + to + 8 * member] = 0
 
-    return norm, AT_NOISE + 8 * H * embeds
+    return Kernel(norm, AT_NOISE + 8 * H * embeds)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

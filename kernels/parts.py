@@ -1,21 +1,22 @@
-"""What the forward passes on CUDA share: small device functions, the perturbed vectors and tables, types, the plan."""
+"""What the kernels of the forward passes share: the GPU that they are made for, the types of their arrays, small device
+functions, quotients, and the noise of a pair."""
 
 import ast
 import functools
 import inspect
 import textwrap
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda, float32, float64, int8, int32, int64, types, uint32
 
 from kernels import ptx
 from kernels.rules import device
-from model import parameters
-from model import transforms
+from model import integer_tables
 
-PLAN = 32                   # int32 entries of a row of the plan: the run-time constants of a call
-TILE = 128                  # rows and columns of a tile
+PLAN = 32                   # int32 entries of a row of the plan (kernels.host.Plan)
 SIGNS = 0x80808080 - (1 << 32)              # of the bytes of a word: x ^ SIGNS is x + 128
+# the types of arrays, which annotate parameters of kernels; a parameter without annotation is an int64
 A8, A32, AU32, A64, AF64 = (types.Array(t, 1, "C") for t in (int8, int32, uint32, int64, float64))
 
 
@@ -37,12 +38,14 @@ def syntax_of(code, loops):
     """(syntax tree of a function's code, the nodes of it that are the same in every turn of the loops)."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     tree.body[0].decorator_list = []
+    for parameter in tree.body[0].args.args:
+        parameter.annotation = None
     return tree, {node for node in ast.walk(tree) if not any(
         isinstance(part, ast.For) or isinstance(part, ast.Name) and part.id in loops for part in ast.walk(node))}
 
 
-def written_out(function, loops=LOOPS):
-    """The function with its loops over registers written out, for compilers that leave them loops: registers cannot be
+def unroll(function, loops=LOOPS):
+    """The function with its loops over registers unrolled, for compilers that leave them loops: registers cannot be
     indexed, so the arrays would lie in local memory."""
     tree, fixed = syntax_of(function.__code__, frozenset(loops))
     names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
@@ -67,12 +70,27 @@ def written_out(function, loops=LOOPS):
         return ast.copy_location(type(node)(**{k: copied(v, known) for k, v in ast.iter_fields(node)}), node)
 
     exec(compile(copied(tree, {}), function.__code__.co_filename, "exec"), names)
+    names[function.__name__].__annotations__ = function.__annotations__
     return names[function.__name__]
 
 
 def unrolled(function):
     """A device function with loops over registers whose bodies are too large for any compiler to unroll."""
-    return device(written_out(function, {"d", "j"}))
+    return device(unroll(function, {"d", "j"}))
+
+
+class Gpu(NamedTuple):
+    """What kernels are made for."""
+    cc: tuple               # compute capability, (major, minor)
+    shared: int             # bytes of shared memory a block may have
+    wgmma: bool             # wgmma and bulk copies; else mma.sync and cp.async
+
+    def unroll(self, function):
+        """The function as the compiler for this GPU needs it: from cc 10.0 on loops over registers stay."""
+        return function if self.cc[0] < 10 else unroll(function)
+
+    def device(self, function):
+        return device(self.unroll(function))
 
 
 # --- small device functions ------------------------------------------------------------------------------------------
@@ -200,76 +218,11 @@ def quotient_function(d, base, floats, lowest=-127):
     return BASE, quotient
 
 
-# --- parameters as the members see them ------------------------------------------------------------------------------
+# --- the tables of EXP ------------------------------------------------------------------------------------------------
 
-def vector_function(cfg, nz):
-    """Device function: entry i of a vector parameter as the even and the odd member see it; plan[at...] = weights,
-    seeds, overlay; mask: of the noise, -1 or, for validation, 0."""
-    SHIFT = cfg.SIGMA_SHIFT_VECTOR
-    noise, scaled = nz.noise, nz.scaled
-
-    @device
-    def vector(weights, overlay, plan, at, seed, mask, i):
-        w = int32(weights[plan[at] + i])
-        first = uint32(seed + uint32(plan[at + 1]))
-        p = scaled(int32(noise(first, i) * noise(uint32(seed + uint32(plan[at + 2])), i)), overlay[plan[at + 3] + i],
-                   first, i)
-        p = int32(p & mask)
-        return int32(w + int32(p >> int32(SHIFT))), int32(w + int32(int32(-p) >> int32(SHIFT)))
-    return vector
-
-
-def ntt_functions(cfg, nz, noisy, causal):
-    """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
-
-    coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
-    look_up(weights, overlay, seed, shift, mask, c, i) -> (even, odd)   what the tables of bytes add to hidden unit i of
-                                                            the members for a coefficient; mask: of the noise, -1 or 0;
-                                                            shift: nz.shift
-    """
-    if not cfg.NTT_MODE:
-        return None, None
-    H, T, P = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE]
-    ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
-    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]     # alike, evenly spaced
-    AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
-    SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
-    noise, factor = nz.noise, nz.factor
-
-    @device
-    def coefficient(tokens, first, position):
-        t = position % T
-        first, last = first + position - t, t if causal else T - 1
-        c = int64(0)
-        if P == 0:
-            for i in range(last + 1):
-                x = int64(tokens[first + i])
-                c += -x if cuda.popc(int32(i & t)) & 1 else x
-        else:
-            z, power, square = int64(1), t, int64(ROOT)      # z = ROOT^t
-            while power:
-                if power & 1:
-                    z = z * square % P
-                square = square * square % P
-                power >>= 1
-            for i in range(last, -1, -1):                    # Horner's rule
-                c = (c * z + tokens[first + i]) % P
-        return int32(c)
-
-    @device
-    def look_up(weights, overlay, seed, shift, mask, c, i):
-        even, odd = int32(0), int32(0)
-        for k in range(3):
-            value = int32(int32(c >> int32(8 * k + 8)) & int32(255))
-            w, d = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)]), int32(0)
-            if noisy:
-                stream = uint32(seed + uint32(SEED + k * SEEDS))
-                other = uint32(stream + uint32(H))
-                p = float32(int32(int32(noise(stream, value) * noise(other, i)) & mask))
-                p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
-                d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
-            even = int32(even + int32(int32(w + int32(d >> shift)) >> int32(2)))
-            odd = int32(odd + int32(int32(w + int32(int32(-d) >> shift)) >> int32(2)))
-        return even, odd
-
-    return coefficient, look_up
+def exp_sizes(cfg):
+    """(the first entry of EXP that all further ones equal; how many copies of the table, one a bank, fit: a look-up by
+    32 lanes then has no bank conflicts, or few)."""
+    exps = integer_tables.exp_table(cfg)[:256]
+    most = int(np.flatnonzero(exps != exps[-1])[-1]) + 1 if (exps != exps[-1]).any() else 0
+    return most, 32 if most < 96 else 8

@@ -663,9 +663,9 @@ CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0)
 
 
 def path_of(forward):
-    """Of the CUDA engine's forward pass, the noisy pass's name: "Hopper" and "Narrow" are one class."""
-    name = type(forward._noisy).__name__
-    return name if name != "Fused" else "Hopper" if forward._noisy.wgmma else "Narrow"
+    """Which kernels the CUDA engine takes for the recurrent model: "general", "registers", or "wgmma" beside these."""
+    kernels = forward._kernels
+    return "general" if not hasattr(kernels, "wgmma") else "wgmma" if kernels.wgmma else "registers"
 
 
 def kernels_of(constants, cc):
@@ -676,7 +676,7 @@ def kernels_of(constants, cc):
     from engine import cuda_engine
     forward, own, by_verb = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
     every = {(id(kernel.dispatcher), repr(kernel.signature)): kernel for some in by_verb.values() for kernel in some}
-    noisy, every = [kernel.dispatcher for kernel in forward._noisy.kernels], list(every.values())
+    noisy, every = [kernel.dispatcher for kernel in forward.kernels["step"]], list(every.values())
     return {"all": every, "forward": [kernel for kernel in every if kernel.dispatcher not in own.values()],
             "noisy": [kernel for kernel in every if kernel.dispatcher in noisy]}
 

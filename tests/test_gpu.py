@@ -22,7 +22,12 @@ from model import parameters
 from model import rules
 from model import seeds
 from model import sampling
-from kernels import products
+from kernels import attention
+from kernels import head
+from kernels import host
+from kernels import pairs
+from kernels import parts
+from kernels import product
 from kernels import transformer
 from kernels import update
 from kit import (CARDS, OTHER_INSTRUCTIONS, SEED, compare, hold_against_cards, hold_draws_against_the_distribution,
@@ -42,12 +47,13 @@ def test_every_kernel_compiles(compiled_kernels):
 
 
 @pytest.mark.compiles({}, [(10, 0)], names=("head",))
-def test_large_tiles_of_written_out_loops_compile(compiled_kernels):
+def test_large_tiles_of_unrolled_loops_compile(compiled_kernels):
     hold_against_cards(compiled_kernels)
 
 
-@pytest.mark.parametrize("other", [pytest.param(None, marks=pytest.mark.compiles(other, [(9, 0)], names=("full", "up",
-                                   "head")), id=str(other)) for other in OTHER_INSTRUCTIONS])
+@pytest.mark.parametrize("other", [
+    pytest.param(None, marks=pytest.mark.compiles(other, [(9, 0)], names=("full_width_product", "up", "head")),
+                 id=str(other)) for other in OTHER_INSTRUCTIONS])
 def test_other_instructions_compile(other, compiled_kernels):
     """Those that cc 9.0 need not use."""
     hold_against_cards(compiled_kernels)
@@ -64,17 +70,18 @@ def test_wide_rows_compile(compiled_kernels):
 def test_every_shape_fits_every_card(kib, monkeypatch):
     """Tiles exist for every width and length: no kernel needs more shared memory than a block has, beside 1 KiB. Of a
     card only its memory and its instructions matter here."""
-    for decorator in "device", "written_out":                # nothing is compiled
-        monkeypatch.setattr(transformer, decorator, lambda function: function)
+    for module in attention, head, pairs, parts, product, transformer:
+        for decorator in {"device", "unroll"} & vars(module).keys():         # nothing is compiled
+            monkeypatch.setattr(module, decorator, lambda function: function)
     for H in range(64, 1025, 32):
         for T in 8, 1000:                                    # mode 2 needs the largest tables
             cfg = egg_config.make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
             for wgmma in {kib == CARDS[9, 0], False}:
-                card = transformer.Card(wgmma, kib * 1024)
-                noisy = transformer.Members(cfg, products.Packing(cfg), card, False)
-                most = max(kernel.shared for kernel in noisy.kernels + noisy.clean_kernels)
+                gpu = parts.Gpu((9, 0), kib * 1024, wgmma)
+                kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu, False)
+                most = max(kernel.shared for kernel in kernels.noisy + kernels.clean)
                 assert most <= (kib - 1) * 1024, (H, T)
-                for shape in [kernel.shape for kernel in noisy.full.values()]:
+                for shape in [kernel.shape for kernel in kernels.full_width.values()]:
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
 
 
@@ -87,7 +94,7 @@ def test_kernels_that_differ_are_told_apart():
     base, mask, newer = keys(), keys(DEVICE_MASK=7), keys((9, 0))
     falling = [keys(SIGMA_SCHEDULE=schedule) for schedule in (((0, 2), (9, 5)), ((5, 2), (7, 3), (8, 4)))]
     assert falling[0] == falling[1] and {name for name in base if base[name] != falling[0][name]} == {
-        "embed", "up", "full", "head"}
+        "embed", "up", "full_width_product", "head"}
     assert base == keys(VALIDATE_EVERY=7)
     assert "operands" in {name for name in base if base[name] != mask[name]}
     assert base["digest"] == mask["digest"] == newer["digest"] and base["products"] != newer["products"]
@@ -295,7 +302,7 @@ def every_verb(cfg, engine, tokens):
 @pytest.mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
     forward = cuda_engine.kernels(sanitize.config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
-    assert (kit.path_of(forward) == "Hopper") == (name == "gru, fast")
+    assert (kit.path_of(forward) == "wgmma") == (name == "gru, fast")
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 

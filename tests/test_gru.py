@@ -310,15 +310,15 @@ FAST_STREAMED = {**FAST, "VOCAB_SIZE": 1100}
 
 
 def test_which_path_serves():
-    from kernels import gru
-    for constants, cc, name in ((WIDE, (9, 0), "Rows"), (SMALL, (8, 6), "Narrow"), (SMALL, (9, 0), "Narrow"),
-                                (STREAMED, (12, 0), "Narrow"),
-                                (FAST_STREAMED, (9, 0), "Hopper"), (FAST, (9, 0), "Hopper"), (FAST, (8, 0), "Rows"),
-                                ({**FAST, "TENSOR_CORES": "mma"}, (9, 0), "Rows")):
-        forward = gru.Forward(egg_config.make(**constants), cc, kit.CARDS[cc] * 1024)
+    import egg_kernels
+    for constants, cc, name in ((WIDE, (9, 0), "general"), (SMALL, (8, 6), "registers"), (SMALL, (9, 0), "registers"),
+                                (STREAMED, (12, 0), "registers"),
+                                (FAST_STREAMED, (9, 0), "wgmma"), (FAST, (9, 0), "wgmma"), (FAST, (8, 0), "general"),
+                                ({**FAST, "TENSOR_CORES": "mma"}, (9, 0), "general")):
+        forward = egg_kernels.build_forward(egg_config.make(**constants), cc, kit.CARDS[cc] * 1024)
         assert kit.path_of(forward) == name, (constants, cc)
     with pytest.raises(ValueError, match="only GPUs of compute capability 9.0"):
-        gru.Forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), kit.CARDS[8, 6] * 1024)
+        egg_kernels.build_forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), kit.CARDS[8, 6] * 1024)
 
 
 @pytest.mark.parametrize("width", sorted({*range(64, 257, 32), *range(64, 1025, 96)}))
@@ -375,10 +375,10 @@ def test_every_kernel_compiles(compiled_kernels):
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
 def test_the_recurrence_fits_every_card(width):
-    from kernels import gru, transformer
+    from kernels import gru, parts
     for cc, limit in kit.CARDS.items():
-        cfg, card = egg_config.make(**{**SMALL, "HIDDEN_DIM": width}), transformer.Card(cc == (9, 0), limit * 1024)
-        shape, rows, resident = gru._recurrence(cfg, card)
+        cfg = egg_config.make(**{**SMALL, "HIDDEN_DIM": width})
+        shape, rows, resident = gru._recurrence(cfg, parts.Gpu(cc, limit * 1024, cc == (9, 0)))
         assert shape.bytes + (shape.columns() * 128 if resident else 0) + 2560 <= limit * 1024, cc
         assert shape.stages >= 2 and rows in (32, 64) and shape.columns() >= 2 * width, cc
 

@@ -26,9 +26,12 @@ FOLDERS = ["model", "kernels", "engine", "cluster", "islands", "tools", "deploy"
 COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
 # kernels that are one loop nest, each with the function that builds it
 LONG_KERNELS = {
-    "egg_kernels.py": {"_token_kernel"},
-    "kernels/gru.py": {"_product_kernel", "_recur_kernel"},
-    "kernels/transformer.py": {"_attention_kernel", "_full_kernel", "_up_kernel", "head_kernel", "product_functions"},
+    "kernels/attention.py": {"attention_kernel"},
+    "kernels/gru.py": {"_product_kernel", "recur_kernel"},
+    "kernels/head.py": {"head_kernel"},
+    "kernels/product.py": {"product_functions"},
+    "kernels/single_token.py": {"transformer_token_kernel"},
+    "kernels/transformer.py": {"_full_width_kernel", "_up_kernel"},
 }
 
 PRODUCT = [path for folder in ["", *FOLDERS] for path in sorted((HERE / folder).glob("*.py"))

@@ -1,0 +1,234 @@
+"""The output head of both models."""
+
+import math
+
+from numba import cuda, float64, int32, int64, uint32, uint64
+
+from kernels import ptx
+from kernels.host import CLEAN_EXPS, CLEAN_ONE, Kernel
+from kernels.pairs import pair_functions, source_of
+from kernels.parts import (A32, A64, A8, AF64, AU32, BITS, MAGIC, PLAN, SIGNS, exp_sizes, quad_sum, quad_sum64,
+                           quotient_function)
+from kernels.product import (GROUPS, TALLEST, THREADS, begin_functions, begin_tile_function, joined, members_of,
+                             padded_length, place_function, product_functions, wide_shape)
+from kernels.rules import device, loss_function
+from model import parameters
+
+
+def head_kernel(cfg, nz, gpu, clean=False):
+    """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
+    maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
+    threads. plan: the matrix; at_tiles, at_columns: words packed for the product, and as ROWS for the
+    targets; length: positions of a window.
+
+    In the recurrent model (PAIRED) a thread's rows are the members of a pair, or twice a window, at one position, as in
+    kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
+    quotients there, times the distance of two entries of EXP.
+
+    clean: for validation. It sets losses float64 [windows, length] to the cross-entropy of each position, of `count`
+    windows; exps: int64 exponentials of logit differences (host.CLEAN_ONE), so that sums do not depend on their order.
+
+    The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
+    `slot_of`."""
+    H, T, V, LENGTH, TARGETS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg), cfg.TARGETS
+    LOGIT, ONES, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, cfg.MODEL == "gru"
+    SCALE, MEMBERS = float(cfg.SOFTMAX_EXP_SCALE), 0 if PAIRED else 1        # shift from a member to its window
+    WIDTH, SKIP, SUM = cfg.WINDOW, cfg.STATE_TOKENS, uint32
+    if clean:
+        TARGETS, SKIP, SUM = 1, 0, int64
+    MOST, COPIES = exp_sizes(cfg)
+    if PAIRED:
+        MOST, COPIES = 254, 32 if gpu.shared > 128 * 1024 else 8
+    FARTHEST = (MOST << LOGIT) + ONES
+    # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far
+    # from 2^31)
+    PLACED = (not PAIRED and 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024
+              and cfg.NOISE_SHIFTS[0] > 1)
+    STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
+    EXPS = (MOST + 1) * STRIDE
+    SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
+    TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
+    shape = wide_shape(gpu.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, gpu.wgmma)
+    RG, CG, TILES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
+    RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
+    AT_TABLES = shape.bytes // 4
+    AT_PARTS, ENTRY, place = AT_TABLES + TABLES, 4 * COPIES, place_function(cfg, RG, PAIRED)
+    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
+    job_shift, (column, _) = nz.shift, pair_functions(cfg, nz)
+    as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
+    BASE, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, BASE) if PAIRED else (BASE, None)
+    HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
+    begin_tile = begin_tile_function(gpu, nz, begin, BASE)
+    position_loss = loss_function(cfg)
+
+    @gpu.device
+    def slot_of(c):
+        """Where the noise of column c lies, so that the four columns of a thread in 16 are neighbours."""
+        return (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
+
+    @gpu.device
+    def prepare(sm, at, slot, v, member, source):
+        """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
+        for m in range(SLOTS):
+            n = column(source, (member + m) >> MEMBERS, v if not RAGGED or v < V else V - 1)
+            sm[at + m * 128 + slot] = as_column(n)
+
+    @device
+    def logit(a):
+        """Of a level."""
+        return int32(quotient(a) - int32(BITS)) if PAIRED else int32(int32(a - int32(BASE)) >> int32(LOGIT))
+
+    @gpu.device
+    def weight(top, a, last, at, exps):
+        """EXP of the distance from level a to the `settled` top."""
+        if clean:
+            return exps[uint64(min(uint32(int32(top - logit(a))), uint32(CLEAN_EXPS - 1)))]
+        if PAIRED:
+            return ptx.load_shared(int32(top - int32(quotient(a) * int32(ENTRY))))
+        below = min(uint32(int32(top - a)), uint32(last))
+        if PLACED:
+            return ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
+        return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(ENTRY)) + at))
+
+    @device
+    def settled(top, table):
+        """The highest logit of validation; of members the highest level with the same logit."""
+        if clean:
+            return logit(top)
+        return int32(int32(quotient(top) * int32(ENTRY) if PAIRED else int32(top | int32(ONES))) + table)
+
+    @device
+    def scored(half, unit, position):
+        """Window and position of a thread's first or (half = 1) second row."""
+        return unit, position if PAIRED else position + 8 * half
+
+    @device
+    def store_loss(losses, unit, odd, position, totals, best, z, count, length):
+        for half in range(2):
+            window, here = scored(half, unit, position)
+            if window < count and here < length:
+                if clean:
+                    losses[window * length + here] = (math.log(float64(totals[half]) / CLEAN_ONE)
+                                                      + float(int32(best[half] - z[half])) / SCALE)
+                else:
+                    loss = position_loss(totals[half], int32(TARGETS * best[half]), z[half])
+                    cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
+
+    @gpu.device
+    def target_logits(half, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q):
+        """Sum of the logits of the targets of a thread's first or (half = 1) second row: of the token that follows, and
+        of those drawn."""
+        dots, tokens = cuda.local.array(TARGETS, int32), cuda.local.array(TARGETS, int32)
+        window, here = scored(half, unit, position)
+        first = min(window, count - 1) * (length + 1 if clean else WIDTH) + SKIP + 1
+        here = min(here, length - 1)
+        for i in range(TARGETS):
+            tokens[i] = windows[first + (here if i == 0 else length + here * (TARGETS - 1) + i - 1)]
+            dots[i] = 0
+        at_x = int64(row + 8 * half >> 3) * (2 * H) + (row & 7) * 4 + q
+        for piece in range(H // 32):
+            a, b = x[uint64(at_x + piece * 64)], x[uint64(at_x + piece * 64 + 32)]
+            for i in range(TARGETS):
+                w = ptx.load2(packed, at_columns + int64(tokens[i]) * (H // 4) + piece * 8 + q * 2)
+                dots[i] = ptx.dp4a(int32(w[1] ^ int32(SIGNS)), b, ptx.dp4a(int32(w[0] ^ int32(SIGNS)), a, dots[i]))
+        z = int32(0)
+        for i in range(TARGETS):
+            n = int32(int32(s[half] * column(source, unit, tokens[i])) >> shift)
+            z = int32(z + logit(int32(int32(quad_sum(dots[i]) + n) + int32(BASE))))
+        return z
+
+    @cuda.jit(launch_bounds=THREADS)
+    @gpu.unroll
+    def head(call, at_tiles, at_columns, plan: A32, packed: A32, overlay: A8, windows: A32, count, job: AU32, offset,
+             exps: A64 if clean else A32, x: A32, sb: A32, losses: AF64 if clean else A64, length):
+        sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
+        exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
+        tile = cuda.blockIdx.x
+        ring = open_ring(STEPS, tile, 1, x, packed, at_tiles)
+        t, base = ring.t, ring.base
+        group, lane, c = t >> 7, t & 31, t & 127
+        q, side, rg = lane & 3, group % CG, group // CG
+        if not clean:
+            for i in range(t, EXPS, THREADS):
+                exp[i] = exps[i // STRIDE]
+            cuda.syncthreads()
+        row, member, slot, sign = place(tile, t, length)
+        unit = (member + slot) >> MEMBERS
+        position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
+        source = source_of(plan, call * PLAN, overlay, overlay, job, offset)
+        at_exp, table = int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
+        if not PLACED:
+            at_exp, table = int32(at_exp + table), int32(0)
+        if PAIRED:
+            table = at_exp
+        acc, totals, some = cuda.local.array(64, int32), cuda.local.array(2, int64), cuda.local.array(2, SUM)
+        s, z = cuda.local.array(2, int32), cuda.local.array(2, int32)
+        tops, best = cuda.local.array(2, int32), cuda.local.array(2, int32)
+        shift = job_shift(job)
+        for half in range(2):
+            tops[half], totals[half] = int32(-2 ** 31), 0
+            s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
+        # a loop over this much would not be unrolled
+        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
+        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
+        s[0], s[1] = as_row(s[0], shift), as_row(s[1], shift)
+        here, my_slot, last = AT_TABLES + group * (2 * SLOTS * 128), slot_of(c), int32(table + int32(FARTHEST))
+        at_noise = base + 4 * (here + slot * 128) + q * 16
+        prepare(sm, here, my_slot, side * 128 + c, member, source)
+        ptx.named_barrier(1 + group, 128)
+        begin_tile(acc, at_noise, s, shift)
+        wait_rows(ring, 0)
+        step = int32(side * APART)
+        for ahead in range(2 * TILES):
+            block = ahead if ahead < TILES else ahead - TILES
+            odd = ahead & 1
+            step = multiply(acc, ring, step)
+            coming = block + 1 if block + 1 < TILES else 0   # while the tensor cores work: the noise of the next tile
+            prepare(sm, here + (1 - odd) * (SLOTS * 128), my_slot, (coming * CG + side) * 128 + c, member, source)
+            ptx.named_barrier(1 + group, 128)
+            step = finish(acc, ring, step, False, False, 0, 0)
+            limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread
+            hidden = 0                                       # columns, which will count as the smallest weight
+            if RAGGED and limit < 128:
+                for j in range(16):
+                    for e in range(2):
+                        if j * 8 + e >= limit:
+                            acc[4 * j + e], acc[4 * j + 2 + e] = HIDDEN, HIDDEN
+                            hidden += 1
+            if ahead < TILES:
+                for j in range(16):
+                    for half in range(2):
+                        tops[half] = int32(max(max(tops[half], acc[4 * j + 2 * half]), acc[4 * j + 2 * half + 1]))
+                if ahead == TILES - 1:                       # from here on: the highest level with the same logit
+                    joined(tops, sm, AT_PARTS + (rg * 64 + (row & 63)) * CG, CG, side, q, 5 + rg)
+                    if CG > 1:                               # the sums will take this place
+                        ptx.named_barrier(5 + rg, CG * 128)
+                    for half in range(2):
+                        best[half], tops[half] = logit(tops[half]), settled(tops[half], table)
+            else:
+                some[0], some[1] = SUM(0), SUM(0)
+                for j in range(16):
+                    for e in range(2):
+                        for half in range(2):
+                            w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp, exps)
+                            some[half] = SUM(some[half] + SUM(w))
+                for half in range(2):
+                    totals[half] += int64(some[half])
+                    if RAGGED and limit < 128:
+                        totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp, exps)
+            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s, shift)
+        for half in range(2):
+            totals[half] = quad_sum64(totals[half])
+        if CG > 1:
+            mine = AT_PARTS // 2 + (rg * 64 + (row & 63)) * CG
+            if q == 0:
+                wide[mine + side], wide[mine + 8 * CG + side] = totals[0], totals[1]
+            ptx.named_barrier(5 + rg, CG * 128)
+            totals[0], totals[1] = 0, 0
+            for k in range(CG):
+                for half in range(2):
+                    totals[half] += wide[mine + half * (8 * CG) + k]
+        if q == 0 and side == 0:
+            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length)
+
+    return Kernel(head, 4 * (AT_PARTS + PARTS), shape)

@@ -1,0 +1,132 @@
+"""The host's side of a forward pass: kernels whose arguments go by name, how matrices are packed, and the plan."""
+
+import inspect
+
+import numpy as np
+from numba import cuda, int32, int64
+
+from kernels.parts import A32, PLAN, SIGNS, aligned, blocks
+from model import parameters
+
+# entries of the exponential table of validation, the last 0; its int64 for 1: a sum of 2^18 fits
+CLEAN_EXPS, CLEAN_ONE = 4096, 2.0 ** 44
+
+
+class Kernel:
+    """A kernel as its builder returns it: the dispatcher, bytes of dynamic shared memory, and of a product its Shape. A
+    parameter has the type that annotates it, or is an int64."""
+
+    def __init__(self, dispatcher, shared=0, shape=None):
+        self.dispatcher, self.shared, self.shape = dispatcher, shared, shape
+        self._names = list(inspect.signature(dispatcher.py_func).parameters)
+        self.signature = tuple(dispatcher.py_func.__annotations__.get(name, int64) for name in self._names)
+
+    def __call__(self, grid, threads, given, **more):
+        """Enqueues it on the stream given["stream"]; its arguments are taken by name from `more` or from `given`."""
+        given = given | more
+        self.dispatcher[grid, threads, given["stream"], self.shared](*[given[name] for name in self._names])
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+# How a matrix is packed. PLAIN, QUADS, UP, DOWN: as core matrices of one row a column, [K / width][columns / 8][width /
+# 16], with zeros in columns beyond the matrix. QUADS: with the columns permuted within 16, so that a thread's four
+# accumulators of 16 columns are neighbours. UP, DOWN: the same, and the hidden units of an MLP in blocks of 128, units
+# i + sub * H of 32 neighbouring i. ROWS: the columns one after the other, in the order of kernels.gru_narrow, as bytes
+# + 128.
+PLAIN, QUADS, UP, DOWN, ROWS = range(5)
+PLAIN_COLUMNS = 128                         # validation and generation pad a matrix to a multiple of it
+
+
+def _pack_kernel(H):
+    """Words from `target` on of a canonical matrix [K / 4, n, 4] from word `source` on. A thread a word."""
+    @cuda.jit(launch_bounds=256)
+    def pack(weights: A32, packed: A32, source, target, order, n, columns, width, size):
+        i = cuda.grid(1)
+        if i < size:
+            if order == ROWS:
+                j = i % (width // 4)
+                col, k4 = i // (width // 4), (j & ~7) | ((j & 1) << 2) | ((j & 7) >> 1)
+            else:
+                piece, rest = i // (columns * width // 4), i % (columns * width // 4)
+                block, rest = rest // (2 * width), rest % (2 * width)
+                col, k4 = block * 8 + (rest & 31) // 4, piece * (width // 4) + (rest // 32) * 4 + (rest & 3)
+                if order != PLAIN:
+                    col = (col & ~15) | ((col & 6) << 1) | ((col & 8) >> 2) | (col & 1)
+            known = col < n
+            if order == UP:
+                col = ((col >> 5) & 3) * H + (col >> 7) * 32 + (col & 31)
+            if order == DOWN:
+                k4 = ((k4 >> 3) & 3) * (H // 4) + (k4 >> 5) * 8 + (k4 & 7)
+            word = weights[source + k4 * n + col] if known else int32(0)
+            packed[target + i] = int32(word ^ int32(SIGNS)) if order == ROWS else word
+    return Kernel(pack)
+
+
+class Packing:
+    """The packed array: first the matrices of generation, `at` these words; then what `add` appends. And the kernel
+    that packs them."""
+
+    def __init__(self, cfg):
+        self.at, self.bytes, self._copies, self._added = {}, 0, [], {}
+        self.kernel = _pack_kernel(cfg.HIDDEN_DIM)
+        for t in parameters.tensors(cfg):
+            if t.product or t.name == "embedding":           # whose columns are looked up there too
+                self.at[t.name, t.layer] = self.add(t, PLAIN, blocks(t.cols, PLAIN_COLUMNS) * PLAIN_COLUMNS, t.rows)
+
+    def add(self, t, order, columns, width):
+        """Appends the matrix of a tensor, if it is not there already; the word at which it begins."""
+        at, size = self.bytes // 4, t.rows * columns // 4
+        if (found := self._added.setdefault((t.weights, order, columns, width), at)) != at:
+            return found
+        self._copies.append(dict(source=t.weights // 4, target=at, order=order, n=t.cols, columns=columns, width=width,
+                                 size=size))
+        self.bytes += 4 * size
+        return at
+
+    def launch(self, stream, weights, packed):
+        for copy in self._copies:
+            self.kernel(blocks(copy["size"], 256), 256, copy, stream=stream, weights=weights.view(np.int32),
+                        packed=packed.view(np.int32))
+
+
+# --- the plan and the scratch memory ----------------------------------------------------------------------------------
+
+class Plan:
+    """The calls of a forward pass, each a row of PLAN int32 that are known at run time alone. Modules of kernels name
+    the columns of their rows; kernels.pairs says what stands there of a vector, a matrix, and the input side of one."""
+
+    def __init__(self, cfg, packing):
+        self._tensors, self._packing, self._rows = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, packing, []
+
+    def table(self):
+        return np.array(self._rows, np.int64).astype(np.int32).ravel()
+
+    def add(self, parts):
+        """Number of a new row; parts: {its first column: entries}."""
+        row = [0] * PLAN
+        for column, entries in parts.items():
+            row[column:column + len(entries)] = entries
+        self._rows.append(row)
+        return len(self._rows) - 1
+
+    def vector(self, name, layer):
+        t = self._tensors[name, layer]
+        return [t.weights, t.seed_a, t.seed_b, t.overlay_a]
+
+    def matrix(self, name, layer):
+        t = self._tensors[name, layer]
+        return [self._packing.at[name, layer], t.seed_a, t.overlay_a]
+
+    def input(self, name, layer):
+        t = self._tensors[name, layer]
+        return [t.seed_b, t.overlay_b]
+
+
+def ranges(sizes):
+    """({name: (first byte, end)} of arrays of these sizes in scratch memory, bytes of all)."""
+    out, end = {}, 0
+    for name, size in sizes.items():
+        out[name] = (end, end + size)
+        end = aligned(end + size)
+    return out, end

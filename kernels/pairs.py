@@ -1,0 +1,123 @@
+"""Parameters as the members of a pair see them: noise of columns and inputs, perturbed vectors and tables.
+
+A row of the plan (kernels.host.Plan) has four entries of a vector (W_...), three of a matrix (M_...) and two of the
+input side of a matrix (I_...): where it begins, the seeds of its noise relative to that of the pair, and where its
+noise scales begin in the overlay."""
+
+from typing import NamedTuple
+
+from numba import cuda, float32, int32, int64, uint32, uint64
+
+from kernels import ptx
+from kernels.rules import device
+from model import parameters
+from model import transforms
+
+W_FIRST, W_SEED_A, W_SEED_B, W_OVERLAY = range(4)
+M_PACKED, M_SEED, M_OVERLAY = range(3)
+I_SEED, I_OVERLAY = range(2)
+
+
+class Source(NamedTuple):
+    """What the noise and the vectors of a call are made of, in a running kernel: the arrays, the first entry of its row
+    of the plan, and the seed of pair 0."""
+    plan: object
+    p: int
+    weights: object
+    overlay: object
+    job: object
+    seed: int
+
+
+@device
+def source_of(plan, p, weights, overlay, job, offset):
+    """The Source whose pair 0 is pair `offset` of the job."""
+    return Source(plan, p, weights, overlay, job, uint32(uint32(job[0] + job[1]) + uint32(offset)))
+
+
+@device
+def stream_of(source, at, pair):
+    """The noise stream of a pair whose seed, relative to the pair's, is plan[at]."""
+    return uint32(uint32(source.seed + uint32(pair)) + uint32(source.plan[source.p + at]))
+
+
+def pair_functions(cfg, nz):
+    """Device functions of a Source, with the noise masked by job[2] as int32: -1 or, for validation, 0.
+
+    column(source, pair, i, at)     noise of column i of the matrix at plan[at]
+    vector(source, at, pair, i)     entry i of the vector at plan[at] as the even and the odd member see it
+    """
+    SHIFT, noise, scaled = cfg.SIGMA_SHIFT_VECTOR, nz.noise, nz.scaled
+
+    @device
+    def column(source, pair, i, at=0):
+        stream = stream_of(source, at + M_SEED, pair)
+        n = scaled(noise(stream, i), source.overlay[uint64(source.plan[source.p + at + M_OVERLAY] + i)], stream, i)
+        return int32(n & int32(source.job[2]))
+
+    @device
+    def vector(source, at, pair, i):
+        plan, at, seed, mask = source.plan, source.p + at, uint32(source.seed + uint32(pair)), int32(source.job[2])
+        w = int32(source.weights[plan[at + W_FIRST] + i])
+        first = uint32(seed + uint32(plan[at + W_SEED_A]))
+        product = int32(noise(first, i) * noise(uint32(seed + uint32(plan[at + W_SEED_B])), i))
+        p = int32(scaled(product, source.overlay[plan[at + W_OVERLAY] + i], first, i) & mask)
+        return int32(w + int32(p >> int32(SHIFT))), int32(w + int32(int32(-p) >> int32(SHIFT)))
+
+    return column, vector
+
+
+def ntt_functions(cfg, nz, noisy, causal):
+    """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
+
+    coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
+    look_up(weights, overlay, seed, shift, mask, c, i) -> (even, odd)   what the tables of bytes add to hidden unit i of
+                                                            the members for a coefficient; mask: of the noise, -1 or 0;
+                                                            shift: nz.shift
+    """
+    if not cfg.NTT_MODE:
+        return None, None
+    H, T, P = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE]
+    ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
+    one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]     # alike, evenly spaced
+    AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
+    SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
+    noise, factor = nz.noise, nz.factor
+
+    @device
+    def coefficient(tokens, first, position):
+        t = position % T
+        first, last = first + position - t, t if causal else T - 1
+        c = int64(0)
+        if P == 0:
+            for i in range(last + 1):
+                x = int64(tokens[first + i])
+                c += -x if cuda.popc(int32(i & t)) & 1 else x
+        else:
+            z, power, square = int64(1), t, int64(ROOT)      # z = ROOT^t
+            while power:
+                if power & 1:
+                    z = z * square % P
+                square = square * square % P
+                power >>= 1
+            for i in range(last, -1, -1):                    # Horner's rule
+                c = (c * z + tokens[first + i]) % P
+        return int32(c)
+
+    @device
+    def look_up(weights, overlay, seed, shift, mask, c, i):
+        even, odd = int32(0), int32(0)
+        for k in range(3):
+            value = int32(int32(c >> int32(8 * k + 8)) & int32(255))
+            w, d = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)]), int32(0)
+            if noisy:
+                stream = uint32(seed + uint32(SEED + k * SEEDS))
+                other = uint32(stream + uint32(H))
+                p = float32(int32(int32(noise(stream, value) * noise(other, i)) & mask))
+                p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
+                d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
+            even = int32(even + int32(int32(w + int32(d >> shift)) >> int32(2)))
+            odd = int32(odd + int32(int32(w + int32(int32(-d) >> shift)) >> int32(2)))
+        return even, odd
+
+    return coefficient, look_up
