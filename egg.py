@@ -81,8 +81,8 @@ def option(usage, help, type=None, **more):
 
 def of_constant(usage, help, name):
     """An `option` in place of a constant of egg_config."""
-    kind, allowed = type(getattr(egg_config, name)), egg_config.FACTS[name].allowed
-    return option(usage, f"{help} (default: {name}, {getattr(egg_config, name)})", number(kind, *allowed))
+    constant = egg_config.CONSTANTS[name]
+    return option(usage, f"{help} (default: {name}, {constant.value})", number(constant.kind, *constant.allowed))
 
 
 COUNT = number(int, 1, 1 << 40, "a whole number, 1 or more")
@@ -143,8 +143,8 @@ def of_directory(args):
 def for_this_machine(cfg, args, say):
     """cfg, or the preset laptop where there is no GPU and no model was chosen: no run, no constant, no preset."""
     given = egg_config.given(args.preset, args.defines)
-    facts, files = egg_config.FACTS, egg_config.DATA_FILES
-    chosen = [name for name in given if facts[name].agree != egg_config.LOCAL or name in files]
+    chosen = [name for name in given
+              if egg_config.CONSTANTS[name].agree != "local" or name in egg_config.DATA_FILES]
     own = args.run or args.load_dir or chosen or cfg.fingerprint() != egg_config.SHIPPED
     if own or hardware.devices(cfg) != ["cpu"]:
         return cfg
@@ -516,7 +516,8 @@ def invite_to_continue(argv, directory, console):
     if directory is None:
         return
     args = vars(parsed(argv, typed=False)) | {"save_dir": directory}
-    kept = egg_config.make().settings().keys() | {name for name, fact in egg_config.FACTS.items() if fact.saved}
+    default = egg_config.make()
+    kept = {*default.constants("all", "run"), *default.settings()}
     words = []
     for name, value in args.items():
         if value and name not in NOT_CONTINUED:

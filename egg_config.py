@@ -1,8 +1,18 @@
 """Every constant of egg, edited like a config.h.
 
-Edit the assignments below, or override them for one run: by an environment variable EGG_<NAME>=value, or by
--D NAME=VALUE after a subcommand. The later wins: this file, preset, environment, -D. FACTS says of each constant what
-it may be and who must agree on it. `load()` applies the overrides, checks everything and returns a Config.
+Edit the values below, or override them for one run: by an environment variable EGG_<NAME>=value, or by -D NAME=VALUE
+after a subcommand. The later wins: this file, preset, environment, -D.
+
+The comment behind a value is part of the program: the values that are allowed, who must agree, the meaning.
+
+    all      the coordinator, its workers, the saved run and all islands must have the same value
+    run      the same, but islands may differ
+    islands  only islands must agree, as they compare their validations; a run keeps the value, but it may change
+    free     nobody must agree; a run keeps the value, but it may change at any step
+    local    nobody must agree; the value belongs to one machine, or to the coordinator alone
+
+A constant marked (transformer) or (gru) must keep its default with the other model. `python egg_config.py` prints all
+this as the tables of docs/CONFIGURATION.md.
 """
 
 import contextlib
@@ -11,126 +21,161 @@ import hashlib
 import json
 import math
 import os
+import re
 import types
 from typing import NamedTuple
 
 # --- model -----------------------------------------------------------------------------------------------------------
-MODEL = "transformer"         # or "gru": the recurrent model of nano-egg
-HIDDEN_DIM = 256              # width of the model: 64 to 1024, a multiple of 32 and of HEAD_DIM
-HEAD_DIM = 64                 # width of one attention head: 32, 64 or 128
-N_LAYERS = 4                  # layers
-SEQ_LEN = 64                  # tokens of a training window: 8 to 1024, for the transformer a multiple of 8
-STATE_TOKENS = 0              # gru: tokens before a window, from which the unperturbed model makes a state; 0: none
-MLP_RELU = 0                  # gru: 1: no negative values inside the MLP
-VOCAB_SIZE = 8192             # 256: input.bin holds plain bytes and no decoding.bin is needed; else uint32 tokens
-NTT_MODE = 0                  # adds embeddings of a transform of the window (model.transforms):
-#                               0 none, 1 Walsh-Hadamard, 2 modulo 257, 3 modulo 65537
-NTT_CAUSAL = 1                # 1: a coefficient sees no token after its position; 0: it sees the whole window (d-eggs)
+MODEL = "transformer"            # transformer, gru | all | `transformer`, or `gru`: the recurrent model of nano-egg
+HIDDEN_DIM = 256                 # 64 to 1024    | all     | width of the model; a multiple of 32 and of HEAD_DIM
+HEAD_DIM = 64                    # 32, 64, 128   | all     | (transformer) width of one attention head
+N_LAYERS = 4                     # 1 to 64       | all     | layers
+SEQ_LEN = 64                     # 8 to 1024     | all     | tokens of a training window; with `transformer` a multiple
+#                                                            of 8
+STATE_TOKENS = 0                 # 0 to 1024     | all     | (gru) tokens before a window from which the unperturbed
+#                                                            model makes the initial state; 0: the state is zero
+MLP_RELU = 0                     # 0, 1          | all     | (gru) 1: no negative values inside the MLP
+VOCAB_SIZE = 8192                # 256 to 262144 | all     | number of tokens; 256: raw bytes
+NTT_MODE = 0                     # 0 to 3        | all     | (transformer) embeddings of a transform of the window:
+#                                                            0 none, 1 Walsh-Hadamard, 2 modulo 257, 3 modulo 65537
+NTT_CAUSAL = 1                   # 0, 1          | all     | (transformer) 1: a coefficient sees no later token; 0: the
+#                                                            whole window, as in d-eggs, for comparison only
 
 # --- population ------------------------------------------------------------------------------------------------------
-CHUNK_SIZE = 40960            # members evaluated in one job (even: antithetic pairs stay together)
-POPULATION_SIZE = 0           # members a step, a multiple of CHUNK_SIZE; 0 means 8 chunks
-GROUP_SIZE = 2                # members that read the same tokens: even, a divisor of POPULATION_SIZE
+CHUNK_SIZE = 40960               # 2 to 2^24     | run     | members evaluated in one job; even: antithetic pairs stay
+#                                                            together
+POPULATION_SIZE = 0              # 0 to 2^28     | run     | members per step, a multiple of CHUNK_SIZE; 0: 8 chunks
+GROUP_SIZE = 2                   # 2 to 2^28     | run     | members that read the same tokens; even, a divisor of
+#                                                            POPULATION_SIZE
 
 # --- fixed-point arithmetic ------------------------------------------------------------------------------------------
-FIXED_POINT = 4               # fractional bits of weights and activations
-SIGMA_SHIFT = 3               # matrix noise is shifted right by FIXED_POINT + SIGMA_SHIFT: larger means quieter
-SIGMA_SCHEDULE = ()           # (first step, SIGMA_SHIFT from there on); as an override: 1000:4,3000:5; (): one for ever
-SIGMA_SHIFT_VECTOR = 4        # right shift of the noise of biases and norm weights
-SHIFT_ATTN = 8                # right shifts after the products
-SHIFT_OUT = 9
-SHIFT_LOGIT = 8
-SHIFT_MLP_UP = 8
-SHIFT_MLP_DOWN = 10
-SHIFT_QKV = 6                 # exists in d-eggs, unused there and here
-SOFTMAX_SCALE_BIT = 18        # fractional bits of the integer exponential
-SOFTMAX_LUT_SIZE = 256        # entries of its table
-SOFTMAX_EXP_SCALE = 6.0       # logit units a nat
-ROPE_SCALE_BIT = 20           # fractional bits of the rotary tables
+FIXED_POINT = 4                  # 0 to 15       | all     | fractional bits of weights and activations; at most 7 with
+#                                                            `gru`
+SIGMA_SHIFT = 3                  # 0 to 15       | run     | matrix noise is shifted right by FIXED_POINT + SIGMA_SHIFT:
+#                                                            a larger value is quieter
+SIGMA_SCHEDULE = ()              # shifts 0 to 15 | run    | first step:shift, ...; SIGMA_SHIFT from that step on, so
+#                                                            that noise can begin loud and end quiet
+SIGMA_SHIFT_VECTOR = 4           # 0 to 15       | run     | right shift of the noise of biases and norm weights
+SHIFT_ATTN = 8                   # 0 to 24       | all     | (transformer) right shift of attention scores: a larger
+#                                                            value is softer
+SHIFT_OUT = 9                    # 0 to 24       | all     | (transformer) right shift after the output product of
+#                                                            attention
+SHIFT_LOGIT = 8                  # 0 to 24       | all     | (transformer) right shift after the head
+SHIFT_MLP_UP = 8                 # 0 to 24       | all     | (transformer) right shift after the first product of an MLP
+SHIFT_MLP_DOWN = 10              # 0 to 24       | all     | (transformer) right shift after the second product of an
+#                                                            MLP
+SHIFT_QKV = 6                    # 0 to 24       | all     | (transformer) exists in d-eggs; unused there and here
+SOFTMAX_SCALE_BIT = 18           # 8 to 18       | all     | fractional bits of the integer exponential
+SOFTMAX_LUT_SIZE = 256           # 2 to 256      | all     | entries of its table
+SOFTMAX_EXP_SCALE = 6.0          # 0.5 to 64.0   | all     | logit units per nat
+ROPE_SCALE_BIT = 20              # 1 to 30       | all     | (transformer) fractional bits of the rotary tables
 
 # --- noise -----------------------------------------------------------------------------------------------------------
-HOST_GAUSSIAN = 0             # 1: initial weights are the sum of three uniform draws
-DEVICE_GAUSSIAN = 0           # 1: so is the noise
-HOST_MASK = 15                # magnitude mask of a draw, 0 to 127 (0 to 42 with the Gaussian form)
-TOKEN_MASK = -1               # HOST_MASK of the tables that have a column for every token; -1: HOST_MASK
-DEVICE_MASK = 15
-NOISE_REUSE = 1               # steps for which every member keeps its noise; 0: for ever
-ADAPTIVE_NOISE_MODE = 1       # noise-scale overlay: 0 off, 1 scale, 2 heavy-tailed
-ADAPTIVE_NOISE_INIT = 64      # its start,
-ADAPTIVE_NOISE_INC = 5        # what a changed row or column gains,
-ADAPTIVE_NOISE_DEC = 1        # what an unchanged one loses
+HOST_GAUSSIAN = 0                # 0, 1          | run     | 1: an initial weight is the sum of three uniform draws
+DEVICE_GAUSSIAN = 0              # 0, 1          | run     | 1: a noise value is the sum of three uniform draws
+HOST_MASK = 15                   # 0 to 127      | run     | magnitude mask of an initial weight; at most 42 with
+#                                                            HOST_GAUSSIAN
+TOKEN_MASK = -1                  # -1 to 127     | run     | HOST_MASK of tables with one column per token;
+#                                                            -1: HOST_MASK
+DEVICE_MASK = 15                 # 0 to 127      | run     | magnitude mask of the noise; at most 42 with
+#                                                            DEVICE_GAUSSIAN
+NOISE_REUSE = 1                  # 0 to 2^30     | run     | steps for which every member keeps its noise; 0: for ever
+ADAPTIVE_NOISE_MODE = 1          # 0 to 2        | all     | noise-scale overlay: 0 off, 1 scale, 2 heavy-tailed
+ADAPTIVE_NOISE_INIT = 64         # -127 to 127   | run     | its initial value; 64 is a factor of 1 in mode 1
+ADAPTIVE_NOISE_INC = 5           # 0 to 127      | run     | increase per update for a row or column that changed
+ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update for one that did not
 
 # --- fitness ---------------------------------------------------------------------------------------------------------
-LOSS = "deggs"                # "deggs": the coarse logarithm of SPEC 7.5; "exact": true cross-entropy in fixed point
-USE_SAME_DATA = 0             # 1: every pair reads the same window
-CHUNK_MEAN_FILTER = 1         # 1: add the mean difference of the chunk, raised to this power, to every difference
-CHUNK_MEAN_EXPONENT = 1.2
-USE_ADAPTIVE_THRESHOLD = 1    # 1: differences below this share of their mean size count as 0
-ADAPTIVE_THRESHOLD_ALPHA = 0.1
-FAST_FITNESS = 0              # 1: the sign of the difference, neither filtered nor measured against the others'
-
-SOFT_TARGETS = ()             # (first step, context): from there on a position is scored against 8 tokens, the one that
-#                               follows and 7 drawn from all in the training data that follow the same last tokens,
-#                               `context` of them; as an override: 0:2,300:3; 0 or (): the one that follows alone
+LOSS = "deggs"                   # deggs, exact  | all     | `deggs`: the coarse logarithm of d-eggs; `exact`:
+#                                                            cross-entropy in fixed point, which trains better
+USE_SAME_DATA = 0                # 0, 1          | run     | 1: every pair reads the same window
+CHUNK_MEAN_FILTER = 1            # 0, 1          | run     | 1: adds the mean difference of the chunk, raised to
+#                                                            CHUNK_MEAN_EXPONENT, to every difference
+CHUNK_MEAN_EXPONENT = 1.2        # 0.0 to 4.0    | run     | exponent of CHUNK_MEAN_FILTER
+USE_ADAPTIVE_THRESHOLD = 1       # 0, 1          | run     | 1: small differences count as 0
+ADAPTIVE_THRESHOLD_ALPHA = 0.1   # 0.0 to 100.0  | run     | their threshold, as a share of the mean size of the
+#                                                            differences
+FAST_FITNESS = 0                 # 0, 1          | run     | 1: the sign of the difference, without filter and threshold
+SOFT_TARGETS = ()                # contexts 0 to 7 | run   | first step:context, ...; a position is scored against 8
+#                                                            tokens that follow the same context (number of tokens)
 
 # --- optimizer -------------------------------------------------------------------------------------------------------
-OPTIMIZER = "adamw"           # "adamw"; "sgd": the accumulator collects lr * vote / sqrt(pairs);
-#                               "ztest": weights with a significant vote move by 1
-LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))   # (first step, learning rate); as an override: 0:0.5,100:0.25
-RARE_TOKENS = 0.0             # columns of tokens below this share of the data learn more slowly:
-#                               by the factor sqrt(share / RARE_TOKENS); 0: all alike
-SEEN_VOTES = 1                # a pair's vote on the embedding of a token counts so often if the pair's window holds the
-#                               token: most of what the others vote on it is noise; 1: all alike
-ADAM_BETA1 = 0.9
-ADAM_BETA2 = 0.95
-ADAM_EPS = 1e-8
-ADAM_WEIGHT_DECAY = 0.01
-ZTEST_ALPHA = 4.0             # "ztest": share of the weights that chance would move;
-#                               above 1: it falls from 1 to 2^-ZTEST_ALPHA in 1,000 steps
-USE_CLT = 1                   # 0: votes count the signs of the noise instead of the noise
-USE_MUON = 0                  # 1: matrices of attention and MLPs move along their orthogonalised momentum
-MUON_MOMENTUM = 0.85          # share of the momentum that is left after a step
-MUON_LR_SCALE = 1.0           # factor on their learning rate; at 1 a step is about as long as AdamW's
-MUON_NS = "quintic"           # Newton-Schulz iteration: "quintic" (singular values to 0.7..1.2, quickly),
-#                               "cubic" (to 1, slowly, as in d-eggs)
+OPTIMIZER = "adamw"              # adamw, sgd, ztest | all | `adamw`, `sgd` (the accumulator collects votes), or `ztest`
+#                                                            (significant votes move weights)
+LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))     # rates 0.0 to 1000.0 | run | first step:rate, ...; not used by
+#                                                            `ztest`
+RARE_TOKENS = 0.0                # 0.0 to 1.0    | run     | tokens rarer than this share of the data learn more slowly;
+#                                                            0: all learn alike
+SEEN_VOTES = 1                   # 1 to 127      | run     | weight of a pair's vote on the embedding of a token that
+#                                                            its window holds; 1: as of all other votes
+ADAM_BETA1 = 0.9                 # 0.0 to 1.0    | run     | decay of the first moment
+ADAM_BETA2 = 0.95                # 0.0 to 1.0    | run     | decay of the second moment
+ADAM_EPS = 1e-8                  # 0.0 to 1.0    | run     | added to the root of the second moment
+ADAM_WEIGHT_DECAY = 0.01         # 0.0 to 1.0    | run     | weight decay of `adamw` and Muon
+ZTEST_ALPHA = 4.0                # 1e-6 to 64.0  | run     | `ztest`: share of weights that chance moves; above 1: it
+#                                                            falls from 1 to 2^-ZTEST_ALPHA in 1,000 steps
+USE_CLT = 1                      # 0, 1          | run     | 0: votes count the signs of the noise instead of the noise
+USE_MUON = 0                     # 0, 1          | all     | 1: matrices between hidden units move along their
+#                                                            orthogonalised momentum
+MUON_MOMENTUM = 0.85             # 0.0 to 0.9999 | run     | share of the momentum that remains after a step
+MUON_LR_SCALE = 1.0              # 0.0 to 1000.0 | run     | factor on the learning rate of these matrices; at 1 a step
+#                                                            is about as long as that of AdamW
+MUON_NS = "quintic"              # quintic, cubic | run    | Newton-Schulz iteration: `quintic` (fast, singular values
+#                                                            to 0.7 .. 1.2) or `cubic` (slow, to 1, as in d-eggs)
 
-# --- islands: populations that gossip (islands.gossip) ---------------------------------------------------------------
-ISLAND_SEED = 0               # selects the noise: every island needs another number, and its workers the same as it.
-#                               The other constants of this section concern the coordinator alone.
-GOSSIP_RATE = 0.01            # probability that an island compares itself with a peer after a step
-MERGE = "clone"               # use of a better peer's state: "clone" takes it, "recombine" mixes it with the own
-RECOMBINE_ALPHA = 0.5         # "recombine": share of the better state when both are equally good (islands.merging)
-OPTIMIZER_MERGE = "copy"      # moments after a merge: "reset", "copy" the peer's, "interpolate" as the weights
-ELITES = 1                    # number of best states that are kept, whatever is merged
-REJUVENATE_AFTER = 0          # steps without improvement before moments restart and the noise is raised; 0: never
+# --- islands ---------------------------------------------------------------------------------------------------------
+ISLAND_SEED = 0                  # 0 to 4294967295 | run   | selects the noise; every island needs another number, all
+#                                                            its workers the same
+GOSSIP_RATE = 0.01               # 0.0 to 1.0    | local   | probability that an island compares itself with a peer
+#                                                            after a step
+MERGE = "clone"                  # clone, recombine | local | `clone` takes a better state, `recombine` mixes both by
+#                                                            fitness
+RECOMBINE_ALPHA = 0.5            # 0.0 to 1.0    | local   | `recombine`: share of the better state if both are equally
+#                                                            good
+OPTIMIZER_MERGE = "copy"         # reset, copy, interpolate | local | moments after a merge: `reset`, `copy` those of
+#                                                            the peer, or `interpolate` as the weights
+ELITES = 1                       # 0 to 1000     | local   | number of best states that are kept, whatever is merged
+REJUVENATE_AFTER = 0             # 0 to 2^30     | local   | steps without improvement after which moments are reset and
+#                                                            noise scales raised; 0: never
 
-# --- sampling, validation --------------------------------------------------------------------------------------------
-SAMPLING_TEMP = 0.6           # 0 is greedy
-SAMPLING_MIN_P = 0.08         # tokens less likely than this share of the likeliest are cut; 0 cuts none
-SAMPLING_PRESENCE_PENALTY = 0.2   # nats, taken once from every token seen
-SAMPLE_EVERY = 5              # steps between samples during training; 0: none; from 10 on a few more at first
-SAMPLE_PROMPT = 32            # tokens of the data a sample starts from
-SAMPLE_TOKENS = 64            # tokens that a sample adds
-VALIDATE_EVERY = 10           # steps between validations on VAL_FILE; 0: none; from 10 on a few more at first
-VALIDATE_TOKENS = 65536       # most tokens that a validation reads, in windows spread evenly over the file; 0: all
-VALIDATE_WINDOW = 0           # gru: tokens of such a window, which begins with a state of zero; 0: SEQ_LEN
+# --- sampling and validation -----------------------------------------------------------------------------------------
+SAMPLING_TEMP = 0.6              # 0.0 to 100.0  | free    | temperature; 0 always takes the likeliest token
+SAMPLING_MIN_P = 0.08            # 0.0 to 1.0    | free    | tokens less likely than this share of the likeliest are
+#                                                            cut; 0 cuts none
+SAMPLING_PRESENCE_PENALTY = 0.2  # 0.0 to 100.0  | free    | nats, taken once from every token seen
+SAMPLE_EVERY = 5                 # 0 to 2^30     | free    | steps between samples during training; 0: none; from 10 on
+#                                                            also after a tenth, a fifth and a half of it
+SAMPLE_PROMPT = 32               # 1 to 1024     | free    | tokens of the data that a sample continues
+SAMPLE_TOKENS = 64               # 1 to 65536    | free    | tokens that a sample adds
+VALIDATE_EVERY = 10              # 0 to 2^30     | free    | steps between validations; 0: none; from 10 on also after
+#                                                            a tenth, a fifth and a half of it
+VALIDATE_TOKENS = 65536          # 0 to 2^40     | islands | most tokens that a validation reads, in windows spread
+#                                                            evenly over VAL_FILE; 0: all
+VALIDATE_WINDOW = 0              # 0 to 2^20     | islands | (gru) tokens of such a window, which begins with a state
+#                                                            of zero; 0: SEQ_LEN
 
 # --- this machine ----------------------------------------------------------------------------------------------------
-INPUT_FILE = "input.bin"
-VAL_FILE = "val.bin"
-DECODING_FILE = "decoding.bin"
-DETOKENIZE = 0                # 1, with VOCAB_SIZE 256: the files hold tokens of decoding.bin, read as their bytes
-PORT = 12345
-STRAGGLER_TIMEOUT = 90.0      # seconds before a silent worker's chunk is given away, until a chunk's time is known
-AUDIT_RATE = 0.01             # share of the chunks that two workers evaluate, if there are two; 1: all
-SNAPSHOT_EVERY = 100          # steps between snapshots in the save directory; 0: none
-CONNECTIONS_PER_ADDRESS = 256  # connections that one address may hold open at the coordinator
-IDLE_TIMEOUT = 600.0          # seconds before a silent connection is closed
-DEVICE = "auto"               # "cpu", "cuda", or "auto": a GPU if there is one
-DEBUG = 0                     # 1: every tenth step the worker of chunk 0 prints statistics of activations and weights
-DEBUG_FILE = ""               # file to which it appends them, a line of JSON a step
-SIMD = "auto"                 # int8 products of the CPU engine: "auto", "vnni512", "vnni256", "madd", "portable"
-TENSOR_CORES = "auto"         # int8 products of the CUDA engine: "wgmma" (H100 and H200), "mma" (any card), "auto"
+INPUT_FILE = "input.bin"         #               | local   | training data
+VAL_FILE = "val.bin"             #               | local   | held-out data
+DECODING_FILE = "decoding.bin"   #               | local   | the bytes of each token
+DETOKENIZE = 0                   # 0, 1          | all     | 1, with VOCAB_SIZE 256: the files hold tokens of
+#                                                            DECODING_FILE; the model reads their bytes
+PORT = 12345                     # 0 to 65535    | local   | TCP port of the coordinator
+STRAGGLER_TIMEOUT = 90.0         # 0.1 to 1e6    | local   | seconds after which a silent worker's chunk is handed out
+#                                                            again, while the usual time of a chunk is unknown
+AUDIT_RATE = 0.01                # 0.0 to 1.0    | local   | share of the chunks that two workers evaluate, if there are
+#                                                            two
+SNAPSHOT_EVERY = 100             # 0 to 2^30     | local   | steps between snapshots in the save directory; 0: none
+CONNECTIONS_PER_ADDRESS = 256    # 1 to 2^20     | local   | connections that one address may hold open at the
+#                                                            coordinator
+IDLE_TIMEOUT = 600.0             # 1.0 to 1e6    | local   | seconds after which a silent connection is closed
+DEVICE = "auto"                  # auto, cpu, cuda | local | `cpu`, `cuda`, or `auto`: a GPU if there is one
+DEBUG = 0                        # 0, 1          | local   | 1: every tenth step the worker of chunk 0 prints statistics
+#                                                            of activations and weights
+DEBUG_FILE = ""                  #               | local   | file to which DEBUG appends them, one JSON object per line
+SIMD = "auto"                    # auto, vnni512, vnni256, madd, portable | local | int8 products of the CPU engine
+TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of the CUDA engine: `wgmma` (only H100 and
+#                                                            H200), `mma`, or `auto`: the better one
 
 PRESETS = {
     # A byte model that learns within a minute on two cores: the small recurrent model learns as much from a token as
@@ -175,76 +220,15 @@ PRESETS["best-bytes"] = {
     "LR_SCHEDULE": ((0, 1.5), (60, 1.05), (150, 0.75), (300, 0.5), (600, 0.37), (1200, 0.22), (2500, 0.15),
                     (5500, 0.09), (9000, 0.06), (12500, 0.035), (14800, 0.018)), "SNAPSHOT_EVERY": 1000}
 
-_DEFAULTS = {k: v for k, v in globals().items() if k.isupper() and k != "PRESETS"}
-
 SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
 
-# --- what holds for each constant ------------------------------------------------------------------------------------
+# --- the program: nothing to edit from here on -----------------------------------------------------------------------
 
-ALL = "all"         # coordinator, workers and the islands that gossip must agree on it
-ISLAND = "island"   # coordinator and workers must agree on it; islands that gossip may differ in it
-LOCAL = "local"     # of this machine: it may differ everywhere and is in no fingerprint
-
-
-class Fact(NamedTuple):
-    """allowed: (lowest, highest), a tuple of words, or None; agree: ALL, ISLAND or LOCAL; model: the only MODEL that
-    has the constant, or None; saved: whether a saved run goes on only if it is unchanged. Which constants are frozen
-    into compiled kernels is not listed: engine.kernel_cache finds that in the kernels."""
-    allowed: tuple | None
-    agree: str = ALL
-    model: str | None = None
-    saved: bool = True
-
-
-def _facts(*rows):
-    """{name: Fact} from rows of (names, fields of Fact). A local constant never matters to a saved run."""
-    facts = {}
-    for name, fact in ((name, Fact(*row)) for names, *row in rows for name in names.split()):
-        if name in facts:
-            raise ValueError(f"{name} is twice in the table")
-        facts[name] = fact._replace(saved=fact.saved and fact.agree != LOCAL)
-    return facts
-
-
-FACTS = _facts(
-    ("MODEL", ("transformer", "gru")), ("HIDDEN_DIM", (64, 1024)), ("HEAD_DIM", (32, 128), ALL, "transformer"),
-    ("N_LAYERS", (1, 64)), ("SEQ_LEN", (8, 1024)), ("STATE_TOKENS", (0, 1024), ALL, "gru"),
-    ("MLP_RELU", (0, 1), ALL, "gru"), ("VOCAB_SIZE", (256, 262144)), ("NTT_MODE", (0, 3), ALL, "transformer"),
-    ("NTT_CAUSAL", (0, 1), ALL, "transformer"), ("CHUNK_SIZE", (2, 1 << 24), ISLAND),
-    ("POPULATION_SIZE", (0, 1 << 28), ISLAND), ("GROUP_SIZE", (2, 1 << 28), ISLAND), ("FIXED_POINT", (0, 15)),
-    ("SIGMA_SHIFT SIGMA_SHIFT_VECTOR", (0, 15), ISLAND), ("SIGMA_SCHEDULE", None, ISLAND),
-    ("SHIFT_ATTN SHIFT_OUT SHIFT_LOGIT SHIFT_MLP_UP SHIFT_MLP_DOWN SHIFT_QKV", (0, 24), ALL, "transformer"),
-    ("SOFTMAX_SCALE_BIT", (8, 18)), ("SOFTMAX_LUT_SIZE", (2, 256)), ("SOFTMAX_EXP_SCALE", (0.5, 64.0)),
-    ("ROPE_SCALE_BIT", (1, 30), ALL, "transformer"), ("HOST_GAUSSIAN DEVICE_GAUSSIAN", (0, 1), ISLAND),
-    ("HOST_MASK DEVICE_MASK", (0, 127), ISLAND), ("TOKEN_MASK", (-1, 127), ISLAND),
-    ("NOISE_REUSE", (0, 1 << 30), ISLAND), ("ADAPTIVE_NOISE_MODE", (0, 2)),
-    ("ADAPTIVE_NOISE_INIT", (-127, 127), ISLAND), ("ADAPTIVE_NOISE_INC ADAPTIVE_NOISE_DEC", (0, 127), ISLAND),
-    ("LOSS", ("deggs", "exact")), ("SOFT_TARGETS", None, ISLAND),
-    ("USE_SAME_DATA CHUNK_MEAN_FILTER USE_ADAPTIVE_THRESHOLD FAST_FITNESS USE_CLT", (0, 1), ISLAND),
-    ("CHUNK_MEAN_EXPONENT", (0.0, 4.0), ISLAND), ("ADAPTIVE_THRESHOLD_ALPHA", (0.0, 100.0), ISLAND),
-    ("OPTIMIZER", ("adamw", "sgd", "ztest")), ("LR_SCHEDULE", None, ISLAND), ("SEEN_VOTES", (1, 127), ISLAND),
-    ("RARE_TOKENS ADAM_BETA1 ADAM_BETA2 ADAM_EPS ADAM_WEIGHT_DECAY", (0.0, 1.0), ISLAND),
-    ("ZTEST_ALPHA", (1e-6, 64.0), ISLAND), ("USE_MUON", (0, 1)), ("MUON_MOMENTUM", (0.0, 0.9999), ISLAND),
-    ("MUON_LR_SCALE", (0.0, 1000.0), ISLAND), ("MUON_NS", ("quintic", "cubic"), ISLAND),
-    ("ISLAND_SEED", (0, (1 << 32) - 1), ISLAND), ("GOSSIP_RATE RECOMBINE_ALPHA AUDIT_RATE", (0.0, 1.0), LOCAL),
-    ("MERGE", ("clone", "recombine"), LOCAL), ("OPTIMIZER_MERGE", ("reset", "copy", "interpolate"), LOCAL),
-    ("ELITES", (0, 1000), LOCAL), ("REJUVENATE_AFTER SNAPSHOT_EVERY", (0, 1 << 30), LOCAL),
-    ("SAMPLING_TEMP SAMPLING_PRESENCE_PENALTY", (0.0, 100.0), ISLAND, None, False),
-    ("SAMPLING_MIN_P", (0.0, 1.0), ISLAND, None, False),
-    ("SAMPLE_EVERY VALIDATE_EVERY", (0, 1 << 30), ISLAND, None, False),
-    ("SAMPLE_PROMPT", (1, 1024), ISLAND, None, False), ("SAMPLE_TOKENS", (1, 65536), ISLAND, None, False),
-    ("VALIDATE_TOKENS", (0, 1 << 40), ALL, None, False),      # islands compare their validations
-    ("VALIDATE_WINDOW", (0, 1 << 20), ALL, "gru", False),
-    ("INPUT_FILE VAL_FILE DECODING_FILE DEBUG_FILE", None, LOCAL), ("DETOKENIZE", (0, 1)),
-    ("PORT", (0, 65535), LOCAL), ("STRAGGLER_TIMEOUT", (0.1, 1e6), LOCAL),
-    ("CONNECTIONS_PER_ADDRESS", (1, 1 << 20), LOCAL), ("IDLE_TIMEOUT", (1.0, 1e6), LOCAL),
-    ("DEVICE", ("auto", "cpu", "cuda"), LOCAL), ("DEBUG", (0, 1), LOCAL),
-    ("SIMD", ("auto", "vnni512", "vnni256", "madd", "portable"), LOCAL),
-    ("TENSOR_CORES", ("auto", "wgmma", "mma"), LOCAL),
-)
-
-
+AGREE = "all", "run", "islands", "free", "local"      # who must agree, as described at the top
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
+KINDS = {int: "a whole number", float: "a number", str: "text"}
+# the value of constants with which nothing differs from a program that lacks them
+UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": ()}
 
 
 class EggError(Exception):
@@ -270,24 +254,131 @@ def explained(kind, place, advice=""):
         raise kind(f"{place}: {error.strerror}" + f": {advice}" * bool(advice)) from None
 
 
+# --- what the lines above say ----------------------------------------------------------------------------------------
+
+class Constant(NamedTuple):
+    """One line of the file. kind: int, float, str, or tuple for a schedule; limits: what is allowed, as written;
+    allowed: the same as values: (lowest, highest) for "lowest to highest", all of a list, () for any text; model: the
+    only MODEL that has the constant, or None; line: its number."""
+    section: str
+    value: object
+    kind: type
+    limits: str
+    allowed: tuple
+    agree: str
+    model: str | None
+    meaning: str
+    line: int
+
+    def objection(self, value):
+        """The rule that a value breaks, in words, or None."""
+        numbers, limits, word = [value], self.limits, ""
+        if self.kind is tuple:
+            word, _, limits = limits.partition("s ")
+            kinds = {int, type(self.allowed[0])}
+            if not (isinstance(value, (tuple, list)) and all(
+                    isinstance(entry, (tuple, list)) and len(entry) == 2 and {*map(type, entry)} <= kinds
+                    for entry in value)):
+                return f"must be pairs of a step and a {word}"
+            steps, numbers = [step for step, _ in value], [number for _, number in value]
+            if steps != sorted({max(step, 0) for step in steps}):
+                return "steps must rise, from 0 on"
+            word += "s "
+        elif type(value) is not self.kind and (self.kind, type(value)) != (float, int):
+            return f"must be {KINDS[self.kind]}"
+        if " to " not in limits:
+            return f"must be one of {limits}" if self.allowed and value not in self.allowed else None
+        low, high = self.allowed
+        return None if all(low <= number <= high for number in numbers) else f"{word}must be from {limits}"
+
+
+LINE = re.compile(r"^(?:# --- (.*?) -+|"                                                       # a title, or
+                  r"(\w+) *=.*?(?:# *(.*?) *\| *(\w+) *\| *(?:\((\w+)\) )?(.*(?:\n#  .*)*))?)$", re.M)   # a constant
+
+
+def _constants():
+    """{name: Constant} of this file. Raises ConfigError for a line that is none."""
+    with open(__file__, encoding="utf-8") as file:
+        text = file.read().partition("\nPRESETS =")[0]
+    found, lines, section = {}, {}, ""
+    for match in LINE.finditer(text):
+        title, name, limits, agree, model, meaning = match.groups()
+        if title:
+            section = title
+            continue
+        lines[name] = text.count("\n", 0, match.start()) + 1
+        if agree in AGREE:
+            value = globals()[name]
+            value = int(value) if isinstance(value, bool) else value
+            kind, allowed = _allowed(limits)
+            meaning = " ".join(meaning.replace("\n#", "").split())
+            found[name] = Constant(section, value, kind, limits, allowed, agree, model, meaning, 0)
+        elif agree:
+            raise ConfigError(f"{_place(lines[name])}{name}: {agree!r} must be one of {', '.join(AGREE)}")
+    for name, line in lines.items():
+        if name not in found:
+            raise ConfigError(f"{_place(line)}{name}: {_no_such(name, found)}")
+    return {name: constant._replace(line=lines[name]) for name, constant in found.items()}
+
+
+def _place(line):
+    return f"{os.path.basename(__file__)}:{line}: "
+
+
+def _allowed(limits):
+    """(kind, values) of the limits of a constant; the words of a schedule stand before its range."""
+    ends = re.fullmatch(r"(?:\w+ )?(\S+) to (\S+)", limits)
+    values = ends.groups() if ends else limits.split(", ") if limits else []
+    if not re.match(r"-?\d", "".join(values)):
+        return str, tuple(values)
+    numbers = tuple(_number(value) for value in values)
+    return tuple if limits[0].isalpha() else type(numbers[0]), numbers
+
+
+def _number(text):
+    """The number that is written: -1, 0.5, 1e6, 2^30."""
+    base, _, exponent = text.partition("^")
+    return int(base) ** int(exponent or 1) if re.fullmatch(r"-?\d+", base) else float(text)
+
+
+def _no_such(name, names):
+    near = difflib.get_close_matches(name, names, 1)
+    return "no such constant in egg_config.py" + (f"; did you mean {near[0]}?" if near else "")
+
+
+CONSTANTS = _constants()
+
+
+# --- a configuration -------------------------------------------------------------------------------------------------
+
 class Config(types.SimpleNamespace):
     """All constants by name, plus the derived values of `_derive`. Treat it as read-only; it pickles."""
 
-    def constants(self):
-        return {k: getattr(self, k) for k in _DEFAULTS}
+    def __getattr__(self, name):
+        if not name.isupper():
+            raise AttributeError(name)
+        near = difflib.get_close_matches(name, CONSTANTS, 1)
+        raise ConfigError(f"{os.path.basename(__file__)}: the constant {name} is missing" + (
+            f"; is it {near[0]} in line {CONSTANTS[near[0]].line}?" if near else ""))
+
+    def constants(self, *agree):
+        """{name: value}: the constants on which these must agree (words of AGREE); without any, all constants."""
+        return {name: getattr(self, name) for name, constant in CONSTANTS.items() if constant.agree in (agree or AGREE)}
 
     def shared(self):
-        """The constants that coordinator and workers must agree on; none that is unset, for programs that lack it."""
-        return {k: v for k, v in self.constants().items() if FACTS[k].agree != LOCAL and v != UNSET.get(k)}
+        """The constants in the fingerprint; none that is unset, for programs that lack it."""
+        shared = self.constants("all", "run", "islands", "free")
+        return {name: value for name, value in shared.items() if value != UNSET.get(name)}
 
     def saved(self):
-        """The constants that a saved run depends on."""
-        return {k: v for k, v in self.shared().items() if FACTS[k].saved}
+        """The constants that determine the model and with it a saved run, as JSON returns them; none that is unset."""
+        determining = self.constants("all", "run")
+        return json.loads(json.dumps({name: value for name, value in self.shared().items() if name in determining}))
 
     def settings(self):
         """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
-        kept = self.shared().keys() - self.saved().keys() | {*DATA_FILES, "SNAPSHOT_EVERY"}
-        return {k: v for k, v in self.constants().items() if k in kept}
+        kept = {*self.constants("islands", "free"), *DATA_FILES, "SNAPSHOT_EVERY"}
+        return {name: value for name, value in self.constants().items() if name in kept}
 
     def fingerprint(self):
         """SHA-256 (hex) over the shared constants."""
@@ -334,12 +425,13 @@ def given(preset=None, defines=(), environ=os.environ):
 def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
     """A Config with the overrides of `given`. saved: the constants of a saved run, as JSON gives them back, instead of
     this file's; run: its directory, if it cannot go on with others. Raises ConfigError."""
-    values = {**_DEFAULTS, **(UNSET if saved else {}), **{name: _tuples(value) for name, value in dict(saved).items()}}
+    values = {**_defaults(), **(UNSET if saved else {}),
+              **{name: _tuples(value) for name, value in dict(saved).items()}}
     found, differ = given(preset, defines, environ), {}
     for name, (source, value) in found.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
-        if FACTS[name].saved and value != values[name]:
+        if CONSTANTS[name].agree in ("all", "run") and value != values[name]:
             differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name])}")
     if differ:
         what = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
@@ -349,6 +441,10 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
     return make(**{**values, **{name: value for name, (_, value) in found.items()}})
 
 
+def _defaults():
+    return {name: constant.value for name, constant in CONSTANTS.items()}
+
+
 def _tuples(value):
     """A value with tuples in place of the lists of JSON."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
@@ -356,10 +452,10 @@ def _tuples(value):
 
 def make(**values):
     """A checked Config from keyword constants; those not given keep this file's values."""
-    unknown = [k for k in values if k not in _DEFAULTS]
-    if unknown:
-        raise ConfigError(f"{unknown[0]}: {_no_such(unknown[0])}")
-    cfg = Config(**{**_DEFAULTS, **{name: _tuples(value) for name, value in values.items()}})
+    for name in values:
+        if name not in CONSTANTS:
+            raise ConfigError(f"{name}: {_no_such(name, CONSTANTS)}")
+    cfg = Config(**{**_defaults(), **{name: _tuples(value) for name, value in values.items()}})
     if not cfg.POPULATION_SIZE:
         cfg.POPULATION_SIZE = 8 * cfg.CHUNK_SIZE
     validate(cfg)
@@ -371,20 +467,18 @@ def validate(cfg):
     """Raises ConfigError at the first constant, or combination of constants, that cannot work."""
     def need(ok, name, rule):
         if not ok:
-            raise ConfigError(f"{name} = {getattr(cfg, name)}: {rule}")
+            value, constant = getattr(cfg, name), CONSTANTS[name]
+            place = _place(constant.line) if value == constant.value else ""
+            raise ConfigError(f"{place}{name} = {value if constant.kind is str else repr(value)}: {rule}")
 
-    for name, fact in FACTS.items():
-        value, kind, allowed = getattr(cfg, name), type(_DEFAULTS[name]), fact.allowed
-        if allowed and kind is str:
-            need(value in allowed, name, f"must be one of {', '.join(allowed)}")
-        elif allowed:
-            need(type(value) is kind or kind is float and type(value) is int, name, f"must be {KINDS[kind]}")
-            need(allowed[0] <= value <= allowed[1], name, f"must be from {allowed[0]} to {allowed[1]}")
-        need(fact.model in (None, cfg.MODEL) or value == _DEFAULTS[name], name,
-             f"says nothing to MODEL = {cfg.MODEL}: leave it at {_DEFAULTS[name]}")
+    for name, constant in CONSTANTS.items():
+        value = getattr(cfg, name)
+        rule = constant.objection(value)
+        need(rule is None, name, rule)
+        need(constant.model in (None, cfg.MODEL) or value == constant.value, name,
+             f"says nothing to MODEL = {cfg.MODEL}: leave it at {constant.value}")
     need(cfg.HIDDEN_DIM % 32 == 0, "HIDDEN_DIM", "must be a multiple of 32")
     if cfg.MODEL == "transformer":
-        need(cfg.HEAD_DIM in (32, 64, 128), "HEAD_DIM", "must be 32, 64 or 128")
         need(cfg.HIDDEN_DIM % cfg.HEAD_DIM == 0, "HIDDEN_DIM", f"must be a multiple of HEAD_DIM = {cfg.HEAD_DIM}")
         need(cfg.SEQ_LEN % 8 == 0, "SEQ_LEN", "must be a multiple of 8")
     else:
@@ -411,16 +505,8 @@ def validate(cfg):
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
-    ranges = {"LR_SCHEDULE": (0, 1000, ""), "SIGMA_SCHEDULE": (*FACTS["SIGMA_SHIFT"].allowed, ""),
-              "SOFT_TARGETS": (0, tokens, f" tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")}
-    for name, (kinds, word, what) in SCHEDULES.items():
-        schedule, (low, high, of) = getattr(cfg, name), ranges[name]
-        need(isinstance(schedule, (tuple, list)) and all(
-            isinstance(part, (tuple, list)) and len(part) == 2 and {*map(type, part)} <= kinds for part in schedule),
-            name, f"must be pairs of a step and a {what}")
-        steps = [first for first, _ in schedule]
-        need(steps == sorted({max(step, 0) for step in steps}), name, "steps must rise, from 0 on")
-        need(all(low <= value <= high for _, value in schedule), name, f"{word}s must be from {low} to {high}{of}")
+    need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
+         f"contexts must be from 0 to {tokens} tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")
     need(cfg.LR_SCHEDULE and cfg.LR_SCHEDULE[0][0] == 0, "LR_SCHEDULE", "must start at step 0, steps rising")
 
 
@@ -444,7 +530,7 @@ def loss_unit(constants):
 
 def may_differ(name):
     """Whether islands that gossip may differ in a constant; not in one that this program does not know."""
-    return name in FACTS and FACTS[name].agree == ISLAND
+    return name in CONSTANTS and CONSTANTS[name].agree in ("run", "free")
 
 
 def text(value):
@@ -452,31 +538,49 @@ def text(value):
     return ",".join(f"{step}:{rate!r}" for step, rate in value) if isinstance(value, tuple) else str(value)
 
 
-KINDS = {int: "a whole number", float: "a number", str: "text"}
-# the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": ()}
-# constants that are pairs of a first step and a value: the types of both, a word for the value, what it is
-SCHEDULES = {"LR_SCHEDULE": ({int, float}, "rate", "learning rate"), "SIGMA_SCHEDULE": ({int}, "shift", "SIGMA_SHIFT"),
-             "SOFT_TARGETS": ({int}, "context", "number of tokens")}
-
-
-def _no_such(name):
-    near = difflib.get_close_matches(name, _DEFAULTS, 1)
-    return "no such constant in egg_config.py" + (f"; did you mean {near[0]}?" if near else "")
-
-
 def _parse(name, text, source):
     """The value of a constant in an override."""
-    if name not in _DEFAULTS:
-        raise ConfigError(f"{source}: {_no_such(name)}")
-    kind = type(_DEFAULTS[name])
+    if name not in CONSTANTS:
+        raise ConfigError(f"{source}: {_no_such(name, CONSTANTS)}")
+    constant = CONSTANTS[name]
     try:
-        if kind is int:
+        if constant.kind is int:
             return int({"true": "1", "false": "0"}.get(text.lower(), text), 0)
-        if kind is tuple:
-            number = float if name == "LR_SCHEDULE" else int
+        if constant.kind is tuple:
+            number = type(constant.allowed[0])
             return tuple((int(s), number(r)) for s, r in (item.split(":") for item in text.split(",") if text))
-        return kind(text)
+        return constant.kind(text)
     except ValueError:
-        wanted = KINDS[kind] if kind is not tuple else "step:{0},step:{0},...".format(SCHEDULES[name][1])
+        wanted = KINDS.get(constant.kind) or "step:{0},step:{0},...".format(constant.limits.partition("s ")[0])
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
+
+
+# --- the tables of docs/CONFIGURATION.md -----------------------------------------------------------------------------
+
+def tables():
+    """All constants, and the values of the presets, as Markdown."""
+    lines, section = [], ""
+    for name, constant in CONSTANTS.items():
+        if constant.section != section:
+            section = constant.section
+            lines += ["", f"### {section.capitalize()}", "", _row("constant", "default", "allowed", "agree", "meaning"),
+                      5 * "|---" + "|"]
+        meaning = f"({constant.model}) {constant.meaning}" if constant.model else constant.meaning
+        lines.append(_row(name, text(constant.value), constant.limits, constant.agree, meaning))
+    lines += ["", "### Values of the presets", "", _row("constant", "default", *PRESETS),
+              (2 + len(PRESETS)) * "|---" + "|"]
+    for name, constant in CONSTANTS.items():
+        if name != "LR_SCHEDULE" and any(name in preset for preset in PRESETS.values()):
+            values = [text(preset[name]) if name in preset else "" for preset in PRESETS.values()]
+            lines.append(_row(name, text(constant.value), *values))
+    lines += ["", "LR_SCHEDULE:", ""]
+    lines += [f"- {name}: {text(preset['LR_SCHEDULE'])}" for name, preset in PRESETS.items()]
+    return "\n".join(lines[1:])
+
+
+def _row(*cells):
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print(tables())

@@ -297,7 +297,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console, inspect)
     card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
             "name": name or f"{socket.gethostname()}/{engine.name}",
-            "device": engine.name, "config": history.kept(cfg), "data": snapshots.data_digest(tokens).hex()}
+            "device": engine.name, "config": cfg.saved(), "data": snapshots.data_digest(tokens).hex()}
     version, connected, pause, proves_first = protocol or V2, False, BACK_OFF[0], False
     logged = set()                           # since the last answer: a line is logged once
 

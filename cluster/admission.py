@@ -175,7 +175,7 @@ class Admission:
         if why := self.bans.message(author):
             raise Refused(why, BANNED)
         sides = "at the coordinator", "at the worker"
-        if differ := history.difference(history.kept(self.cfg), card.config, sides):
+        if differ := history.difference(self.cfg.saved(), card.config, sides):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
         if not any(card.data):
             return

@@ -247,7 +247,7 @@ class Run:
         """Checks every record and stores its offset. An incomplete last one is ignored, and cut off if it is owned."""
         config, start, size = _read_header(self._file, self._name)
         # a constant that is newer than the run counts as at its default
-        if differ := difference({**kept(egg_config.make(**egg_config.UNSET)), **config}, kept(self.cfg)):
+        if differ := difference({**egg_config.make(**egg_config.UNSET).saved(), **config}, self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
         self._offsets, self.start = [size], start or Start(0, seeds.first_seed(self.cfg))
@@ -315,7 +315,7 @@ def configuration(directory):
     found = _header_of(os.path.join(directory, FILE))[0]
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
         settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)).items()
-        found.update((name, value) for name, value in settings if name in egg_config.FACTS)
+        found.update((name, value) for name, value in settings if name in egg_config.CONSTANTS)
     for name in egg_config.DATA_FILES:       # as seen from here, and only those that are there
         path = os.path.join(directory, str(found.pop(name, "")))
         if os.path.isfile(path):
@@ -489,15 +489,11 @@ def unzip(data, size):
     return raw
 
 
-def kept(cfg):
-    """The constants that determine the model, as JSON returns them."""
-    return json.loads(json.dumps(cfg.saved()))
-
-
-def essential(cfg):
-    """Those of `kept` that differ from egg_config.py: constants that are added later do not change it."""
-    default, own = ({**egg_config.UNSET, **kept(one)} for one in (egg_config.make(), cfg))
-    return {k: v for k, v in own.items() if v != default[k]}
+def non_default(cfg):
+    """{name: value}: the saved constants that differ from egg_config.py; constants that are added later do not change
+    it."""
+    default, saved = ({**egg_config.UNSET, **each.saved()} for each in (egg_config.make(), cfg))
+    return {name: value for name, value in saved.items() if value != default[name]}
 
 
 def difference(there, here, where=("there", "here")):
@@ -510,7 +506,7 @@ def _header(cfg, start):
     fields = {k: v for k, v in start._asdict().items() if k != "origin" or v}
     version = 3 if start.origin else 2 if start.step else 1       # every version of egg reads 1
     first = {"start": fields} if start.step else {}
-    text = json.dumps({"version": version, **first, "config": kept(cfg)}, sort_keys=True).encode()
+    text = json.dumps({"version": version, **first, "config": cfg.saved()}, sort_keys=True).encode()
     return with_crc(MAGIC + len(text).to_bytes(4, "little") + text)
 
 

@@ -56,7 +56,7 @@ def data_digest(tokens):
 
 def config_digest(cfg):
     """bytes [32] over the constants that determine the model."""
-    return hashlib.sha256(json.dumps(history.essential(cfg), sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(history.non_default(cfg), sort_keys=True).encode()).digest()
 
 
 def pack(state):

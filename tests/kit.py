@@ -442,7 +442,7 @@ def differing(cfg):
 
 def card(cfg=CFG, **values):
     return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil",
-            "config": history.kept(cfg), "data": "", **values}
+            "config": cfg.saved(), "data": "", **values}
 
 
 class Peer2(Peer):
@@ -763,7 +763,7 @@ SEED = 20240607
 
 
 # the constants of an engine that is compared beside that of the configuration itself: other instructions, equal bits
-OTHER_INSTRUCTIONS = [{"TENSOR_CORES": "mma"}] if "TENSOR_CORES" in egg_config.FACTS else []
+OTHER_INSTRUCTIONS = [{"TENSOR_CORES": "mma"}] if "TENSOR_CORES" in egg_config.CONSTANTS else []
 
 
 def compile_cpu_engine(model, ready):

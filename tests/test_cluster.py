@@ -60,7 +60,7 @@ def test_protocol_2_byte_by_byte(tmp_path):
                      + proof(b"worker", hello, challenge, text) + text)
         assert receive(10) == b"JOBS\x02\x23\x00\x00\x00\x70"
         assert receive(32) == proof(b"coordinator", hello, challenge, text)
-        kept, default = history.kept(CFG), history.kept(egg_config.make())
+        kept, default = CFG.saved(), egg_config.make().saved()
         config = hashlib.sha256(json.dumps({k: v for k, v in kept.items() if v != default[k]},
                                            sort_keys=True).encode()).digest()
         assert receive(80) == config + bytes(32) + bytes(8) + bytes(8)
@@ -84,7 +84,7 @@ def takes(side, opcode, *fields):
 
 def test_the_introduction_proves_both_sides():
     caller, host = greet(SECRET, SECRET)
-    assert host.card.role == "worker" and host.card.config == history.kept(CFG) and caller.welcome is None
+    assert host.card.role == "worker" and host.card.config == CFG.saved() and caller.welcome is None
     state = [b"c" * 32, b"d" * 32, 7, 4]
     assert takes(caller, *host.welcome(*state)) is None and caller.welcome == state
     with pytest.raises(wire.FrameError, match="WELCOME before the introduction is complete"):

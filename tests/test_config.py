@@ -3,6 +3,8 @@ needed."""
 
 import ast
 import hashlib
+import importlib.util
+import inspect
 import json
 import os
 import pickle
@@ -21,7 +23,7 @@ from numba import uint32
 
 import egg_config
 from cluster import history
-from egg_config import ALL, FACTS, ISLAND, LOCAL
+from egg_config import AGREE, CONSTANTS
 from engine import kernel_cache
 from engine import simd
 from kit import CARDS, HERE
@@ -60,31 +62,31 @@ def test_fingerprints_and_saved_constants_are_those_of_84062b8():
     for preset, (fingerprint, saved) in RECORDED.items():
         cfg = egg_config.load(preset, CHANGED.get(preset, ()), environ={})
         assert cfg.fingerprint() == fingerprint, preset
-        assert hashlib.sha256(json.dumps(history.kept(cfg), sort_keys=True).encode()).hexdigest() == saved, preset
+        assert hashlib.sha256(json.dumps(cfg.saved(), sort_keys=True).encode()).hexdigest() == saved, preset
 
 
 def test_the_table_has_every_constant_once_and_its_default_is_allowed():
-    assert set(FACTS) == set(egg_config.make().constants())
-    with pytest.raises(ValueError, match="PORT is twice in the table"):
-        egg_config._facts(("PORT", (0, 1)), ("DEVICE PORT", None))
-    for name, fact in FACTS.items():
-        default = egg_config.make().constants()[name]
-        assert fact.agree in (ALL, ISLAND, LOCAL) and fact.model in (None, *FACTS["MODEL"].allowed)
-        if fact.allowed and isinstance(default, str):
-            assert default in fact.allowed
-        elif fact.allowed:
-            assert fact.allowed[0] <= default <= fact.allowed[1] and {type(b) for b in fact.allowed} == {type(default)}
+    lines = inspect.getsource(egg_config).partition("\nPRESETS = ")[0]
+    assert list(CONSTANTS) == re.findall(r"^(\w+) = ", lines, re.M)
+    for name, constant in CONSTANTS.items():
+        assert constant.value == getattr(egg_config, name) and constant.objection(constant.value) is None, name
+        assert constant.agree in AGREE and constant.model in (None, *CONSTANTS["MODEL"].allowed) and constant.meaning
+        if constant.kind is not tuple:
+            assert type(constant.value) is constant.kind and {*map(type, constant.allowed)} <= {constant.kind}
+        else:
+            assert {type(number) for _, number in constant.value} <= {*map(type, constant.allowed)}
 
 
-@pytest.mark.parametrize("name, agree, saved", [
-    ("HIDDEN_DIM", ALL, True), ("LR_SCHEDULE", ISLAND, True), ("PORT", LOCAL, False), ("VALIDATE_EVERY", ISLAND, False),
-    ("VALIDATE_TOKENS", ALL, False), ("SIMD", LOCAL, False)])
-def test_what_follows_from_the_table(name, agree, saved):
-    """Who must agree, what a saved run depends on, what islands may differ in."""
+@pytest.mark.parametrize("name, agree, shared, saved, kept, may_differ", [
+    ("HIDDEN_DIM", "all", True, True, False, False), ("LR_SCHEDULE", "run", True, True, False, True),
+    ("VALIDATE_TOKENS", "islands", True, False, True, False), ("VALIDATE_EVERY", "free", True, False, True, True),
+    ("SIMD", "local", False, False, False, False), ("SNAPSHOT_EVERY", "local", False, False, True, False)])
+def test_what_follows_from_who_must_agree(name, agree, shared, saved, kept, may_differ):
+    """What is in the fingerprint, what a saved run depends on, what it keeps, in what islands may differ."""
     cfg = egg_config.make()
-    assert (name in cfg.shared()) == (agree != LOCAL)
-    assert (name in cfg.saved()) == (name in history.kept(cfg)) == saved
-    assert egg_config.may_differ(name) == (agree == ISLAND)
+    assert CONSTANTS[name].agree == agree and cfg.constants(agree)[name] == getattr(cfg, name)
+    assert (name in cfg.shared()) == shared and (name in cfg.saved()) == saved and (name in cfg.settings()) == kept
+    assert egg_config.may_differ(name) == may_differ
     assert not egg_config.may_differ("A_CONSTANT_OF_THE_FUTURE")
 
 
@@ -92,7 +94,7 @@ def test_what_follows_from_the_table(name, agree, saved):
     (dict(HIDDEN_DIM=100), "HIDDEN_DIM = 100: must be a multiple of 32"),
     (dict(HIDDEN_DIM=64.0), "HIDDEN_DIM = 64.0: must be a whole number"),
     (dict(PORT=70000), "PORT = 70000: must be from 0 to 65535"),
-    (dict(AUDIT_RATE="much"), "AUDIT_RATE = much: must be a number"),
+    (dict(AUDIT_RATE="much"), "AUDIT_RATE = 'much': must be a number"),
     (dict(SIMD="mmx"), "SIMD = mmx: must be one of auto, vnni512, vnni256, madd, portable"),
     (dict(STATE_TOKENS=4), "STATE_TOKENS = 4: says nothing to MODEL = transformer: leave it at 0"),
     (dict(MODEL="gru", NTT_MODE=1), "NTT_MODE = 1: says nothing to MODEL = gru: leave it at 0"),
@@ -102,6 +104,51 @@ def test_a_bad_constant_is_one_line(values, message):
     with pytest.raises(egg_config.ConfigError) as error:
         egg_config.make(**values)
     assert str(error.value) == message
+
+
+def edited(tmp_path, old, new):
+    """egg_config.py, imported as it is after an edit."""
+    text = inspect.getsource(egg_config)
+    assert text.count(old) == 1
+    path = tmp_path / "egg_config.py"
+    path.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("edited_config", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("\nHIDDEN_DIM = 256 ", '\nHIDDEN_DIM = "256" ', "HIDDEN_DIM = '256': must be a whole number"),
+    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 256.0 ", "HIDDEN_DIM = 256.0: must be a whole number"),
+    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 2048 ", "HIDDEN_DIM = 2048: must be from 64 to 1024"),
+    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 100 ", "HIDDEN_DIM = 100: must be a multiple of 32"),
+    ('\nLOSS = "deggs" ', '\nLOSS = "cubic" ', "LOSS = cubic: must be one of deggs, exact"),
+    ('\nINPUT_FILE = "input.bin" ', "\nINPUT_FILE = 7 ", "INPUT_FILE = 7: must be text"),
+    ("\nSIGMA_SCHEDULE = () ", "\nSIGMA_SCHEDULE = 5 ", "SIGMA_SCHEDULE = 5: must be pairs of a step and a shift"),
+    ("\nN_LAYERS = 4 ", "\nN_LAYER = 5\nN_LAYERS = 4 ",
+     "N_LAYER: no such constant in egg_config.py; did you mean N_LAYERS?"),
+    ("\nN_LAYERS = 4 ", "\nMY_OWN = 3\nN_LAYERS = 4 ", "MY_OWN: no such constant in egg_config.py"),
+    ("| all     | layers", "| al      | layers", "N_LAYERS: 'al' must be one of all, run, islands, free, local")])
+def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
+    with pytest.raises(Exception) as error:
+        edited(tmp_path, old, new).make()
+    source = (tmp_path / "egg_config.py").read_text().split("\n")
+    line = next(i for i, text in enumerate(source, 1) if text.startswith(re.match(r"\w+", message)[0] + " ="))
+    assert type(error.value).__name__ == "ConfigError" and str(error.value) == f"egg_config.py:{line}: {message}"
+
+
+def test_good_edits(tmp_path):
+    """True and False are 1 and 0; a constant that is assigned again has its last value; a misspelt one is missed."""
+    muon = edited(tmp_path, "\nUSE_MUON = 0 ", "\nUSE_MUON = True ").make()
+    assert muon.USE_MUON is not True and muon.fingerprint() == egg_config.make(USE_MUON=1).fingerprint()
+    wide = edited(tmp_path, "\nPRESETS = {", "\nHIDDEN_DIM = 512\n\nPRESETS = {").make()
+    assert wide.fingerprint() == egg_config.make(HIDDEN_DIM=512).fingerprint()
+    misspelt = edited(tmp_path, "\nN_LAYERS = 4 ", "\nN_LAYER = 4 ")
+    line = misspelt.CONSTANTS["N_LAYER"].line
+    with pytest.raises(misspelt.ConfigError) as error:
+        misspelt.make().N_LAYERS
+    assert str(error.value) == f"egg_config.py: the constant N_LAYERS is missing; is it N_LAYER in line {line}?"
 
 
 # --- the cache of compiled kernels -----------------------------------------------------------------------------------

@@ -162,9 +162,9 @@ def test_an_old_run_without_settings_works_as_before(bytes_here):
     assert history.configuration("../ckpt")["VAL_FILE"] == "../my data/val.bin"
     for old in (b"", b"[]", b"\xff", b'{"INPUT_FILE": 7}', b'{"LATER": 1}'):
         pathlib.Path("../ckpt/settings.json").write_bytes(old)
-        assert history.configuration("../ckpt") == history.kept(CFG)
+        assert history.configuration("../ckpt") == CFG.saved()
     os.unlink("../ckpt/settings.json")
-    assert history.configuration("../ckpt") == history.kept(CFG)
+    assert history.configuration("../ckpt") == CFG.saved()
 
 
 def test_an_empty_newer_directory_does_not_win(tmp_path, monkeypatch):

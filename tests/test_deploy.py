@@ -71,7 +71,7 @@ def test_pods_run_without_rights_and_with_limits(overlay):
         assert arguments.function.__name__ == ("coordinator" if kind == "StatefulSet" else "worker")
     for resource in manifests(overlay):
         for name in resource.get("data", {}) if resource["kind"] == "ConfigMap" else ():
-            assert name.startswith("EGG_") and (name[4:] in egg_config.FACTS or name == "EGG_PRESET")
+            assert name.startswith("EGG_") and (name[4:] in egg_config.CONSTANTS or name == "EGG_PRESET")
 
 
 def test_the_probes_tell_whether_a_coordinator_serves(tmp_path):

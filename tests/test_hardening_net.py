@@ -600,7 +600,7 @@ def test_any_json_is_read_or_refused(data):
     with contextlib.suppress(wire.FrameError):
         read = greeting.read_card(data)
         assert all("\n" not in text and text.isprintable() for text in (read.id, read.name, read.device))
-        history.difference(history.kept(CFG), read.config).encode()
+        history.difference(CFG.saved(), read.config).encode()
     with contextlib.suppress(wire.FrameError):
         gossip.read_standing(data).pack()
 

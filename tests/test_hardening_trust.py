@@ -537,7 +537,7 @@ except egg_config.EggError as error:
 
 def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
     cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=64, VOCAB_SIZE=65536)
-    config = json.dumps({**history.kept(cfg)})
+    config = json.dumps(cfg.saved())
     use.write_tensors(tmp_path / "small", {"embedding": np.zeros((4, 4), np.int8)}, {"config": config})
     with open(tmp_path / "sparse", "wb") as file:
         header = json.dumps({"embedding": {"dtype": "I8", "shape": [1 << 20, 1 << 14], "data_offsets": [0, 1 << 34]},

@@ -343,7 +343,7 @@ def test_islands_that_begin_with_one_model_have_their_own_noise(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     cfg = changed(ISLAND_SEED=1)
     state = Learner(cfg, 1).state()
-    metadata = {"format": use.FORMAT, "config": json.dumps(history.kept(cfg)), "step": "9", "seed": "77"}
+    metadata = {"format": use.FORMAT, "config": json.dumps(cfg.saved()), "step": "9", "seed": "77"}
     use.write_tensors("w", use.to_arrays(cfg, state, False), metadata)
     starts = []
     for name, defines in (("same", []), ("two", ["-D", "ISLAND_SEED=2"]), ("three", ["-D", "ISLAND_SEED=3"])):

@@ -414,8 +414,9 @@ def test_history_keeps_every_step(tmp_path):
 
 def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):
     """It is the run that the default of that constant makes; with another value it is another run."""
-    kept = history.kept
-    monkeypatch.setattr(history, "kept", lambda cfg: {k: v for k, v in kept(cfg).items() if k != "NTT_MODE"})
+    saved = egg_config.Config.saved
+    monkeypatch.setattr(egg_config.Config, "saved",
+                        lambda cfg: {name: value for name, value in saved(cfg).items() if name != "NTT_MODE"})
     history.open_run(CFG, str(tmp_path)).close()
     monkeypatch.undo()
     history.open_run(CFG, str(tmp_path)).close()

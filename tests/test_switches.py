@@ -46,12 +46,12 @@ SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, 
     (dict(SIGMA_SCHEDULE=((5, 16),)), "SIGMA_SCHEDULE = ((5, 16),): shifts must be from 0 to 15"),
     (dict(SIGMA_SCHEDULE=((5, 2), (5, 3))), "SIGMA_SCHEDULE = ((5, 2), (5, 3)): steps must rise, from 0 on"),
     (dict(SIGMA_SCHEDULE=((-5, 2),)), "SIGMA_SCHEDULE = ((-5, 2),): steps must rise, from 0 on"),
-    (dict(SIGMA_SCHEDULE=((5, 2.5),)), "SIGMA_SCHEDULE = ((5, 2.5),): must be pairs of a step and a SIGMA_SHIFT"),
+    (dict(SIGMA_SCHEDULE=((5, 2.5),)), "SIGMA_SCHEDULE = ((5, 2.5),): must be pairs of a step and a shift"),
     (dict(SOFT_TARGETS=((0, 2),)), "SOFT_TARGETS = ((0, 2),): needs LOSS exact"),
-    (dict(SOFT_TARGETS=((0, 8),), LOSS="exact", VOCAB_SIZE=256), "contexts must be from 0 to 7 tokens"),
+    (dict(SOFT_TARGETS=((0, 8),), LOSS="exact", VOCAB_SIZE=256), "contexts must be from 0 to 7"),
     (dict(SOFT_TARGETS=((0, 4),), LOSS="exact"), "contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192"),
     (dict(SOFT_TARGETS=((0, 2), (0, 3)), LOSS="exact"), "steps must rise, from 0 on"),
-    (dict(SOFT_TARGETS=((0, 2.0),), LOSS="exact"), "must be pairs of a step and a number of tokens"),
+    (dict(SOFT_TARGETS=((0, 2.0),), LOSS="exact"), "must be pairs of a step and a context"),
     (dict(TOKEN_MASK=50, HOST_GAUSSIAN=1), "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN"),
     (dict(NTT_MODE=2, SEQ_LEN=512), "NTT_MODE = 2: needs SEQ_LEN of 256 at most, not 512")])
 def test_combinations_that_cannot_work_are_refused(values, says):
@@ -70,7 +70,7 @@ def test_combinations_that_cannot_work_are_refused(values, says):
 def test_every_switch_is_in_the_fingerprint(values):
     cfg, base = egg_config.make(**values), egg_config.make()
     assert cfg.fingerprint() != base.fingerprint()
-    assert list(values)[0] in history.difference(history.kept(base), history.kept(cfg))
+    assert list(values)[0] in history.difference(base.saved(), cfg.saved())
 
 
 def test_the_form_that_sees_its_targets_is_warned_of(tmp_path, monkeypatch):
@@ -474,14 +474,15 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
 def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
     cfg = egg_config.make(**SMALL)
-    assert "SIGMA_SCHEDULE" not in {**cfg.shared(), **cfg.saved(), **history.essential(cfg)}
+    assert "SIGMA_SCHEDULE" not in {**cfg.shared(), **cfg.saved(), **history.non_default(cfg)}
     history.open_run(cfg, tmp_path).close()
-    monkeypatch.setitem(egg_config._DEFAULTS, "SIGMA_SCHEDULE", ((0, 7),))
+    edited = egg_config.CONSTANTS["SIGMA_SCHEDULE"]._replace(value=((0, 7),))
+    monkeypatch.setitem(egg_config.CONSTANTS, "SIGMA_SCHEDULE", edited)
     falling, saved = egg_config.make(**SMALL), history.configuration(tmp_path)
-    assert falling.SIGMA_SCHEDULE and "SIGMA_SCHEDULE" in falling.shared() and not history.essential(falling).keys() & {
-        "SIGMA_SCHEDULE"}
+    assert falling.SIGMA_SCHEDULE and "SIGMA_SCHEDULE" in falling.shared()
+    assert "SIGMA_SCHEDULE" not in history.non_default(falling)
     again = egg_config.load(environ={}, saved=saved)
-    assert again.SIGMA_SCHEDULE == () and history.essential(again)["SIGMA_SCHEDULE"] == ()
+    assert again.SIGMA_SCHEDULE == () and history.non_default(again)["SIGMA_SCHEDULE"] == ()
     history.open_run(again, tmp_path).close()
     with pytest.raises(history.HistoryError, match="SIGMA_SCHEDULE = unknown there"):
         history.open_run(falling, tmp_path)

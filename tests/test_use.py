@@ -386,7 +386,7 @@ def test_export_is_a_safetensors_file(here, capsys):
     length, = struct.unpack_from("<Q", data)
     header = json.loads(data[8:8 + length])
     metadata, state = header.pop("__metadata__"), here[STEPS]
-    assert json.loads(metadata["config"]) == history.kept(CFG)
+    assert json.loads(metadata["config"]) == CFG.saved()
     assert (metadata["step"], metadata["seed"]) == (str(STEPS), str(state.seed))
     by_library = safetensors.numpy.load_file("w.safetensors")
     tensors = parameters.tensors(CFG)
@@ -416,7 +416,7 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here, capsys):
     assert np.array_equal(state.weights, here[SNAPSHOT].weights)
     assert (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
-    assert history.kept(egg_config.load(environ={}, saved=history.configuration("new"))) == history.kept(CFG)
+    assert egg_config.load(environ={}, saved=history.configuration("new")).saved() == CFG.saved()
     assert "holds a run already" in call(capsys, "import", "w.safetensors", "--save-dir", "new")[2]
 
 
@@ -438,7 +438,7 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     refused(arrays, "its step and seed", {**metadata, "step": "many"})
     refused(arrays, "no such constant", {**metadata, "config": '{"NO_LAYERS": 1}'})
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
-    refused(arrays, "layers.1.ln_1", {**metadata, "config": json.dumps({**history.kept(CFG), "N_LAYERS": 1})})
+    refused(arrays, "layers.1.ln_1", {**metadata, "config": json.dumps({**CFG.saved(), "N_LAYERS": 1})})
     safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
     assert call(capsys, "import", "other.safetensors", "--save-dir", "other",
                 *DEFINES)[1].startswith("other: a run at step 1")

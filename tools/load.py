@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 import egg_config
-from cluster import auth, history, wire
+from cluster import auth, wire
 from cluster.link import Link
 from cluster.wire import JOB_REQUEST, RESULT, V2
 from model import fitness_digits, ternary
@@ -39,7 +39,7 @@ def measure(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
     try:
         port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
         threading.Thread(target=process.stdout.read, daemon=True).start()
-        card = {"role": "worker", "device": "none", "config": history.kept(cfg), "data": ""}
+        card = {"role": "worker", "device": "none", "config": cfg.saved(), "data": ""}
         links = [Link(cfg, "127.0.0.1", port, V2, auth.Access(), {**card, "id": str(i), "name": f"w{i}"})
                  for i in range(workers)]
         before = _cpu_seconds(process.pid)

@@ -243,7 +243,7 @@ def export(cfg, engine, path, full):
     state = engine.state()
     arrays = to_arrays(cfg, state, full)
     metadata = {"format": FORMAT, "step": str(state.step), "seed": str(state.seed),
-                "config": json.dumps(history.kept(cfg), sort_keys=True)}
+                "config": json.dumps(cfg.saved(), sort_keys=True)}
     with explained(UseError, path, "give the path of a file that can be written"):
         write_tensors(path, arrays, metadata)
     what = ", with the optimizer's state" if full else ""
