@@ -255,7 +255,7 @@ def rank(directory, names):
         with contextlib.suppress(event_log.WatchError):
             curve, constants = curves.read_curve(run), configuration_of(run)
             if curve.validation:
-                best = min(curve.validation, key=lambda point: point[3])
+                best = min(curve.validation, key=lambda point: point.value)
                 rows.append([round(best[3], 4), curve.unit, best[0], curve.steps, *map(constants.get, names), run])
     rows.sort(key=lambda row: row[0])
     head = ["validation", "unit", "at step", "steps", *names]

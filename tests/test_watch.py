@@ -162,7 +162,7 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
         for told in (old, old + new):
             path.write_text("".join(json.dumps(event) + "\n" for event in told))
             curve = read_curve(path)
-            assert [p[3] for p in curve.loss] == [pytest.approx(2 * bits), 7.0][:len(told) - 1]
+            assert [point.value for point in curve.loss] == [pytest.approx(2 * bits), 7.0][:len(told) - 1]
             assert curve.loss_unit == unit
     text = plot.terminal(*charts([path]), Stream(), 80)
     assert "training loss, bits/token\n" in text
@@ -194,9 +194,9 @@ def test_a_resumed_run_has_one_curve(tmp_path):
             assert [point[0] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
         thread.join(10)
     curve = read_curve(tmp_path)
-    assert [p[0] for p in curve.loss] == list(range(6))
+    assert [point.step for point in curve.loss] == list(range(6))
     assert len(of_kind("start", events(tmp_path / history.EVENTS))) == 2
-    seconds = [p[2] for p in curve.loss]
+    seconds = [point.seconds for point in curve.loss]
     assert seconds == sorted(seconds) and curve.name == tmp_path.name
     history.open_run(CFG, tmp_path / "elsewhere", tmp_path).close()                # and takes it along
     assert {**vars(read_curve(tmp_path / "elsewhere")), "name": curve.name} == vars(curve)
@@ -436,7 +436,7 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled, capsys):
     assert [e["event"] for e in told[-3:]] == ["validation", "sample", "stop"] and told[-1]["step"] == 4
     assert set(of_kind("references", told)[0]["values"]) == {"uniform", "unigram", "bigram"}
     curve = read_curve("run")
-    assert len(curve.loss) == 4 and [p[0] for p in curve.validation] == [0, 2, 4]
+    assert len(curve.loss) == 4 and [point.step for point in curve.validation] == [0, 2, 4]
     assert egg.main(["plot", "run", "log", "--x", "steps"]) == 0
     assert "training loss" in capsys.readouterr().out
 
@@ -478,8 +478,8 @@ def test_a_curve_knows_what_an_island_took_in(tmp_path):
     paths = archipelago(tmp_path)
     a, b, c = map(read_curve, paths)
     assert (a.island, a.merges, a.rejuvenations, a.steps) == ("a", [], [(70,)], 100)
-    assert b.merges == [Merge(30, 30.5, "a", 20, 1.0, "a20", "b30")] and b.at(30) == (30, 3000, 15.0)
-    assert b.at(0) == (0, 0, 0)
+    assert b.merges == [Merge(30, 30.5, "a", 20, 1.0, "a20", "b30")] and b.at(30)[:3] == (30, 3000, 15.0)
+    assert b.at(0)[:3] == (0, 0, 0)
     # our own wins a tie
     assert [m.share for m in c.merges] == [pytest.approx(1 - 0.25 * 6 / 8, abs=1e-4), pytest.approx(0.25, abs=1e-4)]
     with open(paths[2], "a") as file:
@@ -505,10 +505,10 @@ def test_the_family_of_islands(tmp_path):
     assert dict(tree.descent("c")) == {"a": pytest.approx(part * 0.75, abs=1e-4),
                                        "c": pytest.approx((1 - part) * 0.75, abs=1e-4),
                                        "far": pytest.approx(0.25, abs=1e-4)}
-    assert [(giver, taker) for giver, _, taker, _ in tree.edges] == [("a", "b"), ("b", "c"), ("far", "c")]
+    assert [(gift.giver, gift.taker) for gift in tree.gifts] == [("a", "b"), ("b", "c"), ("far", "c")]
     # thousand tokens
-    assert [pytest.approx((start, end), abs=1e-9) for _, start, _, end in tree.edges] == [(2, 3), (4, 5), (6, 6)]
-    assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1][2] == {"a": 1.0}
+    assert [pytest.approx((gift.given_at, gift.taken_at), abs=1e-9) for gift in tree.gifts] == [(2, 3), (4, 5), (6, 6)]
+    assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1].shares == {"a": 1.0}
     assert tree.rejuvenations == [("a", 7)]
     assert tree.living() == "lines that live on 3 islands: a on 3, c on 1, far on 1; gone: b"
     # at step 30 of b there are two states: the digest says which one was given
@@ -520,7 +520,7 @@ def test_the_family_of_islands(tmp_path):
               {50: ("b", 20, "clone", 9.0, 8.0, "b20", "d50"), 60: ("d", 40, "undo", 9.5, None, None, "d60")})
     tree = charts([*paths, tmp_path / "d"])[2]
     assert dict(tree.descent("d")) == {"d": 1.0}
-    assert [whose for _, _, whose in tree.lanes["d"]] == [{"d": 1.0}, {"b": 1.0}, {"d": 1.0}]
+    assert [piece.shares for piece in tree.lanes["d"]] == [{"d": 1.0}, {"b": 1.0}, {"d": 1.0}]
     # of two logs of one island the longer counts, and a run that is no island has no lane
     example(tmp_path / "alone"), an_island(tmp_path / "again", "b", 20)
     tree = charts([tmp_path / "alone", tmp_path / "again", *paths])[2]
@@ -988,8 +988,9 @@ PIECES = [b"GET ", b"/", b" HTTP/1.1", b" HTTP/1.0", b"\r\n", b"\r\nHost: a", b"
                   | st.lists(st.sampled_from(PIECES)).map(lambda rest: b"GET / HTTP/1.1\r\nHost: a" + b"".join(rest)))
 def test_any_head_is_parsed_or_refused(data):
     try:
-        method, target, version, fields = live_page.parse(data)
-        assert method and target and version.startswith("HTTP/1.") and all(k == k.lower() for k in fields)
+        request = live_page.parse(data)
+        assert request.method and request.target and request.version.startswith("HTTP/1.")
+        assert all(name == name.lower() for name in request.fields)
     except ValueError as error:
         status, reason = error.args
         assert HTTPStatus(status) and "\n" not in reason

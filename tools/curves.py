@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+from typing import NamedTuple
 
 import egg_config
 from cluster.event_log import LONGEST, WatchError
@@ -15,39 +16,69 @@ from islands import merging
 
 SAMPLES = 8                # newest samples of a run that are kept
 
-# what reading something else than a complete event raises
+# raised by an event that is incomplete or of another program
 INCOMPLETE = ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
 
 
-# A state that an island took over. step, time (Unix, seconds): when; peer, peer_step: whose, at which of its steps,
-# perhaps its own; share: of that state in the result, 0 to 1; theirs, digest: of that state and the result
-Merge = collections.namedtuple("Merge", "step time peer peer_step share theirs digest")
+class Point(NamedTuple):
+    """A point of a curve. seconds: of training."""
+    step: int
+    tokens: float
+    seconds: float
+    value: float
+
+
+class Merge(NamedTuple):
+    """An island took over a state. time: Unix, seconds; peer, peer_step: whose state, and its step there (the peer may
+    be the island itself); share: of that state in the result, 0 to 1; theirs, digest: digests of that state and of the
+    result."""
+    step: int
+    time: float
+    peer: str
+    peer_step: int
+    share: float
+    theirs: str
+    digest: str
+
+
+class Rejuvenation(NamedTuple):
+    step: int
 
 
 class Curve:
-    """The course of a run, built event by event. loss, validation: [(step, tokens, seconds of training, value)];
-    loss_unit, unit: of them, "" and None if not known; references: {simple model: its validation}; island: its name, or
-    ""; merges: [Merge]; rejuvenations: [(step,)]; samples: the last events of that kind."""
+    """The course of a run, built event by event. loss, validation: [Point]; loss_unit, unit: their units, "" and None
+    if not known; references: {simple model: its validation}; island: its name, or ""; merges: [Merge]; rejuvenations:
+    [Rejuvenation]; samples: the last events of that kind."""
 
     def __init__(self, name):
-        self.name, self.loss, self.validation, self.unit, self.references = name, [], [], None, {}
-        self.island, self.merges, self.rejuvenations, self._alpha = "", [], [], 1.0
+        self.name = name
+        self.loss = []
+        self.loss_unit = ""
+        self.validation = []
+        self.unit = None
+        self.references = {}
+        self.island = ""
+        self.merges = []
+        self.rejuvenations = []
         self.samples = collections.deque(maxlen=SAMPLES)
-        self._bits, self.loss_unit = 1.0, ""         # of the losses in files of before they had a unit
+        self._alpha = 1.0
+        self._bits = 1.0                             # in one unit of the losses, in old files that do not name it
 
     @property
     def steps(self):
         """Number of completed steps."""
-        return self.loss[-1][0] + 1 if self.loss else self.validation[-1][0]
+        return self.loss[-1].step + 1 if self.loss else self.validation[-1].step
 
     def at(self, step):
-        """(step, tokens, seconds of training) after so many completed steps."""
-        i = bisect.bisect_left(self.loss, step, key=lambda point: point[0])
-        last, tokens = self.loss[-1][:2] if self.loss else (0, 0.0)      # steps have equally many tokens
-        return step, step * tokens / max(last, 1), self.loss[i - 1][2] if i else 0.0
+        """The Point after `step` completed steps, without a value."""
+        i = bisect.bisect_left(self.loss, step, key=lambda point: point.step)
+        seconds = self.loss[i - 1].seconds if i else 0.0
+        last = self.loss[-1] if self.loss else Point(0, 0.0, 0.0, 0.0)
+        tokens = step * last.tokens / max(last.step, 1)          # all steps have equally many tokens
+        return Point(step, tokens, seconds, math.nan)
 
     def cut(self, step):
-        """Leaves what there was after so many completed steps."""
+        """Keeps what there was after `step` completed steps."""
         _cut(self.loss, step)
         for points in self.validation, self.merges, self.rejuvenations:
             _cut(points, step + 1)
@@ -56,17 +87,19 @@ class Curve:
         """Raises one of INCOMPLETE."""
         kind = event["event"]
         if kind == "step":
-            step, tokens, value, seconds = _numbers(event, "step", "tokens", "loss", "seconds")
+            step, tokens = _numbers(event, "step", "tokens")
+            value, seconds = _numbers(event, "loss", "seconds")
             value *= 1.0 if "unit" in event else self._bits
             self.loss_unit = str(event.get("unit", self.loss_unit))
             self.cut(step)
-            self.loss.append((int(step), tokens, (self.loss[-1][2] if self.loss else 0.0) + seconds, value))
+            before = self.loss[-1].seconds if self.loss else 0.0
+            self.loss.append(Point(int(step), tokens, before + seconds, value))
         elif kind == "validation":
             step, tokens, value = _numbers(event, "step", "tokens", "value")
             _cut(self.validation, step)
-            seconds = next((point[2] for point in reversed(self.loss) if point[0] < step), 0.0)
+            seconds = next((point.seconds for point in reversed(self.loss) if point.step < step), 0.0)
             seconds = _numbers(event, "seconds")[0] if "seconds" in event else seconds      # in a log without steps
-            self.validation.append((int(step), tokens, seconds, value))
+            self.validation.append(Point(int(step), tokens, seconds, value))
             self.unit = str(event["unit"])
         elif kind == "references":
             self.references = {str(k): float(v) for k, v in event["values"].items()}
@@ -83,7 +116,7 @@ class Curve:
         elif kind == "sample":
             self.samples.append({name: event[name] for name in ("step", "worker", "prompt", "text")})
         elif kind == "rejuvenated":
-            self.rejuvenations.append((int(*_numbers(event, "step")),))
+            self.rejuvenations.append(Rejuvenation(int(*_numbers(event, "step"))))
 
 
 def read_curve(path):
@@ -124,15 +157,19 @@ def merged_share(event, alpha):
 
 def _cut(points, step):
     """Removes the points from `step` on."""
-    while points and points[-1][0] >= step:
+    while points and points[-1].step >= step:
         points.pop()
 
 
 class Thinned:
-    """A growing curve in at most `most` points, each the mean of `every` neighbours, which doubles at need."""
+    """A growing curve in at most `most` points, each the mean of `every` neighbours; `every` doubles when they are
+    full."""
 
     def __init__(self, most, points=()):
-        self.most, self.every, self.points, self._rest = most, 1, [], []
+        self.most = most
+        self.every = 1
+        self.points = []
+        self._rest = []                              # the neighbours of the next point
         for point in points:
             self.add(*point)
 

@@ -1,4 +1,4 @@
-"""The live page and /metrics: a small HTTP server in the coordinator's event loop, with all resources bounded.
+"""The live page and /metrics: a small HTTP server in the coordinator's event loop. All its resources are bounded.
 
 GET / is the page (live_page.html), /state.json what it shows, /metrics the same figures for Prometheus.
 """
@@ -24,7 +24,7 @@ from cluster import auth, hub
 from cluster.event_log import WatchError
 from tools import curves
 
-MOST_CLIENTS = 128         # connections, half of them of clients that have got nothing yet
+MOST_CLIENTS = 128         # connections, half of them of clients that have received nothing yet
 MOST_HEADER = 8192         # bytes of a request
 REQUEST_SECONDS = 10.0     # seconds that a client may take for a request, from connecting or from its first byte
 SEND_SECONDS = 20.0        # ... to receive the response
@@ -32,12 +32,17 @@ IDLE_SECONDS = 60.0        # ... between one request and the next
 LINGER_SECONDS = 1.0       # ... to read the last response before its connection is closed
 MADE_EVERY = 1.0           # seconds for which a response is reused
 POINTS = 800               # most points of a curve
-WORKERS, LINES, MERGES = 200, 50, 200      # most entries in a response; peers: as many as workers
+# most entries in a response; peers: as many as workers
+WORKERS = 200
+LINES = 50
+MERGES = 200
 SPEED_SECONDS = 10.0       # over which the speed is averaged, roughly
 LOOKING_SECONDS = 6.0      # since a browser has asked for the state, in which somebody is looking
 FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at which somebody is looking
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "live_page.html")
-HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
+HTML = "text/html; charset=utf-8"
+JSON = "application/json"
+TEXT = "text/plain; charset=utf-8"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 REQUEST = re.compile(rb"(%b) ([!-~\x80-\xff]+) (HTTP/1\.[01])\r\n((?:%b:[\t -~\x80-\xff]*\r\n)*)\r\n" % (TOKEN, TOKEN))
@@ -112,17 +117,25 @@ class Figures:
     LISTED_WITH_LINE = ("peer", "gossip", "merge", "rejuvenated")
 
     def __init__(self, coordinator):
-        self.coordinator, self.step, self.finished, self.best = coordinator, {}, False, None
-        self.lines, self.merges = deque(maxlen=LINES), deque(maxlen=MERGES)
-        self.counts, self.sent, self.received = dict.fromkeys(self.COUNTED, 0), 0, 0
-        self._recent = [0.0, 0.0]                    # seconds and tokens of the last steps, fading
-        run, self.curve = coordinator.run, curves.Curve("")
+        self.coordinator = coordinator
+        self.step = {}
+        self.finished = False
+        self.best = None
+        self.lines = deque(maxlen=LINES)
+        self.merges = deque(maxlen=MERGES)
+        self.counts = dict.fromkeys(self.COUNTED, 0)
+        self.sent = 0
+        self.received = 0
+        self._seconds = 0.0                          # of the last steps, fading
+        self._tokens = 0.0
+        self.curve = curves.Curve("")
+        run = coordinator.run
         if run.directory is not None and run.step:
             with contextlib.suppress(WatchError):          # old versions wrote no events
                 self.curve = curves.read_curve(run.directory)
         self.curve.cut(run.step)
         self.curve.add({"event": "start", "config": coordinator.cfg.constants()})
-        self.loss = curves.Thinned(POINTS, (point[1:] for point in self.curve.loss))
+        self.loss = curves.Thinned(POINTS, (point[1:] for point in self.curve.loss))       # without the step
         self.validation = curves.Thinned(POINTS)
         for point in self.curve.validation:
             self._add_validation(point)
@@ -133,17 +146,17 @@ class Figures:
     @property
     def seconds(self):
         """Seconds of training."""
-        return self.curve.loss[-1][2] if self.curve.loss else 0.0
+        return self.curve.loss[-1].seconds if self.curve.loss else 0.0
 
     def _add_validation(self, point):
         self.validation.add(*point[1:])
-        self.last_validation = {"step": point[0], "value": point[3], "unit": self.curve.unit}
-        if self.best is None or point[3] < self.best["value"]:
+        self.last_validation = {"step": point.step, "value": point.value, "unit": self.curve.unit}
+        if self.best is None or point.value < self.best["value"]:
             self.best = self.last_validation
 
     def _add_merge(self, merge):
         self.merges.append({"step": merge.step, "tokens": merge.step * self.coordinator.progress.tokens_a_step,
-                            "seconds": round(self.curve.at(merge.step)[2], 3), "peer": merge.peer,
+                            "seconds": round(self.curve.at(merge.step).seconds, 3), "peer": merge.peer,
                             "peer_step": merge.peer_step, "part": round(merge.share, 4)})
 
     def emit(self, event, line):
@@ -166,20 +179,24 @@ class Figures:
 
     def _add_step(self, event):
         self.step = event
-        self.sent, self.received = self.sent + event["sent"], self.received + event["received"]
+        self.sent += event["sent"]
+        self.received += event["received"]
         self.loss.add(*self.curve.loss[-1][1:])
         fade = math.exp(-event["seconds"] / SPEED_SECONDS)
-        tokens = event["tokens_per_second"] * event["seconds"]
-        self._recent = [fade * old + new for old, new in zip(self._recent, (event["seconds"], tokens))]
+        self._seconds = fade * self._seconds + event["seconds"]
+        self._tokens = fade * self._tokens + event["tokens_per_second"] * event["seconds"]
 
     def speed(self):
         """Tokens per second over the last steps."""
-        return self._recent[1] / self._recent[0] if self._recent[0] else 0.0
+        return self._tokens / self._seconds if self._seconds else 0.0
 
     def state(self):
         """What the page shows, as a dict for JSON."""
-        coordinator, status, step, curve = self.coordinator, self.coordinator.status(), self.step, self.curve
-        directory, island, workers = coordinator.run.directory, status["island"], status["workers"]
+        coordinator = self.coordinator
+        status = coordinator.status()
+        directory = coordinator.run.directory
+        island = status["island"]
+        workers = status["workers"]
         if island:
             island = {**{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")},
                       "peers": island["peers"][:WORKERS], "n_peers": len(island["peers"])}
@@ -188,18 +205,20 @@ class Figures:
                 **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot", "loss_unit")},
                 "started": coordinator.progress.started is not None, "finished": self.finished,
                 "tokens": status["step"] * coordinator.progress.tokens_a_step, "seconds": round(self.seconds, 3),
-                "tokens_per_second": round(self.speed(), 1), "step_seconds": step.get("seconds"),
-                **{k: step.get(k) for k in ("loss", "learning_rate", "updates")}, "weights": coordinator.n_weights,
+                "tokens_per_second": round(self.speed(), 1), "step_seconds": self.step.get("seconds"),
+                **{k: self.step.get(k) for k in ("loss", "learning_rate", "updates")}, "weights": coordinator.n_weights,
                 "sigma_shift": coordinator.cfg.sigma_shift(status["step"]), "sent": self.sent,
                 "received": self.received, "validation": self.best and self.last_validation, "best": self.best,
-                "references": curve.references, "unit": curve.unit,
+                "references": self.curve.references, "unit": self.curve.unit,
                 "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
                 "workers": workers[:WORKERS], "n_workers": len(workers), "island": island,
-                "merges": list(self.merges), "samples": [*reversed(curve.samples)], "lines": list(self.lines)}
+                "merges": list(self.merges), "samples": [*reversed(self.curve.samples)], "lines": list(self.lines)}
 
     def metrics(self):
         """The same in the text format of Prometheus."""
-        state, island, unit = self.state(), self.coordinator.status()["island"], {"unit": self.curve.unit}
+        state = self.state()
+        island = self.coordinator.status()["island"]
+        unit = {"unit": self.curve.unit}
         rows = [(name, text, state[field]) for name, text, field in METRICS]
         rows += [("egg_loss", "mean loss of the population in the last step", state["loss"],
                   {"unit": state["loss_unit"]})]
@@ -250,7 +269,9 @@ class Client(hub.Connection):
         self.page, self.until = page, time.monotonic() + REQUEST_SECONDS
         # last: whether the response that is being sent is the last one, None where none is; ending: the client shall
         # close; idle: it has asked for nothing since the last response
-        self.last, self.ending, self.idle = None, False, False
+        self.last = None
+        self.ending = False
+        self.idle = False
         super().__init__(page.coordinator.hub, sock, address, page.traffic, page.where.tls)
 
     def received(self):
@@ -258,13 +279,17 @@ class Client(hub.Connection):
         now = time.monotonic()
         if self.last:
             # not closed at once: with unread input the system would discard the response
-            self.last, self.ending, self.until = None, True, now + LINGER_SECONDS
+            self.last = None
+            self.ending = True
+            self.until = now + LINGER_SECONDS
             self.end()
         elif self.last is not None:
-            self.last, self.idle = None, not self.inbox
+            self.last = None
+            self.idle = not self.inbox
             self.until = now + (IDLE_SECONDS if self.idle else REQUEST_SECONDS)
         elif self.idle and self.inbox:
-            self.idle, self.until = False, now + REQUEST_SECONDS
+            self.idle = False
+            self.until = now + REQUEST_SECONDS
         end = self.inbox.find(b"\r\n\r\n")
         if self.ending:
             self.inbox.clear()
@@ -304,13 +329,18 @@ class Page:
     """Serves `where` in the event loop of `coordinator`. Raises WatchError if it cannot listen there."""
 
     def __init__(self, where, coordinator):
-        self.where, self.coordinator, self.traffic = where, coordinator, SimpleNamespace(sent=0, received=0)
-        self.newcomers, self.served = hub.Crowd(MOST_CLIENTS // 2), set()
+        self.where = where
+        self.coordinator = coordinator
+        self.traffic = SimpleNamespace(sent=0, received=0)
+        self.newcomers = hub.Crowd(MOST_CLIENTS // 2)
+        self.served = set()
         with open(PAGE, "rb") as file:
             html = file.read()
-        self.html, self.policy = Body(HTML, html), policy(html)
+        self.html = Body(HTML, html)
+        self.policy = policy(html)
         self.figures = Figures(coordinator)
-        self._made, self._looked = {}, -math.inf     # path -> (when, Body); when somebody has asked for the state
+        self._bodies = {}                            # by path
+        self._looked = -math.inf                     # when a browser last asked for the state
         try:
             self.address = coordinator.hub.listen(where.host, where.port, self._accept, self.newcomers.room,
                                                   MOST_CLIENTS)
@@ -326,30 +356,40 @@ class Page:
     def farewell(self):
         """Serves the end of the run for a moment, if somebody is looking."""
         until = time.monotonic() + FAREWELL_SECONDS
-        self._made.clear()
+        self._bodies.clear()
         while self._looked > until - FAREWELL_SECONDS - LOOKING_SECONDS and time.monotonic() < until:
             self.coordinator.poll(0.1)
 
     def answer(self, head):
         """(status, bytes of the response, whether it is the last one on this connection) to the head of a request."""
         try:
-            method, target, version, fields = parse(head)
+            request = parse(head)
         except ValueError as error:
             return error.args[0], response(error.args[0], error.args[1] + "\n"), True
-        last, extra, zipped = version == "HTTP/1.0" or "close" in fields.get("connection", "").lower(), (), False
+        fields = request.fields
+        last = request.version == "HTTP/1.0" or "close" in fields.get("connection", "").lower()
+        extra = ()
+        zipped = False
         if not self._host_allowed(fields.get("host", "")):
-            status, body, last = 403, "this page is for the machine it runs on: ask for it as localhost\n", True
+            status = 403
+            body = "this page is for the machine it runs on: ask for it as localhost\n"
+            last = True
         elif self.where.password and not self._knows_password(fields.get("authorization", "")):
-            status, body = 401, "any name will do; the coordinator prints the password when it starts\n"
+            status = 401
+            body = "any name will do; the coordinator prints the password when it starts\n"
             extra = ('WWW-Authenticate: Basic realm="egg", charset="UTF-8"',)
-        elif method not in ("GET", "HEAD"):
-            status, body, extra = 405, "GET and HEAD alone\n", ("Allow: GET, HEAD",)
-        elif body := self._body(target.partition("?")[0]):
-            status, zipped = 200, bool(TAKES_GZIP.search(fields.get("accept-encoding", "").lower()))
+        elif request.method not in ("GET", "HEAD"):
+            status = 405
+            body = "GET and HEAD alone\n"
+            extra = ("Allow: GET, HEAD",)
+        elif body := self._body(request.target.partition("?")[0]):
+            status = 200
+            zipped = bool(TAKES_GZIP.search(fields.get("accept-encoding", "").lower()))
             extra = (f"Content-Security-Policy: {self.policy}",) if body is self.html else ()
         else:
-            status, body = 404, "there is /, /state.json and /metrics\n"
-        return status, response(status, body, last, *extra, head=method == "HEAD", zipped=zipped), last
+            status = 404
+            body = "there is /, /state.json and /metrics\n"
+        return status, response(status, body, last, *extra, head=request.method == "HEAD", zipped=zipped), last
 
     def _body(self, path):
         """The Body of a path, None if there is none."""
@@ -357,16 +397,15 @@ class Page:
             return self.html
         if path not in ("/state.json", "/metrics"):
             return None
-        when, body = self._made.get(path, (-math.inf, None))
         now = time.monotonic()
-        self._looked = now if path == "/state.json" else self._looked
-        if now - when >= MADE_EVERY:
+        if path == "/state.json":
+            self._looked = now
+        if path not in self._bodies or now - self._bodies[path].made >= MADE_EVERY:
             if path == "/metrics":
-                body = Body(PROMETHEUS, self.figures.metrics().encode())
+                self._bodies[path] = Body(PROMETHEUS, self.figures.metrics().encode())
             else:
-                body = Body(JSON, json.dumps(self.figures.state(), separators=(",", ":")).encode())
-            self._made[path] = now, body
-        return body
+                self._bodies[path] = Body(JSON, json.dumps(self.figures.state(), separators=(",", ":")).encode())
+        return self._bodies[path]
 
     def _host_allowed(self, host):
         """Against DNS rebinding: a page that is served to this machine only is not served under other names."""
@@ -386,7 +425,7 @@ class Page:
         self.newcomers[Client(self, sock, address)] = True
 
     def serve(self, client):
-        """A client gets something for the first time. If too many have, an idle one makes room, or the oldest."""
+        """A client receives something for the first time. Where the page is full, an idle client makes room, or the oldest."""
         if len(self.served) >= MOST_CLIENTS // 2:
             min(self.served, key=lambda c: (not c.idle, c.until)).close()
         self.newcomers.pop(client, None)
@@ -395,11 +434,22 @@ class Page:
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------
 
+class Request(NamedTuple):
+    """The head of a request. fields: {lower-case name: value}."""
+    method: str
+    target: str
+    version: str
+    fields: dict
+
+
 class Body:
-    """The body of a response, plain and compressed."""
+    """The body of a response, plain and compressed. made: when, by the clock of time.monotonic."""
 
     def __init__(self, kind, data):
-        self.kind, self.plain, self.zipped = kind, data, gzip.compress(data, 1, mtime=0)
+        self.kind = kind
+        self.plain = data
+        self.zipped = gzip.compress(data, 1, mtime=0)
+        self.made = time.monotonic()
 
 
 def response(status, body, last=True, *fields, head=False, zipped=False):
@@ -415,12 +465,12 @@ def response(status, body, last=True, *fields, head=False, zipped=False):
 
 
 def parse(head):
-    """(method, target, version, {lower-case field: value}) of a request's head. Raises ValueError(status, reason)."""
+    """The Request in bytes that end with an empty line. Raises ValueError(status, reason)."""
     request = REQUEST.fullmatch(head)
     if not request:
         other = re.match(rb"\S+ \S+ HTTP/(?!1\.[01])[0-9]\.[0-9]\r\n", head)
         raise ValueError(*((505, "HTTP/1.1 is spoken here") if other else (400, "this is not a request")))
-    method, target, version, lines = request.groups()
+    version, lines = request[3], request[4]
     fields = {}
     for line in lines.decode("latin-1").split("\r\n")[:-1]:
         name, _, value = line.partition(":")
@@ -432,7 +482,7 @@ def parse(head):
         raise ValueError(400, "there is no field Host")
     if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
         raise ValueError(413, "a request here has no body")
-    return method.decode(), target.decode("latin-1"), version.decode(), fields
+    return Request(request[1].decode(), request[2].decode("latin-1"), version.decode(), fields)
 
 
 def policy(html):

@@ -6,6 +6,7 @@ import os
 import shutil
 import string
 import textwrap
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     WatchError."""
     curves = [read_curve(run) for run in runs]
     names = [curve.name for curve in curves]
-    names = [run if names.count(name) > 1 else name for name, run in zip(names, runs)]
+    names = [run if names.count(name) > 1 else name for name, run in zip(names, runs)]       # to tell them apart
     charts = [chart for chart in (Chart(quantity, curves, x, log) for quantity in ("validation", "loss"))
               if chart.lines]
     tree = Tree(curves, charts[0])
@@ -47,33 +48,41 @@ class Chart:
     """One quantity of all runs. lines: [(number of the run, [(x, y)])]; references: {name: y}."""
 
     def __init__(self, quantity, curves, x, log=False):
-        self.column = column = {"steps": 0, "tokens": 1, "time": 2}[x]
-        units = sorted({curve.unit for curve in curves if curve.validation})
-        self.title, named = quantity, units
+        self.field = {"steps": "step", "tokens": "tokens", "time": "seconds"}[x]         # of a curves.Point
+        units = {curve.unit for curve in curves if curve.validation}
         if quantity == "loss":
-            self.title, named = "training loss", sorted({curve.loss_unit for curve in curves if curve.loss} - {""})
-        if named:
-            self.title += ", " + " or ".join(named)
-        furthest = max(p[-1][column] for curve in curves for p in (curve.loss, curve.validation) if p)
+            self.title = ", ".join(["training loss", *_either({curve.loss_unit for curve in curves if curve.loss})])
+        else:
+            self.title = ", ".join([quantity, *_either(units)])
+        furthest = max(self.at(points[-1]) for curve in curves for points in (curve.loss, curve.validation) if points)
         # up to two minutes are shown in seconds, but two million tokens in millions
         scales, least = (TIME[:1] if log else TIME, 2) if x == "time" else (COUNT, 1)
         self.size, unit = max([scale for scale in scales if least * scale[0] <= furthest] or scales[:1])
         self.x_title = f"time of training, {unit}" if x == "time" else f"{unit}{x}"
-        self.log, self.x_end = log, furthest / self.size or 1.0
-        points = [[(point[column] / self.size, point[3]) for point in getattr(curve, quantity)
-                   if point[column] > 0 or not log] for curve in curves]
+        self.log = log
+        self.x_end = furthest / self.size or 1.0
+        points = [[(self.at(point) / self.size, point.value) for point in getattr(curve, quantity)
+                   if self.at(point) > 0 or not log] for curve in curves]
         self.x_start = min([self.x_end / 10, *(x for line in points for x, _ in line)]) if log else 0.0
-        self.lines, self.references = [(i, Thinned(POINTS, line).all()) for i, line in enumerate(points) if line], {}
+        self.lines = [(i, Thinned(POINTS, line).all()) for i, line in enumerate(points) if line]
+        self.references = {}
         ys = [y for _, line in self.lines for _, y in line] or [0.0, 1.0]
-        self.low, self.high = min(ys), max(ys)
+        self.low = min(ys)
+        self.high = max(ys)
         if quantity == "validation" and len(units) == 1:
             near = (self.high - self.low) / 2
             self.references = {k: y for curve in curves for k, y in curve.references.items()
                                if self.low - near < y < self.high + near}
             heights = [self.low, self.high, *self.references.values()]
-            self.low, self.high = min(heights), max(heights)
+            self.low = min(heights)
+            self.high = max(heights)
         if self.high - self.low < 1e-9:
-            self.low, self.high = self.low - 0.05, self.high + 0.05
+            self.low -= 0.05
+            self.high += 0.05
+
+    def at(self, point):
+        """What the axis shows of a curves.Point."""
+        return getattr(point, self.field)
 
     def across(self, x):
         """The place of x on the axis, from 0 to 1."""
@@ -92,10 +101,25 @@ class Chart:
         return [(x, f"{x:g}") for x in (*positions, 10.0 ** math.ceil(last)) if self.x_start <= x <= self.x_end]
 
 
+class Piece(NamedTuple):
+    """A part of an island's lane, between two merges. shares: {origin: share of the model}."""
+    start: float
+    end: float
+    shares: dict
+
+
+class Gift(NamedTuple):
+    """A merge: one island gave its model, another took it."""
+    giver: str
+    given_at: float
+    taker: str
+    taken_at: float
+
+
 class Tree:
     """The descent of the models of islands. runs: {name: Curve} of the islands among the runs; numbers: {name: number
-    of the run; higher ones for peers without a run}; lanes: {name: [(from x, to x, {origin: share})]}; edges: [(giver,
-    x, taker, x)]; rejuvenations: [(name, x)]. `chart` has the scale of x."""
+    of the run; higher ones for peers without a run}; lanes: {name: [Piece]}; gifts: [Gift]; rejuvenations: [(name,
+    x)]. `chart` has the scale of x."""
 
     def __init__(self, curves, chart):
         self.runs = {}                               # the longest run of each island
@@ -106,10 +130,11 @@ class Tree:
         self.numbers = {name: curves.index(curve) for name, curve in self.runs.items()}
         for merge, _ in merges:
             self.numbers.setdefault(merge.peer, len(curves) + len(self.numbers.keys() - self.runs.keys()))
-        states, self.edges = {name: [(0, "", {name: 1.0})] for name in self.numbers}, []     # [(step, digest, shares)]
+        states = {name: [(0, "", {name: 1.0})] for name in self.numbers}         # [(step, digest, shares)]
+        self.gifts = []
 
         def x(name, step, default=None):
-            return self.runs[name].at(step)[chart.column] / chart.size if name in self.runs else default
+            return chart.at(self.runs[name].at(step)) / chart.size if name in self.runs else default
 
         for m, name in merges:
             # if the peer merged at this very step itself, the digest decides between its states before and after that
@@ -118,18 +143,18 @@ class Tree:
             ours = states[name][-1][2]
             mixed = {k: (1 - m.share) * ours.get(k, 0.0) + m.share * theirs.get(k, 0.0) for k in ours | theirs}
             states[name].append((m.step, m.digest, {k: share for k, share in mixed.items() if share}))
-            self.edges.append((m.peer, x(m.peer, m.peer_step, x(name, m.step)), name, x(name, m.step)))
+            self.gifts.append(Gift(m.peer, x(m.peer, m.peer_step, x(name, m.step)), name, x(name, m.step)))
         self.rejuvenations = [(name, x(name, step)) for name, run in self.runs.items() for step, in run.rejuvenations]
         self.lanes = {}
         for name, parts in states.items():
             starts = [x(name, step, 0.0) for step, _, _ in parts]
             end = x(name, self.runs[name].steps) if name in self.runs else \
-                max(at for giver, at, _, _ in self.edges if giver == name)
-            self.lanes[name] = [(a, b, shares) for a, b, (_, _, shares) in zip(starts, starts[1:] + [end], parts)]
+                max(gift.given_at for gift in self.gifts if gift.giver == name)
+            self.lanes[name] = [Piece(a, b, shares) for a, b, (_, _, shares) in zip(starts, starts[1:] + [end], parts)]
 
     def descent(self, name):
         """[(origin, share)] of an island's newest model, the largest share first."""
-        shares = self.lanes[name][-1][2].items()
+        shares = self.lanes[name][-1].shares.items()
         return sorted(((k, v) for k, v in shares if v >= LEAST), key=lambda pair: (-pair[1], pair[0]))
 
     def living(self):
@@ -139,6 +164,11 @@ class Tree:
         lines = [f"{printable(k)} on {n}" for k, n in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))]
         gone = f"; gone: {shortened(gone)}" if gone else ""
         return f"lines that live on {len(self.runs)} islands: {shortened(lines)}{gone}"
+
+
+def _either(units):
+    """[str]: the units that are known, as one phrase; [] if none is."""
+    return [" or ".join(sorted(units - {""}))] if units - {""} else []
 
 
 def printable(name):
@@ -249,12 +279,13 @@ def _lanes(tree, chart, width, frame, paint):
         return min(max(round(chart.across(x) * (columns - 1)), 0), columns - 1)
 
     for name, pieces in tree.lanes.items():
-        for start, end, shares in pieces:
-            i = tree.numbers[max(shares, key=lambda origin: (shares[origin], origin))]
-            for at in range(column(start), column(end) + 1):
+        for piece in pieces:
+            i = tree.numbers[max(piece.shares, key=lambda origin: (piece.shares[origin], origin))]
+            for at in range(column(piece.start), column(piece.end) + 1):
                 lanes[name][at] = LETTERS[i % 26], i
-    for giver, _, taker, x in tree.edges:
-        lanes[taker][column(x)] = LETTERS[tree.numbers[giver] % 26].upper(), tree.numbers[giver]
+    for gift in tree.gifts:
+        i = tree.numbers[gift.giver]
+        lanes[gift.taker][column(gift.taken_at)] = LETTERS[i % 26].upper(), i
     for name, x in tree.rejuvenations:
         lanes[name][column(x)] = "!", lanes[name][column(x)][1]
     return [f"{printable(name)[:LABEL - 1]} {frame[0]}".rjust(LABEL + 1) + "".join(
@@ -289,9 +320,10 @@ def picture(charts, names, path, tree):
     for chart, ax in zip(charts, axes):
         for i, line in chart.lines:
             ax.plot(*zip(*line), color=f"C{i}", linewidth=1.6, label=names[i], marker="o" if len(line) == 1 else None)
-        for giver, _, taker, x in tree.edges:                # in the giver's colour, on the taker's curve
-            for line in (line for i, line in chart.lines if i == tree.numbers[taker] and line[0][0] <= x):
-                ax.plot(x, np.interp(x, *zip(*line)), marker="v", markersize=6, color=f"C{tree.numbers[giver]}",
+        for gift in tree.gifts:                              # in the giver's colour, on the taker's curve
+            x = gift.taken_at
+            for line in (line for i, line in chart.lines if i == tree.numbers[gift.taker] and line[0][0] <= x):
+                ax.plot(x, np.interp(x, *zip(*line)), marker="v", markersize=6, color=f"C{tree.numbers[gift.giver]}",
                         markeredgecolor="white", zorder=3)
         for name, y in chart.references.items():
             ax.axhline(y, color="0.45", linewidth=0.9, linestyle=(0, (2, 3)))
@@ -322,17 +354,18 @@ def _draw_tree(ax, tree):
     """A lane for every island, divided by the shares of its model, and an arrow for every merge."""
     place = {name: k for k, name in enumerate(tree.lanes)}
     for name, pieces in tree.lanes.items():
-        xs, low = [start for start, _, _ in pieces] + [pieces[-1][1]], [place[name] - 0.3] * (len(pieces) + 1)
+        xs = [piece.start for piece in pieces] + [pieces[-1].end]
+        low = [place[name] - 0.3] * len(xs)
         for origin, number in tree.numbers.items():
-            shares = [shares.get(origin, 0.0) for _, _, shares in pieces]
+            shares = [piece.shares.get(origin, 0.0) for piece in pieces]
             high = [y + 0.6 * share for y, share in zip(low, shares + shares[-1:])]
             if any(shares):
                 ax.fill_between(xs, low, high, step="post", color=f"C{number}", linewidth=0,
                                 alpha=1.0 if name in tree.runs else 0.4)
             low = high
-    for giver, start, taker, end in tree.edges:
-        arrow = dict(arrowstyle="-|>", color="0.2", linewidth=0.9, shrinkA=0, shrinkB=0)
-        ax.annotate("", (end, place[taker]), (start, place[giver]), arrowprops=arrow)
+    arrow = dict(arrowstyle="-|>", color="0.2", linewidth=0.9, shrinkA=0, shrinkB=0)
+    for gift in tree.gifts:
+        ax.annotate("", (gift.taken_at, place[gift.taker]), (gift.given_at, place[gift.giver]), arrowprops=arrow)
     for name, x in tree.rejuvenations:
         ax.plot(x, place[name], marker="*", markersize=9, color="white", markeredgecolor="0.2")
     ax.set_yticks(list(place.values()), [printable(name) for name in place], parse_math=False)

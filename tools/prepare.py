@@ -100,7 +100,9 @@ def split(data):
     def cut(at):
         return data.find(b"\n", at, at + size) + 1 or at
 
-    train, held_out, done = [], [], 0
+    train = []
+    held_out = []
+    done = 0
     for block in range(blocks):
         first = cut((2 * block + 1) * len(data) // (2 * blocks) - size // 2)
         after = cut(first + size)
@@ -144,7 +146,11 @@ def _train_bpe(parts, vocab_size, say):
 
 def _encode(bpe, parts, name, say):
     """[little-endian uint32 bytes]: the tokens of `parts`, encoded on all cores."""
-    total, done, out, reported, group = sum(map(len, parts)), 0, [], time.monotonic(), []
+    total = sum(map(len, parts))
+    done = 0
+    out = []
+    reported = time.monotonic()
+    group = []
     for block in _blocks(parts):
         group.append(block)
         done += len(block)

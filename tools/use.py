@@ -112,7 +112,11 @@ def evaluate(cfg, engine, path, most, console):
     decoding = data_files.load_decoding(cfg)
     name = path or cfg.VAL_FILE
     held_out = data_files.held_out(cfg, _read_tokens(cfg, decoding, name, path), name, decoding, most)
-    windows, nats, at, batch, started = held_out.windows, 0.0, 0, 1, time.perf_counter()
+    windows = held_out.windows
+    started = time.perf_counter()
+    nats = 0.0
+    at = 0
+    batch = 1                                        # windows at a time
     while at < len(windows):
         began = time.perf_counter()
         nats += engine.validate(windows[at:at + batch])[0]
@@ -120,7 +124,8 @@ def evaluate(cfg, engine, path, most, console):
         console.progress(f"{name}: {min(at, len(windows)) / len(windows):.0%}")
         batch = min(8 * batch, max(1, int(batch * EVAL_SECONDS / max(time.perf_counter() - began, 1e-6))))
     console.clear()
-    seconds, count = time.perf_counter() - started, windows[:, 1:].size
+    seconds = time.perf_counter() - started
+    count = windows[:, 1:].size
     figures = {f"step {engine.step}": held_out.bits(nats), **_references(cfg, held_out)}
     size = f", {held_out.n_bytes:,} bytes" if held_out.unit == "bits/byte" else ""
     console.line(f"{name}: {count:,} tokens{size}, in windows of {windows.shape[1] - 1}; {count / seconds:,.0f} "
