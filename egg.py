@@ -19,7 +19,16 @@ import shutil
 import sys
 import threading
 
-import egg_config
+try:
+    import egg_config
+except Exception as error:                               # a slip in an edit of that file is one line too
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    place = "" if hasattr(error, "status") else f"egg_config.py:{getattr(error, 'lineno', trace.tb_lineno)}: "
+    advice = ": text needs quotes" if isinstance(error, NameError) else ""
+    print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
+    sys.exit(2)
 from cluster.console import Console, Printer
 from egg_config import EggError
 from engine import hardware

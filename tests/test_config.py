@@ -138,6 +138,21 @@ def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
     assert type(error.value).__name__ == "ConfigError" and str(error.value) == f"egg_config.py:{line}: {message}"
 
 
+@pytest.mark.parametrize("old, new, message", [
+    ('\nMODEL = "transformer" ', "\nMODEL = transformer ", "name 'transformer' is not defined: text needs quotes"),
+    ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "invalid syntax"),
+    ("\nPORT = 12345 ", "\nPORTS = 12346\nPORT = 12345 ",
+     "PORTS: no such constant in egg_config.py; did you mean PORT?"),
+    ("\nN_LAYERS = 4 ", "\nN_LAYERS = (4 ", "'(' was never closed")])
+def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message):
+    text = inspect.getsource(egg_config)
+    (tmp_path / "egg_config.py").write_text(text.replace(old, new))
+    shutil.copy(HERE / "egg.py", tmp_path)
+    done = subprocess.run([sys.executable, "egg.py", "arch"], cwd=tmp_path, capture_output=True, text=True)
+    line = text.partition(old)[0].count("\n") + 2
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"egg: egg_config.py:{line}: {message}\n")
+
+
 def test_good_edits(tmp_path):
     """True and False are 1 and 0; a constant that is assigned again has its last value; a misspelt one is missed."""
     muon = edited(tmp_path, "\nUSE_MUON = 0 ", "\nUSE_MUON = True ").make()
