@@ -39,11 +39,11 @@ numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have sm
 BLOCK = 256                 # threads of the small kernels
 CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, whose residues order the draw
 DIGESTERS = 1024            # blocks that make a digest, at most
-NOISY = (1 << 32) - 1       # of a job: mask of the noise
+NOISY = (1 << 32) - 1       # mask of the noise in a job
 AHEAD = 16                  # tokens enqueued at once while generating
-SHARE = 8                   # operands of an update take at most one part in so many of the free memory,
-OPERANDS = 1 << 30          # ... and at most so many bytes
-COMPILERS = 8               # most processes that compile kernels at once
+SHARE = 8                   # the operands of an update take at most 1 / SHARE of the free memory
+OPERANDS = 1 << 30          # and at most this number of bytes
+COMPILERS = 8               # processes that compile kernels at once, at most
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------
@@ -53,7 +53,8 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     "load", "step" (evaluate and update), "validate", "generate" and "digest".
 
     silent: evaluation without noise (kernels.rules.build_noise)."""
-    forward, made, every = egg_kernels.build_forward(cfg, cc, shared_limit, silent), {}, {"digest": []}
+    forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
+    made, every = {}, {"digest": []}
     for verb, some in forward.kernels.items():
         every[verb] = [Kernel(k.dispatcher.py_func.__name__, k.dispatcher, k.signature, k.shared) for k in some]
     for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
@@ -68,8 +69,8 @@ Kernel = collections.namedtuple("Kernel", "name dispatcher signature shared")
 
 
 def compile_all(every, capability, what):
-    """Compiles the Kernels `every` for a compute capability, or loads them from the cache; seconds it took. A line on
-    stderr says what is compiled, and a terminal shows how far it is."""
+    """Compiles the Kernels `every` for a compute capability, or loads them from the cache. Returns the seconds that
+    took. A line on stderr names what is compiled; a terminal shows the progress."""
     started, known = time.monotonic(), {}
     paths = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, capability) for k in every]
     missing = {path: kernel for path, kernel in zip(paths, every) if not path.exists()}
@@ -98,16 +99,16 @@ def compile_all(every, capability, what):
 
 
 def _compile_together(missing, capability, started):
-    """Has the kernels {file: Kernel} compiled into their files by forks of this process, unless there is only one core.
-    Each takes the next number of a kernel from a pipe when it has compiled one. A kernel that fails there is compiled
-    by this process, which reports the error."""
-    some = sorted(missing.items(), key=lambda one: -one[1].shared)       # tiles in shared memory take longest
-    count = min(COMPILERS, hardware.cores(), len(some))
+    """Forks of this process compile the kernels {file: Kernel} into their files, unless there is only one core. Each
+    fork takes the number of a kernel from a pipe, compiles it, and takes the next. A kernel that fails there is left to
+    this process, which reports the error."""
+    longest_first = sorted(missing.items(), key=lambda item: -item[1].shared)        # tiles in shared memory take long
+    count = min(COMPILERS, hardware.cores(), len(missing))
     if count < 2 or not KNOWN_NUMBA:
         return
-    numbers, all_of_them = os.pipe()
-    os.write(all_of_them, bytes(range(len(some))))
-    os.close(all_of_them)
+    numbers, writer = os.pipe()
+    os.write(writer, bytes(range(len(missing))))
+    os.close(writer)
     forks = []
     for _ in range(count):
         forks.append(os.fork())
@@ -116,7 +117,7 @@ def _compile_together(missing, capability, started):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
                 with quick_numba.quick(), quick_numba.without_gpu(capability):
                     while number := os.read(numbers, 1):
-                        path, kernel = some[number[0]]
+                        path, kernel = longest_first[number[0]]
                         kernel.dispatcher._cache = kernel_cache.CudaCache(path)
                         kernel.dispatcher.compile(kernel.signature)
             finally:
@@ -129,7 +130,7 @@ def _compile_together(missing, capability, started):
 
 
 def quickly():
-    """A block in which numba-cuda compiles in a third of the time, if its version is known."""
+    """A block in which numba-cuda compiles faster, if its version is known."""
     return quick_numba.quick() if KNOWN_NUMBA else contextlib.nullcontext()
 
 
@@ -148,13 +149,15 @@ def build(cfg, token_type):
 
 
 def _windows_kernel(cfg):
-    T, before, width, drawn = cfg.SEQ_LEN, cfg.STATE_TOKENS, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1, cfg.TARGETS - 1
-    same, groups, per_group = cfg.USE_SAME_DATA != 0, cfg.N_GROUPS, cfg.GROUP_SIZE // 2
+    T, before = cfg.SEQ_LEN, cfg.STATE_TOKENS
+    width, drawn = before + T + 1, cfg.TARGETS - 1
+    same = cfg.USE_SAME_DATA != 0
+    groups, per_group = cfg.N_GROUPS, cfg.GROUP_SIZE // 2
     window_start, hash32 = device(rules.window_start), rules.draw_rules(device, 0).hash32
 
     @device
     def place_of(place, row, k, size):
-        """Where in the data, of so many tokens, the k-th of a window is."""
+        """Index in the data, which has `size` tokens, of the k-th token of a window."""
         stride = int64(0) if same else size // groups
         start = window_start(place[0], place[1] + row, per_group, stride, size - T)
         return (start + k - before) % size
@@ -178,14 +181,15 @@ def _windows_kernel(cfg):
 
 
 def _choose_kernel(cfg):
-    V, H, last = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM, cfg.SOFTMAX_LUT_SIZE - 1
+    V, H = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM
+    last = cfg.SOFTMAX_LUT_SIZE - 1
     hash32, rule = rules.draw_rules(device, 0).hash32, rules.sampling_rules(device, TARGET)
     score, share = rule.score, rule.share
 
     def choose(z, exps, settings, floor, draw, tokens, at, seen):
-        """Goes one position on: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as SPEC 10
-        draws it from logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit units;
-        floor int64 [1]: smallest d kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
+        """Advances by one position: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as
+        SPEC 10 draws it from logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit
+        units; floor int64 [1]: smallest d kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
         top_of, sums = cuda.shared.array(CHOOSERS, float32), cuda.shared.array(CHOOSERS, int64)
         best = cuda.shared.array(1, int32)
         t, position = cuda.threadIdx.x, at[0]
@@ -194,7 +198,8 @@ def _choose_kernel(cfg):
             best[0] = V
         cuda.syncthreads()
         if position + 1 >= draw[0]:
-            temp, penalty, least = settings[0], settings[1], floor[0]
+            temp, penalty = settings[0], settings[1]
+            least = floor[0]
             top = float32(-np.inf)
             for v in range(t, V, CHOOSERS):
                 top = max(top, score(z[v], seen[v], penalty))
@@ -249,7 +254,9 @@ def _digest_kernel():
     def digest(weights, moments, overlay, out):
         """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
         moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
-        sums, t, a, b = cuda.shared.array((2, BLOCK), uint64), cuda.threadIdx.x, uint64(0), uint64(0)
+        sums = cuda.shared.array((2, BLOCK), uint64)
+        t = cuda.threadIdx.x
+        a, b = uint64(0), uint64(0)
         for i in range(cuda.grid(1), weights.size + moments.size + (overlay.size + 7) // 8, cuda.gridsize(1)):
             if i < weights.size:
                 word = weights[i]
@@ -262,7 +269,8 @@ def _digest_kernel():
             x = mixed(word, uint64(i + state_digest.FIRST))
             a += x
             b += halves(x)
-        sums[0, t], sums[1, t] = a, b
+        sums[0, t] = a
+        sums[1, t] = b
         half = BLOCK // 2
         while half > 0:
             cuda.syncthreads()
@@ -282,11 +290,13 @@ class Replay:
     time, replayed from then on."""
 
     def __init__(self, stream, enqueue):
-        self._stream, self._enqueue, self._runs, self._graph = stream, enqueue, 0, None
+        self._stream, self._enqueue = stream, enqueue
+        self._enqueued = False
+        self._graph = None
 
     def __call__(self):
-        self._runs += 1
-        if self._runs == 1:
+        if not self._enqueued:
+            self._enqueued = True
             return self._enqueue()
         handle, mode = driver.CUstream(int(self._stream.handle)), driver.CUstreamCaptureMode
         if self._graph is None:
@@ -325,6 +335,10 @@ def data_on_device(cfg, tokens, name):
     return None, []
 
 
+# The evaluation of a number of pairs: int32 windows, int64 losses, and the function that enqueues it
+Evaluation = collections.namedtuple("Evaluation", "windows losses launch")
+
+
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
@@ -341,10 +355,12 @@ class CudaEngine:
         self.cfg, self.tokens = cfg, tokens
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream = cuda.stream()
+        self._capability = gpu.compute_capability
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, self._waiting = kernels(cfg, gpu.compute_capability, ptx.shared_limit(gpu),
-                                                              token_type, silent)
-        self._gpu, self.compile_seconds, self._tables = gpu, 0.0, soft_targets.Tables(cfg, tokens)
+        self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type,
+                                                              silent)
+        self.compile_seconds = 0.0
+        self._tables = soft_targets.Tables(cfg, tokens)
         if tokens is not None:
             self._tables.begin(0)                            # while the kernels of a step are compiled
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
@@ -357,13 +373,14 @@ class CudaEngine:
         if verbs := [verb for verb in verbs if verb in self._waiting]:
             every = [kernel for verb in verbs for kernel in self._waiting.pop(verb)]
             what = f"{self.name}: {', '.join(verbs)}"
-            self.compile_seconds += compile_all(every, self._gpu.compute_capability, what)
+            self.compile_seconds += compile_all(every, self._capability, what)
 
     def _reserve(self):
         """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
         left."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
-        need, free = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg), memory().free
+        need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
+        free = memory().free
         if need > free:
             raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
                              f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
@@ -371,62 +388,75 @@ class CudaEngine:
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
-        self._state, self._copies = (self._weights, self._moments, self._overlay), None
-        self._given, self._sent = cuda.device_array(32, np.uint8), None      # see _set_job
+        self._state = self._weights, self._moments, self._overlay
+        self._saved = None                                   # a copy of the state, see _save
+        self._given = cuda.device_array(32, np.uint8)        # job and place, see _set_job
         self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
-        self._sums = cuda.device_array(2, np.uint64)
-        # losses of two evaluations that are begun, digest, number of changed weights
-        self._fetched = [Fetched(cfg.CHUNK_SIZE, np.int64), Fetched(cfg.CHUNK_SIZE, np.int64)]
+        self._sent = None                                    # the bytes that are there
+        self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
+        self._losses = [Fetched(cfg.CHUNK_SIZE, np.int64), Fetched(cfg.CHUNK_SIZE, np.int64)]
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
-        forward, stream, weights, packed = self._forward, self.stream, self._weights, self._packed
         self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
-        self._known = () if cfg.SOFT_TARGETS else None      # whose tables are on the device
-        votes, zeros = self._votes, cuda.to_device(np.zeros(2, np.uint64))
-        # page-locked; an update that is begun and not wanted may read that of the next one
-        self._given_fitness, fit = cuda.pinned_array(cfg.N_PAIRS, np.int8), votes.fit[update.FIT_PAD:][:cfg.N_PAIRS]
-        steps = votes.launches(stream, self._job, weights, self._moments, self._overlay)
-        if cfg.SEEN_VOTES > 1 and self._tokens is not None:
-            steps.insert(0, ("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
-        steps.append(("pack", lambda: forward.pack(stream, weights, packed)))
-        steps.insert(0, ("fitness", lambda: fit.copy_to_device(self._given_fitness, stream)))
-        self._update_steps, changed, no_changes = steps, votes.changed, zeros.view(np.int32)[:1]
-        self._update = Replay(stream, lambda: [changed.copy_to_device(no_changes, stream),
-                                               *(launch() for _, launch in steps), self._changed.copy(changed, stream)])
-        words = [array.ravel().view(np.uint64) for array in (weights, self._moments)]
-        sums, overlay, digest = self._sums, self._overlay, self._kernels["digest"]
-        blocks = min(DIGESTERS, -(-sum(w.size for w in words) // BLOCK))
-        self._add_up = Replay(stream, lambda: [sums.copy_to_device(zeros, stream),
-                                               digest[blocks, BLOCK, stream](*words, overlay, sums),
-                                               self._digest.copy(sums, stream)])
+        self._known = () if cfg.SOFT_TARGETS else None       # whose tables are on the device
+        # page-locked; an update that is begun and not wanted may read the fitness of the next one
+        self._given_fitness = cuda.pinned_array(cfg.N_PAIRS, np.int8)
         self._rate = None                                    # the learning rate that is on the device
-        self._evaluations = {}                               # of so many pairs
+        self._update_steps = self._launches_of_update()
+        self._update = Replay(self.stream, self._launch_update)
+        self._add_up = Replay(self.stream, self._launch_digest)
+        self._evaluations = {}                               # {number of pairs: Evaluation}
+
+    def _launches_of_update(self):
+        """[(name, launch)] of an update."""
+        cfg, votes = self.cfg, self._votes
+        fitness = votes.fit[update.FIT_PAD:][:cfg.N_PAIRS]
+        launches = [("fitness", lambda: fitness.copy_to_device(self._given_fitness, self.stream))]
+        if cfg.SEEN_VOTES > 1 and self._tokens is not None:
+            launches.append(("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
+        launches += votes.launches(self.stream, self._job, *self._state)
+        launches.append(("pack", lambda: self._forward.pack(self.stream, self._weights, self._packed)))
+        return launches
+
+    def _launch_update(self):
+        self._votes.changed.copy_to_device(self._zeros.view(np.int32)[:1], self.stream)
+        for _, launch in self._update_steps:
+            launch()
+        self._changed.copy(self._votes.changed, self.stream)
+
+    def _launch_digest(self):
+        weights, moments = (array.ravel().view(np.uint64) for array in (self._weights, self._moments))
+        blocks = min(DIGESTERS, -(-(weights.size + moments.size) // BLOCK))
+        self._sums.copy_to_device(self._zeros, self.stream)
+        self._kernels["digest"][blocks, BLOCK, self.stream](weights, moments, self._overlay, self._sums)
+        self._digest.copy(self._sums, self.stream)
 
     def load(self, state):
         """Takes over a State (copied)."""
         self.step, self.seed = state.step, state.seed
         self._set_state(map(np.ascontiguousarray, (state.weights, state.moments, state.overlay)))
-        self._keep()
+        self._save()
         self.stream.synchronize()
 
     def _set_state(self, arrays):
         for array, values in zip(self._state, arrays):
             array.copy_to_device(values, self.stream)
         self._forward.pack(self.stream, self._weights, self._packed)
-        # evaluations that are begun, {(at, first, count): Fetched}; fitness of an update that is begun; step and seed
-        # after that update
-        self._begun, self._fitness, self._at, self._digested = {}, None, (self.step, self.seed), False
+        self._fitness = None                                 # of the update that is begun
+        self._at = self.step, self.seed                      # after that update, else now
+        self._begun = {}                                     # {(first, count): Fetched} of evaluations there
+        self._digested = False                               # whether a digest of the state there is begun
 
     def state(self):
         """A copy of the State."""
-        self._take_back()
+        self._undo_update()
         return parameters.State(*(array.copy_to_host() for array in self._state), self.step, self.seed)
 
     def digest(self):
         """bytes [16]: model.state_digest of the State, without bringing it to the host. From the first one on `update`
         prepares the next."""
-        self._take_back()
+        self._undo_update()
         if not self._digested:
             self._ready("digest")
             self._enqueue_digest()
@@ -442,41 +472,44 @@ class CudaEngine:
     def begin(self, first, count):
         """Begins with an evaluation of this step or, after `begin_update`, of the next one, so that the GPU is not idle
         until it is asked for. Two may be begun."""
-        if (key := (self._at, first, count)) not in self._begun:
+        if (first, count) not in self._begun:
             if len(self._begun) > 1:
                 del self._begun[next(iter(self._begun))]
-            self._begun[key] = self._enqueue(first, count)
+            self._begun[first, count] = self._enqueue(first, count)
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step."""
-        self._take_back()
+        self._undo_update()
         self.begin(first, count)
-        return self._begun.pop((self._at, first, count)).wait().copy()
+        return self._begun.pop((first, count)).wait().copy()
 
     def _enqueue(self, first, count):
-        """The Fetched of an evaluation that is begun."""
+        """The Fetched losses of an evaluation, which is begun."""
         self._ready("step")
         if count not in self._evaluations:
             self._evaluations[count] = self._evaluation(count // 2)
-        windows, losses, run = self._evaluations[count]
+        evaluation = self._evaluations[count]
         self._set_job(first)
-        (step, seed), known = self._at, self._tables.of(self._at[0])
+        step, seed = self._at
+        known = self._tables.of(step)
         if self._tokens is None:
             cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2, count // 2)
-            windows.copy_to_device(cut.ravel(), self.stream)
+            evaluation.windows.copy_to_device(cut.ravel(), self.stream)
         elif known is not self._known:                       # without context every token follows itself alone
-            n, self._known = self.tokens.size, known
+            self._known = known
+            n = self.tokens.size
             themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(self.tokens)
             for array, values in zip(self._followers, known or themselves):
                 array.copy_to_device(values, self.stream)
-        run()
-        free = next(one for one in self._fetched if one not in self._begun.values())
-        return free.copy(losses, self.stream).record(self.stream)
+        evaluation.launch()
+        free = next(fetched for fetched in self._losses if fetched not in self._begun.values())
+        return free.copy(evaluation.losses, self.stream).record(self.stream)
 
     def _set_job(self, first=0):
-        """Sends what the kernels need to know of an evaluation of members first.., or of an update: seed, first pair,
-        mask and shift of the noise; start of the step's first window, first pair (cut_windows)."""
-        cfg, pair, (step, seed) = self.cfg, first // 2, self._at
+        """Sends what an evaluation of members first.., or an update, reads: the job (seed, first pair, mask and shift
+        of the noise) and the place of the windows (start of the step's first window, first pair)."""
+        cfg, pair = self.cfg, first // 2
+        step, seed = self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
         given = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
         if given != self._sent:                              # an update has that of its step's first chunk
@@ -484,36 +517,37 @@ class CudaEngine:
             self._sent = given
 
     def _cutting(self, windows, length):
-        """A launch that fills int32 `windows`, flat, with `length` numbers of each of those of the pairs of the job."""
-        followers = self._followers or (self._job, self._job, self._tokens)          # any arrays without SOFT_TARGETS
+        """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job."""
+        followers = self._followers or (self._job, self._job, self._tokens)          # without SOFT_TARGETS not read
         kernel = self._kernels["cut_windows"][-(-windows.size // BLOCK), BLOCK, self.stream]
         given = self._tokens, self._place, self._job, *followers, length, windows
         return lambda: kernel(*given)
 
     def _evaluation(self, pairs):
-        """(windows, losses, launches) of an evaluation of `pairs` pairs. The first one reserves device memory for a
-        chunk, in slices whose scratch takes at most half of what is free."""
-        forward, stream, job = self._forward, self.stream, self._job
-        width, chunk = self.cfg.WINDOW, self.cfg.CHUNK_SIZE // 2
+        """The Evaluation of `pairs` pairs. The first one reserves device memory for a chunk, in slices whose scratch
+        takes at most half of what is free."""
+        forward, width = self._forward, self.cfg.WINDOW
         if not self._evaluations:
-            self._buffers = (*self._slices(forward.scratch_bytes, chunk, "evaluate a single pair"),
-                             cuda.device_array(chunk * width, np.int32), cuda.device_array(2 * chunk, np.int64))
-        most, scratch, windows, losses = self._buffers
-        windows, losses = windows[:pairs * width], losses[:2 * pairs]
-        weights, packed, overlay = self._weights, self._packed, self._overlay
+            chunk = self.cfg.CHUNK_SIZE // 2
+            self._most, self._scratch = self._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
+            self._chunk_windows = cuda.device_array(chunk * width, np.int32)
+            self._chunk_losses = cuda.device_array(2 * chunk, np.int64)
+        windows, losses = self._chunk_windows[:pairs * width], self._chunk_losses[:2 * pairs]
         cut = self._cutting(windows, width) if self._tokens is not None else None
 
         def enqueue():
             if cut:
                 cut()
-            for at in range(0, pairs, most):
-                n = min(most, pairs - at)
-                some, their_losses = windows[at * width:(at + n) * width], losses[2 * at:2 * (at + n)]
-                forward.evaluate(stream, weights, packed, overlay, some, job, at, n, scratch, their_losses)
-        return windows, losses, Replay(stream, enqueue)
+            for at in range(0, pairs, self._most):
+                end = min(pairs, at + self._most)
+                forward.evaluate(self.stream, self._weights, self._packed, self._overlay,
+                                 windows[at * width:end * width], self._job, at, end - at, self._scratch,
+                                 losses[2 * at:2 * end])
+
+        return Evaluation(windows, losses, Replay(self.stream, enqueue))
 
     def _slices(self, size, count, what):
-        """(how many of `count` at a time, scratch for them, of size(n) bytes, in half of the free memory)."""
+        """(n, scratch): the number, at most `count`, whose scratch of size(n) bytes fits half of the free memory."""
         most = largest(size, count, memory().free // 2)
         if count and not most:
             raise ValueError(f"{self.name}: not enough free GPU memory to {what}")
@@ -521,43 +555,44 @@ class CudaEngine:
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
-        if not self._is_begun(fitness):
-            self._take_back()
-            self._enqueue_update(fitness)
-        (self.step, self.seed), self._fitness = self._at, None
-        self._keep()
+        self._enqueue_update(fitness)
+        self.step, self.seed = self._at
+        self._fitness = None
+        self._save()
         return int(self._changed.wait()[0])
 
     def begin_update(self, fitness):
-        """Begins with an update, which `update` completes if it is of the same fitness. What needs the state of this
-        step takes it back. Returns False, having done nothing, where there is no memory for a copy of the state."""
-        if self._copies is None:
+        """Begins with an update, which `update` completes if it is of the same fitness. A verb that needs the state of
+        this step undoes it. Returns False, having done nothing, where there is no memory for a copy of the state."""
+        if self._saved is None:
             fits = sum(array.nbytes for array in self._state) <= memory().free // 2
-            self._copies = list(map(cuda.device_array_like, self._state)) if fits else []
-            self._keep()
-        if self._copies and not self._is_begun(fitness):
-            self._take_back()
+            self._saved = list(map(cuda.device_array_like, self._state)) if fits else []
+            self._save()
+        if self._saved:
             self._enqueue_update(fitness)
-        return bool(self._copies)
+        return bool(self._saved)
 
-    def _keep(self):
-        """Copies the state, to which `_take_back` returns; early, so that the next update needs not wait for it."""
-        for copy, array in zip(self._copies or (), self._state):
+    def _save(self):
+        """Copies the state, to which `_undo_update` returns; early, so that the next update needs not wait for it."""
+        for copy, array in zip(self._saved or (), self._state):
             copy.copy_to_device(array, self.stream)
 
-    def _is_begun(self, fitness):
-        return self._fitness is not None and np.array_equal(self._fitness, fitness)
-
-    def _take_back(self):
+    def _undo_update(self):
         if self._fitness is not None:
-            self._set_state(self._copies)
+            self._set_state(self._saved)
 
     def _enqueue_update(self, fitness):
+        """Begins with an update, unless that is begun, in place of any other that is."""
+        if self._fitness is not None and np.array_equal(self._fitness, fitness):
+            return
+        self._undo_update()
         self._ready("step")
         self._set_update(fitness)
         self._update()
         self._changed.record(self.stream)
-        self._fitness, self._at = fitness, (self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
+        self._fitness = fitness
+        self._at = self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self._begun = {}
         if "digest" not in self._waiting:                    # somebody has asked for one
             self._enqueue_digest()
 
@@ -582,7 +617,7 @@ class CudaEngine:
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int
         [n, SEQ_LEN + 1] windows (gru: of any length)."""
         self._ready("validate")
-        self._take_back()
+        self._undo_update()
         windows = np.ascontiguousarray(windows, np.int32)
         forward, T = self._forward, windows.shape[1] - 1
         most, scratch = self._slices(lambda n: forward.clean_scratch_bytes(n, T), len(windows),
@@ -599,7 +634,7 @@ class CudaEngine:
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
         self._ready("generate")
-        self._take_back()
+        self._undo_update()
         settings = sampling.settings(self.cfg, temp, min_p, penalty)
         yield from continuation(self, sampling.checked_prompt(self.cfg, prompt), count, seed, settings)
 
@@ -607,7 +642,8 @@ class CudaEngine:
 def continuation(engine, prompt, count, seed, s):
     """CudaEngine.generate, with sampling.settings `s`. The sequence lives on the device; the host enqueues AHEAD
     positions at a time and fetches what they chose."""
-    cfg, forward, stream = engine.cfg, engine._forward, engine.stream
+    cfg, stream = engine.cfg, engine.stream
+    forward = engine._forward
     total = len(prompt) + count
     if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > memory().free:
         raise MemoryError(f"{engine.name}: not enough free GPU memory for {total} positions")

@@ -1,10 +1,10 @@
-"""Compiled kernels on disk, each in a file that is named by what is compiled in, and by nothing else.
+"""Compiled kernels on disk. The name of a file is a digest of everything that is compiled in, and of nothing else.
 
-That is: the byte code of the kernel and of everything it calls, the values that its closures and globals give these
-functions (the constants of a configuration that a kernel freezes are among them), the types of the arguments, the kind
-of device, and the versions of Python and the compilers. So a changed learning rate, a comment, or the same sources in
-another directory need no compilation. numba's own caches go by path and modification time and miss both changes in
-called functions and equal sources elsewhere.
+That is: the code of the kernel and of all functions that it calls, the values of their closures and globals (among them
+the constants of the configuration that the kernel freezes), the types of the arguments, the kind of device, and the
+versions of Python and the compilers. So a changed learning rate, a comment, or the same sources in another directory
+need no compilation, and a changed constant only that of the kernels that use it. numba's caches compare paths and
+modification times; they miss changes in called functions, and equal sources elsewhere.
 """
 
 import atexit
@@ -37,14 +37,19 @@ UNUSED_SECONDS = 90 * 86400.0
 # LLVM prefers registers of 256 bits where it has larger ones. Read when numba compiles its first function.
 config.CPU_FEATURES = config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten() + ",-prefer-256-bit"
 COMPILERS = {"numba", "numba_cuda", "llvmlite", "numpy", "cuda", *sys.stdlib_module_names}    # covered by VERSIONS
+# what code means: neither names, paths and lines nor comments
+OF_CODE = ("co_code", "co_exceptiontable", "co_flags", "co_argcount", "co_varnames", "co_names", "co_freevars",
+           "co_cellvars", "co_consts")
+# the parts of a function that is compiled or to be compiled, of an intrinsic, of a functools.partial
+OF_WRAPPERS = ("py_func", "targetoptions"), ("_defn",), ("func", "args", "keywords")
 
 
 # --- where the files are ---------------------------------------------------------------------------------------------
 
 @functools.cache
 def directory():
-    """Where this process keeps compiled kernels (a Path). They are code that will run, so nobody else may write
-    there."""
+    """The directory in which this process keeps compiled kernels (a Path). They are code that will run, so nobody else
+    may write there."""
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for path in cache / "egg" / "kernels", pathlib.Path(tempfile.gettempdir()) / f"egg-{os.getuid()}":
         resolved = path.parent.resolve() / path.name     # so that no link on the way can be turned later
@@ -57,12 +62,13 @@ def directory():
 
 
 def is_private(path):
-    """Whether `path`, made if it is missing, is a directory of this user that nobody else may enter, and no link; and
-    nobody but this user and root can put another one in its place."""
+    """Whether `path`, made if it is missing, is a directory (no link) of this user that nobody else may enter, and that
+    nobody but this user and root can replace."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
-        found, above = path.lstat(), [parent.stat() for parent in path.parents]
+        found = path.lstat()
+        above = [parent.stat() for parent in path.parents]
     except OSError:
         return False
     return (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700
@@ -71,8 +77,8 @@ def is_private(path):
 
 
 def read(path):
-    """The object in a file of this cache, None if it is missing, damaged or of a class that has moved. Its time of
-    change becomes that of its last use."""
+    """The object in a file of this cache, None if it is missing, damaged or of a class that has moved. Sets the time of
+    change, by which `prune` knows the last use."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
@@ -85,7 +91,7 @@ def read(path):
 
 
 def write(path, data):
-    """Puts bytes into a file at once. If that fails, the kernel will be compiled again; a line says so once."""
+    """Writes a whole file at once. If that fails, one line says so, and the kernel will be compiled again."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         part.write_bytes(data)
@@ -97,8 +103,8 @@ def write(path, data):
 
 @functools.cache
 def prune(where, most=MOST_BYTES):
-    """Removes kernels that were not used for UNUSED_SECONDS, and of the others those that were not used for longest
-    until all together have `most` bytes; once in a process."""
+    """Removes kernels that were not used for UNUSED_SECONDS, and then the least recently used ones until all together
+    have at most `most` bytes; once in a process."""
     found = []
     for path in where.iterdir():
         with contextlib.suppress(OSError):
@@ -121,7 +127,7 @@ def tell(text):
 
 
 def show(text=""):
-    """On a terminal, in place of what it showed last."""
+    """Replaces the text that a terminal showed last."""
     if sys.stderr.isatty():
         tell("\r\x1b[K" + text)
 
@@ -129,13 +135,13 @@ def show(text=""):
 # --- what is compiled in ---------------------------------------------------------------------------------------------
 
 def key(known, *what):
-    """str: names `what`, objects of any kind that `content` understands, and the versions of the compilers."""
+    """str: a name for `what` (objects that `content` understands) compiled by these versions of the compilers."""
     return content((what, VERSIONS), known)[:32]
 
 
 def content(value, known):
-    """str: a digest of what `value` means to a compiler, the same in every process and checkout. known: {} for a new
-    traversal, during which nothing may change. Raises TypeError for an object whose meaning cannot be told."""
+    """str: a digest of what `value` means to a compiler, the same in every process and checkout. known: {}, or that of
+    earlier calls since which nothing has changed. Raises TypeError for an object that has no such digest."""
     if id(value) not in known:
         known[id(value)] = value, "recursion"
         known[id(value)] = value, hashlib.sha256(repr(_parts(value, known)).encode()).hexdigest()
@@ -154,23 +160,19 @@ def _parts(value, known):
     if isinstance(value, (dict, set, frozenset)):
         return kind.__name__, sorted(map(of, value.items() if isinstance(value, dict) else value))
     if isinstance(value, types.CodeType):
-        return (value.co_code, value.co_exceptiontable, value.co_flags, value.co_argcount, value.co_varnames,
-                value.co_names, value.co_freevars, value.co_cellvars, [*map(of, value.co_consts)])
-    if hasattr(value, "py_func"):                            # of numba.njit, numba.cuda.jit
-        return "compiled", of(value.py_func), of(value.targetoptions)
-    if hasattr(value, "_defn"):                              # an intrinsic
-        return "intrinsic", of(value._defn)
-    if isinstance(value, functools.partial):
-        return "partial", of(value.func), of(value.args), of(value.keywords)
+        return [of(getattr(value, part)) for part in OF_CODE]
+    for parts in OF_WRAPPERS:
+        if hasattr(value, parts[0]):
+            return parts, [of(getattr(value, part)) for part in parts]
     if isinstance(value, types.ModuleType):
         return "module", value.__name__
     module = getattr(value if hasattr(value, "__qualname__") else kind, "__module__", None) or ""
-    ours = module.partition(".")[0] not in COMPILERS
+    ours = _is_ours(module)
     if isinstance(value, types.FunctionType) and ours:
         return "function", of(value.__code__), of(value.__defaults__), [*map(of, _captured(value))]
-    if isinstance(value, type):
-        own = [of(f) for _, f in sorted(vars(value).items()) if isinstance(f, types.FunctionType)] if ours else []
-        return "class", module, value.__qualname__, getattr(value, "_fields", ()), own
+    if isinstance(value, type) and ours:
+        functions = [of(f) for _, f in sorted(vars(value).items()) if isinstance(f, types.FunctionType)]
+        return "class", module, value.__qualname__, functions
     if hasattr(value, "__qualname__"):
         return "name", module, value.__qualname__
     if ours or kind is types.SimpleNamespace:
@@ -181,31 +183,40 @@ def _parts(value, known):
     return "object", text
 
 
+def _is_ours(module):
+    return module.partition(".")[0] not in COMPILERS
+
+
 def _captured(function):
-    """The values that a function takes from its closure and its globals; of an own module those that it may mean."""
-    names, codes = set(), [function.__code__]
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    """The values of a function's closure, and the globals and attributes of our modules that it names."""
+    names = set(_names(function.__code__))
     yield from (cell.cell_contents for cell in function.__closure__ or ())
     for name in sorted(names & function.__globals__.keys()):
         value = function.__globals__[name]
         yield name, value
-        if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in COMPILERS:
+        if isinstance(value, types.ModuleType) and _is_ours(value.__name__):
             yield from ((attribute, getattr(value, attribute)) for attribute in sorted(names & vars(value).keys()))
+
+
+def _names(code):
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 # --- the two engines' kernels ----------------------------------------------------------------------------------------
 
 class CpuCache:
-    """Stands in for numba's cache of one njit function. variant(): what is compiled for, chosen at the first call."""
+    """Replaces numba's cache of one njit function. variant(): the kind of processor to compile for, asked for at the
+    first call."""
 
-    known = {}              # of all functions: none of them changes
+    known = {}              # of `content`, for all functions
     before_next = None      # called once, before the next function is compiled
 
     def __init__(self, function, variant):
-        self._function, self._variant, self._lock = function, variant, contextlib.ExitStack()
+        self._function, self._variant = function, variant
+        self._lock = contextlib.ExitStack()
 
     def _path(self, signature, context):
         kinds = [(str(t), getattr(t, "fields", ()), str(getattr(t, "instance_class", None)))
@@ -215,7 +226,7 @@ class CpuCache:
         return directory() / name
 
     def load_overload(self, signature, context):
-        """The compiled function, None if it has to be compiled. A process that finds another one compiling it waits."""
+        """The compiled function, None if it has to be compiled. Waits while another process compiles it."""
         context.refresh()
         path = self._path(signature, context)
         found = read(path)
@@ -235,7 +246,7 @@ class CpuCache:
             return CompileResult._rebuild(context, *found)
 
     def save_overload(self, signature, result):
-        """Keeps a function that was compiled."""
+        """Writes a compiled function to its file."""
         if not result.library.has_dynamic_globals and all(lifted.can_cache for lifted in result.lifted):
             write(self._path(signature, result.target_context), serialize.dumps(result._reduce()))
         self._lock.close()
@@ -244,7 +255,7 @@ class CpuCache:
 
 class Inner(codegen.JITCodeLibrary):
     """A function that is optimized and becomes machine code only within its callers. numba does both for every function
-    and everything that it calls, which takes most of the time where functions are nested deeply."""
+    together with all that it calls, which takes most of the time where functions are nested deeply."""
 
     def finalize(self):
         self._raise_if_finalized()
@@ -254,17 +265,17 @@ class Inner(codegen.JITCodeLibrary):
         self._finalize_dynamic_globals()
         self._finalized = True
 
-    # what numba asks for so that Python can call the function: a call of it raises a TypeError
+    # numba asks for these so that Python can call the function; a call raises a TypeError
     codegen = property(lambda self: self)
 
     def set_env(self, name, environment):
-        """There is no machine code that could want an environment."""
+        """Nothing: without machine code there is no environment."""
 
     def get_pointer_to_function(self, name):
         return ctypes.cast(ctypes.pythonapi.PyErr_BadArgument, ctypes.c_void_p).value
 
 
-# what numba does with every function, without what none of ours needs (closures, with blocks, array expressions ...)
+# numba's passes without those that none of our functions needs (closures, with blocks, array expressions ...)
 PASSES = (untyped_passes.TranslateByteCode, untyped_passes.FixupArgs, untyped_passes.IRProcessing,
           untyped_passes.DeadBranchPrune, untyped_passes.GenericRewrites, untyped_passes.ReconstructSSA,
           typed_passes.NopythonTypeInference, typed_passes.PreLowerStripPhis, typed_passes.IRLegalization,
@@ -272,7 +283,7 @@ PASSES = (untyped_passes.TranslateByteCode, untyped_passes.FixupArgs, untyped_pa
 
 
 class InnerCompiler(compiler.CompilerBase):
-    """Compiles a function of ours into an `Inner`, and so numba's own functions that it calls."""
+    """Compiles a function into an `Inner`, and likewise the functions of numba that it calls."""
 
     library_class = Inner
 
@@ -295,13 +306,13 @@ class InnerCompiler(compiler.CompilerBase):
 
 
 class OuterCompiler(InnerCompiler):
-    """The same for a function that Python calls."""
+    """Compiles a function that Python calls."""
 
     library_class = codegen.JITCodeLibrary
 
 
 def njit(variant):
-    """A decorator like numba.njit(nogil=True, error_model="numpy") that keeps what it compiles; see CpuCache."""
+    """A decorator like numba.njit(nogil=True, error_model="numpy") with a CpuCache."""
     def decorate(function):
         compiled = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True,
                               pipeline_class=OuterCompiler)(function)
@@ -311,8 +322,8 @@ def njit(variant):
 
 
 class LeafCompiler(InnerCompiler):
-    """For functions that do not count references, which takes longer than a short row. They allocate no array and make
-    no view of another type; slices cost nothing there."""
+    """Compiles functions that count no references, because counting takes longer than a short row. They allocate no
+    array and make no view of another type; their slices cost nothing."""
 
     def __init__(self, typing, target, library, types_, returned, flags, local):
         flags.nrt = False
@@ -324,12 +335,14 @@ def _inner(pipeline, **options):
                       pipeline_class=pipeline, **options)
 
 
-# decorators for functions that only compiled functions call; `inlined` is for what is called once a row
-inner, leaf, inlined = _inner(InnerCompiler), _inner(LeafCompiler), _inner(LeafCompiler, forceinline=True)
+# decorators for functions that only compiled functions call; `inlined` is for those that are called once a row
+inner = _inner(InnerCompiler)
+leaf = _inner(LeafCompiler)
+inlined = _inner(LeafCompiler, forceinline=True)
 
 
 class CudaCache:
-    """Stands in for numba-cuda's cache of one kernel."""
+    """Replaces numba-cuda's cache of one kernel."""
 
     def __init__(self, path):
         self.cache_path = path
@@ -340,7 +353,7 @@ class CudaCache:
         return read(self.cache_path)
 
     def save_overload(self, signature, kernel):
-        """Keeps a kernel that was compiled."""
+        """Writes a compiled kernel to its file."""
         from numba.cuda.serialize import dumps
         write(self.cache_path, dumps(kernel))
 

@@ -220,16 +220,16 @@ def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):
     """It begins every update and, once it is sure, the evaluation after it before the coordinator answers. Nothing is
     evaluated twice."""
     engine, wanted, begun = engine_of(), run(engine_of(), 12), []
-    engine._enqueue_update = lambda fitness: (begun.append(engine.step), type(engine)._enqueue_update(engine, fitness))
-    engine._take_back = lambda: pytest.fail("taken back") if engine._fitness is not None else None
+    engine._set_update = lambda fitness: (begun.append(engine.step), type(engine)._set_update(engine, fitness))
+    engine._undo_update = lambda: pytest.fail("undone") if engine._fitness is not None else None
     server = cluster(tmp_path, [engine], 12)
     assert server.run.step == 12 and begun == list(range(12))
-    del engine._take_back
+    del engine._undo_update
     assert engine.state().digests() == wanted
     assert len(set(engine.evaluated)) == len(engine.evaluated)
 
 
-def test_a_step_that_ends_otherwise_is_taken_back(engine_of, tmp_path, monkeypatch):
+def test_a_step_that_ends_otherwise_is_undone(engine_of, tmp_path, monkeypatch):
     """The coordinator has another fitness than the worker that has done the whole step: the update is of that."""
     engine, plain = engine_of(), engine_of()
     append = history.Run.append

@@ -252,7 +252,7 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
-    """Those of the step that is evaluated, also of one that is begun and taken back; without context every token
+    """Those of the step that is evaluated, also of one that is begun and undone; without context every token
     follows itself. Where they do not fit, the host draws, and says so."""
     from model import soft_targets
     cfg = egg_config.make(N_LAYERS=1, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16, LOSS="exact",
@@ -265,8 +265,8 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     assert ("the processor cuts the windows" in capfd.readouterr().err) != fits == bool(engine._followers)
     if not fits:
         engine.evaluate(4, 6)
-        return np.testing.assert_array_equal(engine._buffers[2][:3 * cfg.WINDOW].reshape(3, -1), soft_targets.windows(
-            cfg, tokens, None, 0, engine.seed, 2, 3))
+        return np.testing.assert_array_equal(engine._chunk_windows[:3 * cfg.WINDOW].reshape(3, -1),
+                                             soft_targets.windows(cfg, tokens, None, 0, engine.seed, 2, 3))
 
     def hold(step):
         context = cfg.soft_context(step)
@@ -281,7 +281,7 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
             engine.begin_update(fitness)
             engine.begin(0, 8)
             hold(step + 1)
-            engine.evaluate(8, 8)                            # which takes the update back
+            engine.evaluate(8, 8)                            # which undoes the update
             hold(step)
         engine.update(fitness)
         engine.begin(0, 8)
@@ -431,7 +431,7 @@ def test_evaluations_begun_ahead(constants, on_device):
         assert ahead.begin_update(fitness if step < 2 else -fitness)
         ahead.begin(0, 300 if step else 2)
         if step == 1:
-            assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "the update is taken back"
+            assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "the update is undone"
             ahead.begin_update(fitness)
             ahead.begin(0, 300)
         assert ahead.update(fitness) == plain.update(fitness)
