@@ -394,8 +394,8 @@ def arch(cfg, args):
     """print the architecture: parameters, sizes, what a step costs
 
     example: python egg.py arch -D HIDDEN_DIM=512 -D N_LAYERS=8"""
-    from model import parameters
-    print(parameters.describe(cfg))
+    from tools import arch
+    print(arch.describe(cfg))
 
 
 @command(option("texts TEXT", "files of text (or any bytes), read one after the other, also .zst", nargs="+"),

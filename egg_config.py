@@ -272,7 +272,8 @@ class Constant(NamedTuple):
 
     def objection(self, value):
         """The rule that a value breaks, in words, or None."""
-        numbers, limits, word = [value], self.limits, ""
+        numbers, limits = [value], self.limits
+        word = ""
         if self.kind is tuple:
             word, _, limits = limits.partition("s ")
             kinds = {int, type(self.allowed[0])}
@@ -292,27 +293,28 @@ class Constant(NamedTuple):
         return None if all(low <= number <= high for number in numbers) else f"{word}must be from {limits}"
 
 
-LINE = re.compile(r"^(?:# --- (.*?) -+|"                                                       # a title, or
-                  r"(\w+) *=.*?(?:# *(.*?) *\| *(\w+) *\| *(?:\((\w+)\) )?(.*(?:\n#  .*)*))?)$", re.M)   # a constant
+LINE = re.compile(r"^(?:# --- (?P<title>.*?) -+|(?P<name>\w+) *=.*?"
+                  r"(?:# *(?P<limits>.*?) *\| *(?P<agree>\w+) *\| *"
+                  r"(?:\((?P<model>\w+)\) )?(?P<meaning>.*(?:\n#  .*)*))?)$", re.MULTILINE)
 
 
 def _constants():
-    """{name: Constant} of this file. Raises ConfigError for a line that is none."""
+    """{name: Constant} of this file. Raises ConfigError for an assignment that is none."""
     with open(__file__, encoding="utf-8") as file:
         text = file.read().partition("\nPRESETS =")[0]
-    found, lines, section = {}, {}, ""
+    found, lines = {}, {}
     for match in LINE.finditer(text):
-        title, name, limits, agree, model, meaning = match.groups()
-        if title:
-            section = title
+        if match["title"]:
+            section = match["title"]
             continue
+        name, agree = match["name"], match["agree"]
         lines[name] = text.count("\n", 0, match.start()) + 1
         if agree in AGREE:
             value = globals()[name]
-            value = int(value) if isinstance(value, bool) else value
-            kind, allowed = _allowed(limits)
-            meaning = " ".join(meaning.replace("\n#", "").split())
-            found[name] = Constant(section, value, kind, limits, allowed, agree, model, meaning, 0)
+            kind, allowed = _allowed(match["limits"])
+            found[name] = Constant(section=section, value=int(value) if isinstance(value, bool) else value, kind=kind,
+                                   limits=match["limits"], allowed=allowed, agree=agree, model=match["model"],
+                                   meaning=" ".join(match["meaning"].replace("\n#", "").split()), line=0)
         elif agree:
             raise ConfigError(f"{_place(lines[name])}{name}: {agree!r} must be one of {', '.join(AGREE)}")
     for name, line in lines.items():

@@ -1,5 +1,5 @@
-"""Data files (SPEC 10): tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes them.
-A file that is missing or wrong raises DataError, whose one line says what to do."""
+"""Data files (SPEC 10): tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes the
+files. One that is missing or damaged raises DataError, a line that says what to do."""
 
 import math
 import os
@@ -93,7 +93,7 @@ def read_text(path):
 # --- what a token stands for -----------------------------------------------------------------------------------------
 
 class Decoding:
-    """The bytes of every token. `lengths`: int64 [tokens], bytes of each; len() is the number of tokens known."""
+    """The bytes of every token. lengths: int64 [tokens], in bytes; len() is the number of tokens."""
 
     def __init__(self, pieces):
         self.lengths = np.array([len(p) for p in pieces], np.int64)
@@ -115,7 +115,8 @@ class Decoding:
             if not ok:
                 raise DataError(f"{path} is damaged ({what}): make it again with `python egg.py prepare TEXT`")
 
-        count, pieces, at = int.from_bytes(data[:4], "little"), [], 4
+        count = int.from_bytes(data[:4], "little")
+        pieces, at = [], 4
         need(0 < count <= (len(data) - 4) // 4, f"{count} tokens in {len(data)} bytes")
         for token in range(count):
             first = at + 4
@@ -133,9 +134,9 @@ class Decoding:
         return self._bytes[np.repeat(self._first[tokens], lengths) + inside]
 
     def encode(self, data):
-        """int32: the tokens of `data` (bytes). Within a word (WORDS), the two neighbours whose merge is the token with
-        the lowest id are merged, as long as there are any. `prepare` numbers tokens in the order in which the BPE
-        learned its merges, so these are the tokens of the BPE. Raises DataError for a byte that has no token."""
+        """int32: the tokens of `data` (bytes). Within a word (WORDS), the two neighbours whose merge has the lowest id
+        are merged, until no two neighbours make a token. `prepare` numbers tokens in the order in which the BPE learned
+        its merges, so these are the tokens of the BPE. Raises DataError for a byte that has no token."""
         if self._ids is None:
             at = [*self._first.tolist(), self._bytes.size]
             # of equal tokens the first counts
@@ -187,7 +188,7 @@ def load_decoding(cfg, warn=warn):
 
 
 def text(decoding, tokens):
-    """str for people: the text of the tokens, or their ids if `decoding` is None."""
+    """str: the text of the tokens, or their ids if `decoding` is None."""
     if decoding is None:
         return "token ids " + " ".join(str(int(t)) for t in tokens)
     return decoding.decode(tokens).decode("utf-8", "replace")
@@ -196,9 +197,9 @@ def text(decoding, tokens):
 # --- validation ------------------------------------------------------------------------------------------------------
 
 class Validation(namedtuple("Validation", "windows n_bytes unit")):
-    """Held-out windows: int32 [n, (VALIDATE_WINDOW or SEQ_LEN) + 1], inputs row[:-1], targets row[1:]; n_bytes: that
-    the targets stand for (their number without a decoding); unit: "bits/byte" or "bits/token".
-    engine.validate(windows) gives (nats, number of targets)."""
+    """Held-out windows: int32 [n, (VALIDATE_WINDOW or SEQ_LEN) + 1], inputs row[:-1], targets row[1:]; n_bytes: the
+    bytes of all targets, without a decoding their number; unit: "bits/byte" or "bits/token". engine.validate(windows)
+    returns (nats, number of targets)."""
 
     def bits(self, nats):
         """`nats`, summed over all targets, in `unit`."""

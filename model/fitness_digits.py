@@ -9,7 +9,7 @@ from model import ternary
 
 def chunk_fitness(losses, cfg):
     """int8 [members / 2] in {-1, 0, 1} from the losses (int64 [members], even member first) of one chunk. The mean
-    filter raises the mean in logit units to its power; the losses of LOSS = "exact" count 1/256 of these."""
+    filter raises the mean in logit units to its power; the unit of the losses of LOSS = "exact" is 1/256 of that."""
     d = losses[1::2] - losses[0::2]
     if cfg.FAST_FITNESS:
         return np.sign(d).astype(np.int8)
@@ -28,7 +28,7 @@ def chunk_fitness(losses, cfg):
 
 
 def _mean(x):
-    """float: the mean of int64 `x` in float64; by integers, in half the time, where float64 holds every sum of them."""
+    """float: the mean of int64 `x` in float64; by integers, in half the time, if float64 holds every sum of them."""
     if max(-int(x.min()), int(x.max())) * x.size < 1 << 53:
         return int(x.sum()) / x.size
     return float(np.mean(x, dtype=np.float64))

@@ -7,10 +7,16 @@ import numpy as np
 
 from model import rules
 
-ADAMW, SGD, MUON, ZTEST = range(4)
+ADAMW = 0
+SGD = 1
+MUON = 2
+ZTEST = 3
 
 # Muon (SPEC 9). It has the same bits on every machine, because every sum is one chain of fma in a fixed order.
-MUON_ROUNDS, MUON_PARTS, MUON_EPS, MUON_SIZE = 5, 1024, 1e-7, 0.2
+MUON_ROUNDS = 5
+MUON_PARTS = 1024
+MUON_EPS = 1e-7
+MUON_SIZE = 0.2
 MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}      # a, b, c of MUON_NS
 
 
@@ -20,7 +26,7 @@ Optimizer = namedtuple("Optimizer", "rule lr beta1 one_less_beta1 beta2 one_less
 
 
 def least_vote(cfg, alpha):
-    """int: the size that the votes of about a share `alpha` of the weights exceed by chance: |vote| * 16 >= t *
+    """int: the size of vote that about a share `alpha` of the weights reaches by chance: |vote| * 16 >= t *
     isqrt(pairs) * 256; t / 16: normal quantile; 256: variance of a product of two draws (1 for signs)."""
     import statistics               # here, because a coordinator starts without it
     t = int(16 * -statistics.NormalDist().inv_cdf(alpha / 2))
@@ -28,7 +34,7 @@ def least_vote(cfg, alpha):
 
 
 def constants(cfg, lr, t):
-    """The Optimizer constants of one Tensor for what cfg.learning_rate gives."""
+    """The Optimizer constants of one Tensor; lr: cfg.learning_rate of the step."""
     rule = MUON if cfg.USE_MUON and t.hidden else {"adamw": ADAMW, "sgd": SGD, "ztest": ZTEST}[cfg.OPTIMIZER]
     scale = cfg.MUON_LR_SCALE if rule == MUON else t.lr_scale
     rate = np.float32(lr) * np.float32(scale)
@@ -36,10 +42,12 @@ def constants(cfg, lr, t):
         rate = np.float32(float(rate) / cfg.N_PAIRS ** 0.5)
     elif rule == ZTEST:
         rate = np.float32(least_vote(cfg, lr))
-    one, b1, b2, eps, decay, momentum, size = map(np.float32, (
-        1, cfg.ADAM_BETA1, cfg.ADAM_BETA2, cfg.ADAM_EPS, cfg.ADAM_WEIGHT_DECAY, cfg.MUON_MOMENTUM, MUON_SIZE))
-    return Optimizer(rule, rate, b1, one - b1, b2, one - b2, eps, decay, momentum,
-                     size * np.sqrt(np.float32(max(t.rows, t.cols))))
+    beta1 = np.float32(cfg.ADAM_BETA1)
+    beta2 = np.float32(cfg.ADAM_BETA2)
+    return Optimizer(rule=rule, lr=rate, beta1=beta1, one_less_beta1=np.float32(1) - beta1, beta2=beta2,
+                     one_less_beta2=np.float32(1) - beta2, eps=np.float32(cfg.ADAM_EPS),
+                     decay=np.float32(cfg.ADAM_WEIGHT_DECAY), momentum=np.float32(cfg.MUON_MOMENTUM),
+                     size=np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
 
 
 def reads_data(cfg):
@@ -55,7 +63,7 @@ def need_data(cfg, tokens):
 def token_rates(cfg, tokens):
     """float32 [VOCAB_SIZE]: factors on the learning rate of the columns of tables by token, sqrt(share of the token in
     the training data / RARE_TOKENS), at most 1 (0 for a token that does not occur). Every operation is exact or rounded
-    correctly: the same bits everywhere. Raises ValueError where there are no data."""
+    correctly: the same bits everywhere. Raises ValueError without data."""
     need_data(cfg, tokens)
     piece = 1 << 24
     counts = sum(np.bincount(tokens[at:at + piece], minlength=cfg.VOCAB_SIZE) for at in range(0, len(tokens), piece))
@@ -64,7 +72,7 @@ def token_rates(cfg, tokens):
 
 def seen_windows(cfg, tokens, step):
     """int32 [pairs, SEQ_LEN + 1]: windows of a step, on whose tokens votes count SEEN_VOTES times. Raises ValueError
-    where there are no data."""
+    without data."""
     need_data(cfg, tokens)
     return rules.windows(cfg, tokens, step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
 

@@ -1,35 +1,37 @@
-"""A model as one table: from it come initialisation, canonical bytes, noise overlay, optimizer walk, `arch` and digests
-(SPEC 2, 3, 6). TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg. NumPy, without devices or sockets.
+"""A model as one table (SPEC 2, 3), which gives the initial weights, the canonical order of all arrays, the noise
+overlay and the walk of the optimizer. TABLE is the transformer, GRU_TABLE the recurrent model of nano-egg.
 """
 
 import dataclasses
 import functools
 import hashlib
 import math
-from collections import namedtuple
 from typing import NamedTuple
 
 import numpy as np
 
-from model import optimizers
 from model.rules import uniform_noise
 from model.seeds import INITIAL_SEED, first_seed
 
 
+H = "H"                     # HIDDEN_DIM
+H4 = "4H"                   # 4 * HIDDEN_DIM
+V = "V"                     # VOCAB_SIZE
+BYTE = "256"                # the values of a byte
+
+
 class Param(NamedTuple):
-    """A row of the table. Widths: HIDDEN_DIM ("H"), 4 H ("4H"), VOCAB_SIZE ("V"), or the values of a byte ("256")."""
+    """A row of the table."""
     name: str
-    shape: tuple            # (rows = inputs, cols = outputs) of a matrix, (width,) of a vector
+    shape: tuple            # of the widths above: (rows = inputs, cols = outputs) of a matrix, (width,) of a vector
     a: int                  # noise offset of the output side; first offset of a vector
-    b: object               # noise offset of the input side ("H": a + HIDDEN_DIM); second offset of a vector
+    b: object               # noise offset of the input side (H: a + HIDDEN_DIM); second offset of a vector
     start: object = None    # initial value of a vector; None: random draws
     per_layer: bool = False
     lr_scale: float = 1.0   # factor on the learning rate
-    multiplied: bool = True  # activations are multiplied by it: not by a matrix that is only looked up in
-    needs: str = ""         # constant without which (0) the model does not have it
+    multiplied: bool = True  # whether activations are multiplied by the matrix; False: its columns are looked up only
+    needs: str = ""         # the model has the array only if this constant is not 0
 
-
-H, H4, V, BYTE = "H", "4H", "V", "256"
 
 TABLE = (
     Param("embedding", (H, V), 0, H),
@@ -76,16 +78,27 @@ GRU_TABLE = (
 LAYER_SEED = 1000           # seed distance of two layers
 
 
-# One stored array: a Param of one layer. Offsets count elements of the flat arrays of `State`. param: index into the
-# table; rows: inputs, 1 for a vector; cols: outputs, or the width of a vector; size: rows * cols; weights: first
-# element in State.weights and in the optimizer arrays; seed_a, seed_b: added to a member's seed, streams of the output
-# and of the input side (vector: first and second stream); overlay_a, overlay_b: first entry in State.overlay that
-# scales stream a or b (vector: the same); looked_up: its columns are; product: activations are multiplied by it;
-# hidden: a matrix from hidden units to hidden units, which Muon moves; by_token: a table with a column for every token;
-# seen: SEEN_VOTES applies, not to the recurrent model's head, which every window teaches about all tokens.
-Tensor = namedtuple("Tensor", (
-    "param name layer rows cols size matrix weights seed_a seed_b overlay_a overlay_b lr_scale per_layer looked_up "
-    "product hidden by_token seen"))
+class Tensor(NamedTuple):
+    """One stored array: a Param of one layer. Offsets count elements of the flat arrays of `State`."""
+    param: int              # index into the table
+    name: str
+    layer: int
+    rows: int               # inputs; 1 of a vector
+    cols: int               # outputs, or the width of a vector
+    size: int               # rows * cols
+    matrix: bool
+    weights: int            # first element in State.weights and State.moments
+    seed_a: int             # added to a member's seed: noise stream of the output side; first stream of a vector
+    seed_b: int             # ... of the input side; second stream of a vector
+    overlay_a: int          # first entry in State.overlay that scales stream a
+    overlay_b: int          # ... stream b; of a vector the same as overlay_a
+    lr_scale: float
+    per_layer: bool
+    looked_up: bool         # a token or byte selects one of its columns
+    product: bool           # activations are multiplied by it
+    hidden: bool            # a matrix from hidden units to hidden units, which Muon moves
+    by_token: bool          # a table with a column for every token
+    seen: bool              # SEEN_VOTES applies: not to the recurrent model's head, as every window teaches all of it
 
 
 def table(cfg):
@@ -93,30 +106,33 @@ def table(cfg):
 
 
 def tensors(cfg):
-    """Every stored array in canonical order: a list of Tensor."""
-    out, weights, overlay = [], 0, 0
+    """[Tensor]: every stored array in canonical order."""
+    found, weights, overlay = [], 0, 0
     widths = {H: cfg.HIDDEN_DIM, H4: 4 * cfg.HIDDEN_DIM, V: cfg.VOCAB_SIZE, BYTE: 256}
     for i, p in enumerate(table(cfg)):
         if p.needs and not getattr(cfg, p.needs):
             continue
-        layers, matrix, lookup = cfg.N_LAYERS if p.per_layer else 1, len(p.shape) == 2, p.b == H
+        layers = cfg.N_LAYERS if p.per_layer else 1
+        matrix = len(p.shape) == 2
+        lookup = p.b == H
         rows, cols = ([1] + [widths[symbol] for symbol in p.shape])[-2:]
         # overlay order is row, then col; the "row" of what is looked up is the token or byte, which is its output side;
         # a vector has the second array alone, for both its streams
         first, second = (cols, rows) if lookup else (rows if matrix else 0, cols)
         product = matrix and p.multiplied
         for layer in range(layers):
-            base, after = overlay + layer * first, overlay + layers * first + layer * second
-            seed_a, seed_b = p.a + LAYER_SEED * layer, (p.a + cfg.HIDDEN_DIM if lookup else p.b) + LAYER_SEED * layer
-            out.append(Tensor(
+            before = overlay + layer * first
+            after = overlay + layers * first + layer * second
+            found.append(Tensor(
                 param=i, name=p.name, layer=layer, rows=rows, cols=cols, size=rows * cols, matrix=matrix,
-                weights=weights, seed_a=seed_a, seed_b=seed_b, overlay_a=base if lookup else after,
-                overlay_b=base if matrix and not lookup else after, lr_scale=p.lr_scale, per_layer=p.per_layer,
-                looked_up=lookup or not p.multiplied, product=product, hidden=product and V not in p.shape,
-                by_token=V in p.shape, seen=p.name == "embedding"))
+                weights=weights, seed_a=p.a + LAYER_SEED * layer,
+                seed_b=(p.a + cfg.HIDDEN_DIM if lookup else p.b) + LAYER_SEED * layer,
+                overlay_a=before if lookup else after, overlay_b=before if matrix and not lookup else after,
+                lr_scale=p.lr_scale, per_layer=p.per_layer, looked_up=lookup or not p.multiplied, product=product,
+                hidden=product and V not in p.shape, by_token=V in p.shape, seen=p.name == "embedding"))
             weights += rows * cols
         overlay += layers * (first + second)
-    return out
+    return found
 
 
 def n_weights(cfg):
@@ -130,7 +146,7 @@ def n_overlay(cfg):
 
 
 def products_per_token(cfg):
-    """Multiply-adds of the weight matrices for one token (attention itself left out, as in the reference figures)."""
+    """Multiply-adds of the weight matrices for one token, without attention."""
     return sum(t.size for t in tensors(cfg) if t.product)
 
 
@@ -142,7 +158,7 @@ def divisor(cfg, inputs):
 @dataclasses.dataclass(eq=False)
 class State:
     """What training changes, as flat arrays in canonical order: weights int8 [n], moments float32 [n, 3] (m, v, acc),
-    overlay int8 [k]. `step` updates have been applied; `seed` is the seed of the next step's evaluation."""
+    overlay int8 [k]. step: number of updates that were applied; seed: of the next step's evaluation."""
     weights: np.ndarray
     moments: np.ndarray
     overlay: np.ndarray
@@ -150,7 +166,7 @@ class State:
     seed: int = INITIAL_SEED
 
     def digests(self):
-        """SHA-256 (hex) of weights, moments and overlay: what golden data record."""
+        """(SHA-256 of the weights, of the moments, of the overlay), hex, as golden data record them."""
         arrays = self.weights, self.moments, self.overlay
         return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in arrays)
 
@@ -184,9 +200,9 @@ def initial_state(cfg):
     drawn = sorted((t for t in arrays if params[t.param].start is None), key=lambda t: (t.per_layer, t.layer, t.param))
     draws = _xorshift(42, sum(t.size for t in drawn))
     for t in drawn:
-        mine, draws = np.split(draws, [t.size])
         mask = cfg.TOKEN_MASK if t.by_token and cfg.TOKEN_MASK >= 0 else cfg.HOST_MASK
-        matrix = uniform_noise(mine, mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
+        matrix = uniform_noise(draws[:t.size], mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
+        draws = draws[t.size:]
         weights[t.weights:t.weights + t.size] = to_canonical(matrix)
     overlay = np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8)
     return State(weights, np.zeros((weights.size, 3), np.float32), overlay, 0, first_seed(cfg))
@@ -230,59 +246,3 @@ def _applied(columns, x):
     tables = (np.bitwise_xor.reduce(np.where(bits, columns[k:k + 8], np.uint32(0)), axis=1) for k in range(0, 32, 8))
     return functools.reduce(np.bitwise_xor, (table[x >> np.uint32(8 * k) & np.uint32(255)]
                                              for k, table in enumerate(tables)))
-
-
-# --- the architecture for people -------------------------------------------------------------------------------------
-
-def describe(cfg):
-    """str: a table of the parameters, then what model, optimizer and a step take."""
-    n, T, members, arrays = n_weights(cfg), cfg.SEQ_LEN, cfg.POPULATION_SIZE, tensors(cfg)
-    rows = [("component", "dimensions", "parameters", "layers", "total", "size")]
-    for t in (t for t in arrays if t.layer == 0):
-        count = cfg.N_LAYERS if t.per_layer else 1
-        rows.append((t.name, f"{t.rows} x {t.cols}" if t.matrix else str(t.cols), f"{t.size:,}",
-                     str(count) if t.per_layer else "", f"{count * t.size:,}", _bytes(count * t.size)))
-    rows.append(("all", "", "", "", f"{n:,}", _bytes(n)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-             .rstrip() for row in rows]
-    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-
-    tokens = f"{cfg.VOCAB_SIZE:,} tokens{' (bytes)' if cfg.VOCAB_SIZE == 256 else ''}"
-    token = products_per_token(cfg)
-    if cfg.MODEL == "gru":
-        model = f"recurrent, {cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {tokens}; windows of {T}"
-        work = f"{token:,} multiply-adds"
-        if cfg.STATE_TOKENS:
-            more = cfg.STATE_TOKENS / T / cfg.GROUP_SIZE
-            work += f", and {more:.0%} more for the state a window begins with"
-            token *= 1 + more
-    else:
-        # scores and weighted values over (T + 1) / 2 positions on average
-        attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (T + 1)
-        model = (f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.N_HEADS} heads of {cfg.HEAD_DIM}, {T} positions, "
-                 f"{tokens}; head and embedding are one matrix")
-        work = f"{token:,} multiply-adds in matrices, {attention:,} in attention"
-        token += attention
-    sides = [sorted((t.rows, t.cols)) for t in arrays if optimizers.constants(cfg, 1.0, t).rule == optimizers.MUON]
-    muon = optimizers.MUON_ROUNDS * sum(short * short * (2 * long + short) for short, long in sides)
-    falling, contexts = (", ".join(f"{value} from step {step:,}" for step, value in schedule)
-                         for schedule in (cfg.SIGMA_SCHEDULE, cfg.SOFT_TARGETS))
-    facts = (
-        ("model", model),
-        ("optimizer", f"{_bytes(12 * n)} (m, v and accumulator, float32), noise scales {_bytes(n_overlay(cfg))}"),
-        *([("", f"Muon for {len(sides)} matrices, {muon:.3g} multiply-adds an update")] if sides else []),
-        *([("noise", f"SIGMA_SHIFT {cfg.SIGMA_SHIFT}, then {falling}")] if falling else []),
-        *([("targets", f"{cfg.TARGETS} a position; context in tokens: {contexts}")] if contexts else []),
-        ("a token", work),
-        ("a step", f"{members:,} members ({members // 2:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x {T} tokens = "
-                   f"{members * T:,} tokens"),
-        ("", f"{token * members * T:.3g} multiply-adds to evaluate, {n * cfg.N_PAIRS:.3g} to vote in the update"),
-        ("on the wire", f"{cfg.N_CHUNKS} results of {-(-cfg.CHUNK_SIZE // 10):,} bytes of fitness, then "
-                        f"{-(-cfg.N_PAIRS // 5):,} bytes to every worker"))
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], "", *(f"{name:12}{fact}" for name, fact in facts)])
-
-
-def _bytes(n):
-    return next((f"{n / size:.2f} {unit}" for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-                 if n >= size), f"{n} B")

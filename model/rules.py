@@ -1,8 +1,8 @@
 """The rules of both models and of their training, each written once (SPEC 2, 4, 5, 7, 9, 10).
 
-A rule is a plain function of scalars, built with a compiler and its arithmetic: `engine.cpu_rules` with numba.njit,
-`kernels.rules` with numba.cuda.jit. A switch is an argument of the builder, a number one of the rule. Every integer
-result is cast, because numba's own rules of promotion differ between its targets.
+A rule is a plain function of scalars. A builder makes the rules for one compiler (jit) and its Arithmetic (ops):
+`engine.cpu_rules` for numba.njit, `kernels.rules` for numba.cuda.jit. A switch is an argument of the builder, a number
+one of the rule. Every integer result is cast, because numba's promotion of types differs between compilers.
 """
 
 from collections import namedtuple
@@ -10,11 +10,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
-# The operations of a target besides casts; integers wrap, floats are IEEE, rounded once to nearest, never contracted.
-# trunc: int32 of a float32, toward zero, saturating; trunc_64th: int32 / 64, toward zero; divide(p, d): int32 p / int32
-# d, toward zero, for |p| < 2^23 and d > 0; log2_floor: of a positive int64; the others of float32.
+# The operations besides casts; integers wrap, floats are IEEE, rounded once to nearest, never contracted. trunc: int32
+# of a float32, toward zero, saturating; trunc_64th: int32 / 64, toward zero; divide(p, d): int32 p / int32 d, toward
+# zero, for |p| < 2^23 and d > 0; log2_floor: of a positive int64; the others of float32.
 Arithmetic = namedtuple("Arithmetic", "trunc trunc_64th divide log2_floor sqrt fma add sub mul div")
-i32, u32, f32, i64, u64 = np.int32, np.uint32, np.float32, np.int64, np.uint64
+i32 = np.int32
+u32 = np.uint32
+f32 = np.float32
+i64 = np.int64
+u64 = np.uint64
 TARGET_STREAM = 1 << 30      # first index of the draws of soft targets; noise has smaller ones
 
 
@@ -38,7 +42,7 @@ def draw_rules(jit, gaussian):
 
     @jit
     def draw(r, mask):
-        """int32, fits int8: the noise that a hash r gives; mask: of the magnitude."""
+        """int32 that fits int8: the noise of a hash r; mask: of the magnitude."""
         if gaussian:
             return i32(i32(term(r, mask) + term(u32(r >> u32(5)), mask)) + term(u32(r >> u32(10)), mask))
         return term(r, mask)
@@ -46,9 +50,10 @@ def draw_rules(jit, gaussian):
     return SimpleNamespace(hash32=hash32, draw=draw)
 
 
-def factor_rules(jit, target, mode):
-    """What the noise-scale overlay makes of noise (SPEC 4); mode: ADAPTIVE_NOISE_MODE."""
-    trunc, trunc_64th, sqrt, fma = target.trunc, target.trunc_64th, target.sqrt, target.fma
+def factor_rules(jit, ops, mode):
+    """Noise scaled by the overlay (SPEC 4); mode: ADAPTIVE_NOISE_MODE."""
+    trunc, trunc_64th = ops.trunc, ops.trunc_64th
+    sqrt, fma = ops.sqrt, ops.fma
     hash32 = draw_rules(jit, 0).hash32
 
     @jit
@@ -58,7 +63,7 @@ def factor_rules(jit, target, mode):
 
     @jit
     def factor(overlay, seed, i):
-        """float32: the factor of SPEC 4; seed of the noise stream that it scales."""
+        """float32: the factor of SPEC 4; seed: of the noise stream that is scaled."""
         if mode == 0:
             return f32(1)
         if mode == 1:
@@ -79,7 +84,7 @@ def factor_rules(jit, target, mode):
 
     @jit
     def input_coefficient(n, overlay):
-        """int32: the noise n of an input as `input_term` and `input_fold` take it, in 64ths in mode 1."""
+        """int32: the noise n of an input for `input_term` and `input_fold`, in 64ths in mode 1."""
         return i32(n * sixty_fourths(overlay)) if mode == 1 else i32(n)
 
     @jit
@@ -104,17 +109,17 @@ def factor_rules(jit, target, mode):
 
     @jit
     def table_term(a, factor_a, b, factor_b):
-        """int32: trunc(a * b * factor_a * factor_b), noise of an element of a table whose columns are looked up."""
+        """int32: trunc(a * b * factor_a * factor_b), the noise of an element of a table whose columns are looked up."""
         return trunc(f32(f32(f32(i32(a * b)) * factor_a) * factor_b))
 
     return SimpleNamespace(factor=factor, scaled=scaled, input_coefficient=input_coefficient, input_term=input_term,
                            input_fold=input_fold, table_term=table_term)
 
 
-def loss_rule(jit, target, exact):
+def loss_rule(jit, ops, exact):
     """The loss of a position (SPEC 7); exact: LOSS = "exact", in 1/256 logit units. Of several targets (only then):
     the distances of their logits from the largest are added up, and `unit_of_distance` is 256 / targets."""
-    log2_floor = target.log2_floor
+    log2_floor = ops.log2_floor
 
     @jit
     def loss(total, top, target, bit, unit, unit_of_distance):
@@ -136,9 +141,9 @@ def loss_rule(jit, target, exact):
     return loss
 
 
-def norm_rules(jit, target):
+def norm_rules(jit, ops):
     """Clips and divisions of both models (SPEC 5, 7, 8)."""
-    trunc, divide = target.trunc, target.divide
+    trunc, divide = ops.trunc, ops.divide
 
     @jit
     def clip(x):
@@ -159,12 +164,12 @@ def norm_rules(jit, target):
 
     @jit
     def gate(x, h):
-        """int32, 0 to 254: how far a gate is open; x, h: what the layer's input and its state (with the bias) give."""
+        """int32, 0 to 254: how far a gate is open; x, h: products of the layer's input and of its state."""
         return i32(clip(i32(x + h)) + i32(127))
 
     @jit
     def gated(f, h):
-        """int32: the state h as far as the gate f lets it pass."""
+        """int32: the share of the state h that the gate f lets pass."""
         return i32(i32(f * h) >> i32(8))
 
     @jit
@@ -175,9 +180,11 @@ def norm_rules(jit, target):
     return SimpleNamespace(clip=clip, normed=normed, quotient=quotient, gate=gate, gated=gated, next_state=next_state)
 
 
-def update_rules(jit, target):
+def update_rules(jit, ops):
     """The update of one weight (SPEC 9). weight, vote: int32; m, v, acc: float32, its moments and accumulator."""
-    fma, add, sub, mul, div, sqrt = target.fma, target.add, target.sub, target.mul, target.div, target.sqrt
+    add, sub = ops.add, ops.sub
+    mul, div = ops.mul, ops.div
+    fma, sqrt = ops.fma, ops.sqrt
 
     @jit
     def adamw(vote, weight, m, v, acc, rate, beta1, one_less_beta1, beta2, one_less_beta2, eps, decay):
@@ -200,7 +207,7 @@ def update_rules(jit, target):
 
     @jit
     def whole_step(weight, acc):
-        """(move, acc): the whole step -1, 0 or 1 that acc has gathered, and what is left of it."""
+        """(move, acc): the whole step -1, 0 or 1 that acc has reached, and acc without it."""
         move = i32(0)
         if acc >= f32(1):
             move = i32(1 if weight < 127 else 0)
@@ -223,9 +230,9 @@ def update_rules(jit, target):
     return SimpleNamespace(adamw=adamw, sgd=sgd, muon=muon, whole_step=whole_step, ztest=ztest)
 
 
-def sampling_rules(jit, target):
+def sampling_rules(jit, ops):
     """The choice of a token (SPEC 10)."""
-    trunc, sub, div = target.trunc, target.sub, target.div
+    trunc, sub, div = ops.trunc, ops.sub, ops.div
 
     @jit
     def score(z, seen, penalty):
@@ -244,7 +251,7 @@ def sampling_rules(jit, target):
 # --- on the host -----------------------------------------------------------------------------------------------------
 
 def uniform_noise(draws, mask, gaussian):
-    """int8 noise from an array of uint32 draws: `draw_rules`, of all at once."""
+    """int8 noise from an array of uint32 draws: the `draw` of `draw_rules` for arrays."""
     def term(sign_bit, shift):
         magnitude = (draws >> np.uint32(shift) & np.uint32(mask)).astype(np.int8)
         return np.where(draws >> np.uint32(sign_bit) & np.uint32(1), magnitude, -magnitude)
@@ -254,21 +261,21 @@ def uniform_noise(draws, mask, gaussian):
 # --- windows of the data (SPEC 7) ------------------------------------------------------------------------------------
 
 def window_start(first, pair, pairs_a_group, stride, starts):
-    """Where the window of a pair begins (SPEC 7). A group of pairs follows a stream of its own, `stride` tokens after
-    that of the group before. first: of pair 0 in this step; starts: how many windows there are."""
+    """First token of a pair's window (SPEC 7). Every group of pairs reads its own stream, which begins `stride` tokens
+    after that of the previous group. first: first token of pair 0 in this step; starts: number of windows."""
     return (first + pair // pairs_a_group * stride) % starts
 
 
 def window_starts(cfg, n_tokens, step, first_pair, pairs):
-    """int64 [pairs]: first token of each pair's window; a step goes on by a window from the one before."""
+    """int64 [pairs]: first token of each pair's window; every step reads the next window of a stream."""
     stride = 0 if cfg.USE_SAME_DATA else n_tokens // cfg.N_GROUPS
     each = np.arange(first_pair, first_pair + pairs, dtype=np.int64)
     return window_start(step * cfg.SEQ_LEN, each, cfg.GROUP_SIZE // 2, stride, n_tokens - cfg.SEQ_LEN)
 
 
 def windows(cfg, tokens, step, first_pair, pairs):
-    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: what each pair's window begins from, then its inputs and targets. The
-    end of the data comes before its beginning."""
+    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: the tokens before each pair's window, then its inputs and targets. The
+    data are a ring."""
     starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
     places = starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)
     return np.take(tokens, places, mode="wrap").astype(np.int32)

@@ -1,6 +1,5 @@
 """Soft targets (SPEC 7): a position is scored against the token that follows it and against tokens that follow the same
-context elsewhere in the training data. Most of the noise in a pair's loss difference is which token happened to
-follow."""
+context elsewhere in the training data, because the one token that follows is most of the noise in a loss."""
 
 import os
 import threading
@@ -13,14 +12,13 @@ from model import rules
 from model.seeds import hash32
 
 
-# What follows every context in the data: first, size uint32 [n], tokens as the data. The tokens after the context of
-# the token at place p are tokens[first[p]:first[p] + size[p]], one or more, in ascending order.
+# The tokens that follow every context: first, size uint32 [n], tokens as the data. Those that follow the context before
+# place p are tokens[first[p]:first[p] + size[p]], one or more, in ascending order.
 Followers = namedtuple("Followers", "first size tokens")
 
 
 def followers(cfg, tokens, context):
-    """The Followers of `context` tokens before every place of the data (the end of which comes before its
-    beginning)."""
+    """The Followers of the contexts of `context` tokens before every place of the data, which are a ring."""
     bits = max(1, (cfg.VOCAB_SIZE - 1).bit_length())
     key = np.zeros(len(tokens), np.uint64)                  # the context, then the token
     for back in range(context, -1, -1):
@@ -38,8 +36,8 @@ def followers(cfg, tokens, context):
 
 
 def windows(cfg, tokens, known, step, seed, first_pair, pairs):
-    """int32 [pairs, cfg.WINDOW]: model.rules.windows, and with SOFT_TARGETS the drawn targets of every position. known:
-    Followers, None: they are the token that follows. seed: of the step."""
+    """int32 [pairs, cfg.WINDOW]: model.rules.windows, then with SOFT_TARGETS the drawn targets of every position.
+    known: their Followers, or None: all targets are the token that follows. seed: of the step."""
     cut = rules.windows(cfg, tokens, step, first_pair, pairs)
     drawn, T = cfg.TARGETS - 1, cfg.SEQ_LEN
     if not drawn:
@@ -54,18 +52,19 @@ def windows(cfg, tokens, known, step, seed, first_pair, pairs):
 
 
 class Tables:
-    """The Followers of the steps of a run. What the next context of SOFT_TARGETS needs is made in a thread while the
-    one before serves, so that no step waits for it. Raises ValueError where the memory is too small."""
+    """The Followers of the steps of a run. A thread makes those of the next context of SOFT_TARGETS while the present
+    ones serve, so that no step waits. Raises ValueError if the memory is too small."""
 
     def __init__(self, cfg, tokens):
-        self._cfg, self._tokens, self._made = cfg, tokens, {}           # context: Future
+        self._cfg, self._tokens = cfg, tokens
+        self._made = {}                      # context: Future of its Followers
         need = 50 * len(tokens) if cfg.SOFT_TARGETS and tokens is not None else 0
         if need > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
             raise ValueError(f"SOFT_TARGETS: {len(tokens):,} tokens of training data take {need / 2**30:.0f} GiB of "
                              "memory, more than this machine has: use less data or no SOFT_TARGETS")
 
     def begin(self, step):
-        """Begins to make what this step and the next context need."""
+        """Begins to make the Followers of this step and of the next context."""
         context, before = self._cfg.soft_context(step), self._cfg.soft_context(step - 1)
         coming = [c for first, c in self._cfg.SOFT_TARGETS if first > step][:1]
         kept = {c: self._made[c] for c in (context, before, *coming) if c in self._made}

@@ -14,7 +14,8 @@ def packed_size(count):
 def pack(digits):
     """bytes: the int8 values of {-1, 0, 1} in `digits` (bytes), five a byte, least significant digit first (-1 is digit
     2)."""
-    values, size = digits.translate(_VALUES).ljust(5 * packed_size(len(digits)), b"\0"), packed_size(len(digits))
+    size = packed_size(len(digits))
+    values = digits.translate(_VALUES).ljust(5 * size, b"\0")
     # no byte exceeds 242, so sums of whole numbers have no carry from one byte into the next
     total = sum(3 ** k * int.from_bytes(values[k::5], "little") for k in range(5))
     return total.to_bytes(size, "little")

@@ -8,6 +8,7 @@ import pytest
 import egg_config
 from engine import cpu_engine
 from model import parameters, rules, seeds, soft_targets
+from tools import arch
 
 SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
              LOSS="exact")
@@ -121,7 +122,7 @@ def test_tables_are_made_once_and_ahead(monkeypatch):
 
 def test_the_architecture_names_the_targets():
     cfg = egg_config.make(**SMALL, SOFT_TARGETS=((0, 2), (30, 1)))
-    assert "\ntargets     8 a position; context in tokens: 2 from step 0, 1 from step 30\n" in parameters.describe(cfg)
+    assert "\ntargets     8 a position; context in tokens: 2 from step 0, 1 from step 30\n" in arch.describe(cfg)
 
 
 def test_a_table_that_the_memory_cannot_hold_is_refused():

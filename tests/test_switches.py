@@ -23,6 +23,7 @@ from model import parameters
 from model import rules
 from kernels import muon
 from model import transforms
+from tools import arch
 from tools import train
 from tools.debug import Reading
 from kit import CARDS, HERE, cluster, loss_of, member_reading, path_of, random_config
@@ -454,8 +455,8 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
     tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
     cfg = egg_config.make(**{**SMALL, **rest}, SIGMA_SCHEDULE=((2, 5), (4, 0)))
     assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
-    assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in parameters.describe(cfg)
-    assert "targets" not in parameters.describe(cfg)
+    assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in arch.describe(cfg)
+    assert "targets" not in arch.describe(cfg)
     engine, found = cpu_engine.CpuEngine(cfg, tokens, threads=1), []
     for step, shift in (3, 5), (1, 3), (9, 0):
         state = engine.state()

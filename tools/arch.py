@@ -1,0 +1,80 @@
+"""The architecture of a configuration, for people (`egg.py arch`)."""
+
+from model import optimizers
+from model import parameters
+
+
+def describe(cfg):
+    """str: a table of the parameters, then what the model, the optimizer and a step cost."""
+    arrays = parameters.tensors(cfg)
+    size = parameters.n_weights(cfg)
+    tokens = cfg.POPULATION_SIZE * cfg.SEQ_LEN
+    model, work, multiply_adds = (_recurrent if cfg.MODEL == "gru" else _transformer)(cfg)
+    facts = [("model", model), ("optimizer", f"{_bytes(12 * size)} (m, v and accumulator, float32), noise scales "
+                                             f"{_bytes(parameters.n_overlay(cfg))}")]
+    sides = [sorted((t.rows, t.cols)) for t in arrays if optimizers.constants(cfg, 1.0, t).rule == optimizers.MUON]
+    if sides:
+        muon = optimizers.MUON_ROUNDS * sum(short * short * (2 * long + short) for short, long in sides)
+        facts.append(("", f"Muon for {len(sides)} matrices, {muon:.3g} multiply-adds an update"))
+    if cfg.SIGMA_SCHEDULE:
+        facts.append(("noise", f"SIGMA_SHIFT {cfg.SIGMA_SHIFT}, then {_by_step(cfg.SIGMA_SCHEDULE)}"))
+    if cfg.SOFT_TARGETS:
+        facts.append(("targets", f"{cfg.TARGETS} a position; context in tokens: {_by_step(cfg.SOFT_TARGETS)}"))
+    facts += [
+        ("a token", work),
+        ("a step", f"{cfg.POPULATION_SIZE:,} members ({cfg.N_PAIRS:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x "
+                   f"{cfg.SEQ_LEN} tokens = {tokens:,} tokens"),
+        ("", f"{multiply_adds * tokens:.3g} multiply-adds to evaluate, {size * cfg.N_PAIRS:.3g} to vote in the update"),
+        ("on the wire", f"{cfg.N_CHUNKS} results of {-(-cfg.CHUNK_SIZE // 10):,} bytes of fitness, then "
+                        f"{-(-cfg.N_PAIRS // 5):,} bytes to every worker")]
+    return "\n".join([*_table(cfg, arrays, size), "", *(f"{name:12}{fact}" for name, fact in facts)])
+
+
+def _transformer(cfg):
+    """(the model, the work of a token, its multiply-adds)."""
+    products = parameters.products_per_token(cfg)
+    # scores and weighted values over (T + 1) / 2 positions on average
+    attention = cfg.N_LAYERS * cfg.HIDDEN_DIM * (cfg.SEQ_LEN + 1)
+    return (f"{cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {cfg.N_HEADS} heads of {cfg.HEAD_DIM}, {cfg.SEQ_LEN} "
+            f"positions, {_vocabulary(cfg)}; head and embedding are one matrix",
+            f"{products:,} multiply-adds in matrices, {attention:,} in attention", products + attention)
+
+
+def _recurrent(cfg):
+    """The same of the recurrent model."""
+    products = parameters.products_per_token(cfg)
+    more = cfg.STATE_TOKENS / cfg.SEQ_LEN / cfg.GROUP_SIZE
+    work = f"{products:,} multiply-adds" + f", and {more:.0%} more for the state a window begins with" * bool(more)
+    return (f"recurrent, {cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {_vocabulary(cfg)}; windows of {cfg.SEQ_LEN}", work,
+            products * (1 + more) if more else products)
+
+
+def _vocabulary(cfg):
+    return f"{cfg.VOCAB_SIZE:,} tokens{' (bytes)' if cfg.VOCAB_SIZE == 256 else ''}"
+
+
+def _by_step(schedule):
+    return ", ".join(f"{value} from step {step:,}" for step, value in schedule)
+
+
+def _table(cfg, arrays, size):
+    """[line]: a row for every parameter."""
+    rows = [("component", "dimensions", "parameters", "layers", "total", "size")]
+    for t in arrays:
+        if t.layer == 0:
+            layers = cfg.N_LAYERS if t.per_layer else 1
+            rows.append((t.name, f"{t.rows} x {t.cols}" if t.matrix else str(t.cols), f"{t.size:,}",
+                         str(layers) if t.per_layer else "", f"{layers * t.size:,}", _bytes(layers * t.size)))
+    rows.append(("all", "", "", "", f"{size:,}", _bytes(size)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    head, *body, total = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w)
+                                    for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    return [head, rule, *body, rule, total]
+
+
+def _bytes(n):
+    for size, unit in (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n} B"
