@@ -43,6 +43,22 @@ def test_the_readme_is_short_and_shows_the_way():
     assert [words for words in MENTIONED if words not in text] == []
 
 
+def numbers(text):
+    """[(number, decimals)] of every number of at least two digits in a text."""
+    found = [match.replace(",", "") for match in re.findall(r"\d[\d,]*\.?\d+", text)]
+    return [(float(number), len(number.partition(".")[2])) for number in found]
+
+
+def test_the_readme_repeats_figures_of_the_benchmarks():
+    """Every figure in the README's tables is a figure of BENCHMARKS, or rounds one."""
+    section = README.read_text().partition("\n## Figures\n")[2].partition("\n## ")[0]
+    repeated = numbers(" ".join(cell for row in rows(section) for cell in row[1:]))
+    measured = [number for number, _ in numbers((HERE / "docs" / "BENCHMARKS.md").read_text())]
+    assert len(repeated) > 20
+    assert [number for number, decimals in repeated
+            if all(abs(number - one) > 0.501 * 10 ** -decimals for one in measured)] == []
+
+
 @pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
 def test_lines_fit_and_links_lead_somewhere(path):
     text = path.read_text()
