@@ -33,4 +33,19 @@ for path in sys.argv[1:]:
             print(json.dumps(dict(event="validation", step=step, tokens=int(tokens), seconds=round(seconds, 2),
                                   value=value, unit=curve.unit)), file=file)
 END
-"$python" egg.py plot docs/learning/*.jsonl --x time --log --out docs/learning.svg
+
+# a curve has the name of its file
+while read -r file name; do
+  ln -s "$PWD/docs/learning/$file.jsonl" "$work/$name.jsonl"
+done <<'END'
+laptop-cpu egg: laptop, 2 cores
+nano-egg-h200 egg: nano-egg, H200
+best-bytes-h200 egg: best-bytes, H200
+best-h200 egg: best (tokens), H200
+nano-egg-jax-h200 nano-egg itself, H200
+backprop-laptop-cpu back-propagation: laptop, 2 cores
+backprop-gru-64-h200 back-propagation: 64 units, H200
+backprop-gru-256-h200 back-propagation: 256 units, H200
+END
+"$python" egg.py plot "$work"/egg:* "$work/nano-egg itself"* "$work"/back-propagation:* --x time --log \
+  --out docs/learning.svg

@@ -1,0 +1,88 @@
+#!/bin/bash
+# Draws pictures of the documents anew, from runs of the preset laptop on the CPU: live-page.png, plot.png, islands.png
+# and islands-worth.png, in some ten minutes on two quiet cores. Needs a Python with matplotlib, and for the live page
+# curl and Chromium: docs/pictures.sh PYTHON [page] [plot] [islands] [worth]
+set -eu
+cd "$(dirname "$0")/.."
+root=$PWD
+egg=("$(realpath -s "${1:?which Python?}")" "$root/egg.py")
+shift
+[ $# -gt 0 ] || set -- page plot islands worth
+export EGG_PRESET=laptop EGG_DEVICE=cpu EGG_INPUT_FILE="$root/input.bin" EGG_VAL_FILE="$root/val.bin" \
+    EGG_DECODING_FILE="$root/decoding.bin"
+work=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -rf "$work"' EXIT
+cd "$work"
+
+# archipelago NAMES OPTION...: islands that know each other, each with a worker on one core and a directory of its name
+archipelago() {
+    local names=$1 name port=5300 peers=() coordinators=() workers=()
+    shift
+    for name in $names; do
+        port=$((port + 1))
+        peers+=(--peer "127.0.0.1:$port")
+    done
+    port=5300
+    for name in $names; do
+        port=$((port + 1))
+        "${egg[@]}" coordinator --island "$name" "${peers[@]}" --port $port --save-dir "$name" --steps 601 \
+            -D ISLAND_SEED=$port "$@" >"$name.log" 2>&1 &
+        coordinators+=($!)
+        "${egg[@]}" worker 127.0.0.1 --port $port --threads 1 -D ISLAND_SEED=$port "$@" >"$name-worker.log" 2>&1 &
+        workers+=($!)
+    done
+    wait "${coordinators[@]}"
+    kill "${workers[@]}" 2>/dev/null || true
+    wait "${workers[@]}" || true
+}
+
+page() {
+    "${egg[@]}" train --save-dir ckpt-laptop --http 8765 >page.log 2>&1 &
+    local run=$!
+    until curl -s localhost:8765/metrics | grep -q '^egg_steps_total 1[0-9][0-9][0-9]'; do
+        kill -0 $run
+        sleep 1
+    done
+    chromium --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
+        --user-data-dir="$work/browser" --window-size=1185,1560 --virtual-time-budget=4000 \
+        --screenshot="$root/docs/live-page.png" http://localhost:8765/ 2>browser.log
+    kill $run
+    wait $run || true
+}
+
+plot() {
+    "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 --save-dir soft-targets >plot.log 2>&1
+    "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 -D SOFT_TARGETS= --save-dir one-target >plot.log 2>&1
+    "${egg[@]}" plot soft-targets one-target --out "$root/docs/plot.png"
+}
+
+islands() {
+    archipelago "north south east west" -D POPULATION_SIZE=512 -D GOSSIP_RATE=0.01 -D VALIDATE_EVERY=25 \
+        -D SNAPSHOT_EVERY=25
+    "${egg[@]}" plot north south east west --x steps --out "$root/docs/islands.png"
+}
+
+# equal work: 601 steps of 1,024 members in all
+worth() {
+    local setup options="-D CHUNK_SIZE=128 -D POPULATION_SIZE=128 -D VALIDATE_EVERY=50 -D SNAPSHOT_EVERY=50"
+    "${egg[@]}" train --steps 601 -D VALIDATE_EVERY=50 --save-dir one-population >worth.log 2>&1
+    for setup in no-gossip clone recombine; do
+        mkdir "$setup"
+        cd "$setup"
+        case $setup in
+            no-gossip) archipelago "1 2 3 4 5 6 7 8" $options -D GOSSIP_RATE=0 ;;
+            *) archipelago "1 2 3 4 5 6 7 8" $options -D GOSSIP_RATE=0.01 -D MERGE=$setup ;;
+        esac
+        cd ..
+        ln -s "$setup/1" "an island, $setup"
+    done
+    for setup in one-population */[1-8]; do
+        echo "$setup: $(grep '"event": "validation"' "$setup/events.jsonl" | grep '"step": 600,')"
+    done
+    "${egg[@]}" plot one-population "an island, no-gossip" "an island, clone" "an island, recombine" --x steps \
+        --out "$root/docs/islands-worth.png"
+}
+
+for part in "$@"; do
+    "$part"
+done
