@@ -53,7 +53,11 @@ class Forward:
     """What both models have in common."""
 
     def __init__(self, cfg, packing, plan, kernels, token):
-        self.cfg, self._packing, self._plan, self._kernels, self._token = cfg, packing, plan, kernels, token
+        self.cfg = cfg
+        self._packing = packing
+        self._plan = plan
+        self._kernels = kernels
+        self._token = token
         self._logits = single_token.logits_kernel(cfg)
         self.packed_bytes, self.token_scratch_bytes = packing.bytes, cfg.HIDDEN_DIM
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
@@ -115,10 +119,15 @@ class Transformer(Forward):
     def _launch(self, pairs, scratch, clean=False, **given):
         """The pass over so many pairs; clean: over so many windows, with job[2] = 0, so that both members of a pair are
         the unperturbed model."""
-        cfg, plan, kernels, length = self.cfg, self._plan, self._kernels, padded_length(self.cfg)
+        cfg = self.cfg
+        plan = self._plan
+        kernels = self._kernels
+        length = padded_length(self.cfg)
         given = self._given(given, kernels.layout(pairs)[0], scratch, rope=self._tables.rope,
                             gelu=self._tables.gelu, stride=transformer.padded_rows(cfg, pairs), count=pairs)
-        rows, n, most = 2 * pairs * length, given["n"], min(processors(), transformer.MOST_BLOCKS)
+        rows = 2 * pairs * length
+        n = given["n"]
+        most = min(processors(), transformer.MOST_BLOCKS)
 
         def norm(row, streams):
             kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, given, call=row, out=n)
@@ -181,7 +190,9 @@ class Recurrent(Forward):
         return self._kernels.layout(windows, length)[1] if windows else 0
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        cfg, states, before = self.cfg, None, self.cfg.STATE_TOKENS
+        cfg = self.cfg
+        states = None
+        before = self.cfg.STATE_TOKENS
         given = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, tokens=windows, width=cfg.WINDOW)
         work = scratch[self._state_bytes(pairs):]
         if before:
@@ -212,7 +223,9 @@ class Recurrent(Forward):
             self._head(given, units, n, clean)
 
     def _general_layer(self, given, row, i, units, n):
-        kernels, normed, gates = self._kernels, given["normed"], given["gates"]
+        kernels = self._kernels
+        normed = given["normed"]
+        gates = given["gates"]
 
         def norm(kernel, row):
             kernel((units, blocks(n, 64)), 256, given, call=row, out=normed)
@@ -244,7 +257,10 @@ class Recurrent(Forward):
 
     def _head(self, given, units, n, clean):
         """Norm and head. Nobody needs gates and candidates any more: the rows of ln_f and their sums lie there."""
-        kernels, plan, normed, sb = self._kernels, self._plan, given["gates"], given["candidates"]
+        kernels = self._kernels
+        plan = self._plan
+        normed = given["gates"]
+        sb = given["candidates"]
         if kernels.own_head and not clean:
             kernels.own_head(*self._warps("head", units), given, call=plan.ln_f, at=kernels.at_head)
             return

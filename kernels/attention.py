@@ -27,10 +27,19 @@ def attention_kernel(cfg, nz, gpu):
     without leaving registers. Over 64 positions a limb sum fits int32 by Horner's rule; sums over more are kept as 2^16
     high + low.
     plan: the input side of the output projection."""
-    H, D, HEADS, SHIFT, MODE = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_HEADS, cfg.SHIFT_ATTN, cfg.ADAPTIVE_NOISE_MODE
+    H = cfg.HIDDEN_DIM
+    D = cfg.HEAD_DIM
+    HEADS = cfg.N_HEADS
+    SHIFT = cfg.SHIFT_ATTN
+    MODE = cfg.ADAPTIVE_NOISE_MODE
     LENGTH, POSITIONS = padded_length(cfg), value_length(cfg)
-    (MOST, COPIES), LIMBS, LOWEST = exp_sizes(cfg), (cfg.SOFTMAX_SCALE_BIT + 8) // 8, -2 ** 31
-    EXPS, QUERY, FACTORS, SCORES = (MOST + 1) * COPIES, D // 32, H if MODE == 2 else 1, KEYS // 2
+    (MOST, COPIES) = exp_sizes(cfg)
+    LIMBS = (cfg.SOFTMAX_SCALE_BIT + 8) // 8
+    LOWEST = -2 ** 31
+    EXPS = (MOST + 1) * COPIES
+    QUERY = D // 32
+    FACTORS = H if MODE == 2 else 1
+    SCORES = KEYS // 2
     BELOW_ONE = 1 - 2.0 ** -22
     MANY = LENGTH > 64                                       # more than one tile
     SUMS = D // 2 if MANY else 8                             # of a lane: two rows of all channels, or of 16
@@ -38,7 +47,9 @@ def attention_kernel(cfg, nz, gpu):
     WARPS = min(4, LENGTH // 16)
     # blocks of a multiprocessor: so many as registers allow
     ALL, RESIDENT = 32 * WARPS, 4 if not MANY else 3 if D <= 64 else 2
-    factor, input_coefficient, input_term = nz.factor, nz.input_coefficient, nz.input_term
+    factor = nz.factor
+    input_coefficient = nz.input_coefficient
+    input_term = nz.input_term
 
     @gpu.device
     def fetch(to, k, v, member, step, per_head, tiles, t):
@@ -61,7 +72,7 @@ def attention_kernel(cfg, nz, gpu):
             if j < 4 or wide:
                 c, d = ZEROS, ZEROS
                 for i in range(D // 32):
-                    b = ptx.load_matrix4(int32(at + j * (8 * D) + i * 256))
+                    b = ptx.load_matrix4(at + j * (8 * D) + i * 256)
                     c, d = ptx.mma_s8(query[i], b[0], b[1], c), ptx.mma_s8(query[i], b[2], b[3], d)
                 for e in range(4):
                     s[4 * j + e], s[4 * j + 4 + e] = c[e], d[e]
@@ -74,7 +85,7 @@ def attention_kernel(cfg, nz, gpu):
                 for e in range(2):
                     for half in range(2):
                         known = first + 8 * j + e <= position + 8 * half
-                        tops[half] = int32(max(tops[half], s[4 * j + 2 * half + e])) if known else tops[half]
+                        tops[half] = max(tops[half], s[4 * j + 2 * half + e]) if known else tops[half]
 
     @gpu.device
     def weigh(s, tops, dens, exp, copy, first, position, wide):
@@ -83,11 +94,11 @@ def attention_kernel(cfg, nz, gpu):
             if j < 4 or wide:
                 for e in range(2):
                     for half in range(2):
-                        below = int32(tops[half] - int32(s[4 * j + 2 * half + e] >> int32(SHIFT)))
+                        below = int32(tops[half] - (s[4 * j + 2 * half + e] >> SHIFT))
                         w = exp[uint32(uint32(min(uint32(below), uint32(MOST)) * uint32(COPIES)) + uint32(copy))]
                         w = w if first + 8 * j + e <= position + 8 * half else int32(0)
                         s[4 * j + 2 * half + e] = w
-                        dens[half] = int32(dens[half] + w)
+                        dens[half] += w
 
     @gpu.device
     def split(limbs, s, wide):
@@ -108,7 +119,7 @@ def attention_kernel(cfg, nz, gpu):
         r, v = ZEROS, ptx.load_matrix4(at)
         for i in range(LIMBS):
             n = LIMBS - 1 - i
-            r = (int32(r[0] << int32(8)), int32(r[1] << int32(8)), int32(r[2] << int32(8)), int32(r[3] << int32(8)))
+            r = (int32(r[0] << 8), int32(r[1] << 8), int32(r[2] << 8), int32(r[3] << 8))
             r = ptx.mma_u8s8(limbs[n], v[0], v[1], r)
             if wide:
                 r = ptx.mma_u8s8(limbs[3 + n], v[2], v[3], r)
@@ -128,14 +139,14 @@ def attention_kernel(cfg, nz, gpu):
                 num, total = low[m], float32(low[m])
                 if MANY:
                     total = cuda.fma(float32(high[m]), float32(65536), total)
-                    num = int32(int32(high[m] << int32(16)) + num)           # its remainder fits int32, so it need not
+                    num = int32((high[m] << 16) + num)           # its remainder fits int32, so it need not
                 size = int32(num if total >= float32(0) else int32(-num))
                 q = int32(ptx.float_bits(ptx.fma_down(abs(total), reciprocals[half], float32(1 << 23)))
                           - int32(0x4B000000))
-                q = int32(q + 1) if int32(size - int32(q * den)) >= den else q
-                x[k] = q if total >= float32(0) else int32(-q)
+                q = int32(q + 1) if int32(size - q * den) >= den else q
+                x[k] = q if total >= float32(0) else -q
                 f = factors[at_f + k] if MODE == 2 else float32(0)
-                sums[half] = int32(sums[half] + input_term(x[k], c[k], f))
+                sums[half] += input_term(x[k], c[k], f)
             a[uint64(to + half * (2 * H))] = pack4(x[0], x[1], x[2], x[3])
 
     @cuda.jit(launch_bounds=(128, RESIDENT))
@@ -145,7 +156,9 @@ def attention_kernel(cfg, nz, gpu):
         sm = cuda.shared.array(0, int32, 128)                     # two stages of keys and values
         exp = cuda.shared.array(EXPS, int32)
         coefficient, factors = cuda.shared.array(H, int32), cuda.shared.array(FACTORS, float32)
-        t, member, mine = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y
+        t = cuda.threadIdx.x
+        member = cuda.blockIdx.x
+        mine = cuda.blockIdx.y
         lane, warp = t & 31, t >> 5
         base, matrix = ptx.shared_address(sm, 0), lane >> 3
         tiles = mine + 1 if MANY else 1
@@ -170,14 +183,19 @@ def attention_kernel(cfg, nz, gpu):
         at_c = ptx.shared_address(coefficient, (lane & 3) * 4)
         at_k = base + (matrix >> 1) * (8 * D) + (matrix & 1) * 128 + (lane & 7) * 16
         at_v = base + BYTES + lane * 16
-        s, query, limbs = (cuda.local.array(SCORES, int32), cuda.local.array((QUERY, 4), int32),
-                           cuda.local.array((6, 4), int32))
+        s = cuda.local.array(SCORES, int32)
+        query = cuda.local.array((QUERY, 4), int32)
+        limbs = cuda.local.array((6, 4), int32)
         high, low = cuda.local.array(SUMS, int32), cuda.local.array(SUMS, int32)
-        tops, dens, sums = cuda.local.array(2, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
+        tops = cuda.local.array(2, int32)
+        dens = cuda.local.array(2, int32)
+        sums = cuda.local.array(2, int32)
         reciprocals = cuda.local.array(2, float32)
         sums[0], sums[1] = 0, 0
         for step in range(steps):
-            head, r, here = step // per_head, step % per_head, (step & 1) * STAGE
+            head = step // per_head
+            r = step % per_head
+            here = (step & 1) * STAGE
             tile = r if r < tiles else 2 * tiles - 2 - r
             wide, column = wide_at_last or tile < mine, tile * KEYS + first
             if step + 1 < steps:
@@ -188,7 +206,10 @@ def attention_kernel(cfg, nz, gpu):
             cuda.syncthreads()
             if works:
                 if r == 0:
-                    tops[0], tops[1], dens[0], dens[1] = int32(LOWEST), int32(LOWEST), 0, 0
+                    tops[0] = LOWEST
+                    tops[1] = LOWEST
+                    dens[0] = 0
+                    dens[1] = 0
                     for i in range(D // 32):
                         for k in range(4):
                             where = at + (head * (D // 16) + 2 * i) * 32 + (k & 1) * (2 * H) + (k >> 1) * 32
@@ -200,7 +221,7 @@ def attention_kernel(cfg, nz, gpu):
                     largest(s, tops, column, position, wide)
                 if r == tiles - 1:
                     for half in range(2):
-                        tops[half] = int32(quad_max(tops[half]) >> int32(SHIFT))
+                        tops[half] = quad_max(tops[half]) >> SHIFT
                 if r >= tiles - 1:
                     weigh(s, tops, dens, exp, copy, column, position, wide)
                     split(limbs, s, wide)
@@ -208,8 +229,8 @@ def attention_kernel(cfg, nz, gpu):
                         for d in range(D // 8):
                             w = weighted(limbs, int32(at_v + here + d * (8 * KEYS)), wide)
                             for e in range(4):
-                                low[4 * d + e] = int32(low[4 * d + e] + int32(w[e] & int32(0xFFFF)))
-                                high[4 * d + e] = int32(high[4 * d + e] + int32(w[e] >> int32(16)))
+                                low[4 * d + e] += w[e] & 0xFFFF
+                                high[4 * d + e] += w[e] >> 16
                 if r == per_head - 1:
                     for half in range(2):
                         dens[half] = quad_sum(dens[half])

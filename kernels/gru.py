@@ -53,8 +53,9 @@ def early_noise_quotients(cfg, nz, inputs, lowest=-127):
     word(acc, i)                four columns from acc[i] on as bytes: the quotients, rounded down and clipped
     pairs(acc, i)               the same as two words of two int16
     """
-    row, column, begun, FLOATS = begin_functions(cfg, nz, inputs)
-    BASE, divided = quotient_function(parameters.divisor(cfg, inputs), gru_parts.BASE, FLOATS, lowest)
+    noisy = begin_functions(cfg, nz, inputs)
+    begun = noisy.begin
+    BASE, divided = quotient_function(parameters.divisor(cfg, inputs), gru_parts.BASE, noisy.BASE, lowest)
 
     @device
     def begin(s, n, shift):
@@ -69,7 +70,7 @@ def early_noise_quotients(cfg, nz, inputs, lowest=-127):
         return (ptx.byte_permute(divided(acc[i]), divided(acc[i + 1]), 0xD591),
                 ptx.byte_permute(divided(acc[i + 4]), divided(acc[i + 5]), 0xD591))
 
-    return row, column, begin, word, pairs
+    return noisy.row, noisy.column, begin, word, pairs
 
 
 # --- products over all positions --------------------------------------------------------------------------------------
@@ -105,7 +106,9 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     SLOTS, TABLE, ACC, PIECES = shape.slots, shape.table, N // 2, K // shape.KP
     RAGGED, MATRIX_WORDS = shape.columns() != COLUMNS, shape.columns() * K // 4
     AT_TABLES, BUFFER, SB_AT = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0
-    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
+    functions = product_functions(gpu, shape)
+    open_ring, wait_rows = functions.open_ring, functions.wait_rows
+    multiply, finish = functions.multiply, functions.finish
     job_shift, (noise_of, _), (fill_input, add) = (nz.shift, pair_functions(cfg, nz),
                                                    gru_parts.input_functions(cfg, nz, 128, 4))
     as_row, as_column, begin, quotients, pairs = early_noise_quotients(
@@ -231,14 +234,12 @@ def _recurrence(cfg, gpu):
         for resident in (False,) if cfg.ADAPTIVE_NOISE_MODE == 2 else (True, False):
             states = 2 * rows * H
             budget = gpu.shared - 2816 - states - (N * passes * 1024 if resident else 0)
-            for rank, shape in shapes(budget + 64 * H, H, GROUPS, N, 2 * passes, True):
+            for shape in shapes(budget + 64 * H, H, GROUPS, N, 2 * passes, True):
                 if not shape.stream:
                     shape.at_ring, shape.bytes = states, shape.bytes - 64 * H + states
-                    ways.append((rank, shape, rows, resident))
-    rank = min(way[0] for way in ways)
-    rows, resident = next(way[2:] for way in ways if way[0] == rank)
-    best = max((way[1] for way in ways if way[0] == rank and way[2:] == (rows, resident)), key=lambda s: s.KP)
-    return best, rows, resident
+                    ways.append((shape, rows, resident))
+    # a deep ring; then the first way to cut rows and tables; then the widest pieces
+    return min(ways, key=lambda way: (way[0].shallow, -way[1], not way[2], -way[0].KP))
 
 
 def _tables(cfg):
@@ -263,7 +264,8 @@ def recur_kernel(cfg, nz, gpu):
     ALL, AT_PAST, AT_OWN, SCALED = KS * PER, ROWS * H, shape.bytes, MODE == 2
     TABLES = _tables(cfg)
     OWN, WORDS, SUMS = ALL * THREADS * 16, 2 * ALL, 2 * 64 * GROUPS
-    open_ring, _, multiply, finish = product_functions(gpu, shape, matrices=2, own_rows=True)
+    functions = product_functions(gpu, shape, matrices=2, own_rows=True)
+    open_ring, multiply, finish = functions.open_ring, functions.multiply, functions.finish
     noise, scaled, (_, vector) = nz.noise, nz.scaled, pair_functions(cfg, nz)
     factor, input_coefficient, input_term, job_shift = nz.factor, nz.input_coefficient, nz.input_term, nz.shift
     as_row, as_column, begin_acc, _, pairs = early_noise_quotients(cfg, nz, H)

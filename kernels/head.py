@@ -18,8 +18,8 @@ from model import parameters
 def head_kernel(cfg, nz, gpu, clean=False):
     """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
     maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
-    threads. plan: the matrix; at_tiles, at_columns: words packed for the product, and as ROWS for the
-    targets; length: positions of a window.
+    threads. plan: the matrix; at_tiles, at_columns: words packed for the product, and as ROWS for the targets; length:
+    positions of a window.
 
     In the recurrent model (PAIRED) a thread's rows are the members of a pair, or twice a window, at one position, as in
     kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
@@ -30,12 +30,22 @@ def head_kernel(cfg, nz, gpu, clean=False):
 
     The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
     `slot_of`."""
-    H, T, V, LENGTH, TARGETS = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, padded_length(cfg), cfg.TARGETS
-    LOGIT, ONES, PAIRED = cfg.SHIFT_LOGIT, (1 << cfg.SHIFT_LOGIT) - 1, cfg.MODEL == "gru"
+    H = cfg.HIDDEN_DIM
+    T = cfg.SEQ_LEN
+    V = cfg.VOCAB_SIZE
+    LENGTH = padded_length(cfg)
+    TARGETS = cfg.TARGETS
+    LOGIT = cfg.SHIFT_LOGIT
+    ONES = (1 << cfg.SHIFT_LOGIT) - 1
+    PAIRED = cfg.MODEL == "gru"
     SCALE, MEMBERS = float(cfg.SOFTMAX_EXP_SCALE), 0 if PAIRED else 1        # shift from a member to its window
-    WIDTH, SKIP, SUM = cfg.WINDOW, cfg.STATE_TOKENS, uint32
+    WIDTH = cfg.WINDOW
+    SKIP = cfg.STATE_TOKENS
+    SUM = uint32
     if clean:
-        TARGETS, SKIP, SUM = 1, 0, int64
+        TARGETS = 1
+        SKIP = 0
+        SUM = int64
     MOST, COPIES = exp_sizes(cfg)
     if PAIRED:
         MOST, COPIES = 254, 32 if gpu.shared > 128 * 1024 else 8
@@ -49,16 +59,26 @@ def head_kernel(cfg, nz, gpu, clean=False):
     SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
     shape = wide_shape(gpu.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, gpu.wgmma)
-    RG, CG, TILES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
-    RAGGED, STEPS = V % (128 * CG) != 0, 2 * STEPS
+    RG = shape.RG
+    CG = shape.CG
+    TILES = shape.passes
+    STEPS, APART = 2 * shape.steps(), shape.apart()
+    RAGGED = V % (128 * CG) != 0
     AT_TABLES = shape.bytes // 4
-    AT_PARTS, ENTRY, place = AT_TABLES + TABLES, 4 * COPIES, place_function(cfg, RG, PAIRED)
-    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
+    AT_PARTS = AT_TABLES + TABLES
+    ENTRY = 4 * COPIES
+    place_of = place_function(cfg, RG, PAIRED)
+    functions = product_functions(gpu, shape, 2)
+    open_ring, wait_rows = functions.open_ring, functions.wait_rows
+    multiply, finish = functions.multiply, functions.finish
     job_shift, (column, _) = nz.shift, pair_functions(cfg, nz)
-    as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
-    BASE, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, BASE) if PAIRED else (BASE, None)
+    noisy = begin_functions(cfg, nz, H)
+    as_row, as_column, BASE = noisy.row, noisy.column, noisy.BASE
+    quotient = None
+    if PAIRED:
+        BASE, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, BASE)
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
-    begin_tile = begin_tile_function(gpu, nz, begin, BASE)
+    begin_tile = begin_tile_function(gpu, nz, noisy.begin, BASE)
     position_loss = loss_function(cfg)
 
     @gpu.device
@@ -76,16 +96,16 @@ def head_kernel(cfg, nz, gpu, clean=False):
     @device
     def logit(a):
         """Of a level."""
-        return int32(quotient(a) - int32(BITS)) if PAIRED else int32(int32(a - int32(BASE)) >> int32(LOGIT))
+        return int32(quotient(a) - BITS) if PAIRED else int32(int32(a - BASE) >> LOGIT)
 
     @gpu.device
     def weight(top, a, last, at, exps):
         """EXP of the distance from level a to the `settled` top."""
         if clean:
-            return exps[uint64(min(uint32(int32(top - logit(a))), uint32(CLEAN_EXPS - 1)))]
+            return exps[uint64(min(uint32(top - logit(a)), uint32(CLEAN_EXPS - 1)))]
         if PAIRED:
-            return ptx.load_shared(int32(top - int32(quotient(a) * int32(ENTRY))))
-        below = min(uint32(int32(top - a)), uint32(last))
+            return ptx.load_shared(top - quotient(a) * ENTRY)
+        below = min(uint32(top - a), uint32(last))
         if PLACED:
             return ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
         return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(ENTRY)) + at))
@@ -95,7 +115,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
         """The highest logit of validation; of members the highest level with the same logit."""
         if clean:
             return logit(top)
-        return int32(int32(quotient(top) * int32(ENTRY) if PAIRED else int32(top | int32(ONES))) + table)
+        return int32((quotient(top) * ENTRY if PAIRED else top | ONES) + table)
 
     @device
     def scored(half, unit, position):
@@ -130,11 +150,11 @@ def head_kernel(cfg, nz, gpu, clean=False):
             a, b = x[uint64(at_x + piece * 64)], x[uint64(at_x + piece * 64 + 32)]
             for i in range(TARGETS):
                 w = ptx.load2(packed, at_columns + int64(tokens[i]) * (H // 4) + piece * 8 + q * 2)
-                dots[i] = ptx.dp4a(int32(w[1] ^ int32(SIGNS)), b, ptx.dp4a(int32(w[0] ^ int32(SIGNS)), a, dots[i]))
+                dots[i] = ptx.dp4a(w[1] ^ SIGNS, b, ptx.dp4a(w[0] ^ SIGNS, a, dots[i]))
         z = int32(0)
         for i in range(TARGETS):
             n = int32(int32(s[half] * column(source, unit, tokens[i])) >> shift)
-            z = int32(z + logit(int32(int32(quad_sum(dots[i]) + n) + int32(BASE))))
+            z = int32(z + logit(int32(quad_sum(dots[i]) + n + BASE)))
         return z
 
     @cuda.jit(launch_bounds=THREADS)
@@ -146,13 +166,19 @@ def head_kernel(cfg, nz, gpu, clean=False):
         tile = cuda.blockIdx.x
         ring = open_ring(STEPS, tile, 1, x, packed, at_tiles)
         t, base = ring.t, ring.base
-        group, lane, c = t >> 7, t & 31, t & 127
-        q, side, rg = lane & 3, group % CG, group // CG
+        group = t >> 7
+        lane = t & 31
+        c = t & 127
+        q = lane & 3
+        side = group % CG
+        rg = group // CG
         if not clean:
             for i in range(t, EXPS, THREADS):
                 exp[i] = exps[i // STRIDE]
             cuda.syncthreads()
-        row, member, slot, sign = place(tile, t, length)
+        place = place_of(tile, t, length)
+        row, member = place.row, place.first
+        slot, sign = place.slot, place.sign
         unit = (member + slot) >> MEMBERS
         position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
         source = source_of(plan, call * PLAN, overlay, overlay, job, offset)
@@ -161,18 +187,22 @@ def head_kernel(cfg, nz, gpu, clean=False):
             at_exp, table = int32(at_exp + table), int32(0)
         if PAIRED:
             table = at_exp
-        acc, totals, some = cuda.local.array(64, int32), cuda.local.array(2, int64), cuda.local.array(2, SUM)
+        acc = cuda.local.array(64, int32)
+        totals = cuda.local.array(2, int64)
+        some = cuda.local.array(2, SUM)
         s, z = cuda.local.array(2, int32), cuda.local.array(2, int32)
         tops, best = cuda.local.array(2, int32), cuda.local.array(2, int32)
         shift = job_shift(job)
         for half in range(2):
-            tops[half], totals[half] = int32(-2 ** 31), 0
+            tops[half], totals[half] = -2 ** 31, 0
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
         # a loop over this much would not be unrolled
         z[0] = target_logits(0, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
         z[1] = target_logits(1, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
         s[0], s[1] = as_row(s[0], shift), as_row(s[1], shift)
-        here, my_slot, last = AT_TABLES + group * (2 * SLOTS * 128), slot_of(c), int32(table + int32(FARTHEST))
+        here = AT_TABLES + group * (2 * SLOTS * 128)
+        my_slot = slot_of(c)
+        last = int32(table + FARTHEST)
         at_noise = base + 4 * (here + slot * 128) + q * 16
         prepare(sm, here, my_slot, side * 128 + c, member, source)
         ptx.named_barrier(1 + group, 128)
@@ -198,7 +228,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
             if ahead < TILES:
                 for j in range(16):
                     for half in range(2):
-                        tops[half] = int32(max(max(tops[half], acc[4 * j + 2 * half]), acc[4 * j + 2 * half + 1]))
+                        tops[half] = max(max(tops[half], acc[4 * j + 2 * half]), acc[4 * j + 2 * half + 1])
                 if ahead == TILES - 1:                       # from here on: the highest level with the same logit
                     joined(tops, sm, AT_PARTS + (rg * 64 + (row & 63)) * CG, CG, side, q, 5 + rg)
                     if CG > 1:                               # the sums will take this place

@@ -17,7 +17,9 @@ class Kernel:
     parameter has the type that annotates it, or is an int64."""
 
     def __init__(self, dispatcher, shared=0, shape=None):
-        self.dispatcher, self.shared, self.shape = dispatcher, shared, shape
+        self.dispatcher = dispatcher
+        self.shared = shared
+        self.shape = shape
         self._names = list(inspect.signature(dispatcher.py_func).parameters)
         self.signature = tuple(dispatcher.py_func.__annotations__.get(name, int64) for name in self._names)
 
@@ -59,7 +61,7 @@ def _pack_kernel(H):
             if order == DOWN:
                 k4 = ((k4 >> 3) & 3) * (H // 4) + (k4 >> 5) * 8 + (k4 & 7)
             word = weights[source + k4 * n + col] if known else int32(0)
-            packed[target + i] = int32(word ^ int32(SIGNS)) if order == ROWS else word
+            packed[target + i] = int32(word ^ SIGNS) if order == ROWS else word
     return Kernel(pack)
 
 
@@ -68,7 +70,10 @@ class Packing:
     that packs them."""
 
     def __init__(self, cfg):
-        self.at, self.bytes, self._copies, self._added = {}, 0, [], {}
+        self.at = {}
+        self.bytes = 0
+        self._copies = []
+        self._added = {}
         self.kernel = _pack_kernel(cfg.HIDDEN_DIM)
         for t in parameters.tensors(cfg):
             if t.product or t.name == "embedding":           # whose columns are looked up there too
@@ -97,7 +102,9 @@ class Plan:
     the columns of their rows; kernels.pairs says what stands there of a vector, a matrix, and the input side of one."""
 
     def __init__(self, cfg, packing):
-        self._tensors, self._packing, self._rows = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, packing, []
+        self._tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
+        self._packing = packing
+        self._rows = []
 
     def table(self):
         return np.array(self._rows, np.int64).astype(np.int32).ravel()

@@ -47,22 +47,27 @@ def pair_functions(cfg, nz):
     column(source, pair, i, at)     noise of column i of the matrix at plan[at]
     vector(source, at, pair, i)     entry i of the vector at plan[at] as the even and the odd member see it
     """
-    SHIFT, noise, scaled = cfg.SIGMA_SHIFT_VECTOR, nz.noise, nz.scaled
+    SHIFT = cfg.SIGMA_SHIFT_VECTOR
+    noise = nz.noise
+    scaled = nz.scaled
 
     @device
     def column(source, pair, i, at=0):
         stream = stream_of(source, at + M_SEED, pair)
         n = scaled(noise(stream, i), source.overlay[uint64(source.plan[source.p + at + M_OVERLAY] + i)], stream, i)
-        return int32(n & int32(source.job[2]))
+        return int32(n & source.job[2])
 
     @device
     def vector(source, at, pair, i):
-        plan, at, seed, mask = source.plan, source.p + at, uint32(source.seed + uint32(pair)), int32(source.job[2])
+        plan = source.plan
+        at = source.p + at
+        seed = uint32(source.seed + uint32(pair))
+        mask = int32(source.job[2])
         w = int32(source.weights[plan[at + W_FIRST] + i])
         first = uint32(seed + uint32(plan[at + W_SEED_A]))
         product = int32(noise(first, i) * noise(uint32(seed + uint32(plan[at + W_SEED_B])), i))
         p = int32(scaled(product, source.overlay[plan[at + W_OVERLAY] + i], first, i) & mask)
-        return int32(w + int32(p >> int32(SHIFT))), int32(w + int32(int32(-p) >> int32(SHIFT)))
+        return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
 
     return column, vector
 
@@ -77,11 +82,19 @@ def ntt_functions(cfg, nz, noisy, causal):
     """
     if not cfg.NTT_MODE:
         return None, None
-    H, T, P = cfg.HIDDEN_DIM, cfg.SEQ_LEN, transforms.PRIME[cfg.NTT_MODE]
+    H = cfg.HIDDEN_DIM
+    T = cfg.SEQ_LEN
+    P = transforms.PRIME[cfg.NTT_MODE]
     ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
     one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]     # alike, evenly spaced
-    AT, SEED, OVER_A, OVER_B, COLS = one.weights, one.seed_a, one.overlay_a, one.overlay_b, one.cols
-    SIZE, SEEDS, OVERS = one.size, two.seed_a - SEED, two.overlay_a - OVER_A
+    AT = one.weights
+    SEED = one.seed_a
+    OVER_A = one.overlay_a
+    OVER_B = one.overlay_b
+    COLS = one.cols
+    SIZE = one.size
+    SEEDS = two.seed_a - SEED
+    OVERS = two.overlay_a - OVER_A
     noise, factor = nz.noise, nz.factor
 
     @device
@@ -94,7 +107,10 @@ def ntt_functions(cfg, nz, noisy, causal):
                 x = int64(tokens[first + i])
                 c += -x if cuda.popc(int32(i & t)) & 1 else x
         else:
-            z, power, square = int64(1), t, int64(ROOT)      # z = ROOT^t
+            # z = ROOT^t
+            z = int64(1)
+            power = t
+            square = int64(ROOT)
             while power:
                 if power & 1:
                     z = z * square % P
@@ -108,16 +124,16 @@ def ntt_functions(cfg, nz, noisy, causal):
     def look_up(weights, overlay, seed, shift, mask, c, i):
         even, odd = int32(0), int32(0)
         for k in range(3):
-            value = int32(int32(c >> int32(8 * k + 8)) & int32(255))
+            value = int32((c >> int32(8 * k + 8)) & 255)
             w, d = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)]), int32(0)
             if noisy:
                 stream = uint32(seed + uint32(SEED + k * SEEDS))
                 other = uint32(stream + uint32(H))
-                p = float32(int32(int32(noise(stream, value) * noise(other, i)) & mask))
+                p = float32(int32((noise(stream, value) * noise(other, i)) & mask))
                 p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
                 d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
-            even = int32(even + int32(int32(w + int32(d >> shift)) >> int32(2)))
-            odd = int32(odd + int32(int32(w + int32(int32(-d) >> shift)) >> int32(2)))
+            even = int32(even + (int32(w + (d >> shift)) >> 2))
+            odd = int32(odd + (int32(w + (int32(-d) >> shift)) >> 2))
         return even, odd
 
     return coefficient, look_up

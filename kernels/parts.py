@@ -100,7 +100,7 @@ def thread():
     """The thread's number in its block, of which the compiler knows that all lanes have the same warpgroup, t >> 7:
     then descriptors of wgmma are made once a warp."""
     t = int32(cuda.threadIdx.x)
-    return int32(int32(cuda.shfl_sync(0xFFFFFFFF, t >> 7, 0) << int32(7)) | int32(t & 127))
+    return int32((cuda.shfl_sync(0xFFFFFFFF, t >> 7, 0) << 7) | (t & 127))
 
 
 @device
@@ -111,7 +111,7 @@ def clip(x):
 @device
 def byte(word, k):
     """Byte k of an int32, sign-extended."""
-    return ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * k))
+    return ptx.byte_permute(word, 0, 0x8880 + 0x1111 * k)
 
 
 @device
@@ -122,7 +122,7 @@ def pack4(a, b, c, d):
 @device
 def pack_quad(x):
     """The low bytes of x of four neighbouring lanes as one word, known to all four."""
-    x = int32(int32(x & 255) << int32(8 * (cuda.threadIdx.x & 3)))
+    x = int32((x & 255) << int32(8 * (cuda.threadIdx.x & 3)))
     x = int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
     return int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
 
@@ -150,7 +150,7 @@ def quad_max(x):
 @device
 def weight(d, k, exps):
     """EXP of byte k of d; the table int32 [256][lane] lies at shared address `exps` of this lane."""
-    return ptx.load_shared(int32(int32(ptx.byte_permute(d, 0, int32(0x4440 + k)) * int32(128)) + exps))
+    return ptx.load_shared(ptx.byte_permute(d, 0, 0x4440 + k) * 128 + exps)
 
 
 @device
@@ -214,7 +214,7 @@ def quotient_function(d, base, floats, lowest=-127):
     @device
     def quotient(v):
         v = min(max(int32(v), int32(LEAST)), int32(MOST))
-        return ptx.float_bits(ptx.fma_down(ptx.bits_float(int32(v + int32(START - BASE))), float32(A), float32(C)))
+        return ptx.float_bits(ptx.fma_down(ptx.bits_float(int32(v + (START - BASE))), float32(A), float32(C)))
     return BASE, quotient
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from kernels import ptx
-from kernels.parts import blocks, quad_max, thread, wgmma_descriptor
+from kernels.parts import BITS, blocks, quad_max, thread, wgmma_descriptor
 from kernels.rules import device, loudest
 
 THREADS, GROUPS = 512, 4
@@ -48,15 +48,17 @@ def members_of(rows, length):
 
 def begin_functions(cfg, nz, inputs, most=0):
     """Device functions that put the noise of a product over `inputs` inputs into the accumulators before the product
-    starts: (row, column, begin, BASE)
+    starts:
 
-    row(s, shift), column(n)    device functions: a signed sb and a column noise (int32) as `begin` wants them, int32
+    row(s, shift), column(n)    a signed sb and a column noise (int32) as `begin` wants them, int32
     begin(s, n, c, shift)       c + (s * n >> shift), where c = BASE + an int32 of at most `most` in size
     BASE                        not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 +
                                 i has the bits BASE + i, and a fused multiply-add that rounds downward is a
                                 multiplication, a shift and a sum
     """
-    SILENT, unit, sb = nz.silent, nz.unit, inputs * 127 * loudest(cfg)
+    SILENT = nz.silent
+    unit = nz.unit
+    sb = inputs * 127 * loudest(cfg)
     most += (sb * loudest(cfg) >> cfg.NOISE_SHIFTS[0]) + 1
     FITS = cfg.ADAPTIVE_NOISE_MODE < 2 and sb < 1 << 24 and most < 1 << 22
 
@@ -76,7 +78,7 @@ def begin_functions(cfg, nz, inputs, most=0):
             return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
         return int32(c + ptx.shift_right(int32(s * n), shift))
 
-    return row, column, begin, 0x4B400000 if FITS else 0
+    return SimpleNamespace(row=row, column=column, begin=begin, BASE=BITS if FITS else 0)
 
 
 def begin_tile_function(gpu, nz, begin, base, at_bias=0):
@@ -107,16 +109,20 @@ class Shape(SimpleNamespace):
     inputs in `stages` stages; `pieced`: the rows lie in memory in pieces; `together`: all warps end a tile together;
     `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights; `turns`:
     a stage is for one column group, so that they take turns with the tensor cores and with their epilogues. Bytes:
-    `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all."""
+    `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all. `shallow`: the ring is, so that another
+    shape is better."""
 
     def columns(self):
         """Columns of the matrix, with those that pad it."""
         return self.passes * self.CG * self.N
 
     def steps(self):
-        """(steps of a tile, steps from one column group to the next)."""
-        pieces = self.K // self.KP
-        return self.passes * pieces * (self.CG if self.turns else 1), pieces if self.turns else 0
+        """Steps of a tile."""
+        return self.passes * self.K // self.KP * (self.CG if self.turns else 1)
+
+    def apart(self):
+        """Steps from one column group to the next."""
+        return self.K // self.KP if self.turns else 0
 
     def traffic(self):
         """Bytes that a row brings from the second-level cache, half as much again for sums that wait there, and a tenth
@@ -127,8 +133,8 @@ class Shape(SimpleNamespace):
 
 
 def shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
-    """[(rank, Shape)] of products that `budget` bytes of shared memory hold, those of rank 0 with a ring that is deep
-    enough. turns: column groups may take turns where the rows stay for several passes."""
+    """[Shape] of products that `budget` bytes of shared memory hold. turns: column groups may take turns where the rows
+    stay for several passes."""
     found, RG = [], GROUPS // CG
     for stream in False, True:
         rows = 0 if stream else 64 * RG * K
@@ -141,10 +147,10 @@ def shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
                 stage = N * KP
             stages = steps if resident else min(5, (budget - rows) // stage)
             if resident or stages >= 2:
-                rank = 0 if resident or stages >= 3 and KP >= min(64, K) else 1
-                found.append((rank, Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages,
-                                          together=together, pieced=pieced, stream=stream, turns=alternate,
-                                          resident=resident, at_ring=rows, stage=stage, bytes=rows + stages * stage)))
+                found.append(Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, together=together,
+                                   pieced=pieced, stream=stream, turns=alternate, resident=resident, at_ring=rows,
+                                   stage=stage, bytes=rows + stages * stage,
+                                   shallow=not resident and (stages < 3 or KP < min(64, K))))
     return found
 
 
@@ -152,7 +158,7 @@ def wide_shape(budget, K, columns, turns=False):
     """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing
     fits."""
     found = [x for CG in (1, 2, 4) for x in shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False, False, turns)]
-    return min(found, key=lambda x: (x[0], x[1].stream, x[1].CG, -x[1].KP))[1] if found else None
+    return min(found, key=lambda x: (x.shallow, x.stream, x.CG, -x.KP), default=None)
 
 
 def full_shape(budget, K, H, unit=16, turns=False):
@@ -161,7 +167,7 @@ def full_shape(budget, K, H, unit=16, turns=False):
     for CG in 1, 2, 4:
         passes = blocks(H, 128 * CG)
         found += shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H, turns)
-    return min(found, key=lambda x: (x[0], round(x[1].traffic() / H), x[1].passes, x[1].CG, -x[1].KP))[1]
+    return min(found, key=lambda x: (x.shallow, round(x.traffic() / H), x.passes, x.CG, -x.KP))
 
 
 class Ring(NamedTuple):
@@ -178,8 +184,8 @@ class Ring(NamedTuple):
 
 
 def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=False):
-    """Device functions, in this order, of the product of a Shape whose passes come round `repeat` times for every tile
-    of rows, and are those of so many matrices, one behind the other:
+    """Device functions of the product of a Shape whose passes come round `repeat` times for every tile of rows, and are
+    those of so many `matrices`, one behind the other:
 
     open_ring(steps, first, every, x, w, at)    the Ring of the block, with a barrier of the block; starts the first
                                                 copies. The kernel makes the rows itself with `own_rows`
@@ -195,9 +201,20 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
     Beside bulk copies the last warp that leaves a stage, or the rows, starts the next copy into it: warps may drift
     apart by as much as the ring holds.
     """
-    BULK, K, KP, RG, CG, N = gpu.wgmma, shape.K, shape.KP, shape.RG, shape.CG, shape.N
-    STAGES, STREAM, RESIDENT, STAGE, AT_RING = shape.stages, shape.stream, shape.resident, shape.stage, shape.at_ring
-    PIECES, PIECED, TURNS = K // KP, shape.pieced, shape.turns
+    BULK = gpu.wgmma
+    K = shape.K
+    KP = shape.KP
+    RG = shape.RG
+    CG = shape.CG
+    N = shape.N
+    STAGES = shape.stages
+    STREAM = shape.stream
+    RESIDENT = shape.resident
+    STAGE = shape.stage
+    AT_RING = shape.at_ring
+    PIECES = K // KP
+    PIECED = shape.pieced
+    TURNS = shape.turns
     # of a stage: its columns, the warps that read it
     COLUMNS, READERS = (N, 4 * RG) if TURNS else (CG * N, THREADS // 32)
     ALL_COLUMNS = shape.columns() // matrices
@@ -245,7 +262,8 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         stage = split(step, STAGES)[1]
         passes, piece = split(step, PIECES)
         tiles, ahead = split(passes, PER * matrices)
-        to, at, full = ring.base + AT_RING + stage * STAGE, ring.at, ring.bar + 8 * stage
+        to = ring.base + AT_RING + stage * STAGE
+        full, at = ring.bar + 8 * stage, ring.at
         if BULK:
             ptx.barrier_expect(full, STAGE)
         if STREAM:
@@ -271,7 +289,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
                 threads = THREADS if i < STAGES else ROW_THREADS
                 ptx.barrier_init(bar + 8 * i, 1 if BULK else threads)
                 if BULK:
-                    ptx.store_shared(int32(bar + EMPTY + 8 * i), 0)
+                    ptx.store_shared(bar + EMPTY + 8 * i, 0)
                 else:
                     ptx.barrier_init(bar + EMPTY + 8 * i, threads)
             for i in range(TAKERS):
@@ -299,7 +317,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         if not BULK:
             ptx.barrier_arrive(ring.bar + EMPTY + 8 * i)
         elif ring.t & 31 == 0:
-            return ptx.count_round(int32(ring.bar + EMPTY + 8 * i), warps - 1) == warps - 1
+            return ptx.count_round(ring.bar + EMPTY + 8 * i, warps - 1) == warps - 1
         return False
 
     @gpu.device
@@ -390,29 +408,38 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
             leave_rows(ring, more, turn, coming)
         return int32(step + 1 + ((CG - 1) * PIECES if TURNS else 0))
 
-    return open_ring, wait_rows, multiply, finish
+    return SimpleNamespace(open_ring=open_ring, wait_rows=wait_rows, multiply=multiply, finish=finish)
+
+
+class Place(NamedTuple):
+    """Where a thread is in a tile, in a running kernel."""
+    row: int                # the first of its two rows; the other is 8 further
+    first: int              # the member of the first of the 64 rows of its warpgroup
+    slot: int               # how many members further that of its rows is
+    sign: int               # of the noise of that one
 
 
 def place_function(cfg, RG, paired=False):
-    """Device function place(tile, t, length) -> (row, member, slot, sign): the first of a thread's two rows (the other
-    is 8 further), the member of the first of the 64 rows of its warpgroup, how many members further its own is, and
-    that one's sign. paired: rows as in kernels.gru, with pairs for members, of windows of `length` positions."""
-    LENGTH, CG, PLACES = padded_length(cfg), GROUPS // RG, 32 if paired else 64
+    """Device function place_of(tile, t, length): the Place of thread t. paired: rows as in kernels.gru, with pairs for
+    members, of windows of `length` positions."""
+    LENGTH = padded_length(cfg)
+    CG = GROUPS // RG
+    PLACES = 32 if paired else 64
     SLOTS = members_of(PLACES, cfg.SEQ_LEN if paired else LENGTH)
 
     @device
-    def place(tile, t, length):
+    def place_of(tile, t, length):
         n, g = uint32(length if paired else LENGTH), int32((t & 31) >> 2)
         first = int32((tile * RG + (t >> 7) // CG) * PLACES)
         warp = int32(first + ((t & 127) >> 5) * (PLACES // 4))
         member, slot = int32(uint32(first) // n), int32(0)
         if paired or SLOTS > 1:                              # validation has windows of any length
-            slot = int32(int32(uint32(int32(warp + g) if paired else warp) // n) - member)
+            slot = int32(int32(uint32(warp + g if paired else warp) // n) - member)
         if paired:
-            return int32(int32(2 * warp) + g), member, slot, int32(1)
-        return int32(warp + g), member, slot, int32(1 - 2 * ((member + slot) & 1))
+            return Place(int32(2 * warp + g), member, slot, int32(1))
+        return Place(int32(warp + g), member, slot, int32(1 - 2 * ((member + slot) & 1)))
 
-    return place
+    return place_of
 
 
 @device
@@ -424,7 +451,7 @@ def joined(tops, sm, at, CG, side, q, barrier):
     if CG > 1:
         if q == 0:
             sm[at + side], sm[at + 8 * CG + side] = tops[0], tops[1]
-        ptx.named_barrier(barrier, int32(CG * 128))
+        ptx.named_barrier(barrier, CG * 128)
         for k in range(CG):
             for half in range(2):
-                tops[half] = int32(max(tops[half], sm[at + half * (8 * CG) + k]))
+                tops[half] = max(tops[half], sm[at + half * (8 * CG) + k])

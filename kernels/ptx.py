@@ -202,7 +202,10 @@ def _store(count):
     return intrinsic(store)
 
 
-load2, load4, store2, store4 = _load(2), _load(4), _store(2), _store(4)
+load2 = _load(2)
+load4 = _load(4)
+store2 = _store(2)
+store4 = _store(4)
 
 
 # f(array, index): the address of array[index] in shared memory (int32)

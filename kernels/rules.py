@@ -53,17 +53,21 @@ def build_noise(cfg, silent=False):
     """
     MASK, MODE = cfg.DEVICE_MASK, cfg.ADAPTIVE_NOISE_MODE
     drawn, scale = rules.draw_rules(device, cfg.DEVICE_GAUSSIAN), rules.factor_rules(device, TARGET, MODE)
-    hash32, draw, coefficient = drawn.hash32, drawn.draw, scale.input_coefficient
+    hash32 = drawn.hash32
+    draw = drawn.draw
+    coefficient = scale.input_coefficient
 
-    VARIES, SHIFT, UNIT = bool(cfg.SIGMA_SCHEDULE), cfg.NOISE_SHIFTS[0], 2.0 ** -cfg.NOISE_SHIFTS[0]
+    VARIES = bool(cfg.SIGMA_SCHEDULE)
+    SHIFT = cfg.NOISE_SHIFTS[0]
+    UNIT = 2.0 ** -cfg.NOISE_SHIFTS[0]
 
     @device
     def shift(job):
-        return int32(int32(job[3]) & int32(31)) if VARIES else int32(SHIFT)     # the mask: shifts need no 64 bits
+        return int32(job[3] & 31) if VARIES else int32(SHIFT)     # the mask: shifts need no 64 bits
 
     @device
     def unit(shift):
-        return ptx.bits_float(int32(int32(int32(127) - shift) << int32(23))) if VARIES else float32(UNIT)
+        return ptx.bits_float(int32((127 - shift) << 23)) if VARIES else float32(UNIT)
 
     @device
     def noise(seed, i):
@@ -87,7 +91,9 @@ def build_noise(cfg, silent=False):
 def loss_function(cfg):
     """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's (SPEC 7); of
     several targets: their number times the largest, and the sum of theirs."""
-    BIT, UNIT, UNIT_OF_DISTANCE = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg), 256 // cfg.TARGETS
+    BIT = cfg.SOFTMAX_SCALE_BIT
+    UNIT = integer_tables.log_unit(cfg)
+    UNIT_OF_DISTANCE = 256 // cfg.TARGETS
     rule = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
 
     @device

@@ -58,9 +58,18 @@ def transformer_token_kernel(cfg):
     calls int32: rows of the plan in order: embed, then up and down of the first MLP, then for each layer ln_1, qkv, o,
     ln_2, up, down, then ln_f. keys, values: the two halves of the cache, int8 [layers][positions][H]; scores int32
     [heads][positions]."""
-    H, D, L, HEADS, SCALE_BIT = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.N_LAYERS, cfg.N_HEADS, cfg.ROPE_SCALE_BIT
-    SHIFT_ATTN, SHIFT_OUT, SHIFT_UP, SHIFT_DOWN = cfg.SHIFT_ATTN, cfg.SHIFT_OUT, cfg.SHIFT_MLP_UP, cfg.SHIFT_MLP_DOWN
-    WORDS, H4, NTT = H // 4, 4 * H, cfg.NTT_MODE != 0
+    H = cfg.HIDDEN_DIM
+    D = cfg.HEAD_DIM
+    L = cfg.N_LAYERS
+    HEADS = cfg.N_HEADS
+    SCALE_BIT = cfg.ROPE_SCALE_BIT
+    SHIFT_ATTN = cfg.SHIFT_ATTN
+    SHIFT_OUT = cfg.SHIFT_OUT
+    SHIFT_UP = cfg.SHIFT_MLP_UP
+    SHIFT_DOWN = cfg.SHIFT_MLP_DOWN
+    WORDS = H // 4
+    H4 = 4 * H
+    NTT = cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, build_noise(cfg), False, True)
     from_h, from_4h = _matrix_vector(H), _matrix_vector(4 * H)
 
@@ -70,8 +79,8 @@ def transformer_token_kernel(cfg):
         mean = max(block_sum(int32(abs(h)), part, t) // int32(H), 1)
         if t >= H:
             return int32(0)
-        product = int32(h * int32(weights[plan[p + LN] + t]))
-        return clip(int32(divide(product, mean) + int32(weights[plan[p + LN_BIAS] + t])))
+        product = int32(h * weights[plan[p + LN] + t])
+        return clip(int32(divide(product, mean) + weights[plan[p + LN_BIAS] + t]))
 
     @device
     def scaled_down(v, part, t):
@@ -92,7 +101,7 @@ def transformer_token_kernel(cfg):
         p = calls[0] * PLAN
         h, call = int32(0), 1
         if t < H:
-            h = int32(embedding(packed, plan[p + TABLE], H, token_id, t) + int32(weights[plan[p + BIAS] + t]))
+            h = int32(embedding(packed, plan[p + TABLE], H, token_id, t) + weights[plan[p + BIAS] + t])
             if NTT:
                 c = coefficient(tokens, 0, here)
                 h = int32(h + look_up(weights, weights, uint32(0), int32(0), int32(0), c, t)[0])
@@ -114,8 +123,8 @@ def transformer_token_kernel(cfg):
                     half = int64(1) << int64(SCALE_BIT - 1)
                     for which in range(2):
                         a, b = int64(y[which * H + t]), int64(y[which * H + t + 1])
-                        y[which * H + t] = int32((a * cos - b * sin + half) >> int64(SCALE_BIT))
-                        y[which * H + t + 1] = int32((a * sin + b * cos + half) >> int64(SCALE_BIT))
+                        y[which * H + t] = (a * cos - b * sin + half) >> int64(SCALE_BIT)
+                        y[which * H + t + 1] = (a * sin + b * cos + half) >> int64(SCALE_BIT)
                 cuda.syncthreads()
                 q = scaled_down(y[t] if t < H else int32(0), part, t)
                 k = scaled_down(y[H + t] if t < H else int32(0), part, t)
@@ -137,8 +146,8 @@ def transformer_token_kernel(cfg):
                 cuda.syncthreads()
                 for task in range(t, HEADS * (here + 1), 1024):
                     head, past = task // (here + 1), task % (here + 1)
-                    d = int32(int32(top[head] >> int32(SHIFT_ATTN))
-                              - int32(scores[head * positions + past] >> int32(SHIFT_ATTN)))
+                    d = int32((top[head] >> SHIFT_ATTN)
+                              - (scores[head * positions + past] >> SHIFT_ATTN))
                     w = exps[min(d, int32(255))]
                     scores[head * positions + past] = w
                     cuda.atomic.add(total, head, int64(w))
@@ -146,12 +155,12 @@ def transformer_token_kernel(cfg):
                 if t < H:
                     head, num = t // D, int64(0)
                     for past in range(here + 1):
-                        num += int64(int32(scores[head * positions + past] * int32(values[(base + past) * H + t])))
+                        num += int64(int32(scores[head * positions + past] * values[(base + past) * H + t]))
                     vector[t] = clip(int32(float(num) / float(total[head])))
                 cuda.syncthreads()
                 from_h(words, 0, packed, plan[calls[call + 1] * PLAN + MATRIX], H, y, 0, t)
                 cuda.syncthreads()
-                h = scaled_down(int32(h + int32(y[t] >> int32(SHIFT_OUT))) if t < H else int32(0), part, t)
+                h = scaled_down(int32(h + (y[t] >> SHIFT_OUT)) if t < H else int32(0), part, t)
                 n = normed(h, weights, plan, calls[call + 2] * PLAN, part, t)
                 call += 3
             if t < H:
@@ -162,13 +171,13 @@ def transformer_token_kernel(cfg):
             cuda.syncthreads()
             for i in range(t, 4 * H, 1024):
                 bias = int32(weights[plan[p + MATRIX_BIAS] + i])
-                vector[H + i] = gelu[clip(int32(int32(y[i] >> int32(SHIFT_UP)) + bias)) & 255]
+                vector[H + i] = gelu[clip(int32((y[i] >> SHIFT_UP) + bias)) & 255]
             cuda.syncthreads()
             from_4h(words, WORDS, packed, plan[calls[call + 1] * PLAN + MATRIX], H, y, 0, t)
             cuda.syncthreads()
             p = calls[call + 2] * PLAN                       # the next norm carries the bias of this product
             if t < H:
-                h = int32(int32(h + int32(y[t] >> int32(SHIFT_DOWN))) + int32(weights[plan[p + BIAS] + t]))
+                h = int32(h + (y[t] >> SHIFT_DOWN) + weights[plan[p + BIAS] + t])
             h = scaled_down(h, part, t)
             n = normed(h, weights, plan, p, part, t)
             call += 3
@@ -184,17 +193,22 @@ def _floor_quotient(cfg, inputs):
 
     @device
     def divided(y):
-        return int32(quotient(y) - int32(BITS))
+        return int32(quotient(y) - BITS)
     return divided
 
 
 def recurrent_token_kernel(cfg):
     """ln_f of the last layer's output after one more token: out int8 [H]. One block of 1024 threads; a thread is a
     channel. states int8 [L, H] go on."""
-    H, L, LOWEST = cfg.HIDDEN_DIM, cfg.N_LAYERS, 0 if cfg.MLP_RELU else -127
+    H = cfg.HIDDEN_DIM
+    L = cfg.N_LAYERS
+    LOWEST = 0 if cfg.MLP_RELU else -127
     from_h, from_4h = _matrix_vector(H), _matrix_vector(4 * H)
     quotient, quotient_down = _floor_quotient(cfg, H), _floor_quotient(cfg, 4 * H)
-    divided, open_gate, gated, next_state = NORMS.quotient, NORMS.gate, NORMS.gated, NORMS.next_state
+    divided = NORMS.quotient
+    open_gate = NORMS.gate
+    gated = NORMS.gated
+    next_state = NORMS.next_state
     H4 = 4 * H
 
     @device
@@ -203,7 +217,7 @@ def recurrent_token_kernel(cfg):
         mean = int32(max(block_sum(int32(abs(x)), part, t) // int32(H), 1))
         if t >= H:
             return int32(0)
-        return divided(int32(x * int32(weights[at + t])), mean, float32(float32(1) / float32(mean)))
+        return divided(int32(x * weights[at + t]), mean, float32(float32(1) / float32(mean)))
 
     @cuda.jit(launch_bounds=1024)
     def token(plan: A32, weights: A8, packed: A32, tokens: A32, at: A32, states: A8, out: A8):
@@ -217,7 +231,9 @@ def recurrent_token_kernel(cfg):
             x = embedding(packed, plan[0], H, id_, t)
         for layer in range(L):
             first = 1 + layer * LAYER
-            gates, recur, inner = (first + GATES) * PLAN, (first + RECUR) * PLAN, (first + INNER) * PLAN
+            gates = (first + GATES) * PLAN
+            recur = (first + RECUR) * PLAN
+            inner = (first + INNER) * PLAN
             n, h = normed(x, weights, plan[(first + NORM_1) * PLAN], part, t), int32(0)
             if t < H:
                 if at[0] > 0 and id_ != 0:
@@ -237,7 +253,7 @@ def recurrent_token_kernel(cfg):
             from_h(words, H // 2, packed, plan[recur + U_H], H, y, 0, t)
             cuda.syncthreads()
             if t < H:
-                c = clip(int32(int32(c + quotient(y[t])) + int32(weights[plan[recur + B_H] + t])))
+                c = clip(int32(c + quotient(y[t]) + weights[plan[recur + B_H] + t]))
                 h = next_state(f, h, c)
                 states[layer * H + t] = h
                 x = clip(int32(x + h))
@@ -263,14 +279,17 @@ def recurrent_token_kernel(cfg):
 
 def logits_kernel(cfg):
     """z = logits int32 [V] from x, the words of int8 [H]. Launch 256 threads a block of 64 columns."""
-    H, V, SHIFT, multiply = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, cfg.SHIFT_LOGIT, _matrix_vector(cfg.HIDDEN_DIM)
+    H = cfg.HIDDEN_DIM
+    V = cfg.VOCAB_SIZE
+    SHIFT = cfg.SHIFT_LOGIT
+    multiply = _matrix_vector(cfg.HIDDEN_DIM)
 
     if cfg.MODEL == "gru":
         logit = _floor_quotient(cfg, H)
     else:
         @device
         def logit(total):
-            return int32(total >> int32(SHIFT))
+            return int32(total >> SHIFT)
 
     @cuda.jit(launch_bounds=256)
     def logits(at, packed: A32, x: A32, z: A32):

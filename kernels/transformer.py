@@ -29,8 +29,17 @@ from model import parameters
 
 MOST_BLOCKS = 256                           # of a persistent kernel
 # columns of the plan: of a norm, of which the first is the embedding's as well; of a product
-LN, LN_BIAS, BIAS, INPUTS, TABLE, TABLE_OVERLAY_A, TABLE_OVERLAY_B = 0, 4, 8, 12, 20, 21, 22
-MATRIX, MATRIX_BIAS, INPUT, EVERY = 0, 3, 8, 8
+LN = 0
+LN_BIAS = 4
+BIAS = 8
+INPUTS = 12
+TABLE = 20
+TABLE_OVERLAY_A = 21
+TABLE_OVERLAY_B = 22
+MATRIX = 0
+MATRIX_BIAS = 3
+INPUT = 8
+EVERY = 8
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
@@ -38,8 +47,14 @@ MATRIX, MATRIX_BIAS, INPUT, EVERY = 0, 3, 8, 8
 def _embed_kernel(cfg, nz, gpu):
     """h = clip(embedding look-up + bias) of both members, and zero losses. Launch [pairs, LENGTH / 16], 64 threads;
     four lanes a position. width: tokens of a pair's window. plan: BIAS of the embedding, TABLE_..."""
-    H, T, LENGTH, (_, vector) = cfg.HIDDEN_DIM, cfg.SEQ_LEN, padded_length(cfg), pair_functions(cfg, nz)
-    noise, factor, job_shift, NTT = nz.noise, nz.factor, nz.shift, cfg.NTT_MODE != 0
+    H = cfg.HIDDEN_DIM
+    T = cfg.SEQ_LEN
+    LENGTH = padded_length(cfg)
+    _, vector = pair_functions(cfg, nz)
+    noise = nz.noise
+    factor = nz.factor
+    job_shift = nz.shift
+    NTT = cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
@@ -50,7 +65,9 @@ def _embed_kernel(cfg, nz, gpu):
         table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
         factors = cuda.shared.array(H, float32)
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
-        p, mask, shift = call * PLAN, int32(job[2]), job_shift(job)
+        p = call * PLAN
+        mask = int32(job[2])
+        shift = job_shift(job)
         source = source_of(plan, p, weights, overlay, job, offset + unit)
         seed = source.seed
         if t < 2 and cuda.blockIdx.y == 0:
@@ -58,7 +75,7 @@ def _embed_kernel(cfg, nz, gpu):
         stream = uint32(seed + uint32(H))
         for i in range(t, H, 4 * POSITIONS):
             table[i], table[H + i] = vector(source, BIAS, 0, i)
-            table[2 * H + i] = int32(noise(stream, i) & mask)
+            table[2 * H + i] = noise(stream, i) & mask
             factors[i] = factor(overlay[plan[p + TABLE_OVERLAY_B] + i], stream, i)
         cuda.syncthreads()
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
@@ -77,11 +94,13 @@ def _embed_kernel(cfg, nz, gpu):
                 for k in range(4):
                     i = piece * 16 + q * 4 + k
                     d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[i]))
-                    e, more, more_odd = byte(word, k), int32(0), int32(0)
+                    e = byte(word, k)
+                    more = int32(0)
+                    more_odd = int32(0)
                     if NTT:
                         more, more_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
-                    x[k] = clip(int32(int32(int32(e + int32(d >> shift)) + even[k]) + more))
-                    x[4 + k] = clip(int32(int32(int32(e + int32(int32(-d) >> shift)) + odd[k]) + more_odd))
+                    x[k] = clip(int32(e + (d >> shift) + even[k] + more))
+                    x[4 + k] = clip(int32(e + (int32(-d) >> shift) + odd[k] + more_odd))
                 h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack4(x[4], x[5], x[6], x[7])
 
@@ -92,18 +111,25 @@ def _norm_kernel(cfg, nz, gpu, streams):
     """out = ln(h), its sums sb with `streams` input noises, and zeros for those of the down projection. Launch
     [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
     plan: LN, LN_BIAS, INPUTS of the streams; sb: [4][stride]."""
-    H, MODE, LENGTH = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, padded_length(cfg)
+    H = cfg.HIDDEN_DIM
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    LENGTH = padded_length(cfg)
     # then 2^-21 of |p| changes no quotient
     FLOAT = MODE < 2 and 127 * (128 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20
     AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
-    FACTORS, BYTES, THREADS_OF_H = streams * H if MODE == 2 else 1, streams * H // 4, blocks(H, 256) * 256
-    noise, factor, whole_factor, (_, vector) = nz.noise, nz.factor, nz.whole, pair_functions(cfg, nz)
+    FACTORS = streams * H if MODE == 2 else 1
+    BYTES = streams * H // 4
+    THREADS_OF_H = blocks(H, 256) * 256
+    noise = nz.noise
+    factor = nz.factor
+    whole_factor = nz.whole
+    _, vector = pair_functions(cfg, nz)
     input_coefficient, input_term = nz.input_coefficient, nz.input_term
 
     @gpu.device
     def shared_bias(b):
         """A bias as `normed` wants it."""
-        return ptx.float_bits(float32(float32(int32(b + int32(127))) * float32(1 / 254))) if FLOAT else b
+        return ptx.float_bits(float32(float32(int32(b + 127)) * float32(1 / 254))) if FLOAT else b
 
     @gpu.device
     def normed(p, mean, reciprocal, b):
@@ -122,7 +148,9 @@ def _norm_kernel(cfg, nz, gpu, streams):
     def norm(call, plan: A32, weights: A8, overlay: A8, job: AU32, offset, stride, h: A32, out: A32, sb: A32):
         table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
         packed_noise = cuda.shared.array(BYTES, int32)       # [stream][H / 4]
-        t, unit, p = cuda.threadIdx.x, cuda.blockIdx.x, call * PLAN
+        t = cuda.threadIdx.x
+        unit = cuda.blockIdx.x
+        p = call * PLAN
         source = source_of(plan, p, weights, overlay, job, offset + unit)
         whole = int32(1)
         for i in range(t, THREADS_OF_H, 256):
@@ -145,7 +173,9 @@ def _norm_kernel(cfg, nz, gpu, streams):
         if warp < 2 * LENGTH:
             member, row = warp // LENGTH, int64(unit) * (2 * LENGTH) + warp + (lane >> 2)
             at = (row >> 3) * (2 * H) + lane
-            x, sums, totals = cuda.local.array(4, int32), cuda.local.array(6, int32), cuda.local.array(2, int32)
+            x = cuda.local.array(4, int32)
+            sums = cuda.local.array(6, int32)
+            totals = cuda.local.array(2, int32)
             means, reciprocals = cuda.local.array(2, int32), cuda.local.array(2, float32)
             for i in range(6):
                 sums[i] = 0
@@ -154,7 +184,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
                 for half in range(2):                        # the sum of |bytes|
                     word = h[uint64(at + half * (2 * H) + piece * 32)]
                     negative = ptx.byte_permute(word, 0, 0xBA98)
-                    totals[half] = ptx.dp4a(negative, -1, ptx.dp4a(int32(word ^ negative), 0x01010101, totals[half]))
+                    totals[half] = ptx.dp4a(negative, -1, ptx.dp4a(word ^ negative, 0x01010101, totals[half]))
             for half in range(2):
                 means[half] = int32(max(int32(uint32(quad_sum(totals[half])) // uint32(H)), int32(1)))
                 # so that a quotient is never below the whole number that it is
@@ -178,7 +208,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
                             c = ptx.load_shared4(address + (AT_C + s * H) * 4 + piece * 64)
                             for k in range(4):
                                 f = factors[s * H + piece * 16 + (lane & 3) * 4 + k] if MODE == 2 else float32(0)
-                                sums[3 * half + s] = int32(sums[3 * half + s] + input_term(byte(word, k), c[k], f))
+                                sums[3 * half + s] += input_term(byte(word, k), c[k], f)
             for half in range(2):
                 for s in range(streams):
                     total = quad_sum(sums[3 * half + s])
@@ -200,11 +230,17 @@ def _up_kernel(cfg, nz, gpu, KP):
     stride + row].
     u: [64 rows][pieces of KP hidden units][core matrices], as the down projection takes it.
     plan: MATRIX, MATRIX_BIAS; INPUT of the down projection."""
-    H, SHIFT, MODE = cfg.HIDDEN_DIM, cfg.SHIFT_MLP_UP, cfg.ADAPTIVE_NOISE_MODE
+    H = cfg.HIDDEN_DIM
+    SHIFT = cfg.SHIFT_MLP_UP
+    MODE = cfg.ADAPTIVE_NOISE_MODE
     BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
     # words of a member's tables: noise, bias; noise of the input side of the down projection as bytes, as coefficients;
     # their factors
-    BIAS, BYTES, COEFFICIENT, FACTOR, TABLE = 128, 256, 288, 416, (288, 416, 544)[MODE]
+    BIAS = 128
+    BYTES = 256
+    COEFFICIENT = 288
+    FACTOR = 416
+    TABLE = (288, 416, 544)[MODE]
     TABLES = GROUPS * 2 * SLOTS * TABLE
     # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
     for COPIES in 32, 8, 4:
@@ -212,19 +248,29 @@ def _up_kernel(cfg, nz, gpu, KP):
         shape = wide_shape(gpu.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, gpu.wgmma)
         if shape and (shape.resident or not shape.stream and shape.stages * shape.KP * (1 + shape.turns) >= H):
             break
-    RG, CG, PASSES, (STEPS, APART) = shape.RG, shape.CG, shape.passes, shape.steps()
+    RG = shape.RG
+    CG = shape.CG
+    PASSES = shape.passes
+    STEPS, APART = shape.steps(), shape.apart()
     RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
     AT_TABLES = AT_GELU + GELUS
     # blocks and words of a piece or a block; 16 columns
-    PIECE, WORDS, STEP = max(KP // 128, 1), 16 * max(KP, 128), KP // 16
-    place = place_function(cfg, RG)
-    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
-    noise, factor, whole_factor, job_shift = nz.noise, nz.factor, nz.whole, nz.shift
+    PIECE = max(KP // 128, 1)
+    WORDS = 16 * max(KP, 128)
+    STEP = KP // 16
+    place_of = place_function(cfg, RG)
+    functions = product_functions(gpu, shape)
+    open_ring, wait_rows = functions.open_ring, functions.wait_rows
+    multiply, finish = functions.multiply, functions.finish
+    noise = nz.noise
+    factor = nz.factor
+    whole_factor = nz.whole
+    job_shift = nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     column, vector = pair_functions(cfg, nz)
-    as_row, as_column, begin, BASE = begin_functions(cfg, nz, H,
-                                                     256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
-    begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * BIAS if BASE else 0)
+    noisy = begin_functions(cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
+    as_row, as_column, BASE = noisy.row, noisy.column, noisy.BASE
+    begin_tile = begin_tile_function(gpu, nz, noisy.begin, 0, 4 * BIAS if BASE else 0)
     # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
     UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
     # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
@@ -238,7 +284,7 @@ def _up_kernel(cfg, nz, gpu, KP):
             share = ptx.fma_sat(ptx.bits_float(a), float32(UNIT), float32(MIDDLE))
             return int32(int32(int32(ptx.float_bits(ptx.fma_down(share, float32(4), float32(INDEX))) - int32(LESS))
                                * int32(4 * COPIES)) + at)
-        return int32(int32(min(max(int32(int32(a >> int32(SHIFT)) + bias), int32(0)), int32(256)) * int32(4 * COPIES))
+        return int32(min(max(int32((a >> SHIFT) + bias), int32(0)), int32(256)) * (4 * COPIES)
                      + at)
 
     @gpu.device
@@ -250,7 +296,7 @@ def _up_kernel(cfg, nz, gpu, KP):
             sm[to] = as_column(column(source, pair, i))
             even, odd = vector(source, MATRIX_BIAS, pair, i)
             bias = odd if (member + slot) & 1 else even
-            sm[to + BIAS] = int32(int32(bias << int32(SHIFT)) + int32(BASE)) if BASE else int32(bias + int32(128))
+            sm[to + BIAS] = (bias << SHIFT) + BASE if BASE else bias + 128
             # both forms: a branch here would make the products wait for each other
             stream = stream_of(source, INPUT + I_SEED, pair)
             if MODE < 2:
@@ -280,7 +326,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                         i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
                         pb[4 * half + k] = input_fold(pb[4 * half + k], acc[i], c[k], f)
             for k in range(8):
-                sums[k >> 2] = int32(sums[k >> 2] + pb[k])
+                sums[k >> 2] += pb[k]
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -292,7 +338,9 @@ def _up_kernel(cfg, nz, gpu, KP):
         ring = open_ring(count * STEPS, first, every, x, packed, at)
         source = source_of(plan, call * PLAN, weights, overlay, job, offset)
         t, base = ring.t, ring.base
-        group, lane, c = t >> 7, t & 31, t & 127
+        group = t >> 7
+        lane = t & 31
+        c = t & 127
         q, side = lane & 3, group % CG
         for i in range(t, GELUS, THREADS):                   # [x + 128][copy]
             sm[AT_GELU + i] = gelu[(min(max(i // COPIES, 1), 255) - 128) & 255]
@@ -302,8 +350,12 @@ def _up_kernel(cfg, nz, gpu, KP):
         whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
         at_lane = int32(base + 4 * AT_GELU + (lane & (COPIES - 1)) * 4)
         here = AT_TABLES + group * (2 * SLOTS * TABLE)
-        acc, s, sums = cuda.local.array(64, int32), cuda.local.array(2, int32), cuda.local.array(2, int32)
-        row, member, slot, sign = place(first, t, 0)
+        acc = cuda.local.array(64, int32)
+        s = cuda.local.array(2, int32)
+        sums = cuda.local.array(2, int32)
+        place = place_of(first, t, 0)
+        row, sign = place.row, place.sign
+        member, slot = place.first, place.slot
         prepare(sm, smf, here, c, side, member, source)
         shift = job_shift(job)
         for half in range(2):
@@ -322,8 +374,11 @@ def _up_kernel(cfg, nz, gpu, KP):
                 mine, last = row, ahead == PASSES - 1
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
-                    row, member, slot, sign = place(tile + every, t, 0)
-                prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member, source)
+                    place = place_of(tile + every, t, 0)
+                    row, sign = place.row, place.sign
+                    member, slot = place.first, place.slot
+                prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member,
+                        source)
                 if last:
                     for half in range(2):
                         s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign), shift)
@@ -368,21 +423,33 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     weights' mma fragments hold them.
     "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
     plan: MATRIX, MATRIX_BIAS of each matrix, EVERY entries apart. sb: [4][stride]; spill: what `layout` says."""
-    H, D, BIT, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.ROPE_SCALE_BIT, cfg.SEQ_LEN
+    H = cfg.HIDDEN_DIM
+    D = cfg.HEAD_DIM
+    BIT = cfg.ROPE_SCALE_BIT
+    T = cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
     K = 4 * H if DOWN else H
     SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
-    MATRICES, LENGTH, POSITIONS = 3 if QKV else 1, padded_length(cfg), value_length(cfg)
+    MATRICES = 3 if QKV else 1
+    LENGTH = padded_length(cfg)
+    POSITIONS = value_length(cfg)
     SLOTS = members_of(64, LENGTH)
     TABLE = 256 if DOWN else 128                             # words of a member's tables for 128 columns: noise, bias
     TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, 2 * TALLEST   # words; TOPS: of this tile and of the next
     shape = full_shape(gpu.shared - 4 * (TABLES + TOPS) - 1024, K, H, turns=gpu.wgmma)
-    CG, N, PASSES, RG = shape.CG, shape.N, shape.passes, shape.RG
-    (STEPS, APART), RAGGED, ACC = shape.steps(), shape.columns() != H, N // 2
-    AT_TABLES, place = shape.bytes // 4, place_function(cfg, RG)
+    CG = shape.CG
+    N = shape.N
+    PASSES = shape.passes
+    RG = shape.RG
+    STEPS, APART = shape.steps(), shape.apart()
+    RAGGED = shape.columns() != H
+    ACC = N // 2
+    AT_TABLES, place_of = shape.bytes // 4, place_function(cfg, RG)
     AT_TOPS = AT_TABLES + TABLES
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
-    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
+    functions = product_functions(gpu, shape, fresh=True)
+    open_ring, wait_rows = functions.open_ring, functions.wait_rows
+    multiply, finish = functions.multiply, functions.finish
     job_shift, (column, vector) = nz.shift, pair_functions(cfg, nz)
 
     @gpu.device
@@ -410,7 +477,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
         for j in range(N // 8):
             for half in range(2):
                 a, b = acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]
-                most[half], least[half] = int32(max(max(most[half], a), b)), int32(min(min(least[half], a), b))
+                most[half], least[half] = max(max(most[half], a), b), min(min(least[half], a), b)
 
     @gpu.device
     def quantised(acc, scales):
@@ -450,16 +517,24 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     def full_width_product(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, job: AU32, offset, tiles, stride,
                            rope: A32, x: A32, sb: A32, h: A32, values: A32, spill: A32):
         sm = cuda.shared.array(0, int32, 128)
-        which, first, every = cuda.blockIdx.x % MATRICES, cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
+        which = cuda.blockIdx.x % MATRICES
+        first = cuda.blockIdx.x // MATRICES
+        every = cuda.gridDim.x // MATRICES
         count = 0
         if first < tiles:
             count = (tiles - 1 - first) // every + 1
         ring = open_ring(count * STEPS, first, every, x, packed, at + which * MATRIX_WORDS)
         source = source_of(plan, call * PLAN + which * EVERY, weights, overlay, job, offset)
         t, base = ring.t, ring.base
-        group, lane, c = t >> 7, t & 31, t & 127
-        q, side, rg = lane & 3, group % CG, group // CG
-        acc, s, scales = cuda.local.array(ACC, int32), cuda.local.array(2, int32), cuda.local.array(2, float32)
+        group = t >> 7
+        lane = t & 31
+        c = t & 127
+        q = lane & 3
+        side = group % CG
+        rg = group // CG
+        acc = cuda.local.array(ACC, int32)
+        s = cuda.local.array(2, int32)
+        scales = cuda.local.array(2, float32)
         most, least = cuda.local.array(2, int32), cuda.local.array(2, int32)
         for i in range(ACC):
             acc[i] = 0
@@ -467,9 +542,10 @@ def _full_width_kernel(cfg, nz, gpu, kind):
         step = int32(side * APART)
         for turn in range(count):
             tile = first + turn * every
-            row, member, slot, sign = place(tile, t, 0)
+            place = place_of(tile, t, 0)
+            row = place.row
             for half in range(2):
-                s[half] = int32(sb[uint64((SB_AT + which) * stride + row + 8 * half)] * sign)
+                s[half] = int32(sb[uint64((SB_AT + which) * stride + row + 8 * half)] * place.sign)
                 most[half], least[half] = 0, 0
             to = int64(which * stride + row >> 3) * (2 * H) + lane
             wait_rows(ring, turn)
@@ -477,10 +553,10 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 col = ahead * (CG * N) + side * N
                 buffer = AT_TABLES + (2 * group + ((turn * PASSES + ahead) & 1)) * (SLOTS * TABLE)
                 step = multiply(acc, ring, step)
-                prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
+                prepare(sm, buffer, c, col, place.first, source)  # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, ahead == PASSES - 1, turn + 1 < count, turn, tile + every)
-                at_noise, shift = base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job)
+                at_noise, shift = base + 4 * (buffer + place.slot * TABLE) + q * 16, job_shift(job)
                 for j in range(N // 16):
                     if not RAGGED or col + 16 * j < H:
                         n = ptx.load_shared4(at_noise + j * 64)
@@ -492,7 +568,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                                 i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
                                 v = int32(acc[i] + ptx.shift_right(int32(s[half] * n[k]), shift))
                                 if not QKV:
-                                    v = int32(int32(v >> int32(SHIFT)) + byte(word, k))
+                                    v = int32((v >> SHIFT) + byte(word, k))
                                 if DOWN:
                                     v = int32(v + b[k])
                                 acc[i] = v
@@ -510,7 +586,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                                    acc[i + 3])
             mine = ((turn & 1) * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2)
             for half in range(2):
-                most[half] = int32(max(most[half], int32(-least[half])))
+                most[half] = max(most[half], int32(-least[half]))
             joined(most, sm, AT_TOPS + mine * CG, CG, side, q, 5 + rg)
             for half in range(2):
                 scales[half] = amax_scale(most[half])
@@ -519,7 +595,10 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 if back > 0:
                     for i in range(0, ACC, 4):
                         a = ptx.load4(spill, at_spill + (ahead * ACC + i) * THREADS)
-                        acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = a[0], a[1], a[2], a[3]
+                        acc[i] = a[0]
+                        acc[i + 1] = a[1]
+                        acc[i + 2] = a[2]
+                        acc[i + 3] = a[3]
                 quantised(acc, scales)
                 col = ahead * (CG * N) + side * N
                 if QKV and which == 2:
