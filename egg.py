@@ -173,7 +173,7 @@ def train(cfg, args):
     cfg = for_this_machine(cfg, args, console.line)
     done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, page(args),
                        args.log_json, args.tensorboard)
-    directory = done.coordinator.run.directory
+    directory = done.progress.run.directory
     invite_to_continue(args.argv, directory, console)
     if done.final is not None and directory:
         console.line("plot it: " + command_line("plot", directory))

@@ -255,8 +255,8 @@ def test_the_preset_trains_and_goes_on(tmp_path, monkeypatch):
     first = train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert first.unit == "bits/byte" and 0 < first.after < 20 and first.final.step == 3
     second = train.train(cfg, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert (second.coordinator.first_step,
-            second.coordinator.run.step) == (3, 5) and second.before == pytest.approx(first.after, abs=1e-12)
+    assert (second.progress.first_step,
+            second.progress.run.step) == (3, 5) and second.before == pytest.approx(first.after, abs=1e-12)
     assert "| LR: 1 |" in lines.text
     run = history.open_run(cfg, "run")
     engine = cpu_engine.CpuEngine(cfg)

@@ -699,11 +699,11 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
 def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):
     lines = Lines()
     first = train.train(small, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert (first.coordinator.run.step, first.final.step, first.unit) == (3, 3, "bits/byte")
+    assert (first.progress.run.step, first.final.step, first.unit) == (3, 3, "bits/byte")
     assert first.before is not None
     assert 0 < first.after < 20 and len(first.references) == 3
     second = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert (second.coordinator.first_step, second.coordinator.run.step) == (3, 5)
+    assert (second.progress.first_step, second.progress.run.step) == (3, 5)
     assert second.before == pytest.approx(first.after, abs=1e-12)
     for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:",
                   "bits/byte after (uniform 8.00",

@@ -1,5 +1,5 @@
-"""Training on this machine: the coordinator in this process, a worker process for every device. Also what every worker
-does before it serves: open the data, make the engine, print the references."""
+"""Training on this machine: the coordinator in this process, a worker process for every device. Also the start of every
+worker: it opens the data, makes the engine, prints the references."""
 
 import contextlib
 import multiprocessing
@@ -10,20 +10,20 @@ import socket
 import time
 from collections import namedtuple
 
-from cluster import auth, event_log, history
-from model import data_files, parameters
-from engine import engines, hardware
 import egg_net
+from cluster import auth, event_log, history
 from cluster.console import printable, stop_signals
 from cluster.link import check_address
 from egg_config import EggError
+from engine import engines, hardware
+from model import data_files, parameters
 
-RESTARTS = 3               # restarts of a worker process before training gives up
-APPLY_SECONDS = 10.0       # that the workers may take to apply the last update
-FINAL_SECONDS = 120.0      # that the first of them may take for the final validation and sample
-LEAVE_SECONDS = 5.0        # that each may take to end
+RESTARTS = 3               # of a worker process, before training gives up
+APPLY_SECONDS = 10.0       # limit for the workers to apply the last update
+FINAL_SECONDS = 120.0      # limit for the first of them to validate and sample at the end
+LEAVE_SECONDS = 5.0        # limit for each of them to end
 SLOW_SECONDS = 30.0        # a step that takes longer is announced
-SLICE_SECONDS = 0.3        # of evaluation, from which the time of a step is estimated
+SLICE_SECONDS = 0.3        # least time of the evaluation from which the speed is estimated
 COMPILING = "(once; about 15 s)"
 
 
@@ -33,11 +33,11 @@ class TrainError(EggError):
 
 # tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None
 Data = namedtuple("Data", "tokens validation decoding")
-# What the first worker measures at the end: step; figure of the validation, sample: float, str or None
+# The last measurement of the first worker: step; figure: of the validation, or None; sample: str or None
 Final = namedtuple("Final", "step figure sample")
-# The result of `train`. coordinator: a progress.Progress; before, after: validation figures in `unit`, None without
-# validation; references: {simple model: figure}; final: a Final, None if no worker was alive at the end
-TrainSummary = namedtuple("TrainSummary", "coordinator before after unit references final")
+# The result of `train`. progress: a cluster.progress.Progress; before, after: validation figures in `unit`, or None;
+# references: {simple model: figure}; final: a Final, None if no worker was alive at the end
+TrainSummary = namedtuple("TrainSummary", "progress before after unit references final")
 
 
 def open_data(cfg, warn):
@@ -45,7 +45,7 @@ def open_data(cfg, warn):
     decoding = data_files.load_decoding(cfg, warn)
     if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
         warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are "
-             "too low, and generation, which cannot see them, is worse than they say")
+             "too low, and generation, which cannot see these tokens, is worse than the figures suggest")
     return Data(data_files.open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding, warn), decoding)
 
 
@@ -61,8 +61,8 @@ def print_references(cfg, data, console):
 
 
 def start_engine(cfg, data, device, threads, log):
-    """An engine for which everything is compiled that a worker with these data will use, and nothing else; `log` takes
-    lines while it is compiled. Raises EngineError."""
+    """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines
+    about compiling. Raises EngineError."""
     verbs = ["digest"] + ["validate"] * (data.validation is not None) + ["generate"] * (cfg.SAMPLE_EVERY > 0)
     engine = engines.make(cfg, data.tokens, device, threads, verbs)
     if device == "cpu":
@@ -72,7 +72,7 @@ def start_engine(cfg, data, device, threads, log):
 
 
 def members_a_second(cfg, engine):
-    """How many members this engine evaluates per second, estimated from slices of growing size."""
+    """Members that this engine evaluates per second, estimated from slices of growing size."""
     count = 2
     engine.evaluate(0, count)                        # the first evaluation also makes the table of soft targets
     while True:
@@ -85,14 +85,15 @@ def members_a_second(cfg, engine):
 
 
 def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=auth.Access(), protocol=0, name=None):
-    """What `egg.py worker` does: opens the data, makes the engine, serves the coordinator at host:port (default
+    """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port (default
     cfg.PORT) for ever. access, protocol, name: see egg_net.run_worker."""
-    console, port = console or egg_net.Console(), cfg.PORT if port is None else port
+    console = console or egg_net.Console()
+    port = cfg.PORT if port is None else port
     check_address(host, port)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
     print_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
-    name = name or f"{socket.gethostname()}/{device}"        # with the GPU: a ban shall not hit the others of this host
+    name = name or f"{socket.gethostname()}/{device}"        # a ban shall not hit the other GPUs of this host
     egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name,
                        inspect=inspector(cfg, data.tokens))
 
@@ -108,10 +109,10 @@ def inspector(cfg, tokens):
 
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
-def _worker_process(cfg, port, device, threads, first, access, pipe):
-    """The main function of a worker process. It sends ("log", line), ("ready", name of the engine), ("slow", seconds of
-    a step), ("final", Final) and ("error", line) through `pipe`. When the coordinator has closed, it waits for "finish"
-    or for the end of the pipe."""
+def _worker_process(device, cfg, port, threads, first, access, pipe):
+    """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
+    name of the engine), ("slow", seconds of a step), ("final", Final), ("error", line). When the coordinator has
+    closed, it waits for "finish" or for the end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
@@ -127,23 +128,26 @@ def _worker_process(cfg, port, device, threads, first, access, pipe):
             text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
             pipe.send(("final", Final(engine.step, figure, text)))
     except (EOFError, BrokenPipeError):
-        pass                                        # the parent is gone or needs nothing more
+        pass                                        # the parent has ended, or needs no Final
     except EggError as error:
         pipe.send(("error", str(error)))
 
 
 class Child:
-    """A worker process, seen from the parent."""
+    """A worker process, seen from the parent. ready: the name of its engine, None before it serves."""
 
-    def __init__(self, *arguments):
-        self.arguments, self.deaths = arguments, 0
+    def __init__(self, device, *arguments):
+        self.device, self._arguments = device, arguments
+        self.deaths = 0
         self.start()
 
     def start(self):
         context = multiprocessing.get_context("spawn")       # a GPU's driver does not survive fork
         self.pipe, theirs = context.Pipe()
-        self.ready, self.started = None, time.monotonic()
-        self.process = context.Process(target=_worker_process, args=(*self.arguments, theirs), daemon=True)
+        self.ready = None
+        self.started = time.monotonic()
+        self.process = context.Process(target=_worker_process, args=(self.device, *self._arguments, theirs),
+                                       daemon=True)
         multiprocessing.resource_tracker.ensure_running()                       # which would unblock SIGINT later
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the parent
         self.process.start()
@@ -151,7 +155,7 @@ class Child:
         theirs.close()
 
     def reports(self):
-        """Yields what it has sent since the last call."""
+        """Yields the (kind, value) that arrived since the last call."""
         with contextlib.suppress(EOFError, OSError):
             while self.pipe.poll():
                 yield self.pipe.recv()
@@ -162,47 +166,52 @@ class Training:
 
     def __init__(self, cfg, coordinator, devices, threads, console):
         self.console, self.coordinator = console, coordinator
-        self.started, self.status = time.monotonic(), "the workers ..."
+        self.started = time.monotonic()
+        self.status = "the workers ..."
         console.line(f"starting: {len(devices)} worker{'s' * (len(devices) > 1)} on {', '.join(devices)} ...")
-        self.children = [Child(cfg, coordinator.address[1], device, threads, i == 0, coordinator.access)
+        self.children = [Child(device, cfg, coordinator.address[1], threads, i == 0, coordinator.access)
                          for i, device in enumerate(devices)]
 
     def watch(self):
-        """Reads what the workers send and restarts those that died. Raises TrainError if that does not help."""
+        """Handles the reports of the workers and restarts dead workers. Raises TrainError if that does not help."""
         for child in self.children:
             for kind, value in child.reports():
-                if kind == "error":
-                    raise TrainError(value)
-                if kind == "log":
-                    self.status = value
-                    self.console.line(f"starting: {value} {COMPILING}")
-                if kind == "slow":
-                    takes = f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min" if value < 6000 else \
-                        f"{value / 3600:.1f} h"
-                    self.coordinator.events.warn(
-                        f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {takes} here: train "
-                        "on a GPU, or begin a run with --preset laptop, with a smaller POPULATION_SIZE and CHUNK_SIZE, "
-                        "or with a smaller model")
-                if kind == "ready":
-                    child.ready = value
-                    self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
+                self._handle(child, kind, value)
             if child.process.exitcode is not None:
                 self._restart(child)
         waited = f"{time.monotonic() - self.started:.0f} s"
         if not any(child.ready for child in self.children):
             self.console.progress(f"starting: {self.status} {waited}")
         elif self.coordinator.progress.loss is None:
-            done, of = len(self.coordinator.dispatcher.work.done), self.coordinator.cfg.N_CHUNKS
-            self.console.progress(f"the first step: {done} of {of} chunks, {waited} since the start")
+            done = len(self.coordinator.dispatcher.work.done)
+            self.console.progress(f"the first step: {done} of {self.coordinator.cfg.N_CHUNKS} chunks, {waited} since "
+                                  "the start")
+
+    def _handle(self, child, kind, value):
+        if kind == "error":
+            raise TrainError(value)
+        if kind == "log":
+            self.status = value
+            self.console.line(f"starting: {value} {COMPILING}")
+        elif kind == "slow":
+            takes = f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min" if value < 6000 else \
+                f"{value / 3600:.1f} h"
+            self.coordinator.events.warn(
+                f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {takes} here: train on a GPU, "
+                "or begin a run with --preset laptop, with a smaller POPULATION_SIZE and CHUNK_SIZE, or with a smaller "
+                "model")
+        elif kind == "ready":
+            child.ready = value
+            self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
 
     def _restart(self, child):
         code = child.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         child.deaths += 1
         if child.deaths > RESTARTS:
-            raise TrainError(f"the worker on {child.arguments[2]} {how}, for the {child.deaths}th time; "
+            raise TrainError(f"the worker on {child.device} {how}, for the {child.deaths}th time; "
                              f"the {self.coordinator.run.step} completed steps are kept")
-        self.console.line(f"the worker on {child.arguments[2]} {how}: starting it again")
+        self.console.line(f"the worker on {child.device} {how}: starting it again")
         child.pipe.close()
         child.start()
 
@@ -213,7 +222,7 @@ class Training:
                 child.pipe.send("finish")
                 until = time.monotonic() + FINAL_SECONDS
                 while child.process.is_alive() and time.monotonic() < until:
-                    self.coordinator.dismiss()               # also a worker that has come too late
+                    self.coordinator.dismiss()               # also a worker that came too late
                     self.coordinator.poll(0.05)              # the page is still served
                     for kind, value in child.reports():
                         if kind == "final":
@@ -224,7 +233,7 @@ class Training:
         for child in self.children:                  # all at once, before waiting for each
             child.pipe.close()
         for child in self.children:
-            child.process.join(LEAVE_SECONDS if child.ready else 0)      # while it compiles it would not notice
+            child.process.join(LEAVE_SECONDS if child.ready else 0)      # one that compiles would not notice
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()
@@ -281,18 +290,20 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
 
 
 def _sum_up(coordinator, references, final, data):
-    """Logs the last validation and sample like those of the steps before, and prints a summary; the TrainSummary."""
-    console, events, done = coordinator.console, coordinator.events, coordinator.progress
+    """Logs the last validation and sample like earlier ones, and prints a summary. Returns the TrainSummary."""
+    console, events = coordinator.console, coordinator.events
+    done = coordinator.progress
     before = done.validations[0][1] if done.validations else None
-    after, unit = final.figure if final else None, data.validation.unit if data.validation else None
+    after = final.figure if final else None
+    unit = data.validation.unit if data.validation else None
     if after is not None:
-        events.emit("validation", step=final.step, tokens=final.step * coordinator.progress.tokens_a_step,
-                    value=round(after, 6), unit=unit)
+        events.emit("validation", step=final.step, tokens=final.step * done.tokens_a_step, value=round(after, 6),
+                    unit=unit)
     console.line(done.summary())
     if before is not None and after is not None:
         console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({_listed(references)})")
     if final is not None and final.sample is not None:
-        prompt, _, text = final.sample.partition(" >>> ")
+        prompt, text = final.sample.split(" >>> ", 1)
         events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
         console.line(f"sample after {final.step} steps:\n{console.sample(printable(final.sample))}")
     return TrainSummary(done, before, after, unit, references, final)
