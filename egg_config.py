@@ -367,6 +367,10 @@ class Config(types.SimpleNamespace):
         """{name: value}: the constants on which these must agree (words of AGREE); without any, all constants."""
         return {name: getattr(self, name) for name, constant in CONSTANTS.items() if constant.agree in (agree or AGREE)}
 
+    def changed(self, **values):
+        """A checked Config with these values in place of its own. Raises ConfigError."""
+        return make(**{**self.constants(), **values})
+
     def shared(self):
         """The constants in the fingerprint; none that is unset, for programs that lack it."""
         shared = self.constants("all", "run", "islands", "free")

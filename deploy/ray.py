@@ -173,7 +173,7 @@ class WorkerActor:
             ray.get(files[name]).tofile(file)
             file.flush()
         values = {name: f"/proc/self/fd/{file.fileno()}" for name, file in opened.items()}
-        cfg = egg_config.make(**{**cfg.constants(), **values, "DEVICE": "cuda" if gpus else "cpu"})
+        cfg = cfg.changed(**values, DEVICE="cuda" if gpus else "cpu")
         name = f"{socket.gethostname()}/" + (f"cuda:{gpus[0]}" if gpus else f"cpu-{number}")
         try:
             train.work(cfg, *address, hardware.one_device(cfg), None if gpus else threads,
@@ -262,7 +262,7 @@ def train(cfg, args, secret, http, console):
     try:
         files = {name: ray.put(np.fromfile(getattr(cfg, name), np.uint8)) for name in egg_config.DATA_FILES
                  if os.path.isfile(getattr(cfg, name))}
-        cfg = egg_config.make(**{**cfg.constants(), **{name: os.path.abspath(getattr(cfg, name)) for name in files}})
+        cfg = cfg.changed(**{name: os.path.abspath(getattr(cfg, name)) for name in files})
         secret, node = secret or os.urandom(32), home(save_dir)
         there = dict(num_cpus=0, resources={f"node:{node}": 0.001})
         free_port = ray.remote(lambda: socket.create_server(("", 0)).getsockname()[1])

@@ -132,7 +132,7 @@ def run_trial(values, base, files, table, directory):
         with contextlib.suppress(event_log.WatchError):          # it was ended before its first step
             spent = curves.read_curve(to).loss[-1][2] / 60
     cfg = configuration(base, values)
-    cfg = egg_config.make(**{**cfg.constants(), **files, "DEVICE": "cuda" if table.gpus else "cpu"})
+    cfg = cfg.changed(**files, DEVICE="cuda" if table.gpus else "cpu")
     minutes = table.minutes and max(table.minutes - spent, 1e-6)
     console = Reporter(spent)
     train.train(cfg, table.steps, minutes, to, threads=None if table.gpus else table.cpus, console=console)

@@ -85,7 +85,7 @@ def small(tmp_path, monkeypatch):
     (tmp_path / "input.bin").write_bytes(text)
     (tmp_path / "val.bin").write_bytes(text[:500])
     monkeypatch.chdir(tmp_path)
-    return egg_config.make(**{**CFG.constants(), "DEVICE": "cpu", "VALIDATE_TOKENS": 64})
+    return CFG.changed(DEVICE="cpu", VALIDATE_TOKENS=64)
 
 
 @pytest.fixture(scope="module")

@@ -431,7 +431,7 @@ SECRET = b"sixteen bytes or more"
 
 
 def changed(**constants):
-    return egg_config.make(**{**CFG.constants(), **constants})
+    return CFG.changed(**constants)
 
 
 def differing(cfg):
@@ -827,7 +827,7 @@ def compare(constants, seed, ready):
     others, limit, kib = [], cuda_engine.ptx.shared_limit, list(CARDS.values())[seed % len(CARDS)]
     for more in OTHER_INSTRUCTIONS:                              # in the tiles of a card with so much shared memory
         with mock.patch.object(cuda_engine.ptx, "shared_limit", lambda gpu: min(limit(gpu), kib * 1024)):
-            other = cuda_engine.CudaEngine(egg_config.make(**{**cfg.constants(), **more}), tokens)
+            other = cuda_engine.CudaEngine(cfg.changed(**more), tokens)
         for state in start, end:                                 # the first and a later state
             other.load(state)
             others.append((more, state, other.evaluate(0, cfg.CHUNK_SIZE).tolist()))

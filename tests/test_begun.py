@@ -156,8 +156,7 @@ USES = {"nothing": lambda e: None, "evaluate": lambda e: e.evaluate(32, 16).toli
 @pytest.mark.parametrize("seen, on_device", [(1, True), (4, True), (4, False)])
 def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_device):
     """Whatever the engine is used for then, it answers like one that has not begun; so it does after the update."""
-    cfg = egg_config.make(**{**CFG.constants(), "SEEN_VOTES": seen, "SIGMA_SCHEDULE": ((1, 2), (4, 3)),
-                             "LR_SCHEDULE": ((0, 0.5), (2, 0.25), (3, 0.125))})
+    cfg = CFG.changed(SEEN_VOTES=seen, SIGMA_SCHEDULE=((1, 2), (4, 3)), LR_SCHEDULE=((0, 0.5), (2, 0.25), (3, 0.125)))
     engine_of.free[0] = 1 << 30 if on_device else 1 << 21    # too little for the tokens
     plain, ahead = engine_of(cfg), engine_of(cfg)
     assert (plain._tokens is not None) == on_device

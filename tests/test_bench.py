@@ -74,7 +74,7 @@ def test_table_has_a_row_for_each_shape_and_instruction(fake, capsys):
 
 
 def test_one_instruction_and_a_shape_that_cannot_be(fake, capsys):
-    cfg = egg_config.make(**{**CFG.constants(), "TENSOR_CORES": "mma"})
+    cfg = CFG.changed(TENSOR_CORES="mma")
     bench.bench_shapes(cfg, [], "cuda:0", None, False)
     found, _ = rows(capsys)
     assert list(found) == [("default", "mma"), ("wide", "mma"), ("bad", None)]

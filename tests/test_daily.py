@@ -26,7 +26,7 @@ from cluster import history
 from cluster.console import Console
 from tools import prepare, train
 
-CFG = egg_config.make(**{**kit.CFG.constants(), "DEVICE": "cpu", "VALIDATE_TOKENS": 64, "SNAPSHOT_EVERY": 0})
+CFG = kit.CFG.changed(DEVICE="cpu", VALIDATE_TOKENS=64, SNAPSHOT_EVERY=0)
 CHANGED = {**kit.differing(CFG), "SNAPSHOT_EVERY": 0}
 DEFINES = [f"-D{name}={egg_config.text(value)}" for name, value in CHANGED.items()]
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 400
@@ -146,7 +146,7 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop"}, [], laptop):
         cfg = egg_config.load(defines=[x[2:] for x in defines], environ=environ, saved=saved, run="ckpt")
         assert cfg.saved() == egg_config.make(**saved).saved()
-    eight = egg_config.make(**{**CFG.constants(), "POPULATION_SIZE": 0})
+    eight = CFG.changed(POPULATION_SIZE=0)
     egg_config.load(defines=["POPULATION_SIZE=0"], environ={}, saved=eight.saved(), run="ckpt")
 
 

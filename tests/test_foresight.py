@@ -75,7 +75,7 @@ def test_a_worker_alone_predicts_every_chunk(tmp_path, monkeypatch, slice_size):
 
 def test_several_workers_waste_little(tmp_path):
     """Three workers, which steal chunks from each other: a step of each has the fitness that it has without them."""
-    cfg = egg_config.make(**{**CFG.constants(), "POPULATION_SIZE": 8 * CFG.CHUNK_SIZE, "AUDIT_RATE": 0.2})
+    cfg = CFG.changed(POPULATION_SIZE=8 * CFG.CHUNK_SIZE, AUDIT_RATE=0.2)
     engines = [Beginning(cfg) for _ in range(3)]
     cluster(tmp_path, engines, 40, cfg)
     _, digests = expected(40, cfg)
@@ -108,7 +108,7 @@ def test_certainty_is_lost_with_a_mistake():
                                      dict(ADAPTIVE_THRESHOLD_ALPHA=0.0), dict(FAST_FITNESS=1), dict(LOSS="exact")])
 def test_fitness_is_that_of_the_plain_rule(changes):
     """Element by element in Python's integers and floats (SPEC 8), through packing and back."""
-    cfg = egg_config.make(**{**CFG.constants(), "CHUNK_SIZE": 1234, "POPULATION_SIZE": 1234, **changes})
+    cfg = CFG.changed(**{"CHUNK_SIZE": 1234, "POPULATION_SIZE": 1234, **changes})
     rng = np.random.default_rng(len(str(changes)))
     for losses in rng.integers(0, 1000, 1234), rng.integers(1 << 40, (1 << 40) + 9, 1234), np.full(1234, 7):
         d = [int(odd) - int(even) for even, odd in zip(losses[::2], losses[1::2])]

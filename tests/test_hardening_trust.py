@@ -454,7 +454,7 @@ def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
         return plain(state, *kind)
 
     monkeypatch.setattr(snapshots, "state_hash", state_hash)
-    cfg = egg_config.make(**{**ISLE.constants(), "REJUVENATE_AFTER": 12, "SNAPSHOT_EVERY": 1000})
+    cfg = ISLE.changed(REJUVENATE_AFTER=12, SNAPSHOT_EVERY=1000)
     with Isle(tmp_path, "a", 0, cfg=cfg) as a:
         for _ in range(2):
             a.work(Learner(a.cfg, 0))

@@ -42,13 +42,12 @@ from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from kit import (CFG, EXAMPLES, HERE, SECRET, SLOW, Coordinator, FakeEngine, Lines, Server, differing, free_port, until,
                  work_in_thread)
 
-ISLE = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 5, "SNAPSHOT_EVERY": 5, "SAMPLE_EVERY": 0,
-                          "GOSSIP_RATE": 1.0, "AUDIT_RATE": 0.0})
+ISLE = CFG.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0, AUDIT_RATE=0.0)
 VALIDATION = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
 
 
 def changed(**constants):
-    return egg_config.make(**{**ISLE.constants(), **constants})
+    return ISLE.changed(**constants)
 
 
 class Learner(FakeEngine):
@@ -90,7 +89,7 @@ class Isle(Server):
     def __init__(self, directory, name, rate=10, peers=(), cfg=ISLE, engine=None, validation=VALIDATION, port=0,
                  terms=None, seed=None, **options):
         seed = sum(name.encode()) if seed is None else seed      # another for every name used here
-        self.cfg = egg_config.make(**{**cfg.constants(), "ISLAND_SEED": seed})
+        self.cfg = cfg.changed(ISLAND_SEED=seed)
         peers = [("127.0.0.1", getattr(peer, "port", peer)) for peer in peers]
         super().__init__(directory, self.cfg, port, save=True, island=gossip.Terms(name, peers, **terms or {}),
                          **options)
@@ -203,7 +202,7 @@ def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_pat
     def pulls(isle):
         return [event for event in isle.events if event["event"] == "gossip" and event["outcome"] == "pull"]
 
-    cfg = egg_config.make(**{**ISLE.constants(), "VALIDATE_EVERY": 0})
+    cfg = ISLE.changed(VALIDATE_EVERY=0)
     with Isle(tmp_path / "a", "a", 30, cfg=cfg, validation=None) as a, \
             Isle(tmp_path / "b", "b", 3, [a], cfg=cfg, validation=None) as b:
         until(lambda: pulls(b) and "is better" in b.lines.text)
@@ -224,7 +223,7 @@ class Stranger:
     """An island spoken frame by frame, that calls."""
 
     def __init__(self, port, name="stranger", secret=b"", cfg=ISLE, seed=99, **card):
-        cfg = egg_config.make(**{**cfg.constants(), "ISLAND_SEED": seed})
+        cfg = cfg.changed(ISLAND_SEED=seed)
         card = {"role": "island", "id": os.urandom(8).hex(), "name": name, "config": cfg.shared(), **card}
         self.name, self.link = name, egg_net.Link(cfg, "127.0.0.1", port, V2, auth.Access(secret), card)
         self.card = json.loads(self.link.next(ISLAND, 5))
@@ -856,7 +855,7 @@ class Archipelago:
 
     def __init__(self, directory, seed, islands, cfg, laptop):
         self.directory, self.random, self.laptop, self.stop = directory, random.Random(seed), laptop, False
-        self.cfgs = [egg_config.make(**{**cfg.constants(), "ISLAND_SEED": i + 1}) for i in range(islands)]
+        self.cfgs = [cfg.changed(ISLAND_SEED=i + 1) for i in range(islands)]
         self.ports = [free_port() for _ in self.cfgs]
         self.sea, self.count = Sea(self.ports), {"killed": 0, "stopped": 0, "cut": 0, "slowed": 0}
         self.processes, self.workers, self.threads = [self._coordinator(i) for i in range(islands)], [], []
@@ -984,8 +983,7 @@ def chaos(seed, seconds, islands=8, laptop=True, directory=None):
     epoch began with to its newest snapshot, its best state is there. Returns what happened."""
     directory = directory or HERE.__class__(tempfile.mkdtemp(prefix="egg-chaos-"))
     often = dict(GOSSIP_RATE=0.3, VALIDATE_EVERY=10, SNAPSHOT_EVERY=10, ELITES=2, SAMPLE_EVERY=0)
-    cfg = egg_config.make(**{**egg_config.load("laptop", environ={}).constants(), **often,
-                             "VALIDATE_TOKENS": 4096}) if laptop else changed(**often)
+    cfg = egg_config.load("laptop", environ={}).changed(**often, VALIDATE_TOKENS=4096) if laptop else changed(**often)
     trouble = Archipelago(directory, seed, islands, cfg, laptop)
     try:
         trouble.run(seconds)

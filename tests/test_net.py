@@ -145,7 +145,7 @@ def test_requests_are_held_and_woken(tmp_path):
 
 
 def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(tmp_path):
-    cfg = egg_config.make(**{**CFG.constants(), "STRAGGLER_TIMEOUT": 0.3, "POPULATION_SIZE": 32})
+    cfg = CFG.changed(STRAGGLER_TIMEOUT=0.3, POPULATION_SIZE=32)
     with Server(tmp_path, cfg) as server:
         slow, fast = Peer(server.port, cfg), Peer(server.port, cfg)
         assert slow.chunk(0) == 0
@@ -202,7 +202,7 @@ def test_colours_only_on_a_terminal_and_not_with_no_color(monkeypatch):
 
 
 def test_answers_come_within_a_millisecond(tmp_path):
-    cfg = egg_config.make(**{**CFG.constants(), "POPULATION_SIZE": 32 * 400})
+    cfg = CFG.changed(POPULATION_SIZE=32 * 400)
     with Server(tmp_path, cfg) as server:
         peer, times = Peer(server.port, cfg), []
         for _ in range(300):
@@ -421,7 +421,7 @@ def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):
     monkeypatch.undo()
     history.open_run(CFG, str(tmp_path)).close()
     with pytest.raises(history.HistoryError, match="NTT_MODE = 0 there, 1 here"):
-        history.open_run(egg_config.make(**{**CFG.constants(), "NTT_MODE": 1}), str(tmp_path))
+        history.open_run(CFG.changed(NTT_MODE=1), str(tmp_path))
 
 
 def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
@@ -467,11 +467,11 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
     filled(tmp_path, 2)
     file = tmp_path / history.FILE
     data = file.read_bytes()
-    other = egg_config.make(**{**CFG.constants(), "SIGMA_SHIFT": 5, "LR_SCHEDULE": ((0, 0.1),)})
+    other = CFG.changed(SIGMA_SHIFT=5, LR_SCHEDULE=((0, 0.1),))
     differ = r"LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here; SIGMA_SHIFT = 3 there, 5 here"
     with pytest.raises(history.HistoryError, match=differ):
         history.open_run(other, tmp_path)
-    harmless = egg_config.make(**{**CFG.constants(), "VALIDATE_EVERY": 7, "SAMPLING_TEMP": 0.1, "PORT": 1})
+    harmless = CFG.changed(VALIDATE_EVERY=7, SAMPLING_TEMP=0.1, PORT=1)
     history.open_run(harmless, tmp_path).close()
     for words, content in (("not a fitness history", b"something else"),
                            ("cut short in its header, after 0 bytes", b""),
@@ -715,7 +715,7 @@ def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, comp
 
 def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, tmp_path, compiled):
     # validation is off, so that the run is quick and its history all there is
-    cfg, lines = egg_config.make(**{**small.constants(), "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0}), Lines()
+    cfg, lines = small.changed(VALIDATE_EVERY=0, SAMPLE_EVERY=0), Lines()
     options = dict(steps=80, threads=1)
     killed = dict(options, save_dir="killed", console=egg_net.Console(lines))
     others = multiprocessing.active_children()                   # of other tests: the compilers of kernels

@@ -37,7 +37,7 @@ from tools.debug import Reading
 from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, differing, drawn, feed,
                  hold_draws_against_the_distribution, random_config, settings_of, work_in_thread)
 
-CFG = egg_config.make(**{**NET_CFG.constants(), "LR_SCHEDULE": ((0, 1.2),), "DEVICE": "cpu", "N_LAYERS": 2})
+CFG = NET_CFG.changed(LR_SCHEDULE=((0, 1.2),), DEVICE="cpu", N_LAYERS=2)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
 STEPS, SNAPSHOT = 6, 4
 DEFINES = [x for name, value in differing(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
@@ -208,7 +208,7 @@ def test_a_run_is_loaded_by_snapshot_and_replay(here):
 
 @pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.02), dict(SEEN_VOTES=3)], ids=lambda values: next(iter(values)))
 def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
-    cfg = egg_config.make(**{**CFG.constants(), **values})
+    cfg = CFG.changed(**values)
     engine = cpu_engine.CpuEngine(cfg, np.frombuffer(TEXT, np.uint8), threads=1)
     run = history.open_run(cfg, "ckpt-rare")
     for _ in range(3):
@@ -294,7 +294,7 @@ def test_what_is_wrong_is_said_in_one_line(here, capsys, arguments, status, says
 def test_without_a_run_or_a_vocabulary(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert call(capsys, "generate")[2].startswith("egg: there is no saved run here (ckpt*): make one with")
-    wide = egg_config.make(**{**CFG.constants(), "VOCAB_SIZE": 300, "N_LAYERS": 1})
+    wide = CFG.changed(VOCAB_SIZE=300, N_LAYERS=1)
     history.open_run(wide, "ckpt-wide").close()
     monkeypatch.setenv("EGG_DEVICE", "cpu")
     status, out, err = call(capsys, "generate", "--prompt", "x")
@@ -576,7 +576,7 @@ def test_debug_command_and_layout(here, capsys):
 def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
     tokens, ends = np.frombuffer(TEXT, np.uint8), []
     for constants in ({}, {"DEBUG": 1, "DEBUG_FILE": "trace.jsonl"}):
-        cfg, engine = egg_config.make(**{**CFG.constants(), **constants}), cpu_engine.CpuEngine(CFG, tokens, threads=1)
+        cfg, engine = CFG.changed(**constants), cpu_engine.CpuEngine(CFG, tokens, threads=1)
         with Server(".", cfg, steps=12) as server:
             thread = work_in_thread(server.port, engine, cfg=cfg, tokens=tokens, inspect=train.inspector(cfg, tokens))
         thread.join(20)

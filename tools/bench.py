@@ -104,7 +104,7 @@ def bench_shapes(cfg, names, device, threads, whole_steps):
 
 def _measure(cfg, name, instruction, device, threads, peak, whole_steps):
     """The line of a shape in the table of bench_shapes."""
-    shape = egg_config.make(**{**cfg.constants(), "POPULATION_SIZE": 0, **SHAPES[name], "TENSOR_CORES": instruction})
+    shape = cfg.changed(**{"POPULATION_SIZE": 0, **SHAPES[name], "TENSOR_CORES": instruction})
     per_token = parameters.products_per_token(shape)
     if device == "cpu" and per_token > MOST_FOR_CPU:
         return f"{name:10} {_shape(shape):37} needs a GPU: {per_token / 1e6:.0f} M multiply-adds a token"
@@ -196,7 +196,7 @@ def evaluation_on_gpu(cfg, tokens, device):
 def bench_steps(cfg, tokens, device, threads):
     """Whole steps through a real coordinator and worker processes on this machine."""
     for name, changes, seconds in ("small chunks (64 members)", SMALL, 2), ("this configuration", {}, 5):
-        shape = egg_config.make(**{**cfg.constants(), **changes})
+        shape = cfg.changed(**changes)
         if device == "cpu" and not changes:                  # a whole population would take minutes
             shape = _for_cpu(shape, tokens, threads)
         step, found = _whole_step(shape, tokens, device, threads, seconds)
@@ -216,7 +216,7 @@ def _whole_step(cfg, tokens, device, threads, seconds):
         (np.asarray(tokens, np.uint32) % cfg.VOCAB_SIZE).astype(kind).tofile(data)
         quiet = dict(INPUT_FILE=str(data), DETOKENIZE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, SNAPSHOT_EVERY=0,
                      DEVICE=device.partition(":")[0])
-        train.train(egg_config.make(**{**cfg.constants(), **quiet}), minutes=seconds / 20, save_dir=directory,
+        train.train(cfg.changed(**quiet), minutes=seconds / 20, save_dir=directory,
                     threads=threads, console=egg_net.Console(quiet=True), log_json=str(log))
         events = [json.loads(line) for line in log.read_text().splitlines()]
     ends = [event["elapsed"] for event in events if event["event"] == "step"]
@@ -229,7 +229,7 @@ def _whole_step(cfg, tokens, device, threads, seconds):
 def _for_cpu(cfg, tokens, threads):
     """cfg with eight chunks that the CPU engine evaluates in about 2 s."""
     chunk = _members(engines.make(cfg, tokens, "cpu", threads), cfg, 0.25)
-    return egg_config.make(**{**cfg.constants(), "CHUNK_SIZE": chunk, "POPULATION_SIZE": 8 * chunk})
+    return cfg.changed(CHUNK_SIZE=chunk, POPULATION_SIZE=8 * chunk)
 
 
 def _seconds(run, seconds=0.5):
