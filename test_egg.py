@@ -1,5 +1,5 @@
-"""Configuration, model and CPU engine, held against recordings of the C++ system (tests/golden/) and against a plain
-reading of the SPEC.
+"""The CPU engine and the model, held against recordings of the C++ system (tests/golden/) and against a plain reading of
+the SPEC.
 
 `tools.debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every
 configuration tried.
@@ -14,161 +14,16 @@ import numpy as np
 import pytest
 
 import egg_config
-import kit
-from engine import cpu_engine
-from engine import cpu_rules
-from model import fitness_digits
-from model import integer_tables
-from model import parameters
-from model import rules
-from model import seeds
-from model import sampling
+from engine import cpu_engine, cpu_rules
+from model import fitness_digits, integer_tables, parameters, rules, sampling, seeds
 from tools.debug import Reading
-from kit import (HERE, callable_by_python, golden, loss_of, member_reading, population_fitness, random_config,
-                 recorded_generation)
+from readings import callable_by_python, loss_of, member_reading, population_fitness, random_config
+from recordings import HERE, PART_OF_E, digest_of_part, golden, in_part, recorded_generation, recorded_updates
 
 STEPS = 6
 
 
-# --- configuration ---------------------------------------------------------------------------------------------------
-
-def test_overrides_in_order():
-    assert egg_config.load(environ={}).HIDDEN_DIM == egg_config.HIDDEN_DIM
-    cfg = egg_config.load(defines=["N_LAYERS=3"], environ={"EGG_N_LAYERS": "2", "EGG_SEQ_LEN": "32", "PATH": "x"})
-    assert (cfg.N_LAYERS, cfg.SEQ_LEN) == (3, 32)
-    assert egg_config.load(defines=["CHUNK_SIZE=64"], environ={}).POPULATION_SIZE == 512
-    assert egg_config.load("laptop", environ={}).shared() != egg_config.load(environ={}).shared()
-    assert egg_config.load(environ={"EGG_PRESET": "laptop"}).shared() == egg_config.load("laptop", environ={}).shared()
-    assert egg_config.load(defines=["LR_SCHEDULE=0:1,50:0.5"], environ={}).LR_SCHEDULE == ((0, 1.0), (50, 0.5))
-    assert egg_config.load(defines=["USE_SAME_DATA=true"], environ={}).USE_SAME_DATA == 1
-
-
-@pytest.mark.parametrize("define, says", [
-    ("HIDDEN_DIM=96", "multiple of HEAD_DIM"), ("HIDDEN_DIM=100", "multiple of 32"),
-    ("HIDDEN_DIM=2048", "from 64 to 1024"), ("HEAD_DIM=48", "32, 64, 128"),
-    ("SEQ_LEN=13", "multiple of 8"), ("CHUNK_SIZE=41", "even"), ("POPULATION_SIZE=5", "multiple of CHUNK_SIZE"),
-    ("VOCAB_SIZE=100", "from 256"),
-    ("N_LAYERS=two", "whole number"), ("NO_LAYERS=2", "did you mean N_LAYERS"), ("LOSS=cubic", "deggs, exact"),
-    ("N_LAYERS", "NAME=VALUE"),
-    ("DEVICE_MASK=128", "from 0 to 127"), ("LR_SCHEDULE=5:1", "start at step 0"), ("LR_SCHEDULE=fast", "step:rate"),
-    ("DETOKENIZE=1", "VOCAB_SIZE 256"),
-    ("USE_MUON=2", "one of 0, 1"), ("ADAM_BETA1=nan", "from 0.0 to 1.0"), ("SAMPLING_TEMP=-1", "from 0.0")])
-def test_bad_constants_are_named_in_one_line(define, says):
-    with pytest.raises(egg_config.ConfigError) as error:
-        egg_config.load(defines=[define], environ={})
-    text = str(error.value)
-    assert says in text and "\n" not in text and define.split("=")[0] in text
-
-
-def test_three_gaussian_draws_must_fit_a_byte():
-    with pytest.raises(egg_config.ConfigError, match="DEVICE_MASK = 43"):
-        egg_config.make(DEVICE_GAUSSIAN=1, DEVICE_MASK=43)
-
-
-def test_environment_is_checked_too():
-    with pytest.raises(egg_config.ConfigError, match="EGG_HIDEN_DIM: .* did you mean HIDDEN_DIM"):
-        egg_config.load(environ={"EGG_HIDEN_DIM": "1"})
-
-
-def test_fingerprint_covers_what_must_agree():
-    base = egg_config.make()
-    assert egg_config.make(N_LAYERS=5).fingerprint() != base.fingerprint()
-    assert egg_config.make(PORT=1, DEVICE="cpu").fingerprint() == base.fingerprint()
-
-
-# --- model -----------------------------------------------------------------------------------------------------------
-
-def test_tensors_cover_the_flat_arrays_once():
-    for cfg in (egg_config.make(), egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=3, VOCAB_SIZE=300)):
-        weights, overlay = np.zeros(parameters.n_weights(cfg), int), np.zeros(parameters.n_overlay(cfg), int)
-        for t in parameters.tensors(cfg):
-            weights[t.weights:t.weights + t.size] += 1
-            overlay[t.overlay_a:t.overlay_a + t.cols] += 1
-            if t.matrix:
-                overlay[t.overlay_b:t.overlay_b + t.rows] += 1
-        assert (weights == 1).all() and (overlay == 1).all()
-
-
-def test_draws_are_xorshift32():
-    x, plain = 42, []
-    for _ in range(5000):
-        x ^= x << 13 & 0xFFFFFFFF
-        x ^= x >> 17
-        x ^= x << 5 & 0xFFFFFFFF
-        plain.append(x)
-    assert np.array_equal(parameters._xorshift(42, 5000), plain)
-
-
-@pytest.mark.parametrize("gaussian", [0, 1])
-def test_noise_of_all_at_once_is_the_rule(gaussian):
-    """The NumPy form of the draw and the rule on the host; the hash of an array."""
-    draws = np.random.default_rng(8).integers(0, 1 << 32, 500, np.uint32)
-    draw = rules.draw_rules(lambda rule: rule, gaussian).draw
-    for mask in (0, 1, 15, 42):
-        noise = rules.uniform_noise(draws, mask, gaussian)
-        assert noise.tolist() == [draw(r, mask) for r in draws]
-    for i in (0, 1, 49, 2 ** 31 - 1):
-        x = (2 ** 32 - 3 + i * 0x9E3779B9) % 2 ** 32
-        x = (x ^ x >> 16) * 0x85EBCA6B % 2 ** 32
-        x = (x ^ x >> 13) * 0xC2B2AE35 % 2 ** 32
-        assert seeds.hash32(2 ** 32 - 3, np.array([i]))[0] == seeds.hash32(-3, i) == x ^ x >> 16
-    assert seeds.hash32(5, np.arange(50)).tolist() == [seeds.hash32(5, i) for i in range(50)]
-
-
-def test_windows_begin_where_the_rule_says():
-    cfg, tokens = egg_config.make(CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=8), np.arange(5000)
-    for step, first in ((0, 0), (3, 17), (10 ** 6, 60)):
-        starts = rules.window_starts(cfg, tokens.size, step, first, 4)
-        assert starts.tolist() == [(step * 8 + pair * (5000 // 64)) % (5000 - 8) for pair in range(first, first + 4)]
-        assert np.array_equal(rules.windows(cfg, tokens, step, first, 4)[:, 0], starts)
-
-
-def test_canonical_order_is_four_rows_side_by_side():
-    m = np.arange(8 * 3, dtype=np.int8).reshape(8, 3)
-    flat = parameters.to_canonical(m)
-    assert flat[:4].tolist() == m[:4, 0].tolist() and flat[4:8].tolist() == m[:4, 1].tolist()
-    assert np.array_equal(parameters.from_canonical(flat, 8, 3), m)
-
-
-def test_ternary_packing():
-    rng = np.random.default_rng(3)
-    for n in (1, 4, 5, 6, 1000):
-        f = rng.integers(-1, 2, n).astype(np.int8)
-        data = fitness_digits.pack_ternary(f)
-        assert len(data) == -(-n // 5) and np.array_equal(fitness_digits.unpack_ternary(data, n), f)
-    assert fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
-    for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"),
-                              (bytes([81]), 4, "after the last")):
-        with pytest.raises(ValueError, match=says):
-            fitness_digits.unpack_ternary(data, count)
-
-
-@pytest.mark.parametrize("name", "ABD")
-def test_fitness_of_recorded_losses(name):
-    cfg, _, z = golden(name)
-    for k in range(STEPS):
-        assert np.array_equal(population_fitness(cfg, z["loss"][k].astype(np.int64)), z["fitness"][k])
-
-
-def test_exact_fitness_filters_in_logit_units():
-    rng = np.random.default_rng(4)
-    losses = rng.integers(0, 4000, 512)
-    coarse, fine = egg_config.make(CHUNK_SIZE=512), egg_config.make(CHUNK_SIZE=512, LOSS="exact")
-    d = (losses[1::2] - losses[::2]).mean()
-    moved = losses[1::2] - losses[::2] + int(np.sign(d) * abs(d) ** 1.2 * 256) / 256
-    expected = np.where(abs(moved) < abs(moved).mean() * np.float32(0.1), 0, np.where(moved > 0, 1, -1))
-    assert np.array_equal(fitness_digits.chunk_fitness(losses * 256, fine), expected)
-    # the same but for the truncated mean
-    assert (fitness_digits.chunk_fitness(losses, coarse) != expected).sum() < 8
-
-
-def test_initial_model_of_the_default_configuration():
-    cfg, _, z = golden("E")
-    assert parameters.initial_state(cfg).digests()[0] == str(z["init_model_sha256"])
-    assert parameters.products_per_token(cfg) == 5767168
-
-
-# --- CPU engine ------------------------------------------------------------------------------------------------------
+# --- recordings, and the plain reading --------------------------------------------------------------------------------
 
 def hold_against_recording(name):
     cfg, tokens, z = golden(name)
@@ -204,15 +59,15 @@ def test_recorded_run_with_the_instructions_of_any_processor():
 
 def test_recorded_default_configuration():
     """Golden E: losses of step 0, what the C++ system wrote before the updates, and three updates of a tenth of all
-    weights (kit.in_part). An update of all takes a CPU 16 s; the deep run has five of them, and the GPU."""
+    weights (in_part). An update of all takes a CPU 16 s; the deep run has five of them, and the GPU."""
     cfg, tokens, z = golden("E")
     engine = cpu_engine.CpuEngine(cfg, tokens)
     for chunk in range(cfg.N_CHUNKS):
         assert np.array_equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 64), z["loss_head"][chunk, :64])
     hold_against_recorded_generation(engine, 0)
-    engine._tensors, found = [*filter(kit.in_part, engine._tensors)], []
-    kit.recorded_updates(engine, 3, lambda state, k: found.append(kit.digest_of_part(cfg, state)))
-    assert tuple(found) == kit.PART_OF_E[:3]
+    engine._tensors, found = [*filter(in_part, engine._tensors)], []
+    recorded_updates(engine, 3, lambda state, k: found.append(digest_of_part(cfg, state)))
+    assert tuple(found) == PART_OF_E[:3]
 
 
 @pytest.mark.deep
@@ -361,3 +216,95 @@ def test_threads_give_the_same_bits():
     one.update(z["fitness"][0])
     two.update(z["fitness"][0])
     assert one.state().digests() == two.state().digests()
+
+
+# --- what the model is made of ----------------------------------------------------------------------------------------
+
+def test_tensors_cover_the_flat_arrays_once():
+    for cfg in (egg_config.make(), egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=3, VOCAB_SIZE=300)):
+        weights, overlay = np.zeros(parameters.n_weights(cfg), int), np.zeros(parameters.n_overlay(cfg), int)
+        for t in parameters.tensors(cfg):
+            weights[t.weights:t.weights + t.size] += 1
+            overlay[t.overlay_a:t.overlay_a + t.cols] += 1
+            if t.matrix:
+                overlay[t.overlay_b:t.overlay_b + t.rows] += 1
+        assert (weights == 1).all() and (overlay == 1).all()
+
+
+def test_draws_are_xorshift32():
+    x, plain = 42, []
+    for _ in range(5000):
+        x ^= x << 13 & 0xFFFFFFFF
+        x ^= x >> 17
+        x ^= x << 5 & 0xFFFFFFFF
+        plain.append(x)
+    assert np.array_equal(parameters._xorshift(42, 5000), plain)
+
+
+@pytest.mark.parametrize("gaussian", [0, 1])
+def test_noise_of_all_at_once_is_the_rule(gaussian):
+    """The NumPy form of the draw and the rule on the host; the hash of an array."""
+    draws = np.random.default_rng(8).integers(0, 1 << 32, 500, np.uint32)
+    draw = rules.draw_rules(lambda rule: rule, gaussian).draw
+    for mask in (0, 1, 15, 42):
+        noise = rules.uniform_noise(draws, mask, gaussian)
+        assert noise.tolist() == [draw(r, mask) for r in draws]
+    for i in (0, 1, 49, 2 ** 31 - 1):
+        x = (2 ** 32 - 3 + i * 0x9E3779B9) % 2 ** 32
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2 ** 32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2 ** 32
+        assert seeds.hash32(2 ** 32 - 3, np.array([i]))[0] == seeds.hash32(-3, i) == x ^ x >> 16
+    assert seeds.hash32(5, np.arange(50)).tolist() == [seeds.hash32(5, i) for i in range(50)]
+
+
+def test_windows_begin_where_the_rule_says():
+    cfg, tokens = egg_config.make(CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=8), np.arange(5000)
+    for step, first in ((0, 0), (3, 17), (10 ** 6, 60)):
+        starts = rules.window_starts(cfg, tokens.size, step, first, 4)
+        assert starts.tolist() == [(step * 8 + pair * (5000 // 64)) % (5000 - 8) for pair in range(first, first + 4)]
+        assert np.array_equal(rules.windows(cfg, tokens, step, first, 4)[:, 0], starts)
+
+
+def test_canonical_order_is_four_rows_side_by_side():
+    m = np.arange(8 * 3, dtype=np.int8).reshape(8, 3)
+    flat = parameters.to_canonical(m)
+    assert flat[:4].tolist() == m[:4, 0].tolist() and flat[4:8].tolist() == m[:4, 1].tolist()
+    assert np.array_equal(parameters.from_canonical(flat, 8, 3), m)
+
+
+def test_ternary_packing():
+    rng = np.random.default_rng(3)
+    for n in (1, 4, 5, 6, 1000):
+        f = rng.integers(-1, 2, n).astype(np.int8)
+        data = fitness_digits.pack_ternary(f)
+        assert len(data) == -(-n // 5) and np.array_equal(fitness_digits.unpack_ternary(data, n), f)
+    assert fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
+    for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"),
+                              (bytes([81]), 4, "after the last")):
+        with pytest.raises(ValueError, match=says):
+            fitness_digits.unpack_ternary(data, count)
+
+
+@pytest.mark.parametrize("name", "ABD")
+def test_fitness_of_recorded_losses(name):
+    cfg, _, z = golden(name)
+    for k in range(STEPS):
+        assert np.array_equal(population_fitness(cfg, z["loss"][k].astype(np.int64)), z["fitness"][k])
+
+
+def test_exact_fitness_filters_in_logit_units():
+    rng = np.random.default_rng(4)
+    losses = rng.integers(0, 4000, 512)
+    coarse, fine = egg_config.make(CHUNK_SIZE=512), egg_config.make(CHUNK_SIZE=512, LOSS="exact")
+    d = (losses[1::2] - losses[::2]).mean()
+    moved = losses[1::2] - losses[::2] + int(np.sign(d) * abs(d) ** 1.2 * 256) / 256
+    expected = np.where(abs(moved) < abs(moved).mean() * np.float32(0.1), 0, np.where(moved > 0, 1, -1))
+    assert np.array_equal(fitness_digits.chunk_fitness(losses * 256, fine), expected)
+    # the same but for the truncated mean
+    assert (fitness_digits.chunk_fitness(losses, coarse) != expected).sum() < 8
+
+
+def test_initial_model_of_the_default_configuration():
+    cfg, _, z = golden("E")
+    assert parameters.initial_state(cfg).digests()[0] == str(z["init_model_sha256"])
+    assert parameters.products_per_token(cfg) == 5767168

@@ -24,7 +24,8 @@ from cluster import wire                                                        
 from cluster.link import OldCoordinator                                              # noqa: E402
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, V2  # noqa: E402
 from egg_config import EggError                                                      # noqa: E402
-from kit import GOOD, Peer2, changed                                                 # noqa: E402
+from coordinators import Peer2
+from fakes import GOOD, changed                                                 # noqa: E402
 from tools import load                                                               # noqa: E402
 
 CFG = changed(SNAPSHOT_EVERY=0, VALIDATE_EVERY=0, POPULATION_SIZE=256)

@@ -13,17 +13,21 @@ import pytest
 
 import egg_config
 import egg_net
-import kit
 from engine import hardware
 from islands import gossip
 from islands import peers
-from kit import CFG
+from compiling import CARDS, Compiler, compile_cpu_engine
+from engines_compared import compare
+from fakes import CFG, Dice
+
+with contextlib.suppress(ImportError):           # a machine that runs `-m gpu` need not have hypothesis
+    import fuzzing                               # noqa: F401
 
 XDIST = "PYTEST_XDIST_WORKER" in os.environ
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 # A shell starts what it puts in the background with SIGINT ignored, and a process hands that on to those it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-egg_net.random = gossip.random = peers.random = kit.Dice()
+egg_net.random = gossip.random = peers.random = Dice()
 
 
 @pytest.fixture(scope="session")
@@ -100,15 +104,15 @@ def certificates(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory):
-    """A kit.Compiler whose files all processes of pytest-xdist share."""
+    """A compiling.Compiler whose files all processes of pytest-xdist share."""
     directory = shared(tmp_path_factory) / "ptx"
     directory.mkdir(exist_ok=True)
-    return kit.Compiler(directory)
+    return Compiler(directory)
 
 
 @pytest.fixture
 def compiled_kernels(request, compiler):
-    """What a kit.Compiler returns for what the test's mark `compiles` names."""
+    """What a compiling.Compiler returns for what the test's mark `compiles` names."""
     mark = request.node.get_closest_marker("compiles")
     return compiler(*mark.args, **mark.kwargs)
 
@@ -118,7 +122,7 @@ def compile_ahead(request, compiler):
     """While other tests run, a process of low priority per core compiles what the marks `compiles` name; those of
     pytest-xdist begin at different ends."""
     marks = [mark for item in request.session.items for mark in item.iter_markers("compiles")]
-    jobs = [(constants, [cc], mark.kwargs) for mark in marks for constants, cards in [(*mark.args, kit.CARDS)[:2]]
+    jobs = [(constants, [cc], mark.kwargs) for mark in marks for constants, cards in [(*mark.args, CARDS)[:2]]
             for cc in cards]
     if WORKER % 2:
         jobs.reverse()
@@ -144,6 +148,14 @@ LONG = ("test_a_cold_start_compiles_each_function_once", "test_an_archipelago_su
         "test_ctrl_c_early_leaves_no_traceback")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """With `-m gpu` and its like, files without such a test are not imported: this machine may lack what they need."""
+    mark = config.option.markexpr
+    if mark in ("gpu", "ray", "deep") and collection_path.suffix == ".py":
+        return f"mark.{mark}" not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_modifyitems(items):
     """What compiles the CPU engine for all begins first, then the longest tests. Those whose work other processes
     prepare come last: comparisons of both engines, and compiled kernels. pytest-xdist gives each of its processes a
@@ -166,13 +178,13 @@ def comparisons_begin_first(request):
 
 @pytest.fixture(scope="session")
 def comparisons(request, tmp_path_factory):
-    """({model: future of its CPU engine's compilation}, {node id: future of kit.compare}), of every test that asks for
+    """({model: future of its CPU engine's compilation}, {node id: future of compare}), of every test that asks for
     `compared`. Compiling takes most of the time: every core takes part."""
     ready = tmp_path_factory.mktemp("compiled")
     drawn = {item.nodeid: item.callspec.params for item in request.session.items if "compared" in item.fixturenames}
     with processes(max(2, min(16, hardware.cores()))) as pool:
-        models = {model: pool.submit(kit.compile_cpu_engine, model, ready) for model in ("transformer", "gru")}
-        yield models, {name: pool.submit(kit.compare, **values, ready=ready) for name, values in drawn.items()}
+        models = {model: pool.submit(compile_cpu_engine, model, ready) for model in ("transformer", "gru")}
+        yield models, {name: pool.submit(compare, **values, ready=ready) for name, values in drawn.items()}
         pool.shutdown(cancel_futures=True)
 
 

@@ -10,7 +10,8 @@ import pytest
 import egg
 import egg_config
 from engine import engines
-from kit import CFG, HERE, FakeEngine
+from fakes import CFG, FakeEngine
+from recordings import HERE
 from tools import bench
 
 

@@ -17,7 +17,8 @@ import yaml
 
 import egg
 import egg_config
-from kit import HERE, SECRET
+from fakes import SECRET
+from recordings import HERE
 
 KUBERNETES = HERE / "deploy" / "kubernetes"
 MINOR = int(kubernetes_validate.latest_version().split(".")[1])

@@ -12,7 +12,7 @@ import pytest
 import egg
 import egg_config
 from cluster import wire
-from kit import HERE
+from recordings import HERE
 from model import fitness_digits
 from tools import live_page
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from kit import HERE
+from recordings import HERE
 
 # from the bottom up: a root file, or any file of a folder -> what it may import besides its own folder
 MODEL = {"egg_config"}

@@ -16,7 +16,8 @@ import pytest
 
 from cluster import history
 from engine import engines
-from kit import HERE, changed
+from fakes import changed
+from recordings import HERE
 
 pytestmark = pytest.mark.ray
 

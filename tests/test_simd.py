@@ -10,7 +10,7 @@ import pytest
 
 from engine import simd
 from model import integer_tables
-from kit import HERE
+from recordings import HERE
 
 
 def hold_against_numpy():

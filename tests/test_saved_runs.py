@@ -18,24 +18,16 @@ import safetensors.numpy
 
 import egg
 import egg_config
-from engine import cpu_engine
-from engine import cpu_transformer
-from model import data_files
-from tools import debug
-from model import state_digest
-from cluster import console
-from cluster import history
-from model import fitness_digits
-from model import integer_tables
-from model import parameters
-from model import rules
 import egg_net
-from cluster import snapshots
-from tools import train
-from tools import use
+from cluster import console, history, snapshots
+from engine import cpu_engine, cpu_transformer
+from model import data_files, fitness_digits, integer_tables, parameters, rules, state_digest
+from tools import debug, train, use
 from tools.debug import Reading
-from kit import (CFG as NET_CFG, HERE, Lines, Peer, Server, callable_by_python, differing, drawn, feed,
-                 hold_draws_against_the_distribution, random_config, settings_of, work_in_thread)
+from coordinators import Peer, Server, work_in_thread
+from fakes import CFG as NET_CFG, Lines, differing, feed
+from readings import callable_by_python, drawn, hold_draws_against_the_distribution, random_config, settings_of
+from recordings import HERE
 
 CFG = NET_CFG.changed(LR_SCHEDULE=((0, 1.2),), DEVICE="cpu", N_LAYERS=2)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200

@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 
 import egg_config
-from engine import cpu_engine
-from tools import debug
-from cluster import history
-from model import fitness_digits
-from model import optimizers
-from model import parameters
-from model import rules
-from model import seeds
 import egg_net
-from tools import prepare
-from tools import train
-import kit
+from cluster import history
+from engine import cpu_engine
+from model import fitness_digits, optimizers, parameters, rules, seeds
+from tools import debug, prepare, train
 from tools.debug import Reading
+from chaos_cluster import chaos
+from compiling import CARDS, hold_against_cards, kernels_of, path_of
+from engines_compared import SEED
+from fakes import Lines
+from readings import loss_of, member_reading
 
 COMPILED = "compiled_gru"                                    # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
@@ -64,10 +62,10 @@ def test_losses_are_those_of_the_plain_reading(seed):
     windows = rules.windows(cfg, tokens, state.step, 0, 4)
     for member, loss in enumerate(engine.evaluate(0, 8)[:6]):
         before, window = np.split(windows[member // 2], [cfg.STATE_TOKENS])
-        clean, reading = Reading(cfg, state), kit.member_reading(cfg, state, member)
+        clean, reading = Reading(cfg, state), member_reading(cfg, state, member)
         clean.hidden(before)
         reading.carried = clean.carried
-        assert abs(loss - kit.loss_of(reading, window)) <= cfg.SEQ_LEN, member
+        assert abs(loss - loss_of(reading, window)) <= cfg.SEQ_LEN, member
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -197,7 +195,7 @@ def test_pieces_and_threads_give_the_same_bits():
     assert np.array_equal(whole, one.evaluate(0, 64)) and len(set(whole.tolist())) > 32
 
 
-# --- training it -----------------------------------------------------------------------------------------------------
+# --- training it ------------------------------------------------------------------------------------------------------
 
 class Engine(cpu_engine.CpuEngine):
     """The real model, made as the chaos of the kit makes its engines."""
@@ -230,7 +228,7 @@ class Drifting(Engine):
         return changed
 
 
-# the numbers of kit.CFG, whose peers are among the troublemakers
+# the numbers of CFG, whose peers are among the troublemakers
 CHAOS = egg_config.make(**{**SMALL, "CHUNK_SIZE": 32, "POPULATION_SIZE": 128, "NOISE_REUSE": 2, "ZTEST_ALPHA": 0.3,
                            "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0,
                            "AUDIT_RATE": 1.0, "SNAPSHOT_EVERY": 10})
@@ -240,7 +238,7 @@ def test_chaos_changes_no_bit(tmp_path):
     """A coordinator that is killed, a liar, a drifting replica, rogues: resumed, audited, rebuilt, and every step is
     the undisturbed one's."""
     Engine().evaluate(0, 2)                                      # compiled before the clock runs
-    steps, kills = kit.chaos(tmp_path, 1, steps=12, kills=3, cfg=CHAOS, kinds=(Engine, Drifting, Liar))
+    steps, kills = chaos(tmp_path, 1, steps=12, kills=3, cfg=CHAOS, kinds=(Engine, Drifting, Liar))
     assert steps >= 12 and kills >= 3
 
 
@@ -251,7 +249,7 @@ def test_the_preset_trains_and_goes_on(tmp_path, monkeypatch):
     prepare.prepare(["text"], 256, say=lambda line: None)
     defines = ["DETOKENIZE=0", "CHUNK_SIZE=8", "POPULATION_SIZE=16", "HIDDEN_DIM=64", "N_LAYERS=2", "DEVICE=cpu",
                "VALIDATE_EVERY=2", "SAMPLE_EVERY=2"]
-    cfg, lines = egg_config.load("nano-egg", defines, {}), kit.Lines()
+    cfg, lines = egg_config.load("nano-egg", defines, {}), Lines()
     first = train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert first.unit == "bits/byte" and 0 < first.after < 20 and first.final.step == 3
     second = train.train(cfg, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
@@ -278,7 +276,7 @@ def test_it_learns():
     assert engine.validate(window)[0] < 0.75 * before
 
 
-# --- CUDA ------------------------------------------------------------------------------------------------------------
+# --- CUDA -------------------------------------------------------------------------------------------------------------
 
 FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS": 9, "CHUNK_SIZE": 200,
         "POPULATION_SIZE": 400,
@@ -288,7 +286,7 @@ FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS
 def test_where_the_fast_path_serves():
     """Nowhere else than where its words hold every sum: the preset is among it."""
     from kernels import gru_narrow
-    limit = kit.CARDS[9, 0] * 1024
+    limit = CARDS[9, 0] * 1024
     assert gru_narrow.wgmma_fits(egg_config.load("nano-egg", environ={}), (9, 0), limit)
     assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (8, 0), limit)
     assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (9, 0), limit - 1)
@@ -315,10 +313,10 @@ def test_which_path_serves():
                                 (STREAMED, (12, 0), "registers"),
                                 (FAST_STREAMED, (9, 0), "wgmma"), (FAST, (9, 0), "wgmma"), (FAST, (8, 0), "general"),
                                 ({**FAST, "TENSOR_CORES": "mma"}, (9, 0), "general")):
-        forward = egg_kernels.build_forward(egg_config.make(**constants), cc, kit.CARDS[cc] * 1024)
-        assert kit.path_of(forward) == name, (constants, cc)
+        forward = egg_kernels.build_forward(egg_config.make(**constants), cc, CARDS[cc] * 1024)
+        assert path_of(forward) == name, (constants, cc)
     with pytest.raises(ValueError, match="only GPUs of compute capability 9.0"):
-        egg_kernels.build_forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), kit.CARDS[8, 6] * 1024)
+        egg_kernels.build_forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), CARDS[8, 6] * 1024)
 
 
 @pytest.mark.parametrize("width", sorted({*range(64, 257, 32), *range(64, 1025, 96)}))
@@ -354,15 +352,15 @@ def test_models_whose_weights_fit_shared_memory_are_narrow(limit, widest):
 
 
 def test_general_kernels_fit_every_card():
-    for cc, limit in kit.CARDS.items():
-        assert all(kernel.shared <= limit * 1024 for kernel in kit.kernels_of(WIDE, cc)["forward"]), cc
+    for cc, limit in CARDS.items():
+        assert all(kernel.shared <= limit * 1024 for kernel in kernels_of(WIDE, cc)["forward"]), cc
 
 
 LARGE = [(8, 0), (10, 0)]                                    # have the code of cc 8.6 and 12.0 in larger tiles
 
 
 @pytest.mark.parametrize((), [
-    pytest.param(marks=pytest.mark.compiles(WIDE, [cc for cc in kit.CARDS if cc not in LARGE], part="noisy"),
+    pytest.param(marks=pytest.mark.compiles(WIDE, [cc for cc in CARDS if cc not in LARGE], part="noisy"),
                  id="general"),
     pytest.param(marks=pytest.mark.compiles(WIDE, LARGE, part="noisy", names=("recur", "product")), id="large"),
     pytest.param(marks=pytest.mark.compiles(SMALL, part="forward"), id="narrow"),
@@ -370,13 +368,13 @@ LARGE = [(8, 0), (10, 0)]                                    # have the code of 
 def test_every_kernel_compiles(compiled_kernels):
     """Those of the forward pass, of each path; the head of validation in the tiles of a narrow model, which most cards
     share."""
-    kit.hold_against_cards(compiled_kernels)
+    hold_against_cards(compiled_kernels)
 
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
 def test_the_recurrence_fits_every_card(width):
     from kernels import gru, parts
-    for cc, limit in kit.CARDS.items():
+    for cc, limit in CARDS.items():
         cfg = egg_config.make(**{**SMALL, "HIDDEN_DIM": width})
         shape, rows, resident = gru._recurrence(cfg, parts.Gpu(cc, limit * 1024, cc == (9, 0)))
         assert shape.bytes + (shape.columns() * 128 if resident else 0) + 2560 <= limit * 1024, cc
@@ -408,7 +406,7 @@ EXTREMES = (
 
 
 def random_configurations(count):
-    rng = np.random.default_rng(kit.SEED)
+    rng = np.random.default_rng(SEED)
     out = []
     for i in range(count):
         chunk = 2 * int(rng.integers(1, 30))
@@ -437,7 +435,7 @@ def test_a_trace_shows_the_recurrent_model():
     assert [part["name"] for part in told["parts"]] == ["Emb", *layer, *layer, "LN_F"]
     assert len(told["weights"]) == len(parameters.tensors(cfg)) and told["position"] == cfg.SEQ_LEN - 1
     window = rules.windows(cfg, tokens, 0, 0, 1)[0][:-1]
-    clean, member = Reading(cfg, state), kit.member_reading(cfg, state, 0)
+    clean, member = Reading(cfg, state), member_reading(cfg, state, 0)
     for token in window[:cfg.STATE_TOKENS]:
         clean.hidden([token])
     member.carried = clean.carried

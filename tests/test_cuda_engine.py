@@ -9,34 +9,23 @@ import re
 
 import numpy as np
 import pytest
+import sanitize
 from numba import cuda, uint32
 
 import egg_config
-import kit
-import sanitize
-from engine import cuda_engine
-from engine import kernel_cache
-from model import fitness_digits
-from model import integer_tables
-from model import parameters
-from model import rules
-from model import seeds
-from model import sampling
-from kernels import attention
-from kernels import head
-from kernels import host
-from kernels import pairs
-from kernels import parts
-from kernels import product
-from kernels import transformer
-from kernels import update
-from kit import (CARDS, OTHER_INSTRUCTIONS, SEED, compare, hold_against_cards, hold_draws_against_the_distribution,
-                 kernels_of, recorded_generation)
+import recordings
+from engine import cuda_engine, kernel_cache
+from kernels import attention, head, host, pairs, parts, product, transformer, update
+from model import fitness_digits, integer_tables, parameters, rules, sampling, seeds
+from compiling import CARDS, hold_against_cards, kernels_of, path_of
+from engines_compared import OTHER_INSTRUCTIONS, SEED, compare
+from readings import hold_draws_against_the_distribution
+from recordings import recorded_generation
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
-# --- without a GPU ---------------------------------------------------------------------------------------------------
+# --- without a GPU ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.compiles({}, [cc for cc in CARDS if cc != (10, 0)])
 def test_every_kernel_compiles(compiled_kernels):
@@ -302,7 +291,7 @@ def every_verb(cfg, engine, tokens):
 @pytest.mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
     forward = cuda_engine.kernels(sanitize.config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
-    assert (kit.path_of(forward) == "wgmma") == (name == "gru, fast")
+    assert (path_of(forward) == "wgmma") == (name == "gru, fast")
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 
@@ -310,7 +299,7 @@ def test_what_the_sanitizers_are_given(name, no_gpu):
     ("", ""), ("evaluate", "losses of step 0"), ("update", "update 0"), ("digest", "digest after update 0"),
     ("validate", "validation"), ("generate", "tokens")])
 def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, compiled, verb, says):
-    """kit.compare, with the CPU engine in the place of the CUDA engine and one verb that is wrong."""
+    """compare, with the CPU engine in the place of the CUDA engine and one verb that is wrong."""
     from engine import cpu_engine
     wrong = {"evaluate": lambda losses: losses + (losses[0] == losses), "update": lambda changed: changed + 1,
              "digest": lambda digest: digest[::-1], "validate": lambda found: (found[0] * (1 + 1e-6), found[1]),
@@ -330,7 +319,7 @@ def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, com
     assert found.startswith(says) if verb else found == ""
 
 
-# --- on a GPU --------------------------------------------------------------------------------------------------------
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 def golden(name):
     return np.load(GOLDEN / f"{name}.npz")
@@ -486,8 +475,6 @@ EXTREMES = (
     dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=400, ADAPTIVE_NOISE_MODE=1, DEVICE_GAUSSIAN=0,
          DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
 )
-
-
 SWITCHES = (
     dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1),
     dict(NTT_MODE=2, NTT_CAUSAL=0),
@@ -559,7 +546,7 @@ def test_random_configurations_against_the_cpu_engine(compared):
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for
     every occurrence."""
-    engine = cuda_engine.CudaEngine(*kit.golden("E")[:2])
+    engine = cuda_engine.CudaEngine(*recordings.golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, sampling.settings(engine.cfg)
     forward, stream, total = engine._forward, engine.stream, len(recorded)

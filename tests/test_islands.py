@@ -1,5 +1,4 @@
-"""Islands: tournaments, epochs, transfers, liars, crashes; a learner whose quality is in its weights takes the model's
-place."""
+"""What liars, stolen names and forged files cannot do: votes, validations, snapshots, leases, islands, files."""
 
 import contextlib
 import json
@@ -23,24 +22,92 @@ import pytest
 from hypothesis import strategies as st
 
 import egg
-from cluster import auth
 import egg_config
-from model import data_files
-from model import state_digest
-from cluster import history
-from islands import gossip
-from islands import merging
-from model import fitness_digits
-from islands import peers
-from islands import transfer
-from model import parameters
-from model import seeds
 import egg_net
-from cluster import snapshots
-from cluster import wire
+from cluster import auth, history, snapshots, wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
-from kit import (CFG, EXAMPLES, HERE, SECRET, SLOW, Coordinator, FakeEngine, Lines, Server, differing, free_port, until,
-                 work_in_thread)
+from islands import gossip, merging, peers, transfer
+from model import data_files, fitness_digits, parameters, seeds, state_digest
+from coordinators import Coordinator, Server, caller, free_port, until, work_in_thread
+from fakes import CFG, FakeEngine, Lines, SECRET, differing
+from fuzzing import EXAMPLES, SLOW
+from recordings import HERE
+
+
+def told(server, words):
+    until(lambda: words in server.lines.text)
+
+
+# --- lies of peers ----------------------------------------------------------------------------------------------------
+
+def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "STALLED", 0.5)
+    with Isle(tmp_path, "a", 3) as a:
+        liar, cfg, size = Stranger(a.port, "liar"), a.coordinator.cfg, snapshots.most_bytes(a.coordinator.cfg)
+        head = snapshots._make_head(cfg, 1, 1, b"s" * 32, b"", size)
+        data = head + snapshots.pack(parameters.initial_state(cfg))
+        until(lambda: a.run.step > 10)
+        liar.say(0.0, state=b"s" * 32)
+        until(lambda: a.island.incoming)
+        with contextlib.suppress(TimeoutError):
+            while True:                          # the head, then byte by byte, as long as it is asked for more
+                wanted, at, _ = wire.STATE_REQUEST.unpack(liar.next(wire.STATE_REQUEST, 1))
+                total, piece = len(head) + size, data[at:at + 1] if at else head
+                liar.send(wire.STATE, wanted, total, at, piece)
+                time.sleep(0.05)
+        told(a, "too little came")
+        assert not a.island.incoming and a.island.peers.distrusted
+        a.island.peers.check(time.monotonic() + 2 * peers.DISTRUST)
+        assert not a.island.peers.distrusted
+
+
+def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "MOST_OF_HOST", 5)
+    with Isle(tmp_path, "a", 3) as a:
+        known = a.island.peers.known
+        for i in range(12):                                      # they come and go
+            Stranger(a.port, f"name{i}", seed=100 + i).link.close()
+            until(lambda: not any(peer.session for peer in known.values()))
+        assert len(known) <= 5
+        stay = [Stranger(a.port, f"stay{i}", seed=200 + i) for i in range(5)]
+        with pytest.raises(egg_net.NetError, match="5 islands are known here, the maximum for one host"):
+            Stranger(a.port, "more", seed=300)
+        other = caller("127.0.0.3", a.port, ISLE, lambda port, cfg: Stranger(port, "other", seed=301))
+        until(lambda: set(known) == {"other", *(f"stay{i}" for i in range(5))})
+        with pytest.raises(egg_net.NetError, match="an island of this name is connected from 127.0.0.3"):
+            Stranger(a.port, "other", seed=302)                  # a name that is in use cannot be taken over
+        for one in (*stay, other):
+            one.link.close()
+        until(lambda: not any(peer.session for peer in known.values()))
+        a.island.peers.check(time.monotonic() + 2 * peers.FORGOTTEN)
+        assert not known
+
+
+def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
+    """Two workers: one gives the state with which an epoch begins, the other one states its hash."""
+    hashed, plain = [], snapshots.state_hash
+
+    def state_hash(state, *kind):
+        hashed.extend([] if kind else [state.step])                  # SHA-256 is that of a snapshot's head
+        return plain(state, *kind)
+
+    monkeypatch.setattr(snapshots, "state_hash", state_hash)
+    cfg = ISLE.changed(REJUVENATE_AFTER=12, SNAPSHOT_EVERY=1000)
+    with Isle(tmp_path, "a", 0, cfg=cfg) as a:
+        for _ in range(2):
+            a.work(Learner(a.cfg, 0))
+        until(lambda: a.told("rejuvenated"), 20)
+        step = a.told("rejuvenated")[0]["step"]
+        assert hashed == [step] and "goes on with the own state" not in a.lines.text
+        until(lambda: a.run.step > step + 2)
+
+
+def test_coming_and_going_does_not_fill_the_log(tmp_path):
+    with Isle(tmp_path, "a", 3) as a:
+        for _ in range(150):
+            Stranger(a.port, "moth").link.close()
+        assert a.lines.text.count("peer moth") < 100
+
 
 ISLE = CFG.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0, AUDIT_RATE=0.0)
 VALIDATION = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")

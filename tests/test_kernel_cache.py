@@ -1,11 +1,6 @@
-"""The table of constants, the cache of compiled kernels, and what they are derived from or keyed by. No GPU is
-needed."""
+"""The cache of compiled kernels: what names a kernel, its directory, forged files, and what a cold start compiles."""
 
 import ast
-import hashlib
-import importlib.util
-import inspect
-import json
 import os
 import pickle
 import re
@@ -14,159 +9,22 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 from numba import uint32
 
 import egg_config
-from cluster import history
-from egg_config import AGREE, CONSTANTS
-from engine import kernel_cache
-from engine import simd
-from kit import CARDS, HERE
-
-# fingerprints of commit 84062b8, and the SHA-256 of the constants that a run saved by it holds
-RECORDED = {
-    None: ("cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9",
-           "749e69c6583609ff0b5f4e803f2a08ed08debb714f8f85686a9ef2564e849cfa"),
-    "laptop": ("5f56776e7bd1431383cdb6f550101618ea0c74989d940b8b2da5c33d71e027d4",
-               "eca8342dbc3363e7366a0b6132b78eae4921509d8f2e2c7f439778a4c66feab7"),
-    "best": ("b39e9971cc1a72212b9c42bcbb591da282053c54aaaacdd211f634d343c52e5e",
-             "7592e8f7800fdca07c136873fb292f399080c0b3d40411c22a2a4ae5a06da99f"),
-    "nano-egg": ("6d2fcae2961b7abf632e1c4c54f59041f31ad2022025e04df9b9555ccb48ca5c",
-                 "4e8eed0e1805de84c05ac519191b3a44b3298f4ddb83ee4a2f3435b778e3e2b3"),
-    "best-bytes": ("1a7c50fa6c8affcbfcde1ab4fb84df9d60e5c9c61bb1f8c0c5cc93091e8692f4",
-                   "26d3fa02c3273c03a682a16ee02e4fb077b4a707401326da68b496354bcaead8"),
-}
-# what presets had then and have not now
-CHANGED = {
-    "laptop": ("MODEL=transformer", "HEAD_DIM=32", "SEQ_LEN=32", "CHUNK_SIZE=128", "SHIFT_MLP_UP=6", "SHIFT_MLP_DOWN=6",
-               "SHIFT_OUT=7", "HOST_MASK=7", "SIGMA_SHIFT=2", "SIGMA_SHIFT_VECTOR=7", "HOST_GAUSSIAN=0",
-               "DEVICE_GAUSSIAN=0", "SOFTMAX_EXP_SCALE=6", "LR_SCHEDULE=0:0.5,200:0.25,500:0.125,1500:0.0625",
-               "ADAM_WEIGHT_DECAY=0.001", "SEEN_VOTES=1", "SOFT_TARGETS=",
-               "ADAM_BETA1=0.9"),
-    "best": ("CHUNK_SIZE=32768", "LR_SCHEDULE=0:0.35,500:0.17,2000:0.085,5000:0.042,8500:0.02,10500:0.01",
-             "SOFT_TARGETS="),
-    "best-bytes": ("CHUNK_SIZE=65536",
-                   "LR_SCHEDULE=0:1,60:0.7,150:0.5,300:0.35,600:0.25,1200:0.15,2500:0.1,5000:0.06,8000:0.04,"
-                   "11000:0.025,13500:0.0125", "SOFT_TARGETS=")}
+from engine import kernel_cache, simd
+from compiling import CARDS
+from recordings import HERE
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
-
-def test_fingerprints_and_saved_constants_are_those_of_84062b8():
-    assert set(RECORDED) == {None, *egg_config.PRESETS}
-    for preset, (fingerprint, saved) in RECORDED.items():
-        cfg = egg_config.load(preset, CHANGED.get(preset, ()), environ={})
-        assert cfg.fingerprint() == fingerprint, preset
-        assert hashlib.sha256(json.dumps(cfg.saved(), sort_keys=True).encode()).hexdigest() == saved, preset
-
-
-def test_the_table_has_every_constant_once_and_its_default_is_allowed():
-    lines = inspect.getsource(egg_config).partition("\nPRESETS = ")[0]
-    assert list(CONSTANTS) == re.findall(r"^(\w+) = ", lines, re.M)
-    for name, constant in CONSTANTS.items():
-        assert constant.value == getattr(egg_config, name) and constant.objection(constant.value) is None, name
-        assert constant.agree in AGREE and constant.model in (None, *CONSTANTS["MODEL"].allowed) and constant.meaning
-        if constant.kind is not tuple:
-            assert type(constant.value) is constant.kind and {*map(type, constant.allowed)} <= {constant.kind}
-        else:
-            assert {type(number) for _, number in constant.value} <= {*map(type, constant.allowed)}
-
-
-@pytest.mark.parametrize("name, agree, shared, saved, kept, may_differ", [
-    ("HIDDEN_DIM", "all", True, True, False, False), ("LR_SCHEDULE", "run", True, True, False, True),
-    ("VALIDATE_TOKENS", "islands", True, False, True, False), ("VALIDATE_EVERY", "free", True, False, True, True),
-    ("SIMD", "local", False, False, False, False), ("SNAPSHOT_EVERY", "local", False, False, True, False)])
-def test_what_follows_from_who_must_agree(name, agree, shared, saved, kept, may_differ):
-    """What is in the fingerprint, what a saved run depends on, what it keeps, in what islands may differ."""
-    cfg = egg_config.make()
-    assert CONSTANTS[name].agree == agree and cfg.constants(agree)[name] == getattr(cfg, name)
-    assert (name in cfg.shared()) == shared and (name in cfg.saved()) == saved and (name in cfg.settings()) == kept
-    assert egg_config.may_differ(name) == may_differ
-    assert not egg_config.may_differ("A_CONSTANT_OF_THE_FUTURE")
-
-
-@pytest.mark.parametrize("values, message", [
-    (dict(HIDDEN_DIM=100), "HIDDEN_DIM = 100: must be a multiple of 32"),
-    (dict(HIDDEN_DIM=64.0), "HIDDEN_DIM = 64.0: must be a whole number"),
-    (dict(PORT=70000), "PORT = 70000: must be from 0 to 65535"),
-    (dict(AUDIT_RATE="much"), "AUDIT_RATE = 'much': must be a number"),
-    (dict(SIMD="mmx"), "SIMD = mmx: must be one of auto, vnni512, vnni256, madd, portable"),
-    (dict(STATE_TOKENS=4), "STATE_TOKENS = 4: says nothing to MODEL = transformer: leave it at 0"),
-    (dict(MODEL="gru", NTT_MODE=1), "NTT_MODE = 1: says nothing to MODEL = gru: leave it at 0"),
-    (dict(LR_SCHEDULE=()), "LR_SCHEDULE = (): must start at step 0, steps rising"),
-    (dict(HIDEN_DIM=64), "HIDEN_DIM: no such constant in egg_config.py; did you mean HIDDEN_DIM?")])
-def test_a_bad_constant_is_one_line(values, message):
-    with pytest.raises(egg_config.ConfigError) as error:
-        egg_config.make(**values)
-    assert str(error.value) == message
-
-
-def edited(tmp_path, old, new):
-    """egg_config.py, imported as it is after an edit."""
-    text = inspect.getsource(egg_config)
-    assert text.count(old) == 1
-    path = tmp_path / "egg_config.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("edited_config", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("old, new, message", [
-    ("\nHIDDEN_DIM = 256 ", '\nHIDDEN_DIM = "256" ', "HIDDEN_DIM = '256': must be a whole number"),
-    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 256.0 ", "HIDDEN_DIM = 256.0: must be a whole number"),
-    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 2048 ", "HIDDEN_DIM = 2048: must be from 64 to 1024"),
-    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 100 ", "HIDDEN_DIM = 100: must be a multiple of 32"),
-    ('\nLOSS = "deggs" ', '\nLOSS = "cubic" ', "LOSS = cubic: must be one of deggs, exact"),
-    ('\nINPUT_FILE = "input.bin" ', "\nINPUT_FILE = 7 ", "INPUT_FILE = 7: must be text"),
-    ("\nSIGMA_SCHEDULE = () ", "\nSIGMA_SCHEDULE = 5 ", "SIGMA_SCHEDULE = 5: must be pairs of a step and a shift"),
-    ("\nN_LAYERS = 4 ", "\nN_LAYER = 5\nN_LAYERS = 4 ",
-     "N_LAYER: no such constant in egg_config.py; did you mean N_LAYERS?"),
-    ("\nN_LAYERS = 4 ", "\nMY_OWN = 3\nN_LAYERS = 4 ", "MY_OWN: no such constant in egg_config.py"),
-    ("| all     | layers", "| al      | layers", "N_LAYERS: 'al' must be one of all, run, islands, free, local")])
-def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
-    with pytest.raises(Exception) as error:
-        edited(tmp_path, old, new).make()
-    source = (tmp_path / "egg_config.py").read_text().split("\n")
-    line = next(i for i, text in enumerate(source, 1) if text.startswith(re.match(r"\w+", message)[0] + " ="))
-    assert type(error.value).__name__ == "ConfigError" and str(error.value) == f"egg_config.py:{line}: {message}"
-
-
-@pytest.mark.parametrize("old, new, message", [
-    ('\nMODEL = "transformer" ', "\nMODEL = transformer ", "name 'transformer' is not defined: text needs quotes"),
-    ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "invalid syntax"),
-    ("\nPORT = 12345 ", "\nPORTS = 12346\nPORT = 12345 ",
-     "PORTS: no such constant in egg_config.py; did you mean PORT?"),
-    ("\nN_LAYERS = 4 ", "\nN_LAYERS = (4 ", "'(' was never closed")])
-def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message):
-    text = inspect.getsource(egg_config)
-    (tmp_path / "egg_config.py").write_text(text.replace(old, new))
-    shutil.copy(HERE / "egg.py", tmp_path)
-    done = subprocess.run([sys.executable, "egg.py", "arch"], cwd=tmp_path, capture_output=True, text=True)
-    line = text.partition(old)[0].count("\n") + 2
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"egg: egg_config.py:{line}: {message}\n")
-
-
-def test_good_edits(tmp_path):
-    """True and False are 1 and 0; a constant that is assigned again has its last value; a misspelt one is missed."""
-    muon = edited(tmp_path, "\nUSE_MUON = 0 ", "\nUSE_MUON = True ").make()
-    assert muon.USE_MUON is not True and muon.fingerprint() == egg_config.make(USE_MUON=1).fingerprint()
-    wide = edited(tmp_path, "\nPRESETS = {", "\nHIDDEN_DIM = 512\n\nPRESETS = {").make()
-    assert wide.fingerprint() == egg_config.make(HIDDEN_DIM=512).fingerprint()
-    misspelt = edited(tmp_path, "\nN_LAYERS = 4 ", "\nN_LAYER = 4 ")
-    line = misspelt.CONSTANTS["N_LAYER"].line
-    with pytest.raises(misspelt.ConfigError) as error:
-        misspelt.make().N_LAYERS
-    assert str(error.value) == f"egg_config.py: the constant N_LAYERS is missing; is it N_LAYER in line {line}?"
-
-
-# --- the cache of compiled kernels -----------------------------------------------------------------------------------
+# --- names of compiled kernels ----------------------------------------------------------------------------------------
 
 CARD = (8, 0)
 
@@ -285,7 +143,7 @@ def test_what_a_compiler_sees():
     assert of(deep) == of(deep)
 
 
-# --- its directory ---------------------------------------------------------------------------------------------------
+# --- its directory ----------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def fresh_directory():
@@ -334,7 +192,7 @@ def test_damaged_and_missing_files_are_compiled_again(tmp_path, capsys):
     assert capsys.readouterr().err == f"egg: compiled kernels cannot be kept in {reason}\n", "it says so once"
 
 
-# --- compiling -------------------------------------------------------------------------------------------------------
+# --- compiling --------------------------------------------------------------------------------------------------------
 
 CPU_PROGRAM = """
 import sys, numpy as np
@@ -506,6 +364,7 @@ STEP_PROGRAM = """
 import sys, egg_config
 from engine import cpu_engine
 
+
 def compiled():
     files = [vars(module) for name, module in sys.modules.items() if name.startswith("engine.cpu_")]
     functions = [f for file in files for f in file.values() if getattr(f, "overloads", None)]
@@ -575,3 +434,63 @@ print""").replace("import sys,", "import sys, time,"))
                                 stdout=subprocess.PIPE) for _ in range(3)]
     said = [process.communicate()[0].split() for process in started]
     assert all(words[-2:] == ["13", "13"] for words in said) and sum(words.count("compiled") for words in said) == 2
+
+
+# --- forged files -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A function that gives the directory of the cache, as in a new process."""
+    from engine import kernel_cache
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+
+    def directory():
+        kernel_cache.directory.cache_clear()
+        return kernel_cache.directory()
+
+    yield directory
+    kernel_cache.directory.cache_clear()
+
+
+def test_a_cache_that_others_could_have_made_is_not_used(tmp_path, cache):
+    kernels, fallback = tmp_path / "cache" / "egg" / "kernels", tmp_path / "tmp" / f"egg-{os.getuid()}"
+    assert cache() == kernels and kernels.stat().st_mode & 0o777 == 0o700
+    for spoil, mend in ((lambda: kernels.chmod(0o750), lambda: kernels.chmod(0o700)),
+                        (lambda: kernels.parent.chmod(0o777), lambda: kernels.parent.chmod(0o755)),
+                        (lambda: (tmp_path / "cache").chmod(0o777), lambda: (tmp_path / "cache").chmod(0o755))):
+        spoil()
+        assert cache() == fallback
+        mend()
+    moved = tmp_path / "elsewhere"
+    kernels.rename(moved)
+    kernels.symlink_to(moved)
+    assert cache() == fallback
+    fallback.chmod(0o777)
+    private = cache()
+    assert private not in (kernels, fallback, moved) and private.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_kernel_that_is_not_ours_or_a_link_is_not_read(tmp_path):
+    from engine import kernel_cache
+    kernel_cache.write(tmp_path / "kernel", pickle.dumps("compiled"))
+    assert kernel_cache.read(tmp_path / "kernel") == "compiled"
+    os.symlink(tmp_path / "kernel", tmp_path / "link")
+    assert kernel_cache.read(tmp_path / "link") is None
+    with mock.patch("os.getuid", lambda: os.geteuid() + 1):
+        assert kernel_cache.read(tmp_path / "kernel") is None
+
+
+def test_old_kernels_are_removed(tmp_path):
+    from engine import kernel_cache
+    now = time.time()
+    for i, days in enumerate((400, 100, 30, 1)):
+        path = tmp_path / f"cpu-kernel-{i}"
+        path.write_bytes(bytes(1000))
+        os.utime(path, (now - days * 86400,) * 2)
+    kernel_cache.prune(tmp_path, most=2000)
+    assert sorted(os.listdir(tmp_path)) == ["cpu-kernel-2", "cpu-kernel-3"]
+    kernel_cache.read(tmp_path / "cpu-kernel-2")                 # is used now
+    kernel_cache.prune(tmp_path, most=1500)
+    assert os.listdir(tmp_path) == ["cpu-kernel-2"]

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import strategies as st
 
 import egg_config
-from model import state_digest
-from islands import merging
-from model import parameters
 from cluster import snapshots
-from kit import HERE
+from islands import merging
+from model import parameters, state_digest
+from recordings import HERE
 
 SHAPE = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32)
 MERGES, OPTIMIZERS = ("clone", "recombine"), ("reset", "copy", "interpolate")

@@ -1,0 +1,136 @@
+"""A cluster in which everything goes wrong."""
+
+import contextlib
+import os
+import random
+import threading
+import time
+
+import egg_config
+import egg_net
+from cluster import history
+from coordinators import Peer2, coordinator_process, free_port, result_frame, whole
+from fakes import Drifting, FakeEngine, Liar, Lines, changed, expected
+
+
+class Chaos:
+    """A cluster in which everything goes wrong that a seed decides: liars, drifting replicas, workers that leave in
+    mid-frame, stop, crawl or say everything twice, and a coordinator that is killed.
+
+    cfg: an egg_config.Config. kinds: the classes of the engines that are honest, that drift and that lie."""
+
+    def __init__(self, directory, seed, cfg, kinds, honest=3, kills=4):
+        self.directory, self.random, self.cfg, self.kills = directory, random.Random(seed), cfg, kills
+        self.stop, self.threads, self.engines = False, [], []
+        self.kind, drifting, liar = kinds
+        self.process, self.port = coordinator_process(directory, free_port(), cfg)
+        self.collect()
+        for i in range(honest):
+            self.start(self.kind(cfg, 0.001 * (1 + 3 * i)), f"honest{i}")
+        self.start(drifting(cfg, after=self.random.randrange(5, 30), pause=0.002), "drifting")
+        self.start(liar(cfg, start=self.random.randrange(3, 20), pause=0.002), "liar")
+        for i in range(3):
+            dice = random.Random(seed * 10 + i)
+            thread = threading.Thread(target=self.misbehave, args=(dice, f"rogue{i}"), daemon=True)
+            self.threads.append(thread)
+            thread.start()
+
+    def collect(self):
+        """Reads what the coordinator prints, so that it never waits for us."""
+        self.lines = []
+        threading.Thread(target=lambda stream=self.process.stdout: self.lines.extend(stream), daemon=True).start()
+
+    def start(self, engine, name):
+        self.engines.append(engine)
+
+        def serve():
+            lives = 0
+            while not self.stop:
+                with contextlib.suppress(egg_config.EggError):      # a banned one comes back, under another name
+                    egg_net.run_worker(self.cfg, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
+                                       console=egg_net.Console(Lines()))
+                lives += 1
+                time.sleep(0.05)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def misbehave(self, dice, name):
+        while not self.stop:
+            with contextlib.suppress(OSError, egg_config.EggError, egg_net.OldCoordinator):
+                peer = Peer2(self.port, self.cfg, name=f"{name}.{dice.random()}")
+                peer.ask(0, self.kind(self.cfg).digest())
+                what, step = dice.randrange(7), peer.answer(1)[1]
+                if what == 0:
+                    peer.link.send(result_frame()[:dice.randrange(1, 40)])              # leaves in mid-frame
+                elif what == 1:
+                    peer.result(dice.randrange(200), dice.randrange(4) * 32)            # wrong step
+                elif what == 2:
+                    peer.ask(200, os.urandom(32))                                       # wrong digest
+                elif what == 3:
+                    time.sleep(dice.random())                                           # paused
+                elif what == 4:
+                    peer.link.send(dice.randbytes(dice.randrange(200)))
+                elif what == 5:
+                    for byte in result_frame():                                         # crawls
+                        peer.link.send(bytes([byte]))
+                        time.sleep(0.01)
+                else:
+                    [peer.result(step, 32) for _ in range(3)]                           # not asked for, and thrice
+                peer.link.close()
+            time.sleep(dice.random() * 0.1)
+
+    def printed(self):
+        """How many steps this coordinator has told of."""
+        return sum(line.startswith("Step") for line in list(self.lines))
+
+    def run(self, steps):
+        """Until the run has `steps` steps: kills the coordinator now and then; returns how often."""
+        started, kills, seen = time.monotonic(), 0, 0
+        while True:
+            time.sleep(self.random.uniform(0.05, 0.8))
+            self.process.kill()
+            self.process.wait()
+            kills += 1
+            run = history.open_run(self.cfg, self.directory)
+            done, left = run.step, run.notices
+            run.close()
+            assert done >= seen, f"{seen} steps were there, {done} are left; {left}"
+            seen = done
+            if done >= steps and kills >= self.kills:
+                break
+            assert time.monotonic() - started < 60 + 5 * self.kills, f"{done} steps after {kills} kills"
+            self.process, _ = coordinator_process(self.directory, self.port, self.cfg)
+            self.collect()
+            if kills >= self.kills:
+                end = time.monotonic() + 30
+                while time.monotonic() < end and self.printed() + seen < steps + 2:
+                    time.sleep(0.02)
+        self.stop = True
+        return kills
+
+
+CHAOS = changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=10)
+
+
+def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting, Liar)):
+    """Runs Chaos until it has so many steps and kills, and compares every step with an undisturbed run: (steps, kills)
+    done."""
+    trouble = Chaos(directory, seed, cfg, kinds, kills=kills)
+    try:
+        done = trouble.run(steps)
+    finally:
+        trouble.stop = True
+        trouble.process.kill()
+        trouble.process.communicate()
+    run = history.open_run(cfg, directory)
+    try:
+        packed, digests = expected(run.step, cfg, kinds[0])
+        assert whole(run) == packed
+        engine = kinds[0](cfg)
+        history.replay(run, engine)
+        assert engine.state().digests() == digests
+        return run.step, done
+    finally:
+        run.close()

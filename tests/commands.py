@@ -1,0 +1,66 @@
+"""Commands as a user types them, in this process or in their own."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import types
+from unittest import mock
+
+import egg
+import egg_config
+import fakes
+from fakes import differing
+from recordings import HERE
+
+CFG = fakes.CFG.changed(DEVICE="cpu", VALIDATE_TOKENS=64, SNAPSHOT_EVERY=0)
+CHANGED = {**differing(CFG), "SNAPSHOT_EVERY": 0}
+DEFINES = [f"-D{name}={egg_config.text(value)}" for name, value in CHANGED.items()]
+TEXT = b"the quick brown fox jumps over the lazy dog. " * 400
+
+
+def run(*arguments, env=None):
+    """What the command line does in the current directory, in this process, which has imported the engine already."""
+    out, err = io.StringIO(), io.StringIO()
+    with (mock.patch.dict(os.environ, {"EGG_DEVICE": "cpu", **(env or {})}), contextlib.redirect_stdout(out),
+          mock.patch.object(sys, "argv", [str(HERE / "egg.py")]), contextlib.redirect_stderr(err)):
+        try:
+            status = egg.main([*map(str, arguments)])
+        except SystemExit as ended:
+            status = ended.code
+    return types.SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def process(*arguments, program=HERE / "egg.py", python=sys.executable, env=None, stdin=None, timeout=120):
+    """The same as a process of its own, which has ended."""
+    return subprocess.run([python, program, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
+                          stdin=stdin or subprocess.DEVNULL, env={**os.environ, "EGG_DEVICE": "cpu", **(env or {})})
+
+
+def paste(line, label, **more):
+    """Runs the command behind `label` in a printed line as a shell does; the finished process."""
+    return subprocess.run(line.removeprefix(label), shell=True, capture_output=True, text=True, errors="replace",
+                          timeout=120, stdin=subprocess.DEVNULL, env={**os.environ, "EGG_DEVICE": "cpu"}, **more)
+
+
+def line_with(label, text):
+    found, = [line for line in text.splitlines() if line.startswith(label)]
+    return found
+
+
+def fails(result, status, *words):
+    assert result.returncode == status and result.stderr.startswith("egg: ") and result.stderr.count("\n") == 1, result
+    assert [word for word in words if word not in result.stderr] == [], result.stderr
+
+
+PROSE = ("It was the best of times, it was the worst of times;\n"
+         "it was the age of wisdom, it was the age of foolishness.\n"
+         "Caf\u00e9 na\u00efve \u2014 \u6625\u7720\u4e0d\u89ba\u6681\n\n\tand 1234567890 more ...\n")
+
+
+def one_line(raised):
+    """The message of an error, which must be one line that means something."""
+    message = str(raised.value)
+    assert message and "\n" not in message and "Traceback" not in message
+    return message

@@ -1,0 +1,175 @@
+"""Configurations, engines and streams that stand in for real ones."""
+
+import os
+import random
+import sys
+import threading
+import time
+import zlib
+
+import numpy as np
+
+import egg_config
+from model import fitness_digits, parameters, seeds, state_digest
+
+# 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
+CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
+                      POPULATION_SIZE=128, VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3,
+                      AUDIT_RATE=0.0)
+
+
+class FakeEngine:
+    """Follows the engines' interface; losses depend on seed, member and on all fitness so far."""
+
+    name = "fake"
+
+    def __init__(self, cfg=CFG, pause=0.0):
+        self.cfg, self.pause, self.evaluated, self.loads = cfg, pause, [], -1
+        self.load(parameters.initial_state(cfg))
+
+    def load(self, state):
+        self.whole, self.weights, self.step, self.seed = state, state.weights[:8].copy(), state.step, state.seed
+        self.loads += 1
+
+    def state(self):
+        weights = np.concatenate([self.weights, self.whole.weights[8:]])
+        return parameters.State(weights, self.whole.moments, self.whole.overlay, self.step, self.seed)
+
+    def digest(self):
+        return state_digest.of_state(self.state())
+
+    def evaluate(self, first, count):
+        assert first % 2 == count % 2 == 0 and count > 0
+        self.evaluated.append((self.step, first, count))
+        time.sleep(self.pause)
+        x = seeds.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
+        return (x % 1000).astype(np.int64)
+
+    def begin(self, first, count):
+        pass
+
+    def begin_update(self, fitness):
+        return False
+
+    def update(self, fitness):
+        assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
+        digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
+        self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
+        self.seed, self.step = seeds.next_seed(self.seed, self.step), self.step + 1
+        return 100 + self.step
+
+    def validate(self, windows):
+        return float(self.step + 1), windows.shape[0] * (windows.shape[1] - 1)
+
+    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
+        yield from [65 + self.step] * count
+
+
+def expected(steps, cfg=CFG, kind=None):
+    """([packed fitness of each step], digests) as one engine, of the class `kind`, without a network does it."""
+    engine, packed = (kind or FakeEngine)(cfg), []
+    for _ in range(steps):
+        losses = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
+        chunks = [fitness_digits.chunk_fitness(x, cfg) for x in losses]
+        packed.append(fitness_digits.pack_ternary(np.concatenate(chunks)))
+        engine.update(np.concatenate(chunks))
+    return packed, engine.state().digests()
+
+
+class Lines:
+    """A stream that remembers what was printed."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return False
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def feed(upload, total, offset, data):
+    """Gives a snapshots.Upload a piece and unpacks all of it."""
+    upload.feed(total, offset, data)
+    while upload.pending:
+        upload.unpack()
+
+
+class Dice(random.Random):
+    """In the place of `random` in the cluster's modules. It is not the generator that hypothesis watches while threads
+    of a test draw from it. And a worker that would try again after its test is over ends."""
+
+    def uniform(self, low, high):
+        if getattr(threading.current_thread(), "over", False):
+            sys.exit()
+        return super().uniform(low, high)
+
+
+GOOD = fitness_digits.pack_ternary(np.ones(16, np.int8))
+SECRET = b"sixteen bytes or more"
+
+
+def changed(**constants):
+    return CFG.changed(**constants)
+
+
+def differing(cfg):
+    """{name: value}: the constants of cfg, without the local ones, that are not as in egg_config.py."""
+    default = egg_config.make()
+    return {name: value for name, value in cfg.shared().items() if value != getattr(default, name)}
+
+
+def card(cfg=CFG, **values):
+    return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil",
+            "config": cfg.saved(), "data": "", **values}
+
+
+class Liar(FakeEngine):
+    """Evaluates wrongly from some step on."""
+
+    def __init__(self, cfg=CFG, start=0, **options):
+        super().__init__(cfg, **options)
+        self.start = start
+
+    def evaluate(self, first, count):
+        losses = super().evaluate(first, count)
+        return losses[::-1].copy() if self.step >= self.start else losses
+
+
+class Drifting(FakeEngine):
+    """Its weights change by themselves after some step, so many times."""
+
+    def __init__(self, cfg=CFG, after=3, times=1, **options):
+        super().__init__(cfg, **options)
+        self.after, self.times = after, times
+
+    def update(self, fitness):
+        changed = super().update(fitness)
+        if self.step >= self.after and self.times:
+            self.times -= 1
+            self.weights[3] ^= 1
+        return changed
+
+
+def begin_together(engines):
+    """The first evaluation of each waits until all have one to do, so that every worker takes part in a short run."""
+    all_here = threading.Barrier(len(engines))
+
+    def wait_first(engine):
+        def evaluate(*members):
+            del engine.evaluate
+            all_here.wait(60)
+            return engine.evaluate(*members)
+        engine.evaluate = evaluate
+
+    for engine in engines:
+        wait_first(engine)
+
+
+BAD = fitness_digits.pack_ternary(-np.ones(16, np.int8))

@@ -1,0 +1,70 @@
+"""A client of the live page."""
+
+import re
+import socket
+
+from tools import live_page
+
+EVERYBODY = live_page.Where("127.0.0.1", 0, "", None)
+
+
+def page_port(server):
+    return server.coordinator.page.address[1]
+
+
+def connect(server, timeout=5):
+    return socket.create_connection(("127.0.0.1", page_port(server)), timeout=timeout)
+
+
+def receive(sock):
+    """(status, fields, body) of a response, as a browser understands it; (0, {}, b"") where the connection ends
+    before."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = sock.recv(1 << 16)
+        if not more:
+            return 0, {}, b""
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    fields = dict(line.lower().split(": ", 1) for line in lines[1:])
+    while len(body) < int(fields["content-length"]):
+        body += sock.recv(1 << 16)
+    return int(lines[0].split()[1]), fields, body
+
+
+def ask(server, path="/", method="GET", host="localhost", **fields):
+    with connect(server) as sock:
+        sock.sendall(request(path, method, host, **fields))
+        if method == "HEAD":
+            data = b""
+            while more := sock.recv(1 << 16):
+                data += more
+            head, _, body = data.partition(b"\r\n\r\n")
+            return int(head.split()[1]), {}, body
+        return receive(sock)
+
+
+def request(path="/", method="GET", host="localhost", close=True, **fields):
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", *(f"{k.replace('_', '-')}: {v}" for k, v in fields.items())]
+    return "\r\n".join(lines + ["Connection: close"] * close).encode() + b"\r\n\r\n"
+
+
+def parse_metrics(text):
+    """{name with labels: value}, every line held against the text form of Prometheus."""
+    values, types, families = {}, {}, []
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# "):
+            _, word, name, rest = line.split(" ", 3)
+            assert word in ("HELP", "TYPE") and re.fullmatch("egg_[a-z_]+", name)
+            if word == "TYPE":
+                assert rest in ("counter", "gauge") and name not in types
+                assert (rest == "counter") == name.endswith("_total")
+                types[name] = rest
+                families.append(name)
+            continue
+        match = re.fullmatch(r'((egg_[a-z_]+)(?:\{(?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+\})?) (-?[\d.e+-]+)', line)
+        assert match and match[2] == families[-1] and match[1] not in values, line
+        values[match[1]] = float(match[3])
+    return values

@@ -1,0 +1,109 @@
+"""Plain readings of the rules, as oracles: the loss of a member, the draw of a token."""
+
+import numpy as np
+
+import egg_config
+from model import fitness_digits, integer_tables, seeds
+from tools.debug import Reading
+
+
+def population_fitness(cfg, losses):
+    chunks = np.split(losses, range(cfg.CHUNK_SIZE, losses.size, cfg.CHUNK_SIZE))
+    return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])
+
+
+def member_reading(cfg, state, member, kind=Reading):
+    """The plain reading of a member of the State's step."""
+    return kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
+
+
+def loss_of(reading, window):
+    """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
+    cfg, exp = reading.cfg, [int(e) for e in integer_tables.exp_table(reading.cfg)]
+    z = reading.logits(window[:-1])
+    total = 0
+    for row, target in zip(z, window[1:]):
+        q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
+        above = int(row.max() - row[target])
+        if cfg.LOSS == "deggs":
+            total += ((q.bit_length() - 1 - cfg.SOFTMAX_SCALE_BIT) * 16 >> 1) + above
+        else:
+            # 256 times scale * ln(Q / 2^bits) to half a unit, which fixed point must meet within one
+            total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT) + 256 * above
+    return total
+
+
+def random_config(rng, **more):
+    """A small configuration drawn over what validate() admits."""
+    head = int(rng.choice([32, 64, 128]))
+    mode, gaussian = int(rng.integers(3)), int(rng.integers(2))
+    heads = int(rng.integers(1 if head > 32 else 2, 4 if head < 128 else 2))
+    settings = dict(HIDDEN_DIM=head * heads, HEAD_DIM=head, N_LAYERS=int(rng.integers(1, 3)),
+                    SEQ_LEN=8 * int(rng.integers(1, 6)), VOCAB_SIZE=int(rng.choice([256, 257, 300, 1000])),
+                    CHUNK_SIZE=8, POPULATION_SIZE=8, ADAPTIVE_NOISE_MODE=mode, DEVICE_GAUSSIAN=gaussian,
+                    DEVICE_MASK=int(rng.integers(1, 43 if gaussian else 128)), HOST_GAUSSIAN=int(rng.integers(2)),
+                    HOST_MASK=int(rng.integers(1, 43)), SIGMA_SHIFT=int(rng.integers(1, 6)),
+                    SIGMA_SHIFT_VECTOR=int(rng.integers(2, 6)), SHIFT_ATTN=int(rng.integers(6, 10)),
+                    SHIFT_LOGIT=int(rng.integers(6, 10)), SOFTMAX_EXP_SCALE=float(rng.choice([3.0, 6.0, 12.5])),
+                    SOFTMAX_LUT_SIZE=int(rng.choice([40, 128, 256])), LOSS=str(rng.choice(["deggs", "exact"])),
+                    USE_SAME_DATA=int(rng.integers(2)), CHUNK_MEAN_FILTER=int(rng.integers(2)),
+                    USE_ADAPTIVE_THRESHOLD=int(rng.integers(2)), OPTIMIZER=str(rng.choice(["adamw", "sgd"])))
+    return egg_config.make(**{**settings, **more})
+
+
+def callable_by_python(inner):
+    """A function of the CPU engine that only compiled functions call (engine.kernel_cache.Inner), for a test."""
+    import numba
+    return numba.njit(lambda *arguments: inner(*arguments))
+
+
+def weights_of(cfg, z, seen, temp, min_p, penalty):
+    """(int64 [V], float32 [V]): the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11), and
+    the scores that they are made of."""
+    scores = z.astype(np.float32)
+    scores[seen] -= np.float32(penalty * cfg.SOFTMAX_EXP_SCALE)
+    if temp == 0:
+        return None, scores
+    d = np.trunc((scores - scores.max()) / np.float32(temp)).astype(np.int64)
+    exp = integer_tables.exp_table(cfg).astype(np.int64)
+    floor = np.trunc(np.float32(np.log(np.float32(min_p))) * np.float32(cfg.SOFTMAX_EXP_SCALE)) if min_p else -np.inf
+    return np.where(d >= floor, exp[np.minimum(len(exp) - 1, -d)], 0), scores
+
+
+def drawn(cfg, z, seen, position, seed, **settings):
+    """The token after `position`: the walk over v = 0, H, 2 H, ..., 1, H + 1, ... of SPEC 10."""
+    weights, scores = weights_of(cfg, z, seen, **settings)
+    if weights is None:
+        return int(scores.argmax())
+    walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
+    threshold = seeds.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
+    return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
+
+
+def settings_of(rng):
+    return {name: float(rng.choice(values)) for name, values in
+            dict(temp=(0.0, 0.3, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
+
+
+def hold_draws_against_the_distribution(engine_type):
+    """4,000 seeds of a whole generation against the weights of the plain reading: chi-square below its quantile of
+    1 - 1e-4."""
+    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=257, CHUNK_SIZE=2,
+                          SOFTMAX_EXP_SCALE=20.0)
+    engine, prompt, settings = engine_type(cfg), [3, 200, 256, 3], dict(temp=1.3, min_p=0.02, penalty=0.4)
+    weights, _ = weights_of(cfg, Reading(cfg, engine.state()).logits(prompt)[-1], np.unique(prompt), **settings)
+    draws = [next(engine.generate(prompt, 1, seed, **settings)) for seed in range(4000)]
+    counts = np.bincount(draws, minlength=cfg.VOCAB_SIZE)
+    expected = 4000 * weights / weights.sum()
+    assert not counts[weights == 0].any()
+    common = expected >= 5
+    counts, expected = (np.append(x[common], x[~common].sum()) for x in (counts, expected))
+    free = len(counts) - 1
+    # Wilson and Hilferty: the cube root of chi-square / free is normal; 3.72 deviations are 1e-4
+    limit = free * (1 - 2 / (9 * free) + 3.72 * (2 / (9 * free)) ** 0.5) ** 3
+    assert free > 10 and ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum() < limit
+
+
+SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
+             VALIDATE_EVERY=0,
+             SAMPLE_EVERY=0, AUDIT_RATE=0.0, SNAPSHOT_EVERY=0)

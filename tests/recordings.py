@@ -1,0 +1,85 @@
+"""The recordings of d-eggs in tests/golden."""
+
+import hashlib
+import json
+import pathlib
+
+import numpy as np
+import pyzstd
+
+import egg_config
+from model import fitness_digits, parameters
+
+HERE = pathlib.Path(__file__).parent.parent
+
+
+def golden(name):
+    """(configuration, tokens, recording) of golden/<name>.npz."""
+    z = np.load(HERE / "tests" / "golden" / f"{name}.npz")
+    cfg = egg_config.make(**json.loads(str(z["config"])))
+    if name == "E":
+        raw = pyzstd.decompress((HERE / "tests" / "golden" / "input_8k.bin.zst").read_bytes())
+        return cfg, np.frombuffer(raw, np.uint32), z
+    return cfg, z["input_bin"] if cfg.VOCAB_SIZE == 256 else z["input_bin"].view(np.uint32), z
+
+
+def recorded_updates(engine, step, hold):
+    """Brings an engine of golden E, which has done `step` updates or fewer, to `step` updates, and calls hold(state, k)
+    with the State after update k.
+
+    E.npz has the fitness of step 0 and digests of the others. E_fitness.npz has the fitness of these other steps. It is
+    that of our losses, except for single digits that were turned until the digest was the recorded one: in E a few
+    losses are not the recorded ones. So the digest is checked here."""
+    cfg, tokens, z = golden("E")
+    later = np.load(HERE / "tests" / "golden" / "E_fitness.npz")
+    for k in range(engine.step, step):
+        fitness = fitness_digits.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
+        assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
+        engine.update(fitness)
+        hold(engine.state(), k)
+
+
+def hold_against_golden_e(state, k):
+    """The whole state is the recorded one after update k."""
+    cfg, _, z = golden("E")
+    assert state.digests() == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256")), k
+    assert digest_of_part(cfg, state) == PART_OF_E[k]
+
+
+# SHA-256 of the part of golden E, after each update. Whoever holds the whole state against the recording holds these
+# against it, too.
+PART_OF_E = (
+    "3ffb49e9112eae1732938207eb5355bd53abd966bb5f12b929a9b6879cf8119e",
+    "a1d0131b2e27ce3227ff97fe381a1c5301ee1426f517fc07024d42182834bb97",
+    "e651516aa6276c95012b5554ecba3e0753971ff33cc44157cb35e4f6f18d7a4e",
+    "30d5ca76a2780200191df47952527572b342e4ee57bc4c3328e6bee0cdffec3f",
+    "70e36bb447f59804057850ec0bda21661689699917aa3f513ed8a5a47c4f2fc9",
+)
+
+
+def in_part(t):
+    """Whether a tensor belongs to the part of golden E that is updated where the whole would take too long: every
+    vector, and a matrix of each shape but the embedding's; a tenth of all weights."""
+    return not t.matrix or (t.name, t.layer) in (("w_q", 0), ("w_up", 3), ("w_down", 3))
+
+
+def digest_of_part(cfg, state):
+    """SHA-256, in hex, of the weights, moments and noise overlay of the tensors in_part of a State."""
+    digest = hashlib.sha256()
+    for t in filter(in_part, parameters.tensors(cfg)):
+        digest.update(state.weights[t.weights:t.weights + t.size])
+        digest.update(state.moments[t.weights:t.weights + t.size])
+        digest.update(state.overlay[t.overlay_a:t.overlay_a + t.cols])
+        if t.matrix:
+            digest.update(state.overlay[t.overlay_b:t.overlay_b + t.rows])
+    return digest.hexdigest()
+
+
+def recorded_generation(engine, step):
+    """What d-eggs wrote after `step` updates: (int32 [SEQ_LEN + 1], length of its prompt). See recorded_updates."""
+    recorded_updates(engine, step, hold_against_golden_e)
+    cfg, tokens, z = golden("E")
+    recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
+    start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
+    assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
+    return recorded, prompt

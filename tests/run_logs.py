@@ -1,0 +1,41 @@
+"""Logs of runs, real and made up, and what is drawn of them."""
+
+import io
+import json
+
+from tools import plot
+from tools.curves import read_curve
+
+
+def events(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of_kind(kind, told):
+    return [event for event in told if event["event"] == kind]
+
+
+def example(path, steps=300, loss=2.0, unit="bits/byte"):
+    with open(path, "w") as file:
+        for k in range(steps):
+            if k % 50 == 0:
+                print(json.dumps({"event": "validation", "step": k, "tokens": k * 10000, "value": 4 * loss * 0.99 ** k,
+                                  "unit": unit}), file=file)
+            print(json.dumps({"event": "step", "step": k, "tokens": k * 10000, "loss": loss * 0.99 ** k,
+                              "seconds": 0.5}), file=file)
+
+
+class Stream(io.StringIO):
+    encoding = "utf-8"
+
+    def __init__(self, encoding="utf-8", terminal=False):
+        super().__init__()
+        self.coding, self.isatty = encoding, lambda: terminal
+
+    encoding = property(lambda self: self.coding)
+
+
+def charts(paths, x="tokens", log=False):
+    curves = [read_curve(p) for p in paths]
+    made = [plot.Chart("validation", curves, x, log), plot.Chart("loss", curves, x, log)]
+    return made, [c.name for c in curves], plot.Tree(curves, made[0])

@@ -1,0 +1,277 @@
+"""Who is let in: addresses, secrets, TLS, limits, names."""
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+
+import pytest
+
+import egg_config
+import egg_net
+from cluster import auth, event_log, greeting, snapshots, status, wire
+from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME
+from coordinators import Peer, Peer2, Server, refused_by, until, whole, work_in_thread
+from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
+
+LIMITS = wire.limits(CFG)
+
+
+# --- access -----------------------------------------------------------------------------------------------------------
+
+def test_where_a_coordinator_listens():
+    secret, open_ = auth.Access(SECRET), auth.Access(insecure=True)
+    assert auth.listen_host(None, auth.Access()) == "127.0.0.1"
+    assert auth.listen_host(None, secret) == auth.listen_host(None, open_) == "0.0.0.0"
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.9.1"):
+        assert auth.listen_host(host, auth.Access()) == host
+    for host in ("0.0.0.0", "::", "10.0.0.1", "node7"):
+        assert auth.listen_host(host, secret) == auth.listen_host(host, open_) == host
+        with pytest.raises(auth.AuthError, match="without a secret would let anybody in"):
+            auth.listen_host(host, auth.Access())
+
+
+def test_secrets_are_read_from_a_file_or_the_environment(tmp_path):
+    (tmp_path / "s").write_bytes(SECRET + b"\n")
+    assert auth.read_secret(tmp_path / "s", {"EGG_SECRET": "another secret, as long"}) == SECRET
+    assert auth.read_secret(None, {"EGG_SECRET": "another secret, as long"}) == b"another secret, as long"
+    assert auth.read_secret(None, {}) == b""
+    (tmp_path / "short").write_bytes(b"123")
+    for path, environ, words in ((tmp_path / "short", {}, "holds 3 bytes"),
+                                 (None, {"EGG_SECRET": ""}, "EGG_SECRET holds 0 bytes"),
+                                 (tmp_path / "none", {}, "No such file")):
+        with pytest.raises(auth.AuthError, match=words):
+            auth.read_secret(path, environ)
+    assert egg_config.load(environ={"EGG_SECRET": "x"}).fingerprint() == egg_config.load(environ={}).fingerprint()
+
+
+def test_strangers_are_refused_and_logged_once(tmp_path):
+    """Without a secret, with a wrong one, with a recorded proof, with version 1: five times each, one line each."""
+    def replay():
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(recorded[0])
+            sock.recv(43)
+            sock.sendall(recorded[-1])
+            data = sock.recv(1000)
+        assert data[:6] == b"JOBS\x02\x24" and b"wrong secret" in data
+
+    class Recording(egg_net.Link):
+        def send(self, data):
+            recorded.append(data)
+            super().send(data)
+
+    recorded = []
+    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+        link = Recording(CFG, "127.0.0.1", server.port, V2, auth.Access(SECRET), card())
+        honest = Peer2(server.port, secret=SECRET)
+        assert len(recorded) == 3
+        for _ in range(5):
+            refused_by(lambda: Peer2(server.port), "wants a secret")
+            refused_by(lambda: Peer2(server.port, secret=b"not the secret but long"), "does not know the secret")
+            replay()
+            old = Peer(server.port)
+            old.ask(0)
+            assert old.closed()
+            sock = socket.create_connection(("127.0.0.1", server.port))
+            sock.sendall(wire.frame(wire.Frame(JOB_REQUEST), bytes(64), version=V2))           # no introduction at all
+            assert wire.next_frame(bytearray(sock.recv(1000)), LIMITS)[1] == wire.ERROR
+        assert honest.chunk(0) == 0
+    told = [line for line in server.lines.text.splitlines() if line.startswith("refused")]
+    assert len(told) == 4, told
+    for words in ("wrong secret", "it does not believe our proof", "protocol 1 cannot prove a secret",
+                  "JOB_REQUEST before the introduction"):
+        assert sum(words in line for line in told) == 1
+    link.close()
+
+
+def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
+    with Server(tmp_path) as server:
+        refused_by(lambda: Peer2(server.port, secret=SECRET), "it has no secret, and here is one")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def impostor():
+        with listener.accept()[0] as sock:
+            sock.recv(1000)
+            sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), 1, version=V2))
+            given = sock.recv(10000)[10:42]                      # sends the worker's own proof back
+            sock.sendall(wire.frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
+            sock.recv(1)
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    refused_by(lambda: Peer2(listener.getsockname()[1], secret=SECRET), "does not know the secret")
+    thread.join(5)
+    listener.close()
+
+
+def test_tls(tmp_path, certificates):
+    cert, key = certificates
+    packed, digests = expected(12)
+    access = auth.Access(SECRET, auth.server_tls(cert, key))
+    ours = auth.Access(SECRET, auth.client_tls(cert))
+    engine = FakeEngine()
+    with Server(tmp_path, changed(SNAPSHOT_EVERY=4), save=True, access=access, stay=True, steps=12) as server:
+        work_in_thread(server.port, engine, changed(SNAPSHOT_EVERY=4), access=ours)
+        until(lambda: engine.step == 12)
+        assert whole(server.run) == packed and engine.state().digests() == digests
+        late = FakeEngine()
+        work_in_thread(server.port, late, access=ours)
+        until(lambda: late.step == 12)
+        # by a snapshot of several blocks, through TLS
+        assert late.loads == 1 and late.state().digests() == digests
+        with socket.create_connection(("127.0.0.1", server.port)) as plain:
+            plain.sendall(wire.frame(HELLO, bytes(32), version=V2))
+            plain.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                while data := plain.recv(1000):
+                    assert b"JOBS" not in data                    # at most an alert of TLS
+        assert "no TLS" in server.lines.text
+    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+        with pytest.raises((egg_net.NetError, OSError)):
+            egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card())
+    for wrong in (dict(cert=cert), dict(cert=None, key=key), dict(cert=key, key=key),
+                  dict(cert=tmp_path / "none", key=key)):
+        with pytest.raises(auth.AuthError):
+            auth.server_tls(**{"key": None, **wrong})
+
+
+def test_connections_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.3)
+    cfg = changed(CONNECTIONS_PER_ADDRESS=4, IDLE_TIMEOUT=3.0)
+    with Server(tmp_path, cfg) as server:
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(5)]
+        honest, *others = [Peer2(server.port, cfg) for _ in range(4)]
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="4 connections from one address"):
+                Peer2(server.port, cfg)
+        assert server.lines.text.count("4 connections from one address") == 1
+        [peer.link.close() for peer in others]
+        until(lambda: len(server.coordinator.hub.connections) == 1)                        # the silent ones are closed
+        assert all(s.recv(1) == b"" for s in silent)
+        assert server.lines.text.count("did not complete the introduction within 0.3 s") == 1
+        for _ in range(9):
+            time.sleep(0.4)
+            honest.link.send(honest.link.frame(wire.HEARTBEAT))
+        assert honest.chunk(0) == 0                                                    # heartbeats keep it
+        old = Peer(server.port, cfg)
+        # version 1 has none, and is idle all the same
+        assert old.chunk(0) == 32
+        until(lambda: not server.coordinator.hub.connections)
+        assert "said nothing for 3 s" in server.lines.text and not server.coordinator.admission.by_host
+
+
+def test_a_worker_comes_again_when_there_is_room(tmp_path):
+    cfg, engine, lines = changed(CONNECTIONS_PER_ADDRESS=1), FakeEngine(), Lines()
+    with Server(tmp_path, cfg) as server:
+        first = Peer2(server.port, cfg)
+        work_in_thread(server.port, engine, cfg, retry=True, lines=lines)
+        until(lambda: "no coordinator at" in lines.text)
+        assert not engine.evaluated
+        first.link.close()
+        until(lambda: engine.evaluated)
+
+
+def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(tmp_path):
+    with Server(tmp_path) as server:
+        refused_by(lambda: Peer2(server.port, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"}),
+                   "another configuration")
+        peer = Peer2(server.port)
+        for i in range(3 * event_log.OF_HOST[0]):
+            peer.link.send(peer.link.frame(wire.LOG_MESSAGE, f"word {i}.".encode()))
+        assert peer.chunk(0) == 0
+        text, most = server.lines.text, event_log.OF_HOST[0]
+        assert not re.search("[\x1b\x07]|^Step", text, re.M) and text.count("another configuration") == 1
+        assert "word 0." in text and most - 10 <= text.count("word ") < most + 10
+
+
+def test_names_cannot_write_to_the_terminal(tmp_path):
+    with Server(tmp_path) as server:
+        peer = Peer2(server.port, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
+        assert peer.chunk(0) == 0
+        assert "worker [31mred Step 5 | fake (127.0.0.1:" in server.lines.text
+        assert not re.search("[\x1b\x07\u202e]", server.lines.text)
+        assert status.fetch_status(CFG, "127.0.0.1", server.port)["workers"][0]["name"] == "[31mred Step 5 | fake"
+
+
+# --- the secret -------------------------------------------------------------------------------------------------------
+
+def test_an_impostor_gets_nothing_to_guess_with():
+    """It does not know the secret, but says that it proves itself first."""
+    listener, got = socket.create_server(("127.0.0.1", 0)), []
+
+    def impostor():
+        with listener.accept()[0] as sock:
+            sock.recv(1000)
+            flags = wire.SECRET_WANTED | wire.PROVES_FIRST
+            sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), flags, version=V2))
+            got.append(sock.recv(10000))
+            sock.sendall(wire.frame(wire.PROVED, os.urandom(32), version=V2))
+            got.append(sock.recv(10000))
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with pytest.raises(egg_net.NetError, match="does not know the secret"):
+        Peer2(listener.getsockname()[1], secret=SECRET)
+    thread.join(5)
+    listener.close()
+    assert got == [wire.frame(wire.PROVE, version=V2), b""]
+
+
+def test_who_has_met_a_coordinator_that_proves_itself_takes_no_other():
+    def old_host(caller):
+        opcode, hello = caller.begin()
+        return caller.handle(wire.CHALLENGE, wire.CHALLENGE.pack(bytes(32), wire.SECRET_WANTED))
+
+    assert old_host(greeting.Caller(SECRET, card()))[0] == JOIN          # an old coordinator is served in its order
+    with pytest.raises(greeting.GreetingError, match="does not prove itself first, as it did before"):
+        old_host(greeting.Caller(SECRET, card(), first=True))
+
+
+def test_a_coordinator_proves_itself_once_and_with_a_slow_key():
+    host = greeting.Host(SECRET)
+    host.handle(HELLO, bytes(32))
+    opcode, proof = host.handle(wire.PROVE, b"")
+    assert opcode == wire.PROVED and proof == auth.early_proof(SECRET, bytes(32), host._challenge)
+    with pytest.raises(wire.FrameError):
+        host.handle(wire.PROVE, b"")
+    with pytest.raises(wire.FrameError):
+        greeting.Host(b"").handle(wire.PROVE, b"")
+    password = auth.page_password(SECRET)
+    assert len(password) == 32 and SECRET.decode() not in password and auth.page_password(b"") == ""
+    auth.stretched.cache_clear()
+    started = time.process_time()
+    auth.stretched(b"a guess of the secret")
+    assert time.process_time() - started > 0.01
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+def test_a_liar_with_the_name_of_a_victim_is_banned_alone(tmp_path):
+    with Server(tmp_path, save=True) as server:
+        victim = Peer2(server.port, name="gpu0", id="victims-key.1")
+        assert victim.chunk(0) == 0
+        liar = Peer2(server.port, name="gpu0", id="another-user.2")
+        liar.chunk(0)
+        author = next(w.author for w in server.coordinator.dispatcher.workers if "another" in w.author.key)
+        server.coordinator.ban(author, "it lied")
+        with pytest.raises(egg_net.NetError, match="banned: it lied"):
+            Peer2(server.port, name="gpu0", id="another-user.3")         # restarted
+        again = Peer2(server.port, name="gpu0", id="victims-key.4")
+        assert again.chunk(0) == 64 or again.link.version == V2
+        victim.result(0, 0)
+
+
+def test_the_key_of_a_user_stays_and_is_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    key = auth.user_key()
+    path = tmp_path / "egg" / "worker-key"
+    assert key == auth.user_key() and len(key) == 32 and path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    assert auth.user_key() != key                                # others may have read it
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    assert auth.user_key() != auth.user_key()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert len(auth.user_key()) == 32

@@ -1,0 +1,227 @@
+"""The command line: devices, files, the cluster of two commands, and one line for each bad input."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import egg
+import egg_config
+from engine import hardware
+from model import parameters
+from commands import PROSE, one_line
+from coordinators import Server
+from fakes import CFG
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def run(*args, cwd, env=None, **more):
+    """A finished process of the command line in `cwd`."""
+    return subprocess.run([sys.executable, os.path.join(HERE, "egg.py"), *map(str, args)], cwd=cwd,
+                          capture_output=True, text=True,
+                          timeout=60, env={**os.environ, **(env or {})}, **more)
+
+
+def fails(result, status, *words):
+    """A command that ended with `status` and one line with all the words in it."""
+    assert result.returncode == status, result
+    assert result.stdout == "" and result.stderr.count("\n") == 1 and result.stderr.startswith("egg: "), result
+    for word in words:
+        assert word in result.stderr
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("capabilities, numba_cuda, got, words", [
+    ([], True, ["cpu"], "no NVIDIA GPU is visible"),
+    ([(7, 5)], True, ["cpu"], "compute capability 7.5, 8.0 is the least"),
+    ([(9, 0)], False, ["cpu"], "pip install -r requirements/cuda12.txt"),
+    ([(7, 5), (8, 0), (9, 0)], True, ["cuda:1", "cuda:2"], None),
+])
+def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, words):
+    monkeypatch.setattr(hardware, "driver", lambda: (12, capabilities))
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: numba_cuda or None)
+    assert hardware.devices(egg_config.make(DEVICE="auto")) == got
+    err = capsys.readouterr().err
+    if words and capabilities:                       # a GPU that is not used is worth a line
+        assert words in err and err.count("\n") == 1
+    else:
+        assert err == ""
+    assert hardware.devices(egg_config.make(DEVICE="cpu")) == ["cpu"]
+    cfg = egg_config.make(DEVICE="cuda")
+    if words:
+        with pytest.raises(hardware.EngineError, match=words) as raised:
+            hardware.devices(cfg)
+        one_line(raised)
+    else:
+        assert hardware.devices(cfg) == got
+        assert hardware.one_device(cfg) == "cuda:1" and hardware.one_device(cfg, 2) == "cuda:2"
+        with pytest.raises(hardware.EngineError, match="GPU 0 cannot be used: there is cuda:1, cuda:2"):
+            hardware.one_device(cfg, 0)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("args, words", [
+    ("", ("COMMAND", "--help")),
+    ("fly", ("no command 'fly': there is train, coordinator, ", "egg.py --help")),
+    ("tran", ("no command 'tran'; did you mean train?",)),
+    ("evaluate", ("no command 'evaluate'; did you mean eval?",)),
+    ("coordinator --host 0.0.0.0", ("--host 0.0.0.0 without a secret",)),
+    ("coordinator --tls-cert cert", ("needs both --tls-cert and --tls-key",)),
+    ("coordinator --island a", ("an island needs --save-dir",)),
+    ("worker localhost --tls-cert cert", ("needs --tls-ca",)),
+    ("worker localhost --secret-file none", ("--secret-file none: No such file",)),
+    ("train --threads 0", ("--threads", "1 to")),
+    ("train --threads many", ("--threads", "'many'")),
+    ("train --minutes 0", ("--minutes",)),
+    ("train --minutes nan", ("--minutes",)),
+    ("train --steps -3", ("--steps", "1 or more")),
+    ("coordinator --port 65536", ("--port", "0 to 65535")),
+    ("worker", ("HOST",)),
+    ("worker here --gpu -1", ("--gpu",)),
+    ("arch --preset desktop", ("--preset", "laptop")),
+    ("arch -D HIDEN_DIM=64", ("HIDEN_DIM", "did you mean HIDDEN_DIM?")),
+    ("arch -D HIDDEN_DIM", ("write -D NAME=VALUE",)),
+    ("arch -D HIDDEN_DIM=65", ("HIDDEN_DIM = 65", "multiple")),
+    ("prepare", ("TEXT",)),
+    ("prepare x --vocab-size 255", ("--vocab-size", "256 to 262144")),
+])
+def test_wrong_use_is_one_line_and_status_2(args, words, capsys):
+    try:
+        status = egg.main(args.split())
+    except SystemExit as ended:
+        status = ended.code
+    out, err = capsys.readouterr()
+    assert status == 2 and out == "" and err.startswith("egg: ") and err.count("\n") == 1
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize("command", ["coordinator", "worker", "train", "arch", "prepare", "bench"])
+def test_help_of_every_command(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        egg.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "-D NAME=VALUE" in out and "--preset" in out and f"egg.py {command}" in out
+
+
+@pytest.mark.parametrize("ntt", [0, 3])
+def test_arch_adds_up(ntt, capsys):
+    defines = "N_LAYERS=2", "HIDDEN_DIM=128", "VOCAB_SIZE=1000", f"NTT_MODE={ntt}"
+    assert egg.main(["arch", *(f"-D{define}" for define in defines)]) == 0
+    out = capsys.readouterr().out
+    cfg = egg_config.make(N_LAYERS=2, HIDDEN_DIM=128, VOCAB_SIZE=1000, NTT_MODE=ntt)
+    lines, names = [line.split() for line in out.splitlines()], {p.name for p in parameters.TABLE}
+    totals = {line[0]: int(line[-3].replace(",", "")) for line in lines if line and line[0] in names}
+    assert list(totals) == [p.name for p in parameters.TABLE if ntt or p.needs != "NTT_MODE"]
+    assert sum(totals.values()) == parameters.n_weights(cfg)
+    assert totals["embedding"] == 128000 and totals["w_up"] == 2 * 128 * 512
+    assert f"{parameters.n_weights(cfg):,}" in out and f"{parameters.products_per_token(cfg):,} multiply-adds" in out
+
+
+def test_command_line_in_processes(tmp_path):
+    fails(run("hatch", cwd=tmp_path), 2, "hatch")
+    fails(run("arch", cwd=tmp_path, env={"EGG_HEAD_DIM": "48"}), 2, "HEAD_DIM = 48")
+    fails(run("prepare", "no such text", cwd=tmp_path), 1, "no such text: No such file")
+    fails(run("worker", "localhost", "-D", "DEVICE=cuda", "--gpu", "999", cwd=tmp_path), 1)
+    fails(run("train", "-D", "VOCAB_SIZE=256", cwd=tmp_path), 1, "input.bin is missing", "egg.py prepare TEXT")
+    (tmp_path / "input.bin").write_bytes(bytes(64))
+    short = run("worker", "localhost", "-D", "VOCAB_SIZE=256", cwd=tmp_path)
+    fails(short, 1, "input.bin holds 64 tokens, too few", "66 are needed")
+    (tmp_path / "my text.txt").write_text(PROSE * 200)
+    result = run("prepare", "my text.txt", "--vocab-size", "320", "--out", "my data", cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr == ""
+    assert sorted(os.listdir(tmp_path / "my data")) == ["decoding.bin", "input.bin", "val.bin"]
+    result = run("worker", "localhost", "--list-devices", "-D", "DEVICE=cpu", cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "cpu\n", "")
+
+
+def test_a_reader_that_goes_away(tmp_path):
+    """`egg.py arch | head -0` must not end in a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, os.path.join(HERE, "egg.py"), "arch"]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert result.stderr == "" and result.returncode == 1
+
+
+def test_run_workers_passes_on_a_wrong_option():
+    script = os.path.join(HERE, "run-workers.sh")
+    command = [script, "localhost", "--port", "none"]
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert "'none' is not a whole number from 0 to 65535" in result.stderr
+    result = subprocess.run([script, "--help"], cwd="/", capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stdout.startswith("usage: ./run-workers.sh [HOST]")
+
+
+FAKE_WORKER = """
+import os, sys, time
+if "--list-devices" in sys.argv:
+    sys.exit(print("cuda:0\\ncuda:2"))
+with open("log", "a") as log:
+    log.write(f"{os.getpid()} {' '.join(sys.argv[1:])}\\n")
+if sys.argv[-1] == "0" and open("log").read().count("--gpu 0") == 1:
+    sys.exit(1)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def cluster_of_two(tmp_path):
+    """run-workers.sh in a process group of its own, with two GPUs, once the worker on the first has died and was
+    started again: (process, log of the workers that were started)."""
+    (tmp_path / "egg.py").write_text(FAKE_WORKER)
+    shutil.copy(os.path.join(HERE, "run-workers.sh"), tmp_path)
+    command = [tmp_path / "run-workers.sh", "far", "--port", "7"]
+    process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, text=True, start_new_session=True)
+    log, until = tmp_path / "log", time.monotonic() + 20
+    while time.monotonic() < until and (not log.exists() or len(log.read_text().splitlines()) < 3):
+        time.sleep(0.05)
+    yield process, log
+    process.stderr.close()
+
+
+def test_run_workers_keeps_one_on_every_gpu_and_stops_all(cluster_of_two):
+    """TERM leaves no process behind."""
+    process, log = cluster_of_two
+    process.terminate()
+    assert process.wait(20) == 143
+    assert "the worker on GPU 0 ended with status 1, starting it again in 1 s" in process.stderr.read()
+    started = [line.split(" ", 1) for line in log.read_text().splitlines()]
+    assert sorted(line for _, line in started) == 2 * ["worker far --port 7 --gpu 0"] + ["worker far --port 7 --gpu 2"]
+    assert not any(os.path.exists(f"/proc/{pid}") for pid, _ in started)
+
+
+def test_ctrl_c_on_run_workers_leaves_no_worker(cluster_of_two):
+    """A terminal sends SIGINT to the whole process group."""
+    process, log = cluster_of_two
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(20) == 130
+    left = [pid for pid in (line.split()[0] for line in log.read_text().splitlines()) if os.path.exists(f"/proc/{pid}")]
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left
+
+
+def test_run_workers_gives_up_on_a_worker_that_is_refused(tmp_path):
+    """For another configuration; a real worker and coordinator."""
+    shutil.copy(os.path.join(HERE, "run-workers.sh"), tmp_path)
+    (tmp_path / "egg.py").write_text(f"import runpy, sys; sys.path.insert(0, {str(HERE)!r})\n"
+                                     f"runpy.run_path({os.path.join(HERE, 'egg.py')!r}, run_name='__main__')\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "input.bin").write_bytes(bytes(range(256)) * 9)
+    with Server(tmp_path, CFG) as server:
+        command = [tmp_path / "run-workers.sh", "127.0.0.1", "--port", str(server.port)]
+        done = subprocess.run([*command, "-D", "VOCAB_SIZE=256", "-D", "DEVICE=cpu"], cwd=tmp_path, capture_output=True,
+                              text=True, timeout=60)
+    assert done.returncode == 2 and "refuses this worker: " in done.stderr and "again" not in done.stderr

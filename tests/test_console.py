@@ -1,0 +1,359 @@
+"""What a terminal shows: no traceback, messages, the progress line, an output that takes nothing more."""
+
+import json
+import os
+import pathlib
+import pty
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import egg
+import egg_config
+from cluster import history
+from cluster.console import Console
+from commands import CFG, DEFINES, TEXT, fails, paste, process, run
+from fakes import Lines
+from recordings import HERE
+
+
+# --- no traceback -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def clone(tmp_path):
+    """The program alone, as a clone without an environment."""
+    leave = shutil.ignore_patterns(".git", ".venv", "tests", "docs", "*.bin", "__pycache__", ".*cache", "ckpt*")
+    return pathlib.Path(shutil.copytree(HERE, tmp_path / "a clone", ignore=leave))
+
+
+def test_a_python_without_the_libraries(clone, monkeypatch):
+    """The system's Python, as it comes."""
+    monkeypatch.chdir(clone.parent)
+    bare = dict(program="-S", env={"PYTHONPATH": ""})
+    for command in (["arch"], ["worker", "localhost"], ["train", "--save-dir", "x"], ["coordinator"]):
+        result = process(clone / "egg.py", *command, **bare)
+        library = "numpy" if command == ["arch"] else ""
+        fails(result, 1, "has no " + library, "install it with `make -C 'a clone' install`")
+    advice = re.search("`(.*)`", result.stderr)[1]
+    dry = subprocess.run(advice.replace("make", "make -n"), shell=True, capture_output=True, text=True)
+    assert shutil.which("make") is None or dry.returncode == 0 and "install -q -r" in dry.stdout, dry
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    (clone / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (clone / ".venv" / "bin" / "python").chmod(0o755)
+    (clone / ".venv" / "ready").touch()
+    result = process(clone / "egg.py", "arch", "-D", "N_LAYERS=2", **bare)
+    fails(result, 1, "has no numpy: it is installed for another: ")
+    for directory in clone.parent, clone:
+        monkeypatch.chdir(directory)
+        program = clone / "egg.py" if directory == clone.parent else "egg.py"
+        result = process(program, "arch", "-D", "N_LAYERS=2", **bare)
+        done = paste(result.stderr.partition("another: ")[2], "")
+        assert done.returncode == 0 and "multiply-adds" in done.stdout, (result, done)
+
+
+def test_a_missing_library_is_named_with_what_installs_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "libraries").mkdir()
+    (tmp_path / "libraries" / "sitecustomize.py").write_text("import sys; sys.modules['pyzstd'] = None")
+    fails(process("coordinator", "--port", 0, env={"PYTHONPATH": tmp_path / "libraries"}), 1, "has no pyzstd: ")
+
+
+def test_a_missing_module_of_the_program_is_an_error_of_it(monkeypatch):
+    import tools
+    monkeypatch.delattr(tools, "plot", raising=False)
+    monkeypatch.setitem(sys.modules, "tools.plot", None)
+    with pytest.raises(ImportError):
+        egg.main(["plot", "ckpt"])
+
+
+@pytest.mark.parametrize("command", ["train --preset laptop --save-dir ckpt", "generate", "coordinator --port 0",
+                                     "worker localhost", "status", "arch"])
+def test_ctrl_c_early_leaves_no_traceback(command, tmp_path):
+    """In the first seconds of a command, from when the program itself has begun."""
+    history.open_run(CFG, str(tmp_path / "ckpt-old")).close()
+    for name in ("input.bin", "val.bin", "decoding.bin"):
+        (tmp_path / name).symlink_to(HERE / name)
+    for delay in (0, 0.15, 0.5, 1.2):
+        process = subprocess.Popen([sys.executable, HERE / "egg.py", *command.split()], cwd=tmp_path, text=True,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+                                   env={**os.environ, "EGG_DEVICE": "cpu"})
+        # Python takes SIGINT when it starts, and the program gives it back until it can handle it: a short moment that
+        # a busy machine may miss
+        latest = time.monotonic() + 3
+        for handled in (True, False):
+            while process.poll() is None and catches_sigint(process.pid) != handled and time.monotonic() < latest:
+                time.sleep(0.001)
+        time.sleep(delay)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+        err = process.communicate(timeout=60)[1]
+        assert "Traceback" not in err and err.count("\n") <= 1, (delay, err)
+        assert process.returncode in (130, -signal.SIGINT, 0, 1)
+
+
+def test_ctrl_c_in_a_callback_is_not_lost():
+    """Python prints what a callback raises and goes on."""
+    program = ("import signal, sys, time\n"
+               "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+               "import egg, egg_config\n"
+               "class Last:\n"
+               "    def __del__(self):\n"
+               "        signal.raise_signal(signal.SIGINT)\n"
+               "egg_config.load = lambda *_, **__: (str(Last()), time.sleep(60))\n"
+               "sys.exit(egg.main(['arch']))\n")
+    ended = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
+def catches_sigint(pid):
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return int(re.search(r"SigCgt:\s+(\w+)", file.read())[1], 16) >> signal.SIGINT - 1 & 1 == 1
+    except OSError:
+        return None
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+def test_a_secret_file_that_others_may_read(tmp_path, capfd):
+    from cluster import auth
+    path = tmp_path / "my secret"
+    path.write_text("0123456789abcdef")
+    for mode, warns in ((0o644, True), (0o620, True), (0o600, False), (0o400, False)):
+        path.chmod(mode)
+        auth.read_secret(path)
+        warning = f"egg: others on this machine may read or change {path}: chmod 600 '{path}'\n"
+        assert capfd.readouterr().err == warns * warning
+
+
+def test_what_installs_a_library_is_a_command(tmp_path, monkeypatch):
+    """From any directory: with the Python that runs the program, or the pip of `make`, and the list where it is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizers.py").write_text("raise ImportError")
+    (tmp_path / "t.txt").write_bytes(TEXT)
+    result = process("prepare", "t.txt", env={"PYTHONPATH": tmp_path})
+    fails(result, 1, "the BPE needs the tokenizers library: ", "--vocab-size 256")
+    *pip, install, _, names = shlex.split(re.search("`(.*)`", result.stderr)[1])
+    assert install == "install" and os.path.samefile(names, HERE / "requirements" / "prepare.txt")
+    assert subprocess.run([*pip, "--version"], capture_output=True).returncode == 0
+
+
+def test_commands_in_messages_are_those_of_this_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = min(os.path.relpath(HERE / "egg.py"), str(HERE / "egg.py"), key=len)
+    fails(run("generate"), 1, f"make one with `{sys.executable} {program} train --save-dir ckpt`")
+    monkeypatch.chdir(HERE)
+    assert run("train", "--help").stdout.count("\n") > 10
+    fails(run("train", "--steps", "x"), 2, "egg.py train --help)")
+
+
+# --- the console ------------------------------------------------------------------------------------------------------
+
+STEP_EVENT = {"event": "step", "step": 1, "tokens": 9, "loss": 1.0, "unit": "bits/byte", "seconds": 0.03,
+              "elapsed": 1.0, "updates": 1, "reports": 1, "tokens_per_second": 9.0, "learning_rate": 0.5, "sent": 1,
+              "received": 1}
+
+
+def screen(text, columns):
+    """The lines that a terminal shows in the end, without colours."""
+    rows = [""]
+    for piece in re.split(r"(\n|\r\x1b\[J)", re.sub(r"\x1b\[\d*m", "", text)):
+        if piece == "\n":
+            rows.append("")
+        elif piece == "\r\x1b[J":
+            rows[-1] = ""
+        else:
+            rows[-1] += piece
+    assert max(map(len, rows)) < columns, rows
+    return rows
+
+
+@pytest.mark.parametrize("columns", [80, 40, 160])
+def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
+    """Of 300 steps: the first is a lasting line, a validation and a sample too, and all others rewrite one line."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
+    stream = Lines()
+    stream.isatty = lambda: True
+    console = Console(stream, minutes=2)
+    console.emit({"event": "start", "step": 0, "config": CFG.constants()}, None)
+    console.emit({"event": "references", "unit": "bits/byte", "values": {"uniform": 8.0, "bigram": 3.5052}}, None)
+    for step in range(300):
+        if step == 100:
+            console.emit({"event": "validation", "step": 100, "value": 4.2, "unit": "bits/byte"}, None)
+        console.emit({"event": "step", "step": step, "tokens": 32768 * step, "loss": 3.847, "unit": "bits/byte",
+                      "seconds": 0.03, "elapsed": 65.3, "tokens_per_second": 943710.2}, None)
+    console.line("a warning")
+    console.progress("step 300: 3/8 chunks")
+    rows = screen(stream.text, columns)
+    assert rows[0].startswith("1:05 step 0") and rows[1].startswith("validation at step 100: 4.200 bits/byte")
+    assert rows[2] == "a warning" and rows[3].startswith("1:05 [####----] ends " if columns >= 80 else "1:05  step 299")
+    assert len(rows) == 4
+    if columns >= 80:
+        assert rows[1].endswith("(bigram 3.51)")
+        speed = "944 k/s" if columns == 80 else "9.80 M tokens, 944 k tokens/s"
+        assert "  step 299  loss 3.85 val 4.20 bits/byte  " + speed in rows[3]
+    assert ("  9.80 M tokens, 944 k tokens/s" in rows[3]) == ("3/8 chunks" in rows[3]) == (columns == 160)
+    console.clear()
+    assert screen(stream.text, columns)[-1] == ""
+
+
+def test_the_bar_ends_where_the_run_does(monkeypatch):
+    """By steps, by minutes, and by what comes first; a run without an end has no bar."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("cluster.console.time.time", lambda: 0.0)
+    monkeypatch.setattr("cluster.console.time.localtime", time.gmtime)
+    event = {"event": "step", "step": 119, "tokens": 9, "loss": 1.0, "unit": "bits/token", "elapsed": 10.0,
+             "tokens_per_second": 9.0}
+    for limits, bar in ((dict(steps=200), "[#-------] ends 00:00:40"), (dict(minutes=1), "[#-------] ends 00:00:50"),
+                        (dict(steps=200, minutes=1), "[#-------] ends 00:00:40"), (dict(minutes=900), "ends 14:59"),
+                        (dict(steps=120), "[########] ends 00:00:00"), (dict(minutes=1e4), "ends Wed 07 Jan"),
+                        ({}, "")):
+        stream = Lines()
+        stream.isatty = lambda: True
+        console = Console(stream, **limits)
+        console.emit({"event": "start", "step": 100, "config": CFG.constants()}, None)
+        console.emit(event, None)
+        assert re.search(r"\r?0:10 ?" + re.escape(bar) if bar.startswith("[") else bar, stream.text), stream.text
+        assert ("[" in stream.text.replace("\x1b[", "")) == bool(bar)
+
+
+def test_a_status_line_that_a_narrower_terminal_has_wrapped_is_removed(monkeypatch):
+    monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Lines()
+    stream.isatty = lambda: True
+    console = Console(stream)
+    console.progress("x" * 99)
+    monkeypatch.setenv("COLUMNS", "40")
+    console.progress()                                   # three rows of 40: the last two rows up, all below erased
+    assert stream.text.endswith("x" * 99 + "\x1b[2A\r\x1b[J" + "x" * 39)
+
+
+def test_the_line_of_d_eggs_has_its_unit(monkeypatch):
+    bits = egg_config.loss_unit(CFG.constants())[0]
+    assert bits == pytest.approx(16 / CFG.SOFTMAX_EXP_SCALE / np.log(2))
+    console = Console(Lines())
+    console.emit({"event": "start", "step": 0, "config": CFG.constants()}, None)
+    console.emit({**STEP_EVENT, "loss": round(0.9977 * bits, 7)}, None)
+    assert "| Loss: 0.9977 |" in console.stream.text
+
+
+@pytest.mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r", "\x1b[31;1m",
+                                     "\x1b[?25l"])
+def test_no_text_steers_a_terminal(hostile, tmp_path, monkeypatch, capsys):
+    """Console, errors, plots and status: all pass one place."""
+    def harmless(text):
+        return not [c for c in text if not c.isprintable() and c != "\n"]
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Lines()
+    stream.isatty = lambda: True
+    console = Console(stream)
+    console.line(f"a{hostile}b")
+    console.emit({"event": "warning"}, f"refused {hostile}")
+    assert harmless(stream.text) and "refused" in stream.text
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / f"log {hostile}"
+    log.write_text("".join(json.dumps(event) + "\n" for event in (
+        {"event": "island", "name": hostile + "x"}, {"event": "references", "values": {hostile: 4.0}},
+        {"event": "validation", "step": 0, "tokens": 0, "value": 4.1, "unit": hostile},
+        {"event": "step", "step": 0, "tokens": 0, "loss": 1, "unit": hostile, "seconds": 1})))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert egg.main(["plot", log.name]) == 0
+    assert egg.main(["plot", "no " + hostile]) == 1 and egg.main(["arch", "-D", f"MODEL={hostile}"]) == 2
+    out, err = capsys.readouterr()
+    assert harmless(re.sub("\x1b\\[(0|3[1-6])m", "", out)) and harmless(err) and err.count("\n") == 2
+
+
+# --- an output that takes nothing more --------------------------------------------------------------------------------
+
+def test_a_full_disk_under_the_output_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--save-dir", "ckpt", *DEFINES]
+    with open("/dev/full", "w") as full, subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE,
+                                                          text=True) as process:
+        assert process.stderr.readline() == ("egg: the output: No space left on device: lines are missing in it from "
+                                             "now on\n")
+        time.sleep(0.5)
+        assert process.poll() is None                    # and it serves
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0 and process.stderr.read() == ""
+    told = [json.loads(line)["event"] for line in open("ckpt/events.jsonl")]
+    assert told[-1] == "stop" and "error" not in told
+
+
+def test_an_output_that_nobody_reads_holds_nothing_up():
+    """Lines that find no room are lost, their number is said where lines arrive again, and the pipe stays blocking for
+    those who share it."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other_end:
+        console = Console(stream)
+        started = time.monotonic()
+        for k in range(5000):
+            console.line(f"line {k} " + "x" * 90)
+        assert time.monotonic() - started < 5 and os.get_blocking(writer)
+        text = other_end.read(1 << 20)
+        for k in range(3):
+            console.line(f"afterwards {k}")
+            text += other_end.read(1 << 20)
+    lines = text.decode().splitlines()
+    kept = [line for line in lines if line.startswith("line ")]
+    assert kept == [f"line {k} " + "x" * 90 for k in range(len(kept))] and len(kept) > 500
+    lost = 5000 - len(kept)
+    assert lines[len(kept):] == [f"({lost} lines are missing here: they could not be written)", "afterwards 0",
+                                 "afterwards 1", "afterwards 2"]
+
+
+def test_a_terminal_that_is_held_holds_nothing_up():
+    """Ctrl-S, or a connection that hangs: nobody takes what a terminal shows."""
+    master, slave = pty.openpty()
+    with open(slave, "w") as stream:
+        console = Console(stream)
+        started = time.monotonic()
+        for k in range(5000):
+            console.line(f"line {k} " + "x" * 90)
+            console.progress("a progress line")
+        assert time.monotonic() - started < 5 and os.get_blocking(slave)
+    os.close(master)
+
+
+def test_closed_streams_are_no_error(tmp_path):
+    done = subprocess.run(f"cd {tmp_path}; {sys.executable} {HERE / 'egg.py'} plot . >&- 2>&-", shell=True)
+    assert done.returncode == 1                          # for there is no run, and not for a traceback's 1
+    code = "import sys; sys.stdout = None; from cluster.console import Console; Console().line('x')"
+    assert subprocess.run([sys.executable, "-c", code], cwd=HERE).returncode == 0
+
+
+def test_a_reader_that_leaves_ends_no_run(capfd):
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        console = Console(stream)
+        os.close(reader)
+        for _ in range(3):
+            console.line("a line")
+    assert capfd.readouterr().err.count("Broken pipe: lines are missing in it from now on\n") == 1
+
+
+def test_lines_last_every_ten_seconds_and_verbose_has_them_all(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream, now = Lines(), [100.0]
+    stream.isatty = lambda: True
+    monkeypatch.setattr("cluster.console.time.monotonic", lambda: now[0])
+    console = Console(stream)
+    for _ in range(50):
+        now[0] += 0.5
+        console.emit(STEP_EVENT, None)
+    assert stream.text.count("\n") == 3
+    verbose = Console(Lines(), verbose=True)
+    verbose.stream.isatty = lambda: True
+    for _ in range(5):
+        verbose.emit(STEP_EVENT, None)
+    assert verbose.stream.text.count("\n") == 5 and verbose.stream.text.startswith("Step 1 | Tokens: ")

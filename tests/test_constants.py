@@ -1,0 +1,254 @@
+"""The constants: overrides, limits, combinations, fingerprints, edits, and who must agree."""
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import egg_config
+from cluster import history
+from egg_config import AGREE, CONSTANTS
+from tools import train
+from readings import SMALL
+from recordings import HERE
+
+
+# --- overrides and combinations ---------------------------------------------------------------------------------------
+
+def test_overrides_in_order():
+    assert egg_config.load(environ={}).HIDDEN_DIM == egg_config.HIDDEN_DIM
+    cfg = egg_config.load(defines=["N_LAYERS=3"], environ={"EGG_N_LAYERS": "2", "EGG_SEQ_LEN": "32", "PATH": "x"})
+    assert (cfg.N_LAYERS, cfg.SEQ_LEN) == (3, 32)
+    assert egg_config.load(defines=["CHUNK_SIZE=64"], environ={}).POPULATION_SIZE == 512
+    assert egg_config.load("laptop", environ={}).shared() != egg_config.load(environ={}).shared()
+    assert egg_config.load(environ={"EGG_PRESET": "laptop"}).shared() == egg_config.load("laptop", environ={}).shared()
+    assert egg_config.load(defines=["LR_SCHEDULE=0:1,50:0.5"], environ={}).LR_SCHEDULE == ((0, 1.0), (50, 0.5))
+    assert egg_config.load(defines=["USE_SAME_DATA=true"], environ={}).USE_SAME_DATA == 1
+
+
+@pytest.mark.parametrize("define, says", [
+    ("HIDDEN_DIM=96", "multiple of HEAD_DIM"), ("HIDDEN_DIM=100", "multiple of 32"),
+    ("HIDDEN_DIM=2048", "from 64 to 1024"), ("HEAD_DIM=48", "32, 64, 128"),
+    ("SEQ_LEN=13", "multiple of 8"), ("CHUNK_SIZE=41", "even"), ("POPULATION_SIZE=5", "multiple of CHUNK_SIZE"),
+    ("VOCAB_SIZE=100", "from 256"),
+    ("N_LAYERS=two", "whole number"), ("NO_LAYERS=2", "did you mean N_LAYERS"), ("LOSS=cubic", "deggs, exact"),
+    ("N_LAYERS", "NAME=VALUE"),
+    ("DEVICE_MASK=128", "from 0 to 127"), ("LR_SCHEDULE=5:1", "start at step 0"), ("LR_SCHEDULE=fast", "step:rate"),
+    ("DETOKENIZE=1", "VOCAB_SIZE 256"),
+    ("USE_MUON=2", "one of 0, 1"), ("ADAM_BETA1=nan", "from 0.0 to 1.0"), ("SAMPLING_TEMP=-1", "from 0.0")])
+def test_bad_constants_are_named_in_one_line(define, says):
+    with pytest.raises(egg_config.ConfigError) as error:
+        egg_config.load(defines=[define], environ={})
+    text = str(error.value)
+    assert says in text and "\n" not in text and define.split("=")[0] in text
+
+
+def test_three_gaussian_draws_must_fit_a_byte():
+    with pytest.raises(egg_config.ConfigError, match="DEVICE_MASK = 43"):
+        egg_config.make(DEVICE_GAUSSIAN=1, DEVICE_MASK=43)
+
+
+def test_environment_is_checked_too():
+    with pytest.raises(egg_config.ConfigError, match="EGG_HIDEN_DIM: .* did you mean HIDDEN_DIM"):
+        egg_config.load(environ={"EGG_HIDEN_DIM": "1"})
+
+
+def test_fingerprint_covers_what_must_agree():
+    base = egg_config.make()
+    assert egg_config.make(N_LAYERS=5).fingerprint() != base.fingerprint()
+    assert egg_config.make(PORT=1, DEVICE="cpu").fingerprint() == base.fingerprint()
+
+
+# fingerprints of commit 84062b8, and the SHA-256 of the constants that a run saved by it holds
+RECORDED = {
+    None: ("cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9",
+           "749e69c6583609ff0b5f4e803f2a08ed08debb714f8f85686a9ef2564e849cfa"),
+    "laptop": ("5f56776e7bd1431383cdb6f550101618ea0c74989d940b8b2da5c33d71e027d4",
+               "eca8342dbc3363e7366a0b6132b78eae4921509d8f2e2c7f439778a4c66feab7"),
+    "best": ("b39e9971cc1a72212b9c42bcbb591da282053c54aaaacdd211f634d343c52e5e",
+             "7592e8f7800fdca07c136873fb292f399080c0b3d40411c22a2a4ae5a06da99f"),
+    "nano-egg": ("6d2fcae2961b7abf632e1c4c54f59041f31ad2022025e04df9b9555ccb48ca5c",
+                 "4e8eed0e1805de84c05ac519191b3a44b3298f4ddb83ee4a2f3435b778e3e2b3"),
+    "best-bytes": ("1a7c50fa6c8affcbfcde1ab4fb84df9d60e5c9c61bb1f8c0c5cc93091e8692f4",
+                   "26d3fa02c3273c03a682a16ee02e4fb077b4a707401326da68b496354bcaead8"),
+}
+# what presets had then and have not now
+CHANGED = {
+    "laptop": ("MODEL=transformer", "HEAD_DIM=32", "SEQ_LEN=32", "CHUNK_SIZE=128", "SHIFT_MLP_UP=6", "SHIFT_MLP_DOWN=6",
+               "SHIFT_OUT=7", "HOST_MASK=7", "SIGMA_SHIFT=2", "SIGMA_SHIFT_VECTOR=7", "HOST_GAUSSIAN=0",
+               "DEVICE_GAUSSIAN=0", "SOFTMAX_EXP_SCALE=6", "LR_SCHEDULE=0:0.5,200:0.25,500:0.125,1500:0.0625",
+               "ADAM_WEIGHT_DECAY=0.001", "SEEN_VOTES=1", "SOFT_TARGETS=",
+               "ADAM_BETA1=0.9"),
+    "best": ("CHUNK_SIZE=32768", "LR_SCHEDULE=0:0.35,500:0.17,2000:0.085,5000:0.042,8500:0.02,10500:0.01",
+             "SOFT_TARGETS="),
+    "best-bytes": ("CHUNK_SIZE=65536",
+                   "LR_SCHEDULE=0:1,60:0.7,150:0.5,300:0.35,600:0.25,1200:0.15,2500:0.1,5000:0.06,8000:0.04,"
+                   "11000:0.025,13500:0.0125", "SOFT_TARGETS=")}
+
+
+# --- the table of constants -------------------------------------------------------------------------------------------
+
+def test_fingerprints_and_saved_constants_are_those_of_84062b8():
+    assert set(RECORDED) == {None, *egg_config.PRESETS}
+    for preset, (fingerprint, saved) in RECORDED.items():
+        cfg = egg_config.load(preset, CHANGED.get(preset, ()), environ={})
+        assert cfg.fingerprint() == fingerprint, preset
+        assert hashlib.sha256(json.dumps(cfg.saved(), sort_keys=True).encode()).hexdigest() == saved, preset
+
+
+def test_the_table_has_every_constant_once_and_its_default_is_allowed():
+    lines = inspect.getsource(egg_config).partition("\nPRESETS = ")[0]
+    assert list(CONSTANTS) == re.findall(r"^(\w+) = ", lines, re.M)
+    for name, constant in CONSTANTS.items():
+        assert constant.value == getattr(egg_config, name) and constant.objection(constant.value) is None, name
+        assert constant.agree in AGREE and constant.model in (None, *CONSTANTS["MODEL"].allowed) and constant.meaning
+        if constant.kind is not tuple:
+            assert type(constant.value) is constant.kind and {*map(type, constant.allowed)} <= {constant.kind}
+        else:
+            assert {type(number) for _, number in constant.value} <= {*map(type, constant.allowed)}
+
+
+@pytest.mark.parametrize("name, agree, shared, saved, kept, may_differ", [
+    ("HIDDEN_DIM", "all", True, True, False, False), ("LR_SCHEDULE", "run", True, True, False, True),
+    ("VALIDATE_TOKENS", "islands", True, False, True, False), ("VALIDATE_EVERY", "free", True, False, True, True),
+    ("SIMD", "local", False, False, False, False), ("SNAPSHOT_EVERY", "local", False, False, True, False)])
+def test_what_follows_from_who_must_agree(name, agree, shared, saved, kept, may_differ):
+    """What is in the fingerprint, what a saved run depends on, what it keeps, in what islands may differ."""
+    cfg = egg_config.make()
+    assert CONSTANTS[name].agree == agree and cfg.constants(agree)[name] == getattr(cfg, name)
+    assert (name in cfg.shared()) == shared and (name in cfg.saved()) == saved and (name in cfg.settings()) == kept
+    assert egg_config.may_differ(name) == may_differ
+    assert not egg_config.may_differ("A_CONSTANT_OF_THE_FUTURE")
+
+
+@pytest.mark.parametrize("values, message", [
+    (dict(HIDDEN_DIM=100), "HIDDEN_DIM = 100: must be a multiple of 32"),
+    (dict(HIDDEN_DIM=64.0), "HIDDEN_DIM = 64.0: must be a whole number"),
+    (dict(PORT=70000), "PORT = 70000: must be from 0 to 65535"),
+    (dict(AUDIT_RATE="much"), "AUDIT_RATE = 'much': must be a number"),
+    (dict(SIMD="mmx"), "SIMD = mmx: must be one of auto, vnni512, vnni256, madd, portable"),
+    (dict(STATE_TOKENS=4), "STATE_TOKENS = 4: says nothing to MODEL = transformer: leave it at 0"),
+    (dict(MODEL="gru", NTT_MODE=1), "NTT_MODE = 1: says nothing to MODEL = gru: leave it at 0"),
+    (dict(LR_SCHEDULE=()), "LR_SCHEDULE = (): must start at step 0, steps rising"),
+    (dict(HIDEN_DIM=64), "HIDEN_DIM: no such constant in egg_config.py; did you mean HIDDEN_DIM?")])
+def test_a_bad_constant_is_one_line(values, message):
+    with pytest.raises(egg_config.ConfigError) as error:
+        egg_config.make(**values)
+    assert str(error.value) == message
+
+
+def edited(tmp_path, old, new):
+    """egg_config.py, imported as it is after an edit."""
+    text = inspect.getsource(egg_config)
+    assert text.count(old) == 1
+    path = tmp_path / "egg_config.py"
+    path.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("edited_config", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("\nHIDDEN_DIM = 256 ", '\nHIDDEN_DIM = "256" ', "HIDDEN_DIM = '256': must be a whole number"),
+    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 256.0 ", "HIDDEN_DIM = 256.0: must be a whole number"),
+    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 2048 ", "HIDDEN_DIM = 2048: must be from 64 to 1024"),
+    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 100 ", "HIDDEN_DIM = 100: must be a multiple of 32"),
+    ('\nLOSS = "deggs" ', '\nLOSS = "cubic" ', "LOSS = cubic: must be one of deggs, exact"),
+    ('\nINPUT_FILE = "input.bin" ', "\nINPUT_FILE = 7 ", "INPUT_FILE = 7: must be text"),
+    ("\nSIGMA_SCHEDULE = () ", "\nSIGMA_SCHEDULE = 5 ", "SIGMA_SCHEDULE = 5: must be pairs of a step and a shift"),
+    ("\nN_LAYERS = 4 ", "\nN_LAYER = 5\nN_LAYERS = 4 ",
+     "N_LAYER: no such constant in egg_config.py; did you mean N_LAYERS?"),
+    ("\nN_LAYERS = 4 ", "\nMY_OWN = 3\nN_LAYERS = 4 ", "MY_OWN: no such constant in egg_config.py"),
+    ("| all     | layers", "| al      | layers", "N_LAYERS: 'al' must be one of all, run, islands, free, local")])
+def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
+    with pytest.raises(Exception) as error:
+        edited(tmp_path, old, new).make()
+    source = (tmp_path / "egg_config.py").read_text().split("\n")
+    line = next(i for i, text in enumerate(source, 1) if text.startswith(re.match(r"\w+", message)[0] + " ="))
+    assert type(error.value).__name__ == "ConfigError" and str(error.value) == f"egg_config.py:{line}: {message}"
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ('\nMODEL = "transformer" ', "\nMODEL = transformer ", "name 'transformer' is not defined: text needs quotes"),
+    ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "invalid syntax"),
+    ("\nPORT = 12345 ", "\nPORTS = 12346\nPORT = 12345 ",
+     "PORTS: no such constant in egg_config.py; did you mean PORT?"),
+    ("\nN_LAYERS = 4 ", "\nN_LAYERS = (4 ", "'(' was never closed")])
+def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message):
+    text = inspect.getsource(egg_config)
+    (tmp_path / "egg_config.py").write_text(text.replace(old, new))
+    shutil.copy(HERE / "egg.py", tmp_path)
+    done = subprocess.run([sys.executable, "egg.py", "arch"], cwd=tmp_path, capture_output=True, text=True)
+    line = text.partition(old)[0].count("\n") + 2
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"egg: egg_config.py:{line}: {message}\n")
+
+
+def test_good_edits(tmp_path):
+    """True and False are 1 and 0; a constant that is assigned again has its last value; a misspelt one is missed."""
+    muon = edited(tmp_path, "\nUSE_MUON = 0 ", "\nUSE_MUON = True ").make()
+    assert muon.USE_MUON is not True and muon.fingerprint() == egg_config.make(USE_MUON=1).fingerprint()
+    wide = edited(tmp_path, "\nPRESETS = {", "\nHIDDEN_DIM = 512\n\nPRESETS = {").make()
+    assert wide.fingerprint() == egg_config.make(HIDDEN_DIM=512).fingerprint()
+    misspelt = edited(tmp_path, "\nN_LAYERS = 4 ", "\nN_LAYER = 4 ")
+    line = misspelt.CONSTANTS["N_LAYER"].line
+    with pytest.raises(misspelt.ConfigError) as error:
+        misspelt.make().N_LAYERS
+    assert str(error.value) == f"egg_config.py: the constant N_LAYERS is missing; is it N_LAYER in line {line}?"
+
+
+# --- switches ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("values, says", [
+    (dict(USE_MUON=1, OPTIMIZER="sgd"), "USE_MUON = 1: needs OPTIMIZER adamw"),
+    (dict(MUON_MOMENTUM=1.0), "MUON_MOMENTUM = 1.0: must be from 0.0 to 0.9999"),
+    (dict(MUON_NS="quartic"), "MUON_NS = quartic: must be one of quintic, cubic"),
+    (dict(NTT_MODE=4), "NTT_MODE = 4: must be from 0 to 3"),
+    (dict(NTT_MODE=1, SEQ_LEN=24), "NTT_MODE = 1: needs a SEQ_LEN that is a power of two, not 24"),
+    (dict(RARE_TOKENS=0.1, OPTIMIZER="ztest"), "RARE_TOKENS = 0.1: needs OPTIMIZER adamw or sgd"),
+    (dict(SEEN_VOTES=2, OPTIMIZER="ztest"), "SEEN_VOTES = 2: needs OPTIMIZER adamw or sgd"),
+    (dict(SEEN_VOTES=0), "SEEN_VOTES = 0: must be from 1 to 127"),
+    (dict(SIGMA_SCHEDULE=((5, 16),)), "SIGMA_SCHEDULE = ((5, 16),): shifts must be from 0 to 15"),
+    (dict(SIGMA_SCHEDULE=((5, 2), (5, 3))), "SIGMA_SCHEDULE = ((5, 2), (5, 3)): steps must rise, from 0 on"),
+    (dict(SIGMA_SCHEDULE=((-5, 2),)), "SIGMA_SCHEDULE = ((-5, 2),): steps must rise, from 0 on"),
+    (dict(SIGMA_SCHEDULE=((5, 2.5),)), "SIGMA_SCHEDULE = ((5, 2.5),): must be pairs of a step and a shift"),
+    (dict(SOFT_TARGETS=((0, 2),)), "SOFT_TARGETS = ((0, 2),): needs LOSS exact"),
+    (dict(SOFT_TARGETS=((0, 8),), LOSS="exact", VOCAB_SIZE=256), "contexts must be from 0 to 7"),
+    (dict(SOFT_TARGETS=((0, 4),), LOSS="exact"), "contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192"),
+    (dict(SOFT_TARGETS=((0, 2), (0, 3)), LOSS="exact"), "steps must rise, from 0 on"),
+    (dict(SOFT_TARGETS=((0, 2.0),), LOSS="exact"), "must be pairs of a step and a context"),
+    (dict(TOKEN_MASK=50, HOST_GAUSSIAN=1), "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN"),
+    (dict(NTT_MODE=2, SEQ_LEN=512), "NTT_MODE = 2: needs SEQ_LEN of 256 at most, not 512")])
+def test_combinations_that_cannot_work_are_refused(values, says):
+    with pytest.raises(egg_config.ConfigError, match=re.escape(says)):
+        egg_config.make(**values)
+
+
+@pytest.mark.parametrize("values", [
+    dict(USE_MUON=1), dict(MUON_MOMENTUM=0.9), dict(MUON_LR_SCALE=2.0), dict(MUON_NS="cubic"), dict(NTT_MODE=1),
+    dict(NTT_CAUSAL=0),
+    dict(HOST_GAUSSIAN=1), dict(DEVICE_GAUSSIAN=1), dict(HOST_MASK=7), dict(DEVICE_MASK=7),
+    dict(ADAPTIVE_NOISE_MODE=2), dict(USE_SAME_DATA=1), dict(OPTIMIZER="sgd"),
+    dict(LOSS="exact"), dict(LR_SCHEDULE=((0, 0.5),)), dict(TOKEN_MASK=3), dict(RARE_TOKENS=0.01),
+    dict(SIGMA_SCHEDULE=((5, 4),)), dict(SEEN_VOTES=2), dict(SOFT_TARGETS=((5, 0),), LOSS="exact")],
+    ids=lambda values: next(iter(values)))
+def test_every_switch_is_in_the_fingerprint(values):
+    cfg, base = egg_config.make(**values), egg_config.make()
+    assert cfg.fingerprint() != base.fingerprint()
+    assert list(values)[0] in history.difference(base.saved(), cfg.saved())
+
+
+def test_the_form_that_sees_its_targets_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("input.bin").write_bytes(bytes(64))
+    said = []
+    for causal in (1, 0):
+        train.open_data(egg_config.make(**SMALL, NTT_MODE=3, NTT_CAUSAL=causal), said.append)
+    assert sum("NTT_CAUSAL = 0" in line for line in said) == 1

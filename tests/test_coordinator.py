@@ -1,0 +1,345 @@
+"""The coordinator: serving a step, status, a full disk, kills, chaos, and local training."""
+
+import multiprocessing
+import os
+import pathlib
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import egg_net
+from cluster import admission, auth, dispatch, history, snapshots, wire
+from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
+from model import fitness_digits, seeds, state_digest
+from tools import load, train
+from chaos_cluster import chaos
+from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, free_port, refused_by, until,
+                          whole, work_in_thread)
+from fakes import CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected
+
+
+# --- what the disk, a kill and chaos do -------------------------------------------------------------------------------
+
+def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(tmp_path):
+    """The limit on the size of a file stands for the disk: a write that does not fit fails in the middle."""
+    # so that it is larger than coordinator.log, which grows too
+    filled(tmp_path, 60)
+    size = (tmp_path / history.FILE).stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    program = ("import resource, sys, egg_net, egg_config; from cluster import history\n"
+               f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 250}, {size + 250}))\n"
+               f"cfg = egg_config.make(**{CFG.constants()!r})\n"
+               "try:\n"
+               f"    egg_net.run_coordinator(cfg, '127.0.0.1', 0, save_dir={str(tmp_path)!r})\n"
+               "except egg_config.EggError as error:\n"
+               "    sys.exit(f'egg: {error}')\n")
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=pathlib.Path(egg_net.__file__).parent,
+                               stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    port = int(re.search(r":(\d+), step 60", process.stdout.readline())[1])
+    work_in_thread(port, FakeEngine(pause=0.001), retry=True)
+    _, err = process.communicate(timeout=20)
+    kept = re.fullmatch(r"egg: .*history.egg: File too large: step (\d+) is not kept, all before it are; mend this and "
+                        r"start the same command again\n", err)
+    assert process.returncode == 1 and kept, err
+    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
+    run = history.open_run(CFG, tmp_path)
+    assert run.step == int(kept[1]) > 60 and run.notices == []
+    run.close()
+
+
+def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch):
+    cfg = changed(SNAPSHOT_EVERY=2)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshots.Upload, "keep", full)
+    server = cluster(tmp_path, [FakeEngine(cfg, 0.002)], 6, cfg, save=True)
+    assert server.lines.text.count("no more snapshots, No space left on device") == 1
+    assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
+
+
+def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=1)
+    with Server(tmp_path, cfg, save=True) as server:
+        giver, other = Peer2(server.port, cfg, name="giver"), Peer2(server.port, cfg, name="other")
+        for chunk in range(4):
+            giver.result(0, giver.chunk(0))
+        giver.ask(1, b"g" * 16)
+        assert giver.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
+        coordinator = server.coordinator
+        collector, upload = coordinator.collector, coordinator.collector.upload
+        author = next(worker.author for worker in coordinator.dispatcher.workers if worker.author.name == "other")
+        for _ in range(2):                                       # the second time there is nothing left to distrust
+            coordinator._distrust(author)
+        other.link.close()
+        until(lambda: len(coordinator.dispatcher.workers) == 1)
+        assert upload and collector.upload is upload
+        giver.link.close()
+        until(lambda: collector.upload is None)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
+
+
+def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=1)
+    with Server(tmp_path, cfg, save=True) as server:
+        engine = FakeEngine(cfg)
+        liar, others = Peer2(server.port, cfg, name="liar"), [Peer2(server.port, cfg, name=f"w{i}") for i in range(2)]
+        for chunk in range(4):
+            liar.ask(0, engine.digest())
+            assert liar.answer()[2] == 32 * chunk
+            liar.result(0, 32 * chunk)
+        engine.update(np.ones(cfg.N_PAIRS, np.int8))
+        right, state = engine.digest(), engine.state()
+        state.weights[5] ^= 1
+        liar.ask(1, state_digest.of_state(state))
+        assert liar.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
+        body = snapshots.pack(state)
+        for at in range(0, len(body), wire.BLOCK):
+            liar.link.send(liar.link.frame(wire.SNAPSHOT_DATA, 1, len(body), at, body[at:at + wire.BLOCK]))
+        until(lambda: server.coordinator.shelf.newest == 1)
+        others[0].ask(1, right)
+        assert others[0].next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))     # not from that snapshot
+        assert server.coordinator.shelf.newest == 0
+        others[0].ask(1, right)
+        others[1].ask(1, right)
+        assert others[1].next(JOB_RESPONSE) and others[0].next(JOB_RESPONSE)
+        refused_by(lambda: (liar.ask(1, state_digest.of_state(state)), liar.next(REBUILD), liar.ask(1, bytes(16)),
+                            liar.next(JOB_RESPONSE)), "banned")
+    assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
+
+
+def test_chaos_changes_no_bit(tmp_path):
+    steps, kills = chaos(tmp_path, 1, steps=25, kills=5)
+    assert steps >= 25 and kills >= 5
+
+
+# --- status and load --------------------------------------------------------------------------------------------------
+
+def test_status_as_a_table_and_as_json(tmp_path):
+    import json
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    egg = [sys.executable, pathlib.Path(egg_net.__file__).parent / "egg.py", "status", "127.0.0.1", "--port"]
+    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+        engine = FakeEngine(pause=0.01)
+        work_in_thread(server.port, engine, access=auth.Access(SECRET), name="node7/cuda:0")
+        until(lambda: server.run.step >= 2)
+        table = subprocess.run([*egg, str(server.port), "--secret-file", secret], capture_output=True, text=True)
+        told = json.loads(subprocess.run([*egg, str(server.port), "--secret-file", secret, "--json"],
+                                         capture_output=True, text=True).stdout)
+        without = subprocess.run([*egg, str(server.port)], capture_output=True, text=True)
+    assert table.returncode == 0 and re.search(r"^step \d+, \d of 4 chunks done, [\d,]+ tokens/s, loss ",
+                                               table.stdout), table
+    assert re.search(r"^node7/cuda:0 +fake +127.0.0.1:\d+ +(computing|waiting|catching up) +\d+ +\d+ +[\d.e-]+ "
+                     r"+\d\.\d s$", table.stdout, re.M)
+    assert told["step"] >= 2 and told["chunks"] == 4 and told["steps"] is None and told["tokens_per_second"] > 0
+    worker, = told["workers"]
+    assert worker["name"] == "node7/cuda:0" and worker["protocol"] == 2
+    assert worker["chunks"] >= 8 and worker["last_seen"] < 5
+    assert without.returncode == 2
+    assert without.stderr.startswith("egg: 127.0.0.1:") and "wants a secret" in without.stderr
+
+
+def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch):
+    """Not at every arrival: thousands of workers come at once where a coordinator starts again."""
+    dispatcher, counted = dispatch.Dispatcher(CFG, SimpleNamespace(step=0), None, None, 60), []
+    dispatcher.work, original = SimpleNamespace(settle=lambda: None), dispatch.Dispatcher._count_authors
+    monkeypatch.setattr(dispatch.Dispatcher, "_count_authors", lambda self, now: counted.append(original(self, now)))
+
+    class Arrival(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    def arrive(host, name):
+        author = admission.Author(host, name, name)
+        worker = Arrival(trusted=True, stuck=False, chunks=0, author=author, step=0, waiting=True, held={})
+        dispatcher.enter(worker)
+        dispatcher.arrived(worker)
+
+    arrive("a", "0")
+    assert (dispatcher.alone, dispatcher.several, dispatcher.by_host) == (True, False, False)
+    for i in range(1, 1000):
+        arrive("a", str(i))
+    assert (dispatcher.alone, dispatcher.several, dispatcher.by_host, len(counted)) == (False, True, False, 2)
+    for i in range(1000):
+        arrive(f"b{i}", "0")
+    assert dispatcher.by_host and len(counted) == 3 and dispatcher.known == 2000
+    arrive("a", "0")
+    last = [dispatcher.leave(worker) for worker in list(dispatcher.workers)]         # of its author
+    assert last.count(False) == 1 and dispatcher.known == 0
+
+
+def test_many_workers_are_served(tmp_path):
+    did = load.measure(tmp_path, 100, 1.5, 0.1)
+    assert did["results/s"] > 300 and did["MB"] < 300, did
+
+
+# --- serving ----------------------------------------------------------------------------------------------------------
+
+def test_requests_are_held_and_woken(tmp_path):
+    with Server(tmp_path) as server:
+        a, b = Peer(server.port), Peer(server.port)
+        mine = [a.chunk(0), a.chunk(0), b.chunk(0), b.chunk(0)]
+        assert mine == [0, 32, 64, 96]
+        late = Peer(server.port)
+        late.ask(0)
+        assert late.silent()
+        b.link.close()                                           # a holder leaves: its chunks are wanted at once
+        assert late.answer()[2] in (64, 96)
+        late.ask(0)
+        assert late.answer()[2] in (64, 96)
+        late.ask(0)                                              # nothing left, but a step will be complete soon
+        assert late.silent()
+        for position in mine:
+            a.result(0, position)
+        seed, step, _, packed = late.answer()
+        assert step == 1 and seed == seeds.next_seed(42, 0) and \
+            fitness_digits.unpack_ternary(packed, CFG.N_PAIRS).all()
+
+
+def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(tmp_path):
+    cfg = CFG.changed(STRAGGLER_TIMEOUT=0.3, POPULATION_SIZE=32)
+    with Server(tmp_path, cfg) as server:
+        slow, fast = Peer(server.port, cfg), Peer(server.port, cfg)
+        assert slow.chunk(0) == 0
+        fast.ask(0)
+        assert fast.answer()[2] == 0
+        assert "silent for 0.3 s, its chunk 0 is handed out again" in server.lines.text
+        fast.result(0, 0, GOOD, updates=7, loss=11)
+        until(lambda: server.run.step == 1)
+        # too late: ignored
+        slow.result(0, 0, fitness_digits.pack_ternary(-np.ones(16, np.int8)), updates=9, loss=22)
+        slow.ask(0)
+        assert slow.answer()[3] == GOOD and server.run.record(0) == (11, 7)
+
+
+def test_duplicate_results_count_once(tmp_path):
+    with Server(tmp_path) as server:
+        peer = Peer(server.port)
+        for position in (0, 0, 32, 64, 32):
+            peer.result(0, position, loss=10)
+        assert peer.chunk(0) == 96
+        peer.result(0, 96, loss=10, updates=3)
+        until(lambda: server.run.step == 1)
+        assert server.run.record(0) == (40, 3)
+
+
+def test_the_step_line_the_log_and_the_validation(tmp_path):
+    with Server(tmp_path, steps=1, drain=0) as server:
+        peer = Peer(server.port)
+        assert peer.chunk(0) == 0                                # who holds chunk 0 validates
+        peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
+        for position in (0, 32, 64, 96):
+            peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)
+    assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| "
+                     r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| "
+                     r"Val: 1\.00 bits/byte$",
+                     server.lines.text, re.M), server.lines.text
+    log = (tmp_path / "coordinator.log").read_text().splitlines()
+    assert log[0].startswith("# egg") and "# CHUNK_SIZE = 32" in log and log[-2] == "Step,RelTime,Loss,Updates,LR"
+    assert re.fullmatch(r"0,\d+\.\d{3},1\.000000,5,0\.5", log[-1])
+
+
+def test_colours_only_on_a_terminal_and_not_with_no_color(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Lines()
+    assert egg_net.Console(stream).colour("x", "red") == "x"
+    stream.isatty = lambda: True
+    console = egg_net.Console(stream)
+    assert console.colour("x", "red") == "\x1b[31mx\x1b[0m"
+    console.progress("step 12: 3/8 chunks")
+    console.line("done")
+    assert stream.text == "\r\x1b[Jstep 12: 3/8 chunks\r\x1b[Jdone\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert egg_net.Console(stream).colour("x", "red") == "x"
+
+
+def test_answers_come_within_a_millisecond(tmp_path):
+    cfg = CFG.changed(POPULATION_SIZE=32 * 400)
+    with Server(tmp_path, cfg) as server:
+        peer, times = Peer(server.port, cfg), []
+        for _ in range(300):
+            started = time.perf_counter()
+            peer.ask(0)
+            position = peer.answer()[2]
+            times.append(time.perf_counter() - started)
+            peer.result(0, position)
+    assert sorted(times)[150] < 1e-3, f"median {1e3 * sorted(times)[150]:.2f} ms"
+
+
+# --- the coordinator as a command, and training -----------------------------------------------------------------------
+
+def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
+    engine = FakeEngine(pause=0.001)
+    process, port = coordinator_process(tmp_path, free_port())
+    work_in_thread(port, engine, retry=True)
+    until(lambda: engine.step >= 3)
+    process.kill()
+    process.communicate()
+    second, _ = coordinator_process(tmp_path, port)
+    refused, nothing = coordinator_process(tmp_path, 0)
+    assert nothing is None and "in use by another coordinator" in refused.communicate()[1] and refused.returncode == 1
+    refused, nothing = coordinator_process(tmp_path / "other", port)
+    assert nothing is None and refused.communicate()[1].startswith(f"egg: port {port} is in use")
+    assert refused.returncode == 1
+    before = engine.step
+    until(lambda: engine.step >= before + 3)
+    second.send_signal(signal.SIGTERM)
+    out, err = second.communicate(timeout=10)
+    assert second.returncode == 0 and not err and f"the run lies in {tmp_path}\n" in out
+    run = history.open_run(CFG, tmp_path)
+    assert run.step >= 6 and whole(run) == expected(run.step)[0] and engine.loads == 0
+    run.close()
+
+
+def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):
+    lines = Lines()
+    first = train.train(small, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
+    assert (first.progress.run.step, first.final.step, first.unit) == (3, 3, "bits/byte")
+    assert first.before is not None
+    assert 0 < first.after < 20 and len(first.references) == 3
+    second = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
+    assert (second.progress.first_step, second.progress.run.step) == (3, 5)
+    assert second.before == pytest.approx(first.after, abs=1e-12)
+    for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:",
+                  "bits/byte after (uniform 8.00",
+                  "sample after 5 steps", "the run lies in run"):
+        assert words in lines.text, words
+    third = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
+    assert third.final is None and "the run has its 5 steps already" in lines.text
+
+
+def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, tmp_path, compiled):
+    # validation is off, so that the run is quick and its history all there is
+    cfg, lines = small.changed(VALIDATE_EVERY=0, SAMPLE_EVERY=0), Lines()
+    options = dict(steps=80, threads=1)
+    killed = dict(options, save_dir="killed", console=egg_net.Console(lines))
+    others = multiprocessing.active_children()                   # of other tests: the compilers of kernels
+    thread = threading.Thread(target=train.train, args=(cfg,), kwargs=killed)
+    thread.start()
+    until(lambda: "Step 2 " in lines.text)
+    for process in multiprocessing.active_children():
+        if process not in others:
+            process.kill()
+    train.train(cfg, save_dir="undisturbed", console=egg_net.Console(Lines()), **options)
+    thread.join(60)
+    assert "the worker on cpu was killed by SIGKILL: starting it again" in lines.text
+    runs = [history.open_run(cfg, name) for name in ("killed", "undisturbed")]
+    assert whole(runs[0]) == whole(runs[1]) and runs[0].step == 80
+    [run.close() for run in runs]
+
+
+def test_training_names_what_is_missing(small, tmp_path):
+    from model import data_files
+    (tmp_path / "input.bin").unlink()
+    with pytest.raises(data_files.DataError, match="input.bin"):
+        train.train(small, steps=1, console=egg_net.Console(Lines()))

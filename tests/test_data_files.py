@@ -1,0 +1,194 @@
+"""Data files: tokens, decoding, validation and reference figures."""
+
+import itertools
+import math
+import os
+
+import numpy as np
+import pytest
+
+import egg_config
+from model import data_files
+from commands import one_line
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SMALL = dict(SEQ_LEN=8, VOCAB_SIZE=300)
+
+
+def write_tokens(path, tokens, kind="<u4"):
+    np.asarray(tokens, kind).tofile(path)
+    return str(path)
+
+
+def write_decoding(path, pieces):
+    path.write_bytes(len(pieces).to_bytes(4, "little") + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
+    return str(path)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+def test_tokens_are_mapped_and_checked(tmp_path):
+    cfg = egg_config.make(**SMALL)
+    tokens = np.arange(50) % 300
+    got = data_files.open_tokens(cfg, write_tokens(tmp_path / "a", tokens))
+    assert isinstance(got, np.memmap) and got.dtype == np.uint32 and not got.flags.writeable
+    assert (got == tokens).all()
+    path = write_tokens(tmp_path / "b", tokens % 256, "u1")
+    got = data_files.open_tokens(egg_config.make(SEQ_LEN=8, VOCAB_SIZE=256), path)
+    assert isinstance(got, np.memmap) and got.dtype == np.uint8 and got.size == 50
+
+
+@pytest.mark.parametrize("content, words", [
+    (None, "is missing"),
+    (b"", "is empty"),
+    (bytes(41), "cut short"),
+    (np.full(50, 300, "<u4").tobytes(), "holds token 300, but VOCAB_SIZE is 300"),
+    (np.r_[np.zeros(60), 1 << 31].astype("<u4").tobytes(), "holds token 2147483648"),
+    (bytes(4 * 9), "9 tokens, too few for a window of SEQ_LEN = 8: 10 are needed"),
+])
+def test_bad_token_files(tmp_path, content, words):
+    path = tmp_path / "input.bin"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(data_files.DataError) as raised:
+        data_files.open_tokens(egg_config.make(**SMALL), str(path))
+    assert words in one_line(raised) and str(path) in one_line(raised)
+
+
+def test_largest_token_is_found_in_any_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_files, "BLOCK", 16)
+    for at in (0, 15, 16, 40, 49):
+        tokens = np.zeros(50, int)
+        tokens[at] = 300
+        with pytest.raises(data_files.DataError, match="holds token 300"):
+            data_files.open_tokens(egg_config.make(**SMALL), write_tokens(tmp_path / "a", tokens))
+
+
+def test_ten_tokens_are_enough_for_a_window_of_eight(tmp_path):
+    assert data_files.open_tokens(egg_config.make(**SMALL), write_tokens(tmp_path / "a", range(10))).size == 10
+
+
+def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_files, "BLOCK", 7)
+    pieces = [b"a", b"", b"bcd", b"\xff\x00", "\u6625".encode()]
+    tokens = np.random.default_rng(1).integers(0, 5, 100)
+    cfg = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=256, DETOKENIZE=1, DECODING_FILE=write_decoding(tmp_path / "d", pieces))
+    got = data_files.open_tokens(cfg, write_tokens(tmp_path / "a", tokens))
+    assert got.dtype == np.uint8 and got.tobytes() == b"".join(pieces[t] for t in tokens)
+    with pytest.raises(data_files.DataError, match="holds token 5, but .* only has 5"):
+        data_files.open_tokens(cfg, write_tokens(tmp_path / "a", [5] * 100))
+    os.remove(cfg.DECODING_FILE)
+    with pytest.raises(data_files.DataError, match="is missing, and DETOKENIZE needs it") as raised:
+        data_files.open_tokens(cfg, str(tmp_path / "a"))
+    one_line(raised)
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+def test_decoding_reads_what_was_written(tmp_path):
+    pieces = [b"a", b"", b" the", b"\xf0\x9f", b"\x9a\x80"]
+    decoding = data_files.Decoding.read(write_decoding(tmp_path / "d", pieces))
+    assert len(decoding) == 5 and decoding.lengths.tolist() == [1, 0, 4, 2, 2]
+    assert decoding.decode([2, 1, 0, 3, 4]) == b" thea\xf0\x9f\x9a\x80"
+    assert decoding.expand(np.array([2, 1, 0, 3, 4])).tobytes() == b" thea\xf0\x9f\x9a\x80"
+    assert decoding.expand(np.array([], int)).size == 0
+    assert data_files.text(decoding, [2, 3, 4, 3, 0]) == " the\U0001f680\ufffda"
+    assert data_files.text(decoding, [0, 77]) == "a\ufffd", "a token of the model that no text has"
+    assert data_files.text(None, np.array([3, 77])) == "token ids 3 77"
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"\x01\x00", (0).to_bytes(4, "little"), (1 << 31).to_bytes(4, "little") + bytes(100),
+    (2).to_bytes(4, "little") + (1).to_bytes(4, "little") + b"a",
+    (2).to_bytes(4, "little") + (1).to_bytes(4, "little") + b"a" + (9).to_bytes(4, "little") + b"ab",
+    (1).to_bytes(4, "little") + (1 << 30).to_bytes(4, "little") + bytes(100),
+    (1).to_bytes(4, "little") + (1).to_bytes(4, "little") + b"ab",
+])
+def test_damaged_decoding(tmp_path, content):
+    path = tmp_path / "decoding.bin"
+    path.write_bytes(content)
+    with pytest.raises(data_files.DataError, match="is damaged") as raised:
+        data_files.load_decoding(egg_config.make(**SMALL, DECODING_FILE=str(path)))
+    assert str(path) in one_line(raised)
+
+
+def test_missing_decoding_is_a_warning(tmp_path, capsys):
+    held_out = write_tokens(tmp_path / "v", range(40))
+    cfg = egg_config.make(**SMALL, DECODING_FILE=str(tmp_path / "none"), VAL_FILE=held_out)
+    said = []
+    assert data_files.load_decoding(cfg, said.append) is None
+    assert data_files.load_decoding(cfg) is None
+    assert len(said) == 1 and capsys.readouterr().err == f"egg: {said[0]}\n" and "bits per token" in said[0]
+    validation = data_files.open_validation(cfg, None)
+    assert validation.unit == "bits/token"
+    assert validation.bits(validation.windows[:, 1:].size * math.log(2)) == pytest.approx(1)
+
+
+def test_bytes_need_no_decoding():
+    decoding = data_files.load_decoding(egg_config.make(VOCAB_SIZE=256, DECODING_FILE="none"))
+    assert decoding.decode(range(256)) == bytes(range(256))
+
+
+# --- validation and references ----------------------------------------------------------------------------------------
+
+def test_validation_windows_are_whole_and_evenly_spaced(tmp_path):
+    path = write_tokens(tmp_path / "v", np.arange(8 * 20 + 1))
+    pieces = [b"x" * (1 + t % 3) for t in range(300)]
+    decoding = data_files.Decoding(pieces)
+    for limit, starts in ((0, range(0, 160, 8)), (10 ** 9, range(0, 160, 8)), (32, (0, 40, 80, 120)),
+                          (47, (0, 32, 64, 96, 128)), (1, (0,))):
+        cfg = egg_config.make(**SMALL, VAL_FILE=path, VALIDATE_TOKENS=limit)
+        validation = data_files.open_validation(cfg, decoding)
+        assert validation.windows.tolist() == [list(range(s, s + 9)) for s in starts]
+        assert validation.n_bytes == sum(len(pieces[t]) for s in starts for t in range(s + 1, s + 9))
+        assert validation.unit == "bits/byte" and validation.bits(math.log(2) * validation.n_bytes) == pytest.approx(1)
+
+
+def test_validation_off_missing_or_wrong(tmp_path):
+    path, said = write_tokens(tmp_path / "v", range(40)), []
+    assert data_files.open_validation(egg_config.make(**SMALL, VAL_FILE=path, VALIDATE_EVERY=0), None) is None
+    assert data_files.open_validation(egg_config.make(**SMALL, VAL_FILE=path + "x"), None, said.append) is None
+    assert len(said) == 1 and "is missing: no validation" in said[0]
+    with pytest.raises(data_files.DataError, match="holds token 39, but .* only has 30: the files of one"):
+        data_files.open_validation(egg_config.make(**SMALL, VAL_FILE=path), data_files.Decoding([b"x"] * 30))
+
+
+@pytest.mark.parametrize("vocab", [7, 70000])        # pair codes of 32 and of 64 bits
+def test_references_agree_with_the_plain_formulas(vocab):
+    rng = np.random.default_rng(3)
+    cfg = egg_config.Config(VOCAB_SIZE=vocab)
+    train = rng.integers(0, 6, 500).astype(np.uint32) * (vocab // 7)
+    windows = rng.integers(0, 7, (6, 9)) * (vocab // 7)
+    validation = data_files.Validation(windows.astype(np.int32), 100, "bits/byte")
+    pairs = list(itertools.pairwise(train.tolist()))
+    p_one, p_two = 0.0, 0.0
+    for row in windows.tolist():
+        for h, w in itertools.pairwise(row):
+            one = ((train == w).sum() + 1) / (500 + vocab)
+            after = [b for a, b in pairs if a == h]
+            two = (after.count(w) + len(set(after)) * one) / (len(after) + len(set(after))) if after else one
+            p_one, p_two = p_one - math.log2(one), p_two - math.log2(two)
+    got = data_files.references(cfg, train, validation)
+    assert got == {"uniform": pytest.approx(48 * math.log2(vocab) / 100), "unigram": pytest.approx(p_one / 100),
+                   "bigram": pytest.approx(p_two / 100)}
+
+
+def test_references_of_a_large_file_come_from_parts_of_it(monkeypatch):
+    """Counting 64 of 500 tokens, spread over the file, must still find both halves of it."""
+    monkeypatch.setattr(data_files, "REFERENCE_TOKENS", 64)
+    train = np.repeat(np.array([1, 2], np.uint32), 250)
+    validation = data_files.Validation(np.tile(np.array([[1, 1, 2, 2, 2]], np.int32), (4, 1)), 16, "bits/byte")
+    got = data_files.references(egg_config.Config(VOCAB_SIZE=300), train, validation)
+    assert got["bigram"] < got["unigram"] < got["uniform"]
+
+
+def test_shipped_files_belong_together(monkeypatch):
+    monkeypatch.chdir(HERE)
+    cfg = egg_config.make(VALIDATE_TOKENS=0)
+    decoding = data_files.load_decoding(cfg)
+    assert len(decoding) == cfg.VOCAB_SIZE and decoding.decode(range(256)) == bytes(range(256))
+    train, validation = data_files.open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding)
+    assert 0.04 < validation.n_bytes / decoding.lengths[train].sum() < 0.06
+    figures = data_files.references(cfg, train, validation)
+    assert 3.5 < figures["uniform"] < 3.8 and 2.4 < figures["unigram"] < 2.7 and 1.7 < figures["bigram"] < 2.0
+    assert "the" in data_files.text(decoding, train[:200])

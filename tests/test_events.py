@@ -1,0 +1,405 @@
+"""Events and where they go: JSON logs, TensorBoard, and what strangers cannot write there."""
+
+import json
+import os
+import re
+import socket
+import struct
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import egg
+import egg_config
+import egg_net
+from cluster import admission, event_log, history, wire
+from cluster.wire import JOB_REQUEST
+from model import data_files
+from tools import plot
+from tools.curves import read_curve
+from coordinators import Peer, Peer2, Server, caller, cluster, until, work_in_thread
+from fakes import CFG, FakeEngine, Lines, changed
+from pages import EVERYBODY, ask
+from recordings import HERE
+from run_logs import Stream, charts, events, example, of_kind
+
+
+# --- hostile lines ----------------------------------------------------------------------------------------------------
+
+def test_coming_again_does_not_fill_the_disk(tmp_path):
+    with Server(tmp_path, save=True) as server:
+        for _ in range(60):
+            peer = Peer2(server.port)
+            for _ in range(40):
+                peer.link.send(peer.link.frame(wire.LOG_MESSAGE, b"x" * 16000))
+            peer.link.send(peer.link.frame(JOB_REQUEST, 0, 0, 0, bytes(16)))
+            peer.link.close()
+        until(lambda: not server.coordinator.dispatcher.workers)
+        size = (tmp_path / history.EVENTS).stat().st_size
+        assert size < 2 * event_log.OF_HOST[0] * 17000, f"{size} bytes"
+    assert (tmp_path / history.EVENTS).read_text().count('"event": "step"') == 0
+
+
+def test_what_peers_cause_is_bounded_for_each_host_and_for_all(tmp_path):
+    run = history.open_run(CFG)
+    events = event_log.Events(CFG, run, tmp_path, egg_net.Console(lines := Lines()))
+    for host in range(3):
+        for i in range(1000):
+            events.about(f"10.0.0.{host}", "joined", f"h{host}", worker="w", address="a", device="d", step=0)
+    assert [lines.text.count(f"h{host}") for host in range(3)] == [event_log.OF_HOST[0]] * 3
+    for host in range(5000):
+        events.about(f"10.1.{host}", "joined", "many", worker="w", address="a", device="d", step=0)
+    assert lines.text.count("many") <= event_log.OF_ALL[0] and len(events._of_host) <= event_log.HOSTS
+    assert lines.text.count("lines about peers are left out") == 1
+    events.close(), run.close()
+
+
+def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "LOG_BYTES", 5000)
+    run = history.open_run(CFG, tmp_path)
+    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines())) as events:
+        for step in range(200):
+            events.emit("step", step=step, tokens=step, loss=1.0, updates=1, reports=1, learning_rate=0.5, seconds=0.1,
+                        elapsed=0.1, tokens_per_second=1.0, sent=1, received=1)
+    run.close()
+    for name in (history.EVENTS, "coordinator.log"):
+        new, old = tmp_path / name, tmp_path / f"{name}.1"
+        assert new.stat().st_size < 10000 and old.stat().st_size < 10000
+    last = [json.loads(line) for line in (tmp_path / history.EVENTS).read_text().splitlines()]
+    assert last[-1]["step"] == 199
+    log = (tmp_path / "coordinator.log").read_text()
+    assert log.startswith("# egg, ") and "Step,RelTime" in log and log.splitlines()[-1].startswith("199,")
+
+
+def test_a_disk_that_is_nearly_full_stops_logs_before_it_stops_training(tmp_path, monkeypatch):
+    lines, real, free = Lines(), os.fstatvfs, [0]
+
+    def nearly(handle):
+        found = list(real(handle))
+        found[4] = free[0]                                       # f_bavail
+        return os.statvfs_result(found)
+
+    run = history.open_run(CFG, tmp_path)
+    with event_log.Events(CFG, run, tmp_path, egg_net.Console(lines)) as events:
+        monkeypatch.setattr(os, "fstatvfs", nearly)
+        before = (tmp_path / history.EVENTS).stat().st_size
+        for step in range(5):
+            events.warn(f"w{step}")
+            run.append(bytes(13), 0, 0)
+        assert (tmp_path / history.EVENTS).stat().st_size == before and run.step == 5
+        assert lines.text.count("the disk is nearly full: events are missing") == 1
+        free[0] = 1 << 40
+        events.warn("again")
+        assert "again" in (tmp_path / history.EVENTS).read_text()
+    run.close()
+
+
+# --- validations ------------------------------------------------------------------------------------------------------
+
+def validate(peer, step, tokens=100, n_bytes=200, nats=100.0):
+    peer.link.send(peer.link.frame(wire.VALIDATION, step, tokens, n_bytes, nats))
+
+
+@pytest.mark.parametrize("tokens, n_bytes, nats", [
+    (1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")), (100, 200, float("inf")),
+    (0, 1, 1.0), (1 << 40, 1, 1e6), (1, 1 << 40, 45.0)])
+def test_a_validation_that_cannot_be_right_is_refused(tmp_path, tokens, n_bytes, nats):
+    with Server(tmp_path) as server:
+        peer = Peer2(server.port)
+        assert peer.chunk(0) == 0
+        validate(peer, 0, tokens, n_bytes, nats)
+        with pytest.raises(egg_net.NetError, match="wrong validation"):
+            peer.answer()
+
+
+def test_a_validation_counts_from_the_holder_of_chunk_0_alone(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=0)
+    with Server(tmp_path, cfg) as server:
+        progress = server.coordinator.progress
+        for kind in (Peer, Peer2):                               # one that never worked
+            idle = kind(server.port, cfg)
+            validate(idle, 0, nats=0.0)
+            assert idle.chunk(0) in (0, 32)
+            if kind is Peer:
+                idle.link.close()
+                until(lambda: not server.coordinator.dispatcher.workers)
+        assert progress.validations == []
+        validate(idle, 0)                                        # it holds chunk 0 now, and is alone
+        until(lambda: progress.validations)
+        assert abs(progress.validations[0][1] - 100 / np.log(2) / 200) < 1e-9
+
+
+def test_two_workers_must_state_the_same_validation(tmp_path):
+    with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
+        progress = server.coordinator.progress
+        liar, honest = (caller(f"127.0.0.{i}", server.port, name=f"w{i}") for i in (2, 3))
+        third = caller("127.0.0.4", server.port, name="w4")
+        assert liar.chunk(0) == 0 and honest.chunk(0) == 32 and third.chunk(0) == 64
+        validate(liar, 0, nats=0.0)
+        for again in range(3):
+            validate(liar, 0, nats=0.0)                          # saying it twice does not help
+        honest.result(0, 32)
+        assert honest.chunk(0) in (0, 96)
+        honest.result(0, 96)
+        honest.result(0, 0) if honest.chunk(0) == 0 else None
+        time.sleep(0.1)
+        assert progress.validations == []
+    with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
+        one, two = (caller(f"127.0.0.{i}", server.port, name=f"w{i}") for i in (2, 3))
+        assert one.chunk(0) == 0 and two.chunk(0) == 32
+        validate(one, 0)
+        two.result(0, 32)
+        position = two.chunk(0)
+        while position != 0:                                     # chunk 0 is evaluated, and validated, by another host
+            two.result(0, position)
+            position = two.chunk(0)
+        assert server.coordinator.progress.validations == []
+        validate(two, 0, nats=100.0 * (1 + 1e-9))
+        until(lambda: server.coordinator.progress.validations)
+
+
+# --- events and logs --------------------------------------------------------------------------------------------------
+
+FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "address", "device", "step"},
+          "validation": {"step", "tokens", "value", "unit"}, "sample": {"worker", "step", "prompt", "text"},
+          "step": {"step", "tokens", "loss", "unit", "updates", "reports", "learning_rate", "seconds", "elapsed",
+                   "tokens_per_second", "sent", "received"},
+          "snapshot": {"step", "bytes", "overlay"}, "left": {"worker", "address", "device", "step"}}
+
+
+def test_a_run_keeps_its_events(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=2)
+    tokens = np.frombuffer(b"ab\nd" * 20, np.uint8)
+    validation = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
+    engine = FakeEngine(cfg)
+    with Server(tmp_path, cfg, steps=5, save=True) as server:
+        other = Peer(server.port, cfg)
+        other.chunk(0)
+        other.link.close()
+        # of two workers both would have to state a validation
+        until(lambda: of_kind("left", events(tmp_path / history.EVENTS)))
+        thread = work_in_thread(server.port, engine, cfg, tokens=tokens, validation=validation,
+                                decoding=data_files.load_decoding(cfg))
+    thread.join(10)
+    told = events(tmp_path / history.EVENTS)
+    assert {event["event"] for event in told} == set(FIELDS)
+    for event in told:
+        assert set(event) - {"time", "event"} == FIELDS[event["event"]] and abs(event["time"] - time.time()) < 60, event
+    steps = of_kind("step", told)
+    a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
+    assert [(e["step"], e["tokens"]) for e in steps] == [(k, k * a_step) for k in range(5)]
+    run = history.open_run(cfg, tmp_path)
+    bits, unit = egg_config.loss_unit(cfg.constants())
+    assert [(e["loss"], e["unit"], e["updates"]) for e in steps] == [
+        (pytest.approx(run.record(k)[0] / a_step / 16 * bits, abs=1e-6), unit, run.record(k)[1]) for k in range(5)]
+    log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]
+    assert [row[2] for row in log] == [f"{run.record(k)[0] / a_step / 16:.6f}" for k in range(5)]       # of d-eggs
+    run.close()
+    assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
+        [(k, pytest.approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
+    assert of_kind("sample", told)[0]["prompt"] == "ab\nd"
+    assert [e["text"] for e in of_kind("sample", told)] == ["AAA", "CCC", "EEE"]
+    assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
+    assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", of_kind("sample", told)[0]["worker"]}
+    overlay = engine.state().overlay
+    assert of_kind("snapshot", told)[0]["overlay"] == {"mean": round(float(overlay.mean()), 4), "min": overlay.min(),
+                                                       "max": overlay.max()}
+    assert of_kind("start", told)[0]["config"]["CHUNK_SIZE"] == 32
+
+
+def test_without_an_overlay_none_is_told(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=2, ADAPTIVE_NOISE_MODE=0)
+    server = cluster(tmp_path, [FakeEngine(cfg, 0.002)], 4, cfg, save=True)
+    assert [e["overlay"] for e in of_kind("snapshot", events(tmp_path / history.EVENTS))] in ([None], [None, None])
+    assert server
+
+
+def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
+    lines, run = Lines(), history.open_run(CFG, tmp_path / "a")
+    with pytest.raises(egg_net.NetError), event_log.Events(CFG, run, tmp_path, egg_net.Console(lines)) as told:
+        told.warn("a line")
+        raise egg_net.NetError("in the end")
+    run.close()
+    told = events(tmp_path / "a" / history.EVENTS)
+    assert [e["event"] for e in told] == ["start", "warning", "error"]
+    assert [e["text"] for e in told[1:]] == ["a line", "in the end"]
+    assert lines.text == "a line\n"                                      # the error is for egg.py to say, once
+    with Server(tmp_path / "b", save=True) as server:
+        stranger = socket.create_connection(("127.0.0.1", server.port))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert stranger.recv(1) == b""
+        server.coordinator.ban(admission.Author("10.0.0.9", "key", "liar"), "it lied")
+    told = events(tmp_path / "b" / history.EVENTS)
+    assert "wrong magic" in of_kind("refused", told)[0]["reason"]
+    assert of_kind("banned", told)[0] | {"time": 0} == {
+        "time": 0, "event": "banned", "worker": "liar", "address": "10.0.0.9", "reason": "it lied"}
+
+
+def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
+    path = tmp_path / "log"
+
+    def step(k, loss, seconds=2.0):
+        return json.dumps({"event": "step", "step": k, "tokens": 10 * k, "loss": loss, "seconds": seconds})
+
+    path.write_text("\n".join([step(0, 5.0), step(1, 4.0), step(2, 3.0), '{"event": "step", "step": 3, "tok']))
+    log = event_log.JsonLog(path, "", print)
+    log.emit(json.loads(step(2, 3.5)), None)
+    log.emit({"event": "validation", "step": 3, "tokens": 30, "value": 7.0, "unit": "bits/byte"}, None)
+    log.close()
+    with open(path, "ab") as file:
+        file.write(b'\xff\xfe\n[1]\n{"event": "step"}\n'
+                   b'{"event": "step", "step": 9, "tokens": NaN, "loss": 1, "seconds": 1}\n' + b"[" * 100000 + b"\n"
+                   b'{"event": "references", "values": 3}\n{"event": "references", "values": {"uniform": 8}}\n7\n')
+    curve = read_curve(path)
+    assert curve.loss == [(0, 0, 2, 5), (1, 10, 4, 4), (2, 20, 6, 3.5)]
+    assert (curve.validation, curve.unit, curve.references) == ([(3, 30, 6, 7)], "bits/byte", {"uniform": 8})
+
+
+def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
+    """They are in the unit of d-eggs, which depends on the run; a run that went on with this version has both."""
+    bits = 16 / 6 / np.log(2)
+    for vocabulary, unit in ((256, "bits/byte"), (8192, "bits/token")):
+        path = tmp_path / str(vocabulary)
+        old = [{"event": "start", "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary, "RECOMBINE_ALPHA": 1}},
+               {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "seconds": 1}]
+        new = [{"event": "step", "step": 1, "tokens": 10, "loss": 7.0, "unit": unit, "seconds": 1}]
+        for told in (old, old + new):
+            path.write_text("".join(json.dumps(event) + "\n" for event in told))
+            curve = read_curve(path)
+            assert [point.value for point in curve.loss] == [pytest.approx(2 * bits), 7.0][:len(told) - 1]
+            assert curve.loss_unit == unit
+    text = plot.terminal(*charts([path]), Stream(), 80)
+    assert "training loss, bits/token\n" in text
+
+
+def test_a_label_stands_where_no_curve_is(tmp_path):
+    """A curve that ends on a reference: its label is left of it, whole."""
+    path = tmp_path / "log"
+    with open(path, "w") as file:
+        print(json.dumps({"event": "references", "values": {"unigram": 4.6, "bigram": 3.5}}), file=file)
+        for k in range(100):
+            value = 3.5 + 4 * 0.9 ** k
+            for event in ("validation", "step"):
+                print(json.dumps({"event": event, "step": k, "tokens": k, "value": value, "loss": 1, "seconds": 1,
+                                  "unit": "bits/byte"}), file=file)
+    for width in (60, 80, 160):
+        text = plot.terminal(*charts([path]), Stream(), width)
+        assert " unigram 4.60" in text and re.search("[ \u2502\u2524]bigram 3.50(?=[ \n])", text), text
+        assert "bigram 3.50" not in plot.terminal(*charts([path]), Stream(), 20)
+
+
+def test_a_resumed_run_has_one_curve(tmp_path):
+    for steps in (3, 6):
+        with Server(tmp_path, steps=steps, save=True, http=EVERYBODY, stay=True) as server:
+            thread = work_in_thread(server.port, FakeEngine(pause=0.01))
+            until(lambda: server.coordinator.page.figures.step.get("step") == steps - 1)
+            state = json.loads(ask(server, "/state.json")[2])
+            tokens = server.coordinator.progress.tokens_a_step
+            assert [point[0] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
+        thread.join(10)
+    curve = read_curve(tmp_path)
+    assert [point.step for point in curve.loss] == list(range(6))
+    assert len(of_kind("start", events(tmp_path / history.EVENTS))) == 2
+    seconds = [point.seconds for point in curve.loss]
+    assert seconds == sorted(seconds) and curve.name == tmp_path.name
+    history.open_run(CFG, tmp_path / "elsewhere", tmp_path).close()                # and takes it along
+    assert {**vars(read_curve(tmp_path / "elsewhere")), "name": curve.name} == vars(curve)
+
+
+def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path):
+    lines = Lines()
+    run = history.open_run(CFG)
+    with event_log.Events(CFG, run, tmp_path, egg_net.Console(lines), log_json="/dev/full") as told:
+        for _ in range(3):
+            told.warn("something")
+    run.close()
+    assert lines.text.count("/dev/full: No space left on device: events are missing in it from now on") == 1
+    assert lines.text.count("something") == 3
+
+
+def test_a_pipe_that_nobody_reads_holds_nothing_up(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    said = []
+    log = event_log.JsonLog(tmp_path / "pipe", "", said.append)
+    for _ in range(100):
+        log.emit({"text": "x" * 4000}, None)
+    assert len(said) == 1 and "Resource temporarily unavailable" in said[0]
+    log.close(), os.close(reader)
+
+
+@pytest.mark.parametrize("path, reason", [("/nonexistent/log", "No such file"), (".", "Is a directory")])
+def test_a_log_that_cannot_be_written_is_one_line_at_the_start(tmp_path, monkeypatch, capsys, path, reason):
+    monkeypatch.chdir(tmp_path)
+    assert egg.main(["coordinator", "--port", "0", "--log-json", path, "--steps", "1"]) == 1
+    assert re.fullmatch(rf"egg: {re.escape(path)}: .*({reason}).*: give --log-json a file that can be written\n",
+                        capsys.readouterr().err)
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+def records(directory):
+    from tensorboardX.proto.event_pb2 import Event
+    for name in sorted(os.listdir(directory)):
+        data = (directory / name).read_bytes()
+        while data:
+            size = struct.unpack("<Q", data[:8])[0]
+            yield Event.FromString(data[12:12 + size])
+            data = data[16 + size:]
+
+
+def test_tensorboard_gets_figures_and_samples(tmp_path):
+    run = history.open_run(CFG)
+    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines()), tensorboard=tmp_path / "tb") as told:
+        told.emit("step", step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25,
+                  seconds=1.0, elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
+        told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
+        told.emit("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
+        told.emit("snapshot", step=9, bytes=1, overlay=None)
+        told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
+    run.close()
+    got = {}
+    for record in records(tmp_path / "tb"):
+        for value in record.summary.value:
+            got[value.tag] = (record.step,
+                              value.tensor.string_val[0].decode() if value.HasField("tensor") else value.simple_value)
+    assert got == {"loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
+                   "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
+                   "overlay/mean": (8, 1.5), "overlay/min": (8, -3.0), "overlay/max": (8, 9.0),
+                   "sample/text_summary": (9, "    To be, >>> or\n    not")}
+
+
+def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
+    lines, run = Lines(), history.open_run(CFG)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(event_log.WatchError, match="File exists: give a directory"):
+        event_log.Events(CFG, run, tmp_path, egg_net.Console(lines), tensorboard=tmp_path / "file")
+    with event_log.Events(CFG, run, tmp_path, egg_net.Console(lines), tensorboard=tmp_path / "tb") as told:
+        def full(_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(told.files[-1]._writer, "write_event", full)
+        for step in range(3):
+            told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
+    run.close()
+    assert lines.text.count("No space left on device: nothing more is written there") == 1
+
+
+def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert egg.main(["coordinator", "--port", "0", "--tensorboard", "tb"]) == 1
+    advice = f"{egg.pip()} install tensorboardX"
+    assert capsys.readouterr().err == f"egg: --tensorboard needs tensorboardX: {advice}\n"
+    example(tmp_path / "log")
+    assert egg.main(["plot", "log", "--out", "a.png"]) == 1
+    assert f"egg: --out needs matplotlib: {egg.pip()} install matplotlib" in capsys.readouterr().err
+    assert egg.main(["backprop", "--log-json", "b.jsonl"]) == 1
+    assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
+    assert egg.main(["import", "w", "--save-dir", "new"]) == 1
+    advice = f"{egg.pip()} install -r {egg.from_here(HERE / 'requirements' / 'export.txt')}"
+    assert capsys.readouterr().err == f"egg: export and import need safetensors: `{advice}`\n"
+    assert not (tmp_path / "a.png").exists() and not (tmp_path / "b.jsonl").exists()

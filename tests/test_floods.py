@@ -1,0 +1,168 @@
+"""What one peer cannot take from the others: memory, time, connections."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import egg_net
+from cluster import hub, link, session, status, wire
+from cluster.wire import HEARTBEAT, HELLO, V2
+from coordinators import Peer, Peer2, Server, until, whole, work_in_thread
+from fakes import CFG, FakeEngine, changed, expected
+from recordings import HERE
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+def test_nobody_is_read_from_while_a_frame_of_theirs_is_unhandled(tmp_path):
+    """An island that is owed a piece of a state; a worker that computes."""
+    with Server(tmp_path) as server:
+        peer = Peer2(server.port)
+        peer.chunk(0)
+        worker = next(iter(server.coordinator.dispatcher.workers))
+        worker.session.wait()
+        peer.link.sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            for _ in range(100):
+                peer.link.sock.sendall(wire.frame(HEARTBEAT, version=V2) * 100_000)
+        assert len(worker.session.inbox) <= 2 * session.hub.Connection.PIECE
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours = link.Link(CFG, *listener.getsockname())               # of version 1: no introduction
+    theirs = listener.accept()[0]
+    flood = wire.frame(wire.JOB_RESPONSE, 42, 0, 0, 0) * 20_000
+    thread = threading.Thread(target=pour, args=(theirs, flood * 20), daemon=True)
+    thread.start()
+    for _ in range(2000):
+        ours.check()                                             # between slices of a chunk
+    assert 0 < len(ours.inbox) <= 1 << 17
+    ours.close(), theirs.close(), listener.close()
+
+
+def pour(sock, data):
+    try:
+        sock.sendall(data)
+    except OSError:
+        pass
+
+
+# --- floods -----------------------------------------------------------------------------------------------------------
+
+def test_a_turn_takes_a_few_frames_of_each_and_a_flood_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "FLOOD_SECONDS", 1.0)
+    with Server(tmp_path) as server:
+        flooding, honest = Peer2(server.port, name="flooding"), Peer2(server.port)
+        session_ = next(iter(server.coordinator.hub.connections))
+        threading.Thread(target=pour, args=(flooding.link.sock, wire.frame(HEARTBEAT, version=V2) * 2_000_000),
+                         daemon=True).start()
+        for k in range(4):
+            started = time.process_time()                        # which a busy machine does not lengthen
+            honest.result(0, honest.chunk(0))
+            assert time.process_time() - started < 0.5
+        until(lambda: "it sends more than it may" in server.lines.text, 10)
+        until(lambda: len(server.coordinator.hub.connections) == 1)
+        assert session_.useless.most == session.USELESS
+
+
+def test_requests_results_and_snapshots_that_are_wanted_are_no_flood(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=4)
+    with Server(tmp_path, cfg, save=True, steps=300, stay=True) as server:
+        engine, late = FakeEngine(cfg), FakeEngine(cfg)
+        work_in_thread(server.port, engine, cfg)
+        until(lambda: engine.step == 300, 60)
+        work_in_thread(server.port, late, cfg)
+        until(lambda: late.step == 300, 30)
+        assert "more than it may" not in server.lines.text
+        assert whole(server.run)[:20] == expected(20, cfg)[0]
+
+
+def test_connections_without_proof_keep_no_worker_out(tmp_path):
+    cfg = changed(CONNECTIONS_PER_ADDRESS=4)
+    with Server(tmp_path, cfg) as server:
+        half = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
+        started = time.monotonic()
+        for sock in half[::2]:
+            with contextlib.suppress(OSError):
+                sock.sendall(wire.frame(HELLO, bytes(32), version=V2))
+        peers = Peer2(server.port, cfg), Peer(server.port, cfg)
+        assert [peer.chunk(0) for peer in peers] == [0, 32]
+        assert time.monotonic() - started < 5
+        assert len(server.coordinator.admission.arrivals) <= 256
+        [sock.close() for sock in half]
+        until(lambda: len(server.coordinator.hub.connections) == 2)
+
+
+def test_a_crowd_makes_room_at_the_cost_of_who_is_most(monkeypatch):
+    class One:
+        def __init__(self, host, born):
+            self.host, self.born = host, born
+
+        def close(self):
+            crowd.pop(self)
+
+    crowd, now = hub.Crowd(4), time.monotonic()
+    lone, *many = [One("a", now - 9), One("b", now - 3), One("b", now - 2), One("b", now - 1)]
+    for one in (lone, *many):
+        assert crowd.room()
+        crowd[one] = True
+    assert crowd.room() and len(crowd) == 3 and many[0] not in crowd and lone in crowd
+    crowd[One("b", now)] = True
+    many[1].born = time.monotonic()                              # too young to go: who comes now waits
+    assert not crowd.room() and len(crowd) == 4
+
+
+def test_few_files_are_one_line_at_the_start(tmp_path):
+    command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "-", sys.executable, HERE / "egg.py", "coordinator", "--port",
+               "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "may open 64 files" in done.stderr and "ulimit -n" in done.stderr
+
+
+# --- requests for the status ------------------------------------------------------------------------------------------
+
+def test_a_status_is_never_too_long(tmp_path):
+    with Server(tmp_path) as server:
+        workers = [{"name": "\U0001f95a" * 64, "address": "1.2.3.4:5", "device": "\U0001f95a" * 64, "protocol": 2,
+                    "step": 1, "chunks": 1, "chunk_seconds": None, "last_seen": 1.0, "state": "computing"}] * 4000
+        made = {**server.status(), "workers": workers, "connected": 4000}
+        server.coordinator.status = lambda: made
+        told = status.fetch_status(CFG, "127.0.0.1", server.port)
+        assert told["connected"] == 4000 and 500 < len(told["workers"]) < 4000
+
+
+@pytest.mark.parametrize("payload", [
+    b"{}", b"[]", b"5", b"\xff", b'{"step": "\\ud800"}', b'{"step": 1' + b"0" * 5000 + b"}", b"[" * 100000,
+    json.dumps({"steps": [], "step": {}, "chunks_done": 1, "chunks": 1, "tokens_per_second": "x"}).encode(),
+    json.dumps({"steps": 1, "step": 1, "chunks_done": 1, "chunks": 1, "tokens_per_second": 1, "loss": "x"}).encode()])
+def test_a_hostile_status_is_one_line(payload, monkeypatch):
+    class Hostile:
+        def __init__(self, *_):
+            pass
+
+        def next(self, *_):
+            return payload
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(status, "Link", Hostile)
+    with pytest.raises(egg_net.NetError, match="a status that cannot be read"):
+        status.fetch_status(CFG, "127.0.0.1", 1)
+
+
+def test_the_table_of_a_status_cannot_be_wide(tmp_path):
+    with Server(tmp_path) as server:
+        peer = Peer2(server.port)
+        peer.chunk(0)
+        told = status.fetch_status(CFG, "127.0.0.1", server.port)
+    told["workers"] = [{**told["workers"][0], "step": "x" * 100_000, "name": "\x1b[31m" * 1000}] * 50
+    told["save_dir"] = "y" * 1_000_000
+    text = status.describe_status(told)
+    assert len(text) < 50_000 and "\x1b" not in text

@@ -1,0 +1,349 @@
+"""Forged files of a save directory: nothing of a stranger's directory is obeyed or believed."""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+
+import hypothesis
+import numpy as np
+import pytest
+import pyzstd
+from hypothesis import strategies as st
+
+import egg
+import egg_config
+from cluster import admission, event_log, history, leases, snapshots, trust
+from islands import gossip
+from model import fitness_digits, parameters
+from tools import use
+from coordinators import Holder
+from fakes import BAD, CFG, GOOD, changed
+from fuzzing import EXAMPLES
+from recordings import HERE
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+def in_memory(program, *arguments, megabytes=700):
+    """Runs a Python program that may have so much memory; its (status, what it prints)."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({megabytes << 20},) * 2)\n"
+    did = subprocess.run([sys.executable, "-c", limit + program, *map(str, arguments)], cwd=HERE, timeout=60,
+                         capture_output=True, text=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    return did.returncode, did.stdout + did.stderr
+
+
+OPEN = f"""
+import sys, egg_config
+from cluster import history
+cfg = egg_config.make(**{CFG.constants()!r})
+try:
+    run = history.read_run(cfg, sys.argv[1])
+    for step in range(run.start.step, run.step):
+        run.fitness(step)
+except history.HistoryError as error:
+    print(error)
+"""
+
+
+def record(run, body):
+    fields = history.RECORD.pack(len(body), run.step, 0, 0, run.seed)
+    return fields + zlib.crc32(fields).to_bytes(4, "little") + body + zlib.crc32(body).to_bytes(4, "little")
+
+
+def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
+    (tmp_path / "cpp").mkdir()
+    (tmp_path / "cpp" / "checkpoint_00200000000.bin").write_bytes(b"x")
+    run = history.open_run(CFG, tmp_path / "bomb")
+    bomb = record(run, pyzstd.compress(bytes(1 << 30)))                       # 1 GiB in 32 KB
+    small = record(run, pyzstd.compress(bytes(1 << 20), 19))                  # 1 MiB in a body of the right size
+    run.close()
+    for name, data in (("bomb", bomb), ("small", small)):
+        header = (tmp_path / "bomb" / history.FILE).read_bytes()[:run._offsets[0]]
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / history.FILE).write_bytes(header + data)
+    (tmp_path / "header").mkdir()
+    with open(tmp_path / "header" / history.FILE, "wb") as file:
+        file.write(history.MAGIC + (1 << 31).to_bytes(4, "little"))
+        file.truncate(1 << 33)                                                # sparse
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / history.FILE).write_bytes(header)
+    os.truncate(tmp_path / "long" / history.FILE, 1 << 40)
+    for name, words in (("cpp", "checkpoint_00000001.bin is missing"), ("bomb", "damaged at byte"),
+                        ("small", "step 0 cannot be read"), ("header", "damaged in its header"),
+                        ("long", "damaged at byte")):
+        status, said = in_memory(OPEN, tmp_path / name)
+        assert status == 0 and words in said and said.count("\n") == 1, (name, status, said)
+
+
+IMPORT = """
+import sys, egg_config
+from tools import use
+try:
+    cfg = egg_config.make(**use.read_config(sys.argv[1]))
+    use.import_(cfg, sys.argv[1], sys.argv[2])
+except egg_config.EggError as error:
+    print(error)
+"""
+
+
+def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
+    cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=64, VOCAB_SIZE=65536)
+    config = json.dumps(cfg.saved())
+    use.write_tensors(tmp_path / "small", {"embedding": np.zeros((4, 4), np.int8)}, {"config": config})
+    with open(tmp_path / "sparse", "wb") as file:
+        header = json.dumps({"embedding": {"dtype": "I8", "shape": [1 << 20, 1 << 14], "data_offsets": [0, 1 << 34]},
+                             "__metadata__": {"config": config}}).encode()
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 34))
+    for name, megabytes in (("small", 700), ("sparse", 20_000)):
+        started = time.monotonic()
+        status, said = in_memory(IMPORT, tmp_path / name, tmp_path / "run", megabytes=megabytes)
+        assert status == 0 and "this configuration has" in said and said.count("\n") == 1, said
+        assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
+                                    '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
+                                    '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
+def test_an_odd_configuration_of_an_import_is_one_line(tmp_path, config, capsys):
+    header = json.dumps({"embedding": {"dtype": "I8", "shape": [4, 4], "data_offsets": [0, 16]},
+                         "__metadata__": {"config": config}}).encode()
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    assert egg.main(["import", str(tmp_path / "x"), "--save-dir", str(tmp_path / "run")]) in (1, 2)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [
+    {"config": 5}, {"config": [[1, 2]]}, {"version": {}}, {"version": 9}, {"start": 3},
+    {"start": {"step": "x", "seed": 1}}, {"start": {"step": 1 << 63, "seed": 1}}, {"start": {"step": -1, "seed": 1}},
+    {"start": {"step": 1, "seed": 1 << 40}},
+    {"start": {"step": 1, "seed": 1, "state": "zz"}}, {"start": {"step": 1, "seed": 1, "origin": 7}},
+    {"start": {"step": 1, "seed": 1, "origin": {"epoch": "1", "digest": ""}}},
+    {"start": {"step": 1, "seed": 1, "more": 1}}, "[" * 100_000, "5", "null", "[]", '"\\ud800"'])
+def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
+    run = history.open_run(CFG, tmp_path)
+    run.close()
+    data = (tmp_path / history.FILE).read_bytes()
+    header = json.loads(data[12:-4])
+    text = change.encode() if isinstance(change, str) else json.dumps({**header, **change}).encode()
+    data = history.MAGIC + len(text).to_bytes(4, "little") + text
+    (tmp_path / history.FILE).write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
+    for call in (lambda: history.open_run(CFG, tmp_path), lambda: history.configuration(tmp_path),
+                 lambda: history.epochs(tmp_path)):
+        with contextlib.suppress(history.HistoryError):
+            call()
+    with pytest.raises(history.HistoryError) as error:
+        history.open_run(CFG, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path):
+    source, secret = tmp_path / "source", tmp_path / "secret"
+    run = history.open_run(CFG, source)
+    secret.write_text("a file of this user")
+    for name in ("elite-000-00000001-loss-1.0000.egg", "history-000.egg", "history-secret", "elite-secret",
+                 "snapshot-00000002.egg"):
+        os.symlink(secret, source / name)
+    os.symlink("/dev/zero", source / "history-001.egg")
+    os.mkfifo(source / "snapshot-00000003.egg")
+    os.mkfifo(source / "elite-000-00000002-loss-1.0000.egg")
+    os.unlink(source / history.SETTINGS)
+    os.symlink(secret, source / history.SETTINGS)
+    with open(source / "snapshot-00000004.egg", "wb") as file:
+        file.truncate(1 << 42)
+    with open(source / "history-002.egg", "wb") as file:
+        file.write(b"x")
+        file.truncate(1 << 28)                                   # small enough, but with a hole
+    for name in ("banned.txt", "coordinator.log", history.EVENTS):
+        os.symlink(secret, source / name)
+    run.close()
+    history.open_run(CFG, tmp_path / "target", source).close()
+    assert sorted(os.listdir(tmp_path / "target")) == [history.FILE, history.SETTINGS]
+    run = history.open_run(CFG, source)
+    assert snapshots.Shelf(CFG, run).files == {} and gossip.Elites(source, 3).best(CFG) is None
+    bans = admission.Bans(source)
+    bans.add("w1", "it lied")
+    assert bans.all() == {"w1": "it lied"}
+    for name in ("coordinator.log", history.EVENTS):
+        with pytest.raises(event_log.WatchError):
+            event_log.JsonLog(str(source / name), "", None)
+    assert secret.read_text() == "a file of this user"                       # and nothing was written through a link
+    run.close()
+    with pytest.raises(OSError, match="regular"):
+        history.open_file(source / "history-000.egg")
+    with pytest.raises(OSError, match="too large"):
+        snapshots.read(CFG, source / "snapshot-00000004.egg")
+    os.replace(source / history.FILE, tmp_path / "moved")
+    os.symlink(tmp_path / "moved", source / history.FILE)
+    with pytest.raises(history.HistoryError, match="not a regular file"):
+        history.open_run(CFG, source)
+
+
+@pytest.mark.parametrize("spoil", [lambda s: s.weights.__setitem__(3, -128), lambda s: s.overlay.__setitem__(3, -128),
+                                   lambda s: s.moments.__setitem__((3, 0), np.nan),
+                                   lambda s: s.moments.__setitem__((3, 2), -np.inf)])
+def test_a_worker_loads_no_state_that_import_would_refuse(tmp_path, spoil):
+    cfg = changed(SNAPSHOT_EVERY=2)
+    state = parameters.initial_state(cfg)
+    state.overlay = np.zeros(max(8, state.overlay.size), np.int8)[:parameters.n_overlay(cfg)]
+    spoil(state)
+    state.step = 4
+    snapshots.save(cfg, state, tmp_path)
+    with pytest.raises(ValueError, match="it holds"):
+        snapshots.read(cfg, tmp_path / "snapshot-00000004.egg")
+
+
+# --- at random --------------------------------------------------------------------------------------------------------
+
+@hypothesis.given(st.integers(0, 1 << 64))
+def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
+    """Two honest hosts and one liar with many names, on one step of which every chunk is audited, in any order."""
+    dice, step = random.Random(seed), leases.Step(CFG, range(CFG.N_CHUNKS))
+    step.by_host = True
+    liars = [Holder("6.6.6.6", f"liar{i}") for i in range(dice.randint(1, 5))]
+    honest = [Holder(f"1.1.1.{i % 2}", f"honest{i}") for i in range(dice.randint(2, 4))]
+    accused, held = set(), []
+    for turn in range(60):
+        who, act = dice.choice(liars + honest), dice.choice(["take", "copy", "result", "result", "back", "withdraw"])
+        if act in ("take", "copy"):
+            chunk = step.take(who, who.author, turn) if act == "take" else \
+                step.copy(who, who.author, turn, step.late(turn, 0.1))
+            held += [(who, chunk)] * (chunk is not None)
+        elif act == "withdraw" and accused:
+            step.withdraw(dice.choice(sorted(accused)))
+        elif held:
+            who, chunk = held.pop(dice.randrange(len(held)))
+            if act == "back":
+                step.give_back(who, chunk)
+            else:
+                lie = who in liars and dice.random() < 0.5
+                accused |= set(step.result(who, who.author, chunk, BAD if lie else GOOD, 5))
+    assert not accused & {holder.author for holder in honest}
+    assert all(packed == GOOD for packed, _ in step.done.values())
+    for who, chunk in held:                                      # every lease ends
+        step.give_back(who, chunk)
+    for _ in range(100):                                         # and the honest can end it, whatever happened before
+        for who in honest:
+            chunk = step.take(who, who.author, 0) if not step.complete else None
+            if chunk is None and not step.complete:
+                chunk = step.copy(who, who.author, 1e9, step.late(1e9, 0.1))
+            if chunk is not None:
+                accused |= set(step.result(who, who.author, chunk, GOOD, 5))
+    assert step.complete and all(packed == GOOD for packed, _ in step.done.values())
+    assert not accused & {holder.author for holder in honest}
+
+
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), max_size=40))
+def test_no_sybils_outvote_two_honest_hosts(votes):
+    """Names 0 and 1 are honest, of two hosts, the others of one liar. votes: (name, what it states, rebuilt)."""
+    hosts = ["1.1.1.1", "2.2.2.2"] + ["6.6.6.6"] * 5
+    authors = [admission.Author(host, str(i), str(i)) for i, host in enumerate(hosts)]
+    kept = trust.Trust()
+    for name, state, rebuilt in votes:
+        kept.judge(1, authors[name], b"right" if name < 2 else b"lie%d" % state, rebuilt)
+        kept.confirms(1, authors[name], (1, 1, 5.0) if name < 2 else (1, 1, float(state)), True, True)
+    for name in (0, 1):
+        verdict = kept.judge(1, authors[name], b"right", True)
+    assert verdict[0] == trust.AGREES and not verdict[1] & set(authors[:2]) and kept.decided(1)
+    assert kept.leading(1) == b"right" and not kept.contradicts(1, b"right")
+    for name in range(2, 7):                                     # now only liars can be wrong
+        verdict = kept.judge(1, authors[name], b"lie", True)
+        assert verdict[0] == trust.BAN
+
+
+NAMES = [history.FILE, "history-000.egg", "history-001.egg", "snapshot-00000001.egg", "snapshot-00000002-1.5000.egg",
+         "snapshot-99999999999999999999.egg", "elite-000-00000001-loss-1.0000.egg",
+         "elite-001-00000002-validation-2.0000.egg", history.SETTINGS,
+         history.DATA_FILE, history.EVENTS, "banned.txt", "latest.egg", "checkpoint_00000001.bin",
+         "checkpoint_00000002.bin", "snapshot-x.part"]
+KINDS = st.one_of(
+    st.tuples(st.just("link"), st.sampled_from(["/dev/zero", "/etc/hostname", "nowhere", ".", "history.egg", "../x"])),
+    st.tuples(st.just("pipe"), st.none()), st.tuples(st.just("folder"), st.none()),
+    st.tuples(st.just("sparse"), st.integers(0, 1 << 43)), st.tuples(st.just("bytes"), st.binary(max_size=200)),
+    st.tuples(st.just("cut"), st.integers(0, 3000)), st.tuples(st.just("flip"), st.integers(0, 1 << 20)),
+    st.tuples(st.just("grown"), st.integers(0, 1 << 43)))
+
+
+@pytest.fixture(scope="module")
+def good_directory(tmp_path_factory):
+    """A save directory with a file of every kind."""
+    at = tmp_path_factory.mktemp("good")
+    run = history.open_run(CFG, at)
+    state = parameters.initial_state(CFG)
+    for step in (1, 2):
+        run.append(GOOD_STEP, 5, 0)
+        state.step = step
+        snapshots.save(CFG, state, at)
+    run.keep_data(b"d" * 32)
+    run.close()
+    for name in NAMES:
+        if not (at / name).exists():
+            (at / name).write_bytes((at / "snapshot-00000002.egg").read_bytes() if name.endswith(".egg") else b"x")
+    return at
+
+
+GOOD_STEP = fitness_digits.pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
+
+
+@hypothesis.settings(max_examples=EXAMPLES // 6)
+@hypothesis.given(st.lists(st.tuples(st.sampled_from(NAMES), KINDS), min_size=1, max_size=5))
+def test_any_files_in_a_save_directory_end_in_a_run_or_a_line(good_directory, changes):
+    """Links, pipes, folders, sparse, cut, changed and huge files: no other error, no waiting, no memory."""
+    with tempfile.TemporaryDirectory() as top:
+        at, began = os.path.join(top, "run"), time.process_time()      # not that of a disk under load
+        shutil.copytree(good_directory, at)
+        for name, (kind, what) in changes:
+            path = os.path.join(at, name)
+            data = open(path, "rb").read() if os.path.isfile(path) and os.path.getsize(path) < 1 << 20 else b"x"
+            if os.path.isdir(path) and not os.path.islink(path):
+                continue
+            os.unlink(path)
+            if kind == "link":
+                os.symlink(what, path)
+            elif kind == "pipe":
+                os.mkfifo(path)
+            elif kind == "folder":
+                os.mkdir(path)
+            else:
+                if kind == "flip" and data:
+                    byte, bit = divmod(what % (8 * len(data)), 8)
+                    data = data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1:]
+                with open(path, "wb") as file:
+                    file.write(b"" if kind == "sparse" else what if kind == "bytes" else data)
+                    if kind in ("sparse", "cut", "grown"):
+                        with contextlib.suppress(OSError):       # larger than this file system can hold
+                            file.truncate(what)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for call in (history.configuration, history.epochs, lambda _: history.newest(os.path.join(top, "r*")),
+                     lambda at: read_all(history.read_run(CFG, at)), lambda at: read_all(history.open_run(CFG, at)),
+                     lambda at: read_all(history.open_run(CFG, os.path.join(top, "copy"), at))):
+            with contextlib.suppress(history.HistoryError):
+                call(at)
+        gossip.Elites(at, 3).best(CFG)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10, "KiB of memory"
+        assert time.process_time() - began < 20
+        kept = [os.path.join(top, "copy", name) for name in os.listdir(os.path.join(top, "copy"))] \
+            if os.path.isdir(os.path.join(top, "copy")) else []
+        assert not any(os.path.islink(path) and not path.endswith(("latest.egg", "best.egg")) for path in kept)
+
+
+def read_all(run):
+    try:
+        for step in range(run.start.step, run.step):
+            run.fitness(step)
+        shelf = snapshots.Shelf(CFG, run)
+        for step in shelf.files:
+            with contextlib.suppress(ValueError, OSError):
+                shelf.state(step)
+        shelf.block(shelf.newest, 0, 100)
+        shelf.close_unread()
+    finally:
+        run.close()

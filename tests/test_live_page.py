@@ -1,0 +1,396 @@
+"""The live page and /metrics."""
+
+import base64
+import contextlib
+import gzip
+import json
+import re
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import time
+from http import HTTPStatus
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import egg
+import egg_config
+from cluster import auth, wire
+from cluster.hub import split_address
+from cluster.wire import LOG_MESSAGE, VALIDATION
+from tools import live_page
+from coordinators import Peer, Peer2, Server, until
+from fakes import SECRET, changed
+from pages import EVERYBODY, ask, connect, page_port, parse_metrics, receive, request
+from recordings import HERE
+
+
+# --- hostile requests -------------------------------------------------------------------------------------------------
+
+def test_no_header_takes_long():
+    """8 KB of spaces took a third of a second; 16 clients stopped training by them."""
+    for field in (b"X:" + b" " * 8000 + b"y", b"X:" + b"\t " * 4000 + b"\x01", b"X: " + b"a " * 4000,
+                  b":" * 8000, b" " * 8000, b"X" * 8000, b"X:\xff" * 2000, b"\r\n".join([b"a: b"] * 1500)):
+        started = time.thread_time()
+        try:
+            live_page.parse(b"GET / HTTP/1.1\r\nHost: a\r\n" + field + b"\r\n\r\n")
+        except ValueError as error:
+            assert HTTPStatus(error.args[0])
+        assert time.thread_time() - started < 0.05, field[:10]
+
+
+def test_a_request_that_breaks_the_page_ends_its_connection_alone(tmp_path, monkeypatch):
+    with Server(tmp_path, http=live_page.Where("127.0.0.1", 0, "", None)) as server:
+        def broken(_):
+            raise RuntimeError("nobody has thought of this")
+
+        monkeypatch.setattr(server.coordinator.page, "answer", broken)
+        for _ in range(2):
+            with socket.create_connection(server.coordinator.page.address, timeout=5) as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert sock.recv(1) == b""
+        assert server.lines.text.count("its request cannot be handled: RuntimeError") == 1
+        assert Peer2(server.port).chunk(0) == 0
+
+
+PASSWORD = auth.page_password(SECRET).encode()
+MASTER = live_page.Where("127.0.0.1", 0, PASSWORD.decode(), None)
+
+
+# --- the live page ----------------------------------------------------------------------------------------------------
+
+def basic(password, name=b"me"):
+    return "Basic " + base64.b64encode(name + b":" + password).decode()
+
+
+def test_the_page_its_state_and_metrics(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=2)
+    with Server(tmp_path, cfg, steps=3, stay=True, save=True, http=EVERYBODY) as server:
+        status, fields, html = ask(server)
+        assert status == 200 and fields["content-type"] == "text/html; charset=utf-8" and b"<script>" in html
+        assert "default-src 'none'" in fields["content-security-policy"]
+        assert not re.search(rb'(src|href)="(?!state.json|metrics|data:)', html)
+        peer = Peer(server.port, cfg)
+        peer.link.send(wire.frame(LOG_MESSAGE, "sample at step 0: a<script>\u23ceb >>> <img src=x>".encode()))
+        for position in (0, 32, 64, 96):
+            assert peer.chunk(0) == position
+            if position == 0:
+                peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
+            peer.result(0, position, loss=4096, updates=5)
+        until(lambda: server.coordinator.page.figures.step.get("step") == 0)         # after its report
+        status, fields, body = ask(server, "/state.json?x=1")
+        state = json.loads(body)
+        assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
+        assert (state["step"], state["steps"], state["chunks"], state["chunks_done"]) == (1, 3, 4, 0)
+        bits = egg_config.loss_unit(cfg.constants())[0]
+        assert (state["loss"], state["loss_unit"]) == (pytest.approx(bits, abs=1e-6), "bits/byte")
+        assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), pytest.approx(bits, 1e-4)]]
+        assert state["finished"] is False
+        assert state["name"] == tmp_path.name
+        assert state["curves"]["validation"][0][2] == 1.0
+        assert state["best"] == {"step": 0, "value": 1.0, "unit": "bits/byte"}
+        assert state["samples"] == [{"step": 0, "worker": "a version 1 peer", "prompt": "a<script>\nb",
+                                     "text": "<img src=x>"}]
+        assert [line["kind"] for line in state["lines"]] == ["joined"]
+        packed = ask(server, "/state.json", accept_encoding="gzip, br")
+        assert packed[1]["content-encoding"] == "gzip" and json.loads(gzip.decompress(packed[2]))["step"] == 1
+        assert "content-encoding" not in ask(server, "/state.json", accept_encoding="gzip;q=0, br")[1]
+
+        status, fields, body = ask(server, "/metrics")
+        assert status == 200 and fields["content-type"].startswith("text/plain; version=0.0.4")
+        values = parse_metrics(body.decode())
+        assert values["egg_steps_total"] == 1 and values["egg_tokens_total"] == 128 * 8
+        assert values['egg_loss{unit="bits/byte"}'] == pytest.approx(bits, abs=1e-6)
+        assert values['egg_validation{unit="bits/byte"}'] == 1 and values["egg_workers"] == 1
+        assert values["egg_sigma_shift"] == state["sigma_shift"] == cfg.SIGMA_SHIFT
+        assert values['egg_events_total{event="joined"}'] == 1
+        assert [v for k, v in values.items()
+                if k.startswith('egg_worker_chunks_total{name="a version 1 peer",address="127.0.0.1:')] == [4]
+        assert ask(server, "/", "HEAD")[::2] == (200, b"") and ask(server, "/nothing")[0] == 404
+        peer.link.close()
+
+
+def test_the_page_tells_of_the_end(tmp_path):
+    """While somebody looks, the end is served for a moment; else the coordinator leaves at once."""
+    for looks in (True, False):
+        command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--http", "0"]
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            process.stdout.readline()
+            port = int(re.search(r":(\d+)/", process.stdout.readline())[1])
+            states = [fetch(port)] if looks else []
+            process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            while looks and (state := fetch(port)):
+                states.append(state)
+                time.sleep(0.3)
+            assert process.wait(60) == 0
+            took = time.monotonic() - started
+        assert [state["finished"] for state in states[:1] + states[-1:]] == [False, True][:2 * looks]
+        assert (took >= live_page.FAREWELL_SECONDS - 0.5) == looks and took < live_page.FAREWELL_SECONDS + 2
+
+
+def fetch(port):
+    """The state of a page, None where nobody serves it."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+            sock.sendall(request("/state.json"))
+            return json.loads(receive(sock)[2] or "null")
+    except OSError:
+        return None
+
+
+def test_labels_are_escaped():
+    assert live_page.quoted('a"b\\c\nd') == r'"a\"b\\c\nd"'
+
+
+BAD = {
+    b"\r\n\r\n": 400, b"GET\r\n\r\n": 400, b"GET / HTTP/1.1\r\n\r\n": 400, b"GET / HTTP/2.0\r\n\r\n": 505,
+    b"GET  / HTTP/1.1\r\nHost: localhost\r\n\r\n": 400,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n": 400,
+    b"GET / HTTP/1.1\r\nHost : localhost\r\n\r\n": 400,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n folded\r\n\r\n": 400,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nno colon\r\n\r\n": 400,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n": 400,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello": 413,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n": 413,
+    b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n": 400,
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n": 405,
+    b"BREW / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n": 405,
+    b"GET / HTTP/1.0\r\n\r\n": 403, b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n": 200,
+    b"GET /%00 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n": 404,
+    b"GET /../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n": 404, b"X" * 9000: 431,
+    b"GET / HTTP/1.1\r\nX: " + b"y" * 100000: 431,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 1500 + b"\r\n": 431,
+}
+
+
+def test_requests_that_cannot_be_served(tmp_path):
+    with Server(tmp_path, http=EVERYBODY) as server:
+        for data, status in BAD.items():
+            with connect(server) as sock:
+                sock.sendall(data)
+                got = receive(sock)
+                assert got[0] == status, (data[:60], got)
+                assert sock.recv(1) == b"", data[:60]                     # and the connection ends
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1%x.evil.example",
+                     "[::1%x.evil.example]:80", "127.0.0.1%25x.evil.example", "localhost:80.evil.example", "10.0.0.1",
+                     "localhost.evil",
+                     "[::2]:80", ""):
+            assert ask(server, host=host)[0] == 403, host                 # a name that a stranger had resolved to here
+        for host in ("localhost", "LOCALHOST:8080", "127.0.0.1", f"127.0.0.1:{page_port(server)}", "[::1]:80"):
+            assert ask(server, host=host)[0] == 200, host
+        assert Peer(server.port).chunk(0) == 0 and server.failure is None
+
+
+def test_one_connection_for_many_requests_also_in_pieces(tmp_path):
+    with Server(tmp_path, http=EVERYBODY) as server, connect(server) as sock:
+        for _ in range(3):
+            for byte in request("/metrics", close=False):
+                sock.sendall(bytes([byte]))
+            assert receive(sock)[0] == 200
+        sock.sendall(request("/nothing", close=False) * 200 + request("/nothing"))  # one behind the other, read late
+        data = b""
+        while more := sock.recv(1 << 16):
+            data += more
+        assert data.count(b"HTTP/1.1 404 ") == 201
+
+
+def test_clients_that_take_their_time_are_closed(tmp_path, monkeypatch):
+    for name in ("REQUEST_SECONDS", "IDLE_SECONDS", "SEND_SECONDS", "LINGER_SECONDS"):
+        monkeypatch.setattr(live_page, name, 0.3)
+    with Server(tmp_path, http=EVERYBODY) as server:
+        silent, trickling, idle, deaf, lingering = (connect(server) for _ in range(5))
+        idle.sendall(request("/metrics", close=False))
+        assert receive(idle)[0] == 200
+        lingering.sendall(b"\r\n\r\n")
+        assert receive(lingering)[0] == 400
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with contextlib.suppress(OSError):
+            deaf.settimeout(0.2)
+            deaf.sendall(request("/", close=False) * 1000)  # more answers than the buffers hold, none of them read
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            for byte in request("/" + "x" * 4000):
+                trickling.sendall(bytes([byte]))
+                time.sleep(0.01)
+        assert time.monotonic() - began < 3
+        for sock in (silent, idle, lingering):
+            assert sock.recv(1) == b""
+        until(lambda: not (server.coordinator.page.newcomers or server.coordinator.page.served))
+        assert ask(server, "/metrics")[0] == 200 and Peer(server.port).chunk(0) == 0
+
+
+def test_who_holds_connections_keeps_no_browser_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(live_page, "MOST_CLIENTS", 16)
+    with Server(tmp_path, http=EVERYBODY) as server:
+        page = server.coordinator.page
+        browser = connect(server)
+        browser.sendall(request("/metrics", close=False))
+        assert receive(browser)[0] == 200
+        held = [connect(server) for _ in range(30)]
+        assert all(ask(server, "/metrics")[0] == 200 for _ in range(3))
+        browser.sendall(request("/metrics", close=False))
+        assert receive(browser)[0] == 200                                  # its connection was kept
+        for sock in held:
+            with contextlib.suppress(OSError):
+                sock.sendall(request("/metrics", close=False))
+        until(lambda: len(page.served) > 1)
+        assert len(page.newcomers) <= 8 and len(page.served) <= 8 and ask(server, "/metrics")[0] == 200
+        [sock.close() for sock in held]
+
+
+def test_the_password_is_asked_for_and_is_not_the_secret(tmp_path):
+    with Server(tmp_path, http=MASTER) as server:
+        for path in ("/", "/state.json", "/metrics", "/nothing"):
+            status, fields, body = ask(server, path)
+            assert status == 401 and fields["www-authenticate"].startswith("basic realm=") and b"egg_" not in body
+        for wrong in (b"", SECRET, PASSWORD[:-1], PASSWORD + b"e", PASSWORD.upper() + b"!", b"\xff" * 21):
+            assert ask(server, authorization=basic(wrong))[0] == 401
+        for wrong in ("Basic", "Basic !!!", "Basic " + base64.b64encode(PASSWORD).decode(),
+                      "Bearer " + PASSWORD.decode(),
+                      "Basic \xe9"):
+            assert ask(server, authorization=wrong)[0] == 401
+        for name in (b"me", b"", b"egg"):
+            assert ask(server, "/metrics", authorization=basic(PASSWORD, name))[0] == 200
+        assert ask(server, "/metrics", host="evil.example", authorization=basic(PASSWORD))[0] == 403
+        second = f"Authorization: {basic(b'x')}\r\nConnection".encode()
+        twice = request("/", authorization=basic(PASSWORD)).replace(b"Connection", second)
+        with connect(server) as sock:
+            sock.sendall(twice)
+            assert receive(sock)[0] == 400
+
+
+def test_the_page_under_tls(tmp_path, certificates):
+    cert, key = certificates
+    where = live_page.Where("127.0.0.1", 0, PASSWORD.decode(), auth.server_tls(cert, key))
+    with Server(tmp_path, http=where) as server:
+        assert server.coordinator.page.invitation().startswith("live page: https://127.0.0.1:")
+        context = ssl.create_default_context(cafile=cert)
+        with connect(server) as sock, context.wrap_socket(sock, server_hostname="localhost") as secure:
+            for _ in range(2):
+                secure.sendall(request("/", close=False, authorization=basic(PASSWORD)))
+                assert receive(secure)[0] == 200
+            # more than one TLS record
+            secure.sendall(request("/nothing", close=False, authorization=basic(PASSWORD)) * 300)
+            assert all(receive_small(secure).startswith(b"HTTP/1.1 404") for _ in range(300))
+        with connect(server) as plain:
+            plain.sendall(request())
+            with contextlib.suppress(ConnectionResetError):
+                assert b"HTTP" not in plain.recv(100)
+        assert Peer(server.port).chunk(0) == 0
+
+
+def receive_small(sock):
+    """One response with a short body, byte by byte, so that the next one stays where it is."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += sock.recv(1)
+    left = int(re.search(rb"Content-Length: (\d+)", data)[1])
+    while left:
+        more = sock.recv(left)
+        left -= len(more)
+    return data
+
+
+PIECES = [b"GET ", b"/", b" HTTP/1.1", b" HTTP/1.0", b"\r\n", b"\r\nHost: a", b"Content-Length: 0", b"Authorization:",
+          b":", b" ", b"\0", b"\xff", b"a"]
+
+
+@hypothesis.given(st.binary(max_size=200) | st.lists(st.sampled_from(PIECES)).map(b"".join)
+                  | st.lists(st.sampled_from(PIECES)).map(lambda rest: b"GET / HTTP/1.1\r\nHost: a" + b"".join(rest)))
+def test_any_head_is_parsed_or_refused(data):
+    try:
+        request = live_page.parse(data)
+        assert request.method and request.target and request.version.startswith("HTTP/1.")
+        assert all(name == name.lower() for name in request.fields)
+    except ValueError as error:
+        status, reason = error.args
+        assert HTTPStatus(status) and "\n" not in reason
+
+
+def test_noise_does_no_harm(tmp_path):
+    import random
+    rng = random.Random(7)
+    with Server(tmp_path, http=MASTER) as server:
+        for _ in range(150):
+            with connect(server) as sock, contextlib.suppress(OSError):
+                whole = request("/metrics", authorization=basic(PASSWORD))
+                kind = rng.randrange(4)
+                if kind == 0:
+                    sock.sendall(rng.randbytes(rng.randrange(20000)))
+                elif kind == 1:
+                    sock.sendall(whole[:rng.randrange(len(whole))])
+                elif kind == 2:
+                    at = rng.randrange(len(whole))
+                    sock.sendall(whole[:at] + rng.randbytes(1) + whole[at + 1:])
+                else:
+                    sock.sendall(whole)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+        assert ask(server, "/metrics", authorization=basic(PASSWORD))[0] == 200 and Peer(server.port).chunk(0) == 0
+
+
+def test_many_clients_share_what_is_made_once(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(live_page.Figures, "state", lambda self: made.append(1) or {})
+    monkeypatch.setattr(live_page, "MADE_EVERY", 3600)
+    with Server(tmp_path, http=EVERYBODY) as server:
+        socks = [connect(server) for _ in range(50)]
+        for sock in socks:
+            sock.sendall(request("/state.json", close=False))
+        assert all(receive(sock)[0] == 200 for sock in socks) and len(made) == 1
+
+
+def test_where_the_page_may_be_served():
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    access = auth.Access
+    assert live_page.where(("127.0.0.1", 80), access()) == ("127.0.0.1", 80, "", None)
+    # no TLS on the way to oneself
+    assert live_page.where(("localhost", 80), access(SECRET, tls)) == ("localhost", 80, PASSWORD.decode(), None)
+    assert live_page.where(("10.0.0.1", 80), access(SECRET, tls)) == ("10.0.0.1", 80, PASSWORD.decode(), tls)
+    assert live_page.where(("0.0.0.0", 80), access(b"", None, True)).password == ""
+    with pytest.raises(auth.AuthError, match="show the run to anybody"):
+        live_page.where(("0.0.0.0", 80), access())
+    with pytest.raises(auth.AuthError, match="password over the network in the clear"):
+        live_page.where(("0.0.0.0", 80), access(SECRET))
+    assert live_page.where(("", 80), access()).host == "127.0.0.1"
+    for text, got in (("80", ("", 80)), ("[::1]:80", ("::1", 80)), ("a.b:0", ("a.b", 0))):
+        assert split_address(text) == got
+    for text in ("", "a", "1:2:3", "99999", "-1", ":80", "a b:80", "80 "):
+        with pytest.raises(ValueError):
+            split_address(text)
+
+
+def test_a_busy_port_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert egg.main(["coordinator", "--port", "0", "--http", str(port)]) == 1
+        assert capsys.readouterr().err == f"egg: --http 127.0.0.1:{port}: this port is in use: choose another\n"
+    assert egg.main(["coordinator", "--port", "0", "--http", "0.0.0.0:0"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("egg: --http 0.0.0.0:0 would show the run to anybody") and err.count("\n") == 1
+    with pytest.raises(SystemExit) as ended:
+        egg.main(["coordinator", "--http", "what"])
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_coordinator_with_a_page_needs_neither_numba_nor_threads(tmp_path):
+    program = ("import sys, threading, egg_net, egg_config\n"
+               "from cluster import auth, event_log, history; from tools import live_page\n"
+               "cfg, console = egg_config.make(), egg_net.Console(quiet=True)\n"
+               "where = live_page.where(('127.0.0.1', 0), auth.Access())\n"
+               "run = history.open_run(cfg)\n"
+               f"events = event_log.Events(cfg, run, {str(tmp_path)!r}, console)\n"
+               "coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, console=console, events=events,"
+               " http=where)\n"
+               "coordinator.poll(0)\n"
+               "heavy = ('numba', 'llvmlite', 'tensorboardX', 'matplotlib')\n"
+               "print({m for m in sys.modules if m.split('.')[0] in heavy}, threading.active_count())")
+    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
+    assert done.stdout == "set() 1\n"

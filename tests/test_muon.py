@@ -1,0 +1,234 @@
+"""Muon against a plain reading of its rules, on every engine."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import egg_config
+from engine import cpu_engine, cpu_update
+from kernels import muon
+from model import optimizers, parameters
+from tools.debug import Reading
+from compiling import CARDS
+from readings import SMALL
+from recordings import HERE
+
+
+# --- Muon -------------------------------------------------------------------------------------------------------------
+
+def fma(a, b, c):
+    """float32, rounded once (in extended precision, where the product is exact, first)."""
+    return (np.asarray(a, np.longdouble) * b + c).astype(np.float32)
+
+
+def chains(left, right):
+    """float32 [n, m]: left [n, k] . right [k, m], each element one chain of fma over k."""
+    out = np.zeros((len(left), right.shape[1]), np.float32)
+    for k in range(len(right)):
+        out = fma(left[:, k, None], right[k], out)
+    return out
+
+
+def norm_of(x):
+    sums = np.zeros(optimizers.MUON_PARTS, np.float32)
+    flat = x.ravel()
+    for first in range(0, flat.size, sums.size):
+        part = flat[first:first + sums.size]
+        sums[:part.size] = fma(part, part, sums[:part.size])
+    while len(sums) > 1:
+        sums = sums[:len(sums) // 2] + sums[len(sums) // 2:]
+    return np.sqrt(sums[0]) + np.float32(1e-7)
+
+
+def direction_of(m, coefficients):
+    """float32, the shape of m: the rule of model.parameters in NumPy."""
+    x = m.T if m.shape[0] > m.shape[1] else m
+    a, b, c = map(np.float32, coefficients)
+    x = x / norm_of(np.ascontiguousarray(x))
+    for _ in range(5):
+        square = chains(x, x.T)
+        x = fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
+    return x.T if m.shape[0] > m.shape[1] else x
+
+
+@pytest.mark.parametrize("ns", ["quintic", "cubic"])
+def test_muon_is_its_plain_reading(ns):
+    """Two updates: the hidden matrices by the rule, bit for bit; everything else as AdamW alone does it."""
+    constants = dict(SMALL, MUON_NS=ns, MUON_LR_SCALE=1.5, ADAM_WEIGHT_DECAY=0.1, LR_SCHEDULE=((0, 1.2), (1, 0.9)))
+    cfg, rng = egg_config.make(**constants, USE_MUON=1), np.random.default_rng(3)
+    muon, adam = cpu_engine.CpuEngine(cfg), cpu_engine.CpuEngine(egg_config.make(**constants))
+    state, reading = muon.state(), Reading(cfg, muon.state())
+    moved = 0
+    for step in range(2):
+        fitness = rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+        seeds, rate = range(muon.seed, muon.seed + cfg.N_PAIRS), np.float32(cfg.learning_rate(step)) * np.float32(1.5)
+        muon.update(fitness)
+        adam.update(fitness)
+        got, plain = muon.state(), adam.state()
+        for t in parameters.tensors(cfg):
+            part = slice(t.weights, t.weights + t.size)
+            if not t.hidden:
+                assert np.array_equal(got.weights[part],
+                                      plain.weights[part]) and np.array_equal(got.moments[part], plain.moments[part])
+                continue
+            votes = sum(int(f) * np.outer(reading.noise(s + t.seed_b, np.arange(t.rows)),
+                                          reading.noise(s + t.seed_a, np.arange(t.cols)))
+                        for s, f in zip(seeds, fitness))
+            m = fma(state.moments[part, 0], np.float32(0.85), -parameters.to_canonical(votes).astype(np.float32))
+            x = parameters.to_canonical(direction_of(parameters.from_canonical(m, t.rows, t.cols),
+                                                     optimizers.MUON_COEFFICIENTS[ns]))
+            size = np.float32(0.2) * np.sqrt(np.float32(max(t.rows, t.cols)))
+            acc = fma(-rate, fma(state.weights[part], np.float32(0.1), x * size), state.moments[part, 2])
+            change = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
+            assert np.array_equal(got.moments[part], np.stack([m, 0 * m, (acc - change).astype(np.float32)], 1)), t
+            assert np.array_equal(got.weights[part], state.weights[part] + change)
+            moved += np.count_nonzero(change)
+        state = got
+    assert moved > 1000
+
+
+def test_directions_are_nearly_orthogonal():
+    rng = np.random.default_rng(5)
+    for ns, low, high in (("quintic", 0.6, 1.25), ("cubic", 0.3, 1.001)):
+        cfg = egg_config.make(**SMALL, USE_MUON=1, MUON_NS=ns)
+        engine = cpu_engine.CpuEngine(cfg)
+        for t in parameters.tensors(cfg):
+            if t.name in ("w_up", "w_down"):
+                row, o = engine._table[t.param, t.layer], optimizers.constants(cfg, 0.5, t)
+                votes = rng.integers(-999, 999, (t.rows, t.cols)).astype(np.int32)
+                values = np.linalg.svd(engine._muon_direction(o, t, row, votes), compute_uv=False)
+                assert low < values.min() and values.max() < high, (ns, values)
+
+
+def test_no_votes_no_direction():
+    engine = cpu_engine.CpuEngine(egg_config.make(**SMALL, USE_MUON=1, ADAM_WEIGHT_DECAY=0.0))
+    assert engine.update(np.zeros(16, np.int8)) == 0 and not engine.state().moments.any()
+
+
+def muon_digest():
+    """Digests after updates with Muon, sides that fill no tile included."""
+    cfg = egg_config.make(**{**SMALL, "HIDDEN_DIM": 96}, USE_MUON=1, LR_SCHEDULE=((0, 2.0),))
+    engines = [cpu_engine.CpuEngine(cfg, threads=n) for n in {1, cpu_engine.hardware.cores()}]
+    digests = set()
+    for engine in engines:
+        for step in range(2):
+            engine.update(np.random.default_rng(step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+        digests.add(engine.state().digests())
+    assert len(digests) == 1, "threads change the bits"
+    return digests.pop()
+
+
+def test_threads_and_vector_widths_give_the_same_bits():
+    code = ("import sys; sys.path.insert(0, 'tests'); import test_muon as t; from engine import simd; "
+            "simd.use('portable'); print(t.product_digest())")
+    other = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={"PATH": "", "HOME": str(pathlib.Path.home())},
+                           capture_output=True, text=True)
+    assert other.stdout.split() == [product_digest()], other.stderr
+    assert muon_digest()
+
+
+def product_digest():
+    """SHA-256 of both products of Muon on this process's vectors."""
+    import hashlib
+    rng = np.random.default_rng(9)
+    x, square = rng.normal(size=(96, 128)).astype(np.float32), rng.normal(size=(96, 96)).astype(np.float32)
+    out = [np.empty((96, 96), np.float32), np.empty((96, 128), np.float32)]
+    cpu_update.muon_panels(x, x, True, np.float32(1), np.float32(1), out[0], 0, 3)
+    cpu_update.muon_panels(square, x, False, np.float32(3.4445), np.float32(0.7), out[1], 0, 4)
+    assert np.array_equal(out[0], chains(x, x.T))
+    assert np.array_equal(out[1], fma(np.float32(0.7), chains(square, x), np.float32(3.4445) * x))
+    return hashlib.sha256(out[0].tobytes() + out[1].tobytes()).hexdigest()
+
+
+# --- its CUDA kernels, without a GPU ----------------------------------------------------------------------------------
+
+SIMULATED = """
+import types
+import numpy as np
+from numba import cuda
+import egg_config, kernels.muon
+f = np.float32
+kernels.muon.libdevice = types.SimpleNamespace(
+    fmaf_rn=lambda a, b, c: f(np.longdouble(a) * np.longdouble(b) + np.longdouble(c)), fadd_rn=lambda a, b: f(a) + f(b),
+    fmul_rn=lambda a, b: f(a) * f(b), fdiv_rn=lambda a, b: f(a) / f(b), fsqrt_rn=lambda a: np.sqrt(f(a)),
+    int2float_rn=f)
+made = {name: cuda.jit(kernel) for name, (kernel, _) in kernels.muon.build(egg_config.make(USE_MUON=1)).items()}
+a, b, c = map(f, (3.4445, -4.7750, 2.0315))
+votes = np.load("votes.npy")
+short, long = 16, 80
+for rows, cols in ((long, short), (short, long)):
+    matrices = np.array([[0, rows, cols, short, long, 0, 0]], np.int32)
+    moments, x = np.load("moments.npy"), np.zeros(votes.size, f)
+    made["muon_start"][1, 1024](matrices, votes, moments, x)
+    np.savez(f"{rows}.npz", moments=moments, x=x)
+square, poly, out = np.zeros(short * short, f), np.zeros(short * short, f), np.zeros_like(x)
+one, two = np.array([[0, 0, 0]], np.int32), np.array([[0, 0, 0], [0, 0, 64]], np.int32)
+made["muon_gram"][1, 256](one, matrices, 0, a, a, x, x, square)
+made["muon_mix"][1, 256](one, matrices, 0, b, c, square, square, poly)
+made["muon_mix"][2, 256](two, matrices, 1, a, f(1), poly, x, out)
+np.save("out.npy", out)
+"""
+
+
+def test_muons_kernels_in_the_simulator(tmp_path):
+    """The CUDA kernels run thread by thread in Python, on matrices that do not fill their tiles: the same bits. The
+    products do not see the orientation of a matrix."""
+    rng = np.random.default_rng(11)
+    votes, moments = rng.integers(-999, 999, 1280).astype(np.int32), np.zeros((1280, 3), np.float32)
+    moments[:, 0] = rng.normal(size=1280) * 300
+    np.save(tmp_path / "votes.npy", votes)
+    np.save(tmp_path / "moments.npy", moments)
+    done = subprocess.run([sys.executable, "-c", SIMULATED], cwd=tmp_path, capture_output=True, text=True,
+                          env={"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(HERE), "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    m = fma(moments[:, 0], np.float32(0.85), -votes.astype(np.float32))
+    a, b, c = map(np.float32, optimizers.MUON_COEFFICIENTS["quintic"])
+    for rows, cols in ((80, 16), (16, 80)):
+        got, matrix = np.load(tmp_path / f"{rows}.npz"), parameters.from_canonical(m, rows, cols)
+        x = np.ascontiguousarray(matrix if rows < cols else matrix.T)
+        x = x / norm_of(x)
+        assert np.array_equal(got["moments"][:, 0], m) and np.array_equal(got["x"], x.ravel())
+    square = chains(x, x.T)
+    out = fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
+    assert np.array_equal(np.load(tmp_path / "out.npy"), out.ravel())
+
+
+def test_the_plan_of_muon_covers_the_hidden_matrices_once():
+    cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, NTT_MODE=1, USE_MUON=1)
+    plan, tensors = muon.plan(cfg), parameters.tensors(cfg)
+    assert [t.name for t,
+            at in zip(tensors, plan.directions) if at >= 0] == [t.name for t in tensors if t.name.startswith("w_")]
+    for tiles, wide in ((plan.squares, False), (plan.wides, True)):
+        for number, (first, rows, cols, short, long, at_x, at_a) in enumerate(plan.matrices):
+            seen = np.zeros((short, long if wide else short), int)
+            for _, i, j in tiles[tiles[:, 0] == number]:
+                seen[i:i + muon.TILE, j:j + muon.TILE] += 1
+            assert (seen == 1).all() and {rows, cols} == {short, long} and short <= long
+    assert not len(muon.plan(egg_config.make()).matrices)
+
+
+MUONS = ("muon_start", "muon_gram", "muon_mix", "optimize", "seen")
+SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, SEEN_VOTES=4)
+
+
+@pytest.mark.parametrize("names", [
+    pytest.param(names, marks=pytest.mark.compiles({**SWITCHED, **more}, cards, names=names), id=f"cc{cards[0][0]}")
+    for more, cards, names in (
+        (dict(NTT_MODE=1, NTT_CAUSAL=0), [(8, 0)], (*MUONS, "embed")),
+        (dict(NTT_MODE=3, NTT_CAUSAL=1), [(9, 0)], (*MUONS, "embed", "token")),
+        (dict(NTT_MODE=3, NTT_CAUSAL=1), [cc for cc in CARDS if cc not in ((8, 0), (9, 0))], MUONS))])
+def test_their_kernels_compile(names, compiled_kernels):
+    """Muon's and that of SEEN_VOTES for every card, the look-ups of evaluation and validation for the oldest one, those
+    of generation for cc 9.0."""
+    for made in compiled_kernels.values():
+        assert sorted(name for name, *_ in made) == sorted(names)
+        for name, _, ptx in made:
+            assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
+            if name.startswith("muon"):
+                used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
+                assert used <= {"mul.rn.f32", "add.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
+                assert "fma.rn.f32" in used

@@ -1,0 +1,378 @@
+"""Curves and plots of runs and islands."""
+
+import itertools
+import json
+import os
+import re
+
+import pytest
+
+import egg
+import egg_net
+from cluster import event_log, history, status as cluster_status, wire
+from cluster.progress import Progress
+from tools import plot, train
+from tools.curves import Merge, Thinned, read_curve
+from coordinators import Server, until, work_in_thread
+from fakes import CFG, FakeEngine, Lines
+from pages import EVERYBODY, ask, parse_metrics
+from recordings import HERE
+from run_logs import Stream, charts, events, example, of_kind
+
+
+# --- curves and plots -------------------------------------------------------------------------------------------------
+
+def test_a_thinned_curve_is_the_mean_of_the_whole():
+    for n in (0, 1, 7, 8, 9, 1000, 1001):
+        curve = Thinned(8)
+        for k in range(n):
+            curve.add(k, 2.0 * k)
+        points = curve.all()
+        assert len(points) <= 9 and all(y == 2 * x for x, y in points)
+        assert [x for x, _ in points] == sorted(x for x, _ in points)
+        sizes = [curve.every] * len(curve.points) + [n - curve.every * len(curve.points)]
+        assert sum(s * x for s, (x, _) in zip(sizes, points)) == pytest.approx(n * (n - 1) / 2, rel=1e-4)
+
+
+def test_a_terminal_plot_of_any_width(tmp_path):
+    example(tmp_path / "one"), example(tmp_path / "two", steps=150, loss=1.5)
+    for x, log in itertools.product(("tokens", "time", "steps"), (False, True)):
+        for encoding in ("utf-8", "ascii", "latin-1"):
+            for width in (1, 13, 20, 40, 79, 80, 200):
+                text = plot.terminal(*charts([tmp_path / "one", tmp_path / "two"], x, log), Stream(encoding), width)
+                body = text.split("\n\n")[:2]
+                assert all(len(line) <= max(width, plot.LABEL + 4) for part in body
+                           for line in part.splitlines()[1:-1]), (x, width)
+                text.encode(encoding)
+    text = plot.terminal(*charts([tmp_path / "one"]), Stream(), 60)
+    assert "validation, bits/byte\n" in text and "million tokens\n" in text and re.search("[\u2801-\u28ff]", text)
+    assert "\x1b" not in text
+    assert text.endswith("* one: validation 0.6485, training loss 0.09907")
+    both = plot.terminal(*charts([tmp_path / "one", tmp_path / "two"]), Stream(terminal=True), 60)
+    assert "\x1b[33m" in both and "\x1b[36m" in both
+
+
+def test_a_terminal_plot_puts_figures_where_its_axes_say(tmp_path):
+    path = tmp_path / "line"
+    with open(path, "w") as file:          # a straight line from (0, 10) to (100 steps, 0)
+        for k in range(101):
+            print(json.dumps({"event": "step", "step": k, "tokens": k, "loss": 10 - k / 10, "seconds": 1}), file=file)
+    made, names, tree = charts([path], "steps")
+    rows = plot.terminal(made[1:], names, tree, Stream("ascii"), 59).splitlines()[1:1 + plot.ROWS]
+    assert [row.rindex("a") - 9 if k else row.index("a") - 9 for k, row in enumerate(rows)][::plot.ROWS - 1] == [0, 49]
+    for row in rows:
+        label, _, drawn = row.partition("+" if "+" in row else "|")
+        if label.strip():
+            columns = [i for i, c in enumerate(drawn) if c == "a"]
+            assert abs(10 - sum(columns) / len(columns) / 49 * 10 - float(label)) < 0.5, row
+
+
+def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path):
+    path = tmp_path / "line"
+    with open(path, "w") as file:          # a straight line from (1 s, 3) to (1,000 s, 0); what is at 0 s has no place
+        for k, seconds in enumerate((0, 1, 10, 100, 1000)):
+            print(json.dumps({"event": "validation", "step": k, "tokens": k, "seconds": seconds, "unit": "bits/byte",
+                              "value": 4 - k}), file=file)
+    (chart, _), names, tree = charts([path], "time", True)
+    assert [(x, round(y)) for _, line in chart.lines for x, y in line] == [(1, 3), (10, 2), (100, 1), (1000, 0)]
+    assert [chart.across(x) for x in (1, 10, 100, 1000)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert [text for _, text in chart.x_ticks(4)] == ["1", "10", "100", "1000"]
+    assert [text for _, text in chart.x_ticks(9)] == ["1", "2", "5", "10", "20", "50", "100", "200", "500", "1000"]
+    text = plot.terminal([chart], names, tree, Stream("ascii"), 70)
+    below = text.splitlines()[plot.ROWS + 2].split()
+    assert below == ["1", "10", "100", "1000"] and "time of training, s\n" in text
+    assert egg.main(["plot", str(path), "--x", "time", "--log", "--out", str(tmp_path / "a.svg")]) == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_runs_of_the_same_name_and_runs_with_one_point(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name / "ckpt").mkdir(parents=True)
+        example(tmp_path / name / "ckpt" / history.EVENTS, steps=1, unit="bits/token" if name == "a" else "bits/byte")
+    runs = [str(tmp_path / name / "ckpt") for name in ("a", "b")]
+    assert egg.main(["plot", *runs]) == 0
+    out = capsys.readouterr().out
+    assert f"a {runs[0]}: " in out and f"b {runs[1]}: " in out and "validation, bits/byte or bits/token\n" in out
+
+
+def test_a_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    example("one"), example("two", steps=100)
+    assert egg.main(["plot", "one", "two", "--x", "time", "--out", "a.png"]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert egg.main(["plot", "one", "--out", "a.svg"]) == 0 and "<svg" in (tmp_path / "a.svg").read_text()
+    for out, line in (("no/a.png", "No such file or directory"), ("a.what", "Format 'what' is not supported")):
+        assert egg.main(["plot", "one", "--out", out]) == 1
+        err = capsys.readouterr().err
+        assert line in err and err.count("\n") == 1
+
+
+def test_runs_without_data_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "binary").write_bytes(os.urandom(1 << 20))
+    for run, line in (("empty", "empty holds no step of a run"), ("dir", "dir: contains no run of egg"),
+                      ("none", "none: No such file"),
+                      ("binary", "binary holds no step of a run"),
+                      (str(HERE / "tests" / "golden"), "contains no run of egg")):
+        assert egg.main(["plot", run]) == 1
+        err = capsys.readouterr().err
+        assert line in err and err.count("\n") == 1 and "name a --save-dir, or a file of --log-json" in err
+
+
+def test_training_shows_and_keeps_its_course(small, tmp_path, compiled, capsys):
+    lines = Lines()
+    train.train(small, steps=4, save_dir="run", threads=1, console=egg_net.Console(lines), http=EVERYBODY,
+                log_json="log")
+    assert re.search(r"^live page: http://127.0.0.1:\d+/$", lines.text, re.M)
+    told = events(tmp_path / "log")
+    assert [e["event"] for e in told] == [e["event"] for e in events(tmp_path / "run" / history.EVENTS)]
+    assert [e["event"] for e in told[-3:]] == ["validation", "sample", "stop"] and told[-1]["step"] == 4
+    assert set(of_kind("references", told)[0]["values"]) == {"uniform", "unigram", "bigram"}
+    curve = read_curve("run")
+    assert len(curve.loss) == 4 and [point.step for point in curve.validation] == [0, 2, 4]
+    assert egg.main(["plot", "run", "log", "--x", "steps"]) == 0
+    assert "training loss" in capsys.readouterr().out
+
+
+# --- islands ----------------------------------------------------------------------------------------------------------
+
+def an_island(path, name, steps, merges=(), pushes=(), alpha=0.5):
+    """A log as an island writes it. merges: {step: (peer, its step, kind, ours, theirs, digest of theirs, digest of the
+    result)}."""
+    def line(event, **fields):
+        print(json.dumps({"event": event, **fields}), file=file)
+
+    with open(path, "w") as file:
+        line("start", time=0, step=0, directory=None, config={"RECOMBINE_ALPHA": alpha})
+        line("island", time=0, name=name, peers=[])
+        for k in range(steps):
+            for peer, peer_step, kind, ours, theirs, parent, digest in [merges[k]] if k in merges else ():
+                line("merge", time=k + 0.5, step=k, peer=peer, peer_step=peer_step, kind=kind, ours=ours, theirs=theirs,
+                     digest=digest,
+                     parent_ours="", parent_theirs=parent, seconds=0.1, epoch=1)
+            if k in pushes:
+                line("rejuvenated", time=k + 0.5, step=k, epoch=1, digest="")
+            if k % 10 == 0:
+                line("validation", time=k, step=k, tokens=100 * k, value=8 - k / 50, unit="bits/byte")
+            line("step", time=k + 1, step=k, tokens=100 * k, loss=2 - k / 200, seconds=0.5)
+
+
+def archipelago(directory, hostile="$\\frac{\x1b[31m\n" + "x" * 300):
+    """[path] of three islands' logs: b takes all of a, c a part of b, which is a's by then, and all of one whose log is
+    not here."""
+    an_island(directory / "a", "a", 100, pushes=(70,))
+    an_island(directory / "b", "b", 90, {30: ("a", 20, "clone", 7.5, 7.0, "a20", "b30")})
+    an_island(directory / "c", "c", 100, {50: ("b", 40, "recombine", 8.0, 6.0, "b40", "c50"),
+                                          60: (hostile, 10, "recombine", 4.0, 4.0, "h10", "c60")}, alpha=0.75)
+    return [directory / name for name in "abc"]
+
+
+def test_a_curve_knows_what_an_island_took_in(tmp_path):
+    paths = archipelago(tmp_path)
+    a, b, c = map(read_curve, paths)
+    assert (a.island, a.merges, a.rejuvenations, a.steps) == ("a", [], [(70,)], 100)
+    assert b.merges == [Merge(30, 30.5, "a", 20, 1.0, "a20", "b30")] and b.at(30)[:3] == (30, 3000, 15.0)
+    assert b.at(0)[:3] == (0, 0, 0)
+    # our own wins a tie
+    assert [m.share for m in c.merges] == [pytest.approx(1 - 0.25 * 6 / 8, abs=1e-4), pytest.approx(0.25, abs=1e-4)]
+    with open(paths[2], "a") as file:
+        for what in ({"event": "merge"}, {"event": "merge", "step": 1, "time": 1, "peer": "x", "peer_step": "NaN",
+                                          "kind": "clone"}, {"event": "island"},
+                     {"event": "merge", "step": 99, "time": 1, "peer": "x", "peer_step": 1, "kind": "recombine",
+                      "ours": None, "theirs": 1},
+                     {"event": "start", "config": 3}, {"event": "rejuvenated", "step": []}):
+            print(json.dumps(what), file=file)
+        assert read_curve(paths[2]).merges == c.merges
+        # went on from before the second
+        print(json.dumps({"event": "step", "step": 50, "tokens": 0, "loss": 1, "seconds": 1}), file=file)
+    assert read_curve(paths[2]).merges == c.merges[:1] and read_curve(tmp_path / "a").merges == []
+
+
+def test_the_family_of_islands(tmp_path):
+    paths = archipelago(tmp_path, "far")
+    tree = charts(paths)[2]
+    assert list(tree.numbers.items()) == [("a", 0), ("b", 1), ("c", 2), ("far", 3)]
+    assert list(tree.runs) == ["a", "b", "c"]
+    assert tree.descent("a") == tree.descent("b") == [("a", 1.0)]
+    part = 1 - 0.25 * 6 / 8
+    assert dict(tree.descent("c")) == {"a": pytest.approx(part * 0.75, abs=1e-4),
+                                       "c": pytest.approx((1 - part) * 0.75, abs=1e-4),
+                                       "far": pytest.approx(0.25, abs=1e-4)}
+    assert [(gift.giver, gift.taker) for gift in tree.gifts] == [("a", "b"), ("b", "c"), ("far", "c")]
+    # thousand tokens
+    assert [pytest.approx((gift.given_at, gift.taken_at), abs=1e-9) for gift in tree.gifts] == [(2, 3), (4, 5), (6, 6)]
+    assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1].shares == {"a": 1.0}
+    assert tree.rejuvenations == [("a", 7)]
+    assert tree.living() == "lines that live on 3 islands: a on 3, c on 1, far on 1; gone: b"
+    # at step 30 of b there are two states: the digest says which one was given
+    for digest, descent in (("b30", {"a": 1.0}), ("the one before", {"b": 1.0})):
+        an_island(tmp_path / "d", "d", 100, {80: ("b", 30, "clone", 9.0, 8.0, digest, "d80")})
+        assert dict(charts([*paths, tmp_path / "d"])[2].descent("d")) == descent
+    # what was taken can be given up again: back to a state of its own from before
+    an_island(tmp_path / "d", "d", 100,
+              {50: ("b", 20, "clone", 9.0, 8.0, "b20", "d50"), 60: ("d", 40, "undo", 9.5, None, None, "d60")})
+    tree = charts([*paths, tmp_path / "d"])[2]
+    assert dict(tree.descent("d")) == {"d": 1.0}
+    assert [piece.shares for piece in tree.lanes["d"]] == [{"d": 1.0}, {"b": 1.0}, {"d": 1.0}]
+    # of two logs of one island the longer counts, and a run that is no island has no lane
+    example(tmp_path / "alone"), an_island(tmp_path / "again", "b", 20)
+    tree = charts([tmp_path / "alone", tmp_path / "again", *paths])[2]
+    assert tree.numbers == {"a": 2, "b": 3, "c": 4, "far": 5} and tree.descent("b") == [("a", 1.0)]
+    assert not charts([tmp_path / "alone"])[2].lanes
+
+
+def test_islands_in_the_terminal(tmp_path):
+    paths = archipelago(tmp_path)
+    for terminal in (False, True):
+        for encoding in ("utf-8", "ascii"):
+            for width in (1, 20, 60, 200):
+                text = plot.terminal(*charts(paths), Stream(encoding, terminal), width)
+                assert "\x1b[31mx" not in text and "x" * 33 not in text
+                lanes = re.sub("\x1b\\[[0-9]+m", "",
+                               text).split("in capitals where it was taken in\n")[1].splitlines()[:4]
+                assert all(len(line) <= max(width, plot.LABEL + 4) for line in lanes)
+    text = plot.terminal(*charts(paths), Stream(), 109)
+    lanes = [line.partition("\u2502")[::2] for line in text.split("was taken in\n")[1].splitlines()[:4]]
+    assert [name.strip() for name, _ in lanes] == ["a", "b", "c", "$\\frac{"]
+    # a hundred columns are a hundred steps
+    assert lanes[0][1] == "a" * 70 + "!" + "a" * 29 and lanes[1][1] == "b" * 30 + "A" + "a" * 60
+    assert lanes[2][1] == "c" * 50 + "B" + "a" * 9 + "D" + "a" * 39 and lanes[3][1] == "d" * 61
+    assert "c c: validation 6.2, training loss 1.505; island c, of 61% a, 25% $\\frac{" in text
+    assert "; gone: b" in text
+
+
+def test_islands_in_a_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    archipelago(tmp_path)
+    assert egg.main(["plot", "a", "b", "c", "--x", "time", "--out", "islands.svg"]) == 0
+    drawn = (tmp_path / "islands.svg").read_text()
+    assert "$\\frac{" in drawn and "lines that live on 3 islands" in drawn           # as it is, no formula
+    assert egg.main(["plot", "a", "--out", "one.png"]) == 0
+    assert egg.main(["plot", "c", "a", "--x", "steps", "--out", "two.png"]) == 0
+
+
+# islands.gossip lets none such in; what is shown does not rely on it
+BAD_NAME = "<img src=x onerror=alert(1)>\x1b[2J\n"
+ISLAND = {"name": "north", "epoch": 3, "fitness": 3.8125, "kind": "validation", "founder": "south", "peers": [
+    {"name": "south", "address": "10.0.0.2:12345", "state": "up", "fitness": 3.75, "kind": "validation", "step": 300,
+     "epoch": 1, "founder": "south",
+     "last_seen": 0.4, "given": 2, "taken": 1},
+    {"name": BAD_NAME, "address": "10.0.0.3:12345", "state": "distrusted", "fitness": 1.5, "kind": "loss", "step": 0,
+     "epoch": 0, "founder": BAD_NAME,
+     "last_seen": 12.5, "given": 0, "taken": 3},
+    {"name": "west", "address": "10.0.0.4:12345", "state": "down", "fitness": None, "kind": None, "step": None,
+     "epoch": None, "founder": None,
+     "last_seen": 7.0, "given": 0, "taken": 0}],
+    "lineage": [{"epoch": 0, "step": 0, "from": "north", "peer_step": None, "digest": None},
+                {"epoch": 1, "step": 90, "from": "south", "peer_step": 80, "digest": "aa"},
+                {"epoch": 2, "step": 120, "from": BAD_NAME, "peer_step": 70, "digest": "bb"},
+                {"epoch": 3, "step": 130, "from": "north", "peer_step": None, "digest": "cc"}]}
+
+
+def merged(step, peer="south", **fields):
+    return {"step": step, "peer": peer, "peer_step": 80, "kind": "recombine", "ours": 4.0, "theirs": 3.0,
+            "digest": "aa", "parent_ours": "",
+            "parent_theirs": "", "seconds": 0.1, "epoch": 1} | fields
+
+
+def test_the_page_shows_an_island(tmp_path, monkeypatch):
+    status = egg_net.Coordinator.status
+    for told in (None, ISLAND):
+        monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": told})
+        with Server(tmp_path / str(told is None), steps=3, stay=True, save=True, http=EVERYBODY) as server:
+            html = ask(server)[2].decode()
+            assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
+            work_in_thread(server.port, FakeEngine())
+            until(lambda: server.coordinator.page.figures.step.get("step") == 2)        # workers are answered before
+            events = server.coordinator.events
+            if told:
+                events.emit("merge", "another line", **merged(3))
+                events.emit("merge", "back",
+                            **merged(3, "north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
+                events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
+                events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
+                events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
+            state = json.loads(ask(server, "/state.json")[2])
+            values = parse_metrics(ask(server, "/metrics")[2].decode())
+            if not told:
+                assert state["island"] is None and state["merges"] == []
+                assert not [name for name in values if name.startswith("egg_island")]
+                continue
+            assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3}
+            assert state["merges"] == [{"step": 3, "tokens": 3 * server.coordinator.progress.tokens_a_step,
+                                        "seconds": pytest.approx(state["seconds"], abs=1e-3),
+                                        "peer": peer, "peer_step": peer_step, "part": part} for peer, peer_step,
+                                        part in (("south", 80, 0.625), ("north", 1, 1))]
+            lines = [line["text"] for line in state["lines"][:4]]
+            assert lines == ["a line", f"peer {BAD_NAME}", "back", "another line"]
+            assert values["egg_island_epoch"] == 3 and values['egg_island_fitness{kind="validation"}'] == 3.8125
+            assert (values["egg_island_peers"], values["egg_island_peers_up"],
+                    values['egg_events_total{event="merge"}']) == (3, 1, 2)
+            assert values['egg_island_peer_fitness{name="south",kind="validation"}'] == 3.75
+            assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
+            assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness"))
+                        and "west" in k]
+    with Server(tmp_path / "False", steps=3, stay=True, save=True, http=EVERYBODY) as server:          # a restart
+        again = json.loads(ask(server, "/state.json")[2])["merges"]
+        assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
+
+
+def test_status_tells_of_an_island(tmp_path):
+    with Server(tmp_path) as server:
+        told = server.status()
+    # a coordinator of before there were any
+    plain = cluster_status.describe_status({k: v for k, v in told.items() if k != "island"})
+    assert plain == cluster_status.describe_status({**told, "island": None}) and "island" not in plain
+    text = cluster_status.describe_status({**told, "island": ISLAND})
+    assert text.startswith(plain) and "\x1b" not in text
+    assert text[len(plain):].splitlines()[1:] == [
+        "", "island north, epoch 3, descends from south, 1 of 3 peers up, fitness 3.8125 (validation)",
+        "  epoch 1 from step 90: the state of south at its step 80",
+        "  epoch 2 from step 120: the state of <img src=x onerror=alert(1)>[2J at its step 70",
+        "  epoch 3 from step 130: rejuvenated", "",
+        "peer                             address         state       descends from                    compares    "
+        "fitness  step  epoch  given  taken  last seen",
+        "south                            10.0.0.2:12345  up          south                            validation  "
+        " 3.7500   300      1      2      1      0.4 s",
+        "<img src=x onerror=alert(1)>[2J  10.0.0.3:12345  distrusted  <img src=x onerror=alert(1)>[2J  loss        "
+        " 1.5000     0      0      0      3     12.5 s",
+        "west                             10.0.0.4:12345  down                                                     "
+        "                          0      0      7.0 s"]
+    alone = {**ISLAND, "peers": [], "lineage": [], "fitness": None}
+    text = cluster_status.describe_status({**told, "island": alone})
+    assert text.endswith("\nisland north, epoch 3, descends from south, 0 of 0 peers up")
+
+
+def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
+    """Thousands of workers, bans and islands with the longest names: the first of them are told, and how many more."""
+    name = "\U0001f95a" * 64
+    worker = dict(name=name, device=name, address="10.0.0.1:1", protocol=2, step=0, chunks=0, chunk_seconds=None,
+                  last_seen=0.5, state="working")
+    status = egg_net.Coordinator.status
+    for island in (None, {**ISLAND, "peers": ISLAND["peers"] * 3000}):
+        banned = {f"{name} {k}": name for k in range(100)}
+        more = dict(workers=[worker] * 4000, connected=4000, island=island, banned=banned)
+        monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), **more})
+        with Server(tmp_path) as server:
+            told = cluster_status.fetch_status(CFG, "127.0.0.1", server.port)
+        shown = len(told["workers"])
+        assert 500 < shown < 4000 and told["connected"] == 4000 and len(told["banned"]) == 100
+        assert len(json.dumps(told).encode()) <= wire.STATUS.most
+        text = cluster_status.describe_status(told)
+        assert text.count("working") == shown and f"\nand {4000 - shown} more" in text
+
+
+@pytest.mark.parametrize("lie", [-(1 << 59), 1 << 59, 0, -1])
+def test_a_lie_does_not_move_the_loss(lie, tmp_path):
+    """Of four chunks one states what cannot be: the mean of the others is hardly changed."""
+    run = history.open_run(CFG)
+    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines())) as told:
+        honest, liar = Progress(CFG, run, told), Progress(CFG, run, told)
+        for progress, last in ((honest, 40_000), (liar, lie)):
+            progress.begin_step()
+            progress.chunk_handed_out()
+            progress.complete_step(0, [40_000, 41_000, 42_000, last])
+    run.close()
+    assert liar.loss == pytest.approx(honest.loss, rel=0.3)

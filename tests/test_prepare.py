@@ -1,0 +1,180 @@
+"""`prepare`: own text becomes data files, and the next command trains on them."""
+
+import itertools
+import os
+import sys
+
+import numpy as np
+import pytest
+import pyzstd
+
+import egg
+import egg_config
+from model import data_files
+from tools import prepare
+from commands import PROSE, TEXT, fails, line_with, one_line, paste, run
+
+
+# --- own text ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments", [["--out", "my books", "--vocab-size", "300"], ["--vocab-size", "256"]])
+def test_prepare_leads_to_text(arguments, tmp_path, monkeypatch, compiled):
+    """Text -> training -> generation by what is printed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "it's mine.txt").write_bytes(TEXT * 2)
+    made = run("prepare", "it's mine.txt", *arguments)
+    assert made.returncode == 0 and made.stderr == "", made
+    line = line_with("next: ", made.stdout)
+    assert "--preset laptop" in line and " --save-dir ckpt-" in line.replace("'", "")
+    trained = paste(line + " --steps 3", "next: ")
+    assert trained.returncode == 0 and "steps 0 to 3" in trained.stdout and "bits/byte after" in trained.stdout, trained
+    again = paste(line_with("continue it: ", trained.stdout) + " --steps 4", "continue it: ")
+    assert again.returncode == 0 and "steps 3 to 4" in again.stdout, again
+    written = paste(line_with("try it: ", again.stdout), "try it: ")
+    assert written.returncode == 0 and written.stdout.startswith("The king said"), written
+    assert line_with("next: ", run("prepare", "it's mine.txt", *arguments, "--force").stdout).count("-2") == 1
+
+
+def test_prepare_leads_to_the_preset_of_the_machine():
+    assert prepare.training_on(".", 8192, False, True)[:2] == ["--preset", "best"]
+    assert prepare.training_on("/x/a b", 5000, False, True) == [
+        "--preset", "best", "-D", "VOCAB_SIZE=5000", "-D", "INPUT_FILE=/x/a b/input.bin", "-D",
+        "VAL_FILE=/x/a b/val.bin", "-D", "DECODING_FILE=/x/a b/decoding.bin", "--save-dir", "ckpt-a b"]
+    assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
+    for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
+        args = egg.parsed(["train", *prepare.training_on(directory, size, plain, gpu)])
+        egg_config.load(args.preset, args.defines, environ={})
+
+
+def test_prepare_asks_before_it_replaces(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_bytes(TEXT)
+    (tmp_path / "val.bin").write_bytes(b"old")
+    fails(run("prepare", "t.txt", "--vocab-size", 256), 2,
+          "val.bin would be replaced: give another directory with --out DIR, or --force")
+    assert (tmp_path / "val.bin").read_bytes() == b"old" and not (tmp_path / "input.bin").exists()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+
+    def end_of_input(question):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end_of_input)
+    assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == 2
+    for answer, replaced in (("", False), ("n", False), ("y", True)):
+        monkeypatch.setattr("builtins.input", lambda question: answer)
+        assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == (0 if replaced else 2)
+        assert ((tmp_path / "val.bin").read_bytes() != b"old") == replaced
+
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+# --- preparing a text -------------------------------------------------------------------------------------------------
+
+def read_back(directory, vocab):
+    """(training text, held-out text) as the three files say."""
+    kind = "u1" if vocab == 256 else "<u4"
+    cfg = egg_config.make(VOCAB_SIZE=vocab, DECODING_FILE=str(directory / "decoding.bin"))
+    decoding = data_files.load_decoding(cfg)
+    return [decoding.expand(np.fromfile(directory / name, kind)).tobytes() for name in ("input.bin", "val.bin")]
+
+
+def test_split_gives_back_all_of_the_text():
+    for data in (PROSE.encode() * 3000, b"x" * 100000, b"a\n" * 30000, PROSE.encode() * 5, (b"y" * 999 + b"\n") * 1000):
+        train, held_out = prepare.split(data)
+        assert sum(map(len, train)) + sum(map(len, held_out)) == len(data) and len(train) == len(held_out) + 1
+        assert b"".join(a + b for a, b in itertools.zip_longest(train, held_out, fillvalue=b"")) == data
+        assert 0.04 < sum(map(len, held_out)) / len(data) < 0.11
+        if len(data) > 50000 and data.count(b"\n") * 200 > len(data):
+            assert all(part.endswith(b"\n") for part in train + held_out), "cuts are at line ends"
+    assert len(prepare.split(PROSE.encode() * 30000)[1]) == prepare.VAL_BLOCKS
+
+
+@pytest.mark.parametrize("vocab", [256, 257, 400])
+def test_any_bytes_come_back(tmp_path, vocab):
+    rng = np.random.default_rng(5)
+    noise = rng.integers(0, 256, 30000, dtype=np.uint8).tobytes()
+    data = (PROSE.encode() * 100 + noise + b"\x00" * 1000 + "\u00e9\u2028\u0085\u00a0".encode() * 100
+            + b"\r\n \r\n" * 500 + bytes(range(256)) * 20)
+    (tmp_path / "text").write_bytes(data)
+    said = []
+    assert prepare.prepare([str(tmp_path / "text")], vocab, None, str(tmp_path / "out"), said.append) == vocab
+    train, held_out = prepare.split(data)
+    assert read_back(tmp_path / "out", vocab) == [b"".join(train), b"".join(held_out)]
+    assert any("held out" in line for line in said)
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(["input.bin", "val.bin"] + ["decoding.bin"] * (vocab > 256))
+    if vocab > 256:
+        decoding = data_files.Decoding.read(str(tmp_path / "out" / "decoding.bin"))
+        assert decoding.decode(range(256)) == bytes(range(256))
+        assert len(set(map(bytes, map(decoding.expand, np.arange(vocab)[:, None])))) == vocab
+
+
+def test_several_texts_zst_and_held_out_file(tmp_path):
+    parts = [PROSE.encode() * 200, b"second file, no line end", PROSE.upper().encode() * 50]
+    (tmp_path / "a").write_bytes(parts[0])
+    (tmp_path / "b").write_bytes(parts[1])
+    (tmp_path / "c.zst").write_bytes(pyzstd.compress(parts[2]))
+    (tmp_path / "v").write_bytes(b"held out\xff")
+    texts = [str(tmp_path / n) for n in ("a", "b", "c.zst")]
+    prepare.prepare(texts, 300, str(tmp_path / "v"), str(tmp_path), lambda line: None)
+    assert read_back(tmp_path, 300) == [b"".join(parts), b"held out\xff"]
+
+
+def test_the_vocabulary_is_learned_from_the_training_part_alone(tmp_path):
+    (tmp_path / "t").write_bytes(PROSE.encode() * 50)
+    (tmp_path / "v").write_bytes(b"zyzzyva " * 5000)
+    prepare.prepare([str(tmp_path / "t")], 320, str(tmp_path / "v"), str(tmp_path), lambda line: None)
+    decoding = data_files.Decoding.read(str(tmp_path / "decoding.bin"))
+    assert not any(b"zy" in decoding.decode([t]) for t in range(320)) and decoding.lengths.max() > 2
+
+
+def test_a_text_longer_than_the_pieces_of_the_encoder(tmp_path, monkeypatch):
+    data = PROSE.encode() * 100 + b"no line end" * 500
+    (tmp_path / "t").write_bytes(data)
+    monkeypatch.setattr(prepare, "ENCODE_BYTES", 100)
+    prepare.prepare([str(tmp_path / "t")], 400, str(tmp_path / "t"), str(tmp_path), lambda line: None)
+    assert read_back(tmp_path, 400) == [data, data]
+
+
+def test_fewer_tokens_than_asked_for(tmp_path):
+    (tmp_path / "t").write_bytes(b"abababab\n" * 200)
+    said = []
+    got = prepare.prepare([str(tmp_path / "t")], 5000, None, str(tmp_path), said.append)
+    assert 256 < got < 300 and any(f"{5000 - got:,} tokens fewer" in line for line in said)
+    assert len(data_files.Decoding.read(str(tmp_path / "decoding.bin"))) == got
+
+
+def test_bad_texts_leave_the_old_files(tmp_path, monkeypatch):
+    old = {"input.bin": b"old", "val.bin": b"older", "decoding.bin": b"oldest"}
+    for name, content in {**old, "empty": b"", "short": b"ab", "bad.zst": b"no zstd",
+                          "cut.zst": pyzstd.compress(b"a" * 999)[:-2], "good": PROSE.encode() * 100}.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    for texts, words in ((["none"], "No such file"), (["."], "Is a directory"), (["empty"], "no text"),
+                         (["short"], "too short"), (["bad.zst"], "no whole zstd file"),
+                         (["cut.zst"], "no whole zstd file")):
+        with pytest.raises(data_files.DataError, match=words) as raised:
+            prepare.prepare(texts, 300, say=lambda line: None)
+        assert texts[0] in one_line(raised) or "too short" in one_line(raised)
+    with pytest.raises(data_files.DataError, match="empty: no text there, nothing to hold out"):
+        prepare.prepare(["good"], 300, "empty", say=lambda line: None)
+    with pytest.raises(data_files.DataError, match="good: .*: nothing was changed there") as raised:
+        prepare.prepare(["good"], 256, out="good", say=lambda line: None)
+    one_line(raised)
+    (tmp_path / "val.bin").unlink()
+    (tmp_path / "val.bin").mkdir()
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(data_files.DataError, match="No space left on device"):
+        prepare.prepare(["good"], 256, say=lambda line: None)
+    assert (tmp_path / "input.bin").read_bytes() == b"old" and (tmp_path / "decoding.bin").read_bytes() == b"oldest"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("input.bin.")], "no temporary file stays"
+
+
+def test_without_the_tokenizers_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "t").write_bytes(PROSE.encode() * 100)
+    with pytest.raises(data_files.DataError, match="pip install -r requirements/prepare.txt") as raised:
+        prepare.prepare([str(tmp_path / "t")], 300, out=str(tmp_path), say=lambda line: None)
+    one_line(raised)
+    assert os.path.exists(os.path.join(HERE, "requirements/prepare.txt"))
+    assert prepare.prepare([str(tmp_path / "t")], 256, out=str(tmp_path), say=lambda line: None) == 256

@@ -1,0 +1,672 @@
+"""Frames and the introduction of protocols 1 and 2, byte by byte, and whatever else arrives instead."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+import hypothesis
+import pytest
+import pyzstd
+from hypothesis import strategies as st
+
+import egg_config
+import egg_net
+from cluster import auth, greeting, history, leases, session, snapshots, status, wire
+from cluster.wire import (HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NOTHING, RESULT, V2,
+                          VALIDATION, WELCOME)
+from islands import gossip
+from model import fitness_digits
+from coordinators import Peer, Peer2, Server, result_frame, until, work_in_thread
+from fakes import CFG, FakeEngine, GOOD, Lines, SECRET, card, changed
+from fuzzing import SLOW
+
+LIMITS = wire.limits(CFG)
+
+
+# --- introduction -----------------------------------------------------------------------------------------------------
+
+def test_protocol_2_byte_by_byte(tmp_path):
+    """PROTOCOL.md in bytes, without the code that speaks it."""
+    import hashlib
+    import hmac
+    import json
+
+    def proof(side, hello, challenge, text):
+        return hmac.digest(SECRET, b"egg 2 " + side + b"\0" + hello + challenge + hashlib.sha256(text).digest(),
+                           "sha256")
+
+    with (Server(tmp_path, access=auth.Access(SECRET)) as server,
+          socket.create_connection(("127.0.0.1", server.port)) as sock):
+        def receive(size):
+            data = b""
+            while len(data) < size:
+                data += sock.recv(size - len(data))
+            return data
+
+        hello, text = bytes(range(32)), json.dumps(card()).encode()
+        sock.sendall(b"JOBS\x02\x20\x00\x00\x00\x20" + hello)
+        assert receive(10) == b"JOBS\x02\x21\x00\x00\x00\x21"
+        challenge = receive(32)
+        assert receive(1) == b"\x03"                              # a secret is wanted; it would prove itself first
+        sock.sendall(b"JOBS\x02\x22" + (32 + len(text)).to_bytes(4, "big")
+                     + proof(b"worker", hello, challenge, text) + text)
+        assert receive(10) == b"JOBS\x02\x23\x00\x00\x00\x70"
+        assert receive(32) == proof(b"coordinator", hello, challenge, text)
+        kept, default = CFG.saved(), egg_config.make().saved()
+        config = hashlib.sha256(json.dumps({k: v for k, v in kept.items() if v != default[k]},
+                                           sort_keys=True).encode()).digest()
+        assert receive(80) == config + bytes(32) + bytes(8) + bytes(8)
+        sock.sendall(b"JOBS\x02\x00\x00\x00\x00\x28" + (42).to_bytes(8, "big") + bytes(16) + b"d" * 16)
+        assert receive(38) == b"JOBS\x02\x02\x00\x00\x00\x1c" + (42).to_bytes(8, "big") + bytes(16) + bytes(4)
+
+
+def greet(ours, theirs, card=card()):
+    """(Caller, Host) after an introduction without sockets, with these secrets."""
+    caller, host = greeting.Caller(ours, card), greeting.Host(theirs)
+    answer = caller.begin()
+    while answer and (answer := takes(host, *answer)):
+        answer = takes(caller, *answer)
+    return caller, host
+
+
+def takes(side, opcode, *fields):
+    """The answer of a Caller or Host to a frame of these fields."""
+    return side.handle(opcode, opcode.pack(*fields))
+
+
+def test_the_introduction_proves_both_sides():
+    caller, host = greet(SECRET, SECRET)
+    assert host.card.role == "worker" and host.card.config == CFG.saved() and caller.welcome is None
+    state = [b"c" * 32, b"d" * 32, 7, 4]
+    assert takes(caller, *host.welcome(*state)) is None and caller.welcome == state
+    with pytest.raises(wire.FrameError, match="WELCOME before the introduction is complete"):
+        takes(caller, *host.welcome(*state))
+    assert greet(b"", b"", card(role="status"))[1].card.role == "status"
+    with pytest.raises(greeting.GreetingError, match="does not know the secret"):
+        greet(b"not the secret but long", SECRET)
+    host = greeting.Host(SECRET)
+    host.handle(HELLO, bytes(32))
+    with pytest.raises(wire.Refused, match="wrong secret") as refused:
+        host.handle(JOIN, bytes(32) + b"{}")
+    assert refused.value.code == wire.NO_ACCESS
+    with pytest.raises(greeting.GreetingError, match="it wants a secret"):
+        greet(b"", SECRET)
+    caller, _ = greet(SECRET, SECRET)
+    with pytest.raises(greeting.GreetingError, match="does not know the secret"):
+        takes(caller, *greet(SECRET, SECRET)[1].welcome(*state))         # of another introduction
+    for early in (JOIN, WELCOME, JOB_REQUEST, 99):
+        with pytest.raises(wire.FrameError, match="before the introduction is complete"):
+            greeting.Host(SECRET).handle(early, bytes(64))
+
+
+@pytest.mark.parametrize("words, other, values", [
+    ("SIGMA_SHIFT = 3 at the coordinator, 5 at the worker", dict(SIGMA_SHIFT=5), {}),
+    ("ADAM_BETA1 = 0.9 at the coordinator, 0.5 at the worker; N_LAYERS = 1 at the coordinator, 2",
+     dict(N_LAYERS=2, ADAM_BETA1=0.5), {}),
+    ("other training data than most workers", {}, dict(data="ab" * 32)),
+])
+def test_a_worker_that_does_not_fit_is_told_what_differs(tmp_path, words, other, values):
+    with Server(tmp_path, save=True) as server:
+        Peer2(server.port, data="cd" * 32)
+        with pytest.raises(egg_net.NetError, match=words):
+            Peer2(server.port, changed(**other), **values)
+        assert words in server.lines.text
+        Peer2(server.port, data="")                              # does not tell, as without data
+        Peer2(server.port, changed(VALIDATE_EVERY=7, SAMPLING_TEMP=0.1))
+    assert (tmp_path / history.DATA_FILE).read_text().strip() == "cd" * 32
+    with Server(tmp_path, save=True) as server, pytest.raises(egg_net.NetError, match="other training data"):
+        Peer2(server.port, data="ab" * 32)                       # after a restart too
+
+
+class Closing:
+    """A coordinator of protocol 1 alone: closes on anything else. Counts who came."""
+
+    def __init__(self):
+        self.listener, self.versions = socket.create_server(("127.0.0.1", 0)), []
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                with self.listener.accept()[0] as sock:
+                    data = sock.recv(1 << 16)
+                    self.versions.append(data[4])
+                    if data[4] == 1:
+                        sock.sendall(wire.frame(JOB_RESPONSE, 42, 0, 32, 0))
+                        time.sleep(0.2)
+
+
+def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
+    def serve(**options):
+        old = Closing()
+        try:
+            return old, egg_net.run_worker(CFG, "127.0.0.1", old.port, FakeEngine(), retry=False,
+                                           console=egg_net.Console(Lines()), **options)
+        finally:
+            old.listener.close()
+
+    old, chunks = serve()
+    assert old.versions == [2, 1] and chunks == 1
+    old, chunks = serve(protocol=1)
+    assert old.versions == [1] and chunks == 1
+    for options in (dict(protocol=2), dict(access=auth.Access(SECRET))):
+        with pytest.raises(egg_net.NetError, match="closed the connection during the introduction"):
+            serve(**options)
+    with pytest.raises(egg_net.NetError, match="protocol 1 has neither secret nor TLS"):
+        serve(protocol=1, access=auth.Access(SECRET))
+
+
+# --- any bytes --------------------------------------------------------------------------------------------------------
+
+OPCODES = [0, 1, 2, 3, 16, *range(32, 51), 77, 255]
+FRAME = st.tuples(st.sampled_from([1, 1, 2, 2, 2, 0, 9]), st.sampled_from(OPCODES),
+                  st.one_of(st.none(), st.integers(0, 0xFFFFFFFF)),
+                  st.one_of(st.binary(max_size=130),
+                            st.sampled_from([bytes(n) for n in (0, 24, 28, 32, 33, 44, 48, 64)])))
+
+
+def hostile(parts):
+    """bytes of frames with wrong versions, opcodes and lengths."""
+    return b"".join(wire.HEADER.pack(b"JOBS", version, opcode, len(body) if size is None else size) + body
+                    for version, opcode, size, body in parts)
+
+
+BYTES = st.one_of(st.binary(max_size=300), st.lists(FRAME, max_size=5).map(hostile),
+                  st.tuples(st.lists(FRAME, max_size=3).map(hostile), st.binary(max_size=40)).map(b"".join))
+
+
+@hypothesis.given(BYTES, st.integers(1, 50))
+def test_the_frame_parser_takes_any_bytes(data, piece):
+    """However the bytes come: frames or a FrameError, never more held than the longest frame that is allowed."""
+    def parse(pieces):
+        buffer, got = bytearray(), []
+        try:
+            for part in pieces:
+                buffer += part
+                while one := wire.next_frame(buffer, LIMITS):
+                    got.append(one)
+        except wire.FrameError as error:
+            return got, str(error)
+        return got, bytes(buffer)
+
+    whole_, split = parse([data]), parse([data[k:k + piece] for k in range(0, len(data), piece)])
+    assert whole_ == split
+    for version, opcode, payload in whole_[0]:
+        least, most = LIMITS[version].get(opcode, (0, wire.OTHER_LIMIT))
+        assert least <= len(payload) <= most
+
+
+@hypothesis.given(BYTES)
+def test_snapshots_histories_and_cards_take_any_bytes(data):
+    with pytest.raises(ValueError):
+        snapshots.unpack(CFG, data)
+    with contextlib.suppress(wire.FrameError):
+        greeting.read_card(data)
+    for text in (b"[" * 5000, b'{"role":' * 900, b'{"role": "worker", "config": 1}', b"1" * 5000,
+                 b'{"role": "worker", "config": {}, "data": "zz"}'):
+        with pytest.raises(wire.FrameError):
+            greeting.read_card(text)
+
+
+@pytest.fixture(scope="module")
+def besieged(tmp_path_factory):
+    """A coordinator with an honest worker, for hostile clients: (server, engine). It must serve throughout."""
+    cfg, directory = changed(CONNECTIONS_PER_ADDRESS=200, SNAPSHOT_EVERY=0), tmp_path_factory.mktemp("besieged")
+    engine = FakeEngine(cfg, pause=0.002)
+    with Server(directory, cfg, save=True, stay=True) as server:
+        thread = work_in_thread(server.port, engine, cfg, name="honest")
+        until(lambda: server.run.step > 0)
+        yield server, engine
+        assert not server.failure, server.failure
+        before = server.run.step
+        until(lambda: server.run.step > before + 2)
+        server.stop()
+        thread.join(10)
+    assert server.lines.text.count("refused") < 100
+    run = history.open_run(cfg, directory)                   # the honest worker is where the history leads
+    assert engine.step <= run.step
+    same = FakeEngine(cfg)
+    for step in range(engine.step):
+        same.update(fitness_digits.unpack_ternary(run.fitness(step), cfg.N_PAIRS))
+    assert engine.step > 0 and engine.state().digests() == same.state().digests()
+    run.close()
+
+
+@SLOW
+@hypothesis.given(st.lists(BYTES, min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_a_live_coordinator_takes_any_bytes(besieged, parts, introduced, patient):
+    """Before and after the introduction, with and without reading the answers: no exception, and the honest go on."""
+    server, _ = besieged
+    with contextlib.suppress(OSError, egg_net.NetError, egg_net.OldCoordinator):
+        link = Peer2(server.port, server.coordinator.cfg, name="hostile").link if introduced else None
+        sock = link.sock if link else socket.create_connection(("127.0.0.1", server.port))
+        try:
+            sock.settimeout(0.001 if not patient else 0.01)
+            for part in parts:
+                sock.sendall(part)
+                with contextlib.suppress(TimeoutError):
+                    sock.recv(1 << 16)
+        finally:
+            sock.close()
+    assert not server.failure and server.thread.is_alive()
+
+
+def test_slow_clients_do_not_hold_up_the_others(besieged):
+    server, engine = besieged
+    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(150)]
+    step = server.run.step
+    for turn in range(20):
+        for i, sock in enumerate(crowd):
+            with contextlib.suppress(OSError):
+                sock.send(wire.frame(wire.Frame(JOIN), bytes(8000), version=V2)[turn:turn + 1])
+        time.sleep(0.01)
+    until(lambda: server.run.step > step + 5)
+    assert max(len(c.inbox) for c in list(server.coordinator.hub.connections)) < 1 << 17
+    [sock.close() for sock in crowd]
+
+
+HUGE = "9" * 400
+
+
+# --- hostile frames ---------------------------------------------------------------------------------------------------
+
+def introduce(port, text):
+    """A socket on which this JSON (bytes) has been stated in JOIN, to a coordinator without a secret."""
+    sock = socket.create_connection(("127.0.0.1", port), timeout=5)
+    hello = os.urandom(32)
+    sock.sendall(wire.frame(HELLO, hello, version=V2))
+    challenge = read_frame(sock)[1][:32]
+    sock.sendall(wire.frame(JOIN, auth.proof(b"", b"worker", hello, challenge, text), text, version=V2))
+    return sock
+
+
+def read_frame(sock):
+    """(opcode, payload), (None, b"") where the connection ends."""
+    inbox = bytearray()
+    while not (got := wire.next_frame(inbox, LIMITS)):
+        data = sock.recv(1 << 16)
+        if not data:
+            return None, b""
+        inbox += data
+    return got[1:]
+
+
+def ends(peer):
+    """Whether the connection ends, after an ERROR."""
+    peer.link.sock.settimeout(5)
+    try:
+        while peer.link.sock.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def as_json(text=None, **values):
+    """The JSON of JOIN with these values, which `text` replaces in it if it is given."""
+    return json.dumps(card(**values)).replace('"TEXT"', text or "0").encode()
+
+
+HOSTILE_CARDS = {
+    "a lone surrogate in the configuration": as_json(config={"N_LAYERS": "\ud800"}),
+    "a lone surrogate in the name of a constant": as_json(config={"\udfff": 1}),
+    "a lone surrogate in the role": as_json(role="\ud800"),
+    "a lone surrogate as UTF-8": b'{"role": "worker", "config": {"N_LAYERS": "\xed\xa0\x80"}}',
+    "UTF-16": json.dumps(card(role="\ud800")).encode("utf-16"),
+    "a huge integer": as_json(HUGE, config={"N_LAYERS": "TEXT"}),
+    "a number that is infinite": as_json("1e999", config={"N_LAYERS": "TEXT"}),
+    "no number": as_json("NaN", config={"N_LAYERS": "TEXT"}),
+    "lists in lists": as_json("[" * 60 + "]" * 60, config={"N_LAYERS": "TEXT"}),
+    "no object": b"[1, 2]",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE_CARDS)
+def test_no_card_ends_the_coordinator(tmp_path, what):
+    with Server(tmp_path) as server:
+        honest = Peer2(server.port)
+        sock = introduce(server.port, HOSTILE_CARDS[what])
+        assert read_frame(sock)[0] == wire.ERROR and read_frame(sock)[0] is None
+        assert honest.chunk(0) == 0 and not server.failure
+        assert server.lines.text.count("refused") == 1
+
+
+@pytest.mark.parametrize("text", [HUGE, "-" + HUGE, "1e999", "NaN", "Infinity", '"\\ud800"', "[" * 500 + "]" * 500])
+def test_no_standing_can_be_infinite(text):
+    good = json.loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", None, 0, True).pack())
+    for name in ("fitness", "founder", "step"):
+        payload = json.dumps({**good, name: "TEXT"}).replace('"TEXT"', text).encode()
+        with pytest.raises(wire.FrameError):
+            gossip.read_standing(payload)
+
+
+def test_what_is_sane_is_read():
+    deep = {"a": [{"b": [{"c": [1, -2.5, "\u00fc\U0001f95a", None, True, (1 << 64) - 1]}]}]}
+    assert wire.read_json(json.dumps(deep).encode()) == deep
+    for wrong in (b"", b"{", b"1", b'{"a": 18446744073709551616}', b'{"a":' * 9 + b"1" + b"}" * 9, b"\xff"):
+        with pytest.raises(ValueError):
+            wire.read_json(wrong)
+
+
+def test_whatever_a_frame_raises_drops_that_peer_and_nobody_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "COPY_AFTER", 1e9)               # on a busy machine nobody takes a copy of a late chunk
+    with Server(tmp_path) as server:
+        honest, hostile, held = (Peer2(server.port) for _ in range(3))
+        for peer in (honest, honest, hostile, hostile):
+            peer.chunk(0)
+        held.ask(0)                                              # nothing is left: its request is held
+
+        def broken(*_):
+            raise RuntimeError("something that nobody has thought of\nin two lines")
+
+        monkeypatch.setattr(server.coordinator, "take_validation", broken)
+        hostile.link.send(hostile.link.frame(wire.VALIDATION, 0, 1, 1, 1.0))
+        assert ends(hostile)
+        assert held.answer()[2] in (64, 96)                      # a chunk of the one that was dropped
+        honest.result(0, 0)
+        assert server.lines.text.count("what it sent cannot be handled: RuntimeError: something that nobody") == 1
+
+        # the same while a held request is answered
+        assert held.chunk(0) in (64, 96)
+        late = Peer2(server.port)
+        late.ask(0)
+        until(lambda: server.coordinator.dispatcher.waiting)
+        answer = server.coordinator.dispatcher._answer
+        monkeypatch.setattr(server.coordinator.dispatcher, "_answer", broken)
+        server.coordinator.dispatcher.changed = True
+        until(lambda: len(server.coordinator.dispatcher.workers) == 2)
+        monkeypatch.setattr(server.coordinator.dispatcher, "_answer", answer)
+        assert not server.failure and server.thread.is_alive()
+        honest.result(0, 32)
+    assert "Traceback" not in server.lines.text
+
+
+def test_a_full_disk_is_no_fault_of_a_peer(tmp_path, monkeypatch):
+    """Errors of the program itself are not swallowed with those that peers cause."""
+    def full(*_):
+        raise history.HistoryError("no space left")
+
+    with pytest.raises(AssertionError, match="no space left"), Server(tmp_path) as server:
+        monkeypatch.setattr(server.run, "append", full)
+        peer = Peer2(server.port)
+        for _ in range(4):
+            peer.result(0, peer.chunk(0))
+        server.thread.join(5)
+
+
+def test_a_save_directory_need_not_be_utf_8(tmp_path):
+    directory = os.fsdecode(os.fsencode(tmp_path) + b"/r\xfcn")
+    os.mkdir(directory)
+    with Server(directory, save=True) as server:
+        peer = Peer2(server.port, name="w")
+        peer.chunk(0)
+        author = next(iter(server.coordinator.dispatcher.workers)).author
+        server.coordinator.admission.bans.add(author.identity, "so")
+        with pytest.raises(egg_net.NetError, match="banned: so"):
+            Peer2(server.port, name="w")
+        told = status.fetch_status(CFG, "127.0.0.1", server.port)
+        assert told["save_dir"].endswith("r\ufffdn") and "r\ufffdn" in status.describe_status(told)
+        assert not server.failure
+
+
+def test_one_lie_cannot_move_the_loss_out_of_sight(tmp_path):
+    most = CFG.CHUNK_SIZE * CFG.SEQ_LEN * CFG.LOSS_SCALE << 24
+    with Server(tmp_path) as server:
+        for loss in (most + 1, -16 * CFG.CHUNK_SIZE * CFG.SEQ_LEN * CFG.LOSS_SCALE - 1, -(1 << 50)):
+            peer = Peer2(server.port)
+            peer.result(0, peer.chunk(0), loss=loss)
+            assert ends(peer)
+        assert server.lines.text.count("wrong figures: sum of losses") == 3
+
+
+# --- zstd -------------------------------------------------------------------------------------------------------------
+
+def test_a_state_that_unpacks_to_much_does_not_stop_the_loop(tmp_path):
+    """A few KB of zstd that become 300 MB."""
+    cfg = changed(HIDDEN_DIM=1024, N_LAYERS=2, SNAPSHOT_EVERY=1)
+    size = sum(snapshots.sizes(cfg))
+    assert size > 200 << 20
+    body = pyzstd.compress(bytes(size), 1)
+    upload = snapshots.Upload(cfg, 1, 2, bytes(16), tmp_path)
+    longest, offset = 0.0, 0
+    with pytest.raises(ValueError, match="not the state that workers stated"):
+        while offset < len(body):
+            started = time.thread_time()
+            if upload.pending:
+                upload.unpack()
+            else:
+                upload.feed(len(body), offset, body[offset:offset + wire.BLOCK])
+                offset += wire.BLOCK
+            longest = max(longest, time.thread_time() - started)
+        while upload.pending:
+            upload.unpack()
+    upload.drop()
+    assert longest < 0.1, f"{longest:.3f} s"
+
+
+def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
+    """The pieces of a snapshot are unpacked between the turns of the loop, and the next one is not read before."""
+    cfg = changed(SNAPSHOT_EVERY=1)
+    with Server(tmp_path, cfg, save=True) as server:
+        peer, other = Peer2(server.port, cfg, name="a"), Peer2(server.port, cfg, name="b")
+        engine = FakeEngine(cfg)
+        for _ in range(4):
+            peer.ask(0, engine.digest())
+            peer.result(0, peer.answer()[2])
+        peer.ask(0, engine.digest())
+        packed = history.unzip(peer.answer()[3], 13)
+        engine.update(fitness_digits.unpack_ternary(packed, cfg.N_PAIRS))
+        peer.ask(1, engine.digest())
+        opcode, _ = peer.next(wire.SNAPSHOT_WANTED, wire.JOB_RESPONSE)
+        assert opcode == wire.SNAPSHOT_WANTED
+        body = snapshots.pack(engine.state())
+        for offset in range(0, len(body), wire.BLOCK):
+            piece = body[offset:offset + wire.BLOCK]
+            peer.link.send(peer.link.frame(wire.SNAPSHOT_DATA, 1, len(body), offset, piece))
+        collector = server.coordinator.collector
+        until(lambda: collector.upload is None or collector.upload.finished)
+        other.ask(0, FakeEngine(cfg).digest())
+        assert other.answer()[1] == 1 and not server.failure
+
+
+# --- hostile cards, standings, requests and holders, at random --------------------------------------------------------
+
+LEAF = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-(1 << 70), 1 << 70), st.floats(),
+                 st.sampled_from([10 ** 400, -(10 ** 4200), float("inf"), float("nan"), 2 ** 64, 2 ** 63, -1, 1e308]),
+                 st.text(st.characters(), max_size=8),
+                 st.sampled_from(["\ud800", "\udfff\ud800", "\x1b[31m", "\0", ""]))
+TREE = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    st.text(st.characters(), max_size=4), inner, max_size=3), max_leaves=12)
+DEEP = st.tuples(st.integers(1, 3000), st.sampled_from(["[]", '{"a":}'])).map(
+    lambda pair: (pair[1][:-1] * pair[0] + "1" + pair[1][-1] * pair[0]).encode())
+FIELDS = st.dictionaries(st.sampled_from(["role", "id", "name", "device", "config", "data", "more"]), TREE, max_size=4)
+CARDS = st.one_of(FIELDS.map(lambda values: encoded({**card(), **values})),
+                  FIELDS.map(lambda values: encoded({**card(), "role": "island", **values})), DEEP,
+                  TREE.map(lambda tree: encoded(tree)), st.binary(max_size=60),
+                  st.dictionaries(st.sampled_from(list(card()["config"])), TREE, max_size=3).map(
+                      lambda config: encoded(card(config={**card()["config"], **config}))))
+
+
+def encoded(tree):
+    """Its JSON; whole numbers that are too long for Python's own reader stay as they are."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return json.dumps(tree).encode()
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@hypothesis.given(CARDS)
+def test_any_json_is_read_or_refused(data):
+    try:
+        found = wire.read_json(data)
+    except ValueError:
+        found = None
+    if found is not None:
+        assert wire.read_json(json.dumps(found, ensure_ascii=False).encode()) == found
+        assert json.loads(json.dumps(found, allow_nan=False)) == found
+    with contextlib.suppress(wire.FrameError):
+        read = greeting.read_card(data)
+        assert all("\n" not in text and text.isprintable() for text in (read.id, read.name, read.device))
+        history.difference(CFG.saved(), read.config).encode()
+    with contextlib.suppress(wire.FrameError):
+        gossip.read_standing(data).pack()
+
+
+@pytest.fixture(scope="module")
+def under_siege(tmp_path_factory):
+    """A coordinator with an honest worker. It must serve throughout."""
+    cfg = changed(CONNECTIONS_PER_ADDRESS=200, STRAGGLER_TIMEOUT=0.3)
+    with Server(tmp_path_factory.mktemp("under_siege"), cfg, save=True, stay=True) as server:
+        thread = work_in_thread(server.port, FakeEngine(cfg, pause=0.002), cfg, name="honest", retry=True)
+        until(lambda: server.run.step > 0)
+        yield server
+        before = server.run.step
+        until(lambda: server.run.step > before + 2, 30)
+        assert not server.failure, server.failure
+        server.stop()
+        assert thread.is_alive()
+
+
+@SLOW
+@hypothesis.given(CARDS)
+def test_a_live_coordinator_takes_any_card(under_siege, data):
+    with contextlib.suppress(OSError), contextlib.closing(introduce(under_siege.port, data[:wire.JOIN.most])) as sock:
+        sock.settimeout(1)
+        assert read_frame(sock)[0] in (wire.ERROR, wire.WELCOME, None)
+    assert not under_siege.failure and under_siege.thread.is_alive()
+
+
+NUMBER = st.one_of(st.integers(0, 40), st.sampled_from([(1 << 64) - 1, 1 << 63, (1 << 48) + 1, 1 << 32]),
+                   st.integers(0, (1 << 64) - 1))
+REAL = st.one_of(st.floats(), st.sampled_from([1.7e308, 1e300, 0.0, -0.0, 5e-324, float("inf"), float("nan")]))
+ACTION = st.one_of(
+    # a step that nobody votes on: two liars of a host may outvote one honest worker of it
+    st.tuples(st.just(JOB_REQUEST), st.tuples(NUMBER, st.integers(1 << 20, (1 << 64) - 1), st.just(0)).map(
+        lambda x: wire.JOB_REQUEST.pack(*x) + bytes(wire.DIGEST))),
+    st.tuples(st.just(wire.RESULT), st.tuples(NUMBER, NUMBER, NUMBER, NUMBER, st.integers(-(1 << 63), (1 << 63) - 1),
+                                              st.sampled_from([4, 4, 0, 1 << 31])).map(
+        lambda x: wire.RESULT.pack(*x) + GOOD)),
+    st.tuples(st.just(wire.VALIDATION), st.tuples(NUMBER, NUMBER, NUMBER, REAL).map(
+        lambda x: wire.VALIDATION.pack(*x))),
+    st.tuples(st.just(wire.SNAPSHOT_REQUEST), st.tuples(NUMBER, NUMBER).map(lambda x: wire.SNAPSHOT_REQUEST.pack(*x))),
+    st.tuples(st.just(wire.SNAPSHOT_DATA), st.tuples(NUMBER, NUMBER, NUMBER).map(
+        lambda x: wire.SNAPSHOT_DATA.pack(*x) + pyzstd.compress(bytes(9)))),
+    st.tuples(st.just(wire.STATE_HASH), NUMBER.map(lambda x: wire.STATE_HASH.pack(x, bytes(32)))),
+    st.tuples(st.just(wire.LOG_MESSAGE), st.text(st.characters(), max_size=30).map(
+        lambda text: text.encode("utf-8", "surrogatepass"))),
+    st.tuples(st.just(HEARTBEAT), st.just(b"")))
+
+
+@SLOW
+@hypothesis.given(st.lists(ACTION, min_size=1, max_size=12), st.booleans(), st.integers(0, 300))
+def test_a_live_coordinator_takes_any_figures_and_holders_that_only_beat(under_siege, actions, holds, beats):
+    """A peer that knows all frames: figures at their limits, chunks that it takes and only sends heartbeats for."""
+    with contextlib.suppress(OSError, egg_net.NetError):
+        peer = Peer2(under_siege.port, under_siege.coordinator.cfg, name="hostile")
+        with contextlib.closing(peer.link):
+            if holds:
+                step = under_siege.run.step
+                peer.ask(step, under_siege.coordinator.trust.leading(step))
+                peer.link.send(peer.link.frame(HEARTBEAT) * beats)
+            for opcode, payload in actions:
+                peer.link.send(wire.frame(wire.Frame(opcode), payload, version=V2))
+            peer.link.sock.settimeout(0.01)
+            peer.link.sock.recv(1 << 16)
+    assert not under_siege.failure and under_siege.thread.is_alive()
+
+
+# --- protocol 1, frames -----------------------------------------------------------------------------------------------
+
+def test_frames_are_those_of_the_specification():
+    assert wire.frame(JOB_REQUEST, 1, 2, 0).hex() == (
+        "4a4f4253" "01" "00" "00000018" "0000000000000001" "0000000000000002" "0000000000000000")
+    assert wire.frame(RESULT, 1, 2, 3, 4, -1, 2, b"ab").hex() == (
+        "4a4f4253" "01" "01" "0000002e" "0000000000000001" "0000000000000002" "0000000000000003" "0000000000000004"
+        "ffffffffffffffff" "00000002" "6162")
+    assert wire.frame(JOB_RESPONSE, 42, 1, NOTHING, 0).hex() == (
+        "4a4f4253" "01" "02" "0000001c" "000000000000002a" "0000000000000001" "ffffffffffffffff" "00000000")
+    assert wire.frame(LOG_MESSAGE, b"hi").hex() == "4a4f4253" "01" "03" "00000002" "6869"
+
+
+def test_frames_come_out_whole_however_the_bytes_arrive():
+    limits, buffer, got = wire.limits(CFG), bytearray(), []
+    sent = [(LOG_MESSAGE, b"text"), (JOB_REQUEST, bytes(24)), (99, b"from a newer peer"), (LOG_MESSAGE, b"")]
+    for byte in b"".join(wire.frame(wire.Frame(opcode), payload) for opcode, payload in sent):
+        buffer.append(byte)
+        while one := wire.next_frame(buffer, limits):
+            got.append(one[1:])
+    assert got == sent and not buffer
+
+
+REFUSED = {
+    "wrong magic": b"GET / HTTP/1.1\r\n\r\n",
+    "protocol version 3, here 1 or 2": b"JOBS\x03\x00" + bytes([0, 0, 0, 24]) + bytes(24),
+    "JOB_REQUEST of 23 bytes, allowed 24": wire.frame(wire.Frame(JOB_REQUEST), bytes(23)),
+    "RESULT of 49 bytes, allowed 44 to 48": result_frame(packed=GOOD + b"\0"),
+    "RESULT of 43 bytes": wire.frame(wire.Frame(RESULT), bytes(43)),
+    "LOG_MESSAGE of 1000000 bytes": wire.HEADER.pack(b"JOBS", 1, LOG_MESSAGE, 1000000),
+    "opcode 77 of 4000000000 bytes": wire.HEADER.pack(b"JOBS", 1, 77, 4000000000),
+    "RESULT says 3 bytes of fitness and carries 4": result_frame(size=3),
+    "3 bytes of fitness where 16 values need 4": result_frame(packed=GOOD[:3]),
+    "byte 250 is not five ternary digits": result_frame(packed=b"\xfa" + GOOD[1:]),
+    "digits after the last value": result_frame(packed=GOOD[:3] + b"\xf2"),
+    "wrong step: RESULT for step 7 while step 0": result_frame(step=7),
+    "wrong chunk: RESULT for member 33": result_frame(position=33),
+    "wrong chunk: RESULT for member 128": result_frame(position=128),
+    "wrong figures": result_frame(updates=1 << 60),
+    "wrong figures: sum of losses": result_frame(loss=-(1 << 63)),
+    "wrong validation": wire.frame(VALIDATION, 0, 0, 0, 1.0),
+    "wrong validation: nan": wire.frame(VALIDATION, 0, 1, 0, float("nan")),
+}
+
+
+def test_wrong_frames_end_their_connection_with_one_line_and_nothing_else(tmp_path):
+    with Server(tmp_path, steps=1, drain=0) as server:
+        honest = Peer(server.port)
+        first = honest.chunk(0)
+        for reason, data in REFUSED.items():
+            before = server.lines.text
+            peer = Peer(server.port)
+            peer.link.send(data)
+            assert peer.closed(), reason
+            said = server.lines.text[len(before):]
+            assert said.startswith("refused 127.0.0.1:") and reason in said and said.count("\n") == 1, (reason, said)
+        before = server.lines.text
+        again = Peer(server.port)
+        again.link.send(REFUSED["wrong magic"])
+        assert again.closed() and server.lines.text == before, "the same offence is told once"
+        honest.result(0, first)
+        for _ in range(3):
+            honest.result(0, honest.chunk(0))
+        until(lambda: server.run.step == 1)
+        assert fitness_digits.unpack_ternary(server.run.fitness(0), CFG.N_PAIRS).all()
+
+
+def test_unknown_frames_and_half_frames_do_no_harm(tmp_path):
+    with Server(tmp_path) as server:
+        half, peer = Peer(server.port), Peer(server.port)
+        half.link.send(b"JOBS\x01")
+        peer.link.send(wire.frame(wire.Frame(200), b"hello from the future"))
+        peer.link.send(wire.frame(LOG_MESSAGE, b"\x1b[31mred\x07 text\nStep 5 | fake"))
+        assert peer.chunk(0) == 0
+        assert "  [31mred text\n  Step 5 | fake\n" in server.lines.text and "\x1b" not in server.lines.text
+
+
+def test_a_frame_that_never_ends_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "FRAME_SECONDS", 0.3)
+    with Server(tmp_path) as server:
+        honest, slow = Peer(server.port), Peer(server.port)
+        assert honest.chunk(0) == 0
+        with pytest.raises(OSError):                             # a byte now and then is no sign of life
+            for byte in result_frame() * 2:
+                slow.link.send(bytes([byte]))
+                time.sleep(0.02)
+        assert "refused" in server.lines.text and "stopped in the middle of a frame" in server.lines.text
+        assert honest.chunk(0) == 32

@@ -1,0 +1,264 @@
+"""Switches that change from step to step or by token: schedules, rates, initial values, seen votes."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from numba import uint32
+
+import egg_config
+from cluster import history
+from engine import cpu_engine, cuda_engine
+from model import fitness_digits, optimizers, parameters, rules
+from tools import arch
+from tools.debug import Reading
+from compiling import CARDS, path_of
+from coordinators import cluster
+from readings import SMALL, loss_of, member_reading
+from recordings import HERE
+
+
+# --- distributed, resumed ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("values", [
+    dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
+    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), NTT_MODE=2, AUDIT_RATE=1.0),
+    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4, LOSS="exact",
+         SOFT_TARGETS=((1, 2), (4, 1))),
+    dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02)),
+         RARE_TOKENS=0.01),
+    dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
+         ADAPTIVE_NOISE_MODE=2,
+         RARE_TOKENS=0.02, TOKEN_MASK=1)],
+    ids=["muon-ntt3", "falling-noise", "falling-noise-gru", "ntt1-sgd-rare", "muon-cubic-ntt2-gaussian-tails-rare"])
+def test_distributed_and_resumed(tmp_path, values):
+    """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
+    of one engine."""
+    cfg = egg_config.make(**{**SMALL, **values})
+    tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
+    engine = functools.partial(cpu_engine.CpuEngine, cfg, tokens, threads=1)
+    alone, changed = engine(), 0
+    for _ in range(6):
+        chunks = [fitness_digits.chunk_fitness(alone.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE),
+                                           cfg) for c in range(cfg.N_CHUNKS)]
+        changed += alone.update(np.concatenate(chunks))
+    for steps in (3, 6):
+        workers = [engine(), engine()]
+        server = cluster(tmp_path, workers, steps, cfg, save=True)
+        assert "not that of others" not in server.lines.text and server.failure is None
+        assert ("| Noise: 5 | Net" in server.lines.text) == ("SIGMA_SCHEDULE" in values)
+    assert changed > 0 and [w.state().digests() for w in workers] == [alone.state().digests()] * 2
+    run = history.open_run(cfg, tmp_path)
+    replica = engine()
+    history.replay(run, replica)
+    run.close()
+    assert replica.state().digests() == alone.state().digests()
+
+
+def test_the_schedule_is_that_of_the_specification_and_data():
+    rates = {0: 0.5, 99: 0.5, 100: 0.25, 199: 0.25, 200: 0.125, 10**6: 0.125}
+    assert {step: egg_config.make().learning_rate(step) for step in rates} == rates
+    cfg = egg_config.load(defines=["LR_SCHEDULE=0:1,7:0.5,9:0"], environ={})
+    assert [cfg.learning_rate(step) for step in (6, 7, 8, 9, 100)] == [1.0, 0.5, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("rest", [dict(NTT_MODE=3), dict(MODEL="gru", HEAD_DIM=64)], ids=["transformer", "gru"])
+def test_noise_is_as_loud_as_its_schedule_says(rest):
+    """The losses of a step are those of SIGMA_SHIFT alone, and of a plain reading of the rules; what is without noise
+    does not change."""
+    tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
+    cfg = egg_config.make(**{**SMALL, **rest}, SIGMA_SCHEDULE=((2, 5), (4, 0)))
+    assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
+    assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in arch.describe(cfg)
+    assert "targets" not in arch.describe(cfg)
+    engine, found = cpu_engine.CpuEngine(cfg, tokens, threads=1), []
+    for step, shift in (3, 5), (1, 3), (9, 0):
+        state = engine.state()
+        state.step = step
+        alone = cpu_engine.CpuEngine(egg_config.make(**{**SMALL, **rest}, SIGMA_SHIFT=shift), tokens, threads=1)
+        for one in engine, alone:
+            one.load(state)
+        found.append(engine.evaluate(0, 8))
+        windows = rules.windows(cfg, tokens, step, 0, 4)
+        assert np.array_equal(found[-1], alone.evaluate(0, 8)) and engine.validate(windows) == alone.validate(windows)
+        if cfg.MODEL == "transformer":
+            assert found[-1].tolist() == [loss_of(member_reading(cfg, state, i), windows[i // 2]) for i in range(8)]
+    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
+
+
+def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
+    """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
+    cfg = egg_config.make(**SMALL)
+    assert "SIGMA_SCHEDULE" not in {**cfg.shared(), **cfg.saved(), **history.non_default(cfg)}
+    history.open_run(cfg, tmp_path).close()
+    edited = egg_config.CONSTANTS["SIGMA_SCHEDULE"]._replace(value=((0, 7),))
+    monkeypatch.setitem(egg_config.CONSTANTS, "SIGMA_SCHEDULE", edited)
+    falling, saved = egg_config.make(**SMALL), history.configuration(tmp_path)
+    assert falling.SIGMA_SCHEDULE and "SIGMA_SCHEDULE" in falling.shared()
+    assert "SIGMA_SCHEDULE" not in history.non_default(falling)
+    again = egg_config.load(environ={}, saved=saved)
+    assert again.SIGMA_SCHEDULE == () and history.non_default(again)["SIGMA_SCHEDULE"] == ()
+    history.open_run(again, tmp_path).close()
+    with pytest.raises(history.HistoryError, match="SIGMA_SCHEDULE = unknown there"):
+        history.open_run(falling, tmp_path)
+    assert egg_config.load(defines=["SIGMA_SCHEDULE=4:5,9:6"], environ={}).SIGMA_SCHEDULE == ((4, 5), (9, 6))
+    assert egg_config.load(defines=["SIGMA_SCHEDULE="], environ={}).SIGMA_SCHEDULE == ()
+    with pytest.raises(egg_config.ConfigError, match="'4' is not step:shift,step:shift,..."):
+        egg_config.load(defines=["SIGMA_SCHEDULE=4"], environ={})
+
+
+@pytest.mark.parametrize("preset", egg_config.PRESETS)
+def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(preset):
+    cfg = egg_config.load(preset, environ={})
+    forward = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[0]
+    path = "registers" if cfg.HIDDEN_DIM < 256 else "wgmma"
+    assert (path_of(forward) == path) == (cfg.MODEL == "gru")
+
+
+# --- rates and initial values by token --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)],
+                         ids=["adamw", "sgd", "muon", "gru"])
+def test_rare_tokens_learn_more_slowly(rest):
+    """The first update's accumulators, bit for bit: beside a run without the switch only the columns of rare tokens
+    differ, by their factor."""
+    tokens = np.repeat(np.arange(200), np.arange(200) ** 2 // 50 + 1).astype(np.uint8)
+    tokens = np.concatenate([tokens, np.full(3 * tokens.size, 5, np.uint8)])
+    # powers of two, so that nothing is rounded twice
+    learning = 2 ** -13 if rest.get("OPTIMIZER") == "sgd" else 0.25
+    plain = egg_config.make(**{**SMALL, **rest}, LR_SCHEDULE=((0, learning),))
+    cfg = egg_config.make(**{**SMALL, **rest}, LR_SCHEDULE=((0, learning),), RARE_TOKENS=0.004)
+    fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    engines = [cpu_engine.CpuEngine(c, tokens, threads=1) for c in (plain, cfg)]
+    for engine in engines:
+        engine.update(fitness)
+    without, got = (engine.state() for engine in engines)
+    share = np.bincount(tokens, minlength=256) / tokens.size
+    factor = np.sqrt(np.minimum(1, share / 0.004)).astype(np.float32)
+    assert factor[5] == 1 and factor[250] == 0 and 0 < factor[20] < factor[190] < 1
+    tables = [t for t in parameters.tensors(cfg) if t.by_token]
+    assert [t.name for t in tables] == (["embedding", "head"] if cfg.MODEL == "gru" else ["embedding"])
+    for t in parameters.tensors(cfg):
+        part = slice(t.weights, t.weights + t.size)
+        if t not in tables:
+            assert np.array_equal(got.moments[part],
+                                  without.moments[part]) and np.array_equal(got.weights[part], without.weights[part])
+            continue
+        assert np.array_equal(got.moments[part, :2], without.moments[part, :2])
+        scale = np.tile(np.repeat(factor, 4), t.rows // 4)
+        where = (scale < 1) & (np.abs(without.moments[part, 2]) < 1) & (got.weights[part] == without.weights[part])
+        assert where.sum() > t.size // 4
+        assert np.array_equal(got.moments[part, 2][where], (without.moments[part, 2] * scale)[where])
+        assert not got.moments[part, 2][scale == 0].any() and got.moments[part, 2][scale > 0].any()
+
+
+@pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.01), dict(SEEN_VOTES=2)], ids=lambda values: next(iter(values)))
+def test_what_reads_the_data_needs_them(values):
+    engine = cpu_engine.CpuEngine(egg_config.make(**SMALL, **values), None, threads=1)
+    with pytest.raises(ValueError, match=f"{next(iter(values))} needs the training data"):
+        engine.update(np.ones(16, np.int8))
+
+
+def seen_by_hand(cfg, state, tokens, t, fitness, often):
+    """int64 [rows, cols]: the votes of SPEC 9 for a table by token, in plain NumPy; those on tokens in a pair's window
+    count `often` times, the others once."""
+    reading, votes = Reading(cfg, state), 0
+    windows = rules.windows(cfg, tokens, state.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
+    for q in np.flatnonzero(fitness):
+        a, b = (reading.noise(state.seed + int(q) + seed, np.arange(n)).astype(np.int64)
+                for seed, n in ((t.seed_a, t.cols), (t.seed_b, t.rows)))
+        a, b = (a, b) if cfg.USE_CLT else (np.sign(a), np.sign(b))
+        votes = votes + int(fitness[q]) * np.outer(b, a * np.where(np.isin(np.arange(t.cols), windows[q]), often, 1))
+    return votes
+
+
+SEEN = (dict(), dict(USE_CLT=0, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, GROUP_SIZE=4),
+        dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, USE_SAME_DATA=1))
+
+
+@pytest.mark.parametrize("threads", (1, 2))
+@pytest.mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
+def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
+    """A step of sgd with a rate that rounds nothing, held against plain NumPy. Tokens come more than once in a window,
+    and most never come."""
+    cfg = egg_config.make(**{**SMALL, "CHUNK_SIZE": 64, "POPULATION_SIZE": 32 * 64, **values}, SEEN_VOTES=5,
+                          OPTIMIZER="sgd", LR_SCHEDULE=((0, 2.0 ** -12),))
+    rng = np.random.default_rng(5)
+    tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    engine = cpu_engine.CpuEngine(cfg, tokens, threads=threads)
+    before = engine.state()
+    engine.update(fitness)
+    after = engine.state()
+    for t in (t for t in parameters.tensors(cfg) if t.by_token):
+        part = slice(t.weights, t.weights + t.size)
+        often = 5 if t.name == "embedding" else 1
+        votes = parameters.to_canonical(seen_by_hand(cfg, before, tokens, t, fitness, often))
+        moved = after.weights[part].astype(np.int64) - before.weights[part] + after.moments[part, 2].astype(np.float64)
+        assert np.array_equal(moved, votes * (2.0 ** -12 / 2 ** 5)) and votes.any(), t.name
+
+
+SIMULATED_SEEN = """
+import json, sys
+import numpy as np
+from numba import cuda
+import egg_config
+from kernels import update
+from model import parameters, rules
+cfg = egg_config.make(**json.loads(sys.argv[1]))
+tokens, fitness = np.load("tokens.npy"), np.load("fitness.npy")
+fit, votes = np.pad(fitness, update.FIT_PAD), np.zeros(parameters.n_weights(cfg), np.int32)
+tables = np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg) if t.seen], np.int32)
+windows = rules.windows(cfg, tokens, 3, 0, cfg.N_PAIRS).ravel()
+kernel = cuda.jit(update.seen_kernel(cfg))
+kernel[cfg.N_PAIRS * len(tables), update.THREADS](windows, tables, fit, np.array([77], np.uint32), votes)
+np.save("votes.npy", votes)
+"""
+
+
+@pytest.mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
+def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
+    """Thread by thread in Python: what the tokens of a window count more than once, in every bit."""
+    values = {**SMALL, "CHUNK_SIZE": 8, "POPULATION_SIZE": 8, **values, "SEEN_VOTES": 4}
+    cfg, rng = egg_config.make(**values), np.random.default_rng(6)
+    tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), np.array([1, 0, -1, 1], np.int8)
+    np.save(tmp_path / "tokens.npy", tokens)
+    np.save(tmp_path / "fitness.npy", fitness)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SIMULATED_SEEN, json.dumps(values)], cwd=tmp_path,
+                          capture_output=True, text=True,
+                          env={"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(HERE), "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    state, votes = parameters.initial_state(cfg), np.load(tmp_path / "votes.npy")
+    state.step, state.seed = 3, 77
+    for t in parameters.tensors(cfg):
+        want = np.zeros(t.size, np.int64)
+        if t.seen:
+            once, four = (seen_by_hand(cfg, state, tokens, t, fitness, often) for often in (1, 4))
+            want = parameters.to_canonical(four - once)
+        assert np.array_equal(votes[t.weights:t.weights + t.size], want) and want.any() == t.seen, t.name
+
+
+def test_shares_are_of_all_the_data():
+    cfg = egg_config.make(RARE_TOKENS=0.5, VOCAB_SIZE=300)
+    tokens = np.zeros((1 << 24) + 100, np.uint32)
+    tokens[-25:] = 299
+    rates = optimizers.token_rates(cfg, tokens)
+    assert rates.dtype == np.float32 and rates.shape == (300,) and rates[0] == 1 and not rates[1:299].any()
+    assert rates[299] == np.float32(np.sqrt(50 / tokens.size))
+
+
+@pytest.mark.parametrize("model", ["transformer", "gru"])
+def test_initial_values_of_tables_by_token(model):
+    rest = dict(SMALL, HEAD_DIM=64, MODEL=model)
+    states = {mask: parameters.initial_state(egg_config.make(**rest, HOST_MASK=7, TOKEN_MASK=mask))
+              for mask in (-1, 7, 1, 0)}
+    assert np.array_equal(states[-1].weights, states[7].weights)
+    for t in parameters.tensors(egg_config.make(**rest)):
+        parts = {mask: state.weights[t.weights:t.weights + t.size] for mask, state in states.items()}
+        if t.by_token:
+            assert set(parts[1]) == {-1, 0, 1} and not parts[0].any()
+            assert np.array_equal(parts[1], np.sign(parts[7]) * (np.abs(parts[7]) & 1))
+        else:
+            assert np.array_equal(parts[1], parts[7])

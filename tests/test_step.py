@@ -1,0 +1,481 @@
+"""The chunks of a step: leases, copies, audits, votes, liars, bans."""
+
+import contextlib
+import os
+import re
+import time
+
+import numpy as np
+import pytest
+
+import egg_net
+from cluster import admission, auth, dispatch, history, leases, status, trust, wire
+from cluster.wire import JOB_RESPONSE, REBUILD, V2
+from model import fitness_digits
+from coordinators import Coordinator, Holder, Peer, Peer2, Server, caller, cluster, refused_by, until, whole
+from fakes import BAD, CFG, Drifting, FakeEngine, GOOD, Liar, Lines, SECRET, card, changed, expected
+
+
+# --- chunks of a step: audits, liars, leases, copies ------------------------------------------------------------------
+
+A, B, C, D = (admission.Author("host", x, f"worker {x}") for x in "abcd")
+YES = GOOD, 5
+NO = fitness_digits.pack_ternary(-np.ones(16, np.int8)), 5
+
+
+def give(step, author, chunk, what):
+    return step.result(author, author, chunk, *what)
+
+
+def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
+    step = leases.Step(CFG, audited=[1])
+    assert [step.take(A, A, 0) for _ in range(5)] == [0, 1, 2, 3, None] and step.take(B, B, 0) == 1
+    for chunk in (0, 1, 2, 3):
+        assert give(step, A, chunk, YES) == []
+    assert set(step.done) == {0, 2, 3} and step.take(A, A, 1) is None
+    assert give(step, B, 1, NO) == [] and 1 not in step.done
+    assert step.disputed() == [(1, [A, B])]
+    assert step.take(A, A, 1) is None and step.take(B, B, 1) is None and step.take(C, C, 1) == 1
+    assert give(step, C, 1, YES) == [B] and step.complete \
+        and step.fitness() == fitness_digits.pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
+    step.withdraw(B)
+    assert give(step, D, 1, NO) == [D] and step.complete
+
+
+def test_a_late_result_that_differs_opens_the_chunk_again():
+    step = leases.Step(CFG)
+    assert give(step, A, 0, NO) == [] and 0 in step.done
+    assert give(step, A, 0, YES) == [] and step.done[0] == NO             # its own first word counts
+    assert give(step, B, 0, YES) == [] and 0 not in step.done and step.take(C, C, 0) == 0
+    assert give(step, C, 0, YES) == [A] and step.done[0] == YES
+
+
+def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
+    step = leases.Step(CFG, audited=[0])
+    assert give(step, A, 0, YES) == [] and not step.done
+    step.alone = True
+    step.settle()
+    step.alone = False
+    assert set(step.done) == {0}
+    give(step, B, 1, YES)
+    give(step, A, 2, YES)
+    give(step, B, 2, YES)
+    step.withdraw(A)
+    assert set(step.done) == {1, 2}
+    assert sorted(iter(lambda: step.take(C, C, 0), None)) == [0, 3]
+    step.alone = True
+    assert give(step, B, 0, YES) == [] and 0 in step.done
+
+
+def test_copies_go_to_idle_workers_and_the_first_result_counts():
+    step = leases.Step(CFG)
+    assert [step.take(A, A, t) for t in range(4)] == [0, 1, 2, 3]
+    give(step, A, 2, YES)
+    assert step.late(3.0, 1.0) == [0, 1] and step.late(1.2, 1.0) == []
+    late = step.late(3.0, 1.0)
+    assert step.copy(A, A, 3.0, late) is None and step.copy(B, B, 3.0, late) == 0 and late == [1]
+    assert step.late(5.9, 1.0) == [1, 3] and step.late(6.1, 1.0) == [0, 1, 3]   # a third one waits twice as long
+    give(step, B, 0, YES)
+    step.give_back(A, 0)
+    assert step.take(C, C, 9) is None
+
+
+def test_leases_follow_the_time_that_chunks_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "LEAST_LEASE", 1.0)
+    with Server(tmp_path) as server:
+        quick, stuck = Peer2(server.port), Peer2(server.port)
+        for position in (0, 32):
+            quick.ask(0)
+            assert quick.answer()[2] == position
+            time.sleep(0.02)
+            quick.result(0, position)
+        assert stuck.chunk(0) == 64 and quick.chunk(0) == 96
+        quick.result(0, 96)
+        started = time.monotonic()
+        quick.ask(0)
+        assert quick.answer()[2] == 64 and time.monotonic() - started < 1.0    # a copy, well before the lease is over
+        until(lambda: re.search(r"silent for 1(\.0\d*)? s, its chunk 2 is handed out again", server.lines.text))
+        assert CFG.STRAGGLER_TIMEOUT == 90
+        quick.result(0, 64)
+        until(lambda: server.run.step == 1)
+
+
+def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work(tmp_path):
+    cfg = changed(POPULATION_SIZE=32 * 12)
+    with Server(tmp_path, cfg) as server:
+        greedy, other = Peer(server.port, cfg), Peer2(server.port, cfg)
+        # without waiting, and without holding more than CHUNKS_HELD
+        asked = [greedy.chunk(0) // 32 for _ in range(9)]
+        known = next(worker for worker in server.coordinator.dispatcher.workers if worker.version == 1)
+        assert all(0 <= c < 12 for c in asked) and len(known.held) == dispatch.CHUNKS_HELD
+        mine = []
+        for _ in range(12 - dispatch.CHUNKS_HELD):
+            mine.append(other.chunk(0) // 32)
+            other.result(0, 32 * mine[-1])
+        assert sorted(mine + asked[-dispatch.CHUNKS_HELD:]) == list(range(12))
+        greedy.ask(0)                                            # now there is nothing left that it has not got
+        assert greedy.silent()
+
+
+def test_only_chunks_that_were_handed_out_are_taken(tmp_path):
+    """Else two liars could outvote whomever they like."""
+    with Server(tmp_path) as server:
+        peer = Peer2(server.port)
+        assert peer.chunk(0) == 0
+        peer.result(0, 64)
+        with pytest.raises(egg_net.NetError, match="RESULT for chunk 2, which it was not given"):
+            peer.answer()
+        assert not server.coordinator.dispatcher.work.done
+
+
+def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
+    cfg, run = changed(POPULATION_SIZE=32), history.open_run(changed(POPULATION_SIZE=32))
+    coordinator = Coordinator(cfg, run, log_dir=tmp_path, console=egg_net.Console(Lines()))
+    peers = []
+    for _ in range(6 * dispatch.ANSWERS_IN_A_ROW):
+        peers.append(Peer(coordinator.address[1], cfg))
+        peers[-1].ask(0)
+        until(lambda: coordinator.poll(0.01) or len(coordinator.dispatcher.waiting) == len(peers) - 1)
+    assert peers[0].answer()[2] == 0                             # it has the chunk, the others wait
+    peers[0].result(0, 0)
+    until(lambda: coordinator.poll(0.001) or run.step == 1)
+    assert len(coordinator.dispatcher.waiting) > dispatch.ANSWERS_IN_A_ROW
+    assert peers[1].answer()[1] == 1
+    peers[1].ask(1)
+    coordinator.poll()
+    # its next chunk, before the last has been told of the step
+    assert peers[1].answer()[1:3] == (1, 0) and coordinator.dispatcher.waiting
+    until(lambda: coordinator.poll(0.001) or not coordinator.dispatcher.waiting)
+    assert all(peer.answer()[1] == 1 for peer in peers[2:])
+    coordinator.close()
+    run.close()
+
+
+def test_a_liar_is_found_by_audits_named_and_banned(tmp_path):
+    cfg = changed(AUDIT_RATE=1.0)
+    engines = [FakeEngine(cfg, 0.002), Liar(cfg, 2, pause=0.001), FakeEngine(cfg, 0.002), FakeEngine(cfg, 0.002)]
+    server = cluster(tmp_path, engines, 20, cfg, save=True)
+    assert re.search(r"^banned w1 at 127.0.0.1: its result for chunk \d of step \d+ is not that of two others$",
+                     server.lines.text, re.M)
+    assert server.lines.text.count("banned w") == 1
+    run = history.open_run(cfg, tmp_path)
+    assert whole(run) == expected(20)[0]
+    run.close()
+
+
+def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
+    for turn in range(3):
+        with Server(tmp_path, save=True) as server:
+            if turn == 0:
+                peer = Peer2(server.port, name="w1")
+                assert peer.chunk(0) == 0
+                server.coordinator.ban(next(iter(server.coordinator.dispatcher.workers)).author,
+                                       "it said that 2 + 2 = 5")
+                with pytest.raises(egg_net.NetError, match="banned: it said that 2 [+] 2 = 5; to let w1 at 127.0.0.1 "
+                                                           "in again, remove its line"):
+                    peer.answer()
+            if turn < 2:
+                for _ in range(2):
+                    with pytest.raises(egg_net.NetError, match="banned: it said that"):
+                        Peer2(server.port, name="w1")
+                Peer2(server.port, name="w2")
+                told = status.fetch_status(CFG, "127.0.0.1", server.port)
+                assert told["banned"] == {"w1 at 127.0.0.1": "it said that 2 + 2 = 5"}
+                assert ("banned: w1 at 127.0.0.1: it said that 2 + 2 = 5\n"
+                        f"to lift a ban remove its line from {tmp_path}") in status.describe_status(told)
+            if turn == 1:
+                (tmp_path / admission.BANNED_FILE).write_text("")          # no restart is needed
+            if turn:
+                Peer2(server.port, name="w1")
+
+
+def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
+    cert, key = certificates
+    access = auth.Access(SECRET, auth.server_tls(cert, key, ca=cert))
+    ours = auth.Access(SECRET, auth.client_tls(cert, cert, key))
+    with Server(tmp_path, save=True, access=access) as server:
+        link = egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w1"))
+        until(lambda: server.coordinator.dispatcher.workers)
+        server.coordinator.ban(next(iter(server.coordinator.dispatcher.workers)).author, "it lied")
+        link.close()
+        refused_by(lambda: egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="another name")),
+                   "banned: it lied")
+    assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / admission.BANNED_FILE).read_text())
+
+
+def test_bans_that_cannot_be_written_hold_until_the_end(tmp_path):
+    bans = admission.Bans(tmp_path / "gone")
+    bans.add("w1 at host", "it lied")
+    assert bans.all() == {"w1 at host": "it lied"}
+    (tmp_path / admission.BANNED_FILE).write_bytes(b"no tab\n\n\xff at host\twhy\twith a tab\nw2 at host\ttorn")
+    assert admission.Bans(tmp_path).all() == {"\ufffd at host": "why\twith a tab", "w2 at host": "torn"}
+
+
+def test_audits_do_not_hold_up_a_lonely_worker_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", 2.0)
+    times = [time.monotonic()]
+    for steps in (4, 8):
+        cluster(tmp_path, [FakeEngine()], steps, changed(AUDIT_RATE=1.0), save=True)
+        times.append(time.monotonic())
+    assert times[1] - times[0] < 2.0 < times[2] - times[1]       # when the run goes on, another might come back
+
+
+def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
+    packed, digests = expected(9)
+    engines = [FakeEngine(pause=0.002), Drifting(pause=0.001), FakeEngine(pause=0.002)]
+    server = cluster(tmp_path, engines, 9, save=True)
+    assert "worker w1" in server.lines.text and "its state at step 3 is not that of others" in server.lines.text
+    # one of two that differ cannot know that it is right
+    assert engines[1].loads >= 1 and engines[0].loads + engines[2].loads <= 1
+    assert [engine.state().digests() for engine in engines] == [digests] * 3
+    run = history.open_run(CFG, tmp_path)
+    assert whole(run) == packed
+    run.close()
+
+
+def test_the_majority_of_authors_decides_which_state_is_right():
+    votes = trust.Trust()
+    assert votes.judge(5, A, b"x", False) == (trust.AGREES, set(), False) and votes.decided(5) and votes.decided(6)
+    assert votes.judge(5, A, b"x", False)[0] == trust.AGREES                  # its own vote counts once
+    assert votes.judge(5, B, b"y", False)[0] == trust.REBUILD and not votes.decided(5)
+    assert votes.judge(5, B, b"y", True) == (trust.WAIT, set(), True)
+    assert votes.judge(5, A, b"x", True) == (trust.WAIT, set(), False)
+    assert votes.contradicts(5, b"x") and not votes.contradicts(6, b"x") and votes.leading(6) == b""
+    assert votes.judge(5, C, b"y", False) == (trust.AGREES, {A}, True) and votes.leading(5) == b"y"
+    assert votes.judge(5, A, b"x", True)[0] == trust.BAN and not votes.contradicts(5, b"y")
+    assert votes.judge(5, A, b"y", True) == (trust.AGREES, set(), False)         # it has rebuilt
+    votes.forget(A), votes.forget(B), votes.forget(C)
+    assert votes.decided(5) and votes.leading(5) == b""
+    for step in range(5, 30):
+        votes.judge(step, A, b"x", False)
+    assert min(votes.votes) == 30 - trust.STEPS_KEPT
+
+
+def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):
+    coordinator = Coordinator(CFG, history.open_run(CFG), log_dir=tmp_path, console=egg_net.Console(Lines()))
+    try:
+        coordinator.progress.chunk_handed_out()                  # as the first result does
+        one, two, three = (admission.Author("127.0.0.1", name, name) for name in "abc")
+        coordinator.trust.votes[0] = {b"right": {one}, b"wrong": {two}}
+        pairs = np.zeros(CFG.CHUNK_SIZE // 2, np.int8)
+        for chunk in range(CFG.N_CHUNKS):
+            coordinator.dispatcher.work.result(None, one, chunk, fitness_digits.pack_ternary(pairs), 0)
+        coordinator._complete_step_if_done()
+        assert coordinator.dispatcher.work.complete and coordinator.run.step == 0
+        coordinator.trust.votes[0][b"right"].add(three)
+        coordinator._complete_step_if_done()
+        assert coordinator.run.step == 1
+    finally:
+        coordinator.close()
+
+
+def test_a_replica_that_drifts_again_after_rebuilding_is_banned(tmp_path):
+    server = cluster(tmp_path, [FakeEngine(pause=0.002), Drifting(times=99, pause=0.002), FakeEngine(pause=0.002)], 9,
+                     save=True)
+    assert re.search("banned w1 at 127.0.0.1: its state at step 3 is not that of others, and was not after it was "
+                     "rebuilt", server.lines.text)
+    run = history.open_run(CFG, tmp_path)
+    assert whole(run) == expected(9)[0]
+    run.close()
+
+
+def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(tmp_path):
+    with Server(tmp_path) as server:
+        a, b = Peer2(server.port, name="a"), Peer2(server.port, name="b")
+        a.ask(0, b"a" * 16)
+        assert a.next(JOB_RESPONSE)[0] == JOB_RESPONSE
+        a.result(0, 0)
+        until(lambda: server.coordinator.dispatcher.work.done)
+        b.ask(0, b"b" * 16)
+        assert b.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
+        a.ask(0, b"a" * 16)
+        assert a.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
+        # what was computed in doubt is done again
+        assert not server.coordinator.dispatcher.work.done
+        for peer, digest in ((a, b"a"), (b, b"b")):
+            peer.ask(0, digest * 16)
+            assert peer.silent()
+        assert "start another worker, which decides" in server.lines.text
+        c, started = Peer2(server.port, name="c"), time.monotonic()
+        c.ask(0, b"b" * 16)
+        assert c.next(JOB_RESPONSE)[0] == JOB_RESPONSE and b.next(JOB_RESPONSE)[0] == JOB_RESPONSE
+        assert time.monotonic() - started < 1                                   # b was waiting for just this
+        with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
+            a.next(JOB_RESPONSE)
+        with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
+            Peer2(server.port, name="a")
+
+
+# --- votes ------------------------------------------------------------------------------------------------------------
+
+def audit(step, chunk, *results):
+    """Gives results (holder, packed) of a chunk; the names of those who are found to have lied."""
+    liars = []
+    for holder, packed in results:
+        liars += step.result(holder, holder.author, chunk, packed, 5)
+    return [author.name for author in liars]
+
+
+def test_three_names_on_one_host_have_one_vote():
+    sybils, honest = [Holder("1.1.1.1", f"s{i}") for i in range(3)], [Holder("2.2.2.2", "a"), Holder("3.3.3.3", "b")]
+    step = leases.Step(CFG, [0])
+    step.by_host = True
+    assert audit(step, 0, *((s, BAD) for s in sybils), (honest[0], GOOD)) == [] and not step.done
+    assert audit(step, 0, (honest[1], GOOD)) == ["s0", "s1", "s2"] and step.done[0][0] == GOOD
+    votes = trust.Trust()
+    for sybil in sybils:
+        votes.judge(1, sybil.author, b"lie", False)
+    assert votes.judge(1, honest[0].author, b"right", False)[0] == trust.REBUILD      # one against one
+    verdict = votes.judge(1, honest[1].author, b"right", False)
+    assert verdict[0] == trust.AGREES and {a.name for a in verdict[1]} == {"s0", "s1", "s2"}
+    assert votes.judge(1, sybils[0].author, b"lie", True)[0] == trust.BAN
+    certified = [holder.author._replace(certificate=holder.author.name) for holder in sybils]
+    assert trust.tally({b"lie": set(certified)}) == {b"lie": 3}                          # machines behind one address
+
+
+def test_one_host_cannot_fill_both_sides_of_an_audit():
+    one, two, other = Holder("1.1.1.1", "one"), Holder("1.1.1.1", "two"), Holder("2.2.2.2", "other")
+    step = leases.Step(CFG, [0])
+    step.by_host = True
+    assert step.take(one, one.author, 0) == 0
+    assert [step.take(two, two.author, 0) for _ in range(4)] == [1, 2, 3, None]
+    assert step.take(other, other.author, 0) == 0
+    assert audit(step, 0, (one, BAD)) == [] and 0 not in step.done
+    assert audit(step, 0, (two, BAD)) == [] and 0 not in step.done
+    # results differ: now everybody is heard, and one wrong device of a host does not stop the others
+    assert audit(step, 0, (other, GOOD)) == [] and 0 not in step.done
+    third = Holder("1.1.1.1", "third")
+    assert audit(step, 0, (third, GOOD)) == ["one", "two"] and step.done[0][0] == GOOD
+
+
+def test_four_names_of_one_host_keep_no_lie(tmp_path):
+    """Every chunk is audited: three sybils and two honest hosts."""
+    cfg = changed(AUDIT_RATE=1.0)
+    with Server(tmp_path, cfg) as server:
+        sybils = [caller("127.0.0.2", server.port, cfg, name=f"s{i}") for i in range(3)]
+        honest = [caller(f"127.0.0.{i}", server.port, cfg, name=f"h{i}") for i in (3, 4)]
+        banned = 0
+        for _ in range(40):
+            for peer, packed in [(s, BAD) for s in sybils] + [(h, GOOD) for h in honest]:
+                with contextlib.suppress(egg_net.NetError, OSError):
+                    peer.ask(0)
+                    try:
+                        _, step, position, _ = peer.answer(0.02)
+                    except TimeoutError:
+                        continue
+                    if step == 0:
+                        peer.result(0, position, packed)
+            banned = server.lines.text.count("banned s")
+            if server.run.step:
+                break
+        assert server.run.step == 1 and banned >= 1 and "banned h" not in server.lines.text
+        assert server.run.fitness(0) == fitness_digits.pack_ternary(np.ones(cfg.N_PAIRS, np.int8))
+
+
+def test_what_a_banned_author_left_is_done_again_even_when_it_has_gone(tmp_path):
+    with Server(tmp_path) as server:
+        liar, other = Peer2(server.port, name="liar"), Peer2(server.port, name="other")
+        assert liar.chunk(0) == 0
+        liar.result(0, 0, BAD)
+        until(lambda: 0 in server.coordinator.dispatcher.work.done)
+        author = next(w.author for w in server.coordinator.dispatcher.workers if w.author.name == "liar")
+        liar.link.close()
+        until(lambda: len(server.coordinator.dispatcher.workers) == 1)
+        server.coordinator.ban(author, "it lied about another chunk")
+        assert 0 not in server.coordinator.dispatcher.work.done
+        assert 0 in [other.chunk(0) for _ in range(4)]
+
+
+def test_a_lying_peer_of_version_1_does_not_ban_its_host(tmp_path):
+    with Server(tmp_path, save=True) as server:
+        liar = Peer(server.port)
+        assert liar.chunk(0) == 0
+        server.coordinator.ban(next(iter(server.coordinator.dispatcher.workers)).author, "it lied")
+        assert liar.closed()
+        assert Peer(server.port).chunk(0) == 0
+    assert not os.path.exists(tmp_path / admission.BANNED_FILE)
+
+
+def test_the_digest_of_the_training_data_is_voted_on(tmp_path):
+    lie, right = "ab" * 32, "cd" * 32
+    with Server(tmp_path, save=True) as server:
+        liar = caller("127.0.0.2", server.port, data=lie, name="liar")
+        for _ in range(3):                                       # one host has one vote
+            with pytest.raises(egg_net.NetError, match="other training data"):
+                caller("127.0.0.3", server.port, data=right)
+        assert server.run.data.hex() == lie
+        honest = caller("127.0.0.4", server.port, data=right)
+        assert server.run.data.hex() == right and honest.chunk(0) == 0
+        with pytest.raises(egg_net.NetError, match="other training data"):
+            liar.chunk(0)
+    with Server(tmp_path, save=True) as server:                  # what is kept has a vote after a restart
+        with pytest.raises(egg_net.NetError, match="other training data"):
+            caller("127.0.0.2", server.port, data=lie)
+        caller("127.0.0.3", server.port, data=right)
+    assert (tmp_path / history.DATA_FILE).read_text().strip() == right
+
+
+# --- leases -----------------------------------------------------------------------------------------------------------
+
+def beat(server, holders, done, seconds=10):
+    """Heartbeats of holders that deliver nothing, until done()."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "waited in vain"
+        for holder in holders:
+            holder.link.send(holder.link.frame(wire.HEARTBEAT))
+            with contextlib.suppress(TimeoutError):              # asks for a chunk of every step, and for a second one
+                holder.ask(holder.answer(0.001)[1])
+        time.sleep(0.05)
+
+
+def test_a_lease_ends_though_no_usual_time_is_known(tmp_path):
+    cfg = changed(POPULATION_SIZE=32, STRAGGLER_TIMEOUT=0.4)
+    with Server(tmp_path, cfg) as server:
+        holder, honest = (caller(f"127.0.0.{i}", server.port, cfg, name=f"w{i}") for i in (2, 3))
+        assert holder.chunk(0) == 0
+        honest.ask(0)
+        beat(server, [holder], lambda: "has not delivered for 0.4 s, its chunk 0 is handed out again"
+             in server.lines.text)
+        assert honest.answer()[2] == 0
+        honest.result(0, 0)
+        until(lambda: server.run.step == 1)
+
+
+@pytest.mark.parametrize("audited", [0.0, 1.0])
+def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypatch, audited):
+    """Audited chunks wait for the holders, which are another host, until one of them is found out."""
+    cfg = changed(POPULATION_SIZE=32 * 8, STRAGGLER_TIMEOUT=0.8, VALIDATE_EVERY=0, AUDIT_RATE=audited)
+    monkeypatch.setattr(dispatch, "LEAST_LEASE", 0.3)
+    monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", 0.5)
+    with Server(tmp_path, cfg) as server:
+        holders = [caller("127.0.0.2", server.port, cfg, name=f"h{i}") for i in range(6)]
+        honest = caller("127.0.0.3", server.port, cfg, name="honest")
+        for holder in holders:
+            holder.ask(0)
+
+        def work():
+            with contextlib.suppress(TimeoutError):
+                while server.run.step < 3:
+                    honest.ask(server.run.step) if not work.open else None
+                    work.open = True
+                    _, step, position, packed = honest.answer(0.02)
+                    work.open = False
+                    if not packed:
+                        time.sleep(0.01)
+                        honest.result(step, position)
+            return server.run.step >= 3
+
+        work.open = False
+        started = time.monotonic()
+        beat(server, holders, work, 20)
+        assert time.monotonic() - started < 8, f"{time.monotonic() - started:.1f} s"
+
+
+def test_copies_go_to_another_host_and_do_not_run_out():
+    step = leases.Step(CFG)
+    step.by_host = True
+    one, two, other, more = (Holder(h, n) for h, n in (("1", "one"), ("1", "two"), ("2", "other"), ("3", "more")))
+    assert step.take(one, one.author, 0) == 0
+    assert step.copy(two, two.author, 9, [0]) is None and step.copy(other, other.author, 9, [0]) == 0
+    assert step.late(11, 1.0) == [] and step.late(13, 1.0) == [0] and step.copy(more, more.author, 13, [0]) == 0

@@ -1,0 +1,257 @@
+"""`train` as a user types it: a directory that holds a run, --minutes, the first command."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+import egg
+import egg_config
+from cluster import history
+from tools import train
+from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run
+from recordings import HERE
+
+
+@pytest.fixture
+def bytes_here(tmp_path, monkeypatch):
+    """A directory with data of plain bytes under other names than the default, which is the current one."""
+    (tmp_path / "my data").mkdir()
+    (tmp_path / "my data" / "train.bin").write_bytes(TEXT)
+    (tmp_path / "my data" / "val.bin").write_bytes(TEXT[:500])
+    monkeypatch.chdir(tmp_path)
+    return [*DEFINES, "-DINPUT_FILE=my data/train.bin", "-DVAL_FILE=my data/val.bin"]
+
+
+# --- a directory that holds a run -------------------------------------------------------------------------------------
+
+def test_a_run_goes_on_by_its_directory_alone(bytes_here, compiled):
+    """train, the printed commands, coordinator, export, import: the constants are named once."""
+    first = run("train", "--steps", 2, "--save-dir", "ckpt one", *bytes_here)
+    assert first.returncode == 0, first.stderr
+    again = line_with("continue it: ", first.stdout)
+    assert shlex.split(again)[-3:] == ["train", "--save-dir", "ckpt one"]
+    more = paste(again + " --steps 4", "continue it: ")
+    assert more.returncode == 0 and "my data/train.bin: 18,000 tokens" in more.stdout, more
+    assert "steps 2 to 4: " in more.stdout
+    for line in (line_with("try it: ", first.stdout), line_with("try it: ", more.stdout)):
+        written = paste(line, "try it: ")
+        assert written.returncode == 0 and written.stdout.startswith("The king said"), written
+    told = run("eval", "--load-dir", "ckpt one")
+    assert told.returncode == 0 and told.stdout.startswith("my data/val.bin: ") and "bigram" in told.stdout, told
+    assert run("export", "w.safetensors", "--load-dir", "ckpt one").returncode == 0
+    begun = run("import", "w.safetensors", "--save-dir", "new one")
+    assert begun.returncode == 0 and shlex.split(begun.stdout.splitlines()[-1])[-2:] == ["--save-dir", "new one"]
+    on = paste(line_with("next: ", begun.stdout) + " --steps 5 -D 'INPUT_FILE=my data/train.bin'", "next: ")
+    assert on.returncode == 0 and "steps 4 to 5: " in on.stdout, on
+    copied = run("train", "--load-dir", "ckpt one", "--save-dir", "copy", "--steps", 5)
+    assert copied.returncode == 0 and "steps 4 to 5: " in copied.stdout, copied
+
+
+def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):
+    (pathlib.Path("it's secret")).write_text("0123456789abcdef0123456789abcdef")
+    os.chmod("it's secret", 0o600)
+    arguments = ["--port", "0", "--save-dir", "ckpt", "--http", "127.0.0.1:0", "--secret-file", "it's secret",
+                 "-D", "IDLE_TIMEOUT=99"]
+    command = [sys.executable, HERE / "egg.py", "coordinator", "--minutes", "9", *arguments, *DEFINES]
+    for _ in range(2):
+        with subprocess.Popen(command, shell=isinstance(command, str), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, start_new_session=True) as process:
+            assert process.stdout.readline().startswith("coordinator on 0.0.0.0:")
+            os.killpg(process.pid, signal.SIGTERM)
+            out, err = process.communicate(timeout=20)
+        line = line_with("continue it: ", out)
+        assert not err and shlex.split(line)[4:] == ["coordinator", *arguments]
+        command = "exec " + line.removeprefix("continue it: ")
+    assert history.configuration("ckpt")["SEQ_LEN"] == CFG.SEQ_LEN
+
+
+def test_the_continuation_is_that_of_the_arguments(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    done = types.SimpleNamespace(run=types.SimpleNamespace(directory="ckpt"))
+    monkeypatch.setattr("egg_net.run_coordinator", lambda *_, **__: done)
+    assert egg.main(["coordinator", "--steps", "3", "--load-dir=old", "--verb", "-DPORT=9", "-D", "N_LAYERS=2",
+                     "--peer", "a:1", "--peer", "[::1]:2", "--island", "x", "--save-dir", "ckpt"]) == 0
+    assert shlex.split(line_with("continue it: ", capsys.readouterr().out))[4:] == [
+        "coordinator", "--save-dir", "ckpt", "--verbose", "--island", "x", "--peer", "a:1", "--peer", "[::1]:2", "-D",
+        "PORT=9"]
+
+
+def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
+    history.open_run(CFG, "ckpt").close()
+    for command in ("train", "coordinator"):
+        for where in ("--save-dir", "--load-dir"):
+            fails(run(command, where, "ckpt", "-D", "N_LAYERS=3", "-DVALIDATE_EVERY=5"), 2,
+                  "ckpt holds a run of another configuration: -D N_LAYERS: N_LAYERS = 3, there it is 1; leave that out")
+    fails(run("train", "--save-dir", "ckpt", env={"EGG_SEQ_LEN": "16"}), 2, "EGG_SEQ_LEN: SEQ_LEN = 16, there it is 8;")
+    fails(run("train", "--save-dir", "ckpt", "--preset", "nano-egg"), 2,
+          "--preset nano-egg: MODEL = gru, there it is transformer (and ")
+    fails(run("generate", "--load-dir", "ckpt", "-D", "HIDDEN_DIM=128"), 2,
+          "-D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64;")
+    same = ["-DN_LAYERS=1", "-DPOPULATION_SIZE=128", "-DLR_SCHEDULE=" + egg_config.text(CFG.LR_SCHEDULE)]
+    laptop = egg_config.load("laptop", environ={}).saved()
+    for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop"}, [], laptop):
+        cfg = egg_config.load(defines=[x[2:] for x in defines], environ=environ, saved=saved, run="ckpt")
+        assert cfg.saved() == egg_config.make(**saved).saved()
+    eight = CFG.changed(POPULATION_SIZE=0)
+    egg_config.load(defines=["POPULATION_SIZE=0"], environ={}, saved=eight.saved(), run="ckpt")
+
+
+def test_an_old_run_without_settings_works_as_before(bytes_here):
+    history.open_run(egg_config.load(defines=[x[2:] for x in bytes_here], environ={}), "ckpt").close()
+    settings = json.loads(pathlib.Path("ckpt/settings.json").read_text())
+    assert settings["INPUT_FILE"] == "../my data/train.bin"
+    assert settings["VALIDATE_EVERY"] == 2 and settings["SNAPSHOT_EVERY"] == 0
+    assert history.configuration("ckpt")["INPUT_FILE"] == "my data/train.bin"
+    assert "DECODING_FILE" not in history.configuration("ckpt")                      # it is not there
+    os.mkdir("elsewhere")
+    os.chdir("elsewhere")
+    assert history.configuration("../ckpt")["VAL_FILE"] == "../my data/val.bin"
+    for old in (b"", b"[]", b"\xff", b'{"INPUT_FILE": 7}', b'{"LATER": 1}'):
+        pathlib.Path("../ckpt/settings.json").write_bytes(old)
+        assert history.configuration("../ckpt") == CFG.saved()
+    os.unlink("../ckpt/settings.json")
+    assert history.configuration("../ckpt") == CFG.saved()
+
+
+def test_an_empty_newer_directory_does_not_win(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = history.open_run(CFG, "ckpt-trained")
+    run.append(bytes(13), 1, 1)
+    run.close()
+    os.utime("ckpt-trained/history.egg", (1, 1))
+    history.open_run(CFG, "ckpt-empty").close()
+    assert history.newest() == "ckpt-trained"
+    shutil.rmtree("ckpt-trained")
+    assert history.newest() == "ckpt-empty"
+
+
+# --- the clock of --minutes -------------------------------------------------------------------------------------------
+
+WARMED = """
+import json, sys
+import egg_config
+from engine import cpu_engine, kernel_cache
+from tools import train
+cfg = egg_config.load(sys.argv[1], json.loads(sys.argv[2]))
+data = train.open_data(cfg, print)
+engine = train.start_engine(cfg, data, "cpu", 1, lambda line: None)
+ready = {x.py_func.__name__ for name, module in sys.modules.items() if name.startswith("engine.")
+         for x in list(vars(module).values()) if hasattr(x, "py_func") and getattr(x, "overloads", None)}
+load, later = kernel_cache.CpuCache.load_overload, []
+def watched(self, signature, context):
+    later.append(self._function.__name__)
+    return load(self, signature, context)
+kernel_cache.CpuCache.load_overload = watched
+for verb in json.loads(sys.argv[3]):
+    if verb == "evaluate":
+        engine.evaluate(0, 2)
+    if verb == "update":
+        import numpy as np
+        fitness = np.zeros(cfg.N_PAIRS, np.int8)
+        fitness[:2] = 1, -1
+        engine.update(fitness)
+    if verb == "digest":
+        engine.digest()
+    if verb == "validate":
+        engine.validate(data.validation.windows[:1])
+    if verb == "generate":
+        list(engine.generate([1, 2, 3], 2, 1))
+print(json.dumps([sorted(ready), later]))
+"""
+STEP, REPORT = ["evaluate", "update", "digest"], ["validate", "generate"]
+
+
+def warmed(preset, defines, verbs):
+    """({compiled before the first step}, [what the verbs load or compile later])."""
+    done = subprocess.run([sys.executable, "-c", WARMED, preset, json.dumps(defines), json.dumps(verbs)], cwd=HERE,
+                          capture_output=True, text=True, env={**os.environ, "EGG_DEVICE": "cpu"})
+    assert done.returncode == 0, done.stderr
+    ready, later = json.loads(done.stdout)
+    return set(ready), later
+
+
+@pytest.mark.parametrize("preset, defines", [
+    ("laptop", ["USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
+    ("best", ["NTT_MODE=1", "CHUNK_SIZE=64", "POPULATION_SIZE=64"]),
+    ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
+def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, compiled_gru):
+    assert warmed(preset, defines, STEP + REPORT)[1] == []
+
+
+def test_nothing_is_compiled_that_the_run_does_not_use(compiled):
+    everything, later = warmed("laptop", [], STEP + REPORT)
+    no_report, later_too = warmed("laptop", ["VALIDATE_EVERY=0", "SAMPLE_EVERY=0"], STEP)
+    assert later == later_too == [] and no_report < everything and "choose_token" in everything - no_report
+
+
+def test_without_samples_the_end_has_none(bytes_here, compiled):
+    done = run("train", "--steps", 1, *bytes_here, "-DSAMPLE_EVERY=0")
+    assert done.returncode == 0 and "sample" not in done.stdout and "validation: " in done.stdout, done
+    assert "nothing of this run is kept: --save-dir DIR keeps it" in done.stdout.splitlines()
+
+
+# --- the first command ------------------------------------------------------------------------------------------------
+
+def test_the_fingerprint_of_the_unedited_constants():
+    assert egg_config.SHIPPED == egg_config.make().fingerprint()
+
+
+def test_plain_training_takes_the_laptop_preset_where_there_is_no_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EGG_DEVICE", "cpu")
+    started = []
+    monkeypatch.setattr("tools.train.train", lambda cfg, *_, **__: started.append(cfg) or sys.exit(0))
+
+    def model(*arguments):
+        with pytest.raises(SystemExit):
+            egg.main(["train", *arguments])
+        return started[-1].HIDDEN_DIM, "no GPU here: taking the preset laptop" in capsys.readouterr().out
+
+    history.open_run(egg_config.make(), "ckpt").close()
+    assert model() == model("--save-dir", "new", "--minutes", "1") == model("-D", "PORT=7") == (64, True)
+    for chosen in ("-D", "N_LAYERS=4"), ("-D", "INPUT_FILE=mine.bin"), ("--save-dir", "ckpt"), ("--preset", "best"):
+        assert model(*chosen) == (256, False)
+    monkeypatch.setenv("EGG_SEQ_LEN", "64")
+    assert model() == (256, False)
+    monkeypatch.delenv("EGG_SEQ_LEN")
+    monkeypatch.setattr(egg_config, "SHIPPED", "of another file: this one was edited")
+    assert model() == (256, False)
+    monkeypatch.undo()
+    monkeypatch.setattr("tools.train.train", lambda cfg, *_, **__: started.append(cfg) or sys.exit(0))
+    monkeypatch.setattr("engine.hardware.devices", lambda cfg: ["cuda:0"])
+    assert model() == (256, False)
+
+
+def test_a_slow_step_is_announced(tmp_path, monkeypatch, compiled):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.bin").write_bytes(TEXT)
+    many = ["-DVOCAB_SIZE=256", "-DHIDDEN_DIM=256", "-DCHUNK_SIZE=65536", "-DPOPULATION_SIZE=16777216",
+            "-DVALIDATE_EVERY=0", "-DSAMPLE_EVERY=0"]
+    command = [sys.executable, HERE / "egg.py", "train", *many]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env={**os.environ, "EGG_DEVICE": "cpu"}) as process:
+        said = next(line for line in process.stdout if "a step of" in line or "Step 0" in line)
+        process.kill()
+    assert re.match(r"a step of 16,777,216 members takes about [\d.]+ (min|h) here: .* --preset laptop", said), said
+
+
+def test_what_is_made_once_is_no_time_of_a_step():
+    """The first evaluation waits for the table of soft targets."""
+    class Engine:
+        calls = 0
+
+        def evaluate(self, first, count):
+            self.calls += 1
+            time.sleep(0.5 if self.calls == 1 else count / 1000)
+
+    assert 100 < train.members_a_second(egg_config.make(CHUNK_SIZE=4096), Engine()) < 1010

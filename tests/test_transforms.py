@@ -1,0 +1,115 @@
+"""NTT_MODE: the transforms and the model that uses them, against plain readings (SPEC 14)."""
+
+import numpy as np
+import pytest
+
+import egg_config
+from engine import cpu_engine
+from model import parameters, rules, transforms
+from tools.debug import Reading
+from readings import SMALL, loss_of, member_reading, random_config
+
+
+# --- number-theoretic transforms --------------------------------------------------------------------------------------
+
+def direct(x, mode, k):
+    """Coefficient k of x by the definition, term by term, in Python's integers."""
+    p = transforms.PRIME[mode]
+    if not p:
+        return sum(-int(v) if bin(i & k).count("1") % 2 else int(v) for i, v in enumerate(x))
+    r = transforms.root(mode, len(x))
+    return sum(int(v) * pow(r, i * k, p) for i, v in enumerate(x)) % p
+
+
+def transform(x, mode):
+    """The coefficients of x by the table of the model."""
+    c = x @ transforms.table(mode, x.shape[-1]).T
+    return c % transforms.PRIME[mode] if transforms.PRIME[mode] else c
+
+
+def inverse(x, mode):
+    """What `transform` made x from, modulo p in modes 2 and 3: the transform again, in another order."""
+    p, n = transforms.PRIME[mode], len(x)
+    again = transform(x, mode)
+    return np.roll(again[::-1], 1) * pow(n, -1, p) % p if p else again // n
+
+
+@pytest.mark.parametrize("mode, length", [(1, 8), (1, 128), (2, 8), (2, 256), (3, 16), (3, 128)])
+def test_transforms(mode, length):
+    """Table against definition; round trip; the convolution theorem, for Walsh-Hadamard that of the dyadic
+    convolution."""
+    rng, p = np.random.default_rng(length), transforms.PRIME[mode]
+    x, y = rng.integers(0, p or 262144, (2, length))
+    transformed = transform(x, mode)
+    assert transformed.tolist() == [direct(x, mode, k) for k in range(length)]
+    assert np.array_equal(inverse(transformed, mode), x)
+    product = transformed * transform(y, mode)
+    i = np.arange(length)
+    folded = np.array([sum(int(x[m]) * int(y[n]) for m,
+                           n in zip(i, i ^ k if not p else (k - i) % length)) for k in range(length)])
+    assert np.array_equal(inverse(product % p if p else product, mode), folded % p if p else folded)
+    if p:
+        powers = {pow(transforms.root(mode, length), k, p) for k in range(length)}
+        assert len(powers) == length and pow(transforms.root(mode, length), length, p) == 1
+    assert np.array_equal(transform(np.stack([x, y]), mode)[1], transform(y, mode))
+
+
+class NttReading(Reading):
+    """The plain reading of the SPEC with coefficients from the definition in model.transforms."""
+
+    def coefficients(self, tokens):
+        cfg, T = self.cfg, self.cfg.SEQ_LEN
+        out = []
+        for position in range(len(tokens)):
+            block = list(tokens[position // T * T:][:T]) + [0] * T
+            seen = position % T + 1 if cfg.NTT_CAUSAL or len(tokens) != T else T
+            out.append(direct(block[:seen] + [0] * (T - seen), cfg.NTT_MODE, position % T))
+        own = super().coefficients(tokens)
+        assert own.tolist() == out
+        return own
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
+    rng = np.random.default_rng(seed)
+    cfg = random_config(rng, NTT_MODE=seed % 3 + 1, NTT_CAUSAL=seed // 3, SEQ_LEN=int(rng.choice([8, 16, 32])),
+                        LOSS="deggs")
+    tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
+    engine = cpu_engine.CpuEngine(cfg, tokens)
+    state = engine.state()
+    state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
+    state.weights[:] = rng.integers(-127, 128, state.weights.size)
+    engine.load(state)
+    reading, windows = NttReading(cfg, state), rules.windows(cfg, tokens, 0, 0, 2)
+    assert engine.evaluate(0, 4).tolist() == [loss_of(member_reading(cfg, state, p, NttReading), windows[p // 2])
+                                              for p in range(4)]
+    z = reading.logits(windows[0, :-1]) / cfg.SOFTMAX_EXP_SCALE
+    z -= z.max(1, keepdims=True)
+    nats = (np.log(np.exp(z).sum(1)) - z[np.arange(cfg.SEQ_LEN), windows[0, 1:]]).sum()
+    assert engine.validate(windows[:1])[0] == pytest.approx(nats, rel=1e-9)
+    prompt = [5, 17, 250]
+    tokens = list(engine.generate(prompt, cfg.SEQ_LEN + 6, seed=1, temp=0, penalty=0))
+    assert tokens == reading.logits(prompt + tokens).argmax(1)[len(prompt) - 1:-1].tolist()
+
+
+def test_a_causal_coefficient_sees_no_later_token():
+    cfg = egg_config.make(**SMALL, NTT_MODE=3)
+    rng = np.random.default_rng(7)
+    one, other = rng.integers(1, 256, (2, 8))
+    for position in range(8):
+        mixed = np.where(np.arange(8) <= position, one, other)
+        causal, whole = transforms.basis(cfg, True)[position], transforms.basis(cfg, False)[position]
+        assert causal @ mixed == causal @ one
+        assert position == 7 or whole @ mixed != whole @ one
+
+
+def test_ntt_mode_0_is_the_model_as_it_was_and_the_tables_are_drawn_after_the_embedding():
+    base, ntt = egg_config.make(**SMALL), egg_config.make(**SMALL, NTT_MODE=1)
+    before = {t.name for t in parameters.tensors(base)}
+    assert [t.name for t in parameters.tensors(ntt) if t.name not in before] == ["ntt_emb_1", "ntt_emb_2", "ntt_emb_3"]
+    weights = parameters.initial_state(ntt).weights
+    drawn = rules.uniform_noise(parameters._xorshift(42, 4 * 64 * 256), 15, 0).reshape(4, 64, 256)
+    for matrix, name in zip(drawn, ("embedding", "ntt_emb_1", "ntt_emb_2", "ntt_emb_3")):
+        t = next(t for t in parameters.tensors(ntt) if t.name == name)
+        assert np.array_equal(weights[t.weights:t.weights + t.size], parameters.to_canonical(matrix))
+    assert parameters.products_per_token(ntt) == parameters.products_per_token(base)

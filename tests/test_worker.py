@@ -1,0 +1,196 @@
+"""The worker: reconnecting, slices, rebuilding."""
+
+import re
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+import egg_net
+from cluster import wire
+from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT
+from model import fitness_digits, seeds
+from coordinators import Server, free_port, until, whole, work_in_thread
+from fakes import CFG, FakeEngine, Lines, begin_together, expected
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
+    packed, digests = expected(6)
+    engines = [FakeEngine(pause=0.002) for _ in range(workers)]
+    server = Server(tmp_path, steps=6, stay=True)
+    begin_together(engines)
+    threads = [work_in_thread(server.port, engine) for engine in engines]
+    with server:
+        until(lambda: all(engine.step == 6 for engine in engines))
+        assert whole(server.run) == packed
+    for thread in threads:
+        thread.join(10)
+    assert all(engine.state().digests() == digests and engine.evaluated for engine in engines)
+    updates = [re.search(rf"Step {k} .*Updates: (\d+)", server.lines.text)[1] for k in range(1, 6)]
+    assert updates == ["101", "102", "103", "104", "105"]
+
+
+def test_a_late_worker_catches_up(tmp_path):
+    late = FakeEngine()
+    with Server(tmp_path) as server:
+        first = work_in_thread(server.port, FakeEngine(pause=0.01))
+        until(lambda: server.run.step >= 3)
+        second = work_in_thread(server.port, late)
+        until(lambda: late.evaluated)
+        server.stop()
+        first.join(10), second.join(10)
+        assert whole(server.run) == expected(server.run.step)[0]
+    assert late.state().digests() == expected(late.step)[1] and min(late.evaluated)[0] >= 3
+
+
+def test_the_first_samples_and_validations_come_early():
+    for every, steps in ((0, []), (2, [0, 2, 4, 6]), (10, [0, 1, 2, 5, 10, 20]), (500, [0, 50, 100, 250, 500, 1000])):
+        assert [step for step in range(1001) if egg_net.due(every, step)][:len(steps)] == steps
+        assert every or not egg_net.due(every, 0)
+
+
+def test_validation_and_samples_reach_the_console(tmp_path):
+    from model import data_files
+    decoding = data_files.load_decoding(CFG)
+    validation = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
+    with Server(tmp_path, steps=3) as server:
+        tokens = np.frombuffer(b"ab\nd" * 20, np.uint8)
+        thread = work_in_thread(server.port, FakeEngine(), tokens=tokens, validation=validation, decoding=decoding)
+    thread.join(10)
+    assert "  sample at step 0: ab\u23ced >>> AAA\n" in server.lines.text
+    assert "sample at step 2: ab\u23ced >>> CCC\n" in server.lines.text
+    lines = [x for x in server.lines.text.splitlines() if x.startswith("Step")]
+    # (step + 1) / ln 2 / 12
+    assert [x.partition("Val: ")[2] for x in lines] == ["0.12 bits/byte", "", "0.36 bits/byte"]
+
+
+def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path):
+    packed, digests = expected(4)
+    engine, lines = FakeEngine(pause=0.01), Lines()
+    port = free_port()
+    with Server(tmp_path / "a", port=port, save=True) as server:
+        work_in_thread(port, engine, retry=True, lines=lines)
+        until(lambda: server.run.step >= 2)
+        server.stop()
+    with Server(tmp_path / "a", port=port, save=True, steps=engine.step + 3) as server:      # goes on where it was
+        until(lambda: server.run.step == server.coordinator.steps)
+    assert engine.loads == 0 and "the coordinator is gone, trying again" in lines.text
+    # another run, behind the worker
+    with Server(tmp_path / "b", port=port, save=True, steps=4) as server:
+        until(lambda: server.run.step == 4)
+        assert [server.run.fitness(k) for k in range(4)] == packed
+        until(lambda: engine.step == 4)
+    assert engine.loads == 1 and engine.state().digests() == digests and "rebuilding from the beginning" in lines.text
+
+
+class FakeCoordinator:
+    """Answers every request of one worker with the next of the given responses."""
+
+    def __init__(self, *responses):
+        self.listener, self.requests = socket.create_server(("127.0.0.1", 0)), []
+        self.port, self.responses = self.listener.getsockname()[1], list(responses)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        sock, buffer = self.listener.accept()[0], bytearray()
+        with sock:
+            while data := sock.recv(1 << 16):
+                buffer += data
+                while got := wire.next_frame(buffer, wire.limits(CFG)):
+                    self.requests.append(got[1:])
+                    if got[1] == JOB_REQUEST:
+                        if not self.responses:
+                            return
+                        sock.sendall(self.responses.pop(0))
+
+
+def response(seed, step, position, packed=b""):
+    return wire.frame(JOB_RESPONSE, seed, step, position, len(packed), packed)
+
+
+def serve_fake(engine, *responses):
+    """Requests and results that the worker sent while it was given these responses."""
+    fake = FakeCoordinator(*responses)
+    chunks = egg_net.run_worker(CFG, "127.0.0.1", fake.port, engine, retry=False, protocol=1,
+                                console=egg_net.Console(Lines()))
+    return chunks, fake.requests
+
+
+def test_the_worker_serves_a_coordinator_that_polls():
+    """The C++ coordinator does not hold requests, and may leave step and seed of an empty answer 0."""
+    engine = FakeEngine()
+    fitness, seed1 = np.ones(CFG.N_PAIRS, np.int8), seeds.next_seed(42, 0)
+    chunks, requests = serve_fake(engine, response(42, 0, NOTHING), response(0, 0, NOTHING),
+                                  response(seed1, 1, 0, fitness_digits.pack_ternary(fitness)),
+                                  response(seed1, 1, NOTHING),
+                                  response(0, 0, NOTHING), response(seed1, 1, 64), response(seed1, 1, 0))
+    assert chunks == 2 and engine.loads == 0 and engine.step == 1
+    results = [wire.RESULT.unpack(p)[:6] for op, p in requests if op == RESULT]
+    losses = FakeEngine.evaluate(engine, 64, 32)
+    assert results[0] == (seed1, 1, 64, 101, losses.sum(), 4) and results[1][1:4] == (1, 0, 0)
+    fitness = fitness_digits.chunk_fitness(losses, CFG)
+    assert [p for op, p in requests if op == RESULT][0][44:] == fitness_digits.pack_ternary(fitness)
+    asked = [wire.JOB_REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
+    assert asked == [(42, 0)] * 3 + [(seed1, 1)] * 5
+
+
+def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
+    seed1 = seeds.next_seed(42, 0)
+    catch_up = response(seed1, 1, 0, fitness_digits.pack_ternary(np.zeros(CFG.N_PAIRS, np.int8)))
+    engine = FakeEngine()
+    assert serve_fake(engine, catch_up, response(42, 0, NOTHING), response(42, 0, 32))[0] == 1        # it was ahead
+    assert engine.loads == 1 and engine.step == 0
+    engine = FakeEngine()
+    assert serve_fake(engine, catch_up, response(seed1 + 1, 1, 0), catch_up, response(seed1, 1, 0))[0] == 1
+    assert engine.loads == 1
+    with pytest.raises(egg_net.NetError, match="does not fit this worker: it answers for step 1 with seed"):
+        serve_fake(FakeEngine(), catch_up, response(seed1 + 1, 1, 0), catch_up, response(seed1 + 1, 1, 0))
+    with pytest.raises(egg_net.NetError, match="answers for step 0 with seed 0"):
+        # the C++ answer "too far behind"
+        serve_fake(FakeEngine(), catch_up, response(0, 0, 0), response(0, 0, 0))
+
+
+@pytest.mark.parametrize("reason, answer", [
+    ("wrong magic", b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    ("protocol version 9", b"JOBS\x09\x02" + bytes(32)),
+    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", wire.frame(wire.Frame(JOB_RESPONSE), bytes(1000))),
+    ("says 9 bytes of fitness and carries 2", wire.frame(JOB_RESPONSE, 42, 1, 0, 9, b"ab")),
+    ("the fitness of step 0 cannot be right", response(42, 1, 0, b"\xff" * 13)),
+    ("it hands out member 33", response(42, 0, 33)),
+    ("it hands out member 128", response(42, 0, 128)),
+])
+def test_the_worker_refuses_what_cannot_be_right(reason, answer):
+    with pytest.raises(egg_net.NetError, match=re.escape(reason)) as caught:
+        serve_fake(FakeEngine(), answer)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreachable_hosts_are_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for host, words in (("no-such-host.invalid", "cannot be reached"), ("a..b", "cannot be reached"),
+                        ("127.0.0.1", "no coordinator at")):
+        with pytest.raises(egg_net.NetError, match=words) as caught:
+            egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_worker_looks_at_its_socket_between_slices(tmp_path):
+    engine = FakeEngine(pause=0.25)                                    # 2 members a slice at this speed
+    with Server(tmp_path) as server:
+        thread = work_in_thread(server.port, engine)
+        until(lambda: len(engine.evaluated) >= 1)
+        server.stop()
+        thread.join(1.5)
+        assert not thread.is_alive()
+    worker = egg_net.Worker(CFG, engine, None, None, None, False, None)
+    for speed, seconds in ((100, 0.2), (10 ** 6, 0.2), (1, 0.2), (37, 0.2)):
+        for _ in range(8):
+            worker._measure(worker.slice, worker.slice / speed)
+        for left in (2, 32, 1000, 40960):
+            count = worker._slice_size(left)
+            assert count % 2 == 0 and 2 <= count <= left and count <= max(2, speed * seconds + 2)
