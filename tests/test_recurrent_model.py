@@ -171,7 +171,7 @@ def test_fast_fitness_is_the_sign():
     ("HEAD_DIM=32", "says nothing to MODEL = gru"), ("SHIFT_OUT=8", "says nothing"), ("GROUP_SIZE=3", "even"),
     ("GROUP_SIZE=48", "divide POPULATION_SIZE"),
     ("FIXED_POINT=8", "at most 7"), ("MODEL=lstm", "transformer, gru"), ("HIDDEN_DIM=100", "multiple of 32"),
-    ("ZTEST_ALPHA=0", "from 1e-06"),
+    ("ZTEST_ALPHA=0", "from 1e-6"),
     ("MODEL=transformer", "VALIDATE_WINDOW|SEQ_LEN|STATE_TOKENS")])
 def test_bad_constants_are_named_in_one_line(define, says):
     with pytest.raises(egg_config.ConfigError) as error:

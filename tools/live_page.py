@@ -425,7 +425,7 @@ class Page:
         self.newcomers[Client(self, sock, address)] = True
 
     def serve(self, client):
-        """A client receives something for the first time. In a full page an idle client makes room, or the oldest one."""
+        """A client receives something for the first time. A full page closes an idle client for it, or the oldest."""
         if len(self.served) >= MOST_CLIENTS // 2:
             min(self.served, key=lambda c: (not c.idle, c.until)).close()
         self.newcomers.pop(client, None)
