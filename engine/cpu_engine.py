@@ -34,7 +34,7 @@ WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing les
 def choose_token(c, exp, z, seen, penalty, temp, floor, random):
     """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once a token seen, as section 11 asks): seen
     uint8 [V]; exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
-    V, best = c.V, 0
+    V, best = c.VOCAB_SIZE, 0
     scores, weights = np.empty(V, f32), np.empty(V, i32)
     for v in range(V):
         scores[v] = score(z[v], seen[v], penalty)
@@ -47,8 +47,8 @@ def choose_token(c, exp, z, seen, penalty, temp, floor, random):
         weights[v] = share(exp, exp.size - 1, scores[v], scores[best], temp, floor)
         total += weights[v]
     threshold = np.int64(random) % total
-    for lane in range(c.H):
-        for v in range(lane, V, c.H):
+    for lane in range(c.HIDDEN_DIM):
+        for v in range(lane, V, c.HIDDEN_DIM):
             running += weights[v]
             if running > threshold:
                 return v

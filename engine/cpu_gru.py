@@ -32,7 +32,7 @@ TOGETHER = 8                # pairs that go through the positions together: thei
 def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
     H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
-    H, d = c.H, i32(c.divisor)
+    H, d = c.HIDDEN_DIM, i32(c.divisor)
     sequences, padded = tokens.shape[0] * members, h.shape[0]
     pairs = tokens.shape[0] if noisy else 1
     sides_f, sides_h = new_sides(pairs, H, H, H * c.scaled), new_sides(pairs, H, H, H * c.scaled)
@@ -76,7 +76,7 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
 def gates_of(c, w, layer, S, noisy, rows, per_member, x, gates, candidates):
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for the `rows` first rows of x, which belong to one pair (or
     are without noise)."""
-    H, d = c.H, i32(c.divisor)
+    H, d = c.HIDDEN_DIM, i32(c.divisor)
     norm = local((2, 2, H), i32)
     n, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
     sides_f, sides_h = new_sides(1, H, H, H * c.scaled), new_sides(1, H, H, H * c.scaled)
@@ -101,7 +101,7 @@ def read(c, w, S, noisy, tokens, n, state, gates, candidates, x):
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
         embed(c, w, NO_TRANSFORM, u32(S + q), noisy, tokens[q], n, 0, members * n, x[q * members * n:])
-    for layer in range(c.L):
+    for layer in range(c.N_LAYERS):
         for q in range(units):
             gates_of(c, w, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:])
         recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, state[layer], x)
@@ -112,22 +112,22 @@ def read(c, w, S, noisy, tokens, n, state, gates, candidates, x):
 @inner
 def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pair, z):
     """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]."""
-    n, T = windows.shape[0], (windows.shape[1] - 1 - before) // (c.targets if noisy else 1)
-    size = (n * (2 if noisy else 1) * max(T, before), c.H)
+    n, T = windows.shape[0], (windows.shape[1] - 1 - before) // (c.TARGETS if noisy else 1)
+    size = (n * (2 if noisy else 1) * max(T, before), c.HIDDEN_DIM)
     x = empty(size, np.int8)
     gates, candidates = empty(size, np.int8), empty(size, np.int8)
     if before:
         first = first_pair // c.per_group
         groups = (first_pair + n - 1) // c.per_group - first + 1
         some = empty((groups, before), i32)
-        theirs = zeros((c.L, (groups + ROWS - 1) // ROWS * ROWS, c.H), np.int8)
+        theirs = zeros((c.N_LAYERS, (groups + ROWS - 1) // ROWS * ROWS, c.HIDDEN_DIM), np.int8)
         for i in range(n):
             for t in range(before):
                 some[(first_pair + i) // c.per_group - first, t] = windows[i, t]
         read(c, w, u32(0), CLEAN, some[:, 0:], before, theirs, gates, candidates, x)
-        for layer in range(c.L):
+        for layer in range(c.N_LAYERS):
             for s in range(2 * n):
-                for i in range(c.H):
+                for i in range(c.HIDDEN_DIM):
                     state[layer, s, i] = theirs[layer, (first_pair + s // 2) // c.per_group - first, i]
     read(c, w, S, noisy, windows[:, before:], T, state, gates, candidates, x)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
@@ -143,7 +143,7 @@ def run_windows(c, w, exp, scoring, windows, before, state, S, noisy, first_pair
     (pair i of the step is in group i // c.per_group). Else it is read by the unperturbed model. state int8 [L, members
     * windows padded to ROWS, H] goes on; of more windows than that has room for, so many go through the positions
     together, each from a state of 0."""
-    z = empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32)
+    z = empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
     together = state.shape[1] // (2 if noisy else 1)
     for at in range(0, windows.shape[0], together):
         if at:

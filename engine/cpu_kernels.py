@@ -38,10 +38,13 @@ NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
+# Of the configuration as it is
+FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVICE_GAUSSIAN ADAPTIVE_NOISE_MODE "
+               "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_LOGIT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
+               "ROPE_SCALE_BIT TARGETS USE_CLT")
 # The configuration as the kernels see it, all int64: `constants`.
-Constants = namedtuple("Constants", (
-    "H D heads L V mask gaussian mode scaled matrix_shift vector_shift attn out logit up down scale_bit rope_bit "
-    "short_exp exact log_unit targets ntt ntt_prime clt gru head ln_f divisor divisor_down lowest per_group"))
+Constants = namedtuple("Constants", FROM_CONFIG + (
+    " scaled matrix_shift short_exp exact log_unit ntt ntt_prime gru head ln_f divisor divisor_down lowest per_group"))
 # weights int8 canonical; columns int8 [n, H]: the tables that are looked up, a token or byte a row; packed int8 panels
 # [k4, PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128;
 # overlay int8; table int64 [parameters, layers, N_FIELDS]
@@ -60,16 +63,14 @@ new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (
 
 def constants(cfg, exp):
     """The Constants of a configuration; matrix_shift, the noise shift of a step, is 0. exp: int32 [256]."""
-    gru, names = int(cfg.MODEL == "gru"), [p.name for p in parameters.table(cfg)]
+    gru = int(cfg.MODEL == "gru")
+    names = [p.name for p in parameters.table(cfg)]
     return Constants(
-        H=cfg.HIDDEN_DIM, D=cfg.HEAD_DIM, heads=cfg.N_HEADS, L=cfg.N_LAYERS, V=cfg.VOCAB_SIZE, mask=cfg.DEVICE_MASK,
-        gaussian=cfg.DEVICE_GAUSSIAN, mode=cfg.ADAPTIVE_NOISE_MODE,
+        **{name: getattr(cfg, name) for name in FROM_CONFIG.split()},
         scaled=int(cfg.ADAPTIVE_NOISE_MODE > 0),             # whether noise has factors
-        matrix_shift=0, vector_shift=cfg.SIGMA_SHIFT_VECTOR, attn=cfg.SHIFT_ATTN, out=cfg.SHIFT_OUT,
-        logit=cfg.SHIFT_LOGIT, up=cfg.SHIFT_MLP_UP, down=cfg.SHIFT_MLP_DOWN, scale_bit=cfg.SOFTMAX_SCALE_BIT,
-        rope_bit=cfg.ROPE_SCALE_BIT, short_exp=int(not exp[95:].any()), exact=int(cfg.LOSS == "exact"),
-        log_unit=integer_tables.log_unit(cfg), targets=cfg.TARGETS, ntt=int(cfg.NTT_MODE != 0),
-        ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), clt=cfg.USE_CLT, gru=gru,
+        matrix_shift=0, short_exp=int(not exp[95:].any()), exact=int(cfg.LOSS == "exact"),
+        log_unit=integer_tables.log_unit(cfg), ntt=int(cfg.NTT_MODE != 0),
+        ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
         # gru: of a product over H or over 4 H inputs; least value inside the MLP; pairs that read one window
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
@@ -81,14 +82,14 @@ def constants(cfg, exp):
 @inlined
 def noise(c, seed, i):
     """int32: the noise of SPEC 2."""
-    return draw(c.gaussian, hash32(seed, i), c.mask)
+    return draw(c.DEVICE_GAUSSIAN, hash32(seed, i), c.DEVICE_MASK)
 
 
 @leaf
 def vote_draw(c, seed, i):
     """int32: the noise as votes count it."""
     n = noise(c, seed, i)
-    return n if c.clt else i32(i32(n > 0) - i32(n < 0))
+    return n if c.USE_CLT else i32(i32(n > 0) - i32(n < 0))
 
 
 @leaf
@@ -105,7 +106,7 @@ def draw_sides(c, w, param, layer, S, noisy, sides):
                 sides.columns[q, i] = 0
             continue
         for i in range(cols):
-            sides.columns[q, i] = scaled(c.mode, noise(c, seed_a, i), overlay_a[i], seed_a, i)
+            sides.columns[q, i] = scaled(c.ADAPTIVE_NOISE_MODE, noise(c, seed_a, i), overlay_a[i], seed_a, i)
         total = i32(0)
         for i in range(n):
             drawn = noise(c, seed_b, i)
@@ -113,8 +114,8 @@ def draw_sides(c, w, param, layer, S, noisy, sides):
             total = i32(total + drawn)
         sides.offset[q] = i32(total * i32(128))
         for i in range(sides.coefficients.shape[1]):
-            sides.coefficients[q, i] = input_coefficient(c.mode, i32(sides.inputs[q, i]), overlay_b[i])
-            sides.scale[q, i] = factor(c.mode, overlay_b[i], seed_b, i)
+            sides.coefficients[q, i] = input_coefficient(c.ADAPTIVE_NOISE_MODE, i32(sides.inputs[q, i]), overlay_b[i])
+            sides.scale[q, i] = factor(c.ADAPTIVE_NOISE_MODE, overlay_b[i], seed_b, i)
 
 
 @leaf
@@ -122,10 +123,10 @@ def hidden_side(c, w, t, S, noisy, unit, scale):
     """Fills unit int32 and scale float32 [H] with the noise of the hidden units of a table that is looked up and its
     factors; t: of Weights.table. Without noise the units are 0."""
     seed = u32(S + t[SEED_B])
-    for i in range(c.H):
+    for i in range(c.HIDDEN_DIM):
         unit[i] = noise(c, seed, i) if noisy else i32(0)
-    for i in range(c.H):
-        scale[i] = factor(c.mode, w.overlay[t[OVERLAY_B] + i], seed, i)
+    for i in range(c.HIDDEN_DIM):
+        scale[i] = factor(c.ADAPTIVE_NOISE_MODE, w.overlay[t[OVERLAY_B] + i], seed, i)
 
 
 @inlined
@@ -133,8 +134,8 @@ def look_up(c, w, t, S, m, k, unit, scale, out):
     """out int32 [H]: column k of a table as member m sees it; unit, scale: `hidden_side`."""
     seed, shift = u32(S + t[SEED_A]), i32(c.matrix_shift)
     of_column = noise(c, seed, k)
-    its_scale = factor(c.mode, w.overlay[t[OVERLAY_A] + k], seed, k)
-    for i in range(c.H):
+    its_scale = factor(c.ADAPTIVE_NOISE_MODE, w.overlay[t[OVERLAY_A] + k], seed, k)
+    for i in range(c.HIDDEN_DIM):
         p = i32(table_term(of_column, its_scale, unit[i], scale[i]) * sign(m))
         out[i] = i32(i32(w.columns[t[AT_COLUMN] + k, i]) + shift_right(p, shift))
 
@@ -144,9 +145,9 @@ def project(c, x, r, sides, q):
     """sb of pair q: the sum over k of trunc(x[r, k] * noise(B, k) * f_row(k)), wrapping int32; x uint8 [rows, K],
     activation + 128. In the transformer's down projections four inputs i + sub * H share one running integer (SPEC
     4)."""
-    n, H = sides.inputs.shape[1], c.H
+    n, H = sides.inputs.shape[1], c.HIDDEN_DIM
     s = i32(0)
-    if c.mode == 0:
+    if c.ADAPTIVE_NOISE_MODE == 0:
         return i32(dot(x, r * n, sides.inputs, q * n, n) - sides.offset[q])
     if n > H and not c.gru:
         for i in range(H):
@@ -154,12 +155,12 @@ def project(c, x, r, sides, q):
             for sub in range(4):
                 j = i + sub * H
                 x_j = i32(i32(x[r, j]) - i32(128))
-                p = input_fold(c.mode, p, x_j, sides.coefficients[q, j], sides.scale[q, j])
+                p = input_fold(c.ADAPTIVE_NOISE_MODE, p, x_j, sides.coefficients[q, j], sides.scale[q, j])
             s = i32(s + p)
     else:
         for i in range(n):
             x_i = i32(i32(x[r, i]) - i32(128))
-            s = i32(s + input_term(c.mode, x_i, sides.coefficients[q, i], sides.scale[q, i]))
+            s = i32(s + input_term(c.ADAPTIVE_NOISE_MODE, x_i, sides.coefficients[q, i], sides.scale[q, i]))
     return s
 
 
@@ -170,10 +171,10 @@ def perturbed(c, w, param, layer, S, noisy, out):
     n = t[N_COLS]
     weights, overlay = w.weights[t[AT_WEIGHTS]:], w.overlay[t[OVERLAY_A]:]
     seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
-    shift = i32(c.vector_shift)
+    shift = i32(c.SIGMA_SHIFT_VECTOR)
     for i in range(n):
         p = i32(noise(c, seed_a, i) * noise(c, seed_b, i)) if noisy else i32(0)
-        v, p = i32(weights[i]), scaled(c.mode, p, overlay[i], seed_a, i)
+        v, p = i32(weights[i]), scaled(c.ADAPTIVE_NOISE_MODE, p, overlay[i], seed_a, i)
         plus, minus = i32(v + shift_right(p, shift)), i32(v + shift_right(i32(-p), shift))
         out[0, i] = clip(plus) if c.gru else plus
         out[1, i] = clip(minus) if c.gru else minus
@@ -195,7 +196,7 @@ def sign(m):
 def embed(c, w, ntt, S, noisy, tokens, n, start, rows, h):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
     [>= start + n]; n rows a member, from position `start` on; ntt int64 [T, T]: model.transforms.basis."""
-    H, T = c.H, ntt.shape[0]
+    H, T = c.HIDDEN_DIM, ntt.shape[0]
     tables = 4 if c.ntt else 1
     bias = local((2, H), i32)
     units, scales = local((4, H), i32), local((4, H), f32)
@@ -281,7 +282,8 @@ def layer_norm(c, h, count, left, norm, x):
                 x[r, i] = np.uint8(quotient(i32(i32(h[r, i]) * norm[0, m, i]), mean, reciprocal) + i32(128))
         else:
             for i in range(n):
-                x[r, i] = np.uint8(normed(c.mode, h[r, i], norm[0, m, i], norm[1, m, i], mean) + i32(128))
+                y = normed(c.ADAPTIVE_NOISE_MODE, h[r, i], norm[0, m, i], norm[1, m, i], mean)
+                x[r, i] = np.uint8(y + i32(128))
 
 
 @inlined
@@ -325,7 +327,7 @@ def add_residual(h, count, left, y, shift, bias):
 def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
     LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias."""
-    H = c.H
+    H = c.HIDDEN_DIM
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
     bias_u, bias_d = local((2, 4 * H), i32), local((2, H), i32)
@@ -348,7 +350,7 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
             for r in range(count):
                 m = member(r, left)
                 for i in range(4 * H):
-                    u[r, i] = np.uint8(clip(i32(shift_right(wide[r, i], i32(c.up)) + bias_u[m, i])))
+                    u[r, i] = np.uint8(clip(i32(shift_right(wide[r, i], i32(c.SHIFT_MLP_UP)) + bias_u[m, i])))
             gelu(u, 0, count * 4 * H)
         product(c, w, down, layer, sides_d, noisy, u, count, left, y)
         if c.gru:
@@ -357,7 +359,7 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
                 for i in range(H):
                     h[first + r, i] = clip(i32(i32(h[first + r, i]) + y[r, i]))
         else:
-            add_residual(h[first:], count, left, y, i32(c.down), bias_d)
+            add_residual(h[first:], count, left, y, i32(c.SHIFT_MLP_DOWN), bias_d)
 
 
 @inlined
@@ -376,24 +378,24 @@ def score(c, exp, scoring, noisy, z, windows, q, first, count, start, T):
     cross-entropies are. Targets begin at token start + 1 of a window; further ones of a position follow the window."""
     totals = local(GROUP, i64)
     tops, targets = local(GROUP, i32), local(GROUP, i32)
-    drawn = c.targets - 1
+    drawn = c.TARGETS - 1
     for r in range(count):
         window, position = q if noisy else q + (first + r) // T, start + (first + r) % T
-        tops[r], targets[r] = largest(z, r, c.V), z[r, windows[window, position + 1]]
+        tops[r], targets[r] = largest(z, r, c.VOCAB_SIZE), z[r, windows[window, position + 1]]
         if noisy:
-            totals[r] = exp_sum(exp, 0, c.short_exp, tops[r], i32(0), z, r * z.shape[1], c.V, z, 0, 0)
+            totals[r] = exp_sum(exp, 0, c.short_exp, tops[r], i32(0), z, r * z.shape[1], c.VOCAB_SIZE, z, 0, 0)
             at = start + T + 1 + drawn * ((first + r) % T)
             for k in range(at, at + drawn):
                 targets[r] += z[r, windows[window, k]]
-            tops[r] = i32(tops[r] * c.targets)
+            tops[r] = i32(tops[r] * c.TARGETS)
         elif scoring.nats.size:
             total = 0.0
-            for v in range(c.V):
+            for v in range(c.VOCAB_SIZE):
                 total += scoring.exp64[min(scoring.exp64.size - 1, tops[r] - z[r, v])]
             scoring.nats[window] += np.log(total) + (tops[r] - targets[r]) * scoring.unit
     if noisy:
         for r in range(count):
-            totals[r] = loss(c.exact, totals[r], tops[r], targets[r], c.scale_bit, c.log_unit, 256 // c.targets)
+            totals[r] = loss(c.exact, totals[r], tops[r], targets[r], c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
         for r in range(count):
             scoring.losses[q, member(first + r, T)] += totals[r]
 
@@ -402,8 +404,8 @@ def score(c, exp, scoring, noisy, z, windows, q, first, count, start, T):
 def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
     """`score` from the last hidden state on: h int8 [rows, H], rows that share their noise. z int32 [GROUP, V padded]
     has the logits of the last rows then."""
-    norm, sides = local((2, 2, c.H), i32), new_sides(1, c.H, z.shape[1], c.H * c.scaled)
-    x, shift = local((GROUP, c.H), np.uint8), i32(c.logit)
+    norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1], c.HIDDEN_DIM * c.scaled)
+    x, shift = local((GROUP, c.HIDDEN_DIM), np.uint8), i32(c.SHIFT_LOGIT)
     draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):
@@ -414,7 +416,7 @@ def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
             divided(z, count, i32(c.divisor), -127, 0, z)
         else:
             for r in range(count):
-                for v in range(c.V):
+                for v in range(c.VOCAB_SIZE):
                     z[r, v] = shift_right(z[r, v], shift)
         score(c, exp, scoring, noisy, z, windows, q, first, count, start, T)
 

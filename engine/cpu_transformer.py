@@ -36,13 +36,14 @@ Room = namedtuple("Room", ("h x q y pairs keys values key_words value_bytes pack
 
 @inner
 def new_room(c, rows, context, keys, values):
-    padded, columns = (rows + ROWS - 1) // ROWS * ROWS + ROWS, (context + PANEL - 1) // PANEL * PANEL
-    y = empty((padded, c.H), i32)
-    k, v = empty(columns * c.D, np.int8), empty(columns * c.D, np.int8)
-    return Room(empty((padded, c.H), np.int8), empty((padded, c.H), np.uint8), empty((padded, c.H), np.uint8), y,
-                y.view(np.int64), keys, values, keys.view(i32), values.view(np.uint8), k, v,
-                k.view(i32).reshape((columns // PANEL, c.D // 4, PANEL)),
-                v.view(u32).reshape((c.D // PANEL, columns // 4, PANEL)), empty(columns, i32), empty(columns, i32),
+    D = c.HEAD_DIM
+    columns = (context + PANEL - 1) // PANEL * PANEL
+    shape = ((rows + ROWS - 1) // ROWS * ROWS + ROWS, c.HIDDEN_DIM)
+    y = empty(shape, i32)
+    k, v = empty(columns * D, np.int8), empty(columns * D, np.int8)
+    return Room(empty(shape, np.int8), empty(shape, np.uint8), empty(shape, np.uint8), y, y.view(np.int64), keys, values,
+                keys.view(i32), values.view(np.uint8), k, v, k.view(i32).reshape((columns // PANEL, D // 4, PANEL)),
+                v.view(u32).reshape((D // PANEL, columns // 4, PANEL)), empty(columns, i32), empty(columns, i32),
                 empty((ROWS, columns), i32), empty((3, ROWS, columns), np.uint8))
 
 
@@ -100,15 +101,15 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
 
     Scores are products with the packed keys; the weights (up to 19 bits) times the values are three exact products of
     byte limbs."""
-    D, H = c.D, c.H
+    D, H = c.HEAD_DIM, c.HIDDEN_DIM
     columns, scores = room.correction.size, room.scores
     limbs, weights = room.limbs, room.weights
     sums, weighted = local((3, ROWS, D), i32), local((ROWS, D), f64)
     totals, nothing = local(ROWS, i64), local(PANEL, i32)
-    shift = i32(c.attn)
+    shift = i32(c.SHIFT_ATTN)
     for p in range(PANEL):
         nothing[p] = 0
-    for head in range(c.heads):
+    for head in range(c.N_HEADS):
         base = head * D
         pack_head(room.keys[slot, :, base:], room.key_words[slot, :, base // 4:], room.value_bytes[slot, :, base:],
                   cache_row, start + n, room.words_k, room.words_v, room.correction)
@@ -148,7 +149,7 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
 def attention(c, w, tb, layer, S, noisy, members, n, start, room):
     """h = amax(h + attention block(h)) in place. This call's keys and values are put at positions start..start + n - 1
     of each member's cache."""
-    H, rows = c.H, members * n
+    H, rows = c.HIDDEN_DIM, members * n
     context, slot = room.keys.shape[1] // members, layer % room.keys.shape[0]
     x, y = room.x, room.y
     zero = local((2, H), i32)
@@ -164,7 +165,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
                 count = min(GROUP, n - t)
                 first, o = m * n + t, m * context + start + t
                 for r in range(count if param != W_V else 0):
-                    rotate(room.pairs, first + r, tb.rope, start + t + r, c.rope_bit)
+                    rotate(room.pairs, first + r, tb.rope, start + t + r, c.ROPE_SCALE_BIT)
                 if param == W_Q:
                     amax(y, first, count, room.q, first, 128)
                 elif param == W_K:
@@ -178,7 +179,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
     for i in range(H):
         zero[0, i] = zero[1, i] = 0
     for first in range(0, rows, GROUP):
-        add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], i32(c.out), zero)
+        add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], i32(c.SHIFT_OUT), zero)
 
 
 @njit
@@ -187,15 +188,15 @@ def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
     [GROUP, V padded], whose row (T - 1) % GROUP has the logits after the last token. noisy: window i is read by the two
     members of pair seed S + i, else by the unperturbed model; drawn targets follow it. cache int8 [2, 1 or L, members *
     (start + T), H]: keys and values; one layer's worth is enough where nothing follows."""
-    T, members = (windows.shape[1] - 1 - start) // (c.targets if noisy else 1), 2 if noisy else 1
+    T, members = (windows.shape[1] - 1 - start) // (c.TARGETS if noisy else 1), 2 if noisy else 1
     rows = members * T
     room = new_room(c, rows, start + T, cache[0], cache[1])
-    z, h = empty((GROUP, (c.V + PANEL - 1) // PANEL * PANEL), i32), room.h
+    z, h = empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32), room.h
     for q in range(windows.shape[0]):
         seed = u32(S + q)
         embed(c, w, tb.ntt, seed, noisy, windows[q], T, start, rows, h)
         mlp(c, w, LN_INIT, NO_LAYER, seed, noisy, rows, T, h)
-        for layer in range(c.L):
+        for layer in range(c.N_LAYERS):
             attention(c, w, tb, layer, seed, noisy, members, T, start, room)
             mlp(c, w, LN_2, layer, seed, noisy, rows, T, h)
         score_rows(c, w, tb.exp, scoring, windows, q, seed, noisy, start, T, h, rows, z)
