@@ -50,7 +50,7 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
                 for i in range(H):
                     h[s, i] = 0
             for i in range(H):
-                state[s, i] = np.uint8(i32(i32(h[s, i]) + i32(128)))
+                state[s, i] = h[s, i] + 128
         product(c, w, U_F, layer, sides_f, noisy, state, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
@@ -59,17 +59,17 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
-                past[s, i] = np.uint8(i32(gated(f, i32(h[s, i])) + i32(128)))
+                past[s, i] = gated(f, i32(h[s, i])) + 128
         product(c, w, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
             for i in range(H):
-                new = clip(i32(i32(candidates[r, i]) + i32(y[s, i] + bias_h[q, m, i])))
+                new = clip(i32(candidates[r, i] + y[s, i] + bias_h[q, m, i]))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
                 h[s, i] = after
-                x[r, i] = clip(i32(i32(x[r, i]) + after))
+                x[r, i] = clip(i32(x[r, i] + after))
 
 
 @leaf

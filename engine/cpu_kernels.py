@@ -112,7 +112,7 @@ def draw_sides(c, w, param, layer, S, noisy, sides):
             drawn = noise(c, seed_b, i)
             sides.inputs[q, i] = drawn
             total = i32(total + drawn)
-        sides.offset[q] = i32(total * i32(128))
+        sides.offset[q] = total * 128
         for i in range(sides.coefficients.shape[1]):
             sides.coefficients[q, i] = input_coefficient(c.ADAPTIVE_NOISE_MODE, i32(sides.inputs[q, i]), overlay_b[i])
             sides.scale[q, i] = factor(c.ADAPTIVE_NOISE_MODE, overlay_b[i], seed_b, i)
@@ -132,12 +132,12 @@ def hidden_side(c, w, t, S, noisy, unit, scale):
 @inlined
 def look_up(c, w, t, S, m, k, unit, scale, out):
     """out int32 [H]: column k of a table as member m sees it; unit, scale: `hidden_side`."""
-    seed, shift = u32(S + t[SEED_A]), i32(c.matrix_shift)
+    seed = u32(S + t[SEED_A])
     of_column = noise(c, seed, k)
     its_scale = factor(c.ADAPTIVE_NOISE_MODE, w.overlay[t[OVERLAY_A] + k], seed, k)
     for i in range(c.HIDDEN_DIM):
-        p = i32(table_term(of_column, its_scale, unit[i], scale[i]) * sign(m))
-        out[i] = i32(i32(w.columns[t[AT_COLUMN] + k, i]) + shift_right(p, shift))
+        p = table_term(of_column, its_scale, unit[i], scale[i]) * sign(m)
+        out[i] = w.columns[t[AT_COLUMN] + k, i] + shift_right(p, c.matrix_shift)
 
 
 @inlined
@@ -154,12 +154,12 @@ def project(c, x, r, sides, q):
             p = i32(0)
             for sub in range(4):
                 j = i + sub * H
-                x_j = i32(i32(x[r, j]) - i32(128))
+                x_j = i32(x[r, j] - 128)
                 p = input_fold(c.ADAPTIVE_NOISE_MODE, p, x_j, sides.coefficients[q, j], sides.scale[q, j])
             s = i32(s + p)
     else:
         for i in range(n):
-            x_i = i32(i32(x[r, i]) - i32(128))
+            x_i = i32(x[r, i] - 128)
             s = i32(s + input_term(c.ADAPTIVE_NOISE_MODE, x_i, sides.coefficients[q, i], sides.scale[q, i]))
     return s
 
@@ -221,7 +221,7 @@ def embed(c, w, ntt, S, noisy, tokens, n, start, rows, h):
             column = (number >> (8 * k)) & 255 if k else i64(tokens[position])
             look_up(c, w, w.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
-                total[i] = i32(total[i] + shift_right(one[i], i32(2 if k else 0)))
+                total[i] += shift_right(one[i], 2 if k else 0)
         for i in range(H):
             h[r, i] = clip(total[i])
 
@@ -245,13 +245,13 @@ def product(c, w, param, layer, sides, noisy, x, rows, left, out):
         sums[r] = 0
     for r in range(rows if noisy else 0):
         m = r & 1 if several else member(r, left)
-        sums[r] = i32(sign(m) * project(c, x, r, sides, several * (r >> 1)))
+        sums[r] = sign(m) * project(c, x, r, sides, several * (r >> 1))
     for p in range(panels):
         for r in range(0, rows, ROWS):
             stride = several * noise.shape[1]
             noisy_tile(x, r * t[N_ROWS], t[N_ROWS], w.packed, t[AT_PACKED] + p * k4 * 4 * PANEL, w.correction,
                        t[AT_CORRECTION] + p * PANEL, sums, r, noise, (r >> 1) * stride + p * PANEL, stride,
-                       i32(c.matrix_shift), out, r * out.shape[1] + p * PANEL, out.shape[1], k4)
+                       c.matrix_shift, out, r * out.shape[1] + p * PANEL, out.shape[1], k4)
 
 
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
@@ -279,11 +279,10 @@ def layer_norm(c, h, count, left, norm, x):
         if c.gru:
             reciprocal = f32(f32(1) / f32(mean))
             for i in range(n):
-                x[r, i] = np.uint8(quotient(i32(i32(h[r, i]) * norm[0, m, i]), mean, reciprocal) + i32(128))
+                x[r, i] = quotient(i32(h[r, i] * norm[0, m, i]), mean, reciprocal) + 128
         else:
             for i in range(n):
-                y = normed(c.ADAPTIVE_NOISE_MODE, h[r, i], norm[0, m, i], norm[1, m, i], mean)
-                x[r, i] = np.uint8(y + i32(128))
+                x[r, i] = normed(c.ADAPTIVE_NOISE_MODE, h[r, i], norm[0, m, i], norm[1, m, i], mean) + 128
 
 
 @inlined
@@ -292,7 +291,7 @@ def divided(y, count, d, lowest, zero, out):
     reciprocal = f32(f32(1) / f32(d))
     for r in range(count):
         for i in range(out.shape[1]):
-            out[r, i] = i32(max(i32(lowest), quotient(y[r, i], d, reciprocal)) + i32(zero))
+            out[r, i] = max(i32(lowest), quotient(y[r, i], d, reciprocal)) + zero
 
 
 @inlined
@@ -310,7 +309,7 @@ def amax(v, first, count, out, o, zero):
         for i in range(n):
             # exactly twice: its truncation shows which side of a half
             twice = i32(f32(f32(v[first + r, i]) * f32(scale + scale)))
-            out[o + r, i] = i32(i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1)) + i32(zero))
+            out[o + r, i] = i32(i32(twice + i32(1) + i32(twice >> i32(31))) >> i32(1)) + zero
 
 
 @inlined
@@ -319,7 +318,7 @@ def add_residual(h, count, left, y, shift, bias):
     for r in range(count):
         m = member(r, left)
         for i in range(h.shape[1]):
-            y[r, i] = i32(i32(i32(h[r, i]) + shift_right(y[r, i], shift)) + bias[m, i])
+            y[r, i] = h[r, i] + shift_right(y[r, i], shift) + bias[m, i]
     amax(y, 0, count, h, 0, 0)
 
 
@@ -350,16 +349,16 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
             for r in range(count):
                 m = member(r, left)
                 for i in range(4 * H):
-                    u[r, i] = np.uint8(clip(i32(shift_right(wide[r, i], i32(c.SHIFT_MLP_UP)) + bias_u[m, i])))
+                    u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i]))
             gelu(u, 0, count * 4 * H)
         product(c, w, down, layer, sides_d, noisy, u, count, left, y)
         if c.gru:
             divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
                 for i in range(H):
-                    h[first + r, i] = clip(i32(i32(h[first + r, i]) + y[r, i]))
+                    h[first + r, i] = clip(i32(h[first + r, i] + y[r, i]))
         else:
-            add_residual(h[first:], count, left, y, i32(c.SHIFT_MLP_DOWN), bias_d)
+            add_residual(h[first:], count, left, y, c.SHIFT_MLP_DOWN, bias_d)
 
 
 @inlined
@@ -383,11 +382,11 @@ def score(c, exp, scoring, noisy, z, windows, q, first, count, start, T):
         window, position = q if noisy else q + (first + r) // T, start + (first + r) % T
         tops[r], targets[r] = largest(z, r, c.VOCAB_SIZE), z[r, windows[window, position + 1]]
         if noisy:
-            totals[r] = exp_sum(exp, 0, c.short_exp, tops[r], i32(0), z, r * z.shape[1], c.VOCAB_SIZE, z, 0, 0)
+            totals[r] = exp_sum(exp, 0, c.short_exp, tops[r], 0, z, r * z.shape[1], c.VOCAB_SIZE, z, 0, 0)
             at = start + T + 1 + drawn * ((first + r) % T)
             for k in range(at, at + drawn):
                 targets[r] += z[r, windows[window, k]]
-            tops[r] = i32(tops[r] * c.TARGETS)
+            tops[r] *= c.TARGETS
         elif scoring.nats.size:
             total = 0.0
             for v in range(c.VOCAB_SIZE):
@@ -405,7 +404,7 @@ def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
     """`score` from the last hidden state on: h int8 [rows, H], rows that share their noise. z int32 [GROUP, V padded]
     has the logits of the last rows then."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1], c.HIDDEN_DIM * c.scaled)
-    x, shift = local((GROUP, c.HIDDEN_DIM), np.uint8), i32(c.SHIFT_LOGIT)
+    x = local((GROUP, c.HIDDEN_DIM), np.uint8)
     draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):
@@ -417,7 +416,7 @@ def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
         else:
             for r in range(count):
                 for v in range(c.VOCAB_SIZE):
-                    z[r, v] = shift_right(z[r, v], shift)
+                    z[r, v] = shift_right(z[r, v], c.SHIFT_LOGIT)
         score(c, exp, scoring, noisy, z, windows, q, first, count, start, T)
 
 

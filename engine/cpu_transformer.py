@@ -41,7 +41,7 @@ def new_room(c, rows, context, keys, values):
     shape = ((rows + ROWS - 1) // ROWS * ROWS + ROWS, c.HIDDEN_DIM)
     y = empty(shape, i32)
     k, v = empty(columns * D, np.int8), empty(columns * D, np.int8)
-    return Room(empty(shape, np.int8), empty(shape, np.uint8), empty(shape, np.uint8), y, y.view(np.int64), keys, values,
+    return Room(empty(shape, np.int8), empty(shape, np.uint8), empty(shape, np.uint8), y, y.view(i64), keys, values,
                 keys.view(i32), values.view(np.uint8), k, v, k.view(i32).reshape((columns // PANEL, D // 4, PANEL)),
                 v.view(u32).reshape((D // PANEL, columns // 4, PANEL)), empty(columns, i32), empty(columns, i32),
                 empty((ROWS, columns), i32), empty((3, ROWS, columns), np.uint8))
@@ -72,7 +72,7 @@ def pack_head(keys, words, values, first, context, packed_k, packed_v, correctio
         total = i32(0)
         for d in range(D):
             total = i32(total + key[d])
-        correction[p] = i32(-128 * total)
+        correction[p] = -128 * total
         for d in range(D // 4):
             column[d] = four[d]
     for p in range(0, context, 4):
@@ -91,7 +91,7 @@ def weighted_mean(weighted, total, out):
     reciprocal = 1.0 / f64(total)
     for d in range(out.size):
         size = i32((abs(weighted[d]) + 0.5) * reciprocal)
-        out[d] = np.uint8(clip(size if weighted[d] >= 0 else i32(-size)) + i32(128))
+        out[d] = clip(size if weighted[d] >= 0 else i32(-size)) + 128
 
 
 @leaf
@@ -106,7 +106,7 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
     limbs, weights = room.limbs, room.weights
     sums, weighted = local((3, ROWS, D), i32), local((ROWS, D), f64)
     totals, nothing = local(ROWS, i64), local(PANEL, i32)
-    shift = i32(c.SHIFT_ATTN)
+    shift = c.SHIFT_ATTN
     for p in range(PANEL):
         nothing[p] = 0
     for head in range(c.N_HEADS):
@@ -127,9 +127,9 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
                 for p in range(seen, wide):
                     weights[p] = 0
                 for p in range(wide):
-                    limbs[0, r, p] = np.uint8(weights[p] & i32(255))
-                    limbs[1, r, p] = np.uint8(shift_right(weights[p], i32(8)) & i32(255))
-                    limbs[2, r, p] = np.uint8(shift_right(weights[p], i32(16)))
+                    limbs[0, r, p] = weights[p]              # its low byte
+                    limbs[1, r, p] = shift_right(weights[p], 8)
+                    limbs[2, r, p] = shift_right(weights[p], 16)
             for first in range(0, wide, SUMMED):
                 k4 = min(SUMMED, wide - first) // 4
                 for limb in range(3):
@@ -179,7 +179,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
     for i in range(H):
         zero[0, i] = zero[1, i] = 0
     for first in range(0, rows, GROUP):
-        add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], i32(c.SHIFT_OUT), zero)
+        add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], c.SHIFT_OUT, zero)
 
 
 @njit

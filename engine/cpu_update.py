@@ -29,9 +29,9 @@ def pack(w, t, first, end):
             for j in range(4 * count):
                 value = w.weights[source + j]
                 w.packed[target + j] = value
-                sums[j >> 2] += i32(value)
+                sums[j >> 2] += value
         for j in range(PANEL):
-            w.correction[t[AT_CORRECTION] + p * PANEL + j] = i32(-128 * sums[j])
+            w.correction[t[AT_CORRECTION] + p * PANEL + j] = -128 * sums[j]
 
 
 @njit
@@ -39,7 +39,7 @@ def input_block(c, t, seeds, signs, x, first, end):
     """x uint8 [rows padded, pairs padded to 4], rows first..end - 1: sign * noise(B, row) + 128 of a block of pairs."""
     for r in range(first, end):
         for q in range(seeds.size):
-            x[r, q] = np.uint8(i32(vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), r) * signs[q]) + i32(128))
+            x[r, q] = vote_draw(c, u32(seeds[q] + t[SEED_B]), r) * signs[q] + 128
         for q in range(seeds.size, x.shape[1]):
             x[r, q] = 128
 
@@ -56,16 +56,16 @@ def panel_votes(c, t, seeds, x, votes, first, end):
         for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
             s = i32(0)
             for q in range(n):
-                noise[q] = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), p * PANEL + j)
+                noise[q] = vote_draw(c, u32(seeds[q] + t[SEED_A]), p * PANEL + j)
                 s = i32(s + noise[q])
             for q in range(n):
                 panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
-            correction[j] = i32(-128 * s)
+            correction[j] = -128 * s
         for r in range(0, votes.shape[0], ROWS):
             at = r * padded + p * PANEL
             for k in range(ROWS):
                 for j in range(PANEL):
-                    votes[r + k, p * PANEL + j] = i32(votes[r + k, p * PANEL + j] + correction[j])
+                    votes[r + k, p * PANEL + j] += correction[j]
             tile(x, r * 4 * k4, 4 * k4, panel, 0, votes, at, padded, votes, at, padded, k4)
 
 
@@ -79,17 +79,17 @@ def seen_votes(c, t, seeds, signs, windows, more, votes, first, end):
         sums, counted = zeros((cols, SEEN_ROWS), i32), zeros(cols, i32)
         for q in range(seeds.size):
             for r in range(SEEN_ROWS):
-                b[r] = i32(vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), row + r) * i32(signs[q] * more))
+                b[r] = vote_draw(c, u32(seeds[q] + t[SEED_B]), row + r) * signs[q] * more
             for i in range(windows.shape[1]):
                 token = windows[q, i]
                 if counted[token] != q + 1:                  # once a pair
                     counted[token] = q + 1
-                    a = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), token)
+                    a = vote_draw(c, u32(seeds[q] + t[SEED_A]), token)
                     for r in range(SEEN_ROWS):
-                        sums[token, r] = i32(sums[token, r] + i32(a * b[r]))
+                        sums[token, r] += a * b[r]
         for r in range(n):
             for token in range(cols):
-                votes[row + r, token] = i32(votes[row + r, token] + sums[token, r])
+                votes[row + r, token] += sums[token, r]
 
 
 @njit
@@ -99,9 +99,9 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
     for i in range(first, end):
         s = i32(0)
         for q in range(seeds.size):
-            a = vote_draw(c, u32(seeds[q] + u32(t[SEED_A])), i)
-            b = vote_draw(c, u32(seeds[q] + u32(t[SEED_B])), i)
-            s = i32(s + i32(i32(a * b) * signs[q]))
+            a = vote_draw(c, u32(seeds[q] + t[SEED_A]), i)
+            b = vote_draw(c, u32(seeds[q] + t[SEED_B]), i)
+            s = i32(s + a * b * signs[q])
         votes[i] = s
 
 
