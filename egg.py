@@ -18,6 +18,7 @@ import shlex
 import shutil
 import sys
 import threading
+from typing import NamedTuple
 
 try:
     import egg_config
@@ -125,15 +126,26 @@ OPEN_PAGE = option("--insecure", "show the page of --http to anybody who can rea
 CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, "
                  "or local: a new one on this machine (default: auto)")
 NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
-COMMANDS = {}                  # name: (function, options, source of the saved constants)
 
 
-def command(*options, saved=lambda args: ({}, None)):
+class Program(NamedTuple):
+    """A command line. name: as Python is given it; commands: {name: (function, options, source of saved constants)}."""
+    name: str
+    description: str
+    examples: str
+    commands: dict
+
+
+EGG = Program("egg.py", "Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on "
+              "any number of machines.", EXAMPLES, {})
+
+
+def command(*options, saved=lambda args: ({}, None), program=EGG):
     """Makes a function a subcommand. Its docstring is the help: a summary, then examples. options: names in COMMON,
     `option`s, or a title of those that follow; saved(args): the constants of the saved run that it is about, and its
     directory if they must stay as they are."""
     def register(function):
-        COMMANDS[function.__name__.rstrip("_")] = function, options, saved
+        program.commands[function.__name__.rstrip("_")] = function, options, saved
         return function
     return register
 
@@ -420,35 +432,15 @@ def prepare(cfg, args):
     say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
 
 
-@command("--minutes", "--threads", "--log-json",
-         option("--batch N", "windows of SEQ_LEN tokens a step (default: 32, good for small models on a CPU)", COUNT,
-                default=32),
-         option("--rate X", "the highest learning rate (default: 0.006)", number(float, 1e-9, 10), default=0.006))
-def backprop(cfg, args):
-    """train the same shape by back-propagation on the same text, as a yardstick (needs PyTorch; default: one minute)
-
-    examples:
-      python egg.py backprop --preset laptop --minutes 1 --log-json backprop.jsonl
-      python egg.py plot ckpt backprop.jsonl --x time"""
-    from tools import backprop
-    backprop.train(cfg, args.minutes or 1.0, args.batch, args.rate, args.threads, Printer(), args.log_json)
-
-
-@command("--threads", "--gpu",
-         option("--shapes NAME", "a table of models instead: evaluation with each kind of int8 product, update; NAME: "
-                "only these of it", nargs="*"),
-         option("--whole-steps", "with --shapes: also whole steps, and what they cost beyond evaluation and update"))
+@command("--threads", "--gpu")
 def bench(cfg, args):
     """measure this machine: evaluation, update, a whole step, generation
 
-    examples:
-      python egg.py bench --preset best
-      python egg.py bench --shapes
-      python egg.py bench --shapes default gru-H64 --whole-steps"""
+    example: python egg.py bench --preset best"""
     if args.threads:
         os.environ["OPENBLAS_NUM_THREADS"] = str(args.threads)      # NumPy, the reference, reads it when it is loaded
     from tools import bench
-    bench.main(cfg, args)
+    bench.bench(cfg, hardware.one_device(cfg, args.gpu), args.threads)
 
 
 # --- what commands share ---------------------------------------------------------------------------------------------
@@ -540,25 +532,27 @@ def invite_to_continue(argv, directory, console):
 # --- the program -----------------------------------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
+    commands = ()
+
     def error(self, message):
         """A wrong use is one line, not the whole usage."""
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
-            near = difflib.get_close_matches(wrong[1], COMMANDS, 1)
+            near = difflib.get_close_matches(wrong[1], self.commands, 1)
             message = f"no command {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else
-                                                    f": there is {', '.join(COMMANDS)}")
+                                                    f": there is {', '.join(self.commands)}")
         self.exit(2, as_called(f"egg: {message} (see python {self.prog} --help)\n"))
 
     def format_help(self):
         return as_called(super().format_help())
 
 
-def parsed(argv, typed=True):
-    """The arguments of a command line argv ([word]), by COMMANDS; typed=False: values stay as they were written."""
+def parsed(argv, typed=True, program=EGG):
+    """The arguments of a command line argv ([word]); typed=False: values stay as they were written."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    main = Parser(prog="egg.py", description="Trains int8 language models, a transformer or a recurrent one, by "
-                  "evolution strategies, on any number of machines.", epilog=EXAMPLES, **layout)
+    main = Parser(prog=program.name, description=program.description, epilog=program.examples, **layout)
+    main.commands = program.commands
     commands = main.add_subparsers(metavar="COMMAND", required=True)
-    for name, (function, options, saved) in COMMANDS.items():
+    for name, (function, options, saved) in program.commands.items():
         # without inspect.getdoc: that module takes long to load
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
@@ -578,7 +572,7 @@ def parsed(argv, typed=True):
     return main.parse_args(argv)
 
 
-def main(argv=None):
+def main(argv=None, program=EGG):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use, 130 for Ctrl-C."""
     interrupted = []
 
@@ -591,7 +585,7 @@ def main(argv=None):
         sys.unraisablehook = interrupt_again
     try:
         argv = sys.argv[1:] if argv is None else argv
-        args = parsed(argv)
+        args = parsed(argv, program=program)
         args.argv = argv
         saved, args.run = args.saved(args)
         cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run)

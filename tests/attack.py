@@ -26,7 +26,7 @@ from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAG
 from egg_config import EggError                                                      # noqa: E402
 from coordinators import Peer2
 from fakes import GOOD, changed                                                 # noqa: E402
-from tools import load                                                               # noqa: E402
+from maintenance import load                                                         # noqa: E402
 
 CFG = changed(SNAPSHOT_EVERY=0, VALIDATE_EVERY=0, POPULATION_SIZE=256)
 GONE = OSError, EggError, OldCoordinator

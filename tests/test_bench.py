@@ -1,4 +1,4 @@
-"""`egg.py bench --shapes`: the table, with a fake engine; whole steps with the real one."""
+"""`egg.py bench`, and the table of `python -m maintenance shapes` with a fake engine; whole steps with the real one."""
 
 import re
 import time
@@ -11,6 +11,8 @@ import egg
 import egg_config
 from engine import engines
 from fakes import CFG, FakeEngine
+from maintenance import __main__ as maintenance
+from maintenance import shapes
 from recordings import HERE
 from tools import bench
 
@@ -39,12 +41,12 @@ def fake(monkeypatch):
     monkeypatch.setattr(Clocked, "made", [])
     monkeypatch.setattr(engines, "make", lambda cfg, tokens, device, threads: Clocked(cfg))
     monkeypatch.setattr(cuda_engine, "card", lambda device: (True, 2e12))
-    monkeypatch.setattr(bench, "SHAPES", {"default": {}, "wide": dict(HIDDEN_DIM=96), "bad": dict(HIDDEN_DIM=65)})
-    monkeypatch.setattr(bench, "_seconds", lambda run: bench_seconds(run, 0.02))
+    monkeypatch.setattr(shapes, "SHAPES", {"default": {}, "wide": dict(HIDDEN_DIM=96), "bad": dict(HIDDEN_DIM=65)})
+    monkeypatch.setattr(bench, "median_seconds", lambda run: bench_seconds(run, 0.02))
     return Clocked.made
 
 
-bench_seconds = bench._seconds
+bench_seconds = bench.median_seconds
 
 
 def rows(capsys):
@@ -61,7 +63,7 @@ def rows(capsys):
 
 
 def test_table_has_a_row_for_each_shape_and_instruction(fake, capsys):
-    bench.bench_shapes(CFG, ["default", "wide"], "cuda:0", None, False)
+    shapes.print_table(CFG, ["default", "wide"], "cuda:0", None, False)
     found, err = rows(capsys)
     assert list(found) == [(name, kind) for name in ("default", "wide") for kind in ("wgmma", "mma")]
     assert [(cfg.HIDDEN_DIM, cfg.TENSOR_CORES) for cfg in fake] == [
@@ -76,7 +78,7 @@ def test_table_has_a_row_for_each_shape_and_instruction(fake, capsys):
 
 def test_one_instruction_and_a_shape_that_cannot_be(fake, capsys):
     cfg = CFG.changed(TENSOR_CORES="mma")
-    bench.bench_shapes(cfg, [], "cuda:0", None, False)
+    shapes.print_table(cfg, [], "cuda:0", None, False)
     found, _ = rows(capsys)
     assert list(found) == [("default", "mma"), ("wide", "mma"), ("bad", None)]
     assert " ".join(found["bad", None]).startswith("HIDDEN_DIM = 65: must be a multiple of 32")
@@ -109,28 +111,26 @@ def test_a_gpu_has_every_figure(fake, monkeypatch, capsys):
 
 
 def test_every_shape_is_a_configuration():
-    for name, constants in bench.SHAPES.items():
+    for name, constants in shapes.SHAPES.items():
         cfg = egg_config.make(**constants)
-        assert len(name) <= 10 and len(bench._shape(cfg)) <= 37, name
-    assert {"default", "best", "best-bytes", "nano-egg", "H512", "gru-H64"} <= bench.SHAPES.keys()
+        assert len(name) <= 10 and len(bench.shape_text(cfg)) <= 37, name
+    assert {"default", "best", "best-bytes", "nano-egg", "H512", "gru-H64"} <= shapes.SHAPES.keys()
 
 
-@pytest.mark.parametrize("args, words", [("bench --shapes H65", ("H65", "default, H64")),
-                                         ("bench --whole-steps", ("--whole-steps", "--shapes"))])
-def test_wrong_use_is_one_line(args, words, capsys):
-    assert egg.main([*args.split(), "-D", "DEVICE=cpu"]) == 2
+def test_an_unknown_shape_is_one_line(capsys):
+    assert egg.main(["shapes", "H65", "-D", "DEVICE=cpu"], maintenance.PROGRAM) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and all(word in err for word in words)
+    assert out == "" and err.count("\n") == 1 and "H65" in err and "default, H64" in err
 
 
 def test_whole_steps_on_a_cpu(compiled, monkeypatch, capsys):
     """A large shape is named, a small one measured: a step lasts longer than its evaluation and update."""
     monkeypatch.chdir(HERE.parent)
     small = {name: value for name, value in CFG.constants().items() if name not in ("SIMD", "DEVICE")}
-    monkeypatch.setattr(bench, "SHAPES", {"small": small, "large": dict(HIDDEN_DIM=1024, N_LAYERS=12)})
-    whole_step = bench._whole_step
-    monkeypatch.setattr(bench, "_whole_step", lambda *args: whole_step(*args[:-1], 1.5))
-    bench.bench_shapes(egg_config.make(DEVICE="cpu"), [], "cpu", 1, True)
+    monkeypatch.setattr(shapes, "SHAPES", {"small": small, "large": dict(HIDDEN_DIM=1024, N_LAYERS=12)})
+    whole_step = bench.whole_step
+    monkeypatch.setattr(bench, "whole_step", lambda *args: whole_step(*args[:-1], 1.5))
+    shapes.print_table(egg_config.make(DEVICE="cpu"), [], "cpu", 1, True)
     out = capsys.readouterr().out.splitlines()
     columns = out[-2].split()
     members, speed, _, _, update, step, beyond = columns[-7:]

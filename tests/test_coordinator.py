@@ -19,7 +19,8 @@ import egg_net
 from cluster import admission, auth, dispatch, history, snapshots, wire
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import fitness_digits, seeds, state_digest
-from tools import load, train
+from maintenance import load
+from tools import train
 from chaos_cluster import chaos
 from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, free_port, refused_by, until,
                           whole, work_in_thread)

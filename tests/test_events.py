@@ -16,6 +16,7 @@ import egg_config
 import egg_net
 from cluster import admission, event_log, history, wire
 from cluster.wire import JOB_REQUEST
+from maintenance import __main__ as maintenance
 from model import data_files
 from tools import plot
 from tools.curves import read_curve
@@ -397,7 +398,7 @@ def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     example(tmp_path / "log")
     assert egg.main(["plot", "log", "--out", "a.png"]) == 1
     assert f"egg: --out needs matplotlib: {egg.pip()} install matplotlib" in capsys.readouterr().err
-    assert egg.main(["backprop", "--log-json", "b.jsonl"]) == 1
+    assert egg.main(["backprop", "--log-json", "b.jsonl"], maintenance.PROGRAM) == 1
     assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
     assert egg.main(["import", "w", "--save-dir", "new"]) == 1
     advice = f"{egg.pip()} install -r {egg.from_here(HERE / 'requirements' / 'export.txt')}"

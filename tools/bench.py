@@ -1,15 +1,12 @@
-"""`python egg.py bench`: what this machine does, as figures that can be compared: rates beside the machine's own matrix
-product, in one run. `--shapes`: a line for each of SHAPES.
-"""
+"""`python egg.py bench`: what this machine does, as figures that can be compared: rates beside those of NumPy's matrix
+product, in one run."""
 
-import gc
 import json
 import os
 import pathlib
 import platform
 import re
 import statistics
-import sys
 import tempfile
 import time
 
@@ -24,120 +21,33 @@ from tools import train
 ROUNDS = 5
 SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0,
              POPULATION_SIZE=0)
-BYTES = {**egg_config.PRESETS["best-bytes"], "CHUNK_SIZE": 65536}
-# What is measured by --shapes, and docs/BENCHMARKS.md lists: the constants that differ from those of this run.
-SHAPES = {
-    "default": {},
-    "H64": dict(HIDDEN_DIM=64),
-    "H128": dict(HIDDEN_DIM=128),
-    "H320": dict(HIDDEN_DIM=320),
-    "T128": dict(SEQ_LEN=128, CHUNK_SIZE=20480),
-    "T256": dict(SEQ_LEN=256, CHUNK_SIZE=10240),
-    "H512": dict(HIDDEN_DIM=512, N_LAYERS=8, CHUNK_SIZE=16384),
-    "H512-T128": dict(HIDDEN_DIM=512, N_LAYERS=8, SEQ_LEN=128, CHUNK_SIZE=8192),
-    "H768": dict(HIDDEN_DIM=768, N_LAYERS=12, SEQ_LEN=128, VOCAB_SIZE=32768, CHUNK_SIZE=4096),
-    "H1024": dict(HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=12, SEQ_LEN=256, CHUNK_SIZE=2048),
-    "best": {**egg_config.PRESETS["best"], "CHUNK_SIZE": 32768},
-    "gru-H64": {**BYTES, "HIDDEN_DIM": 64},
-    "gru-H96": {**BYTES, "HIDDEN_DIM": 96},
-    "gru-H128": {**BYTES, "HIDDEN_DIM": 128},
-    "gru-H512": {**BYTES, "HIDDEN_DIM": 512, "CHUNK_SIZE": 32768, "POPULATION_SIZE": 32768},
-    "gru-V8192": {**BYTES, "SEQ_LEN": 64, "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "SOFT_TARGETS": (),
-                  "CHUNK_SIZE": 16384, "POPULATION_SIZE": 16384},
-    "nano-egg": egg_config.PRESETS["nano-egg"],
-    "best-bytes": BYTES,
-}
-MOST_FOR_CPU = 16e6        # multiply-adds a token of a shape that is measured on a CPU
 
-
-def main(cfg, args):
-    """Prints the figures of one device; args: see egg.bench."""
-    device = hardware.one_device(cfg, args.gpu)
-    if args.shapes is not None:
-        bench_shapes(cfg, args.shapes, device, args.threads, args.whole_steps)
-        return
-    if args.whole_steps:
-        raise egg_config.UsageError("--whole-steps adds columns to --shapes; bench alone measures whole steps anyway")
-    _print_machine()
-    print(f"configuration: {_shape(cfg)}, {cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
+def bench(cfg, device, threads):
+    """Prints the figures of one device; threads: cores of a CPU, None for all."""
+    print_machine()
+    print(f"configuration: {shape_text(cfg)}, {cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
           f"noise mode {cfg.ADAPTIVE_NOISE_MODE}, {parameters.products_per_token(cfg) / 1e6:.2f} M multiply-adds a "
           "token")
     if os.path.exists(cfg.INPUT_FILE):
         tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
     else:
         print(f"{cfg.INPUT_FILE} is missing: random tokens serve as well here")
-        tokens = _random_tokens(cfg)
-    bench_engine(cfg, tokens, device, args.threads)
-    bench_steps(cfg, tokens, device, args.threads)
-
-
-# --- the table of shapes ----------------------------------------------------------------------------------------------
-
-def bench_shapes(cfg, names, device, threads, whole_steps):
-    """Prints a line for each named shape, [] for all, and instruction: evaluation of a chunk, the same operations as a
-    share of what the device can do, update; with whole_steps also a step through coordinator and worker, and the share
-    of it that is neither evaluation nor update."""
-    if unknown := [name for name in names if name not in SHAPES]:
-        raise egg_config.UsageError(f"--shapes {unknown[0]}: there is {', '.join(SHAPES)}")
-    if device == "cpu":
-        instructions, peak = ["auto"], 2 * _gemm_rate()
-    else:
-        from engine import cuda_engine
-        has_wgmma, peak = cuda_engine.card(int(device.partition(":")[2]))
-        instructions = ["wgmma", "mma"] if has_wgmma else ["mma"]
-        instructions = [x for x in instructions if cfg.TENSOR_CORES in ("auto", x)] or [cfg.TENSOR_CORES]
-    _print_machine()
-    what = "float32 matrix products of NumPy" if device == "cpu" else "int8 products at the highest clock"
-    print(f"{device}; 100 %: {peak / 1e12:,.2f} TOP/s, {what}")
-    print(f"{'name':10} {'shape':37} {'engine':8} {'members':>7} {'M tokens/s':>10} {'TOP/s':>7} {'share':>7} "
-          f"{'update ms':>9}" + f" {'step ms':>9} {'beyond':>7}" * whole_steps, flush=True)
-    wanted = [(name, instruction) for name in names or SHAPES for instruction in instructions]
-    for i, (name, instruction) in enumerate(wanted):
-        print(f"egg: {name}, {i + 1} of {len(wanted)}", file=sys.stderr, flush=True)
-        try:
-            line = _measure(cfg, name, instruction, device, threads, peak, whole_steps)
-        except (egg_config.EggError, MemoryError, ValueError) as error:
-            line = f"{name:10} {error}"
-        print(line, flush=True)
-        gc.collect()                                         # the memory of this engine goes before the next is made
-
-
-def _measure(cfg, name, instruction, device, threads, peak, whole_steps):
-    """The line of a shape in the table of bench_shapes."""
-    shape = cfg.changed(**{"POPULATION_SIZE": 0, **SHAPES[name], "TENSOR_CORES": instruction})
-    per_token = parameters.products_per_token(shape)
-    if device == "cpu" and per_token > MOST_FOR_CPU:
-        return f"{name:10} {_shape(shape):37} needs a GPU: {per_token / 1e6:.0f} M multiply-adds a token"
-    tokens = _random_tokens(shape)
-    shape = _for_cpu(shape, tokens, threads) if device == "cpu" else shape
-    engine, fitness = engines.make(shape, tokens, device, threads), _fitness(shape)
-    evaluation = _seconds(lambda: engine.evaluate(0, shape.CHUNK_SIZE))
-    update = _seconds(lambda: engine.update(fitness))
-    speed = shape.CHUNK_SIZE * shape.SEQ_LEN / evaluation
-    kind = engine.name.split()[1] if device == "cpu" else instruction      # "cpu vnni512 x2"
-    line = (f"{name:10} {_shape(shape):37} {kind:8} {shape.CHUNK_SIZE:7,} {speed / 1e6:10.3f} "
-            f"{2 * speed * per_token / 1e12:7.2f} {2 * speed * per_token / peak:7.1%} {update * 1e3:9.2f}")
-    if not whole_steps:
-        return line
-    del engine                                               # its memory is for the worker
-    gc.collect()
-    step, found = _whole_step(shape, tokens, device, threads, 5)
-    if step is None:
-        return f"{line}  {found}"
-    beyond = 1 - (-(-shape.N_CHUNKS // len(hardware.devices(shape))) * evaluation + update) / step
-    return line + f" {step * 1e3:9.2f} {beyond:7.1%}"
+        tokens = random_tokens(cfg)
+    bench_engine(cfg, tokens, device, threads)
+    bench_steps(cfg, tokens, device, threads)
 
 
 def bench_engine(cfg, tokens, device, threads):
     """Evaluation beside the machine's own matrix product, then update, digest, validation and generation."""
     on_cpu = device == "cpu"
     engine, members = evaluation_on_cpu(cfg, tokens, threads) if on_cpu else evaluation_on_gpu(cfg, tokens, device)
-    time_of = _once if on_cpu else _seconds
-    fitness, matrices = _fitness(cfg), sum(t.size for t in parameters.tensors(cfg) if t.matrix)
+    time_of = _once if on_cpu else median_seconds
+    fitness, matrices = random_fitness(cfg), sum(t.size for t in parameters.tensors(cfg) if t.matrix)
     seconds = time_of(lambda: engine.update(fitness))
     print(f"update      {seconds * 1e3:,.2f} ms for {cfg.POPULATION_SIZE:,} members, "
           f"{2e-9 * cfg.N_PAIRS * matrices / seconds:,.0f} G operations/s", flush=True)
-    print(f"digest      {_seconds(engine.digest) * 1e3:.2f} ms for {13e-6 * parameters.n_weights(cfg):.1f} MB of state")
+    seconds = median_seconds(engine.digest)
+    print(f"digest      {seconds * 1e3:.2f} ms for {13e-6 * parameters.n_weights(cfg):.1f} MB of state")
     windows = rules.windows(cfg, tokens, 0, 0, min(members, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
     seconds = time_of(lambda: engine.validate(windows))
     print(f"validation  {len(windows) * cfg.SEQ_LEN / seconds:,.0f} tokens/s, without noise")
@@ -161,7 +71,7 @@ def evaluation_on_cpu(cfg, tokens, threads):
     per_token, members = parameters.products_per_token(cfg), _members(engine, cfg, 0.7)
     rates, ratios = [], []
     for _ in range(ROUNDS):
-        gemm = _gemm_rate()
+        gemm = numpy_rate()
         rates.append(members * cfg.SEQ_LEN / _once(lambda: engine.evaluate(0, members)))
         ratios.append(rates[-1] * per_token / gemm)
         print(f"  evaluation {rates[-1]:10,.0f} tokens/s = {rates[-1] * per_token / 1e9:6.1f} G multiply-adds/s; "
@@ -178,7 +88,7 @@ def evaluation_on_gpu(cfg, tokens, device):
     (_, peak), count = cuda_engine.card(number), cfg.CHUNK_SIZE * cfg.SEQ_LEN
 
     def evaluation(what, engine):
-        seconds = _seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
+        seconds = median_seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
         work = 2 * count / seconds * parameters.products_per_token(cfg)
         print(f"{what}  {count / seconds / 1e6:.2f} M tokens/s, {work / 1e12:.0f} TOP/s, {work / peak:.1%} of the "
               f"peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
@@ -198,16 +108,16 @@ def bench_steps(cfg, tokens, device, threads):
     for name, changes, seconds in ("small chunks (64 members)", SMALL, 2), ("this configuration", {}, 5):
         shape = cfg.changed(**changes)
         if device == "cpu" and not changes:                  # a whole population would take minutes
-            shape = _for_cpu(shape, tokens, threads)
-        step, found = _whole_step(shape, tokens, device, threads, seconds)
+            shape = for_cpu(shape, tokens, threads)
+        step, found = whole_step(shape, tokens, device, threads, seconds)
         print(f"whole steps, {name}: " + (found if step is None else
               f"{shape.N_CHUNKS / step:,.1f} chunks/s, {shape.POPULATION_SIZE * shape.SEQ_LEN / step:,.0f} tokens/s, "
               f"{1e3 * step:,.1f} ms a step of {shape.POPULATION_SIZE:,} members"), flush=True)
 
 
-# --- what both use ----------------------------------------------------------------------------------------------------
+# --- what one measurement needs ---------------------------------------------------------------------------------------
 
-def _whole_step(cfg, tokens, device, threads, seconds):
+def whole_step(cfg, tokens, device, threads, seconds):
     """(seconds of a step, None without two; what was found) in a training of 3 times `seconds`, without validations,
     samples and snapshots, after the first third of its steps, in which the slices of a worker are small."""
     with tempfile.TemporaryDirectory() as directory:
@@ -226,13 +136,13 @@ def _whole_step(cfg, tokens, device, threads, seconds):
     return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None, found
 
 
-def _for_cpu(cfg, tokens, threads):
+def for_cpu(cfg, tokens, threads):
     """cfg with eight chunks that the CPU engine evaluates in about 2 s."""
     chunk = _members(engines.make(cfg, tokens, "cpu", threads), cfg, 0.25)
     return cfg.changed(CHUNK_SIZE=chunk, POPULATION_SIZE=8 * chunk)
 
 
-def _seconds(run, seconds=0.5):
+def median_seconds(run, seconds=0.5):
     """Median time of run(), after two calls that compile, capture and fill caches: ROUNDS calls, or more where these
     take less than `seconds`, as clocks fall when a device is busy for long."""
     run(), run()
@@ -249,23 +159,23 @@ def _once(run):
     return time.perf_counter() - started
 
 
-def _fitness(cfg):
+def random_fitness(cfg):
     return np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
 
 
-def _shape(cfg):
+def shape_text(cfg):
     return (f"{'recurrent ' * (cfg.MODEL == 'gru')}H {cfg.HIDDEN_DIM} L {cfg.N_LAYERS} T {cfg.SEQ_LEN} "
             f"V {cfg.VOCAB_SIZE}")
 
 
-def _print_machine():
+def print_machine():
     info = pathlib.Path("/proc/cpuinfo")
     found = re.search(r"(?m)^model name\s*: (.*)", info.read_text() if info.exists() else "")
     name = found[1] if found else platform.processor() or "unknown processor"
     print(f"{platform.machine()}, {hardware.cores()} cores, {name}; Python {platform.python_version()}")
 
 
-def _random_tokens(cfg):
+def random_tokens(cfg):
     kind = np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32
     return np.random.default_rng(0).integers(0, cfg.VOCAB_SIZE, 1 << 20).astype(kind)
 
@@ -275,7 +185,7 @@ def _members(engine, cfg, seconds):
     return max(2, min(cfg.CHUNK_SIZE, int(seconds * train.members_a_second(cfg, engine))) & ~1)
 
 
-def _gemm_rate(seconds=0.5):
+def numpy_rate(seconds=0.5):
     """Multiply-adds/s of NumPy's float32 matrix product, on all threads that it uses."""
     a, b = (np.random.default_rng(i).random(shape, np.float32) for i, shape in enumerate(((2048, 1024), (1024, 1024))))
     started, done = time.perf_counter(), 0

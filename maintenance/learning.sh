@@ -2,7 +2,8 @@
 # Draws docs/learning.svg: bits per byte of held-out text against time. The preset laptop and back-propagation on its
 # shape are trained here, on the CPU, one after the other, and their validations go to docs/learning/*-cpu.jsonl.
 # docs/learning/*-h200.jsonl are the figures of docs/BENCHMARKS.md. Held out are the last 460,000 bytes.
-# On a machine without other work, with a Python that has matplotlib and PyTorch: docs/learning.sh [PYTHON [MINUTES]]
+# On a machine without other work, with a Python that has matplotlib and PyTorch:
+# maintenance/learning.sh [PYTHON [MINUTES]]
 cd "$(dirname "$0")/.."
 python=${1:-.venv/bin/python}
 minutes=${2:-5}
@@ -20,7 +21,7 @@ END
 set -- -D DEVICE=cpu -D DETOKENIZE=0 -D INPUT_FILE="$work/input.bin" -D VAL_FILE="$work/val.bin"
 "$python" egg.py train --preset laptop --minutes "$minutes" -D VALIDATE_EVERY=50 -D SAMPLE_EVERY=0 "$@" \
   --log-json "$work/laptop-cpu.jsonl"
-"$python" egg.py backprop --preset laptop --minutes "$minutes" "$@" --log-json "$work/backprop-laptop-cpu.jsonl"
+"$python" -m maintenance backprop --preset laptop --minutes "$minutes" "$@" --log-json "$work/backprop-laptop-cpu.jsonl"
 
 "$python" - "$work"/*-cpu.jsonl <<'END'
 import json

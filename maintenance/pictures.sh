@@ -1,7 +1,7 @@
 #!/bin/bash
 # Draws pictures of the documents anew, from runs of the preset laptop on the CPU: live-page.png, plot.png, islands.png
 # and islands-worth.png, in some ten minutes on two quiet cores. Needs a Python with matplotlib, and for the live page
-# curl and Chromium: docs/pictures.sh PYTHON [page] [plot] [islands] [worth]
+# curl and Chromium: maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth]
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD

@@ -1,4 +1,4 @@
-"""Load on a coordinator: simulated workers of protocol 2 on loopback. `python -m tools.load` measures 1000 of them."""
+"""Load on a coordinator: simulated workers of protocol 2 on loopback."""
 
 import heapq
 import os
@@ -8,7 +8,6 @@ import resource
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 
@@ -107,8 +106,3 @@ def _cpu_seconds(pid):
 
 def _ms(times, part):
     return round(1e3 * sorted(times)[int(len(times) * part)], 2) if times else None
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        print(measure(place))
