@@ -16,7 +16,9 @@ Where the weights of each kernel fit shared memory, rows stay in registers (Regi
 Validation, and the states before the windows of members, are the same pass with the noise masked out, and a window
 instead of a pair, whose members are the same then."""
 
-from numba import cuda, float32, int32, int64, types, uint32
+from types import SimpleNamespace
+
+from numba import cuda, float32, int32, int64, types
 
 from kernels import gru_narrow
 from kernels import gru_parts
@@ -29,8 +31,8 @@ from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
 from kernels.pairs import I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, clip, pack_rounded, quad_sum, quotient_function,
                            unroll, unrolled)
-from kernels.product import (GROUPS, THREADS, begin_functions, full_shape, members_of, product_functions, shapes,
-                             wide_shape)
+from kernels.product import (GROUPS, THREADS, begin_functions, begin_tile_function, full_shape, members_of,
+                             place_function, product_functions, shapes, wide_shape)
 from kernels.rules import build_noise, device
 from model import parameters
 
@@ -46,20 +48,15 @@ def _registers(gpu, long=False):
 
 
 def early_noise_quotients(cfg, nz, inputs, lowest=-127):
-    """Device functions, in this order, of a product over `inputs` whose accumulators begin with their noise:
+    """Device functions of a product over `inputs` whose accumulators begin with their noise:
 
     row(s, shift), column(n)    a signed sb and a column noise as `begin` wants them; shift: nz.shift
-    begin(s, n, shift)          the accumulator before the product
+    begin(s, n, BASE, shift)    the accumulator before the product
     word(acc, i)                four columns from acc[i] on as bytes: the quotients, rounded down and clipped
     pairs(acc, i)               the same as two words of two int16
     """
     noisy = begin_functions(cfg, nz, inputs)
-    begun = noisy.begin
     BASE, divided = quotient_function(parameters.divisor(cfg, inputs), gru_parts.BASE, noisy.BASE, lowest)
-
-    @device
-    def begin(s, n, shift):
-        return begun(s, n, int32(BASE), shift)
 
     @device
     def word(acc, i):
@@ -70,7 +67,7 @@ def early_noise_quotients(cfg, nz, inputs, lowest=-127):
         return (ptx.byte_permute(divided(acc[i]), divided(acc[i + 1]), 0xD591),
                 ptx.byte_permute(divided(acc[i + 4]), divided(acc[i + 5]), 0xD591))
 
-    return noisy.row, noisy.column, begin, word, pairs
+    return SimpleNamespace(row=noisy.row, column=noisy.column, begin=noisy.begin, BASE=BASE, word=word, pairs=pairs)
 
 
 # --- products over all positions --------------------------------------------------------------------------------------
@@ -79,7 +76,9 @@ def _shapes(cfg, gpu):
     """{kind: Shape} of the products over all positions, with and without noise. Each has also `outputs`, its columns;
     `slots`, the pairs that the 64 rows of a warpgroup can touch; `table`, words of a pair's tables for 128 columns:
     column noise and, of "inner", the input noise of w_down."""
-    H, slots, out = cfg.HIDDEN_DIM, members_of(32, cfg.SEQ_LEN), {}
+    H = cfg.HIDDEN_DIM
+    slots = members_of(32, cfg.SEQ_LEN)
+    out = {}
     for kind in "gates", "inner", "down":
         columns, table = H, 128
         if kind == "inner":
@@ -92,27 +91,43 @@ def _shapes(cfg, gpu):
 
 
 def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
-    """A product over all positions of all pairs, divided and clipped. "gates": out, of the second
-    matrix `beyond` words further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of so many
+    """A product over all positions of all pairs, divided and clipped. "gates": out, of the second matrix `beyond` words
+    further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of so many
     columns][core matrices], and its sums with the input noise of w_down. "down": from u, out = clip(out + q), rows of
     H.
 
     Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows ("gates": of matrix blockIdx % 2).
-    plan: W_F, W_H; W_UP, W_DOWN_INPUT; or w_down. sb:
-    [3][stride], 0 and 1 of the inputs, 2 of u."""
-    H, N, RG, CG, PASSES = cfg.HIDDEN_DIM, shape.N, shape.RG, shape.CG, shape.passes
-    GATES, INNER, DOWN = (kind == name for name in ("gates", "inner", "down"))
-    MATRICES, COLUMNS, K = 2 if GATES else 1, shape.outputs, shape.K
-    SLOTS, TABLE, ACC, PIECES = shape.slots, shape.table, N // 2, K // shape.KP
+    plan: W_F, W_H; W_UP, W_DOWN_INPUT; or w_down. sb: [3][stride], 0 and 1 of the inputs, 2 of u."""
+    H = cfg.HIDDEN_DIM
+    N = shape.N
+    RG = shape.RG
+    CG = shape.CG
+    PASSES = shape.passes
+    GATES = kind == "gates"
+    INNER = kind == "inner"
+    DOWN = kind == "down"
+    MATRICES = 2 if GATES else 1
+    COLUMNS = shape.outputs
+    K = shape.K
+    SLOTS = shape.slots
+    TABLE = shape.table
+    ACC = N // 2
+    PIECES = K // shape.KP
     RAGGED, MATRIX_WORDS = shape.columns() != COLUMNS, shape.columns() * K // 4
-    AT_TABLES, BUFFER, SB_AT = shape.bytes // 4, SLOTS * TABLE, 2 if DOWN else 0
+    AT_TABLES = shape.bytes // 4
+    BUFFER = SLOTS * TABLE
+    SB_AT = 2 if DOWN else 0
     functions = product_functions(gpu, shape)
     open_ring, wait_rows = functions.open_ring, functions.wait_rows
     multiply, finish = functions.multiply, functions.finish
-    job_shift, (noise_of, _), (fill_input, add) = (nz.shift, pair_functions(cfg, nz),
-                                                   gru_parts.input_functions(cfg, nz, 128, 4))
-    as_row, as_column, begin, quotients, pairs = early_noise_quotients(
-        cfg, nz, K, 0 if INNER and cfg.MLP_RELU else -127)
+    job_shift = nz.shift
+    noise_of, _ = pair_functions(cfg, nz)
+    fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
+    noisy = early_noise_quotients(cfg, nz, K, 0 if INNER and cfg.MLP_RELU else -127)
+    as_row, as_column = noisy.row, noisy.column
+    quotients, pairs = noisy.word, noisy.pairs
+    begin_tile = begin_tile_function(gpu, nz, noisy.begin, noisy.BASE, columns=N)
+    place_of = place_function(cfg, RG, True)
     added, registers = gru_parts.added_function(gpu.cc), _registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
 
     @gpu.device
@@ -125,15 +140,6 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
             words[here + c] = as_column(noise_of(source, unit + slot, col, p))
             if INNER:
                 fill_input(words, bytes_, 4 * (here + 128), c, source, p + W_DOWN_INPUT, unit + slot, col)
-
-    @gpu.device
-    def begin_tile(acc, at, s0, s1, shift):
-        """Accumulators before the product, from the noise of their columns at a shared address."""
-        for j in range(N // 16):
-            n = ptx.load_shared4(int32(at + j * 64))
-            for k in range(4):
-                i = 8 * j + (k >> 1) * 4 + (k & 1)
-                acc[i], acc[i + 2] = begin(s0, n[k], shift), begin(s1, n[k], shift)
 
     @gpu.device
     def store_rows(acc, out, to, col, q):
@@ -167,44 +173,52 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
                 sb: A32, out: A32, beyond):
         places = units * n
         words, bytes_ = cuda.shared.array(0, int32, 128), cuda.shared.array(0, types.int8, 128)
-        which, begun, every = cuda.blockIdx.x % MATRICES, cuda.blockIdx.x // MATRICES, cuda.gridDim.x // MATRICES
-        p, at, tiles = call * PLAN + which * W_H, at + which * MATRIX_WORDS, (2 * places - 1) // (64 * RG) + 1
+        which = cuda.blockIdx.x % MATRICES
+        begun = cuda.blockIdx.x // MATRICES
+        every = cuda.gridDim.x // MATRICES
+        p = call * PLAN + which * W_H
+        at = at + which * MATRIX_WORDS
+        tiles = (2 * places - 1) // (64 * RG) + 1
         count = (tiles - 1 - begun) // every + 1 if begun < tiles else 0
         ring = open_ring(count * (PASSES * PIECES), begun, every, x, packed, at)
         t, base = ring.t, ring.base
-        group, lane, c = t >> 7, t & 31, t & 127
-        q, side, rg = lane & 3, group % CG, group // CG
+        group = t >> 7
+        lane = t & 31
+        c = t & 127
+        q = lane & 3
+        side = group % CG
         source = source_of(plan, 0, weights, overlay, job, offset)
         tables, shift = AT_TABLES + group * (2 * BUFFER), job_shift(job)
-        acc, sums = cuda.local.array(ACC, int32), cuda.local.array(2, int32)
+        acc = cuda.local.array(ACC, int32)
+        s, sums = cuda.local.array(2, int32), cuda.local.array(2, int32)
         for i in range(ACC):
             acc[i] = 0
-        step, odd, unit = 0, 0, int32(uint32((begun * RG + rg) * 32) // uint32(n))
-        prepare(words, bytes_, tables, c, side * N, unit, source, p)
+        step, odd = 0, 0
+        prepare(words, bytes_, tables, c, side * N, place_of(begun, t, n).first, source, p)
         ptx.named_barrier(1 + group, 128)
         for turn in range(count):
             tile = begun + turn * every
-            row = (tile * RG + rg) * 64 + (c >> 5) * 16 + (lane >> 2)
-            place = (row >> 4) * 8 + (lane >> 2)
-            unit = int32(uint32((tile * RG + rg) * 32) // uint32(n))
+            place = place_of(tile, t, n)
+            row, unit = place.row, place.first
+            number = (row >> 4) * 8 + (lane >> 2)
             # where windows are shorter than SEQ_LEN there is no noise: all tables are the same
-            slot = min(int32(int32(uint32(place) // uint32(n)) - unit), int32(SLOTS - 1))
-            s0 = as_row(sb[(SB_AT + which) * stride + row], shift)
-            s1 = as_row(int32(-sb[(SB_AT + which) * stride + row + 8]), shift)
+            slot = min(place.slot, int32(SLOTS - 1))
+            s[0] = as_row(sb[(SB_AT + which) * stride + row], shift)
+            s[1] = as_row(int32(-sb[(SB_AT + which) * stride + row + 8]), shift)
             sums[0], sums[1] = 0, 0
             wait_rows(ring, turn)
             for ahead in range(PASSES):
                 here = tables + odd * BUFFER + slot * TABLE
-                begin_tile(acc, int32(base + 4 * here + q * 16), s0, s1, shift)
+                begin_tile(acc, int32(base + 4 * here + q * 16), s, shift)
                 step = multiply(acc, ring, step)
                 last = ahead == PASSES - 1                   # while the tensor cores work: the tables of the next pass
-                coming = int32(uint32(((tile + every) * RG + rg) * 32) // uint32(n)) if last else unit
+                coming = place_of(tile + every, t, n).first if last else unit
                 prepare(words, bytes_, tables + (1 - odd) * BUFFER, c, ((0 if last else ahead + 1) * CG + side) * N,
                         coming, source, p)
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, last, turn + 1 < count, turn, tile + every)
                 col = (ahead * CG + side) * N
-                if ptx.keep_in_loop(int32(place)) < places:  # the branch stays out of the loop of products
+                if ptx.keep_in_loop(int32(number)) < places:  # the branch stays out of the loop of products
                     if INNER:
                         store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums)
                     else:
@@ -215,7 +229,7 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
             if INNER:
                 for half in range(2):
                     total = quad_sum(sums[half])
-                    if q == 0 and place < places:
+                    if q == 0 and number < places:
                         cuda.atomic.add(sb, 2 * stride + row + 8 * half, total)
 
     return Kernel(product, 4 * (AT_TABLES + GROUPS * 2 * BUFFER))
@@ -257,19 +271,42 @@ def recur_kernel(cfg, nz, gpu):
     call: the layer's first row of the plan; that of the recurrence: B_F, B_H, U_F, U_H. at: packed word of U_f; U_h
     follows. Position p of pair i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs
     begin with them; where `keep`, states go there in the end."""
-    H, MODE, BULK = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, gpu.wgmma
+    H = cfg.HIDDEN_DIM
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    BULK = gpu.wgmma
     shape, ROWS, RESIDENT = _recurrence(cfg, gpu)
-    N, PER, PIECES = shape.N, shape.passes // 2, H // shape.KP
-    KS, ACC, PAST, RAGGED = N // 16, N // 2, ROWS * H // (8 * shape.KP), GROUPS * N * PER != H
-    ALL, AT_PAST, AT_OWN, SCALED = KS * PER, ROWS * H, shape.bytes, MODE == 2
+    N = shape.N
+    PER = shape.passes // 2
+    PIECES = H // shape.KP
+    KS = N // 16
+    ACC = N // 2
+    PAST = ROWS * H // (8 * shape.KP)
+    RAGGED = GROUPS * N * PER != H
+    ALL = KS * PER
+    AT_PAST = ROWS * H
+    AT_OWN = shape.bytes
+    SCALED = MODE == 2
     TABLES = _tables(cfg)
-    OWN, WORDS, SUMS = ALL * THREADS * 16, 2 * ALL, 2 * 64 * GROUPS
+    OWN = ALL * THREADS * 16
+    WORDS = 2 * ALL
+    SUMS = 2 * 64 * GROUPS
     functions = product_functions(gpu, shape, matrices=2, own_rows=True)
-    open_ring, multiply, finish = functions.open_ring, functions.multiply, functions.finish
-    noise, scaled, (_, vector) = nz.noise, nz.scaled, pair_functions(cfg, nz)
-    factor, input_coefficient, input_term, job_shift = nz.factor, nz.input_coefficient, nz.input_term, nz.shift
-    as_row, as_column, begin_acc, _, pairs = early_noise_quotients(cfg, nz, H)
-    gated2, next2, opened, candidates_of = gru_parts.state_functions(gpu.cc)
+    open_ring = functions.open_ring
+    multiply = functions.multiply
+    finish = functions.finish
+    noise = nz.noise
+    scaled = nz.scaled
+    _, vector = pair_functions(cfg, nz)
+    factor = nz.factor
+    input_coefficient = nz.input_coefficient
+    input_term = nz.input_term
+    job_shift = nz.shift
+    noisy = early_noise_quotients(cfg, nz, H)
+    as_row, as_column = noisy.row, noisy.column
+    begin, pairs, BASE = noisy.begin, noisy.pairs, noisy.BASE
+    states_of = gru_parts.state_functions(gpu.cc)
+    gated, next_state = states_of.gated, states_of.next_state
+    opened, candidates_of = states_of.opened, states_of.candidates
     added, registers = gru_parts.added_function(gpu.cc), _registers(gpu)
 
     @device
@@ -284,11 +321,11 @@ def recur_kernel(cfg, nz, gpu):
         return ptx.load_shared4(at) if RESIDENT else ptx.load4(own, at)
 
     @device
-    def store_own(base, own, which, k, t, a, b, c, d):
+    def store_own(base, own, which, k, t, w):
         if RESIDENT:
-            ptx.store_shared4(place_of(base, which, k, t), a, b, c, d)
+            ptx.store_shared4(place_of(base, which, k, t), w[0], w[1], w[2], w[3])
         else:
-            ptx.store4(own, place_of(base, which, k, t), a, b, c, d)
+            ptx.store4(own, place_of(base, which, k, t), w[0], w[1], w[2], w[3])
 
     @device
     def column_of(k, t):
@@ -301,23 +338,26 @@ def recur_kernel(cfg, nz, gpu):
         a = stream_of(source, p + U_F + M_SEED + which * U_APART, pair)
         b = stream_of(source, p + U_H + U_INPUT + I_SEED - which * U_APART, pair)
         column = min(column_of(k, t), H - 4)
-        w0, w1, w2, w3 = int32(0), int32(0), int32(0), int32(0)
+        w0 = int32(0)
+        w1 = int32(0)
+        w2 = int32(0)
+        w3 = int32(0)
         for e in range(4):
             even, odd = vector(source, p + B_F + which * B_APART, pair, column + e)
             more, shift = int32(127 * (1 - which)), int32(8 * e)     # b_f + 127, without a sign
-            n = int32(noise(a, column + e) & int32(source.job[2]))
-            w0 = int32(w0 | int32(int32(n + 128) << shift))
-            w1 = int32(w1 | int32(int32(int32(clip(even) + more) & int32(255)) << shift))
-            w2 = int32(w2 | int32(int32(int32(clip(odd) + more) & int32(255)) << shift))
-            w3 = int32(w3 | int32(int32(noise(b, column + e) & int32(255)) << shift))
+            n = int32(noise(a, column + e) & source.job[2])
+            w0 = int32(w0 | ((n + 128) << shift))
+            w1 = int32(w1 | (((clip(even) + more) & 255) << shift))
+            w2 = int32(w2 | (((clip(odd) + more) & 255) << shift))
+            w3 = int32(w3 | ((noise(b, column + e) & 255) << shift))
         return w0, w1, w2, w3
 
     @device
     def column_noise(word, e, source, p, pair, column):
         """Of a column of the matrix that begins at plan[p], as begin_acc wants it."""
         if MODE == 0:
-            return as_column(int32(byte(int32(word ^ int32(SIGNS)), e)))
-        noise, column = byte(int32(word ^ int32(SIGNS)), e), column + e
+            return as_column(int32(byte(int32(word ^ SIGNS), e)))
+        noise, column = byte(int32(word ^ SIGNS), e), column + e
         return as_column(scaled(noise, source.overlay[source.plan[p + M_OVERLAY] + column],
                                 stream_of(source, p + M_SEED, pair), column))
 
@@ -341,8 +381,8 @@ def recur_kernel(cfg, nz, gpu):
 
     @device
     def whole_sum(address, which, row):
-        s = ptx.load_shared4(int32(address + (which * 64 + row) * (4 * GROUPS)))
-        return int32(int32(s[0] + s[1]) + int32(s[2] + s[3]))
+        s = ptx.load_shared4(address + (which * 64 + row) * (4 * GROUPS))
+        return int32(s[0] + s[1] + (s[2] + s[3]))
 
     @registers
     def product(ahead, acc, which, ring, step, s0, s1, shift, own, source, p, pair):
@@ -353,7 +393,7 @@ def recur_kernel(cfg, nz, gpu):
             for g in range(4):
                 i = 8 * j + (g >> 1) * 4 + (g & 1)
                 n = noises[g] if SCALED else column_noise(noises[0], g, source, p + U_F + which * U_APART, pair, column)
-                acc[i], acc[i + 2] = begin_acc(s0, n, shift), begin_acc(s1, n, shift)
+                acc[i], acc[i + 2] = begin(s0, n, int32(BASE), shift), begin(s1, n, int32(BASE), shift)
         finish(acc, ring, multiply(acc, ring, step, which * PAST), False, False, 0, 0)
 
     @registers
@@ -374,9 +414,9 @@ def recur_kernel(cfg, nz, gpu):
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
                         y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
                         f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
-                        past = gated2(y, z, ptx.read_shared(int32(at_h + d * (8 * H))))
+                        past = gated(y, z, ptx.read_shared(at_h + d * (8 * H)))
                         if works:
-                            ptx.store_shared(int32(at_h + AT_PAST + d * (8 * H)), past)
+                            ptx.store_shared(at_h + AT_PAST + d * (8 * H), past)
                         if not SCALED:
                             sums[d] = add_inputs(sums[d], past, w[3], source, p + U_H, pair, column + g * 16)
 
@@ -394,13 +434,15 @@ def recur_kernel(cfg, nz, gpu):
                     old, both_x = ptx.load2(candidates, at_row + d * (2 * H)), ptx.load2(x, at_row + d * (2 * H))
                     out = cuda.local.array(2, int32)
                     for g in range(2):
-                        i, bias, noises = 2 * j + g, w0[1] if d == 0 else w0[2], w0[3]
+                        i = 2 * j + g
+                        bias = w0[1] if d == 0 else w0[2]
+                        noises = w0[3]
                         if g == 1:
                             bias, noises = w1[1] if d == 0 else w1[2], w1[3]
                         at_h = int32(at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
                         y, z = pairs(acc, 8 * i + 2 * d)
                         y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
-                        y, z = next2(f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
+                        y, z = next_state(f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
                         h, out[g] = ptx.bytes4(y, z), added(both_x[g], y, z)
                         h = h if keeps else int32(0)
                         if works:
@@ -429,34 +471,43 @@ def recur_kernel(cfg, nz, gpu):
               offset, gates: A32, candidates: A32, x: A32, states: A32, own: A32, begin, keep):
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
         ring = open_ring(n * (2 * PER * PIECES), 0, 1, packed, packed, at)
-        base, t, p = ring.base, ring.t, (call + RECUR) * PLAN
-        group, lane, warp, q = t >> 7, t & 31, (t & 127) >> 5, t & 3
+        base = ring.base
+        t = ring.t
+        p = (call + RECUR) * PLAN
+        group = t >> 7
+        lane = t & 31
+        warp = (t & 127) >> 5
+        q = t & 3
         row, at_parts = warp * 16 + (lane >> 2), ptx.shared_address(parts, 0)
         pair, works = cuda.blockIdx.x * (ROWS // 2) + warp * 8 + (lane >> 2), warp * 16 < ROWS
         live = int32(1) if works and pair < units else int32(0)
         pair = min(pair, units - 1)
         source, at_token = source_of(plan, 0, weights, overlay, job, offset), int64(pair) * width + skip
         at_word = int32(base + warp * (16 * H) + (lane >> 2) * 16 + q * 4)
-        acc, f, sums = cuda.local.array(ACC, int32), cuda.local.array(WORDS, int32), cuda.local.array(2, int32)
-        sums[0], sums[1], shift = 0, 0, job_shift(job)
+        acc = cuda.local.array(ACC, int32)
+        f = cuda.local.array(WORDS, int32)
+        sums = cuda.local.array(2, int32)
+        sums[0] = 0
+        sums[1] = 0
+        shift = job_shift(job)
         for k in range(ALL):
             column = column_of(k, t)
             for which in range(2):
-                w0, w1, w2, w3 = make_own(source, p, pair, which, k, t)
-                store_own(base, own, which, k, t, w0, w1, w2, w3)
+                w = make_own(source, p, pair, which, k, t)
+                store_own(base, own, which, k, t, w)
                 if SCALED:
                     at_matrix, first = p + U_F + which * U_APART, min(column, H - 4)
-                    store_own(base, own, which + 2, k, t, column_noise(w0, 0, source, at_matrix, pair, first),
-                              column_noise(w0, 1, source, at_matrix, pair, first),
-                              column_noise(w0, 2, source, at_matrix, pair, first),
-                              column_noise(w0, 3, source, at_matrix, pair, first))
+                    store_own(base, own, which + 2, k, t, (column_noise(w[0], 0, source, at_matrix, pair, first),
+                                                           column_noise(w[0], 1, source, at_matrix, pair, first),
+                                                           column_noise(w[0], 2, source, at_matrix, pair, first),
+                                                           column_noise(w[0], 3, source, at_matrix, pair, first)))
                 if which == 1 and works and (not RAGGED or column < H):
                     at_h, state = int32(at_word + (column - q * 4) * 8), int32(0)
                     if begin and tokens[at_token] != 0:
                         state = states[int64(pair) * (H // 4) + column // 4]
                     ptx.store_shared(at_h, state)
-                    ptx.store_shared(int32(at_h + 8 * H), state)
-                    sums[0] = add_inputs(sums[0], state, w3, source, p + U_F, pair, column)
+                    ptx.store_shared(at_h + 8 * H, state)
+                    sums[0] = add_inputs(sums[0], state, w[3], source, p + U_F, pair, column)
         sums[1] = sums[0]
         store_sums(parts, 0, row, group, sums[0], sums[1], q)
         if BULK:
@@ -480,7 +531,7 @@ def recur_kernel(cfg, nz, gpu):
                             at_h = int32(at_word + (column - q * 4) * 8 + (1 - which) * AT_PAST)
                             w3 = load_own(base, own, which, k, t)[3]
                             sums[0] = add_inputs(sums[0], ptx.read_shared(at_h), w3, source, other, pair, column)
-                            sums[1] = add_inputs(sums[1], ptx.read_shared(int32(at_h + 8 * H)), w3, source, other, pair,
+                            sums[1] = add_inputs(sums[1], ptx.read_shared(at_h + 8 * H), w3, source, other, pair,
                                                  column)
                 store_sums(parts, 1 - which, row, group, sums[0], sums[1], q)
                 if BULK:
@@ -491,7 +542,7 @@ def recur_kernel(cfg, nz, gpu):
                 column = column_of(k, t)
                 if not RAGGED or column < H:
                     states[int64(pair) * (H // 4) + column // 4] = ptx.read_shared(
-                        int32(at_word + (column - q * 4) * 8))
+                        at_word + (column - q * 4) * 8)
 
     return Kernel(recur, AT_OWN + (2 * OWN if RESIDENT else 0))
 
@@ -537,7 +588,9 @@ class _Kernels:
         cfg, t = self.cfg, gru_parts.tensor(self.cfg, "head")
         self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
         clean_head = head_kernel(cfg, build_noise(cfg, True), gpu, True)
-        self.clean, self.own_head, self.heads = [*layers, self.norm_f, clean_head], own_head, [clean_head]
+        self.clean = [*layers, self.norm_f, clean_head]
+        self.own_head = own_head
+        self.heads = [clean_head]
         if own_head:
             self.noisy, self.at_head = [*layers, own_head], packing.add(t, QUADS, t.cols, t.rows)
         else:
@@ -587,7 +640,9 @@ class RegisterKernels(_Kernels):
         depth = 128 if wgmma else 32                         # inputs of a piece of w_down
         self.matrices = {(t.name, t.layer): packing.add(t, QUADS, t.cols, depth if t.name == "w_down" else t.rows)
                          for t in gru_parts.matrices(cfg)}
-        nz, sizes, cc = build_noise(cfg, silent), gru_narrow.sizes(cfg, gpu.shared, wgmma), gpu.cc
+        nz = build_noise(cfg, silent)
+        sizes = gru_narrow.sizes(cfg, gpu.shared, wgmma)
+        cc = gpu.cc
         self.wgmma, self.sizes = wgmma, sizes
         self.gates = [gru_narrow.gates_kernel(cfg, nz, cc, sizes["gates"], first)
                       for first in (True, False)[:cfg.N_LAYERS]]

@@ -85,12 +85,18 @@ class Warp(NamedTuple):
 def enter_function(size):
     """Device function that brings the weights of a kernel, from packed word `first` on, into shared memory, and returns
     the Warp of thread t."""
-    WGMMA, AT, TABLE, WEIGHTS, THREADS = size.together > 1, size.at, size.table, size.weights, 32 * size.warps
+    WGMMA = size.together > 1
+    AT = size.at
+    TABLE = size.table
+    WEIGHTS = size.weights
+    THREADS = 32 * size.warps
 
     @device
     def enter(packed, first, t):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
-        base, lane, mine = ptx.shared_address(words, 0), t & 31, AT + (t >> 5) * TABLE
+        base = ptx.shared_address(words, 0)
+        lane = t & 31
+        mine = AT + (t >> 5) * TABLE
         for i in range(t * 16, WEIGHTS, THREADS * 16):
             ptx.copy_async16(int32(base + i), packed, first + i // 4)
         ptx.copy_commit()
@@ -110,14 +116,21 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
 
     call: the layer's first row of the plan. at: packed word of W_f; W_h follows. rows_at, tokens, width, skip: as of
     gru_parts.norm_kernel."""
-    H, COLUMNS, ACC, TOGETHER, WORDS = (cfg.HIDDEN_DIM, size.columns, size.columns // 2, size.together,
-                                        cfg.HIDDEN_DIM // 8)
+    H = cfg.HIDDEN_DIM
+    COLUMNS = size.columns
+    ACC = size.columns // 2
+    TOGETHER = size.together
+    WORDS = cfg.HIDDEN_DIM // 8
     GROUPS, BITS_OF_GROUP = size.warps // TOGETHER, 7 if TOGETHER > 1 else 5
-    AT_LN, AT_EMBEDDING, job_shift = 8 * H, 24 * H + 2 * input_bytes(cfg, H, 4), nz.shift
+    AT_LN = 8 * H
+    AT_EMBEDDING = 24 * H + 2 * input_bytes(cfg, H, 4)
+    job_shift = nz.shift
     (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 2)
     fill_columns, of_token, embedded = gru_parts.embedding_functions(cfg, nz, cc)
     (load_rows, _), enter = row_functions(H), enter_function(size)
-    START, word_of, factor, pairs = late_noise_quotients(cfg, nz, cc, H)
+    noisy = late_noise_quotients(cfg, nz, cc, H)
+    word_of, factor, pairs = noisy.word, noisy.factor, noisy.pairs
+    START = noisy.START
     origin, product = gru_parts.warp_product_functions(COLUMNS, H // 32, wgmma=TOGETHER > 1)
 
     @unrolled
@@ -135,7 +148,7 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
             product(acc, y, at_weights, b * (COLUMNS * H), start)
             for j in range(COLUMNS // 32):
                 at = int32(at_noise + b * (4 * COLUMNS) + j * 128)
-                noise0, noise1 = ptx.load_shared4(at), ptx.load_shared4(int32(at + 64))
+                noise0, noise1 = ptx.load_shared4(at), ptx.load_shared4(at + 64)
                 for m in range(2):
                     s = s1 if m else s0
                     z, w = pairs(acc, 16 * j + 2 * m, s, noise0, shift)
@@ -147,8 +160,12 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     def gates_and_candidates(call, at, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width,
                              skip, n, job: AU32, offset, units, x: A32, gates: A32, candidates: A32):
         warp, source = enter(packed, at, thread()), source_of(plan, 0, weights, overlay, job, offset)
-        q, table, at_weights = warp.q, warp.table, origin(warp.base, warp.t)
-        acc, start, shift = cuda.local.array(ACC, int32), cuda.local.array(4, int32), job_shift(job)
+        q = warp.q
+        table = warp.table
+        at_weights = origin(warp.base, warp.t)
+        acc = cuda.local.array(ACC, int32)
+        start = cuda.local.array(4, int32)
+        shift = job_shift(job)
         row_x, y = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         begin_with(start, START)
         turns = (n - 1) // 8 + 1
@@ -196,16 +213,28 @@ def register_recur_kernel(cfg, nz, cc, size):
     takes eight pairs after eight others, lane 4 g + q has columns of pair g.
 
     at: packed word of U_f; U_h follows. call, tokens, states, begin, keep as kernels.gru.recur_kernel."""
-    H, STEPS, WORDS, W = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, cfg.HIDDEN_DIM // 8, size.warps
+    H = cfg.HIDDEN_DIM
+    STEPS = cfg.HIDDEN_DIM // 32
+    WORDS = cfg.HIDDEN_DIM // 8
+    W = size.warps
     # tables of a warp, 16 bytes [16 columns k][lane]: column noise of U_f and U_h, biases [member][pair of columns];
     # then input noise
     KS = H // 16
-    A_H, BIAS_F, BIAS, AT_B = 512 * KS, 1024 * KS, 512 * KS, 2048 * KS
-    OWN_B, job_shift, (noise_of, vector) = input_bytes(cfg, H, 32), nz.shift, pair_functions(cfg, nz)
+    A_H = 512 * KS
+    BIAS_F = 1024 * KS
+    BIAS = 512 * KS
+    AT_B = 2048 * KS
+    OWN_B = input_bytes(cfg, H, 32)
+    job_shift = nz.shift
+    noise_of, vector = pair_functions(cfg, nz)
     (fill_input, add), enter = gru_parts.input_functions(cfg, nz, H, 32), enter_function(size)
-    START, word_of, factor, pairs = late_noise_quotients(cfg, nz, cc, H)
+    noisy = late_noise_quotients(cfg, nz, cc, H)
+    word_of, factor, pairs = noisy.word, noisy.factor, noisy.pairs
+    START = noisy.START
     origin, product = gru_parts.warp_product_functions(32, STEPS)
-    gated, next_state, opened, candidates_of = gru_parts.state_functions(cc)
+    states_of = gru_parts.state_functions(cc)
+    gated, next_state = states_of.gated, states_of.next_state
+    opened, candidates_of = states_of.opened, states_of.candidates
     (load_rows, store_rows), added = row_functions(H), added_function(cc)
 
     @device
@@ -223,7 +252,7 @@ def register_recur_kernel(cfg, nz, cc, size):
             product(acc, left, at_weights, which * (H * H) + d * (32 * H), start)
             for i in range(2):
                 k, at = 2 * d + i, int32(table + (2 * d + i) * 512 + lane * 16)
-                n, bias = ptx.load_shared4(int32(at + which * A_H)), ptx.load_shared4(int32(at + BIAS_F + which * BIAS))
+                n, bias = ptx.load_shared4(at + which * A_H), ptx.load_shared4(at + BIAS_F + which * BIAS)
                 for m in range(2):
                     y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
                     if which == 0:
@@ -238,11 +267,21 @@ def register_recur_kernel(cfg, nz, cc, size):
     def recur(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, n, units, job: AU32,
               offset, gates: A32, candidates: A32, x: A32, states: A32, begin, keep):
         warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, 0, weights, overlay, job, offset)
-        words, bytes_, mine, lane, q = warp.words, warp.bytes_, warp.mine, warp.lane, warp.q
-        table, at_weights, p = warp.table, origin(warp.base, warp.t), (call + RECUR) * PLAN
-        acc, h, past, f = (cuda.local.array(16, int32), cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32),
-                           cuda.local.array(WORDS, int32))
-        old, both_x, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
+        words = warp.words
+        bytes_ = warp.bytes_
+        mine = warp.mine
+        lane = warp.lane
+        q = warp.q
+        table = warp.table
+        at_weights = origin(warp.base, warp.t)
+        p = (call + RECUR) * PLAN
+        acc = cuda.local.array(16, int32)
+        h = cuda.local.array(WORDS, int32)
+        past = cuda.local.array(WORDS, int32)
+        f = cuda.local.array(WORDS, int32)
+        old = cuda.local.array(WORDS, int32)
+        both_x = cuda.local.array(WORDS, int32)
+        start = cuda.local.array(4, int32)
         begin_with(start, START)
         shift = job_shift(job)
         for eight in range(cuda.blockIdx.x * W + (warp.t >> 5), (units + 7) >> 3, cuda.gridDim.x * W):
@@ -260,7 +299,7 @@ def register_recur_kernel(cfg, nz, cc, size):
                     to = mine + BIAS_F + which * BIAS + k * 512 + lane * 16 + e * 2
                     for m in range(2):
                         value = int32(clip(odd if m else even) + more)
-                        bytes_[to + 8 * m], bytes_[to + 8 * m + 1] = value, int32(value >> int32(8))
+                        bytes_[to + 8 * m], bytes_[to + 8 * m + 1] = value, int32(value >> 8)
             at_token = int64(pair) * width + skip
             for k in range(2 * KS):
                 h[k] = 0
@@ -292,20 +331,24 @@ def register_recur_kernel(cfg, nz, cc, size):
 # --- the MLP ----------------------------------------------------------------------------------------------------------
 
 def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
-    """(fill, norm, inner, finish, bytes): device functions of the MLP for 16 rows whose inner values stay in registers,
-    `columns` of them at a time, and bytes of a pair's tables: column noise of W_up, norm, column noise and input noise
-    of W_down. up, down: word, factor and pairs as late_noise_quotients has them; those of down are `offset` too large.
-    table: a shared address.
+    """Device functions of the MLP for 16 rows whose inner values stay in registers, `columns` of them at a time; and
+    `bytes` of a pair's tables: column noise of W_up, norm, column noise and input noise of W_down. up, down: word,
+    factor and pairs as late_noise_quotients has them; those of down are `offset` too large. table: a shared address.
 
     fill(words, bytes_, at, source, call, pair, first, threads)     the tables at byte `at`, with so many threads
     inner(acc, u, chunk, s0, s1, shift, table, q, t0, t1)           u = inner values; t0, t1 + their sums with noise
     finish(sums, x, m, s, shift, table, q)                          x of row m + the quotients of W_down
     """
-    H, H4, (column, _) = cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM, pair_functions(cfg, nz)
-    AT_LN, AT_DOWN, KS = 4 * H4, 4 * H4 + 16 * H + input_bytes(cfg, H, 4), columns // 16
+    H = cfg.HIDDEN_DIM
+    H4 = 4 * cfg.HIDDEN_DIM
+    column, _ = pair_functions(cfg, nz)
+    AT_LN = 4 * H4
+    AT_DOWN = 4 * H4 + 16 * H + input_bytes(cfg, H, 4)
+    KS = columns // 16
     AT_INNER, added = AT_DOWN + 4 * H, added_function(cc, offset)
     (fill_norm, normed), (fill_inner, add) = norm_functions(cfg, nz, cc, 1), gru_parts.input_functions(cfg, nz, H4, 4)
-    (up_word, _, up_pairs), (down_word, _, down_pairs) = up, down
+    up_word, up_pairs = up.word, up.pairs
+    down_word, down_pairs = down.word, down.pairs
 
     @device
     def fill(words, bytes_, at, source, call, pair, first, threads):
@@ -324,7 +367,7 @@ def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
     def inner(acc, u, chunk, s0, s1, shift, table, q, t0, t1):
         for i in range(KS):
             k = KS * chunk + i
-            n = ptx.load_shared4(int32(table + k * 64 + q * 16))
+            n = ptx.load_shared4(table + k * 64 + q * 16)
             for m in range(2):
                 y, z = up_pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
                 u[2 * i + m] = ptx.bytes4(y, z)
@@ -335,34 +378,46 @@ def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
     @device
     def finish(sums, x, m, s, shift, table, q):
         for k in range(H // 16):
-            n = ptx.load_shared4(int32(table + AT_DOWN + k * 64 + q * 16))
+            n = ptx.load_shared4(table + AT_DOWN + k * 64 + q * 16)
             y, z = down_pairs(sums, 8 * k + 2 * m, s, n, shift)
             x[2 * k + m] = added(x[2 * k + m], y, z)
 
-    return fill, norm, inner, finish, AT_INNER + input_bytes(cfg, H4, 4)
+    return SimpleNamespace(fill=fill, norm=norm, inner=inner, finish=finish, bytes=AT_INNER + input_bytes(cfg, H4, 4))
 
 
 def mlp_kernel(cfg, nz, cc, size):
     """x = clip(x + W_down (W_up ln_2(x))) in place, of n positions. Launch [blocks] of size.warps warps; a warp takes
     pair after pair. call: the layer's first row of the plan. at: packed word of W_up; W_down follows in chunks of 32
     inputs."""
-    H, H4, W, job_shift = cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM, size.warps, nz.shift
+    H = cfg.HIDDEN_DIM
+    H4 = 4 * cfg.HIDDEN_DIM
+    W = size.warps
+    job_shift = nz.shift
     SUMS, WORDS = H // 2, H // 8
     (load_rows, store_rows), enter = row_functions(H), enter_function(size)
-    UP_START, *up_functions = late_noise_quotients(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
-    DOWN_START, *down_functions = late_noise_quotients(cfg, nz, cc, H4)
-    fill, norm, inner, finish, _ = mlp_functions(cfg, nz, cc, 32, up_functions, down_functions, OFFSET)
-    (_, up_factor, _), (_, down_factor, _) = up_functions, down_functions
+    of_up = late_noise_quotients(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
+    of_down = late_noise_quotients(cfg, nz, cc, H4)
+    UP_START, DOWN_START = of_up.START, of_down.START
+    up_factor, down_factor = of_up.factor, of_down.factor
+    functions = mlp_functions(cfg, nz, cc, 32, of_up, of_down, OFFSET)
+    fill, norm = functions.fill, functions.norm
+    inner, finish = functions.inner, functions.finish
     origin, up = gru_parts.warp_product_functions(32, H // 32)
     origin_down, down = gru_parts.warp_product_functions(H, 1, True)
 
     @cuda.jit(launch_bounds=32 * W)
     def mlp(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, job: AU32, offset, units, n, x: A32):
         warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, 0, weights, overlay, job, offset)
-        table, q, at_weights = warp.table, warp.q, origin(warp.base, warp.t)
+        table = warp.table
+        q = warp.q
+        at_weights = origin(warp.base, warp.t)
         at_down = origin_down(int32(warp.base + H4 * H), warp.t)
-        acc, sums, u = cuda.local.array(16, int32), cuda.local.array(SUMS, int32), cuda.local.array(4, int32)
-        row_x, y, start = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32), cuda.local.array(4, int32)
+        acc = cuda.local.array(16, int32)
+        sums = cuda.local.array(SUMS, int32)
+        u = cuda.local.array(4, int32)
+        row_x = cuda.local.array(WORDS, int32)
+        y = cuda.local.array(WORDS, int32)
+        start = cuda.local.array(4, int32)
         begin_with(start, UP_START)
         shift = job_shift(job)
         for unit in range(cuda.blockIdx.x * W + (warp.t >> 5), units, cuda.gridDim.x * W):
@@ -418,44 +473,55 @@ def integer_quotients(cfg):
 
     @device
     def up_factor(total, member, shift):
-        return int32(gru_parts.signed(total, member, shift) << int32(int32(int32(8) - shift) & int32(31)))
+        return int32(gru_parts.signed(total, member, shift) << int32((8 - shift) & 31))
 
     @device
     def up_pairs(acc, i, s, n, unit):
-        a, b = int32(int32(acc[i] * unit) + int32(s * n[0])), int32(int32(acc[i + 1] * unit) + int32(s * n[1]))
-        c, d = int32(int32(acc[i + 4] * unit) + int32(s * n[2])), int32(int32(acc[i + 5] * unit) + int32(s * n[3]))
+        a, b = int32(acc[i] * unit + s * n[0]), int32(acc[i + 1] * unit + s * n[1])
+        c, d = int32(acc[i + 4] * unit + s * n[2]), int32(acc[i + 5] * unit + s * n[3])
         a, b = ptx.byte_permute(a, b, 0x7632), ptx.byte_permute(c, d, 0x7632)
         return ptx.max2(ptx.min2(a, HIGHEST), LOW), ptx.max2(ptx.min2(b, HIGHEST), LOW)
 
     @device
     def quotient(a, s, n, shift):
-        return int32(int32(a + ptx.shift_right(int32(s * n), shift)) >> int32(DOWN_SHIFT))
+        return int32(int32(a + ptx.shift_right(int32(s * n), shift)) >> DOWN_SHIFT)
 
     @device
     def pairs(acc, i, s, n, shift):
         return (ptx.clip2(ptx.saturate2(quotient(acc[i], s, n[0], shift), quotient(acc[i + 1], s, n[1], shift))),
                 ptx.clip2(ptx.saturate2(quotient(acc[i + 4], s, n[2], shift), quotient(acc[i + 5], s, n[3], shift))))
 
-    return (gru_parts.unchanged, up_factor, up_pairs), (gru_parts.unchanged, gru_parts.signed, pairs)
+    return (SimpleNamespace(word=gru_parts.unchanged, factor=up_factor, pairs=up_pairs),
+            SimpleNamespace(word=gru_parts.unchanged, factor=gru_parts.signed, pairs=pairs))
 
 
 def wgmma_mlp_kernel(cfg, nz):
     """mlp_kernel, with W_down in chunks of 128 inputs. Launch [blocks] of GROUPS warpgroups; each takes `each` tiles of
     64 rows in a row. They read the weights as they stream by: for every 128 inner values their columns of W_up and
     their rows of W_down, 32 KB each."""
-    H, STAGES, CHUNKS, job_shift = WGMMA_H, 4, 8, nz.shift
-    THREADS, STEPS, STAGE, LEFT, BARRIERS = 128 * GROUPS, 2 * CHUNKS, 128 * H, 8 * STAGES, 2 * STAGES
-    up_functions, down_functions = integer_quotients(cfg)
-    # of a pair, of which a warpgroup has two, the even and the odd one
-    fill, norm, inner, finish, TABLE = mlp_functions(cfg, nz, (9, 0), 128, up_functions, down_functions)
+    H = WGMMA_H
+    STAGES = 4
+    CHUNKS = 8
+    job_shift = nz.shift
+    THREADS = 128 * GROUPS
+    STEPS = 2 * CHUNKS
+    STAGE = 128 * H
+    LEFT = 8 * STAGES
+    BARRIERS = 2 * STAGES
+    of_up, of_down = integer_quotients(cfg)
+    up_factor, down_factor = of_up.factor, of_down.factor
+    functions = mlp_functions(cfg, nz, (9, 0), 128, of_up, of_down)
+    fill, norm = functions.fill, functions.norm
+    inner, finish = functions.inner, functions.finish
+    TABLE = functions.bytes                                  # of a pair: a warpgroup has an even and an odd one
     AT_LEFT, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * TILE_ROWS * H
-    (_, up_factor, _), (_, down_factor, _), (load_rows, store_rows) = up_functions, down_functions, row_functions(H)
+    load_rows, store_rows = row_functions(H)
     up, down = ptx.wgmma_product(128, H // 32, False, False), ptx.wgmma_product(256, 4, True, True)
 
     @device
     def fetch(base, bar, packed, at, step):
         """Starts the copy of the weights of a step: W_up and W_down in turn."""
-        stage, chunk = step % STAGES, int32(step & int32(STEPS - 1)) >> 1
+        stage, chunk = step % STAGES, int32(step & (STEPS - 1)) >> 1
         ptx.barrier_expect(bar + 8 * stage, STAGE)
         ptx.copy_bulk(base + stage * STAGE, packed, at + ((step & 1) * CHUNKS + chunk) * (STAGE // 4), STAGE,
                       bar + 8 * stage)
@@ -478,24 +544,28 @@ def wgmma_mlp_kernel(cfg, nz):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         barriers = cuda.shared.array(BARRIERS, int64)        # of stages, then how many warps left each
         t = thread()
-        group, lane, c = t >> 7, t & 31, t & 127
+        group = t >> 7
+        lane = t & 31
+        c = t & 127
         q = lane & 3
         base, bar = ptx.shared_address(words, 0), ptx.shared_address(barriers, 0)
         if t == 0:
             for i in range(STAGES):
                 ptx.barrier_init(bar + 8 * i, 1)
-                ptx.store_shared(int32(bar + LEFT + 8 * i), 0)
+                ptx.store_shared(bar + LEFT + 8 * i, 0)
             ptx.barrier_fence()
             for i in range(STAGES):
                 fetch(base, bar, packed, at, int32(i))
         cuda.syncthreads()
         mine, at_left = AT_TABLES + group * (2 * TABLE), base + AT_LEFT + group * (TILE_ROWS * H)
-        unit, shift = int32(int32(cuda.gridDim.y) << int32(8)), job_shift(job)
+        unit, shift = int32(cuda.gridDim.y << 8), job_shift(job)
         source = source_of(plan, 0, weights, overlay, job, offset)
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
         # the last blocks go through the motions beyond the last tile, for the other warpgroup
         step, steps = int32(0), int32(each * STEPS)
-        sums, acc, u = cuda.local.array(128, int32), cuda.local.array(64, int32), cuda.local.array(16, int32)
+        sums = cuda.local.array(128, int32)
+        acc = cuda.local.array(64, int32)
+        u = cuda.local.array(16, int32)
         row_x, y = cuda.local.array(64, int32), cuda.local.array(64, int32)
         for turn in range(each):
             tile, live = int32(min(first + turn, tiles - 1)), first + turn < tiles
@@ -519,8 +589,8 @@ def wgmma_mlp_kernel(cfg, nz):
             s0, s1 = up_factor(s0, 0, shift), up_factor(s1, 1, shift)
             to = int32(at_left + (c >> 5) * (16 * H) + lane * 4)
             for k in range(16):
-                ptx.store_shared(int32(to + k * 128), y[2 * k])
-                ptx.store_shared(int32(to + k * 128 + 8 * H), y[2 * k + 1])
+                ptx.store_shared(to + k * 128, y[2 * k])
+                ptx.store_shared(to + k * 128 + 8 * H, y[2 * k + 1])
             ptx.proxy_fence()
             ptx.named_barrier(1 + group, 128)
             t0, t1 = int32(0), int32(0)
@@ -549,20 +619,32 @@ def register_head_kernel(cfg, nz, cc, size):
     the other. The logits of a tile stay in shared memory, as z + 128.
 
     call: the row of the plan of the norm; that of the matrix follows. at: packed word of the matrix."""
-    H, T, V, COLUMNS, ACC, W, WORDS = (cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, size.columns, size.columns // 2,
-                                       size.warps, cfg.HIDDEN_DIM // 8)
+    H = cfg.HIDDEN_DIM
+    T = cfg.SEQ_LEN
+    V = cfg.VOCAB_SIZE
+    COLUMNS = size.columns
+    ACC = size.columns // 2
+    W = size.warps
+    WORDS = cfg.HIDDEN_DIM // 8
     AT_EXPS = size.weights                                   # [entry][lane]: a look-up has no bank conflicts
-    job_shift, AT_LN, AT_Z, TARGETS = nz.shift, 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4), cfg.TARGETS
+    job_shift = nz.shift
+    AT_LN = 4 * V
+    AT_Z = 4 * V + 16 * H + input_bytes(cfg, H, 4)
+    TARGETS = cfg.TARGETS
     (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 1)
     (load_rows, _), enter = row_functions(H), enter_function(size)
-    START, word_of, factor, pairs = late_noise_quotients(cfg, nz, cc, H, add=128)
+    noisy = late_noise_quotients(cfg, nz, cc, H, add=128)
+    word_of, factor, pairs = noisy.word, noisy.factor, noisy.pairs
+    START = noisy.START
     origin, product = gru_parts.warp_product_functions(COLUMNS, H // 32, wgmma=size.together > 1)
-    position_loss, max2, LOWEST = loss_function(cfg), ptx.int16_pairs(cc).max2, both(OFFSET + 1)
+    position_loss = loss_function(cfg)
+    max2 = ptx.int16_pairs(cc).max2
+    LOWEST = both(OFFSET + 1)
 
     @device
     def logits(acc, z, i, j, m, s, shift, at_noise, top):
         """z[2 i + m] = a word of logits; the larger of them and top, two int16."""
-        y, w = pairs(acc, 16 * j + 8 * i + 2 * m, s, ptx.load_shared4(int32(at_noise + i * 64)), shift)
+        y, w = pairs(acc, 16 * j + 8 * i + 2 * m, s, ptx.load_shared4(at_noise + i * 64), shift)
         z[2 * i + m] = ptx.bytes4(y, w)
         return max2(max2(top, y), w)
 
@@ -571,7 +653,7 @@ def register_head_kernel(cfg, nz, cc, size):
         """The largest logit of a row, + 128."""
         for k in (1, 2):
             top = max2(top, cuda.shfl_xor_sync(0xFFFFFFFF, top, k))
-        return max(int32(top & int32(0xFFFF)), int32(uint32(top) >> uint32(16))) - OFFSET
+        return max(int32(top & 0xFFFF), int32(uint32(top) >> uint32(16))) - OFFSET
 
     @device
     def weigh(word, most, exps, total):
@@ -586,19 +668,25 @@ def register_head_kernel(cfg, nz, cc, size):
         """A token's logit, + 128: its byte is in the word of lane 4 g + (token / 4) % 4."""
         at = (int32(AT_Z + warp.mine) + int32(token >> 5) * 512 + (warp.lane & 28) * 16
               + ((token >> 2) & 3) * 16 + ((token >> 4) & 1) * 8)
-        return int32(int32(warp.bytes_[at + member * 4 + (token & 3)]) & int32(255))
+        return int32(warp.bytes_[at + member * 4 + (token & 3)] & 255)
 
     @cuda.jit(launch_bounds=32 * W)
     def head(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32, offset,
              units, exps: A32, x: A32, losses: A64):
         warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, 0, weights, overlay, job, offset)
-        words, lane, mine, g, q = warp.words, warp.lane, warp.mine, warp.g, warp.q
+        words = warp.words
+        lane = warp.lane
+        mine = warp.mine
+        g = warp.g
+        q = warp.q
         table, at_weights = warp.table, origin(warp.base, warp.t)
         for i in range(warp.t, 256 * 32, 32 * W):
             words[AT_EXPS // 4 + i] = exps[i >> 5]
         cuda.syncthreads()
         at_exps, at_z = int32(warp.base + AT_EXPS + lane * 4), int32(table + AT_Z + lane * 16)
-        acc, z, start = cuda.local.array(ACC, int32), cuda.local.array(4, int32), cuda.local.array(4, int32)
+        acc = cuda.local.array(ACC, int32)
+        z = cuda.local.array(4, int32)
+        start = cuda.local.array(4, int32)
         row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         begin_with(start, START)
         shift = job_shift(job)
@@ -613,7 +701,10 @@ def register_head_kernel(cfg, nz, cc, size):
             # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second
             # the others
             member = q & 1
-            loss, total, distance, some = int64(0), int32(1), int32(0), False
+            loss = int64(0)
+            total = int32(1)
+            distance = int32(0)
+            some = False
             for first in range(0, T, 8):
                 position = min(first + g, T - 1)
                 load_rows(row_x, x, row_of(unit, position, T) * (H // 4), q)
@@ -630,13 +721,13 @@ def register_head_kernel(cfg, nz, cc, size):
                         for i in range(2):
                             top0 = logits(acc, z, i, j, 0, s0, shift, at_noise, top0)
                             top1 = logits(acc, z, i, j, 1, s1, shift, at_noise, top1)
-                        ptx.store_shared4(int32(at_z + (b * (COLUMNS // 32) + j) * 512), z[0], z[1], z[2], z[3])
+                        ptx.store_shared4(at_z + (b * (COLUMNS // 32) + j) * 512, z[0], z[1], z[2], z[3])
                 cuda.syncwarp()
                 top0, top1 = highest(top0), highest(top1)
                 most0, most1 = ptx.byte_permute(top0, 0, 0), ptx.byte_permute(top1, 0, 0)
                 total0, total1 = int32(0), int32(0)
                 for b in range(V // 32):
-                    a = ptx.load_shared4(int32(at_z + b * 512))
+                    a = ptx.load_shared4(at_z + b * 512)
                     total0 = weigh(a[2], most0, at_exps, weigh(a[0], most0, at_exps, total0))
                     total1 = weigh(a[3], most1, at_exps, weigh(a[1], most1, at_exps, total1))
                 total0, total1 = quad_sum(total0), quad_sum(total1)

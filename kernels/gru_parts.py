@@ -12,6 +12,8 @@ bytes 1 and 2 are 0x4000 + the quotient rounded down. Where sums are too large f
 than LIMIT_K inputs), integers add the noise first.
 """
 
+from types import SimpleNamespace
+
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
@@ -36,7 +38,11 @@ NORM_1, GATES, RECUR, NORM_2, INNER, DOWN, LAYER = range(7)
 TABLE, TABLE_SEED_A, TABLE_SEED_B, TABLE_OVERLAY_A, TABLE_OVERLAY_B = range(5)
 LN, INPUTS = 0, 4
 W_F, W_H = 0, 4
-B_F, B_H, U_F, U_H, U_INPUT = 0, 4, 8, 13, 3
+B_F = 0
+B_H = 4
+U_F = 8
+U_H = 13
+U_INPUT = 3
 B_APART, U_APART = B_H - B_F, U_H - U_F
 W_UP, W_DOWN_INPUT = 0, 4
 
@@ -52,7 +58,10 @@ def clip_function(cc, base, lowest, highest, within=True):
     k where `base` is MAGIC, and OFFSET + k where it is BASE and the floats may have a fraction; within: no k is beyond
     OFFSET."""
     CHOSEN, OFF = (0x5410, 0) if base == MAGIC else (0x6521, OFFSET)
-    LOW, HIGH, LOW2, HIGH2 = float(base + lowest), float(base + highest), both(OFF + lowest), both(OFF + highest)
+    LOW = float(base + lowest)
+    HIGH = float(base + highest)
+    LOW2 = both(OFF + lowest)
+    HIGH2 = both(OFF + highest)
     NATIVE, pairs = cc[0] >= 9 and within, ptx.int16_pairs(cc)
     min2, max2 = (pairs.min2, pairs.max2) if base == MAGIC else (ptx.min2_unsigned, ptx.max2_unsigned)
 
@@ -83,7 +92,7 @@ def signed(total, member, shift):
 
 
 def late_noise_quotients(cfg, nz, cc, inputs, add=0, lowest=-127):
-    """Of a product over `inputs` the number with which accumulators begin, then device functions in this order:
+    """Of a product over `inputs` START, the number with which accumulators begin, and device functions:
 
     word(n)                         what the table of column noise holds of a column's
     factor(sum, member, shift)      the sum sb with the member's sign, as `pairs` wants it; shift: nz.shift
@@ -115,7 +124,7 @@ def late_noise_quotients(cfg, nz, cc, inputs, add=0, lowest=-127):
         @device
         def noisy(acc, s, n, shift):
             y = int32(acc + ptx.shift_right(int32(s * n), shift))
-            return ptx.bits_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + int32(START)))
+            return ptx.bits_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + START))
 
     @device
     def quotient(acc, s, n, shift):
@@ -126,7 +135,7 @@ def late_noise_quotients(cfg, nz, cc, inputs, add=0, lowest=-127):
         return clipped(quotient(acc[i], s, n[0], shift), quotient(acc[i + 1], s, n[1], shift),
                        quotient(acc[i + 4], s, n[2], shift), quotient(acc[i + 5], s, n[3], shift))
 
-    return START if floats else 0, word, factor, pairs
+    return SimpleNamespace(START=START if floats else 0, word=word, factor=factor, pairs=pairs)
 
 
 def input_bytes(cfg, inputs, lanes):
@@ -144,7 +153,10 @@ def input_functions(cfg, nz, inputs, lanes):
     add(word, address, k, lane, total)                       total + the terms of the inputs 16 k + 4 q...
     """
     MODE, ALL = cfg.ADAPTIVE_NOISE_MODE, inputs // 16 * lanes * 16
-    noise, factor, input_coefficient, input_term = nz.noise, nz.factor, nz.input_coefficient, nz.input_term
+    noise = nz.noise
+    factor = nz.factor
+    input_coefficient = nz.input_coefficient
+    input_term = nz.input_term
 
     if MODE == 0:
         @device
@@ -153,7 +165,7 @@ def input_functions(cfg, nz, inputs, lanes):
 
         @device
         def add(word, address, k, lane, total):
-            return ptx.dp4a(word, ptx.read_shared(int32(address + k * (4 * lanes) + lane * 4)), total)
+            return ptx.dp4a(word, ptx.read_shared(address + k * (4 * lanes) + lane * 4), total)
     else:
         @device
         def fill(words, bytes_, at, place, source, p, pair, i):
@@ -165,9 +177,9 @@ def input_functions(cfg, nz, inputs, lanes):
 
         @device
         def add(word, address, k, lane, total):
-            c = ptx.load_shared4(int32(address + k * (16 * lanes) + lane * 16))
+            c = ptx.load_shared4(address + k * (16 * lanes) + lane * 16)
             if MODE == 2:
-                f = ptx.load_shared4(int32(address + ALL + k * (16 * lanes) + lane * 16))
+                f = ptx.load_shared4(address + ALL + k * (16 * lanes) + lane * 16)
                 for e in range(4):
                     total = int32(total + input_term(byte(word, e), c[e], ptx.bits_float(f[e])))
             else:
@@ -186,7 +198,7 @@ def normed_function(cfg, cc):
     @device
     def normed(word, m, k, address, q, reciprocal):
         at = int32(address + m * (4 * H) + k * 64 + q * 16)
-        w, v = ptx.load_shared4(at), ptx.load_shared4(int32(at + 8 * H))
+        w, v = ptx.load_shared4(at), ptx.load_shared4(at + 8 * H)
         u = cuda.local.array(4, float32)
         for e in range(4):
             f = cuda.fma(ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + e)), ptx.bits_float(w[e]),
@@ -222,7 +234,7 @@ def norm_functions(cfg, nz, cc, streams):
         """n[at_n + ...] = ln of row m of x, both words [16 columns k][row]; the sums sb."""
         total = int32(0)
         for k in range(2 * STEPS):
-            total = ptx.distance4(x[2 * k + m], int32(SIGNS), total)
+            total = ptx.distance4(x[2 * k + m], SIGNS, total)
         mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
         reciprocal = ptx.reciprocal(float32(mean))
         first, second = int32(0), int32(0)
@@ -285,8 +297,12 @@ def row_functions(H):
 
 def added_function(cc, offset=0):
     """Device function: a word of x (bytes + 128) plus two words of two int16, which are `offset` too large."""
-    two, HIGHEST, LOWEST = ptx.int16_pairs(cc), both(offset + 255), both(offset + 1)
-    add2, min2, max2 = two.add2, two.min2, two.max2
+    two = ptx.int16_pairs(cc)
+    HIGHEST = both(offset + 255)
+    LOWEST = both(offset + 1)
+    add2 = two.add2
+    min2 = two.min2
+    max2 = two.max2
 
     @device
     def added(x, y, z):
@@ -296,7 +312,7 @@ def added_function(cc, offset=0):
 
 
 def state_functions(cc):
-    """Device functions, in this order, of the rules of model.rules on four columns: h, f, `word` are words of bytes; y,
+    """Device functions of the rules of model.rules on four columns: h, f, `word` are words of bytes; y,
     z two int16 each. A product of bytes is a dot product of which all but one term is hidden by a mask, which serves
     two of four.
 
@@ -305,23 +321,28 @@ def state_functions(cc):
     opened(y, z, word, b, c)        the gate as two words of int16: quotients y, z, those of the input, biases b, c
     candidates(y, z, word, b, c)    the candidates from the same
     """
-    two, FULL, HIGHEST, LOWEST = ptx.int16_pairs(cc), both(254), both(127), both(-127)
-    add2, min2, max2 = two.add2, two.min2, two.max2
+    two = ptx.int16_pairs(cc)
+    FULL = both(254)
+    HIGHEST = both(127)
+    LOWEST = both(-127)
+    add2 = two.add2
+    min2 = two.min2
+    max2 = two.max2
 
     @device
     def gated(y, z, h):
-        even, odd = int32(h & int32(EVEN)), int32(h & int32(ODD))
+        even, odd = int32(h & EVEN), int32(h & ODD)
         a, b = ptx.dp2a_low(y, even), ptx.dp2a_low(y, odd)
         c, d = ptx.dp2a_high(z, even), ptx.dp2a_high(z, odd)
         return ptx.byte_permute(ptx.byte_permute(a, b, 0x0051), ptx.byte_permute(c, d, 0x0051), 0x5410)
 
     @device
     def less(a, b):
-        return add2(add2(a, int32(b ^ int32(-1))), int32(0x00010001))
+        return add2(add2(a, int32(b ^ (-1))), int32(0x00010001))
 
     @device
     def next_state(f, h, y, z):
-        even, odd = int32(f & int32(EVEN)), int32(f & int32(ODD))
+        even, odd = int32(f & EVEN), int32(f & ODD)
         h_low, h_high = ptx.low2(h), ptx.high2(h)
         y, z = less(y, h_low), less(z, h_high)
         return (add2(h_low, ptx.byte_permute(ptx.dp2a_low_u8(y, even), ptx.dp2a_low_u8(y, odd), 0x6521)),
@@ -337,7 +358,7 @@ def state_functions(cc):
         y, z = add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c)
         return max2(min2(y, HIGHEST), LOWEST), max2(min2(z, HIGHEST), LOWEST)
 
-    return gated, next_state, opened, candidates
+    return SimpleNamespace(gated=gated, next_state=next_state, opened=opened, candidates=candidates)
 
 
 @device
@@ -345,7 +366,7 @@ def begin_with(start, value):
     """start = four times value, by sums that the compiler cannot know to be equal (see ptx.mma_product)."""
     zero = int32(cuda.gridDim.z - 1)
     for i in range(4):
-        start[i] = int32(int32(value) + int32(zero * int32(i + 1)))
+        start[i] = int32(value + zero * (i + 1))
 
 
 @device
@@ -366,13 +387,17 @@ def embedding_functions(cfg, nz, cc):
                                             x[to...] = four words [16 columns][row] of 32 columns of x, from packed word
                                             `at` on; their noise: a shared address
     """
-    H, MODE, noise, factor, unit = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE, nz.noise, nz.factor, nz.unit
+    H = cfg.HIDDEN_DIM
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    noise = nz.noise
+    factor = nz.factor
+    unit = nz.unit
     clipped = clip_function(cc, MAGIC, 1, 255)
 
     @device
     def fill(words, at, source, pair, i):
         stream = stream_of(source, TABLE_SEED_B, pair)
-        n = int32(noise(stream, i) & int32(source.job[2]))
+        n = int32(noise(stream, i) & source.job[2])
         words[at + i] = n if MODE else ptx.float_bits(float32(n))
         if MODE:
             words[at + H + i] = ptx.float_bits(factor(source.overlay[source.plan[TABLE_OVERLAY_B] + i], stream, i))
@@ -391,15 +416,15 @@ def embedding_functions(cfg, nz, cc):
             return ptx.fma_down(own_factor, ptx.bits_float(other),
                                 ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
         d = ptx.trunc_f32(float32(float32(float32(int32(own * other)) * own_factor) * ptx.bits_float(f)))
-        v = int32(byte(int32(word ^ int32(SIGNS)), j) + int32(int32(d * sign) >> shift))
-        return ptx.bits_float(int32(clip(v) + int32(BITS + 128)))
+        v = int32(byte(int32(word ^ SIGNS), j) + (int32(d * sign) >> shift))
+        return ptx.bits_float(int32(clip(v) + (BITS + 128)))
 
     @device
     def embedded(x, to, packed, at, address, own, own_factor, shift, q):
         e = ptx.load2(packed, at + q * 2)
         for i in range(2):
-            other = ptx.load_shared4(int32(address + i * 64 + q * 16))
-            f = ptx.load_shared4(int32(address + 4 * H + i * 64 + q * 16)) if MODE else other
+            other = ptx.load_shared4(address + i * 64 + q * 16)
+            f = ptx.load_shared4(address + 4 * H + i * 64 + q * 16) if MODE else other
             for m in range(2):
                 u, signed = cuda.local.array(4, float32), float32(-own_factor) if m and MODE == 0 else own_factor
                 for j in range(4):
@@ -417,7 +442,9 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     packed word of rows of H bytes.
 
     plan: LN, INPUTS of the streams. sb: [3][stride]."""
-    H, STEPS, SIZE = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32, input_bytes(cfg, cfg.HIDDEN_DIM, 4)
+    H = cfg.HIDDEN_DIM
+    STEPS = cfg.HIDDEN_DIM // 32
+    SIZE = input_bytes(cfg, cfg.HIDDEN_DIM, 4)
     AT_NOISE, job_shift = 16 * H + streams * SIZE, nz.shift
     (fill_norm, _), (_, add) = norm_functions(cfg, nz, cc, streams), input_functions(cfg, nz, H, 4)
     normed, (fill_columns, of_token, embedded) = normed_function(cfg, cc), embedding_functions(cfg, nz, cc)
@@ -427,7 +454,9 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
              offset, n, stride, x: A32, out: A32, sb: A32):
         words, bytes_ = cuda.shared.array(0, int32), cuda.shared.array(0, int8)
         t, pair = cuda.threadIdx.x, int64(cuda.blockIdx.x)
-        place, q, base = cuda.blockIdx.y * 64 + (t >> 2), t & 3, ptx.shared_address(words, 0)
+        place = cuda.blockIdx.y * 64 + (t >> 2)
+        q = t & 3
+        base = ptx.shared_address(words, 0)
         source = source_of(plan, 0, weights, overlay, job, offset)
         for i in range(t, H, 256):
             fill_norm(words, bytes_, 0, source, call * PLAN, pair, i)
@@ -438,7 +467,9 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
         to = row_of(pair, position, n)
         at_x = to * (H // 4) + q * 2
         if embeds:
-            token, shift, e = tokens[pair * width + skip + position], job_shift(job), cuda.local.array(4, int32)
+            token = tokens[pair * width + skip + position]
+            shift = job_shift(job)
+            e = cuda.local.array(4, int32)
             own, own_factor = of_token(source, pair, token, shift)
             for b in range(STEPS):
                 embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128), own,
@@ -449,7 +480,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             total = int32(0)
             for b in range(STEPS):
                 word = ptx.load2(x, at_x + member * (2 * H) + b * 8)
-                total = ptx.distance4(word[1], int32(SIGNS), ptx.distance4(word[0], int32(SIGNS), total))
+                total = ptx.distance4(word[1], SIGNS, ptx.distance4(word[0], SIGNS, total))
             mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
             reciprocal = ptx.reciprocal(float32(mean))
             sum0, sum1 = int32(0), int32(0)

@@ -81,16 +81,15 @@ def begin_functions(cfg, nz, inputs, most=0):
     return SimpleNamespace(row=row, column=column, begin=begin, BASE=BITS if FITS else 0)
 
 
-def begin_tile_function(gpu, nz, begin, base, at_bias=0):
-    """Device function (acc, at, s, shift): 128 columns of accumulators before the product, with the noise of their
-    columns, at a shared address, and what they begin with: `base`, or what lies at_bias bytes further. s: of both
-    rows."""
+def begin_tile_function(gpu, nz, begin, base, at_bias=0, columns=128):
+    """Device function (acc, at, s, shift): accumulators before the product, with the noise of their columns, at a
+    shared address, and what they begin with: `base`, or what lies at_bias bytes further. s: of both rows."""
     SILENT = nz.silent
 
     @gpu.device
     def begin_tile(acc, at, s, shift):
         n = ZEROS
-        for j in range(8):
+        for j in range(columns // 16):
             if not SILENT:
                 n = ptx.load_shared4(at + j * 64)
             if at_bias:
