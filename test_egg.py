@@ -1,5 +1,5 @@
-"""The CPU engine and the model, held against recordings of the C++ system (tests/golden/) and against a plain reading of
-the SPEC.
+"""The CPU engine and the model, held against recordings of the C++ system (tests/golden/) and a plain reading of the
+SPEC.
 
 `tools.debug.Reading` evaluates one member the slow and obvious way in NumPy; the engine must agree with it in every
 configuration tried.
@@ -200,8 +200,8 @@ def test_sgd_accumulates_votes():
             a = reading.noise(42 + q + t.seed_a, np.arange(t.cols))
             b = reading.noise(42 + q + t.seed_b, np.arange(t.rows if t.matrix else t.cols))
             total = total + int(sign) * (np.outer(b, a) if t.matrix else a * b)
-        votes[t.weights:t.weights + t.size] = parameters.to_canonical(total) if t.matrix else total
-        rate[t.weights:t.weights + t.size] = np.float32(np.float32(0.01) * np.float32(t.lr_scale) / 2)
+        votes[t.span] = parameters.to_canonical(total) if t.matrix else total
+        rate[t.span] = np.float32(np.float32(0.01) * np.float32(t.lr_scale) / 2)
     acc = rate * votes
     step = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
     assert changed == np.count_nonzero(step) > 100
@@ -224,7 +224,7 @@ def test_tensors_cover_the_flat_arrays_once():
     for cfg in (egg_config.make(), egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=3, VOCAB_SIZE=300)):
         weights, overlay = np.zeros(parameters.n_weights(cfg), int), np.zeros(parameters.n_overlay(cfg), int)
         for t in parameters.tensors(cfg):
-            weights[t.weights:t.weights + t.size] += 1
+            weights[t.span] += 1
             overlay[t.overlay_a:t.overlay_a + t.cols] += 1
             if t.matrix:
                 overlay[t.overlay_b:t.overlay_b + t.rows] += 1

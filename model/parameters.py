@@ -100,6 +100,11 @@ class Tensor(NamedTuple):
     by_token: bool          # a table with a column for every token
     seen: bool              # SEEN_VOTES applies: not to the recurrent model's head, as every window teaches all of it
 
+    @property
+    def span(self):
+        """Its elements of State.weights and State.moments."""
+        return slice(self.weights, self.weights + self.size)
+
 
 def table(cfg):
     return TABLE if cfg.MODEL == "transformer" else GRU_TABLE
@@ -195,7 +200,7 @@ def initial_state(cfg):
     arrays, params = tensors(cfg), table(cfg)
     for t in arrays:
         if params[t.param].start is not None:
-            weights[t.weights:t.weights + t.size] = params[t.param].start
+            weights[t.span] = params[t.param].start
     # drawn matrix by matrix, layer by layer (the stored order is parameter by parameter)
     drawn = sorted((t for t in arrays if params[t.param].start is None), key=lambda t: (t.per_layer, t.layer, t.param))
     draws = _xorshift(42, sum(t.size for t in drawn))
@@ -203,7 +208,7 @@ def initial_state(cfg):
         mask = cfg.TOKEN_MASK if t.by_token and cfg.TOKEN_MASK >= 0 else cfg.HOST_MASK
         matrix = uniform_noise(draws[:t.size], mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
         draws = draws[t.size:]
-        weights[t.weights:t.weights + t.size] = to_canonical(matrix)
+        weights[t.span] = to_canonical(matrix)
     overlay = np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8)
     return State(weights, np.zeros((weights.size, 3), np.float32), overlay, 0, first_seed(cfg))
 

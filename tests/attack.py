@@ -151,7 +151,10 @@ class Honest(threading.Thread):
 
     def __init__(self, port):
         super().__init__(daemon=True)
-        self.port, self.step, self.stop, self.lost = port, 0, False, 0
+        self.port = port
+        self.step = 0
+        self.stop = False
+        self.lost = 0
 
     def run(self):
         while not self.stop:

@@ -20,7 +20,10 @@ class Chaos:
     cfg: an egg_config.Config. kinds: the classes of the engines that are honest, that drift and that lie."""
 
     def __init__(self, directory, seed, cfg, kinds, honest=3, kills=4):
-        self.directory, self.random, self.cfg, self.kills = directory, random.Random(seed), cfg, kills
+        self.directory = directory
+        self.random = random.Random(seed)
+        self.cfg = cfg
+        self.kills = kills
         self.stop, self.threads, self.engines = False, [], []
         self.kind, drifting, liar = kinds
         self.process, self.port = coordinator_process(directory, free_port(), cfg)

@@ -19,7 +19,7 @@ import egg_net
 from cluster import admission, auth, event_log, history, wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
 from model import fitness_digits
-from fakes import CFG, GOOD, Lines, begin_together, card
+from fakes import CFG, GOOD, Lines, any_fitness, begin_together, card
 from recordings import HERE
 
 
@@ -159,7 +159,7 @@ def filled(directory, steps=5, cfg=CFG):
     rng, packed = np.random.default_rng(steps), []
     run = history.open_run(cfg, directory)
     for k in range(steps):
-        packed.append(fitness_digits.pack_ternary(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)))
+        packed.append(fitness_digits.pack_ternary(any_fitness(cfg, rng)))
         run.append(packed[-1], -k * 1000, k)
     run.close()
     return packed

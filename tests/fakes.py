@@ -18,17 +18,28 @@ CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_S
                       AUDIT_RATE=0.0)
 
 
+def any_fitness(cfg, rng):
+    """int8 [N_PAIRS]: random digits; rng: a generator, or its seed."""
+    return np.random.default_rng(rng).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+
+
 class FakeEngine:
     """Follows the engines' interface; losses depend on seed, member and on all fitness so far."""
 
     name = "fake"
 
     def __init__(self, cfg=CFG, pause=0.0):
-        self.cfg, self.pause, self.evaluated, self.loads = cfg, pause, [], -1
+        self.cfg = cfg
+        self.pause = pause
+        self.evaluated = []
+        self.loads = -1
         self.load(parameters.initial_state(cfg))
 
     def load(self, state):
-        self.whole, self.weights, self.step, self.seed = state, state.weights[:8].copy(), state.step, state.seed
+        self.whole = state
+        self.weights = state.weights[:8].copy()
+        self.step = state.step
+        self.seed = state.seed
         self.loads += 1
 
     def state(self):

@@ -67,8 +67,8 @@ def digest_of_part(cfg, state):
     """SHA-256, in hex, of the weights, moments and noise overlay of the tensors in_part of a State."""
     digest = hashlib.sha256()
     for t in filter(in_part, parameters.tensors(cfg)):
-        digest.update(state.weights[t.weights:t.weights + t.size])
-        digest.update(state.moments[t.weights:t.weights + t.size])
+        digest.update(state.weights[t.span])
+        digest.update(state.moments[t.span])
         digest.update(state.overlay[t.overlay_a:t.overlay_a + t.cols])
         if t.matrix:
             digest.update(state.overlay[t.overlay_b:t.overlay_b + t.rows])

@@ -19,6 +19,7 @@ from kernels import attention, head, host, pairs, parts, product, transformer, u
 from model import fitness_digits, integer_tables, parameters, rules, sampling, seeds
 from compiling import CARDS, hold_against_cards, kernels_of, path_of
 from engines_compared import OTHER_INSTRUCTIONS, SEED, compare
+from fakes import any_fitness
 from readings import hold_draws_against_the_distribution
 from recordings import recorded_generation
 
@@ -145,7 +146,7 @@ def test_plan_gives_the_votes():
         a = np.stack([noise(seed + pairs + t.seed_a, c) for c in range(t.cols)])
         b = np.stack([noise(seed + pairs + t.seed_b, r) for r in range(t.rows if t.matrix else t.cols)])
         want = parameters.to_canonical((b * fitness) @ a.T) if t.matrix else (a * b) @ fitness
-        assert np.array_equal(votes[t.weights:t.weights + t.size], want), t
+        assert np.array_equal(votes[t.span], want), t
 
 
 def test_largest_slice():
@@ -279,7 +280,7 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
 
 def every_verb(cfg, engine, tokens):
     """Each of them once, but evaluation."""
-    engine.update(np.random.default_rng(SEED).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    engine.update(any_fitness(cfg, SEED))
     assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
     assert len(engine.digest()) == 16
@@ -416,7 +417,7 @@ def test_evaluations_begun_ahead(constants, on_device):
             losses = ahead.evaluate(first, count)
             assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
         assert len(np.unique(losses)) > 2
-        fitness = np.random.default_rng(step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+        fitness = any_fitness(cfg, step)
         assert ahead.begin_update(fitness if step < 2 else -fitness)
         ahead.begin(0, 300 if step else 2)
         if step == 1:
@@ -443,7 +444,7 @@ def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     cfg, rng = egg_config.make(**shape, CHUNK_SIZE=64), np.random.default_rng(SEED)
     cpu, gpu = cpu_engine.CpuEngine(cfg), cuda_engine.CudaEngine(cfg)
     for _ in range(3):
-        fitness = rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+        fitness = any_fitness(cfg, rng)
         assert cpu.update(fitness) == gpu.update(fitness)
         assert gpu.digest() == cpu.digest() == state_digest.of_state(gpu.state())
     before, state = gpu.digest(), gpu.state()

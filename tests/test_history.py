@@ -15,7 +15,7 @@ import egg_config
 from cluster import history
 from model import fitness_digits, parameters, seeds
 from coordinators import Server, fast, filled, free_port, until, whole, work_in_thread
-from fakes import CFG
+from fakes import CFG, any_fitness
 from recordings import HERE
 
 
@@ -24,7 +24,7 @@ from recordings import HERE
 def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     cfg = egg_config.load("laptop", environ={})
     run = history.open_run(cfg, tmp_path)
-    fitness = fitness_digits.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    fitness = fitness_digits.pack_ternary(any_fitness(cfg, 1))
     for k in range(100_000):
         run.append(fitness, k, 0)
     run.close()

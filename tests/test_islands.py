@@ -29,7 +29,7 @@ from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import data_files, fitness_digits, parameters, seeds, state_digest
 from coordinators import Coordinator, Server, caller, free_port, until, work_in_thread
-from fakes import CFG, FakeEngine, Lines, SECRET, differing
+from fakes import CFG, FakeEngine, Lines, SECRET, any_fitness, differing
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE
 
@@ -719,7 +719,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
     base, engine = tmp_path / "base", Learner(cfg, 10)
     run = history.open_run(cfg, base)
     for _ in range(12):
-        fitness = np.random.default_rng(run.step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+        fitness = any_fitness(cfg, run.step)
         run.append(fitness_digits.pack_ternary(fitness), 0, 0)
         engine.update(fitness)
     run.close()
@@ -863,7 +863,10 @@ class Sea(threading.Thread):
 
     def __init__(self, ports):
         super().__init__(daemon=True)
-        self.ports, self.cut, self.slow, self.stop = ports, set(), {}, False
+        self.ports = ports
+        self.cut = set()
+        self.slow = {}
+        self.stop = False
         self.doors = {socket.create_server(("127.0.0.1", 0)): (i, j) for i in range(len(ports))
                       for j in range(len(ports)) if i != j}
         self.links = {}                                          # socket -> (its other side, pair of islands)
@@ -921,7 +924,10 @@ class Archipelago:
     states that are not those it promised."""
 
     def __init__(self, directory, seed, islands, cfg, laptop):
-        self.directory, self.random, self.laptop, self.stop = directory, random.Random(seed), laptop, False
+        self.directory = directory
+        self.random = random.Random(seed)
+        self.laptop = laptop
+        self.stop = False
         self.cfgs = [cfg.changed(ISLAND_SEED=i + 1) for i in range(islands)]
         self.ports = [free_port() for _ in self.cfgs]
         self.sea, self.count = Sea(self.ports), {"killed": 0, "stopped": 0, "cut": 0, "slowed": 0}

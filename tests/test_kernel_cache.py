@@ -247,7 +247,10 @@ class FakeDispatcher:
     compiled, parent = [], os.getpid()
 
     def __init__(self, function):
-        self.py_func, self.targetoptions, self._cache, self.closed = function, {}, None, False
+        self.py_func = function
+        self.targetoptions = {}
+        self._cache = None
+        self.closed = False
 
     def compile(self, signature):
         assert not self.closed

@@ -14,6 +14,7 @@ from kernels import muon
 from model import optimizers, parameters
 from tools.debug import Reading
 from compiling import CARDS
+from fakes import any_fitness
 from readings import SMALL
 from recordings import HERE
 
@@ -64,13 +65,13 @@ def test_muon_is_its_plain_reading(ns):
     state, reading = muon.state(), Reading(cfg, muon.state())
     moved = 0
     for step in range(2):
-        fitness = rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+        fitness = any_fitness(cfg, rng)
         seeds, rate = range(muon.seed, muon.seed + cfg.N_PAIRS), np.float32(cfg.learning_rate(step)) * np.float32(1.5)
         muon.update(fitness)
         adam.update(fitness)
         got, plain = muon.state(), adam.state()
         for t in parameters.tensors(cfg):
-            part = slice(t.weights, t.weights + t.size)
+            part = t.span
             if not t.hidden:
                 assert np.array_equal(got.weights[part],
                                       plain.weights[part]) and np.array_equal(got.moments[part], plain.moments[part])
@@ -116,7 +117,7 @@ def muon_digest():
     digests = set()
     for engine in engines:
         for step in range(2):
-            engine.update(np.random.default_rng(step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+            engine.update(any_fitness(cfg, step))
         digests.add(engine.state().digests())
     assert len(digests) == 1, "threads change the bits"
     return digests.pop()

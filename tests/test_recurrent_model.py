@@ -17,7 +17,7 @@ from tools.debug import Reading
 from chaos_cluster import chaos
 from compiling import CARDS, hold_against_cards, kernels_of, path_of
 from engines_compared import SEED
-from fakes import Lines
+from fakes import Lines, any_fitness
 from readings import loss_of, member_reading
 
 COMPILED = "compiled_gru"                                    # for conftest.py
@@ -102,7 +102,7 @@ def test_ztest_moves_what_is_significant(clt):
     state = engine.state()
     state.weights[rng.integers(0, state.weights.size, 20000)] = 127                  # some cannot move up
     engine.load(state)
-    fitness = rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    fitness = any_fitness(cfg, rng)
     # the normal quantile of 0.85
     changed, after, t = engine.update(fitness), engine.state(), int(16 * 1.0364333894937898)
     want = np.zeros(state.weights.size, np.int64)
@@ -114,7 +114,7 @@ def test_ztest_moves_what_is_significant(clt):
             b = reading.noise(tensor.seed_b, np.arange(tensor.rows if tensor.matrix else tensor.cols))
             a, b = (a, b) if clt else (np.sign(a), np.sign(b))
             total = total + int(fitness[q]) * (np.outer(b, a) if tensor.matrix else a * b)
-        want[tensor.weights:tensor.weights + tensor.size] = parameters.to_canonical(total) if tensor.matrix else total
+        want[tensor.span] = parameters.to_canonical(total) if tensor.matrix else total
     moves = np.where(abs(want) * 16 >= t * math.isqrt(cfg.N_PAIRS) * (256 if clt else 1), np.sign(want), 0)
     expected = np.clip(state.weights + moves, -127, 127)
     assert np.array_equal(after.weights, expected) and changed == np.count_nonzero(expected != state.weights) > 1000

@@ -390,7 +390,7 @@ def test_export_is_a_safetensors_file(here, capsys):
     for t in tensors:
         told = header[name_of(t)]
         first, end = told["data_offsets"]
-        flat = state.weights[t.weights:t.weights + t.size]
+        flat = state.weights[t.span]
         want = parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat
         assert told["dtype"] == "I8"
         assert np.array_equal(np.frombuffer(data, np.int8, end - first, 8 + length + first).reshape(told["shape"]),
@@ -458,7 +458,7 @@ def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
     assert call(capsys, "export", "w.safetensors", "--full")[0] == 0
     arrays = safetensors.numpy.load_file("w.safetensors")
     t = next(t for t in parameters.tensors(CFG) if (t.name, t.layer) == ("w_up", 1))
-    moments = here[STEPS].moments[t.weights:t.weights + t.size]
+    moments = here[STEPS].moments[t.span]
     assert moments.any()
     assert np.array_equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
     assert "with the optimizer's state" in call(capsys, "import", "w.safetensors", "--save-dir", "new")[1]

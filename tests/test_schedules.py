@@ -17,6 +17,7 @@ from tools import arch
 from tools.debug import Reading
 from compiling import CARDS, path_of
 from coordinators import cluster
+from fakes import any_fitness
 from readings import SMALL, loss_of, member_reading
 from recordings import HERE
 
@@ -131,7 +132,7 @@ def test_rare_tokens_learn_more_slowly(rest):
     learning = 2 ** -13 if rest.get("OPTIMIZER") == "sgd" else 0.25
     plain = egg_config.make(**{**SMALL, **rest}, LR_SCHEDULE=((0, learning),))
     cfg = egg_config.make(**{**SMALL, **rest}, LR_SCHEDULE=((0, learning),), RARE_TOKENS=0.004)
-    fitness = np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    fitness = any_fitness(cfg, 1)
     engines = [cpu_engine.CpuEngine(c, tokens, threads=1) for c in (plain, cfg)]
     for engine in engines:
         engine.update(fitness)
@@ -142,7 +143,7 @@ def test_rare_tokens_learn_more_slowly(rest):
     tables = [t for t in parameters.tensors(cfg) if t.by_token]
     assert [t.name for t in tables] == (["embedding", "head"] if cfg.MODEL == "gru" else ["embedding"])
     for t in parameters.tensors(cfg):
-        part = slice(t.weights, t.weights + t.size)
+        part = t.span
         if t not in tables:
             assert np.array_equal(got.moments[part],
                                   without.moments[part]) and np.array_equal(got.weights[part], without.weights[part])
@@ -187,13 +188,13 @@ def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
     cfg = egg_config.make(**{**SMALL, "CHUNK_SIZE": 64, "POPULATION_SIZE": 32 * 64, **values}, SEEN_VOTES=5,
                           OPTIMIZER="sgd", LR_SCHEDULE=((0, 2.0 ** -12),))
     rng = np.random.default_rng(5)
-    tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), any_fitness(cfg, rng)
     engine = cpu_engine.CpuEngine(cfg, tokens, threads=threads)
     before = engine.state()
     engine.update(fitness)
     after = engine.state()
     for t in (t for t in parameters.tensors(cfg) if t.by_token):
-        part = slice(t.weights, t.weights + t.size)
+        part = t.span
         often = 5 if t.name == "embedding" else 1
         votes = parameters.to_canonical(seen_by_hand(cfg, before, tokens, t, fitness, often))
         moved = after.weights[part].astype(np.int64) - before.weights[part] + after.moments[part, 2].astype(np.float64)
@@ -237,7 +238,7 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
         if t.seen:
             once, four = (seen_by_hand(cfg, state, tokens, t, fitness, often) for often in (1, 4))
             want = parameters.to_canonical(four - once)
-        assert np.array_equal(votes[t.weights:t.weights + t.size], want) and want.any() == t.seen, t.name
+        assert np.array_equal(votes[t.span], want) and want.any() == t.seen, t.name
 
 
 def test_shares_are_of_all_the_data():
@@ -256,7 +257,7 @@ def test_initial_values_of_tables_by_token(model):
               for mask in (-1, 7, 1, 0)}
     assert np.array_equal(states[-1].weights, states[7].weights)
     for t in parameters.tensors(egg_config.make(**rest)):
-        parts = {mask: state.weights[t.weights:t.weights + t.size] for mask, state in states.items()}
+        parts = {mask: state.weights[t.span] for mask, state in states.items()}
         if t.by_token:
             assert set(parts[1]) == {-1, 0, 1} and not parts[0].any()
             assert np.array_equal(parts[1], np.sign(parts[7]) * (np.abs(parts[7]) & 1))

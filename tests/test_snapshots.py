@@ -14,7 +14,7 @@ from cluster import history, snapshots, wire
 from cluster.wire import JOB_RESPONSE
 from model import parameters, state_digest
 from coordinators import Server, caller, cluster, until, whole, work_in_thread
-from fakes import CFG, FakeEngine, Lines, changed, expected, feed
+from fakes import CFG, FakeEngine, Lines, any_fitness, changed, expected, feed
 
 
 # --- digests ----------------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
         engine = cpu_engine.CpuEngine(cfg, threads=threads)
         engine.load(state)
         assert engine.digest() == digest
-        engine.update(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+        engine.update(any_fitness(cfg, rng))
         assert engine.digest() == state_digest.of_state(engine.state()) != digest
     seen = {digest}
     for array in (state.weights, state.moments.view(np.uint8).ravel(), state.overlay):

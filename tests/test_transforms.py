@@ -111,5 +111,5 @@ def test_ntt_mode_0_is_the_model_as_it_was_and_the_tables_are_drawn_after_the_em
     drawn = rules.uniform_noise(parameters._xorshift(42, 4 * 64 * 256), 15, 0).reshape(4, 64, 256)
     for matrix, name in zip(drawn, ("embedding", "ntt_emb_1", "ntt_emb_2", "ntt_emb_3")):
         t = next(t for t in parameters.tensors(ntt) if t.name == name)
-        assert np.array_equal(weights[t.weights:t.weights + t.size], parameters.to_canonical(matrix))
+        assert np.array_equal(weights[t.span], parameters.to_canonical(matrix))
     assert parameters.products_per_token(ntt) == parameters.products_per_token(base)

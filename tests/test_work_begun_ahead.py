@@ -11,7 +11,7 @@ from cluster import history
 from egg_net import ChunkPredictor, SURE_AFTER, Worker
 from model import fitness_digits, parameters, rules, seeds
 from coordinators import cluster
-from fakes import CFG, FakeEngine, expected
+from fakes import CFG, FakeEngine, any_fitness, expected
 
 TOKENS = 1 << 20
 cuda_engine = pytest.importorskip("engine.cuda_engine")
@@ -142,7 +142,7 @@ def engine_of(monkeypatch):
 
 
 def fitness_of(seed):
-    return np.random.default_rng(seed).integers(-1, 2, CFG.N_PAIRS).astype(np.int8)
+    return any_fitness(CFG, seed)
 
 
 USES = {"nothing": lambda e: None, "evaluate": lambda e: e.evaluate(32, 16).tolist(), "digest": lambda e: e.digest(),
@@ -269,7 +269,10 @@ class Beginning(FakeEngine):
     {(step, first, count)} of what was begun before the request; wasted: number of evaluations that were not used."""
 
     def __init__(self, cfg=CFG):
-        self.begun, self.fitness, self.ahead, self.wasted = {}, None, set(), 0
+        self.begun = {}
+        self.fitness = None
+        self.ahead = set()
+        self.wasted = 0
         super().__init__(cfg)
 
     def load(self, state):
@@ -402,7 +405,7 @@ def test_the_cpu_engine_begins_ahead(constants):
             assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
             assert (first, count) not in ahead._begun and (following is None or following in ahead._begun)
         assert len(np.unique(losses)) > 2
-        fitness = np.random.default_rng(step).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+        fitness = any_fitness(cfg, step)
         assert not ahead.begin_update(fitness)
         ahead.begin(0, 40)
         assert ahead.update(fitness) == plain.update(fitness) and ahead.digest() == plain.digest()

@@ -60,7 +60,7 @@ class Reading:
         return (overlay + np.float32(127)) / np.float32(255) / np.sqrt((tail + np.float32(1)) / np.float32(4294967296))
 
     def stored(self, t):
-        flat = self.state.weights[t.weights:t.weights + t.size]
+        flat = self.state.weights[t.span]
         return (parameters.from_canonical(flat, t.rows, t.cols) if t.matrix else flat).astype(np.int64)
 
     def vector(self, name, layer=0):
@@ -238,7 +238,7 @@ def trace(cfg, state, tokens):
         member.carried = clean.carried
     member.hidden(window[:position + 1])
     weights = [{"layer": t.layer if t.per_layer else -1, "name": t.name,
-                **statistics(state.weights[t.weights:t.weights + t.size])} for t in parameters.tensors(cfg)]
+                **statistics(state.weights[t.span])} for t in parameters.tensors(cfg)]
     return {"step": state.step, "member": 0, "position": position, "parts": parts, "weights": weights}
 
 

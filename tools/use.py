@@ -198,11 +198,11 @@ def views(cfg, state, full):
     """Yields (name in a file, view of the State, shape, whether it is a matrix in canonical order) of every stored
     array; full: with moments and noise scales."""
     for t in parameters.tensors(cfg):
-        name, part = f"layers.{t.layer}.{t.name}" if t.per_layer else t.name, slice(t.weights, t.weights + t.size)
+        name = f"layers.{t.layer}.{t.name}" if t.per_layer else t.name
         shape = (t.rows, t.cols) if t.matrix else (t.cols,)
-        yield name, state.weights[part], shape, t.matrix
+        yield name, state.weights[t.span], shape, t.matrix
         if full:
-            yield name + ".moments", state.moments[part], (*shape, 3), t.matrix
+            yield name + ".moments", state.moments[t.span], (*shape, 3), t.matrix
             yield name + ".noise_out", state.overlay[t.overlay_a:t.overlay_a + t.cols], (t.cols,), False
         if full and t.matrix:
             yield name + ".noise_in", state.overlay[t.overlay_b:t.overlay_b + t.rows], (t.rows,), False
