@@ -62,6 +62,11 @@ islands() {
     "${egg[@]}" plot north south east west --x steps --out "$root/docs/islands.png"
 }
 
+# validations RUN NAME: the validations of a run as a curve of this name
+validations() {
+    grep '"event": "\(references\|validation\)"' "$1/events.jsonl" >"$2.jsonl"
+}
+
 # equal work: 601 steps of 1,024 members in all
 worth() {
     local setup options="-D CHUNK_SIZE=128 -D POPULATION_SIZE=128 -D VALIDATE_EVERY=50 -D SNAPSHOT_EVERY=50"
@@ -74,13 +79,13 @@ worth() {
             *) archipelago "1 2 3 4 5 6 7 8" $options -D GOSSIP_RATE=0.01 -D MERGE=$setup ;;
         esac
         cd ..
-        ln -s "$setup/1" "an island, $setup"
+        validations "$setup/1" "1 of 8 islands, $setup"
     done
+    validations one-population "one population"
     for setup in one-population */[1-8]; do
         echo "$setup: $(grep '"event": "validation"' "$setup/events.jsonl" | grep '"step": 600,')"
     done
-    "${egg[@]}" plot one-population "an island, no-gossip" "an island, clone" "an island, recombine" --x steps \
-        --out "$root/docs/islands-worth.png"
+    "${egg[@]}" plot "one population.jsonl" "1 of 8 islands, "*.jsonl --x steps --out "$root/docs/islands-worth.png"
 }
 
 for part in "$@"; do
