@@ -37,8 +37,8 @@ from engine import hardware
 EXAMPLES = """\
 train on this machine:
   python egg.py train --minutes 1 --save-dir ckpt     learn from the shipped text; no GPU needed
-  python egg.py train --save-dir ckpt                 go on until Ctrl-C, whenever you like
-  python egg.py train --save-dir ckpt --http 8080     with a live page on http://localhost:8080/
+  python egg.py train --save-dir ckpt                 continue until Ctrl-C, which loses nothing
+  python egg.py train --save-dir ckpt --http 8080     continue, with a live page: http://localhost:8080/
   python egg.py train --preset nano-egg               the recurrent model of nano-egg
 use a run:
   python egg.py generate --prompt 'The king said'     let the newest saved run write
@@ -51,7 +51,7 @@ a cluster:
   (umask 077; openssl rand -hex 32 > secret)          the secret, a file for every machine
   python egg.py coordinator --save-dir ckpt --secret-file secret       on one machine; needs no GPU and no data
   python egg.py worker 10.0.0.1 --secret-file secret  on the others; ./run-workers.sh 10.0.0.1 uses every GPU
-  python egg.py status 10.0.0.1 --secret-file secret  what it is doing
+  python egg.py status 10.0.0.1 --secret-file secret  step, speed, every worker
 
 Every constant of egg_config.py can be set for one run, with -D NAME=VALUE or an environment variable EGG_NAME=VALUE.
 Coordinator and workers need the same ones. `python egg.py COMMAND --help` explains a command."""
@@ -60,7 +60,7 @@ Coordinator and workers need the same ones. `python egg.py COMMAND --help` expla
 # --- options ---------------------------------------------------------------------------------------------------------
 
 def typed(parse, what):
-    """A type for argparse: parse(text), which raises ValueError for what is not `what`."""
+    """A type for argparse: parse(text), which raises ValueError for a text that is not `what`."""
     def checked(text):
         try:
             return parse(text)
@@ -70,7 +70,7 @@ def typed(parse, what):
 
 
 def number(kind, low, high, what=None):
-    """A type for argparse: `kind` from low to high; what: the same in words."""
+    """A type for argparse: a `kind` from low to high; what: its description, if that is not enough."""
     def parse(text):
         if low <= (value := kind(text)) <= high:
             return value
@@ -79,18 +79,18 @@ def number(kind, low, high, what=None):
 
 
 def parsed_by(module, name, what):
-    """A type for argparse: module.name(text); the module is loaded when it is used."""
+    """A type for argparse: module.name(text); the module is loaded on first use."""
     return typed(lambda text: getattr(importlib.import_module(module), name)(text), what)
 
 
 def option(usage, help, type=None, **more):
-    """(name, arguments for argparse). usage: the name, then what stands for its value; a flag has none."""
+    """(name, arguments for argparse). usage: the name, then a placeholder for its value; a flag has none."""
     name, _, metavar = usage.partition(" ")
     return name, {"help": help, **({"metavar": metavar, "type": type, **more} if metavar else {"action": "store_true"})}
 
 
 def of_constant(usage, help, name):
-    """An `option` in place of a constant of egg_config."""
+    """An `option` that replaces a constant of egg_config."""
     constant = egg_config.CONSTANTS[name]
     return option(usage, f"{help} (default: {name}, {constant.value})", number(constant.kind, *constant.allowed))
 
@@ -101,19 +101,20 @@ COMMON = dict([
     of_constant("--port N", "TCP port", "PORT"),
     option("--steps N", "stop when the run has N steps", COUNT),
     option("--minutes N", "stop after N minutes", MINUTES),
-    option("--save-dir DIR", "keep the run in DIR, and continue the run that is in it"),
+    option("--save-dir DIR", "keep the run in DIR; if DIR holds a run, continue it"),
     option("--load-dir DIR", "start from the run in DIR"),
     option("--http [HOST:]PORT", "serve a live page, and /metrics for Prometheus (default host: this machine only), "
            "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),
     option("--tensorboard DIR", "write figures and samples for TensorBoard (needs tensorboardX)"),
-    option("--threads N", "cores that the CPU engine uses (default: all)", number(int, 1, hardware.cores())),
-    option("--secret-file FILE", "the secret that coordinator and workers share (default: variable EGG_SECRET)"),
-    option("--tls-cert FILE", "own certificate, PEM"),
-    option("--tls-key FILE", "key of the own certificate"),
-    option("--tls-ca FILE", "certificate of the other side or of its signer; with it a coordinator refuses workers "
-           "without a certificate"),
-    option("--verbose", "a line for every step, as d-eggs prints it, also on a terminal"),
+    option("--threads N", "cores for the CPU engine (default: all)", number(int, 1, hardware.cores())),
+    option("--secret-file FILE", "file with the secret that coordinator and workers share (default: variable "
+           "EGG_SECRET)"),
+    option("--tls-cert FILE", "certificate of this process, PEM"),
+    option("--tls-key FILE", "key of that certificate"),
+    option("--tls-ca FILE", "certificate of the other side, or of its signer; a coordinator with this option refuses "
+           "workers without a certificate"),
+    option("--verbose", "print a line for every step, in the format of d-eggs, also on a terminal"),
     option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -153,7 +154,7 @@ def command(*options, saved=lambda args: ({}, None), program=EGG):
 # --- commands --------------------------------------------------------------------------------------------------------
 
 def of_directory(args):
-    """The constants of the run that --save-dir or --load-dir continues; none where a run begins."""
+    """The constants of the run that --save-dir or --load-dir continues; none if a new run begins."""
     from cluster import history
     for directory in filter(None, (args.save_dir, args.load_dir)):
         if history.holds_run(directory):
@@ -162,7 +163,7 @@ def of_directory(args):
 
 
 def for_this_machine(cfg, args, say):
-    """cfg, or the preset laptop where there is no GPU and no model was chosen: no run, no constant, no preset."""
+    """cfg; or the preset laptop, if there is no GPU and nothing chose a model: no saved run, constant or preset."""
     given = egg_config.given(args.preset, args.defines)
     chosen = [name for name in given
               if egg_config.CONSTANTS[name].agree != "local" or name in egg_config.DATA_FILES]
@@ -179,7 +180,7 @@ def train(cfg, args):
 
     examples:
       python egg.py train --minutes 1 --save-dir ckpt
-      python egg.py train --save-dir ckpt --http 8080       the same run goes on, with a live page"""
+      python egg.py train --save-dir ckpt --http 8080       continue that run, with a live page"""
     from tools import train
     console = run_console(args)
     cfg = for_this_machine(cfg, args, console.line)
@@ -195,17 +196,17 @@ def train(cfg, args):
 @command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
          "--port", "--save-dir", *RUN, *TLS,
          option("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
-         "islands: a coordinator that meets others like it; the worse one takes the other's state (docs/ISLANDS.md)",
-         option("--island NAME", "be an island of this name; every island and its workers need their own -D "
-                "ISLAND_SEED=N",
+         "islands: coordinators that compare their models; the worse one takes over the other's (docs/ISLANDS.md)",
+         option("--island NAME", "be an island with this name; each island needs its own -D ISLAND_SEED=N, which its "
+                "workers share",
                 parsed_by("islands.peers", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
-         option("--peer HOST:PORT", "coordinator of another island; can be repeated, and all islands may be given the "
-                "same list", parsed_by("islands.peers", "parse_peer", "HOST:PORT"), action="append", default=[]),
+         option("--peer HOST:PORT", "coordinator of another island; can be repeated; islands may share one list",
+                parsed_by("islands.peers", "parse_peer", "HOST:PORT"), action="append", default=[]),
          option("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
-         option("--gossip-bandwidth BYTES", "most bytes of states per second, each way, like 500k or 2.5M; 0: no limit "
-                "(default: 16M)", parsed_by("islands.peers", "parse_bandwidth",
+         option("--gossip-bandwidth BYTES", "limit on the bytes of models per second, each way, like 500k or 2.5M; 0: "
+                "none (default: 16M)", parsed_by("islands.peers", "parse_bandwidth",
                                             "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
-         option("--no-accept", "give states to peers, but never take one"), saved=of_directory)
+         option("--no-accept", "give models to peers, but never take one"), saved=of_directory)
 def coordinator(cfg, args):
     """hand out the work of a cluster and keep its history; needs no GPU, no data, little memory
 
@@ -239,9 +240,9 @@ def coordinator(cfg, args):
 @command(option("host HOST", "name or address of the coordinator"),
          "--port", "--threads", "--gpu", "--secret-file", *TLS,
          option("--name NAME", "name of this worker at the coordinator (default: its host and device)"),
-         option("--protocol {1,2}", "1: that of C++ coordinators (default: 2, then 1 if that is not understood)",
+         option("--protocol {1,2}", "1: for C++ coordinators (default: 2, or 1 where 2 is not understood)",
                 int, choices=(1, 2), default=0),
-         option("--list-devices", "list the devices that a worker can use on this machine, one per line, and stop"))
+         option("--list-devices", "list the devices that workers can use on this machine, one per line, and end"))
 def worker(cfg, args):
     """evaluate for a coordinator, on a GPU if there is one
 
@@ -257,13 +258,13 @@ def worker(cfg, args):
     train.work(cfg, args.host, args.port, device, args.threads, access=access, protocol=args.protocol, name=args.name)
 
 
-@command(option("--save-dir DIR", "keep the run in DIR, on the node that holds a run there, else on this node",
+@command(option("--save-dir DIR", "keep the run in DIR on the node whose DIR holds a run, else on this node",
                 required=True), *RUN, "--port", CLUSTER, OPEN_PAGE,
          option("--workers N", "number of workers, or all: as many as the nodes have room for (default: all)",
                 number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
-         option("--cpus N", "cores of a worker on a node without GPUs; in a cluster with GPUs such nodes are used only "
-                "if this is given (default: the fewest that a node has)", number(int, 1, 1024)),
-         option("--wait N", "minutes to wait until the first worker has found its resources (default: 5)", MINUTES),
+         option("--cpus N", "cores of a worker on a node without GPUs; a cluster with GPUs uses such nodes only with "
+                "this option (default: as many as the smallest node has)", number(int, 1, 1024)),
+         option("--wait N", "minutes to wait until the cluster has room for a worker (default: 5)", MINUTES),
          saved=of_directory)
 def ray(cfg, args):
     """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
@@ -290,9 +291,9 @@ def sweep(cfg, args):
 
 
 @command(option("host HOST", "the coordinator (default: localhost)", nargs="?", default="localhost"), "--port",
-          "--secret-file", *TLS, option("--json", "all of it, for programs"))
+          "--secret-file", *TLS, option("--json", "everything as JSON, for programs"))
 def status(cfg, args):
-    """what a coordinator is doing, and with which workers
+    """show what a coordinator is doing, and its workers
 
     example: python egg.py status 10.0.0.1 --secret-file secret"""
     import json
@@ -314,8 +315,8 @@ def of_run(args):
          option("--tokens N", "tokens to add (default: 200); memory is the only limit", COUNT, default=200),
          of_constant("--temp T", "temperature; 0 always takes the likeliest token", "SAMPLING_TEMP"),
          of_constant("--min-p P", "cut tokens less likely than this share of the likeliest", "SAMPLING_MIN_P"),
-         of_constant("--penalty X", "nats taken once from every token seen", "SAMPLING_PRESENCE_PENALTY"),
-         option("--seed N", "another seed gives another text (default: 1); both engines write the same",
+         of_constant("--penalty X", "nats subtracted once from every token seen", "SAMPLING_PRESENCE_PENALTY"),
+         option("--seed N", "another seed gives another text (default: 1); CPU and GPU write the same one",
                 number(int, 0, (1 << 32) - 1), default=1), saved=of_run)
 def generate(cfg, args):
     """let a saved run write: text that continues a prompt
@@ -326,7 +327,7 @@ def generate(cfg, args):
     from tools import use
     text = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
     if not text:
-        raise egg_config.UsageError("the prompt is empty: give it a character at least, the model goes on from there")
+        raise egg_config.UsageError("the prompt is empty: give at least one character for the model to continue")
     settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
     use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, Printer(), **settings)
 
@@ -345,7 +346,7 @@ def eval_(cfg, args):
 
 
 @command(*SAVED_RUN, option("file FILE", "the file to write"),
-         option("--full", "with optimizer moments and noise scales, so that training can continue bit for bit"),
+         option("--full", "also optimizer moments and noise scales, so that training can continue bit for bit"),
          saved=of_run)
 def export(cfg, args):
     """write the weights of a saved run as a safetensors file
@@ -362,10 +363,10 @@ def of_file(args):
 
 
 @command(option("file FILE", "a file of `egg.py export`; its configuration is used, -D changes it"),
-         option("--save-dir DIR", "the directory to make; train, coordinator and generate continue from it",
+         option("--save-dir DIR", "the directory to create; train, coordinator and generate continue from it",
                 required=True), saved=of_file)
 def import_(cfg, args):
-    """begin a run with the weights of a safetensors file
+    """begin a run from the weights in a safetensors file
 
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
     from tools import use
@@ -373,9 +374,9 @@ def import_(cfg, args):
     Printer().line("next: " + command_line("train", "--save-dir", args.save_dir))
 
 
-@command(*SAVED_RUN, option("--json FILE", "append them to FILE, as one line of JSON"), saved=of_run)
+@command(*SAVED_RUN, option("--json FILE", "also append them to FILE, as one line of JSON"), saved=of_run)
 def debug(cfg, args):
-    """statistics of a saved run: activations of member 0, attention, weights
+    """print statistics of a saved run: activations of member 0, attention, weights
 
     examples:
       python egg.py debug --load-dir ckpt --json trace.jsonl
@@ -414,7 +415,7 @@ def arch(cfg, args):
          of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
-         option("--force", "replace such files without asking"))
+         option("--force", "replace existing files without asking"))
 def prepare(cfg, args):
     """turn texts into input.bin, val.bin and decoding.bin
 
@@ -470,24 +471,24 @@ def load(cfg, args):
 
 
 def run_console(args):
-    """The console of a run, which ends as `args` say."""
+    """The console of a run with the limits in `args`."""
     return Console(verbose=args.verbose, steps=args.steps, minutes=args.minutes)
 
 
 def command_line(*arguments):
-    """The command line, to be pasted in this directory, that calls this program with the Python that runs it."""
+    """A command line that calls this program with the present Python, to be pasted in this directory."""
     name = os.path.basename(sys.executable)
     python = name if sys.executable == shutil.which(name) else from_here(sys.executable)
     return shlex.join([python, from_here(os.path.join(ROOT, "egg.py")), *map(str, arguments)])
 
 
 def from_here(path):
-    """A path as it is short in this directory."""
+    """The shorter form of a path, relative to this directory or absolute."""
     return min(os.path.relpath(path), os.path.abspath(path), key=len)
 
 
 def as_called(text):
-    """`text` with commands as they work in this directory, with the Python that runs it."""
+    """`text` with its commands changed so that they work in this directory with the present Python."""
     lists = from_here(os.path.join(ROOT, "requirements"))
     text = re.sub(r"(?<![\w./-])python egg\.py", lambda _: command_line(), text)
     text = text.replace("-r requirements/", f"-r {shlex.quote(lists)}/")
@@ -495,7 +496,7 @@ def as_called(text):
 
 
 def pip():
-    """The command that installs into the Python that runs this; where `make` has set it up, its own."""
+    """The command that installs into the present Python: the one that `make` noted, or pip."""
     try:
         with open(os.path.join(sys.prefix, "pip")) as file:
             return file.read().strip().replace(".venv/", shlex.quote(from_here(sys.prefix)) + "/")
@@ -504,7 +505,7 @@ def pip():
 
 
 def installation():
-    """What to do without a library that every command needs."""
+    """Advice where a library is missing that every command needs."""
     venv = os.path.join(ROOT, ".venv")
     if os.path.exists(os.path.join(venv, "ready")) and not os.path.samefile(sys.prefix, venv):
         words = [from_here(os.path.join(venv, "bin", "python")), from_here(__file__), *sys.argv[1:]]
@@ -513,7 +514,7 @@ def installation():
 
 
 def invite_to_continue(argv, directory, console):
-    """Prints the command that goes on with the run in `directory`: argv, without limits and constants that are kept."""
+    """Prints the command that continues the run in `directory`: argv without limits and kept constants."""
     if directory is None:
         return
     args = vars(parsed(argv, typed=False)) | {"save_dir": directory}
@@ -535,7 +536,7 @@ class Parser(argparse.ArgumentParser):
     commands = ()
 
     def error(self, message):
-        """A wrong use is one line, not the whole usage."""
+        """Answers wrong use with one line, not with the whole usage."""
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
             near = difflib.get_close_matches(wrong[1], self.commands, 1)
             message = f"no command {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else
@@ -602,7 +603,7 @@ def main(argv=None, program=EGG):
 
 
 def interrupt_again(unraisable):
-    """A Ctrl-C that came in a callback, where Python only prints what is raised, comes once more a moment later."""
+    """Repeats, a moment later, a Ctrl-C that came in a callback, where Python only prints exceptions."""
     if unraisable.exc_type is KeyboardInterrupt:
         threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     else:
@@ -610,7 +611,7 @@ def interrupt_again(unraisable):
 
 
 def failed(error):
-    """Prints the line of an error that ended a command; the exit status. Raises an error of the program itself."""
+    """Prints a line about the error that ended a command; the exit status. Raises errors of the program itself."""
     message = error
     if isinstance(error, ModuleNotFoundError) and error.name.partition(".")[0] in LIBRARIES:
         message = f"{sys.executable} has no {error.name}: {installation()}"
