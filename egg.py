@@ -538,13 +538,27 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         """Answers wrong use with one line, not with the whole usage."""
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
-            near = difflib.get_close_matches(wrong[1], self.commands, 1)
-            message = f"no command {wrong[1]!r}" + (f"; did you mean {near[0]}?" if near else
-                                                    f": there is {', '.join(self.commands)}")
+            message = f"no command {wrong[1]!r}" + did_you_mean(wrong[1], self.commands,
+                                                                f": there is {', '.join(self.commands)}")
         self.exit(2, as_called(f"egg: {message} (see python {self.prog} --help)\n"))
 
     def format_help(self):
         return as_called(super().format_help())
+
+    def parse_known_args(self, args=None, namespace=None):
+        """argparse leaves what a command does not know to the main parser, whose help does not have its options."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            what = "no option" if word.startswith("-") else "too many arguments:"
+            self.error(f"{what} {word}" + did_you_mean(word, self._option_string_actions))
+        return known, unknown
+
+
+def did_you_mean(word, words, otherwise=""):
+    """The end of a message about an unknown word; `otherwise` if it is like none of `words`."""
+    near = difflib.get_close_matches(word, words, 1)
+    return f"; did you mean {near[0]}?" if near else otherwise
 
 
 def parsed(argv, typed=True, program=EGG):

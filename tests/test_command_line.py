@@ -72,6 +72,8 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
     ("fly", ("no command 'fly': there is train, coordinator, ", "egg.py --help")),
     ("tran", ("no command 'tran'; did you mean train?",)),
     ("evaluate", ("no command 'evaluate'; did you mean eval?",)),
+    ("train --minuts 3", ("no option --minuts; did you mean --minutes?", "egg.py train --help")),
+    ("train now", ("too many arguments: now", "egg.py train --help")),
     ("coordinator --host 0.0.0.0", ("--host 0.0.0.0 without a secret",)),
     ("coordinator --tls-cert cert", ("needs both --tls-cert and --tls-key",)),
     ("coordinator --island a", ("an island needs --save-dir",)),
