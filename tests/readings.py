@@ -1,10 +1,10 @@
-"""Plain readings of the rules, as oracles: the loss of a member, the draw of a token."""
+"""Oracles: plain readings of members, of fitness and of the draw of a token."""
 
 import numpy as np
 
 import egg_config
 from model import fitness_digits, integer_tables, seeds
-from tools.debug import Reading
+from model.reading import Reading
 
 
 def population_fitness(cfg, losses):
@@ -17,20 +17,9 @@ def member_reading(cfg, state, member, kind=Reading):
     return kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
 
 
-def loss_of(reading, window):
-    """The loss of one member over a window int [SEQ_LEN + 1] (SPEC 7.5)."""
-    cfg, exp = reading.cfg, [int(e) for e in integer_tables.exp_table(reading.cfg)]
-    z = reading.logits(window[:-1])
-    total = 0
-    for row, target in zip(z, window[1:]):
-        q = sum(exp[min(len(exp) - 1, int(row.max() - v))] for v in row)
-        above = int(row.max() - row[target])
-        if cfg.LOSS == "deggs":
-            total += ((q.bit_length() - 1 - cfg.SOFTMAX_SCALE_BIT) * 16 >> 1) + above
-        else:
-            # 256 times scale * ln(Q / 2^bits) to half a unit, which fixed point must meet within one
-            total += 256 * cfg.SOFTMAX_EXP_SCALE * np.log(q / 2 ** cfg.SOFTMAX_SCALE_BIT) + 256 * above
-    return total
+def member_loss(cfg, state, member, window, kind=Reading):
+    """Its loss over a window int [SEQ_LEN + 1]."""
+    return member_reading(cfg, state, member, kind).loss(window[:-1], window[1:])
 
 
 def random_config(rng, **more):

@@ -12,7 +12,7 @@ import egg_config
 from engine import cpu_engine, cpu_update
 from kernels import muon
 from model import optimizers, parameters
-from tools.debug import Reading
+from model.reading import Reading
 from compiling import CARDS
 from fakes import any_fitness
 from readings import SMALL

@@ -22,8 +22,8 @@ import egg_net
 from cluster import console, history, snapshots
 from engine import cpu_engine, cpu_transformer
 from model import data_files, fitness_digits, integer_tables, parameters, rules, state_digest
+from model.reading import Reading
 from tools import debug, train, use
-from tools.debug import Reading
 from coordinators import Peer, Server, work_in_thread
 from fakes import CFG as NET_CFG, Lines, differing, feed
 from readings import callable_by_python, drawn, hold_draws_against_the_distribution, random_config, settings_of

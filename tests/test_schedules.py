@@ -13,12 +13,12 @@ import egg_config
 from cluster import history
 from engine import cpu_engine, cuda_engine
 from model import fitness_digits, optimizers, parameters, rules
+from model.reading import Reading
 from tools import arch
-from tools.debug import Reading
 from compiling import CARDS, path_of
 from coordinators import cluster
 from fakes import any_fitness
-from readings import SMALL, loss_of, member_reading
+from readings import SMALL, member_loss
 from recordings import HERE
 
 
@@ -86,7 +86,7 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
         windows = rules.windows(cfg, tokens, step, 0, 4)
         assert np.array_equal(found[-1], alone.evaluate(0, 8)) and engine.validate(windows) == alone.validate(windows)
         if cfg.MODEL == "transformer":
-            assert found[-1].tolist() == [loss_of(member_reading(cfg, state, i), windows[i // 2]) for i in range(8)]
+            assert found[-1].tolist() == [member_loss(cfg, state, i, windows[i // 2]) for i in range(8)]
     assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
 
 

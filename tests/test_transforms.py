@@ -6,8 +6,8 @@ import pytest
 import egg_config
 from engine import cpu_engine
 from model import parameters, rules, transforms
-from tools.debug import Reading
-from readings import SMALL, loss_of, member_reading, random_config
+from model.reading import Reading
+from readings import SMALL, member_loss, random_config
 
 
 # --- number-theoretic transforms --------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     engine.load(state)
     reading, windows = NttReading(cfg, state), rules.windows(cfg, tokens, 0, 0, 2)
-    assert engine.evaluate(0, 4).tolist() == [loss_of(member_reading(cfg, state, p, NttReading), windows[p // 2])
+    assert engine.evaluate(0, 4).tolist() == [member_loss(cfg, state, p, windows[p // 2], NttReading)
                                               for p in range(4)]
     z = reading.logits(windows[0, :-1]) / cfg.SOFTMAX_EXP_SCALE
     z -= z.max(1, keepdims=True)
