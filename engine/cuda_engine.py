@@ -25,7 +25,10 @@ import egg_kernels
 from engine import hardware, kernel_cache
 from engine.kernel_cache import show, tell
 from kernels import ptx, update
+from kernels.host import Kernel
+from kernels.parts import A8, A32, A64, AU32
 from kernels.rules import TARGET, device
+from kernels.update import B1, F1
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 
@@ -49,23 +52,18 @@ COMPILERS = 8               # processes that compile kernels at once, at most
 # --- compiling -------------------------------------------------------------------------------------------------------
 
 def kernels(cfg, cc, shared_limit, token_type, silent=False):
-    """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): what each verb launches, verbs being
-    "load", "step" (evaluate and update), "validate", "generate" and "digest".
+    """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): the last are the kernels that a verb
+    launches. Verbs: "load", "step" (evaluate and update), "validate", "generate" and "digest".
 
     silent: evaluation without noise (kernels.rules.build_noise)."""
     forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
-    made, every = {}, {"digest": []}
-    for verb, some in forward.kernels.items():
-        every[verb] = [Kernel(k.dispatcher.py_func.__name__, k.dispatcher, k.signature, k.shared) for k in some]
-    for name, (function, signature) in (update.build(cfg, cc[0] == 9) | build(cfg, token_type)).items():
+    made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
+    for function in update.build(cfg, cc[0] == 9) + build(cfg, token_type):
+        name = function.__name__
         made[name] = cuda.jit(function)
-        kernel = Kernel(name, made[name], signature, update.SHARED if name == "products" else 0)
+        kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "generate"}.get(name, "step")].append(kernel)
     return forward, made, every
-
-
-# A kernel to be compiled for one signature; shared: bytes of dynamic shared memory
-Kernel = collections.namedtuple("Kernel", "name dispatcher signature shared")
 
 
 def compile_all(every, capability, what):
@@ -136,19 +134,15 @@ def quickly():
 
 # --- kernels of this file --------------------------------------------------------------------------------------------
 
-A1, U1, S1, B1, F1, I1, W1 = (types.Array(t, 1, "C") for t in (int32, uint32, types.int8, uint8, float32, int64,
-                                                               uint64))
+AU64 = types.Array(uint64, 1, "C")
 
 
 def build(cfg, token_type):
-    """The kernels of this file, {name: (function, signature)}; token_type: uint8 or uint32."""
-    tokens = types.Array(token_type, 1, "C")
-    return {"digest": (_digest_kernel(), (W1, W1, S1, W1)),
-            "cut_windows": (_windows_kernel(cfg), (tokens, I1, U1, U1, U1, tokens, int64, A1)),
-            "choose": (_choose_kernel(cfg), (A1, A1, F1, I1, U1, A1, A1, B1))}
+    """The kernels of this file, as Python functions; token_type: uint8 or uint32."""
+    return [_digest_kernel(), _windows_kernel(cfg, types.Array(token_type, 1, "C")), _choose_kernel(cfg)]
 
 
-def _windows_kernel(cfg):
+def _windows_kernel(cfg, TOKENS):
     T, before = cfg.SEQ_LEN, cfg.STATE_TOKENS
     width, drawn = before + T + 1, cfg.TARGETS - 1
     same = cfg.USE_SAME_DATA != 0
@@ -162,7 +156,8 @@ def _windows_kernel(cfg):
         start = window_start(place[0], place[1] + row, per_group, stride, size - T)
         return (start + k - before) % size
 
-    def cut_windows(tokens, place, job, first, size, followers, length, windows):
+    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, length,
+                    windows: A32):
         """windows int32, flat, `length` numbers of each of the pairs place[1] on, in a step whose first window starts
         at place[0]: model.rules.windows, then the drawn targets (model.soft_targets.windows). job[0]: the step's seed;
         first, size, followers: soft_targets.Followers."""
@@ -186,7 +181,7 @@ def _choose_kernel(cfg):
     hash32, rule = rules.draw_rules(device, 0).hash32, rules.sampling_rules(device, TARGET)
     score, share = rule.score, rule.share
 
-    def choose(z, exps, settings, floor, draw, tokens, at, seen):
+    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, at: A32, seen: B1):
         """Advances by one position: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as
         SPEC 10 draws it from logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit
         units; floor int64 [1]: smallest d kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
@@ -251,7 +246,7 @@ def _choose_kernel(cfg):
 def _digest_kernel():
     mixed, halves = device(state_digest.mixed), device(state_digest.halves)
 
-    def digest(weights, moments, overlay, out):
+    def digest(weights: AU64, moments: AU64, overlay: A8, out: AU64):
         """Adds to out uint64 [2] the sums of model.state_digest over all of the state but step and seed. weights,
         moments: as uint64 words; overlay int8, zeros beyond. Any grid."""
         sums = cuda.shared.array((2, BLOCK), uint64)

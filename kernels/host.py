@@ -18,6 +18,7 @@ class Kernel:
 
     def __init__(self, dispatcher, shared=0, shape=None):
         self.dispatcher = dispatcher
+        self.name = dispatcher.py_func.__name__
         self.shared = shared
         self.shape = shape
         self._names = list(inspect.signature(dispatcher.py_func).parameters)

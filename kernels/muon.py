@@ -21,13 +21,21 @@ DEPTH = 16                  # values of k in its shared memory
 PITCH = TILE + 1            # floats of a k there: no bank twice
 OPERAND = DEPTH * PITCH
 THREADS = 256
-WEIGHTS, ROWS, COLS, SHORT, LONG, AT_X, AT_A = range(7)          # columns of Plan.matrices
+# columns of Plan.matrices
+WEIGHTS = 0
+ROWS = 1
+COLS = 2
+SHORT = 3
+LONG = 4
+AT_X = 5
+AT_A = 6
 
 
 class Plan(NamedTuple):
     """int32 arrays. matrices [n, 7]: first of its WEIGHTS, ROWS, COLS, the SHORT and LONG of them, where its x [SHORT,
-    LONG] and its square [SHORT, SHORT] begin. squares, wides [tiles, 3]: matrix, first row and column of an output
-    tile. directions [tensors]: where the x of a tensor begins, -1 where Muon does not move it."""
+    LONG] and its square [SHORT, SHORT] begin. squares, wides [tiles, 3]: matrix, first row and first column of an
+    output tile. directions [tensors]: where the x of a tensor begins, -1 where Muon does not move it. x_size, a_size:
+    numbers of all x and of all squares."""
     matrices: np.ndarray
     squares: np.ndarray
     wides: np.ndarray
@@ -38,7 +46,9 @@ class Plan(NamedTuple):
 
 def plan(cfg):
     """The Plan of a configuration; nothing in it without USE_MUON."""
-    matrices, squares, wides, directions, x, a = [], [], [], [], 0, 0
+    matrices, directions = [], []
+    squares, wides = [], []
+    x, a = 0, 0
     for t in parameters.tensors(cfg):
         moved = cfg.USE_MUON and t.hidden
         directions.append(x if moved else -1)
@@ -51,22 +61,26 @@ def plan(cfg):
     return Plan(*(np.array(table, np.int32) for table in (matrices, squares, wides, directions)), x, a)
 
 
-I2, VOTES = types.Array(int32, 2, "C"), types.Array(int32, 1, "C")
-F1, F2 = types.Array(float32, 1, "C"), types.Array(float32, 2, "C")
+A1 = types.Array(int32, 1, "C")
+A2 = types.Array(int32, 2, "C")
+F1 = types.Array(float32, 1, "C")
+F2 = types.Array(float32, 2, "C")
 
 
 def build(cfg):
-    """The kernels of a configuration, {name: (Python function, signature)}; none without USE_MUON."""
+    """The kernels of a configuration, as Python functions; none without USE_MUON."""
     if not cfg.USE_MUON:
-        return {}
-    PARTS, EPS, MOMENTUM = optimizers.MUON_PARTS, float32(optimizers.MUON_EPS), float32(np.float32(cfg.MUON_MOMENTUM))
+        return []
+    PARTS, EPS = optimizers.MUON_PARTS, float32(optimizers.MUON_EPS)
+    MOMENTUM = float32(np.float32(cfg.MUON_MOMENTUM))
 
-    def muon_start(matrices, votes, moments, x):
+    def muon_start(matrices: A2, votes: A1, moments: F2, x: F1):
         """Momentum after the votes (int32, canonical), and x: the momentum of norm 1. A block of MUON_PARTS threads a
         matrix."""
         sums = cuda.shared.array(PARTS, float32)
         t, b = cuda.threadIdx.x, cuda.blockIdx.x
-        rows, cols, size = matrices[b, ROWS], matrices[b, COLS], matrices[b, ROWS] * matrices[b, COLS]
+        rows, cols = matrices[b, ROWS], matrices[b, COLS]
+        size = rows * cols
         long = matrices[b, LONG]
         first, at_x = int64(matrices[b, WEIGHTS]), int64(matrices[b, AT_X])
         total = float32(0)
@@ -91,15 +105,16 @@ def build(cfg):
         for i in range(t, size, PARTS):
             x[at_x + i] = libdevice.fdiv_rn(x[at_x + i], norm)
 
-    def product(gram):
-        """The kernel of both products, as engine.cpu_update.muon_panels: left . left^T of x, or fma(beta, square .
-        right, alpha * right)."""
-        def kernel(tiles, matrices, wide, alpha, beta, left, right, out):
+    def product(name, gram):
+        """The kernel of a product, as engine.cpu_update.muon_panels: left . left^T of x, or fma(beta, square . right,
+        alpha * right)."""
+        def kernel(tiles: A2, matrices: A2, wide: int32, alpha: float32, beta: float32, left: F1, right: F1, out: F1):
             ours = cuda.shared.array(OPERAND, float32)
             theirs = cuda.shared.array(OPERAND, float32)       # a line each: the simulator tells them apart by it
             acc = cuda.local.array((4, 4), float32)
             t = int32(cuda.threadIdx.x)
-            matrix, row, col = tiles[cuda.blockIdx.x, 0], tiles[cuda.blockIdx.x, 1], tiles[cuda.blockIdx.x, 2]
+            matrix = tiles[cuda.blockIdx.x, 0]
+            row, col = tiles[cuda.blockIdx.x, 1], tiles[cuda.blockIdx.x, 2]
             short, at_a = matrices[matrix, SHORT], int64(matrices[matrix, AT_A])
             width = matrices[matrix, LONG] if gram or wide else short            # of the operand beside the square
             at = int64(matrices[matrix, AT_X]) if gram or wide else at_a
@@ -133,11 +148,10 @@ def build(cfg):
                         to = at_out + r * columns + c
                         x = acc[i, j]
                         out[to] = x if gram else libdevice.fmaf_rn(beta, x, libdevice.fmul_rn(alpha, right[to]))
+        kernel.__name__ = name
         return kernel
 
-    signature = I2, I2, int32, float32, float32, F1, F1, F1
-    return {"muon_start": (muon_start, (I2, VOTES, F2, F1)), "muon_gram": (product(True), signature),
-            "muon_mix": (product(False), signature)}
+    return [muon_start, product("muon_gram", True), product("muon_mix", False)]
 
 
 class Direction:
@@ -162,7 +176,8 @@ class Direction:
         if not self.tables:
             return []
         matrices, squares, wides = self.tables
-        (a, b, c), out = self.coefficients, []
+        a, b, c = self.coefficients
+        out = []
 
         def add(name, grid, threads, *args):
             out.append((name, lambda: self.kernels[name][grid, threads, stream](*args)))

@@ -28,31 +28,57 @@ DEPTH = 64                  # values of n in a stage of its shared memory
 STAGES = 3
 STAGE = 2 * TILE * DEPTH    # bytes
 SHARED = STAGES * STAGE     # 48 KiB: every card grants it without asking
-# values of n a block adds up; the operands of a split lie together and nearly fit the L2 cache
+# values of n that a block adds up; the operands of a split lie together and nearly fit the L2 cache
 SPLIT = 4096
-PIECE = 1024                # values of n a block of operands makes of eight rows
-VECTOR_SPLIT = 2048         # values of n a warp of the vectors' kernel adds up
-EIGHTS = 4                  # times eight elements of a vector share a warp
+PIECE = 1024                # values of n that a block of the kernel `operands` makes for eight rows
+VECTOR_SPLIT = 2048         # values of n that a warp of the kernel `vector_products` adds up
+EIGHTS = 4                  # groups of eight elements of a vector that share a warp
 THREADS = 128
-ELEMENTS = 4 * THREADS      # weights a block of the optimizer moves
+ELEMENTS = 4 * THREADS      # weights that a block of the kernel `optimize` moves
 FIT_PAD = 128               # zeros before and after the fitness
 
-# columns of the arrays of Plan
-INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
-PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
-ELEMENT, OFFSET, AHEAD, VOTE = range(4)
-WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, BY_TOKEN, DIRECTION = range(8)
+# columns of Plan.rows
+INDEX = 0
+DELTA = 1
+SHIFT = 2
+LOW = 3
+HIGH = 4
+# of Plan.tiles
+PLAIN = 0
+SIGNED = 1
+PLAIN_COUNT = 2
+SIGNED_COUNT = 3
+FIRST = 4
+LAST = 5
+VOTES = 6
+COLS = 7
+SIGNED_IS_ROW = 8
+SIGNED_AT = 9
+# of Plan.vectors
+ELEMENT = 0
+OFFSET = 1
+AHEAD = 2
+VOTE = 3
+# of Plan.tensors
+WEIGHTS = 0
+SIZE = 1
+WIDTH = 2
+MATRIX = 3
+OVERLAY_A = 4
+OVERLAY_B = 5
+BY_TOKEN = 6
+DIRECTION = 7
 
 
 class Plan(NamedTuple):
-    """What the kernels walk over; int32 arrays.
+    """Work of the kernels, as int32 arrays.
 
-    rows [operand rows, 5]: INDEX hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW, HIGH: range
-    of n used. tiles [tiles, 10]: first PLAIN and SIGNED operand row, how many of each, range of n, where the matrix'
-    VOTES start, its COLS, whether the signed side is its rows, and which of them is the first.
-    vectors [groups, 4]: first ELEMENT, OFFSET of the earlier stream, how far AHEAD the other is, where the VOTE goes.
-    tensors [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Plan.directions); blocks
-    [blocks, 2]: a tensor, the first of its elements to move."""
+    rows [operand rows, 5]: INDEX that is hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW and
+    HIGH: range of n that is used. tiles [tiles, 10]: first PLAIN and SIGNED operand row, number of each, range of n,
+    where the VOTES of the matrix begin, its COLS, whether the signed side is its rows, and the first of them. vectors
+    [groups, 4]: first ELEMENT, OFFSET of the earlier stream, distance AHEAD of the other, where the VOTE goes. tensors
+    [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Plan.directions). blocks [blocks,
+    2]: a tensor, the first of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
     vectors: np.ndarray
@@ -65,8 +91,10 @@ def plan(cfg):
     """The Plan of a configuration."""
     tensors, pairs = parameters.tensors(cfg), cfg.N_PAIRS
     plain = np.zeros((-(-max(cfg.VOCAB_SIZE, 4 * cfg.HIDDEN_DIM) // 8) * 8, 5), np.int32)
-    plain[:, INDEX], plain[:, SHIFT] = np.arange(len(plain)), -1
-    signed, tiles, vectors = [], [], []
+    plain[:, INDEX] = np.arange(len(plain))
+    plain[:, SHIFT] = -1
+    signed, tiles = [], []
+    vectors = []
     for t in tensors:
         if not t.matrix:
             first, ahead = min(t.seed_a, t.seed_b), abs(t.seed_a - t.seed_b)
@@ -75,8 +103,8 @@ def plan(cfg):
             vectors += [(i, first, ahead, t.weights + i) for i in range(0, t.cols, 8 * EIGHTS)]
             continue
         signed_is_row = t.rows <= t.cols
-        few, few_seed, many, many_seed = ((t.rows, t.seed_b, t.cols, t.seed_a) if signed_is_row else
-                                          (t.cols, t.seed_a, t.rows, t.seed_b))
+        few, many = sorted((t.rows, t.cols))
+        few_seed, many_seed = (t.seed_b, t.seed_a) if signed_is_row else (t.seed_a, t.seed_b)
         low, high = many_seed // DEPTH * DEPTH, -(-(many_seed + pairs) // DEPTH) * DEPTH
         plain[:many, HIGH] = np.maximum(plain[:many, HIGH], high)
         at = len(plain) + len(signed)
@@ -108,17 +136,20 @@ def negated(word, flags):
 def shifted_word(words, at):
     """The four bytes from byte `at` on of an int32 array, as a word."""
     first = at >> 2
-    return uint32(byte_permute(words[first], words[first + 1], int32(0x3210 + 0x1111 * int32(at & 3))))
+    return uint32(byte_permute(words[first], words[first + 1], int32(0x3210 + 0x1111 * (at & 3))))
 
 
 @device
 def ones(fit):
-    """Bytes -1, 0, 1 of a word: (flags of -1, full bytes where not 0)."""
+    """Of a word whose bytes are -1, 0 or 1: (the flags of -1, full bytes where not 0)."""
     some = uint32(fit & uint32(0x01010101))
     return uint32(uint32(fit >> uint32(1)) & uint32(0x01010101)), uint32(uint32(some << uint32(8)) - some)
 
 
-F1, B1, A2, F2 = (types.Array(t, n, "C") for t, n in ((float32, 1), (uint8, 1), (int32, 2), (float32, 2)))
+F1 = types.Array(float32, 1, "C")
+F2 = types.Array(float32, 2, "C")
+B1 = types.Array(uint8, 1, "C")
+A2 = types.Array(int32, 2, "C")
 
 
 @device
@@ -149,7 +180,8 @@ def vote_index(p, s, signed_is_row, cols):
 
 def operands_kernel(cfg):
     """The kernel that hashes noise into the operands of products."""
-    masks, gaussian, signs = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN), not cfg.USE_CLT
+    masks, gaussian = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN)
+    signs = not cfg.USE_CLT
     noise = build_noise(cfg).noise
 
     @device
@@ -174,7 +206,7 @@ def operands_kernel(cfg):
             word = uint32(some | uint32(uint32(minus << uint32(8)) - minus))
         return word
 
-    def operands(rows, seed, fit, start, width, out):
+    def operands(rows: A2, seed: AU32, fit: A32, start: int32, width: int32, out: A32):
         """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT /
         16][8][16 bytes], and 16 n beyond. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) *
         (width / PIECE + 1), eight rows and PIECE values of n each."""
@@ -185,7 +217,8 @@ def operands_kernel(cfg):
         first = int32((cuda.blockIdx.x - group * pieces) * PIECE + warp * 16)
         to = place(rows.shape[0], row, first) + (lane & 3)
         n = int32(start + first + (lane & 3) * 4)
-        low, high, shift = rows[row, LOW], rows[row, HIGH], rows[row, SHIFT]
+        low, high = rows[row, LOW], rows[row, HIGH]
+        shift = rows[row, SHIFT]
         x = uint32(seed[0] + uint32(rows[row, DELTA]) + uint32(uint32(rows[row, INDEX]) * uint32(0x9E3779B9)))
         steps = int32(PIECE // 64)
         if first >= width:
@@ -205,13 +238,16 @@ def operands_kernel(cfg):
 
 def products_kernel(wgmma):
     """The kernel of the matrices' votes; wgmma: by the instruction of cc 9.0, which takes 4 to 20 % off an update."""
-    product, products_done, descriptor = wgmma_s8(TILE), wgmma_done(TILE), wgmma_descriptor(DEPTH)
+    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
+    descriptor = wgmma_descriptor(DEPTH)
     multiply = mma_tile(64, DEPTH // 32, 8 * DEPTH)
-    # a thread's sums lie in so many tiles of plain rows by 8 signed ones, the former so many rows apart: of a warp's
-    # quarter of the block, or of a warpgroup's 64 plain rows by all signed ones
-    TALL, WIDE, APART, SUMS = (2, 16, 64, 64) if wgmma else (4, 8, 16, 32)
+    # a thread's sums lie in TALL by WIDE tiles of plain rows by 8 signed ones, APART plain rows from each other: of a
+    # warp's quarter of the block, or of a warpgroup's 64 plain rows by all signed ones
+    TALL, WIDE = (2, 16) if wgmma else (4, 8)
+    APART = 64 if wgmma else 16
+    SUMS = 4 * WIDE
 
-    def products(tiles, operand, rows, start, votes):
+    def products(tiles: A2, operand: A32, rows: int32, start: int32, votes: A32):
         """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits *
         tiles, the tiles of one split side by side, so that the operands they share stay in the L2 cache."""
         sm = cuda.shared.array(0, int32)
@@ -265,9 +301,11 @@ def products_kernel(wgmma):
             slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
         # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
         if tiles[tile, SIGNED_IS_ROW]:
-            down, right, one = int32(32), int32(8 * tiles[tile, COLS]), int32(1)
+            down, right = int32(32), int32(8 * tiles[tile, COLS])
+            one = int32(1)
         else:
-            down, right, one = int32(8 * tiles[tile, COLS]), int32(32), int32(4)
+            down, right = int32(8 * tiles[tile, COLS]), int32(32)
+            one = int32(4)
         p, s = (16 * warp if wgmma else 64 * (warp >> 1)) + g, 2 * q if wgmma else 64 * (warp & 1) + 2 * q
         at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW],
                                              tiles[tile, COLS])
@@ -283,7 +321,8 @@ def products_kernel(wgmma):
     return products
 
 
-def vector_products(groups, operand, fit, rows, start, splits, pairs, votes):
+def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int32, splits: int32, pairs: int32,
+                    votes: A32):
     """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word
     of eight rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side:
     they share rows."""
@@ -292,7 +331,7 @@ def vector_products(groups, operand, fit, rows, start, splits, pairs, votes):
     group = int32(item - split * groups.shape[0])
     if split >= splits:
         return
-    element, offset, ahead = groups[group, ELEMENT], groups[group, OFFSET], groups[group, AHEAD]
+    offset, ahead = groups[group, OFFSET], groups[group, AHEAD]
     from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
     from_n = max(from_n, int32((offset - start) // 16 * 16))
     to_n = min(to_n, int32(offset + pairs - start))
@@ -301,7 +340,7 @@ def vector_products(groups, operand, fit, rows, start, splits, pairs, votes):
         forth[e] = 0
         back[e] = 0
     selector = int32(0x3210 + 0x1111 * ahead)
-    row = element + (lane >> 2)
+    row = groups[group, ELEMENT] + (lane >> 2)
     here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
     for step in range(from_n, to_n, 16):
         n = int32(step + (lane & 3) * 4)
@@ -323,15 +362,21 @@ def vector_products(groups, operand, fit, rows, start, splits, pairs, votes):
 
 def optimize_kernel(cfg):
     """The kernel that moves the weights."""
-    rare, adapt, with_muon = cfg.RARE_TOKENS > 0, cfg.ADAPTIVE_NOISE_MODE != 0, bool(cfg.USE_MUON)
+    rare, adapt = cfg.RARE_TOKENS > 0, cfg.ADAPTIVE_NOISE_MODE != 0
+    with_muon = bool(cfg.USE_MUON)
     by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
-    o, muon_size = optimizers.constants(cfg, 1.0, parameters.tensors(cfg)[0]), float32(np.float32(optimizers.MUON_SIZE))
-    beta1, one_less_beta1, eps = float32(o.beta1), float32(o.one_less_beta1), float32(o.eps)
-    beta2, one_less_beta2, decay = float32(o.beta2), float32(o.one_less_beta2), float32(o.decay)
+    muon_size = float32(np.float32(optimizers.MUON_SIZE))
+    o = optimizers.constants(cfg, 1.0, parameters.tensors(cfg)[0])
+    beta1, one_less_beta1 = float32(o.beta1), float32(o.one_less_beta1)
+    beta2, one_less_beta2 = float32(o.beta2), float32(o.one_less_beta2)
+    eps, decay = float32(o.eps), float32(o.decay)
     rule = rules.update_rules(device, TARGET)
-    adamw, sgd, muon_step, whole_step, ztest = rule.adamw, rule.sgd, rule.muon, rule.whole_step, rule.ztest
+    adamw, whole_step = rule.adamw, rule.whole_step
+    muon_step = rule.muon
+    sgd, ztest = rule.sgd, rule.ztest
 
-    def optimize(blocks, tensors, rates, token_rates, votes, directions, weights, moments, touched, changed):
+    def optimize(blocks: A2, tensors: A2, rates: F1, token_rates: F1, votes: A32, directions: F1, weights: A8,
+                 moments: F2, touched: B1, changed: A32):
         """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. rates float32
         [tensors]; token_rates float32 [tokens], with RARE_TOKENS; moments float32 [weights, 3]; touched uint8
         [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did. Grid: blocks."""
@@ -345,7 +390,8 @@ def optimize_kernel(cfg):
             moved = False
             if i < size:
                 at = int64(base) + i
-                vote, weight, acc = votes[at], int32(weights[at]), moments[at, 2]
+                vote, weight = votes[at], int32(weights[at])
+                acc = moments[at, 2]
                 if rare and by_token != 0:
                     rate = libdevice.fmul_rn(rates[tensor], token_rates[(i >> 2) % cols])
                 votes[at] = 0
@@ -383,8 +429,9 @@ def optimize_kernel(cfg):
 
 
 def seen_kernel(cfg):
-    """The kernel of what the tokens in the pairs' windows count more than once."""
-    T, H, V, first, more = cfg.SEQ_LEN + 1, cfg.HIDDEN_DIM, cfg.VOCAB_SIZE, cfg.STATE_TOKENS, cfg.SEEN_VOTES - 1
+    """The kernel that adds the further votes of pairs on the tokens in their windows."""
+    T, H, V = cfg.SEQ_LEN + 1, cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
+    first, more = cfg.STATE_TOKENS, cfg.SEEN_VOTES - 1
     noise, signs = build_noise(cfg).noise, not cfg.USE_CLT
 
     @device
@@ -392,7 +439,7 @@ def seen_kernel(cfg):
         n = noise(seed, i)
         return int32(int32(n > 0) - int32(n < 0)) if signs else n
 
-    def seen(windows, tables, fit, seed, votes):
+    def seen(windows: A32, tables: A2, fit: A8, seed: AU32, votes: A32):
         """Adds the votes of a pair on the tokens in its window another SEEN_VOTES - 1 times. windows int32, flat:
         those of all pairs; tables [tables, 3]: first of the weights, seed of the tokens' noise, of the hidden units';
         fit int8. Grid: pairs * tables."""
@@ -424,11 +471,11 @@ def rescale_kernel(cfg):
     """The kernel of the noise-scale overlay."""
     increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
 
-    def rescale(touched, overlay):
+    def rescale(touched: B1, overlay: A8):
         """The overlay's step; clears `touched`. A thread an entry."""
         i = cuda.grid(1)
         if i < overlay.size:
-            o = int32(int32(overlay[i]) + (increase if touched[i] else decrease))
+            o = int32(overlay[i] + (increase if touched[i] else decrease))
             overlay[i] = int8(max(int32(-127), min(int32(127), o)))
             touched[i] = 0
 
@@ -436,36 +483,31 @@ def rescale_kernel(cfg):
 
 
 def build(cfg, wgmma):
-    """The kernels of a configuration, {name: (Python function, signature)}; wgmma: see products_kernel."""
-    return {
-        "operands": (operands_kernel(cfg), (A2, AU32, A32, int32, int32, A32)),
-        "products": (products_kernel(wgmma), (A2, A32, int32, int32, A32)),
-        "vector_products": (vector_products, (A2, A32, A32, int32, int32, int32, int32, A32)),
-        "optimize": (optimize_kernel(cfg), (A2, A2, F1, F1, A32, F1, A8, F2, B1, A32)),
-        "rescale": (rescale_kernel(cfg), (B1, A8)),
-    } | ({"seen": (seen_kernel(cfg), (A32, A2, A8, AU32, A32))} if cfg.SEEN_VOTES > 1 else {}) | muon.build(cfg)
+    """The kernels of a configuration, as Python functions; wgmma: see products_kernel."""
+    kernels = [operands_kernel(cfg), products_kernel(wgmma), vector_products, optimize_kernel(cfg), rescale_kernel(cfg)]
+    return kernels + [seen_kernel(cfg)] * (cfg.SEEN_VOTES > 1) + muon.build(cfg)
 
 
 def window_bytes(cfg):
-    """Of the windows of all pairs; a byte more than none where they are not needed."""
+    """Size of the windows of all pairs; of a single number where they are not needed."""
     return 4 * cfg.N_PAIRS * (cfg.STATE_TOKENS + cfg.SEQ_LEN + 1) if cfg.SEEN_VOTES > 1 else 4
 
 
 class Update:
     """The device buffers of one configuration's updates and their launches.
 
-    kernels: {name: compiled dispatcher} of `build`; budget: bytes the operands may take (a slice of SPLIT values of n
-    is the least). Set `rates`, `token_rates` (with RARE_TOKENS), `windows` (of all pairs, with SEEN_VOTES), `fit`
+    kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
+    values of n). Set `rates`, `token_rates` (with RARE_TOKENS), `windows` (of all pairs, with SEEN_VOTES), `fit`
     (between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         p = plan(cfg)
         rows = len(p.rows)
         self.width = max(1, min(-(-p.span // SPLIT), int(budget) // (rows * SPLIT) - 1)) * SPLIT
-        self.kernels, self.plan = kernels, p
+        self.kernels = kernels
         self.starts = range(0, p.span, self.width)
-        self.tables = [cuda.to_device(a) for a in p[:5]]
-        # one split more: for the 16 n beyond the slice, and for tiles that reach beyond the last row
+        self.tables = Plan(*map(cuda.to_device, p[:5]), p.span)
+        # another split: for the 16 n beyond the slice, and for tiles that reach beyond the last row
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
@@ -476,7 +518,9 @@ class Update:
         self.windows = cuda.device_array(window_bytes(cfg) // 4, np.int32)
         self.seen = cuda.to_device(np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg)
                                              if t.seen], np.int32))
-        self.pairs, self.adapt, self.muon = cfg.N_PAIRS, cfg.ADAPTIVE_NOISE_MODE != 0, muon.Direction(cfg, kernels)
+        self.muon = muon.Direction(cfg, kernels)
+        self.pairs = cfg.N_PAIRS
+        self.adapt = cfg.ADAPTIVE_NOISE_MODE != 0
 
     @staticmethod
     def bytes_needed(cfg):
@@ -488,26 +532,25 @@ class Update:
     def launches(self, stream, seed, weights, moments, overlay):
         """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8
         [n], moments float32 [n, 3], overlay int8."""
-        rows, tiles, vectors, tensors, blocks = self.tables
-        fit, n_rows, width = self.fit.view(np.int32), np.int32(len(self.plan.rows)), np.int32(self.width)
-        pieces = np.int32(self.width // VECTOR_SPLIT)
-        kernels, out = self.kernels, []
+        tables, out = self.tables, []
+        fit, rows = self.fit.view(np.int32), np.int32(len(tables.rows))
+        splits = np.int32(self.width // VECTOR_SPLIT)
 
-        def add(name, grid, shared, *args):
-            out.append((name, lambda: kernels[name][int(grid), THREADS, stream, shared](*args)))
+        def add(name, grid, *args, shared=0):
+            out.append((name, lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args)))
 
         for start in map(np.int32, self.starts):
-            add("operands", len(self.plan.rows) // 8 * (self.width // PIECE + 1), 0, rows, seed, fit, start, width,
+            add("operands", rows // 8 * (self.width // PIECE + 1), tables.rows, seed, fit, start, np.int32(self.width),
                 self.operands)
-            add("products", len(self.plan.tiles) * (self.width // SPLIT), SHARED, tiles, self.operands, n_rows, start,
-                self.votes)
-            add("vector_products", -(-len(self.plan.vectors) * pieces // (THREADS // 32)), 0, vectors, self.operands,
-                fit, n_rows, start, pieces, np.int32(self.pairs), self.votes)
-        if "seen" in kernels:
-            add("seen", self.pairs * len(self.seen), 0, self.windows, self.seen, self.fit, seed, self.votes)
+            add("products", len(tables.tiles) * (self.width // SPLIT), tables.tiles, self.operands, rows, start, self.votes,
+                shared=SHARED)
+            add("vector_products", -(-len(tables.vectors) * splits // (THREADS // 32)), tables.vectors, self.operands, fit,
+                rows, start, splits, np.int32(self.pairs), self.votes)
+        if "seen" in self.kernels:
+            add("seen", self.pairs * len(self.seen), self.windows, self.seen, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
-        add("optimize", len(self.plan.blocks), 0, blocks, tensors, self.rates, self.token_rates, self.votes,
+        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.token_rates, self.votes,
             self.muon.x, weights, moments, self.touched, self.changed)
         if self.adapt:
-            add("rescale", -(-overlay.size // THREADS), 0, self.touched, overlay)
+            add("rescale", -(-overlay.size // THREADS), self.touched, overlay)
         return out

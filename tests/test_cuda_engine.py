@@ -105,8 +105,8 @@ def test_numba_made_quicker_compiles_to_the_same():
 
 def test_optimizer_rounds_as_the_specification_does():
     """IEEE square root, division and fma, and no other fused or approximate arithmetic."""
-    function, signature = update.build(egg_config.make(), False)["optimize"]
-    ptx, _ = cuda.compile_ptx(function, signature, cc=(8, 0))
+    optimize = host.Kernel(cuda.jit(update.optimize_kernel(egg_config.make())))
+    ptx, _ = cuda.compile_ptx(optimize.dispatcher.py_func, optimize.signature, cc=(8, 0))
     used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
     assert used == {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
 

@@ -266,15 +266,13 @@ class FakeDispatcher:
 
 
 def fakes(names, factor=1):
-    from engine import cuda_engine
-
     def kernel(x):
         return x * factor
 
     made = []
     for name in names:
         function = types.FunctionType(kernel.__code__, globals(), name, None, kernel.__closure__)
-        made.append(cuda_engine.Kernel(name, FakeDispatcher(function), (name, ), 0))
+        made.append(SimpleNamespace(name=name, dispatcher=FakeDispatcher(function), signature=(name,), shared=0))
     return made
 
 
@@ -326,6 +324,7 @@ def test_a_fork_compiles_what_a_gpu_runs(tmp_path):
 
 OTHER_VERSION = """
 import os
+from types import SimpleNamespace
 import numba_cuda
 from numba.cuda.core import ssa
 numba_cuda.__version__ = "0.99.1"
@@ -336,7 +335,7 @@ assert "engine.quick_numba" not in sys.modules
 with cuda_engine.quickly():
     pass
 cuda_engine.hardware.cores, os.fork = lambda: 8, None
-cuda_engine._compile_together({i: cuda_engine.Kernel("a", None, (), 0) for i in range(3)}, (9, 0), 0.0)
+cuda_engine._compile_together({i: SimpleNamespace(shared=0) for i in range(3)}, (9, 0), 0.0)
 """
 
 

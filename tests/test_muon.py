@@ -157,7 +157,7 @@ kernels.muon.libdevice = types.SimpleNamespace(
     fmaf_rn=lambda a, b, c: f(np.longdouble(a) * np.longdouble(b) + np.longdouble(c)), fadd_rn=lambda a, b: f(a) + f(b),
     fmul_rn=lambda a, b: f(a) * f(b), fdiv_rn=lambda a, b: f(a) / f(b), fsqrt_rn=lambda a: np.sqrt(f(a)),
     int2float_rn=f)
-made = {name: cuda.jit(kernel) for name, (kernel, _) in kernels.muon.build(egg_config.make(USE_MUON=1)).items()}
+made = {kernel.__name__: cuda.jit(kernel) for kernel in kernels.muon.build(egg_config.make(USE_MUON=1))}
 a, b, c = map(f, (3.4445, -4.7750, 2.0315))
 votes = np.load("votes.npy")
 short, long = 16, 80
