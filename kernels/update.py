@@ -542,10 +542,10 @@ class Update:
         for start in map(np.int32, self.starts):
             add("operands", rows // 8 * (self.width // PIECE + 1), tables.rows, seed, fit, start, np.int32(self.width),
                 self.operands)
-            add("products", len(tables.tiles) * (self.width // SPLIT), tables.tiles, self.operands, rows, start, self.votes,
-                shared=SHARED)
-            add("vector_products", -(-len(tables.vectors) * splits // (THREADS // 32)), tables.vectors, self.operands, fit,
-                rows, start, splits, np.int32(self.pairs), self.votes)
+            add("products", len(tables.tiles) * (self.width // SPLIT), tables.tiles, self.operands, rows, start,
+                self.votes, shared=SHARED)
+            add("vector_products", -(-len(tables.vectors) * splits // (THREADS // 32)), tables.vectors, self.operands,
+                fit, rows, start, splits, np.int32(self.pairs), self.votes)
         if "seen" in self.kernels:
             add("seen", self.pairs * len(self.seen), self.windows, self.seen, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
