@@ -192,9 +192,16 @@ class Workers:
     on a node without GPUs, None for the fewest that a node has; arguments(number, threads): of WorkerActor.run."""
 
     def __init__(self, cfg, workers, cpus, arguments, console):
-        self.device, self.workers, self.given, self.console = cfg.DEVICE, workers, cpus, console
+        self.device = cfg.DEVICE
+        self.workers = workers
+        self.given = cpus
+        self.console = console
         # alive: {reference of `run`, which ends with the worker: actor}; started: its resources, of all there were
-        self.arguments, self.alive, self.started, self.placed, self.look_at = arguments, {}, [], [], 0.0
+        self.arguments = arguments
+        self.alive = {}
+        self.started = []
+        self.placed = []
+        self.look_at = 0.0
         # a node without CPUs (often the head node) is for other things
         self.cpus = cpus or min((n["CPU"] for n in nodes() if n["CPU"]), default=1)
 
@@ -291,7 +298,10 @@ def train(cfg, args, secret, http, console):
 def follow(actor, finish, workers, wait, console):
     """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it; see its `run`."""
     started = heard = time.monotonic()
-    news, stop_at, placed, told = actor.news.remote(), None, [], False
+    news = actor.news.remote()
+    stop_at = None
+    placed = []
+    told = False
     reports = collections.deque(maxlen=100)                  # what Ray prints, from a thread of its own
     screen = types.SimpleNamespace(write=reports.append, flush=lambda: None)
     with stop_signals() as stopped, contextlib.redirect_stdout(screen):

@@ -1,8 +1,8 @@
 """Islands: populations that gossip (docs/ISLANDS.md). A coordinator that is an island compares itself with others in
 tournaments (STANDING), and the worse one takes over the state of the better one. The state travels as the giver's
-snapshot file beside training (STATE_REQUEST, STATE). Between two steps it becomes a new epoch of the receiver's run
-(cluster.history.Start). Peers are not trusted: an epoch that turns out worse than the one before it is undone, and for
-a while nothing is taken from that peer."""
+snapshot file during training (STATE_REQUEST, STATE). Between two steps it becomes a new epoch of the receiver's run
+(cluster.history.Start). Peers are not trusted: an epoch that turns out worse than the previous one is undone, and for a
+while nothing is taken from that peer."""
 
 import contextlib
 import json
@@ -22,16 +22,16 @@ from model import state_digest
 
 KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",)}      # of fitness: their units
 WEIGHT = {"validation": 0.8, "loss": 0.05}   # of the newest measure in the exponential mean; validation is hardly noisy
-SURE = {"validation": 1, "loss": 10}         # measures after which a new epoch is judged
-REGRET = {"clone": 0.03, "recombine": 0.1}   # an epoch that is worse than the one before by more than this is undone
-HANDOVER_SECONDS = 30.0    # the next step waits at most so long for a worker to send the own state
+SURE = {"validation": 1, "loss": 10}         # number of measures after which a new epoch is judged
+REGRET = {"clone": 0.03, "recombine": 0.1}   # an epoch that is worse than the previous one by more than this is undone
+HANDOVER_SECONDS = 30.0    # limit for a worker to send our state; the next step waits for it
 LINEAGE = 200              # most epochs in `status`
 BANDWIDTH = 16e6           # bytes per second, by default
 
 
 class Terms(NamedTuple):
     """The settings of an island. peers: [(host, port)]; bandwidth: bytes of states per second, each way, 0 for no
-    limit; accept: whether it takes over states; tls: the ssl.SSLContext to call peers with, or None."""
+    limit; accept: whether it takes over states; tls: the ssl.SSLContext for calls to peers, or None."""
     name: str
     peers: list
     bandwidth: float = BANDWIDTH
@@ -50,7 +50,8 @@ def terms(name, peers, from_slurm, port, bandwidth, accept, tls=None):
 
 class Standing(NamedTuple):
     """How an island stands. fitness: None before it is measured; kind: a key of KINDS; state, state_step: SHA-256
-    (bytes) and step of its newest snapshot; founder: island from which its population descends; ask: for an answer."""
+    (bytes) and step of its newest snapshot; founder: island from which its population descends; ask: whether the peer
+    shall answer."""
     fitness: object
     kind: str
     unit: str
@@ -74,7 +75,8 @@ def read_standing(payload):
         fields = read_json(payload)
         state = bytes.fromhex(fields["state"]) if fields["state"] is not None else None
         standing = Standing(**{**fields, "state": state})
-        counts, fitness = (standing.step, standing.epoch, standing.state_step), standing.fitness
+        counts = standing.step, standing.epoch, standing.state_step
+        fitness = standing.fitness
         if not (all(type(x) is int and 0 <= x < 1 << 48 for x in counts) and type(standing.ask) is bool
                 and standing.unit in KINDS[standing.kind] and NAME.fullmatch(standing.founder)
                 and (state is None or len(state) == 32)
@@ -89,7 +91,10 @@ class Fitness:
     """The exponential mean of the measures in this epoch: of validation, or of the loss until there is validation."""
 
     def __init__(self):
-        self.kind, self.unit, self.best, self.best_step = "loss", KINDS["loss"][0], math.inf, 0
+        self.kind = "loss"
+        self.unit = KINDS["loss"][0]
+        self.best = math.inf
+        self.best_step = 0
         self.begin()
 
     def begin(self):
@@ -109,43 +114,54 @@ class Fitness:
             self.best, self.best_step = self.value, step
 
 
+class Elite(NamedTuple):
+    """The file of an elite; the smallest is the best."""
+    is_loss: bool
+    fitness: float
+    epoch: int
+    step: int
+    name: str
+
+
+def read_elite(name):
+    """The Elite of a file name, None of another file."""
+    match = history.ELITE.fullmatch(name)
+    return match and Elite(match[3] == "loss", float(match[4]), int(match[1]), int(match[2]), name)
+
+
 class Elites:
-    """The best states that this island has measured: copies of snapshots that no epoch removes."""
+    """The best states that this island has measured: copies of snapshots that no epoch removes. files: [Elite], best
+    first."""
 
     def __init__(self, directory, most):
         self.directory, self.most = directory, most
-        self.files = sorted(filter(None, map(self._entry, os.listdir(directory))))          # the best first
-
-    @staticmethod
-    def _entry(name):
-        """(whether it is a loss, fitness, (epoch, step), name) of the name of an elite, None of another file."""
-        match = history.ELITE.fullmatch(name)
-        return match and (match[3] == "loss", float(match[4]), (int(match[1]), int(match[2])), name)
+        self.files = sorted(filter(None, map(read_elite, os.listdir(directory))))
 
     def offer(self, path, epoch, step, kind, fitness):
-        """Keeps the snapshot at `path` if it is one of the best; whether it is new. Raises OSError."""
-        entry = self._entry(f"elite-{epoch:03d}-{step:08d}-{kind}-{fitness:.4f}.egg")
-        files = sorted([*(one for one in self.files if one[2] != (epoch, step)), entry])[:self.most]
-        if entry not in files or entry in self.files:
+        """Keeps the snapshot at `path` if it is one of the best. Returns whether it is new. Raises OSError."""
+        new = read_elite(f"elite-{epoch:03d}-{step:08d}-{kind}-{fitness:.4f}.egg")
+        others = [elite for elite in self.files if (elite.epoch, elite.step) != (epoch, step)]
+        files = sorted([*others, new])[:self.most]
+        if new not in files or new in self.files:
             return False
-        history.link_file(path, os.path.join(self.directory, entry[-1]))
-        for *_, old in set(self.files) - set(files):
+        history.link_file(path, os.path.join(self.directory, new.name))
+        for elite in set(self.files) - set(files):
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.directory, old))
+                os.unlink(os.path.join(self.directory, elite.name))
         self.files = files
         return True
 
     def best(self, cfg):
-        """(epoch, State) of the best one that can be read, None without one."""
-        for *_, (epoch, _), name in self.files:
+        """(epoch, State) of the best elite that can be read, None without one."""
+        for elite in self.files:
             with contextlib.suppress(OSError, ValueError):
-                return epoch, snapshots.read(cfg, os.path.join(self.directory, name))
+                return elite.epoch, snapshots.read(cfg, os.path.join(self.directory, elite.name))
         return None
 
 
 class Handover(NamedTuple):
-    """A change to another state, begun at `since`. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished
-    transfer.Incoming or None; needs_ours: the own state is needed."""
+    """A change to another state. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished transfer.Incoming or None;
+    needs_ours: whether our state is needed; since: time.monotonic() at which it began."""
     kind: str
     incoming: object
     needs_ours: bool
@@ -161,7 +177,11 @@ class Island(Hook):
         cfg, run = coordinator.cfg, coordinator.run
         if run.directory is None or not cfg.SNAPSHOT_EVERY:
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
-        self.coordinator, self.cfg, self.run, self.terms, self.events = coordinator, cfg, run, terms, coordinator.events
+        self.coordinator = coordinator
+        self.cfg = cfg
+        self.run = run
+        self.terms = terms
+        self.events = coordinator.events
         self.peers = Peers(self, coordinator, terms.name, terms.peers, terms.tls, transfer.Bucket(terms.bandwidth))
         self.admit_peer, self.peer_joined = self.peers.admit, self.peers.joined
         self.fitness, self.elites = Fitness(), Elites(run.directory, cfg.ELITES)
@@ -184,7 +204,7 @@ class Island(Hook):
         elif self.incoming:
             self._advance(self.incoming.unpack)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
-            self._give_up(f"no worker sent the own state within {HANDOVER_SECONDS:g} s")
+            self._give_up(f"no worker sent our state within {HANDOVER_SECONDS:g} s")
 
     def close(self):
         self.chunk_handed_out()
@@ -238,8 +258,8 @@ class Island(Hook):
         event, self.merge_event = self.merge_event, None
         if event:
             seconds = time.monotonic() - event.pop("since")
-            what = "back to the own state" if event["kind"] == "undo" else "{kind} of the state of {peer}"
-            line = "island: step {step} begins epoch {epoch}: " + what + " of step {peer_step}, handed over in "
+            source = "back to our own state" if event["kind"] == "undo" else "{kind} of the state of {peer}"
+            line = "island: step {step} begins epoch {epoch}: " + source + " of step {peer_step}, handed over in "
             self.events.emit("merge", line.format(**event) + f"{seconds:.2f} s", **event, seconds=round(seconds, 3))
 
     def status(self):
@@ -248,11 +268,11 @@ class Island(Hook):
                 "peers": self.peers.status(), "lineage": self.lineage[-LINEAGE:]}
 
     def shown(self, fitness, kind):
-        """A fitness for people: a loss in the unit in which losses are shown. None stays None."""
+        """A fitness for people: a loss in the unit in which losses are shown; None of None."""
         return _rounded(fitness * self.coordinator.progress.bits if fitness and kind == "loss" else fitness)
 
     def handle(self, peer, opcode, payload):
-        """Takes a frame of a peer; returns whether it was of use. Raises FrameError."""
+        """Takes a frame of a peer. Returns whether it was useful. Raises FrameError."""
         if opcode == STANDING:
             return self._take_standing(peer, read_standing(payload))
         incoming = self.incoming
@@ -277,7 +297,7 @@ class Island(Hook):
                         self.lineage[-1]["founder"], shelf.sha256.get(shelf.newest), shelf.newest, ask)
 
     def _take_standing(self, peer, theirs):
-        """Both sides judge the same two standings, so the better one need not send anything else."""
+        """Both sides judge the same two standings, so the better island need not send anything else."""
         if theirs.ask and not peer.questions.take():
             return False
         expected, peer.standing, ours = theirs.ask or peer.question_at is not None, theirs, self.standing()
@@ -306,7 +326,7 @@ class Island(Hook):
         return True
 
     def _advance(self, work):
-        """Does something for the incoming state, and requests the next piece."""
+        """Calls `work` for the incoming state, then requests the next piece."""
         incoming, name = self.incoming, self.incoming.peer.name
         try:
             work()
@@ -337,7 +357,7 @@ class Island(Hook):
             theirs, name = self.incoming.standing, self.incoming.peer.name
             if theirs.compares(fitness) and fitness.value is not None and fitness.value > theirs.fitness:
                 return Handover(cfg.MERGE, self.incoming, merging.needs_ours(cfg), now)
-            self._drop_incoming(f"the state of {name} is no longer better than the own one: not used")
+            self._drop_incoming(f"the state of {name} is no longer better than ours: not used")
         if fitness.best < math.inf:
             self.idle_since = max(self.idle_since, fitness.best_step)
         if cfg.REJUVENATE_AFTER and self.run.step - self.idle_since >= cfg.REJUVENATE_AFTER:
@@ -345,7 +365,7 @@ class Island(Hook):
         return None
 
     def _must_undo(self):
-        """Whether the current epoch is worse than the one before; then its giver is distrusted."""
+        """Whether the current epoch is worse than the previous one; then its giver is distrusted."""
         origin, fitness = self.on_trial, self.fitness
         if not origin or fitness.measures < SURE[fitness.kind]:
             return False
@@ -363,7 +383,7 @@ class Island(Hook):
         return True
 
     def _hand_over(self, ours, digest=None):
-        """Begins the next epoch. ours: the own State if it is needed, with its digest."""
+        """Begins the next epoch. ours: our State if it is needed; digest: its digest."""
         handover, run, name = self.handover, self.run, self.terms.name
         parent = digest if ours else self.coordinator.trust.leading(run.step - 1)
         origin = {"epoch": run.start.epoch + 1, "kind": handover.kind, "island": name, "from": name,
@@ -389,7 +409,7 @@ class Island(Hook):
     def _next_state(self, ours):
         """(State of the next epoch, its body as a snapshot or None, more fields of its origin); the State is None if no
         elite can be read. Raises OSError, ValueError for a peer's state that cannot be used."""
-        cfg, (kind, incoming, *_) = self.cfg, self.handover
+        cfg, kind, incoming = self.cfg, self.handover.kind, self.handover.incoming
         if kind == "rejuvenate":
             return merging.rejuvenate(cfg, ours), None, {}
         if kind == "undo":
@@ -421,11 +441,11 @@ class Island(Hook):
         self._end_handover()
 
     def _give_up(self, why):
-        self.events.warn(f"island: step {self.run.step} goes on with the own state: {why}")
+        self.events.warn(f"island: step {self.run.step} goes on with our state: {why}")
         self._end_handover()
 
     def _end_handover(self):
-        if self.incoming:                            # its fitness was compared with a state that is gone now
+        if self.incoming:                            # its fitness was compared with the previous state
             self._drop_incoming()
         if self.handover.kind == "rejuvenate":
             self.idle_since = max(self.idle_since, self.run.step)

@@ -1,5 +1,5 @@
-"""The other islands: their addresses, connections and introductions, and which of them are trusted. There is no central
-place: every island calls its peers, and serves them on the port and in the event loop of its coordinator."""
+"""The other islands: addresses, connections, introductions, trust. There is no central place: every island calls its
+peers, and serves them on the port and in the event loop of its coordinator."""
 
 import json
 import os
@@ -17,12 +17,14 @@ from egg_config import ConfigError, explained
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 DISTRUST = 600.0           # seconds for which a peer is not trusted
-PATIENCE = 10.0            # seconds that a peer may take to answer a question
-BACK_OFF = (0.5, 30.0)     # seconds between two calls: the first, the longest
+PATIENCE = 10.0            # seconds within which a peer must answer a question
+FIRST_PAUSE = 0.5          # seconds between the first two calls of an address; doubles up to
+LONGEST_PAUSE = 30.0
 ASK_EVERY = 0.25           # least seconds between two questions to one peer
 QUESTIONS = 8              # questions of a peer that are answered in a row; after that one every ASK_EVERY seconds
-MOST_PEERS, MOST_OF_HOST = 1024, 64
-FORGOTTEN = 600.0          # seconds after which a peer that is gone is forgotten
+MOST_PEERS = 1024
+MOST_OF_HOST = 64
+FORGOTTEN = 600.0          # seconds after which a disconnected peer is forgotten
 
 
 def parse_name(text):
@@ -74,34 +76,43 @@ class Target:
             raise NetError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
                            "another island's coordinator") from None
         self.addresses = [(entry[0], entry[4]) for entry in found]
-        self.name, self.session, self.is_self, self.logged = None, None, False, False
-        self.pause, self.call_at = BACK_OFF[0], 0.0
+        self.name = None
+        self.session = None
+        self.is_self = False
+        self.logged = False
+        self.pause, self.call_at = FIRST_PAUSE, 0.0
 
     def failed(self, longest=False):
         self.addresses.append(self.addresses.pop(0))
         self.call_at = time.monotonic() + self.pause * random.uniform(0.5, 1.0)
-        self.pause = BACK_OFF[1] if longest else min(2 * self.pause, BACK_OFF[1])
+        self.pause = LONGEST_PAUSE if longest else min(2 * self.pause, LONGEST_PAUSE)
 
 
 class Peer:
-    """Another island, through all its connections. author: the admission.Author of the last one; standing: its last
-    one; question_at: when it was asked for that, None without an open question; given, taken: complete states."""
+    """Another island, through all its connections. author: the admission.Author of the last connection; standing: its
+    last Standing; question_at: time of the open question for it, or None; given, taken: numbers of complete states."""
 
     def __init__(self, author):
         self.name, self.author, self.address = author.name, author, ""
         self.session = self.standing = self.question_at = None
-        self.next_question_at, self.given, self.taken, self.heard = 0.0, 0, 0, time.monotonic()
-        self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # of this peer, that are answered
+        self.next_question_at = 0.0
+        self.given = 0
+        self.taken = 0
+        self.heard = time.monotonic()
+        self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # those of this peer that are answered
 
 
 class PeerRole(Role):
-    """The role of a session with another island. target: the Target that was called, and caller: the greeting.Caller
-    until both are introduced; None if the other island called. peer: None until then."""
+    """The role of a session with another island. target: the Target that was called; caller: the greeting.Caller of the
+    introduction; both None if the other island called. peer: None until both islands are introduced."""
 
     def __init__(self, session, peers, target=None, caller=None):
         super().__init__(session)
-        self.peers, self.target, self.caller, self.peer = peers, target, caller, None
-        self.wanted = None                           # (SHA-256, offset, size): the requested piece of a state
+        self.peers = peers
+        self.target = target
+        self.caller = caller
+        self.peer = None
+        self.wanted = None                           # the fields of STATE_REQUEST: the requested piece of a state
 
     def begin(self):
         self.session.version = V2
@@ -137,7 +148,7 @@ class PeerRole(Role):
             self.send_piece()
 
     def send_piece(self):
-        """Sends the requested piece as soon as the bandwidth allows; until then nothing more is read from the peer."""
+        """Sends the requested piece as soon as the bandwidth allows; until then nothing is read from the peer."""
         shelf, bandwidth, (sha256, offset, size) = self.peers.coordinator.shelf, self.peers.bandwidth, self.wanted
         size = min(size, bandwidth.piece)
         if not bandwidth.take(size):
@@ -156,16 +167,23 @@ class PeerRole(Role):
 
 class Peers:
     """Calls and introduces peers for an islands.gossip.Island: island.handle(peer, opcode, payload) takes their frames,
-    island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call; bandwidth: a
-    transfer.Bucket, for the states that they request. Raises NetError."""
+    island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call; bandwidth: the
+    transfer.Bucket of the states that they request. Raises NetError."""
 
     def __init__(self, island, coordinator, name, addresses, tls, bandwidth):
-        self.island, self.coordinator, self.cfg, self.events = island, coordinator, coordinator.cfg, coordinator.events
-        self.id, self.name, self.tls, self.bandwidth = os.urandom(8).hex(), name, tls, bandwidth
-        # what this island states about itself in JOIN and ISLAND, see greeting.Card; constants as JSON returns them
+        self.island = island
+        self.coordinator = coordinator
+        self.cfg = coordinator.cfg
+        self.events = coordinator.events
+        self.id = os.urandom(8).hex()
+        self.name = name
+        self.tls = tls
+        self.bandwidth = bandwidth
+        # the greeting.Card of this island in JOIN and ISLAND; constants as JSON returns them
         self.card = {"role": "island", "id": self.id, "name": name, "config": json.loads(json.dumps(self.cfg.shared()))}
         self.targets = [Target(*address) for address in addresses]
-        self.known, self.distrusted = {}, {}         # name -> Peer; identity -> until when
+        self.known = {}                              # name: Peer
+        self.distrusted = {}                         # identity: end of the distrust, time.monotonic()
 
     def check(self, now):
         for target in self.targets:
@@ -194,7 +212,7 @@ class Peers:
             return "its name cannot be shown: it needs letters, digits and _ . : / -"
         if card.name == self.name:
             return f"it is called {card.name} as this island is: give every island a name of its own"
-        ours, theirs = ({k: v for k, v in config.items() if not egg_config.may_differ(k)}
+        ours, theirs = ({name: value for name, value in config.items() if not egg_config.may_differ(name)}
                         for config in (self.card["config"], card.config))
         if differ := history.difference(theirs, ours):
             return f"these constants must be the same on all islands: {differ}"
@@ -226,7 +244,7 @@ class Peers:
             self._introduced(session, PeerRole(session, self), card, author)
 
     def accepted(self, session, card):
-        """An island that was called, with this card, has let this island in."""
+        """The called island, which has this card, has let this island in."""
         author = self.coordinator.admission.author(session, card)
         if why := self.objection(card, author):
             self.refused(session, why)
@@ -238,7 +256,7 @@ class Peers:
         peer, target = self.known.setdefault(card.name, Peer(author)), role.target
         old, same = peer.session, peer.author.key == card.id
         if target:
-            target.name, target.pause = peer.name, BACK_OFF[0]
+            target.name, target.pause = peer.name, FIRST_PAUSE
         if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < card.id):
             session.close()
             return
@@ -247,7 +265,10 @@ class Peers:
         session.idle = None
         if not session.known:
             session.become_known()
-        peer.session, peer.author, peer.heard, peer.question_at = session, author, time.monotonic(), None
+        peer.session = session
+        peer.author = author
+        peer.heard = time.monotonic()
+        peer.question_at = None
         peer.address = target.title if target else session.address
         if old:
             old.close()

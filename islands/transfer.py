@@ -1,7 +1,8 @@
-"""The snapshot file of another island on its way here, beside training and within a bandwidth."""
+"""The transfer of another island's snapshot file to this island, during training and within a bandwidth."""
 
 import threading
 import time
+from typing import NamedTuple
 
 from cluster import snapshots
 from cluster.hub import Budget
@@ -9,11 +10,13 @@ from cluster.snapshots import HEAD_SIZE
 from cluster.wire import BLOCK, STATE_REQUEST
 from islands import merging
 
-# A transfer is given up if STALLED seconds bring nothing or fewer bytes per second than LEAST_RATE, or, of a small
+# A transfer is given up if STALLED seconds bring nothing, or fewer bytes per second than LEAST_RATE or, for a small
 # state, than it needs to end within DEADLINE. The peer may reconnect meanwhile.
-STALLED, LEAST_RATE, DEADLINE = 60.0, 8192.0, 600.0
+STALLED = 60.0
+LEAST_RATE = 8192.0
+DEADLINE = 600.0
 LEAST_PIECE = 1 << 10      # least bytes of a state in one frame, however small the bandwidth
-UNPACK_SECONDS = 0.005     # in which a state is decompressed before other work
+UNPACK_SECONDS = 0.005     # limit for decompressing a state before other work
 
 
 class Bucket(Budget):
@@ -27,17 +30,28 @@ class Bucket(Budget):
         return not self.rate or super().take(size)
 
 
+class Made(NamedTuple):
+    """A parameters.State, and its body as a snapshot, None of a state that is not merged yet, or was merged late."""
+    state: object
+    body: object
+
+
 class Incoming:
     """A state that is fetched from a peer, as its `standing` offers it. got, total: bytes of its snapshot file that
-    have come, and all; upload: its snapshots.Upload, None before the first piece; made: result of `prepare`."""
+    arrived, and all; upload: its snapshots.Upload, None before the first piece; made: the Made of `prepare` or its
+    error."""
 
     requested = preparing = False
     upload = made = None
 
     def __init__(self, cfg, peer, standing, directory, bucket):
-        self.cfg, self.peer, self.standing, self.directory, self.bucket = cfg, peer, standing, directory, bucket
+        self.cfg = cfg
+        self.peer = peer
+        self.standing = standing
+        self.directory = directory
+        self.bucket = bucket
         self.got = self.total = 0
-        self._since, self._before = time.monotonic(), 0            # when the speed was last looked at, bytes until then
+        self._since, self._before = time.monotonic(), 0            # time of the last check of the speed, bytes by then
 
     @property
     def finished(self):
@@ -77,8 +91,8 @@ class Incoming:
         """Why the transfer is to be given up, None while it goes on."""
         if now - self._since <= STALLED or self.finished:
             return None
-        came, least = self.got - self._before, min(LEAST_RATE, self.total / DEADLINE)
-        least = min(least, self.bucket.rate / 2) if self.bucket.rate else least
+        came = self.got - self._before
+        least = min(LEAST_RATE, self.total / DEADLINE, self.bucket.rate / 2 or LEAST_RATE)
         if not came:
             return "nothing more came"
         if came < least * (now - self._since):
@@ -87,23 +101,24 @@ class Incoming:
         return None
 
     def prepare(self, fitness):
-        """Does what does not need the own state in a thread: no worker has to wait. fitness: the own one."""
+        """Merges in a thread unless our own state is needed, so that no worker waits. fitness: ours."""
         def work():
             try:
                 theirs = self.upload.state()
                 if merging.needs_ours(self.cfg):
-                    self.made = theirs, None
+                    self.made = Made(theirs, None)
                 else:
                     state = merging.merge(self.cfg, None, theirs, fitness, self.standing.fitness)
-                    self.made = state, snapshots.pack(state)
+                    self.made = Made(state, snapshots.pack(state))
             except (OSError, ValueError) as error:
                 self.made = error
         self.preparing = True
         threading.Thread(target=work, daemon=True).start()
 
     def result(self, ours, fitness):
-        """(State of the next epoch, its body as a snapshot or None). Raises OSError, ValueError."""
+        """The Made of the next epoch. Raises OSError, ValueError."""
         if isinstance(self.made, Exception):
             raise self.made
-        state, body = self.made
-        return (state, body) if body else (merging.merge(self.cfg, ours, state, fitness, self.standing.fitness), None)
+        if self.made.body:
+            return self.made
+        return Made(merging.merge(self.cfg, ours, self.made.state, fitness, self.standing.fitness), None)

@@ -98,7 +98,7 @@ def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
             a.work(Learner(a.cfg, 0))
         until(lambda: a.told("rejuvenated"), 20)
         step = a.told("rejuvenated")[0]["step"]
-        assert hashed == [step] and "goes on with the own state" not in a.lines.text
+        assert hashed == [step] and "goes on with our state" not in a.lines.text
         until(lambda: a.run.step > step + 2)
 
 
@@ -669,11 +669,12 @@ def test_elites_are_the_best_and_no_merge_touches_them(tmp_path):
         until(lambda: b.told("elite") and b.told("elite")[-1]["step"] > b.told("merge")[-1]["step"])
     kept = sorted(b.island.elites.files)
     assert 1 < len(kept) <= 3
-    assert sorted(n for n in os.listdir(tmp_path / "b") if n.startswith("elite-")) == sorted(e[3] for e in kept)
+    assert sorted(n for n in os.listdir(tmp_path / "b") if n.startswith("elite-")) == sorted(e.name for e in kept)
     epoch, state = b.island.elites.best(b.cfg)
-    assert kept[0][2] == (epoch, state.step) and not [n for n in os.listdir(tmp_path / "b") if n.endswith(".part")]
+    assert (kept[0].epoch, kept[0].step) == (epoch, state.step)
+    assert not [n for n in os.listdir(tmp_path / "b") if n.endswith(".part")]
     told = [e["fitness"] for e in b.told("elite")]
-    assert kept[0][1] == pytest.approx(min(told), abs=1e-4)
+    assert kept[0].fitness == pytest.approx(min(told), abs=1e-4)
 
 
 def test_elites_hold_more_than_one_kind_apart_and_survive_damage(tmp_path):
@@ -687,12 +688,12 @@ def test_elites_hold_more_than_one_kind_apart_and_survive_damage(tmp_path):
     assert not elites.offer(paths[3], 0, 40, "loss", 0.1) and elites.offer(paths[1], 0, 20, "validation", 5.0)
     assert not elites.offer(paths[1], 0, 20, "validation", 5.0)
     again = gossip.Elites(tmp_path, 2)
-    assert [e[2] for e in again.files] == [(0, 20), (0, 30)] and again.files == elites.files
+    assert [(e.epoch, e.step) for e in again.files] == [(0, 20), (0, 30)] and again.files == elites.files
     assert again.best(cfg)[1].step == 20
     assert elites.offer(paths[3], 1, 20, "validation", 5.5)
-    assert [e[2] for e in elites.files] == [(0, 20), (1, 20)]       # of another epoch
+    assert [(e.epoch, e.step) for e in elites.files] == [(0, 20), (1, 20)]       # of another epoch
     assert elites.offer(paths[2], 0, 30, "validation", 5.4)
-    (tmp_path / again.files[0][3]).write_bytes(b"damage")
+    (tmp_path / again.files[0].name).write_bytes(b"damage")
     assert gossip.Elites(tmp_path, 2).best(cfg)[1].step == 30
     assert gossip.Elites(tmp_path, 0).files and not gossip.Elites(tmp_path, 0).offer(paths[3], 0, 40, "validation", 1.0)
 
@@ -775,7 +776,7 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
 
     with Isle(tmp_path / "a", "a", 30) as a, Isle(tmp_path / "b", "b", 3, [a]) as b:
         monkeypatch.setattr(history, "write_file", full)
-        until(lambda: "goes on with the own state: the new state cannot be kept: No space left" in b.lines.text)
+        until(lambda: "goes on with our state: the new state cannot be kept: No space left" in b.lines.text)
         monkeypatch.undo()
         before = b.run.step
         until(lambda: b.run.step > before + 3 and b.told("merge"))
@@ -952,7 +953,8 @@ class Archipelago:
 
     def _coordinator(self, i):
         program = ("import egg_net, egg_config; from islands import gossip, peers, transfer\n"
-                   "peers.BACK_OFF, peers.PATIENCE, transfer.STALLED = (0.1, 1.0), 2.0, 5.0\n"
+                   "peers.FIRST_PAUSE, peers.LONGEST_PAUSE = 0.1, 1.0\n"
+                   "peers.PATIENCE, transfer.STALLED = 2.0, 5.0\n"
                    f"cfg = egg_config.make(**{self.cfgs[i].constants()!r})\n"
                    f"terms = gossip.Terms('i{i}', {self.sea.way(i)!r})\n"
                    f"egg_net.run_coordinator(cfg, '127.0.0.1', {self.ports[i]}, "
