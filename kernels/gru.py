@@ -150,8 +150,8 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
                     at, i = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, 16 * j + 2 * half
                     if DOWN:
                         old = ptx.load2(out, at)
-                        (y, z), (v, w) = pairs(acc, i), pairs(acc, i + 8)
-                        ptx.store2(out, at, added(old[0], y, z), added(old[1], v, w))
+                        left, right = pairs(acc, i), pairs(acc, i + 8)
+                        ptx.store2(out, at, added(old[0], left[0], left[1]), added(old[1], right[0], right[1]))
                     else:
                         ptx.store2(out, at, quotients(acc, i), quotients(acc, i + 8))
 

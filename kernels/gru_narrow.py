@@ -1,14 +1,14 @@
-"""The kernels of the recurrent model in which a warp owns rows: those of models whose weights fit shared memory, and
-with wgmma on cc 9.0 gates, MLP and head where H = 256.
+"""The kernels of the recurrent model in which a warp owns rows: all kernels of models whose weights fit shared memory;
+with wgmma on cc 9.0 the gates, the MLP and the head where H = 256.
 
-`kernels.gru` has the other path and decides, `kernels.gru_parts` has what the kernels are made of, and the
-layout. The general path makes 505 and 752 M tokens/s where this makes 733 and 1,480 (H 128 and 64, one layer, V 256,
-T 100, H200, commit 7e8ec62). A layer is three kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the
-MLP (ln_2, up, down); the head ends the pass. Between two products nothing but x, gates and candidates leaves the
-registers. The weights of a kernel stay in shared memory: read from the caches they are too slow (on a card with 99 KiB
-the general path makes 142 M tokens/s where H = 256, this made 41). A warp takes 16 rows at a time: members 0 and 1 of
-one pair at eight positions, or, in the recurrence, of eight pairs at one position. No warp waits for another, unless a
-product is wgmma: then the four warps of a warpgroup go through four pairs side by side.
+`kernels.gru` has the general path and chooses between the two; `kernels.gru_parts` has what the kernels are made of.
+The general path makes 505 and 752 M tokens/s where this one makes 733 and 1,480 (H 128 and 64, one layer, V 256, T 100,
+H200, commit 7e8ec62). A layer is three kernels: gates (the embedding, ln_1, W_f, W_h), the recurrence, and the MLP
+(ln_2, up, down); the head ends the pass. Between two products only x, gates and candidates leave the registers. The
+weights of a kernel stay in shared memory: reading them from the caches is too slow (on a GPU with 99 KiB of shared
+memory the general path makes 142 M tokens/s where H = 256, this path made 41). A warp takes 16 rows at a time: members
+0 and 1 of one pair at eight positions, or, in the recurrence, of eight pairs at one position. No warp waits for
+another, unless a product is wgmma: then the four warps of a warpgroup go through four pairs side by side.
 
 Rows and columns lie in device memory as in kernels.gru, x as x + 128.
 """
@@ -20,11 +20,11 @@ from numba import cuda, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
 from kernels.gru_parts import (B_APART, B_F, DOWN, GATES, INNER, NORM_1, NORM_2, OFFSET, RECUR, U_APART, U_F, U_INPUT,
-                               W_DOWN_INPUT, added_function, begin_with, both, input_bytes, late_noise_quotients,
+                               W_DOWN_INPUT, W_H, added_function, begin_with, both, input_bytes, late_noise_quotients,
                                norm_functions, row_functions, row_of)
 from kernels.host import Kernel
 from kernels.pairs import pair_functions, source_of
-from kernels.parts import A32, A64, A8, AU32, PLAN, clip, floor_constants, quad_sum, thread, unrolled, weight
+from kernels.parts import A32, A64, A8, AU32, PLAN, clip, quad_sum, thread, unrolled, weight
 from kernels.rules import device, loss_function, loudest
 from model import parameters
 
@@ -33,39 +33,33 @@ LARGEST_V = 1024                            # logits that a warp keeps
 
 def fits(cfg, shared_limit):
     """Whether this path serves a configuration on a device."""
-    try:
-        for inputs in (cfg.HIDDEN_DIM, 4 * cfg.HIDDEN_DIM):
-            floor_constants(parameters.divisor(cfg, inputs), gru_parts.BASE)
-    except ValueError:
-        return False
     return {"gates", "recur", "mlp"} <= sizes(cfg, shared_limit).keys()
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
 
 def sizes(cfg, limit, wgmma=False):
-    """{kernel: what it has} of the kernels whose weights and tables fit shared memory: bytes of weights, bytes of a
-    warp's tables, warps of a block, where their tables begin, all bytes; then columns of a product, and warps that make
-    one together. Without "head" kernels.head serves."""
+    """{kernel: its size} of the kernels whose weights and tables fit `limit` bytes of shared memory. A size: `weights`,
+    bytes of them; `at`, where the tables of the warps begin; `table`, bytes of those of a warp; `warps` of a block;
+    `bytes` of all; `columns` of a product; `together`, warps that make one. Without "head" kernels.head serves."""
     H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
-    tile, own = input_bytes(cfg, H, 4), input_bytes(cfg, H, 32)
-    # weights, tables of a warp, what all warps share, most warps (for their registers)
+    noise = input_bytes(cfg, H, 4)
     few = 12 if wgmma else 8
-    plans = dict(gates=(2 * H * H, 8 * H + 16 * H + 2 * tile + H * (8 if cfg.ADAPTIVE_NOISE_MODE else 4), 0,
-                        16 if H <= 128 else few),
-                 recur=(2 * H * H, H // 16 * 32 * 64 + 2 * own, 0, 16 if H <= 64 else 12 if H <= 128 else 8),
-                 mlp=(8 * H * H, 16 * H + 16 * H + tile + 4 * H + input_bytes(cfg, 4 * H, 4), 0,
-                      16 if H <= 64 else 12 if H <= 128 else 8),
-                 head=(H * V, 4 * V + 16 * H + tile + 16 * V, 256 * 32 * 4, 16 if H <= 128 else few))
-    if V > LARGEST_V or V % 32:
-        del plans["head"]
     out = {}
-    for name, (weights, table, more, most) in plans.items():
-        at = weights + more
+
+    def add(name, weights, table, most, shared=0):
+        """most: warps for which there are registers; shared: bytes beside the weights that all warps share."""
+        at = weights + shared
         warps = min(most, (limit - 1024 - at) // table) // 4 * 4     # the driver and static arrays take 1024 bytes
         if warps > 0:                                        # the same for each scheduler
             out[name] = SimpleNamespace(weights=weights, table=table, warps=warps, at=at, bytes=at + warps * table,
                                         columns=128 if wgmma else 32, together=4 if wgmma else 1)
+
+    add("gates", 2 * H * H, 24 * H + 2 * noise + H * (8 if cfg.ADAPTIVE_NOISE_MODE else 4), 16 if H <= 128 else few)
+    add("recur", 2 * H * H, 128 * H + 2 * input_bytes(cfg, H, 32), 16 if H <= 64 else 12 if H <= 128 else 8)
+    add("mlp", 8 * H * H, 36 * H + noise + input_bytes(cfg, 4 * H, 4), 16 if H <= 64 else 12 if H <= 128 else 8)
+    if V <= LARGEST_V and V % 32 == 0:
+        add("head", H * V, 20 * V + 16 * H + noise, 16 if H <= 128 else few, 256 * 32 * 4)
     return out
 
 
@@ -125,9 +119,11 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     AT_LN = 8 * H
     AT_EMBEDDING = 24 * H + 2 * input_bytes(cfg, H, 4)
     job_shift = nz.shift
-    (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 2)
+    column, _ = pair_functions(cfg, nz)
+    fill_norm, norm = norm_functions(cfg, nz, cc, 2)
     fill_columns, of_token, embedded = gru_parts.embedding_functions(cfg, nz, cc)
-    (load_rows, _), enter = row_functions(H), enter_function(size)
+    load_rows, _ = row_functions(H)
+    enter = enter_function(size)
     noisy = late_noise_quotients(cfg, nz, cc, H)
     word_of, factor, pairs = noisy.word, noisy.factor, noisy.pairs
     START = noisy.START
@@ -180,7 +176,7 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
                     fill_norm(warp.words, warp.bytes_, warp.mine + AT_LN, source, (call + NORM_1) * PLAN, unit, i)
                     for z in range(2):
                         warp.words[warp.mine // 4 + z * H + i] = word_of(
-                            column(source, unit, i, (call + GATES) * PLAN + 4 * z))
+                            column(source, unit, i, (call + GATES) * PLAN + z * W_H))
                     if first_layer:
                         fill_columns(warp.words, (warp.mine + AT_EMBEDDING) // 4, source, unit, i)
                 cuda.syncwarp()
@@ -227,7 +223,8 @@ def register_recur_kernel(cfg, nz, cc, size):
     OWN_B = input_bytes(cfg, H, 32)
     job_shift = nz.shift
     noise_of, vector = pair_functions(cfg, nz)
-    (fill_input, add), enter = gru_parts.input_functions(cfg, nz, H, 32), enter_function(size)
+    fill_input, add = gru_parts.input_functions(cfg, nz, H, 32)
+    enter = enter_function(size)
     noisy = late_noise_quotients(cfg, nz, cc, H)
     word_of, factor, pairs = noisy.word, noisy.factor, noisy.pairs
     START = noisy.START
@@ -235,7 +232,8 @@ def register_recur_kernel(cfg, nz, cc, size):
     states_of = gru_parts.state_functions(cc)
     gated, next_state = states_of.gated, states_of.next_state
     opened, candidates_of = states_of.opened, states_of.candidates
-    (load_rows, store_rows), added = row_functions(H), added_function(cc)
+    load_rows, store_rows = row_functions(H)
+    added = added_function(cc)
 
     @device
     def sums(left, at_noise, lane, shift):
@@ -346,7 +344,8 @@ def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
     AT_DOWN = 4 * H4 + 16 * H + input_bytes(cfg, H, 4)
     KS = columns // 16
     AT_INNER, added = AT_DOWN + 4 * H, added_function(cc, offset)
-    (fill_norm, normed), (fill_inner, add) = norm_functions(cfg, nz, cc, 1), gru_parts.input_functions(cfg, nz, H4, 4)
+    fill_norm, normed = norm_functions(cfg, nz, cc, 1)
+    fill_inner, add = gru_parts.input_functions(cfg, nz, H4, 4)
     up_word, up_pairs = up.word, up.pairs
     down_word, down_pairs = down.word, down.pairs
 
@@ -394,7 +393,8 @@ def mlp_kernel(cfg, nz, cc, size):
     W = size.warps
     job_shift = nz.shift
     SUMS, WORDS = H // 2, H // 8
-    (load_rows, store_rows), enter = row_functions(H), enter_function(size)
+    load_rows, store_rows = row_functions(H)
+    enter = enter_function(size)
     of_up = late_noise_quotients(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
     of_down = late_noise_quotients(cfg, nz, cc, H4)
     UP_START, DOWN_START = of_up.START, of_down.START
@@ -617,29 +617,23 @@ def wgmma_mlp_kernel(cfg, nz):
 def register_head_kernel(cfg, nz, cc, size):
     """losses[2 i], [2 i + 1] = the losses of pair i. Launch [blocks] of size.warps warps; a warp takes one pair after
     the other. The logits of a tile stay in shared memory, as z + 128.
-
     call: the row of the plan of the norm; that of the matrix follows. at: packed word of the matrix."""
-    H = cfg.HIDDEN_DIM
-    T = cfg.SEQ_LEN
-    V = cfg.VOCAB_SIZE
-    COLUMNS = size.columns
-    ACC = size.columns // 2
-    W = size.warps
-    WORDS = cfg.HIDDEN_DIM // 8
+    H, WORDS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 8
+    T, V = cfg.SEQ_LEN, cfg.VOCAB_SIZE
+    COLUMNS, ACC = size.columns, size.columns // 2
+    W, TARGETS = size.warps, cfg.TARGETS
     AT_EXPS = size.weights                                   # [entry][lane]: a look-up has no bank conflicts
-    job_shift = nz.shift
-    AT_LN = 4 * V
-    AT_Z = 4 * V + 16 * H + input_bytes(cfg, H, 4)
-    TARGETS = cfg.TARGETS
-    (column, _), (fill_norm, norm) = pair_functions(cfg, nz), norm_functions(cfg, nz, cc, 1)
-    (load_rows, _), enter = row_functions(H), enter_function(size)
+    AT_LN, AT_Z = 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4)
+    job_shift, enter = nz.shift, enter_function(size)
+    column, _ = pair_functions(cfg, nz)
+    fill_norm, norm = norm_functions(cfg, nz, cc, 1)
+    load_rows, _ = row_functions(H)
     noisy = late_noise_quotients(cfg, nz, cc, H, add=128)
-    word_of, factor, pairs = noisy.word, noisy.factor, noisy.pairs
-    START = noisy.START
+    word_of, START = noisy.word, noisy.START
+    factor, pairs = noisy.factor, noisy.pairs
     origin, product = gru_parts.warp_product_functions(COLUMNS, H // 32, wgmma=size.together > 1)
     position_loss = loss_function(cfg)
-    max2 = ptx.int16_pairs(cc).max2
-    LOWEST = both(OFFSET + 1)
+    max2, LOWEST = ptx.int16_pairs(cc).max2, both(OFFSET + 1)
 
     @device
     def logits(acc, z, i, j, m, s, shift, at_noise, top):
@@ -674,22 +668,17 @@ def register_head_kernel(cfg, nz, cc, size):
     def head(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32, offset,
              units, exps: A32, x: A32, losses: A64):
         warp, source = enter(packed, at, cuda.threadIdx.x), source_of(plan, 0, weights, overlay, job, offset)
-        words = warp.words
-        lane = warp.lane
-        mine = warp.mine
-        g = warp.g
-        q = warp.q
+        words, mine = warp.words, warp.mine
+        lane, q = warp.lane, warp.q
         table, at_weights = warp.table, origin(warp.base, warp.t)
         for i in range(warp.t, 256 * 32, 32 * W):
             words[AT_EXPS // 4 + i] = exps[i >> 5]
         cuda.syncthreads()
         at_exps, at_z = int32(warp.base + AT_EXPS + lane * 4), int32(table + AT_Z + lane * 16)
-        acc = cuda.local.array(ACC, int32)
-        z = cuda.local.array(4, int32)
-        start = cuda.local.array(4, int32)
+        acc, shift = cuda.local.array(ACC, int32), job_shift(job)
+        z, start = cuda.local.array(4, int32), cuda.local.array(4, int32)
         row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
         begin_with(start, START)
-        shift = job_shift(job)
         for begin in range(cuda.blockIdx.x * W, units, cuda.gridDim.x * W):
             unit = min(begin + (warp.t >> 5), units - 1)     # the warps of a product stay together
             cuda.syncwarp()                                  # nobody reads the tables any more
@@ -698,15 +687,12 @@ def register_head_kernel(cfg, nz, cc, size):
             for i in range(lane, H, 32):
                 fill_norm(words, warp.bytes_, mine + AT_LN, source, call * PLAN, unit, i)
             cuda.syncwarp()
-            # the losses of two tiles are made at once: of the first lanes with q < 2 keep what is needed, of the second
-            # the others
+            # losses of two tiles are made at once: lanes with q < 2 keep what the first needs, the others the second
             member = q & 1
-            loss = int64(0)
-            total = int32(1)
-            distance = int32(0)
-            some = False
+            loss, total = int64(0), int32(1)
+            distance, some = int32(0), False
             for first in range(0, T, 8):
-                position = min(first + g, T - 1)
+                position = min(first + warp.g, T - 1)
                 load_rows(row_x, x, row_of(unit, position, T) * (H // 4), q)
                 s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
                 s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
@@ -737,7 +723,7 @@ def register_head_kernel(cfg, nz, cc, size):
                     for k in range(TARGETS - 1):
                         drawn = tokens[int64(unit) * width + skip + T + 1 + (TARGETS - 1) * position + k]
                         distance = int32(distance - shown(warp, member, drawn))
-                    some = first + g < T
+                    some = first + warp.g < T
                 if (first >> 3) & 1 or first + 8 >= T:
                     if some:
                         loss += position_loss(int64(total), distance, 0)

@@ -216,7 +216,8 @@ def norm_functions(cfg, nz, cc, streams):
     input noises. plan[p...]: as norm_kernel."""
     H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
     SIZE = input_bytes(cfg, H, 4)
-    (_, vector), (fill_input, add) = pair_functions(cfg, nz), input_functions(cfg, nz, H, 4)
+    _, vector = pair_functions(cfg, nz)
+    fill_input, add = input_functions(cfg, nz, H, 4)
     normed = normed_function(cfg, cc)
 
     @device
@@ -446,7 +447,8 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     STEPS = cfg.HIDDEN_DIM // 32
     SIZE = input_bytes(cfg, cfg.HIDDEN_DIM, 4)
     AT_NOISE, job_shift = 16 * H + streams * SIZE, nz.shift
-    (fill_norm, _), (_, add) = norm_functions(cfg, nz, cc, streams), input_functions(cfg, nz, H, 4)
+    fill_norm, _ = norm_functions(cfg, nz, cc, streams)
+    _, add = input_functions(cfg, nz, H, 4)
     normed, (fill_columns, of_token, embedded) = normed_function(cfg, cc), embedding_functions(cfg, nz, cc)
 
     @cuda.jit(launch_bounds=256)
