@@ -1,14 +1,32 @@
-"""The way of a fitness digit: wire format, worker, coordinator (SPEC section 10, docs/PROTOCOL.md).
+"""The trip of a fitness digit, from evaluation to the next update: the worker, and the coordinator.
 
 Members of a population come in pairs; a pair's fitness is one ternary digit. A worker holds a replica of the model. It
-asks for a chunk of the population (JOB_REQUEST), evaluates it on its engine and sends five digits a byte (RESULT). The
-coordinator gathers the chunks of a step (cluster.leases), appends the step to the history (cluster.history) and answers
-the next request of every worker with the fitness of all pairs (JOB_RESPONSE), from which the worker's engine makes the
-same update everywhere. A worker that joins late takes a snapshot (cluster.snapshots) and replays the steps after it.
+asks for a chunk of the population, evaluates it on its engine and sends five digits a byte. The coordinator gathers
+the chunks of a step, appends the step to the history and answers the next request of every worker with the fitness of
+all pairs, from which the worker's engine makes the same update everywhere. A worker that joins late takes a snapshot
+(cluster.snapshots) and replays the steps after it. The calls, in order; the frames are in capitals, and cluster.wire
+lists their fields (docs/PROTOCOL.md explains them):
 
-Each side is one process with one loop and no threads (cluster.hub at the coordinator, cluster.link at the worker). To
-follow a digit, read Worker.serve, Worker._evaluate, Coordinator.take_result, Coordinator._complete_step_if_done,
-Coordinator._answer, Worker._apply."""
+    worker        Worker.serve                      asks for work: JOB_REQUEST
+                  Worker._evaluate                  engine.evaluate makes losses,
+                  model.fitness_digits.chunk_fitness    these become digits,
+                  model.ternary.pack                    five digits a byte,
+                  cluster.wire.frame                    and a RESULT,
+                  cluster.link.Link.send            which leaves the worker
+    coordinator   cluster.session.Session.received  takes frames out of what has come
+                  RemoteWorker.handle
+                  cluster.wire.read_result          checks the RESULT
+                  Coordinator.take_result
+                  cluster.step.Step.result          notes it, and judges whether the chunk is done
+                  Coordinator._complete_step        when all chunks are:
+                  cluster.step.Step.fitness             the digits of all pairs
+                  cluster.history.Run.append            go to the disk
+                  Coordinator._catch_up             puts them into a JOB_RESPONSE for whoever asks next
+    worker        Link.any_of                       takes it
+                  Worker._apply                     unpacks the digits for engine.update
+
+Each side is one process with one loop and no threads (cluster.hub at the coordinator, cluster.link at the worker).
+Which worker is handed which chunk is up to cluster.dispatch, by the rules of cluster.fairness."""
 
 import contextlib
 import functools
@@ -18,14 +36,15 @@ import resource
 import socket
 import time
 
-from cluster import auth, event_log, history, snapshots, status, trust, wire
+from cluster import auth, event_log, fairness, history, snapshots, status, trust, wire
 from cluster.admission import Admission
-from cluster.collector import Collector
-from cluster.console import Console, stop_signals
+from cluster.collector import Collector, Source
+from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
+from cluster.session import Role
 from cluster.wire import FrameError, Refused, V1, V2
 from model import ternary
 
@@ -44,14 +63,16 @@ class Worker:
     changed = 0                            # weights changed by the last update, until a result has reported it
     rebuilt = False                        # since the last chunk
     reported_step = -1                     # the last step that was validated and sampled
-    digest = None, b""                     # (step, digest of the state then)
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
     chunks = answers = 0
 
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
-        self.cfg, self.engine, self.console, self.inspect = cfg, engine, console, inspect
-        self.tokens, self.validation, self.decoding, self.validate_next = tokens, validation, decoding, validate_first
+        self.cfg, self.engine, self.console = cfg, engine, console
+        self.tokens, self.validation, self.decoding = tokens, validation, decoding
+        self.validate_next = validate_first
+        self.inspect = inspect
         self.predictor = ChunkPredictor(cfg)
+        self.digests = {}                    # {step: digest of the state} of the present step
         self.done = {}                       # {first member: fitness} of the chunks of this step that are done here
         self.begun = {}                      # {first member: members} of the chunk with which the engine has begun
         self.prepared = set()                # sizes of slices for which the engine is prepared
@@ -67,32 +88,33 @@ class Worker:
             digest = self._state_digest() if link.version == V2 else b""
             link.send(result + link.frame(wire.JOB_REQUEST, engine.seed, engine.step, 0, digest))
             result = b""
-            while (got := link.any_of(answers))[0] in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
-                self._send_state(link, got[0], link.unpack_step(got[1]))
+            while (frame := link.any_of(answers)).opcode in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
+                self._send_state(link, frame.opcode, link.unpack_step(frame.payload))
             self.answers += 1
-            if got[0] == wire.REBUILD:
-                start = link.unpack_step(got[1])
+            if frame.opcode == wire.REBUILD:
+                start = link.unpack_step(frame.payload)
                 self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
                 if not start or not self._fetch_snapshot(link, start):
                     self._load()
                 continue
-            seed, step, position, packed = link.unpack_response(got[1])
-            if packed:
-                self._apply(link, step, packed)
-            elif position == wire.NOTHING:
+            answer = link.unpack_response(frame.payload)
+            first = answer.first
+            if answer.packed:
+                self._apply(link, answer.step, answer.packed)
+            elif first == wire.NOTHING:
                 # a C++ coordinator may leave these fields empty: a seed of 0 is no information
-                if step < engine.step and seed not in (0, engine.seed):
-                    self._start_over(link, seed, step)
+                if answer.step < engine.step and answer.seed not in (0, engine.seed):
+                    self._start_over(link, answer.seed, answer.step)
                 else:
                     link.check(POLL_SECONDS)
-            elif (seed, step) != (engine.seed, engine.step):
-                self._start_over(link, seed, step)
-            elif position % self.cfg.CHUNK_SIZE or position >= self.cfg.POPULATION_SIZE:
-                raise NetError(f"{link.name}: it hands out member {position}, chunks here begin at multiples of "
+            elif (answer.seed, answer.step) != (engine.seed, engine.step):
+                self._start_over(link, answer.seed, answer.step)
+            elif first % self.cfg.CHUNK_SIZE or first >= self.cfg.POPULATION_SIZE:
+                raise NetError(f"{link.name}: it hands out member {first}, chunks here begin at multiples of "
                                f"{self.cfg.CHUNK_SIZE} below {self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and "
                                "POPULATION_SIZE as there")
             else:
-                result = self._evaluate(link, position)
+                result = self._evaluate(link, first)
 
     def _evaluate(self, link, first):
         """The RESULT frame of the chunk that begins with member `first`."""
@@ -120,7 +142,7 @@ class Worker:
         losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
         fitness = fitness_digits.chunk_fitness(losses, self.cfg)
         self._note(first, fitness)
-        packed = fitness_digits.pack_ternary(fitness)
+        packed = ternary.pack(fitness.tobytes())
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
                             len(packed), packed)
         self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
@@ -190,15 +212,18 @@ class Worker:
             link.send(link.frame(wire.LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:wire.LOG_MESSAGE.most]))
 
     def _state_digest(self):
-        if self.digest[0] != self.engine.step:
-            self.digest = self.engine.step, self.engine.digest()
-        return self.digest[1]
+        step = self.engine.step
+        if step not in self.digests:
+            self.digests = {step: self.engine.digest()}
+        return self.digests[step]
 
     def _load(self, state=None):
         """Goes on from a State, by default from the beginning."""
         from model import parameters
         self.engine.load(state or parameters.initial_state(self.cfg))
-        self.changed, self.reported_step, self.digest, self.done = 0, -1, (None, b""), {}
+        self.changed = 0
+        self.reported_step = -1
+        self.digests, self.done = {}, {}
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""
@@ -217,10 +242,11 @@ class Worker:
         data, total, most = bytearray(), 1, snapshots.most_bytes(self.cfg)
         while len(data) < total:
             link.send(link.frame(wire.SNAPSHOT_REQUEST, step, len(data)))
-            its_step, total, offset, piece = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
-            if (its_step, offset) != (step, len(data)) or total > most or total and not piece:
+            came = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
+            total = came.total
+            if (came.step, came.offset) != (step, len(data)) or total > most or total and not came.piece:
                 raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
-            data += piece
+            data += came.piece
         try:
             state = snapshots.unpack(self.cfg, data)
         except ValueError as error:
@@ -298,7 +324,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": cfg.saved(), "data": snapshots.data_digest(tokens).hex()}
-    version, connected, pause, proves_first = protocol or V2, False, BACK_OFF[0], False
+    version, pause = protocol or V2, BACK_OFF[0]
+    connected = proves_first = False
     logged = set()                           # since the last answer: a line is logged once
 
     def log(line):
@@ -366,6 +393,74 @@ class Hook:
     close = nothing            # the coordinator ends; can be called more than once
 
 
+class RemoteWorker(Role):
+    """A worker as the coordinator sees it: the role of its session. device: for people; data: the digest of its
+    training data, b"" or zeros if unknown; conduct: how it has delivered so far; source: what it can do for
+    snapshots."""
+
+    step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
+    trusted = True             # no other worker contradicts its state
+    rebuilt_at = None          # step at which it was last made to rebuild
+    sent_to_start = None       # epoch to whose start it was sent
+    next_block = None          # (step, offset) of a snapshot that it reads
+    has_worked = False         # it has delivered a result since its last request
+
+    def __init__(self, session, coordinator, author, device, data):
+        super().__init__(session)
+        self.coordinator, self.author, self.version = coordinator, author, session.version
+        self.device, self.data = device, data
+        self.conduct, self.source = fairness.Conduct(), Source()
+        coordinator.dispatcher.enter(self)
+
+    def handle(self, opcode, payload):
+        """Of use are the results that it owes, a request after one of them or at a later step, a state in order."""
+        coordinator, useful = self.coordinator, False
+        if self.source.hash_wanted is not None and opcode in (wire.JOB_REQUEST, wire.RESULT):
+            coordinator.collector.ignored(self)
+        if opcode == wire.JOB_REQUEST:
+            request = wire.JOB_REQUEST.unpack(payload)
+            useful = self.has_worked or self.step is None or request.step > self.step
+            self.has_worked = False
+            coordinator.take_request(self, request.step, request.digest or None)
+        elif opcode == wire.RESULT:
+            result = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
+            if coordinator.dispatcher.owes(self, result.step, result.chunk):
+                useful = self.has_worked = True
+            coordinator.take_result(self, result)
+        elif opcode == wire.VALIDATION:
+            coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
+        elif opcode == wire.LOG_MESSAGE and coordinator.events.allows(self.author.host):
+            text = printable(payload.decode("utf-8", "replace"))
+            line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
+            coordinator.events.message(self.author.name, text, line)
+        elif opcode == wire.SNAPSHOT_DATA and self.version == V2:
+            useful = coordinator.collector.worker is self
+            coordinator.collector.take(self, payload)
+        elif opcode == wire.STATE_HASH and self.version == V2:
+            useful = self.source.hash_wanted is not None
+            coordinator.collector.take_hash(self, payload)
+        elif opcode == wire.SNAPSHOT_REQUEST and self.version == V2:
+            step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
+            total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
+            useful = (step, offset) == self.next_block
+            self.next_block = step, offset + len(data)
+            self.session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
+        return useful
+
+    def closed(self):
+        self.coordinator.worker_left(self)
+
+    def status(self):
+        silent = time.monotonic() - self.session.heard
+        held = self.coordinator.dispatcher.work.accounts[self].held
+        state = ("in doubt" if not self.trusted else
+                 "silent" if silent > fairness.ACTIVE_SECONDS and not self.waiting else
+                 "computing" if held else "waiting" if self.waiting else "catching up")
+        return {"name": self.author.name, "address": self.session.address, "device": self.device,
+                "protocol": self.version, "step": self.step, "chunks": self.conduct.results,
+                "chunk_seconds": self.conduct.pace, "last_seen": round(silent, 3), "state": state}
+
+
 class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. steps: the run ends when it has so many (None: never),
     minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; island.attach
@@ -374,9 +469,13 @@ class Coordinator:
 
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):
-        self.cfg, self.run, self.steps, self.minutes, self.peers = cfg, run, steps, minutes, peers
+        self.cfg, self.run, self.peers = cfg, run, peers
+        self.steps, self.minutes = steps, minutes
         self.console, self.events, self.access = console, events, access
-        self.closing, self._check_at, self._ended = False, 0.0, None       # _ended: the event of the last step
+        self.closing = False
+        self._check_at = 0.0
+        self._ended = None                           # the event of the last step, until it is reported
+        self._answers = {}                           # {key: frame}: the last one of `_catch_up`
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
         self.collector = Collector(cfg, run, events, self.dispatcher, liar=self.ban,
@@ -411,7 +510,7 @@ class Coordinator:
             self.hub.check(now)
             self.dispatcher.check(now)
             self.collector.check(now)
-            self._complete_step_if_done()            # an audit may have been settled
+            self._complete_step()                    # an audit may have been settled
             if not self.closing:
                 self.island.check(now)
             self.dispatcher.answer_waiting()
@@ -452,9 +551,13 @@ class Coordinator:
 
     # who comes and goes (cluster.admission lets in)
 
+    def worker_joined(self, session, author, device="", data=b""):
+        session.role = RemoteWorker(session, self, author, device, data)
+
     def worker_left(self, worker):
         if worker.step is not None and not self.closing:
-            held = f", its {chunks_text(worker.held)} handed out again" if worker.held else ""
+            held = self.dispatcher.work.accounts[worker].held
+            held = f", its {chunks_text(held)} handed out again" if held else ""
             self._log_worker("left", worker, f"worker {worker.session.title} left{held}")
         if self.dispatcher.leave(worker):
             self.trust.forget(worker.author)
@@ -488,7 +591,7 @@ class Coordinator:
         elif worker.digest and not self._agrees(worker):
             return
         elif step < run.step:
-            session.send(self.dispatcher.catch_up(step, worker.version))
+            session.send(self._catch_up(step, worker.version))
         elif self.island.handover:
             self.collector.ask(worker, remember=True)
             self.dispatcher.hold(worker)
@@ -501,6 +604,15 @@ class Coordinator:
         else:
             self.dispatcher.hold(worker)
 
+    def _catch_up(self, step, version):
+        """The frame with the fitness of a step, which all workers want at once when the step ends."""
+        key = self.run.step, self.run.start, step, version
+        if key not in self._answers:
+            packed = self.run.body(step) if version == V2 else self.run.fitness(step)
+            self._answers = {key: wire.frame(wire.JOB_RESPONSE, self.run.seed, step + 1, 0, len(packed), packed,
+                                             version=version)}
+        return self._answers[key]
+
     def take_result(self, worker, result):
         step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
         if result.step < step:
@@ -508,22 +620,28 @@ class Coordinator:
         if result.step > step or worker.version == V2 and worker.step != step:
             raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done, after a "
                              f"request at step {worker.step}")
-        if worker.version == V2 and chunk not in worker.given:       # two liars could outvote whom they like
+        if worker.version == V2 and chunk not in work.accounts[worker].given:
+            # else two liars could outvote whom they like
             raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
+        self.dispatcher.delivered(worker, chunk)
         if worker.trusted:
             self.progress.result(result.updates)
-        for liar in self.dispatcher.take_result(worker, result):
-            self.ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others")
+            liars = work.result(worker, chunk, result.packed, result.sum_loss)
+            if worker.waiting or chunk not in work.done:
+                self.dispatcher.changed = True
+            for liar in liars:
+                self.ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others")
         self.console.progress(f"step {step}: {len(work.done)}/{self.cfg.N_CHUNKS} chunks")
-        self._complete_step_if_done()
+        self._complete_step()
 
-    def _complete_step_if_done(self):
-        """While workers hold different states of this step and no majority has decided, nobody's results count yet."""
+    def _complete_step(self):
+        """Ends the step if all chunks are done. While workers hold different states of this step and no majority has
+        decided, nobody's results count yet."""
         step, work = self.run.step, self.dispatcher.work
         if not (work.complete and self.trust.decided(step)):
             return
         self._conclude_step()                        # if two end in one turn
-        losses = [loss for _, loss in work.done.values()]
+        losses = [outcome.sum_loss for outcome in work.done.values()]
         self.run.append(work.fitness(), sum(losses), self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
         self._ended = self.progress.complete_step(step, losses)
@@ -568,7 +686,7 @@ class Coordinator:
             if news:
                 self.dispatcher.changed = True       # others of this state have waited for the decision
             self.collector.ask_witness(worker, step)
-            self._complete_step_if_done()            # so may the step
+            self._complete_step()                    # so may the step
             return True
         self._distrust(author)
         if verdict == trust.REBUILD:
@@ -587,7 +705,13 @@ class Coordinator:
         return False
 
     def _distrust(self, author):
-        self.collector.drop(self.dispatcher.distrust(author))
+        """Forgets what this author has computed in this step."""
+        doubted = {worker for worker in self.dispatcher.workers if worker.author == author and worker.trusted}
+        for worker in doubted:
+            worker.trusted = False
+        self.dispatcher.work.withdraw(author)
+        self.dispatcher.changed = True
+        self.collector.drop(doubted)
 
     def ban(self, author, why):
         """Bans a worker with a wrong result or state and discards its results."""

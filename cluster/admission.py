@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
-from cluster.dispatch import RemoteWorker
 from cluster.hub import Crowd, NetError, reason
 from cluster.session import Role, Session
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
@@ -133,7 +132,7 @@ class Admission:
         if why := self.bans.message(author):
             raise Refused(why)
         self._enter(session, V1)
-        session.role = RemoteWorker(session, self.coordinator, author)
+        self.coordinator.worker_joined(session, author)
 
     def let_in(self, session, host):
         """The peer of a finished greeting.Host. Raises Refused."""
@@ -145,7 +144,7 @@ class Admission:
         self._enter(session, V2)
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
-            session.role = RemoteWorker(session, coordinator, author, card.device, card.data)
+            coordinator.worker_joined(session, author, card.device, card.data)
         run = coordinator.run
         session.reply(*host.welcome(snapshots.config_digest(self.cfg), run.data, run.step, coordinator.shelf.newest))
         if card.role == "status":

@@ -7,6 +7,14 @@ from cluster.wire import HASH_WANTED, SNAPSHOT_DATA, SNAPSHOT_WANTED, STATE_HASH
 WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of a state beside its giver
 
 
+class Source:
+    """What a worker can do for snapshots."""
+
+    sends = True               # its snapshots are used: none was refused or did not come
+    hashes = True              # it states the hash of its state when it is asked to; older versions do not
+    hash_wanted = None         # the step of which it has been asked for that hash
+
+
 class Collector:
     """shelf: the snapshots.Shelf; worker, upload: who sends or sent which snapshots.Upload, or None. A whole upload
     counts once another author has stated the same hash of the state, of another host where there are any; at once where
@@ -30,7 +38,7 @@ class Collector:
 
     def ask(self, worker, remember=False):
         """Asks for the state of the present step, if that is possible. remember: for `Upload.state`, without a file."""
-        if self.upload or not worker.sends_snapshots:
+        if self.upload or not worker.source.sends:
             return
         try:
             run = self.run
@@ -42,32 +50,31 @@ class Collector:
 
     def ask_witness(self, worker, step):
         """Asks a worker, at `step`, for the hash of its state if that can confirm the present upload."""
-        if (self.upload and step == self.upload.step and worker.digest and worker.states_hash
-                and worker.hash_wanted is None and len(self._asked) <= WITNESSES
+        if (self.upload and step == self.upload.step and worker.digest and worker.source.hashes
+                and worker.source.hash_wanted is None and len(self._asked) <= WITNESSES
                 and self._voice(worker) not in self._asked):
             self._asked.add(self._voice(worker))
-            worker.hash_wanted = step
+            worker.source.hash_wanted = step
             worker.session.reply(HASH_WANTED, step)
 
     def take_hash(self, worker, payload):
-        step, stated = STATE_HASH.unpack(payload)
-        if worker.hash_wanted == step:
-            worker.hash_wanted = None
-            if self.upload and self.upload.step == step:
-                self._hashes.setdefault(stated, set()).add(worker.author)
+        stated = STATE_HASH.unpack(payload)
+        if worker.source.hash_wanted == stated.step:
+            worker.source.hash_wanted = None
+            if self.upload and self.upload.step == stated.step:
+                self._hashes.setdefault(stated.hash, set()).add(worker.author)
                 self.settle()
 
     def ignored(self, worker):
         """The worker has sent something else than the hash that it was asked for: it is of an older version."""
-        worker.states_hash, worker.hash_wanted = False, None
+        worker.source.hashes, worker.source.hash_wanted = False, None
         self.settle()
 
     def take(self, worker, payload):
-        step, *piece = SNAPSHOT_DATA.unpack(payload)
-        upload = self.upload
-        if self.worker is not worker or upload.step != step or upload.finished:
+        came, upload = SNAPSHOT_DATA.unpack(payload), self.upload
+        if self.worker is not worker or upload.step != came.step or upload.finished:
             return                                   # of an upload that was given up
-        self._unpack(lambda: upload.feed(*piece))
+        self._unpack(lambda: upload.feed(came.total, came.offset, came.piece))
         if self.unpacking:
             worker.session.wait()                    # with its next piece
 
@@ -120,7 +127,7 @@ class Collector:
         self._kept(upload)
 
     def _refuse(self, why):
-        self.worker.sends_snapshots = False
+        self.worker.source.sends = False
         step, title = self.upload.step, self.worker.session.title
         self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}")
         self.drop()
@@ -148,7 +155,7 @@ class Collector:
             if self.upload.finished:
                 self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker confirmed it")
             else:
-                self.worker.sends_snapshots = False
+                self.worker.source.sends = False
             self.drop()
         self.settle()
 

@@ -59,7 +59,7 @@ class _Side:
 
 class Caller(_Side):
     """card: a dict for JSON, see Card; first: the host must prove itself first, as a new one does. welcome: the fields
-    of WELCOME without the proof, once the host has let us in and proved itself; proves_first: whether it does."""
+    of WELCOME, once the host has let us in and proved itself; proves_first: whether it does."""
 
     welcome, proves_first = None, False
 
@@ -90,8 +90,8 @@ class Caller(_Side):
                 raise GreetingError(IMPOSTOR)
             return self._join()
         if opcode == wire.WELCOME and self._challenge is not None and self.welcome is None:
-            proof, *fields = wire.WELCOME.unpack(payload)
-            if not compare_digest(proof, self._proof(b"coordinator")):
+            fields = wire.WELCOME.unpack(payload)
+            if not compare_digest(fields.proof, self._proof(b"coordinator")):
                 raise GreetingError(IMPOSTOR)
             self.welcome = fields
             return None

@@ -1,5 +1,6 @@
 """A worker's connection to its coordinator: blocking, with heartbeats, introduced when it is made."""
 
+import functools
 import math
 import socket
 import ssl
@@ -39,6 +40,7 @@ class Link:
 
     def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None, first=False):
         self.name, self.version, self.proves_first = f"{host}:{port}", version, first
+        self.frame = functools.partial(wire.frame, version=version)
         self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
         self.inbox = bytearray()
         self.most = wire.HEADER.size + max(wire.OTHER_LIMIT, *(most for _, most in self.limits[version].values()))
@@ -70,7 +72,8 @@ class Link:
         try:
             while answer:
                 self.send(self.frame(*answer))
-                answer = caller.handle(*self.any_of(greeting.FROM_HOST, CONNECT_TIMEOUT))
+                came = self.any_of(greeting.FROM_HOST, CONNECT_TIMEOUT)
+                answer = caller.handle(came.opcode, came.payload)
         except ConnectionError:
             if answer[0] != wire.HELLO:
                 raise
@@ -79,13 +82,9 @@ class Link:
         except (greeting.GreetingError, FrameError) as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
         self.proves_first = caller.proves_first
-        config, _, _, snapshot = caller.welcome
-        if card["role"] == "worker" and config != snapshots.config_digest(cfg):
+        if card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
             raise RefusedForGood(f"{self.name}: it has another configuration: is it the same version of egg?")
-        self.snapshot = self._checked_step(snapshot)
-
-    def frame(self, opcode, *fields):
-        return wire.frame(opcode, *fields, version=self.version)
+        self.snapshot = self._checked_step(caller.welcome.snapshot)
 
     def send(self, data):
         self.sock.settimeout(SEND_TIMEOUT)
@@ -93,18 +92,19 @@ class Link:
         self.sent_at = time.monotonic()
 
     def next(self, opcode, timeout=math.inf):
-        return self.any_of((opcode,), timeout)[1]
+        """The payload of the next frame of this opcode; see `any_of`."""
+        return self.any_of((opcode,), timeout).payload
 
     def any_of(self, opcodes, timeout=math.inf):
-        """(opcode, payload) of the next of these frames; sends heartbeats. Raises TimeoutError after `timeout` s."""
+        """The next of these frames, a wire.Received; sends heartbeats. Raises TimeoutError after `timeout` seconds."""
         until = time.monotonic() + timeout
         while True:
             try:
-                while got := wire.next_frame(self.inbox, self.limits):
-                    if got[1] in opcodes:
-                        return got[1:]
-                    if got[1] == wire.ERROR and self.version == V2:
-                        code, why = greeting.read_error(got[2])
+                while frame := wire.next_frame(self.inbox, self.limits):
+                    if frame.opcode in opcodes:
+                        return frame
+                    if frame.opcode == wire.ERROR and self.version == V2:
+                        code, why = greeting.read_error(frame.payload)
                         if code == wire.FULL:
                             raise TimeoutError(why)
                         kind = NetError if code == wire.BAD_FRAME else RefusedForGood
@@ -116,14 +116,16 @@ class Link:
             self.check(min(HEARTBEAT_EVERY, left))
 
     def unpack_response(self, payload):
-        """(seed, step, first member, fitness as it came) of a JOB_RESPONSE."""
-        seed, step, position, size, packed = wire.JOB_RESPONSE.unpack(payload)
-        if size != len(packed):
-            raise NetError(f"{self.name}: JOB_RESPONSE says {size} bytes of fitness and carries {len(packed)}")
-        return seed, self._checked_step(step), position, packed
+        """The fields of a JOB_RESPONSE."""
+        answer = wire.JOB_RESPONSE.unpack(payload)
+        if answer.size != len(answer.packed):
+            raise NetError(f"{self.name}: JOB_RESPONSE says {answer.size} bytes of fitness and carries "
+                           f"{len(answer.packed)}")
+        self._checked_step(answer.step)
+        return answer
 
     def unpack_step(self, payload):
-        return self._checked_step(*wire.REBUILD.unpack(payload))
+        return self._checked_step(wire.REBUILD.unpack(payload).step)
 
     def _checked_step(self, step):
         if step > wire.STEP_LIMIT:

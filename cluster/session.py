@@ -52,11 +52,11 @@ class Session(hub.Connection):
 
     def received(self):
         for _ in range(FRAMES_A_TURN):
-            if not self.open or self.outbox or self.paused or not (got := next_frame(self.inbox, self.limits)):
+            if not self.open or self.outbox or self.paused or not (frame := next_frame(self.inbox, self.limits)):
                 break
             self.frame_since = None
-            self.version = got[0]
-            if not self.role.handle(got[1], got[2]) and not self.useless.take() and self.open:
+            self.version = frame.version
+            if not self.role.handle(frame.opcode, frame.payload) and not self.useless.take() and self.open:
                 self._flooding_since = self._flooding_since or time.monotonic()
                 self.pause()
         if self.open:

@@ -11,6 +11,7 @@ import os
 import struct
 import tempfile
 import time
+from typing import NamedTuple
 
 from cluster import history
 from cluster.history import most_bytes, open_file, read_file, sizes
@@ -24,6 +25,17 @@ LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any l
 PIECE = 1 << 20            # bytes that are decompressed at a time
 SLICE = 1 << 23            # bytes that are compressed at a time
 BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
+
+
+class Head(NamedTuple):
+    """The first bytes of a snapshot file. sha256: of the state; before: of the fitness of the previous step; size: bytes
+    of the body."""
+    step: int
+    seed: int
+    sha256: bytes
+    config: bytes
+    before: bytes
+    size: int
 
 
 def state_hash(state, kind=BLAKE2B):
@@ -82,28 +94,28 @@ def unpack(cfg, data):
     """The State in the content of a snapshot file. Raises ValueError (one line): damage, another configuration."""
     from model import parameters                     # with NumPy, which a coordinator does not need to start
     data = memoryview(data)
-    step, seed, sha256, config, _, body = read_head(data)
-    if config != config_digest(cfg):
-        raise ValueError(f"snapshot of step {step} is of another configuration")
-    if len(data) != HEAD_SIZE + body:
-        raise ValueError(f"snapshot of step {step}: {len(data)} bytes of {HEAD_SIZE + body}")
+    head = read_head(data)
+    if head.config != config_digest(cfg):
+        raise ValueError(f"snapshot of step {head.step} is of another configuration")
+    if len(data) != HEAD_SIZE + head.size:
+        raise ValueError(f"snapshot of step {head.step}: {len(data)} bytes of {HEAD_SIZE + head.size}")
     try:
-        state = parameters.from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), step, seed)
+        state = parameters.from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), head.step, head.seed)
     except ValueError as error:
-        raise ValueError(f"snapshot of step {step}: {error}") from None
-    if state_hash(state, hashlib.sha256) != sha256:
-        raise ValueError(f"snapshot of step {step}: its SHA-256 is another")
+        raise ValueError(f"snapshot of step {head.step}: {error}") from None
+    if state_hash(state, hashlib.sha256) != head.sha256:
+        raise ValueError(f"snapshot of step {head.step}: its SHA-256 is another")
     return state
 
 
 def read_head(data):
-    """(step, seed, SHA-256 of state, configuration, fitness before, bytes of the body) of a head. Raises ValueError."""
+    """The Head of the content of a snapshot file. Raises ValueError."""
     if not history.is_intact(data[:HEAD_SIZE], HEAD_SIZE):
         raise ValueError("not a snapshot, or damaged in its first bytes")
     magic, *fields = HEAD.unpack(data[:HEAD.size])
     if magic != MAGIC:
         raise ValueError("not a snapshot")
-    return fields
+    return Head(*fields)
 
 
 def _make_head(cfg, step, seed, sha256, fitness, size):
@@ -142,7 +154,9 @@ class Upload:
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         from model import state_digest
-        self.step, self.seed, self.digest, self.sha256, self.remembered = step, seed, digest, sha256, remember
+        self.step, self.seed = step, seed
+        self.digest, self.sha256 = digest, sha256
+        self.remembered = remember
         self._cfg, self._size, self._most = cfg, sum(sizes(cfg)), most_bytes(cfg)
         self._first = 0 if remember else sum(sizes(cfg)[:2])
         self._raw = bytearray()                      # what it unpacks to, from byte `_first` on: all, or the overlay
@@ -240,14 +254,14 @@ class Shelf:
     def _take(self, match):
         """Lists a file, by the match of its name, if its head belongs to this run."""
         with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, match[0])) as file:
-            data = file.read(HEAD_SIZE)
-            step, _, sha256, config, before, body = read_head(data)
-            start, size = self.run.start, os.fstat(file.fileno()).st_size
-            if (step == int(match[1]) and config == config_digest(self.cfg)
-                    and max(1, start.step) <= step <= self.run.step and size == HEAD_SIZE + body
-                    and (step != start.step or sha256.hex() == start.state)
-                    and before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
-                self.files[step], self.sha256[step] = match[0], sha256
+            head = read_head(file.read(HEAD_SIZE))
+            step, start = head.step, self.run.start
+            if (step == int(match[1]) and head.config == config_digest(self.cfg)
+                    and max(1, start.step) <= step <= self.run.step
+                    and os.fstat(file.fileno()).st_size == HEAD_SIZE + head.size
+                    and (step != start.step or head.sha256.hex() == start.state)
+                    and head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
+                self.files[step], self.sha256[step] = match[0], head.sha256
                 if match[2]:
                     self.figures[step] = float(match[2])
 

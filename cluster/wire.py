@@ -1,9 +1,11 @@
 """Frames: what coordinators, workers and islands send to each other, byte by byte (docs/PROTOCOL.md). Version 1 is for
 C++ peers; version 2 adds what a cluster among strangers needs."""
 
+import functools
 import json
 import math
 import struct
+from collections import namedtuple
 from typing import NamedTuple
 
 from cluster import history
@@ -19,56 +21,88 @@ BLOCK = 1 << 16                          # bytes of a snapshot in one frame
 JSON_DEPTH = 8                           # levels of lists and objects in JSON of a peer
 
 
-class Frame(int):
-    """The opcode of a frame. Its payload: `fields`, in the format of `struct`, and up to `most` bytes, or most(cfg)."""
+class Header(NamedTuple):
+    magic: bytes
+    version: int
+    opcode: int
+    size: int              # bytes of payload
 
-    def __new__(cls, opcode, fields="", most=0):
+
+class Received(NamedTuple):
+    """A whole frame."""
+    version: int
+    opcode: int
+    payload: bytes
+
+
+class Frame(int):
+    """The opcode of a frame. layout: "name:format" (of `struct`) of every field, and then the name of the bytes that
+    follow the fields, if any may: up to `most` of them, or most(cfg)."""
+
+    def __new__(cls, opcode, layout="", most=0):
         self = super().__new__(cls, opcode)
-        self.head, self.most = struct.Struct(">" + fields), most
-        self._count = len(self.head.unpack(bytes(self.head.size)))
+        fields = [field.partition(":") for field in layout.split()]
+        self.most = most
+        self.head = struct.Struct(">" + "".join(form for _, _, form in fields))
+        self._names = [name for name, _, _ in fields]
+        self._fixed = sum(bool(form) for _, _, form in fields)
         return self
 
+    @functools.cached_property
+    def fields(self):
+        return namedtuple("Fields", self._names)
+
     def pack(self, *fields):
-        """The payload of these fields and of the bytes that follow them."""
-        return self.head.pack(*fields[:self._count]) + b"".join(fields[self._count:])
+        """bytes of the payload with these fields."""
+        return self.head.pack(*fields[:self._fixed]) + b"".join(fields[self._fixed:])
 
     def unpack(self, payload):
-        """The fields of a payload and, where bytes may follow them, these bytes."""
+        """The fields of a payload, by name."""
         fields = self.head.unpack_from(payload)
-        return (*fields, payload[self.head.size:]) if self.most else fields
+        return self.fields(*fields, payload[self.head.size:]) if len(self._names) > self._fixed else self.fields(*fields)
 
 
 # both versions
-JOB_REQUEST = Frame(0, "QQQ")            # seed, step, 0; version 2 adds the digest of the state at this step
-RESULT = Frame(1, "QQQQqI", lambda cfg: ternary.packed_size(cfg.CHUNK_SIZE // 2))         # seed, and see `Result`
-# seed, step, first member, bytes of fitness (version 2: zstd) that follow
-JOB_RESPONSE = Frame(2, "QQQI", lambda cfg: ternary.packed_size(cfg.N_PAIRS))
-LOG_MESSAGE = Frame(3, "", 1 << 14)
-VALIDATION = Frame(16, "QQQd")           # step, tokens, bytes they stand for (0: unknown), nats; C++ peers ignore it
+JOB_REQUEST = Frame(0, "seed:Q step:Q zero:Q digest")            # digest: of the state at this step; version 2 alone
+RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",            # see `Result`
+               lambda cfg: ternary.packed_size(cfg.CHUNK_SIZE // 2))
+# first: a member; packed: the fitness of all pairs, compressed by zstd in version 2
+JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: ternary.packed_size(cfg.N_PAIRS))
+LOG_MESSAGE = Frame(3, "text", 1 << 14)
+VALIDATION = Frame(16, "step:Q tokens:Q bytes:Q nats:d")         # bytes: of these tokens, 0: unknown; C++ ignores it
 # version 2
-HELLO = Frame(32, "32s")                 # random bytes of the worker
-CHALLENGE = Frame(33, "32sB")            # random bytes of the coordinator; flags: SECRET_WANTED, ...
-JOIN = Frame(34, "32s", 1 << 13)         # the worker's proof; JSON follows
-WELCOME = Frame(35, "32s32s32sQQ")       # the coordinator's proof, digests of configuration and data, step, snapshot
-ERROR = Frame(36, "H", OTHER_LIMIT - 2)  # code; text follows
+HELLO = Frame(32, "random:32s")                      # of the worker
+CHALLENGE = Frame(33, "random:32s flags:B")          # of the coordinator; flags: SECRET_WANTED, ...
+JOIN = Frame(34, "proof:32s card", 1 << 13)          # card: JSON
+WELCOME = Frame(35, "proof:32s config:32s data:32s step:Q snapshot:Q")       # config, data: digests
+ERROR = Frame(36, "code:H text", OTHER_LIMIT - 2)
 HEARTBEAT = Frame(37)
-REBUILD = Frame(38, "Q")                 # step of the snapshot to begin from (0: none)
-SNAPSHOT_WANTED = Frame(39, "Q")         # step
-SNAPSHOT_DATA = Frame(40, "QQQ", BLOCK)  # step, bytes of the whole, offset of those that follow
-SNAPSHOT_REQUEST = Frame(41, "QQ")       # step, offset
-STATUS = Frame(42, "", 1 << 22)          # JSON
-PROVE, PROVED = Frame(47), Frame(48, "32s")      # the worker wants the coordinator to prove itself first; its proof
-HASH_WANTED = Frame(49, "Q")             # step; workers that do not know this and the next one ignore them
-STATE_HASH = Frame(50, "Q32s")           # step, BLAKE2b of the state (cluster.snapshots.state_hash)
-# between islands
-ISLAND, STANDING = Frame(43, "", JOIN.most), Frame(44, "", 1 << 10)          # JSON
-STATE_REQUEST = Frame(45, "32sQI")       # SHA-256 of the state, offset in its snapshot file, most bytes
-STATE = Frame(46, "32sQQ", BLOCK)        # SHA-256 of the state, bytes of the file (0: none), offset of these
+REBUILD = Frame(38, "step:Q")                        # of the snapshot to begin from (0: none)
+SNAPSHOT_WANTED = Frame(39, "step:Q")
+SNAPSHOT_DATA = Frame(40, "step:Q total:Q offset:Q piece", BLOCK)            # total: bytes of the whole
+SNAPSHOT_REQUEST = Frame(41, "step:Q offset:Q")
+STATUS = Frame(42, "json", 1 << 22)
+PROVE = Frame(47)                                    # the worker wants the coordinator to prove itself first
+PROVED = Frame(48, "proof:32s")
+HASH_WANTED = Frame(49, "step:Q")                    # workers that do not know this and the next one ignore them
+STATE_HASH = Frame(50, "step:Q hash:32s")            # BLAKE2b of the state (cluster.snapshots.state_hash)
+# between islands; sha256: of a state; offset, total: in its snapshot file (total 0: not here)
+ISLAND = Frame(43, "card", JOIN.most)
+STANDING = Frame(44, "json", 1 << 10)
+STATE_REQUEST = Frame(45, "sha256:32s offset:Q most:I")
+STATE = Frame(46, "sha256:32s total:Q offset:Q piece", BLOCK)
 
 NAMES = {value: name for name, value in globals().items() if type(value) is Frame}
 SECRET_WANTED, PROVES_FIRST = 1, 2       # in CHALLENGE: the coordinator has a secret; it answers PROVE
+
 # codes of ERROR
-BAD_FRAME, NO_ACCESS, OTHER_CONFIG, OTHER_DATA, BANNED, FULL, ITSELF = 1, 2, 3, 4, 5, 6, 7
+BAD_FRAME = 1
+NO_ACCESS = 2
+OTHER_CONFIG = 3
+OTHER_DATA = 4
+BANNED = 5
+FULL = 6
+ITSELF = 7
 
 
 class FrameError(Exception):
@@ -146,31 +180,31 @@ def name(opcode):
 
 
 def whole_frame(buffer, allowed):
-    """(version, opcode, bytes of payload) of the first frame in a bytearray, None while it is incomplete. Raises
-    FrameError, as soon as the header has come, for one that cannot be right. allowed: as `limits` gives it."""
+    """The Header of the first frame in a bytearray, None while the frame is incomplete. Raises FrameError, as soon as
+    the header has come, for one that cannot be right. allowed: as `limits` gives it."""
     if len(buffer) < HEADER.size:
         return None
-    magic, version, opcode, size = HEADER.unpack_from(buffer)
-    if magic != MAGIC:
+    header = Header(*HEADER.unpack_from(buffer))
+    if header.magic != MAGIC:
         raise FrameError("wrong magic: not an egg peer")
-    if version not in allowed:
-        raise FrameError(f"protocol version {version}, here {' or '.join(map(str, allowed))}")
-    least, most = allowed[version].get(opcode, (0, OTHER_LIMIT))
-    if not least <= size <= most:
+    if header.version not in allowed:
+        raise FrameError(f"protocol version {header.version}, here {' or '.join(map(str, allowed))}")
+    least, most = allowed[header.version].get(header.opcode, (0, OTHER_LIMIT))
+    if not least <= header.size <= most:
         sizes = f"{least}" if least == most else f"{least} to {most}"
-        hint = " (another CHUNK_SIZE or POPULATION_SIZE there?)" if opcode in (RESULT, JOB_RESPONSE) else ""
-        raise FrameError(f"wrong length: {name(opcode)} of {size} bytes, allowed {sizes}{hint}")
-    return (version, opcode, size) if len(buffer) >= HEADER.size + size else None
+        hint = " (another CHUNK_SIZE or POPULATION_SIZE there?)" if header.opcode in (RESULT, JOB_RESPONSE) else ""
+        raise FrameError(f"wrong length: {name(header.opcode)} of {header.size} bytes, allowed {sizes}{hint}")
+    return header if len(buffer) >= HEADER.size + header.size else None
 
 
 def next_frame(buffer, allowed):
-    """Takes the first whole frame out of a bytearray: (version, opcode, payload), or None; see whole_frame."""
-    if (found := whole_frame(buffer, allowed)) is None:
+    """Takes the first whole frame out of a bytearray: a Received, or None; see whole_frame."""
+    if (header := whole_frame(buffer, allowed)) is None:
         return None
-    version, opcode, size = found
-    payload = bytes(buffer[HEADER.size:HEADER.size + size])
-    del buffer[:HEADER.size + size]
-    return version, opcode, payload
+    end = HEADER.size + header.size
+    payload = bytes(buffer[HEADER.size:end])
+    del buffer[:end]
+    return Received(header.version, header.opcode, payload)
 
 
 class Result(NamedTuple):
@@ -185,19 +219,20 @@ class Result(NamedTuple):
 
 def read_result(cfg, n_weights, payload):
     """The Result in a frame, of a model of n_weights weights. Raises FrameError for one that cannot be right."""
-    _, step, position, updates, sum_loss, size, packed = RESULT.unpack(payload)
-    if size != len(packed):
-        raise FrameError(f"wrong length: RESULT says {size} bytes of fitness and carries {len(packed)}")
-    chunk, rest = divmod(position, cfg.CHUNK_SIZE)
+    fields = RESULT.unpack(payload)
+    packed, sum_loss = fields.packed, fields.sum_loss
+    if fields.size != len(packed):
+        raise FrameError(f"wrong length: RESULT says {fields.size} bytes of fitness and carries {len(packed)}")
+    chunk, rest = divmod(fields.first, cfg.CHUNK_SIZE)
     if rest or chunk >= cfg.N_CHUNKS:
-        raise FrameError(f"wrong chunk: RESULT for member {position}, chunks begin at multiples of {cfg.CHUNK_SIZE} "
-                         f"below {cfg.POPULATION_SIZE}")
+        raise FrameError(f"wrong chunk: RESULT for member {fields.first}, chunks begin at multiples of "
+                         f"{cfg.CHUNK_SIZE} below {cfg.POPULATION_SIZE}")
     try:
         ternary.check(packed, cfg.CHUNK_SIZE // 2)
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
     # a logit is an int32 shifted by SHIFT_LOGIT; the logarithm of its sum adds no more than -1 to 128 half units
     tokens, most = cfg.CHUNK_SIZE * cfg.SEQ_LEN * cfg.LOSS_SCALE, 1 << 32 - min(cfg.SHIFT_LOGIT, 8)
-    if not -16 * tokens <= sum_loss <= min(tokens * most, (1 << 62) // cfg.N_CHUNKS) or updates > n_weights:
-        raise FrameError(f"wrong figures: sum of losses {sum_loss}, {updates} weights changed of {n_weights}")
-    return Result(step, chunk, updates, sum_loss, packed)
+    if not -16 * tokens <= sum_loss <= min(tokens * most, (1 << 62) // cfg.N_CHUNKS) or fields.updates > n_weights:
+        raise FrameError(f"wrong figures: sum of losses {sum_loss}, {fields.updates} weights changed of {n_weights}")
+    return Result(fields.step, chunk, fields.updates, sum_loss, packed)

@@ -1,0 +1,110 @@
+"""The rules of courtesy among the workers of a coordinator: who is served first, how long a lease lasts, who may copy
+a late chunk, and from whom a share of the work can be expected. They follow from how a worker has delivered so far."""
+
+import time
+from typing import NamedTuple
+
+from cluster.progress import median
+from cluster.step import COPY_AFTER
+
+ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
+ASK_WITHIN = 2.0           # seconds after an answer or a result in which a punctual worker may ask before others
+# A silent worker's chunk goes to another one after LEASE_FACTOR times a chunk's usual time, LEAST_LEASE seconds at
+# least. With heartbeats a worker has LEASE_FACTOR times longer, and STRAGGLER_TIMEOUT at least; both have that while no
+# usual time is known.
+LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
+
+
+class Conduct:
+    """How a worker has delivered so far."""
+
+    pace = None                # seconds for a chunk
+    punctual = None            # whether its last chunk came before others had it; None before the first
+    stuck = False              # it let the longest lease expire, and has delivered nothing since
+    turn = 0.0                 # when it was last answered after waiting, or delivered
+    results = 0                # that were taken
+
+    def delivered(self, given, in_time):
+        """A result has come at `turn`. given: when its chunk was handed out, None if it was not; in_time: its lease had
+        not expired."""
+        if given is not None:
+            took = self.turn - given
+            self.pace = took if self.pace is None else 0.7 * self.pace + 0.3 * took
+            self.punctual, self.stuck = in_time, False
+        self.results += 1
+
+
+class Expired(NamedTuple):
+    """Chunks whose lease has expired, why (the start of a message), and the seconds that it lasted."""
+    why: str
+    seconds: float
+    chunks: list
+
+
+class Fairness:
+    """workers: the set of those that are connected; usual: seconds that a chunk takes most of them, None before it is
+    known; late: chunks of the present step that an idle worker may copy; passed_over: a worker waits although there may
+    be a chunk for it."""
+
+    def __init__(self, cfg, run, workers):
+        self.run, self.workers = run, workers
+        self.usual = None
+        self.late = []
+        self.passed_over = False
+        self._timeout = cfg.STRAGGLER_TIMEOUT
+        self._stuck = set()                          # voters (admission.Author.voter) of workers that were stuck
+
+    def step_ended(self, accounts):
+        """accounts: {worker: step.Account} of the step."""
+        self.late = []
+        now = time.monotonic()
+        for worker, account in accounts.items():
+            if self.usual and any(now - since > COPY_AFTER * self.usual for since in account.held.values()):
+                worker.conduct.punctual = False              # others have done its chunk
+
+    def in_order(self, waiting):
+        """[worker]: first come, first served, but workers whose lease expired are served last."""
+        self.passed_over = False
+        return sorted(waiting, key=lambda worker: (True, None, False).index(worker.conduct.punctual))
+
+    def must_wait(self, worker, accounts, now):
+        """Whether this worker gets no chunk now because another one, which delivers in time, is about to ask."""
+        conduct = worker.conduct
+        if conduct.punctual is not False and (conduct.results or worker.author.voter not in self._stuck):
+            return False
+        if not any(other.conduct.punctual and now - other.conduct.turn < ASK_WITHIN and not other.waiting
+                   and not accounts[other].held and self.expects(other, now) for other in self.workers):
+            return False
+        self.passed_over = True
+        return True
+
+    def expects(self, worker, now):
+        """Whether a worker can be expected to do its share; one of a host that had a stuck one has to deliver first."""
+        conduct = worker.conduct
+        return (worker.trusted and not conduct.stuck and (conduct.results or worker.author.voter not in self._stuck)
+                and worker.step is not None and self.run.step - worker.step <= 1
+                and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
+
+    def check(self, work, now):
+        """Measures the usual time of a chunk, and finds the late ones of `work`, a step.Step."""
+        paces = [worker.conduct.pace for worker in self.workers if worker.conduct.pace]
+        self.usual = median(paces) if paces else self.usual
+        self.late = work.late(now, self.usual) if self.usual and not work.queue else []
+
+    def expired(self, worker, held, now):
+        """[Expired] of the chunks that this worker holds. held: {chunk: when it was handed out}, not empty."""
+        conduct, heard = worker.conduct, worker.session.heard
+        pace = conduct.pace or self.usual
+        lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else self._timeout
+        if now - min(held.values()) <= lease:
+            return []
+        longest = max(self._timeout, LEASE_FACTOR * lease) if pace else self._timeout
+        silent = [chunk for chunk, since in held.items() if now - max(since, heard) > lease]
+        stuck = [chunk for chunk, since in held.items() if now - since > longest and chunk not in silent]
+        if stuck:
+            conduct.stuck = True
+            self._stuck.add(worker.author.voter)
+        if silent or stuck:
+            conduct.punctual = False
+        found = Expired("silent for", lease, silent), Expired("has not delivered for", longest, stuck)
+        return [expired for expired in found if expired.chunks]

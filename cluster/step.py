@@ -1,0 +1,173 @@
+"""What a coordinator knows of one step: which chunks are handed out to whom, which results have come, and which chunks
+are audited. No sockets, and no clock of its own.
+
+Two honest results of a chunk are equal to the bit. A chunk that is audited, or whose results differ, is done when one
+result has at least two votes (trust.tally) and more votes than any other. The authors of the others have lied."""
+
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+from cluster.trust import tally, withdraw
+from model import ternary
+
+COPY_AFTER = 1.5           # an idle worker copies a chunk after this multiple of its usual time, times its holders
+
+
+class Outcome(NamedTuple):
+    """The result of a chunk. packed: bytes of its ternary fitness (SPEC 8)."""
+    packed: bytes
+    sum_loss: int
+
+
+class Account:
+    """What one worker has been handed in a step. given: {chunk: when}, all; held: {chunk: when}, its leases; owed:
+    chunks whose results have not come."""
+
+    __slots__ = "given", "held", "owed"
+
+    def __init__(self):
+        self.given, self.held, self.owed = {}, {}, set()
+
+
+class Step:
+    """accounts: {worker: Account}, where a worker is any object with an `author`, who may have several; holders:
+    {chunk: {worker: when}}, the leases; audited: chunks that need two results if there are two authors; results: {chunk:
+    {Outcome: authors}}; done: {chunk: the Outcome that counts}; validators: authors that have been handed chunk 0.
+    alone: there is no second author for an audit; by_host: authors of several hosts are at work, so an audit needs two
+    of them."""
+
+    def __init__(self, cfg, audited=(), alone=False, by_host=False):
+        self.cfg = cfg
+        self.audited = set(audited)
+        self.alone = alone
+        self.by_host = by_host
+        self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
+        self.accounts = defaultdict(Account)
+        self.holders, self.results, self.done = {}, {}, {}
+        self.validators = set()
+        self._reported = set()                       # disputed chunks that `disputed` has returned
+
+    @property
+    def complete(self):
+        return len(self.done) == self.cfg.N_CHUNKS
+
+    def fitness(self):
+        """bytes: the packed fitness of all pairs, once the step is complete."""
+        return ternary.join([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_SIZE // 2)
+
+    def take(self, worker, now):
+        """Hands out the next chunk that this worker has neither held nor delivered. Returns it, or None."""
+        skipped, found = [], None
+        while self.queue and found is None:
+            chunk = self.queue.popleft()
+            if chunk not in self.done:
+                if self._excluded(chunk, worker):
+                    skipped.append(chunk)
+                else:
+                    found = chunk
+        self.queue.extendleft(reversed(skipped))
+        return None if found is None else self._hand_out(found, worker, now)
+
+    def late(self, now, usual):
+        """[chunk]: those that take longer than usual (seconds), the oldest first."""
+        return sorted((chunk for chunk, since in self.holders.items()
+                       if now - max(since.values()) > COPY_AFTER * usual * len(since)),
+                      key=lambda chunk: min(self.holders[chunk].values()))
+
+    def copy(self, worker, now, late):
+        """Hands out one of the `late` chunks to an idle worker, as a second copy, and removes it from the list. Returns
+        the chunk, or None."""
+        chunk = next((c for c in late if c in self.holders and not self._excluded(c, worker)), None)
+        if chunk is not None:
+            late.remove(chunk)
+            self._hand_out(chunk, worker, now)
+        return chunk
+
+    def give_back(self, worker, chunk):
+        """Ends a lease without a result."""
+        self._end_lease(worker, chunk)
+        if chunk not in self.done and not self.holders.get(chunk):
+            self.queue.appendleft(chunk)
+
+    def leave(self, worker):
+        """The worker has gone: its chunks are handed out again."""
+        for chunk in list(self.accounts[worker].held):
+            self.give_back(worker, chunk)
+        del self.accounts[worker]
+
+    def audit(self, chunk):
+        """A second author evaluates this chunk too, if it is not done yet."""
+        if chunk not in self.audited and chunk not in self.done:
+            self.audited.add(chunk)
+            self.queue.append(chunk)
+
+    def result(self, worker, chunk, packed, sum_loss):
+        """Takes a result. Returns the authors who have lied."""
+        self._end_lease(worker, chunk)
+        if worker.author in self._authors(chunk):
+            return []
+        self.results.setdefault(chunk, {}).setdefault(Outcome(packed, sum_loss), []).append(worker.author)
+        return self._judge(chunk)
+
+    def settle(self):
+        """Judges the chunks that wait for a second author, after `alone` or `by_host` has changed."""
+        for chunk in [c for c in self.results if c not in self.done]:
+            self._judge(chunk)
+
+    def withdraw(self, author):
+        """Forgets every result of this author; chunks that nobody else has done are to be done again."""
+        for chunk, outcomes in self.results.items():
+            withdraw(outcomes, author)
+            if self.done.get(chunk) not in outcomes:
+                self.done.pop(chunk, None)
+                self._judge(chunk)
+
+    def disputed(self):
+        """[(chunk, authors)] whose results differ and are not decided yet, each chunk once."""
+        found = {c for c in self.results if c not in self.done and len(self.results[c]) > 1} - self._reported
+        self._reported |= found
+        return [(chunk, self._authors(chunk)) for chunk in sorted(found)]
+
+    def _judge(self, chunk):
+        outcomes = self.results[chunk]
+        if len(outcomes) == 1 and (self.alone or chunk not in self.audited):
+            self.done[chunk] = next(iter(outcomes))
+            return []
+        votes = tally(outcomes, self.by_host)
+        ranked = sorted(outcomes, key=lambda outcome: -votes[outcome])
+        first, second = ([votes[outcome] for outcome in ranked] + [0, 0])[:2]
+        if first > max(second, 1):
+            self.done[chunk] = ranked[0]
+            return [author for outcome in ranked[1:] for author in outcomes[outcome]]
+        self.done.pop(chunk, None)
+        if not self.holders.get(chunk) and chunk not in self.queue:
+            self.queue.appendleft(chunk)
+        return []
+
+    def _authors(self, chunk):
+        return [author for authors in self.results.get(chunk, {}).values() for author in authors]
+
+    def _excluded(self, chunk, worker):
+        """Whether the worker holds this chunk, its author has done it, or its host has while another host is to check
+        that. Where results differ everybody is heard: a host that is right twice outvotes nobody alone."""
+        holders, authors = self.holders.get(chunk, ()), self._authors(chunk)
+        if worker in holders or worker.author in authors:
+            return True
+        if not self.by_host or len(self.results.get(chunk, ())) > 1:
+            return False
+        return worker.author.voter in {a.voter for a in (*authors, *(holder.author for holder in holders))}
+
+    def _hand_out(self, chunk, worker, now):
+        account = self.accounts[worker]
+        account.held[chunk] = account.given[chunk] = now
+        account.owed.add(chunk)
+        self.holders.setdefault(chunk, {})[worker] = now
+        if chunk == 0:
+            self.validators.add(worker.author)
+        return chunk
+
+    def _end_lease(self, worker, chunk):
+        if self.accounts[worker].held.pop(chunk, None) is not None:
+            del self.holders[chunk][worker]
+            if not self.holders[chunk]:
+                del self.holders[chunk]
