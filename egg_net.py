@@ -606,7 +606,7 @@ class Coordinator:
 
     def _catch_up(self, step, version):
         """The frame with the fitness of a step, which all workers want at once when the step ends."""
-        key = self.run.step, self.run.start, step, version
+        key = self.run.step, self.run.start.epoch, step, version
         if key not in self._answers:
             packed = self.run.body(step) if version == V2 else self.run.fitness(step)
             self._answers = {key: wire.frame(wire.JOB_RESPONSE, self.run.seed, step + 1, 0, len(packed), packed,

@@ -28,8 +28,8 @@ BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
 
 class Head(NamedTuple):
-    """The first bytes of a snapshot file. sha256: of the state; before: of the fitness of the previous step; size: bytes
-    of the body."""
+    """The first bytes of a snapshot file. sha256: of the state; config: see `config_digest`; before: SHA-256 of the
+    fitness of the previous step; size: bytes of the body."""
     step: int
     seed: int
     sha256: bytes

@@ -31,10 +31,10 @@ class Account:
 
 class Step:
     """accounts: {worker: Account}, where a worker is any object with an `author`, who may have several; holders:
-    {chunk: {worker: when}}, the leases; audited: chunks that need two results if there are two authors; results: {chunk:
-    {Outcome: authors}}; done: {chunk: the Outcome that counts}; validators: authors that have been handed chunk 0.
-    alone: there is no second author for an audit; by_host: authors of several hosts are at work, so an audit needs two
-    of them."""
+    {chunk: {worker: when}}, the leases; audited: chunks that need two results if there are two authors; results:
+    {chunk: {Outcome: authors}}; done: {chunk: the Outcome that counts}; validators: authors that have been handed
+    chunk 0. alone: there is no second author for an audit; by_host: authors of several hosts are at work, so an audit
+    needs two of them."""
 
     def __init__(self, cfg, audited=(), alone=False, by_host=False):
         self.cfg = cfg

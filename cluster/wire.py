@@ -59,7 +59,8 @@ class Frame(int):
     def unpack(self, payload):
         """The fields of a payload, by name."""
         fields = self.head.unpack_from(payload)
-        return self.fields(*fields, payload[self.head.size:]) if len(self._names) > self._fixed else self.fields(*fields)
+        rest = [payload[self.head.size:]] if len(self._names) > self._fixed else []
+        return self.fields(*fields, *rest)
 
 
 # both versions

@@ -166,7 +166,8 @@ class Honest(threading.Thread):
         step, out = self.step, b""
         while not self.stop:
             peer.link.send(out + peer.link.frame(JOB_REQUEST, 0, step, 0, step.to_bytes(16, "little")))
-            _, step, position, packed = peer.link.unpack_response(peer.link.next(JOB_RESPONSE))
+            answer = peer.link.unpack_response(peer.link.next(JOB_RESPONSE))
+            step, position, packed = answer.step, answer.first, answer.packed
             self.step, out = max(step, self.step), b""
             if not packed:
                 time.sleep(0.002)

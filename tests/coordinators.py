@@ -93,7 +93,8 @@ class Peer:
         self.link.send(self.link.frame(JOB_REQUEST, 0, step, 0))
 
     def answer(self, timeout=5):
-        return self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
+        came = self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
+        return came.seed, came.step, came.first, came.packed
 
     def chunk(self, step):
         self.ask(step)
@@ -195,7 +196,7 @@ class Peer2(Peer):
         self.link.send(self.link.frame(JOB_REQUEST, 0, step, 0, digest.ljust(wire.DIGEST, b"\0")))
 
     def next(self, *opcodes, timeout=5):
-        return self.link.any_of(opcodes, timeout)
+        return self.link.any_of(opcodes, timeout)[1:]
 
     def result(self, step, position, packed=GOOD, loss=5):
         self.link.send(self.link.frame(RESULT, 0, step, position, 0, loss, len(packed), packed))

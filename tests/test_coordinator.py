@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import egg_net
-from cluster import admission, auth, dispatch, history, snapshots, wire
+from cluster import admission, auth, dispatch, fairness, history, snapshots, wire
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import fitness_digits, seeds, state_digest
 from maintenance import load
@@ -154,7 +154,8 @@ def test_status_as_a_table_and_as_json(tmp_path):
 def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch):
     """Not at every arrival: thousands of workers come at once where a coordinator starts again."""
     dispatcher, counted = dispatch.Dispatcher(CFG, SimpleNamespace(step=0), None, None, 60), []
-    dispatcher.work, original = SimpleNamespace(settle=lambda: None), dispatch.Dispatcher._count_authors
+    dispatcher.begin_step()
+    original = dispatch.Dispatcher._count_authors
     monkeypatch.setattr(dispatch.Dispatcher, "_count_authors", lambda self, now: counted.append(original(self, now)))
 
     class Arrival(SimpleNamespace):
@@ -162,7 +163,7 @@ def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch)
 
     def arrive(host, name):
         author = admission.Author(host, name, name)
-        worker = Arrival(trusted=True, stuck=False, chunks=0, author=author, step=0, waiting=True, held={})
+        worker = Arrival(trusted=True, conduct=fairness.Conduct(), author=author, step=0, waiting=True)
         dispatcher.enter(worker)
         dispatcher.arrived(worker)
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 import egg
 import egg_config
-from cluster import admission, event_log, history, leases, snapshots, trust
+from cluster import admission, event_log, history, snapshots, trust
+from cluster.step import Step
 from islands import gossip
 from model import fitness_digits, parameters
 from tools import use
@@ -206,7 +207,7 @@ def test_a_worker_loads_no_state_that_import_would_refuse(tmp_path, spoil):
 @hypothesis.given(st.integers(0, 1 << 64))
 def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     """Two honest hosts and one liar with many names, on one step of which every chunk is audited, in any order."""
-    dice, step = random.Random(seed), leases.Step(CFG, range(CFG.N_CHUNKS))
+    dice, step = random.Random(seed), Step(CFG, range(CFG.N_CHUNKS))
     step.by_host = True
     liars = [Holder("6.6.6.6", f"liar{i}") for i in range(dice.randint(1, 5))]
     honest = [Holder(f"1.1.1.{i % 2}", f"honest{i}") for i in range(dice.randint(2, 4))]
@@ -214,8 +215,8 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     for turn in range(60):
         who, act = dice.choice(liars + honest), dice.choice(["take", "copy", "result", "result", "back", "withdraw"])
         if act in ("take", "copy"):
-            chunk = step.take(who, who.author, turn) if act == "take" else \
-                step.copy(who, who.author, turn, step.late(turn, 0.1))
+            chunk = step.take(who, turn) if act == "take" else \
+                step.copy(who, turn, step.late(turn, 0.1))
             held += [(who, chunk)] * (chunk is not None)
         elif act == "withdraw" and accused:
             step.withdraw(dice.choice(sorted(accused)))
@@ -225,18 +226,18 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
                 step.give_back(who, chunk)
             else:
                 lie = who in liars and dice.random() < 0.5
-                accused |= set(step.result(who, who.author, chunk, BAD if lie else GOOD, 5))
+                accused |= set(step.result(who, chunk, BAD if lie else GOOD, 5))
     assert not accused & {holder.author for holder in honest}
     assert all(packed == GOOD for packed, _ in step.done.values())
     for who, chunk in held:                                      # every lease ends
         step.give_back(who, chunk)
     for _ in range(100):                                         # and the honest can end it, whatever happened before
         for who in honest:
-            chunk = step.take(who, who.author, 0) if not step.complete else None
+            chunk = step.take(who, 0) if not step.complete else None
             if chunk is None and not step.complete:
-                chunk = step.copy(who, who.author, 1e9, step.late(1e9, 0.1))
+                chunk = step.copy(who, 1e9, step.late(1e9, 0.1))
             if chunk is not None:
-                accused |= set(step.result(who, who.author, chunk, GOOD, 5))
+                accused |= set(step.result(who, chunk, GOOD, 5))
     assert step.complete and all(packed == GOOD for packed, _ in step.done.values())
     assert not accused & {holder.author for holder in honest}
 

@@ -311,7 +311,7 @@ class Stranger:
         asked = []
         while not until():
             try:
-                opcode, payload = self.link.any_of((STANDING, STATE_REQUEST), 0.05)
+                _, opcode, payload = self.link.any_of((STANDING, STATE_REQUEST), 0.05)
             except TimeoutError:
                 continue
             if opcode == STANDING and json.loads(payload)["ask"]:

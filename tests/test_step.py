@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import egg_net
-from cluster import admission, auth, dispatch, history, leases, status, trust, wire
+from cluster import admission, auth, dispatch, fairness, history, status, trust, wire
+from cluster.step import Step
 from cluster.wire import JOB_RESPONSE, REBUILD, V2
 from model import fitness_digits
 from coordinators import Coordinator, Holder, Peer, Peer2, Server, caller, cluster, refused_by, until, whole
@@ -18,24 +19,29 @@ from fakes import BAD, CFG, Drifting, FakeEngine, GOOD, Liar, Lines, SECRET, car
 
 # --- chunks of a step: audits, liars, leases, copies ------------------------------------------------------------------
 
-A, B, C, D = (admission.Author("host", x, f"worker {x}") for x in "abcd")
+class Alone(admission.Author):
+    """An author that is its only worker."""
+    author = property(lambda self: self)
+
+
+A, B, C, D = (Alone("host", x, f"worker {x}") for x in "abcd")
 YES = GOOD, 5
 NO = fitness_digits.pack_ternary(-np.ones(16, np.int8)), 5
 
 
 def give(step, author, chunk, what):
-    return step.result(author, author, chunk, *what)
+    return step.result(author, chunk, *what)
 
 
 def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
-    step = leases.Step(CFG, audited=[1])
-    assert [step.take(A, A, 0) for _ in range(5)] == [0, 1, 2, 3, None] and step.take(B, B, 0) == 1
+    step = Step(CFG, audited=[1])
+    assert [step.take(A, 0) for _ in range(5)] == [0, 1, 2, 3, None] and step.take(B, 0) == 1
     for chunk in (0, 1, 2, 3):
         assert give(step, A, chunk, YES) == []
-    assert set(step.done) == {0, 2, 3} and step.take(A, A, 1) is None
+    assert set(step.done) == {0, 2, 3} and step.take(A, 1) is None
     assert give(step, B, 1, NO) == [] and 1 not in step.done
     assert step.disputed() == [(1, [A, B])]
-    assert step.take(A, A, 1) is None and step.take(B, B, 1) is None and step.take(C, C, 1) == 1
+    assert step.take(A, 1) is None and step.take(B, 1) is None and step.take(C, 1) == 1
     assert give(step, C, 1, YES) == [B] and step.complete \
         and step.fitness() == fitness_digits.pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
     step.withdraw(B)
@@ -43,15 +49,15 @@ def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
 
 
 def test_a_late_result_that_differs_opens_the_chunk_again():
-    step = leases.Step(CFG)
+    step = Step(CFG)
     assert give(step, A, 0, NO) == [] and 0 in step.done
     assert give(step, A, 0, YES) == [] and step.done[0] == NO             # its own first word counts
-    assert give(step, B, 0, YES) == [] and 0 not in step.done and step.take(C, C, 0) == 0
+    assert give(step, B, 0, YES) == [] and 0 not in step.done and step.take(C, 0) == 0
     assert give(step, C, 0, YES) == [A] and step.done[0] == YES
 
 
 def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
-    step = leases.Step(CFG, audited=[0])
+    step = Step(CFG, audited=[0])
     assert give(step, A, 0, YES) == [] and not step.done
     step.alone = True
     step.settle()
@@ -62,26 +68,26 @@ def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
     give(step, B, 2, YES)
     step.withdraw(A)
     assert set(step.done) == {1, 2}
-    assert sorted(iter(lambda: step.take(C, C, 0), None)) == [0, 3]
+    assert sorted(iter(lambda: step.take(C, 0), None)) == [0, 3]
     step.alone = True
     assert give(step, B, 0, YES) == [] and 0 in step.done
 
 
 def test_copies_go_to_idle_workers_and_the_first_result_counts():
-    step = leases.Step(CFG)
-    assert [step.take(A, A, t) for t in range(4)] == [0, 1, 2, 3]
+    step = Step(CFG)
+    assert [step.take(A, t) for t in range(4)] == [0, 1, 2, 3]
     give(step, A, 2, YES)
     assert step.late(3.0, 1.0) == [0, 1] and step.late(1.2, 1.0) == []
     late = step.late(3.0, 1.0)
-    assert step.copy(A, A, 3.0, late) is None and step.copy(B, B, 3.0, late) == 0 and late == [1]
+    assert step.copy(A, 3.0, late) is None and step.copy(B, 3.0, late) == 0 and late == [1]
     assert step.late(5.9, 1.0) == [1, 3] and step.late(6.1, 1.0) == [0, 1, 3]   # a third one waits twice as long
     give(step, B, 0, YES)
     step.give_back(A, 0)
-    assert step.take(C, C, 9) is None
+    assert step.take(C, 9) is None
 
 
 def test_leases_follow_the_time_that_chunks_take(tmp_path, monkeypatch):
-    monkeypatch.setattr(dispatch, "LEAST_LEASE", 1.0)
+    monkeypatch.setattr(fairness, "LEAST_LEASE", 1.0)
     with Server(tmp_path) as server:
         quick, stuck = Peer2(server.port), Peer2(server.port)
         for position in (0, 32):
@@ -107,7 +113,8 @@ def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work
         # without waiting, and without holding more than CHUNKS_HELD
         asked = [greedy.chunk(0) // 32 for _ in range(9)]
         known = next(worker for worker in server.coordinator.dispatcher.workers if worker.version == 1)
-        assert all(0 <= c < 12 for c in asked) and len(known.held) == dispatch.CHUNKS_HELD
+        assert all(0 <= c < 12 for c in asked)
+        assert len(server.coordinator.dispatcher.work.accounts[known].held) == dispatch.CHUNKS_HELD
         mine = []
         for _ in range(12 - dispatch.CHUNKS_HELD):
             mine.append(other.chunk(0) // 32)
@@ -255,15 +262,15 @@ def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path
     coordinator = Coordinator(CFG, history.open_run(CFG), log_dir=tmp_path, console=egg_net.Console(Lines()))
     try:
         coordinator.progress.chunk_handed_out()                  # as the first result does
-        one, two, three = (admission.Author("127.0.0.1", name, name) for name in "abc")
+        one, two, three = (Alone("127.0.0.1", name, name) for name in "abc")
         coordinator.trust.votes[0] = {b"right": {one}, b"wrong": {two}}
         pairs = np.zeros(CFG.CHUNK_SIZE // 2, np.int8)
         for chunk in range(CFG.N_CHUNKS):
-            coordinator.dispatcher.work.result(None, one, chunk, fitness_digits.pack_ternary(pairs), 0)
-        coordinator._complete_step_if_done()
+            coordinator.dispatcher.work.result(one, chunk, fitness_digits.pack_ternary(pairs), 0)
+        coordinator._complete_step()
         assert coordinator.dispatcher.work.complete and coordinator.run.step == 0
         coordinator.trust.votes[0][b"right"].add(three)
-        coordinator._complete_step_if_done()
+        coordinator._complete_step()
         assert coordinator.run.step == 1
     finally:
         coordinator.close()
@@ -312,13 +319,13 @@ def audit(step, chunk, *results):
     """Gives results (holder, packed) of a chunk; the names of those who are found to have lied."""
     liars = []
     for holder, packed in results:
-        liars += step.result(holder, holder.author, chunk, packed, 5)
+        liars += step.result(holder, chunk, packed, 5)
     return [author.name for author in liars]
 
 
 def test_three_names_on_one_host_have_one_vote():
     sybils, honest = [Holder("1.1.1.1", f"s{i}") for i in range(3)], [Holder("2.2.2.2", "a"), Holder("3.3.3.3", "b")]
-    step = leases.Step(CFG, [0])
+    step = Step(CFG, [0])
     step.by_host = True
     assert audit(step, 0, *((s, BAD) for s in sybils), (honest[0], GOOD)) == [] and not step.done
     assert audit(step, 0, (honest[1], GOOD)) == ["s0", "s1", "s2"] and step.done[0][0] == GOOD
@@ -335,11 +342,11 @@ def test_three_names_on_one_host_have_one_vote():
 
 def test_one_host_cannot_fill_both_sides_of_an_audit():
     one, two, other = Holder("1.1.1.1", "one"), Holder("1.1.1.1", "two"), Holder("2.2.2.2", "other")
-    step = leases.Step(CFG, [0])
+    step = Step(CFG, [0])
     step.by_host = True
-    assert step.take(one, one.author, 0) == 0
-    assert [step.take(two, two.author, 0) for _ in range(4)] == [1, 2, 3, None]
-    assert step.take(other, other.author, 0) == 0
+    assert step.take(one, 0) == 0
+    assert [step.take(two, 0) for _ in range(4)] == [1, 2, 3, None]
+    assert step.take(other, 0) == 0
     assert audit(step, 0, (one, BAD)) == [] and 0 not in step.done
     assert audit(step, 0, (two, BAD)) == [] and 0 not in step.done
     # results differ: now everybody is heard, and one wrong device of a host does not stop the others
@@ -446,7 +453,7 @@ def test_a_lease_ends_though_no_usual_time_is_known(tmp_path):
 def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypatch, audited):
     """Audited chunks wait for the holders, which are another host, until one of them is found out."""
     cfg = changed(POPULATION_SIZE=32 * 8, STRAGGLER_TIMEOUT=0.8, VALIDATE_EVERY=0, AUDIT_RATE=audited)
-    monkeypatch.setattr(dispatch, "LEAST_LEASE", 0.3)
+    monkeypatch.setattr(fairness, "LEAST_LEASE", 0.3)
     monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", 0.5)
     with Server(tmp_path, cfg) as server:
         holders = [caller("127.0.0.2", server.port, cfg, name=f"h{i}") for i in range(6)]
@@ -473,9 +480,9 @@ def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypat
 
 
 def test_copies_go_to_another_host_and_do_not_run_out():
-    step = leases.Step(CFG)
+    step = Step(CFG)
     step.by_host = True
     one, two, other, more = (Holder(h, n) for h, n in (("1", "one"), ("1", "two"), ("2", "other"), ("3", "more")))
-    assert step.take(one, one.author, 0) == 0
-    assert step.copy(two, two.author, 9, [0]) is None and step.copy(other, other.author, 9, [0]) == 0
-    assert step.late(11, 1.0) == [] and step.late(13, 1.0) == [0] and step.copy(more, more.author, 13, [0]) == 0
+    assert step.take(one, 0) == 0
+    assert step.copy(two, 9, [0]) is None and step.copy(other, 9, [0]) == 0
+    assert step.late(11, 1.0) == [] and step.late(13, 1.0) == [0] and step.copy(more, 13, [0]) == 0
