@@ -48,6 +48,7 @@ class Dispatcher:
             audited.add(0)                           # so that two validate
         if self.work:
             self.fairness.step_ended(self.work.accounts)
+            self.work.end()
         self.work = Step(self.cfg, audited, self.alone, self.by_host)
         self.steps = {number: past for number, past in self.steps.items() if number == step - 1}
         self.steps[step] = self.work

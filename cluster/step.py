@@ -55,6 +55,10 @@ class Step:
         """bytes: the packed fitness of all pairs, once the step is complete."""
         return ternary.join([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_SIZE // 2)
 
+    def end(self):
+        """Forgets the results: of a step that has ended only `accounts` and `validators` are still used."""
+        self.results, self.done = {}, {}
+
     def take(self, worker, now):
         """Hands out the next chunk that this worker has neither held nor delivered. Returns it, or None."""
         skipped, found = [], None
