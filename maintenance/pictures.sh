@@ -43,7 +43,7 @@ page() {
         kill -0 $run
         sleep 1
     done
-    chromium --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
+    nice chromium --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
         --user-data-dir="$work/browser" --window-size=1185,1560 --virtual-time-budget=4000 \
         --screenshot="$root/docs/live-page.png" http://localhost:8765/ 2>browser.log
     kill $run
