@@ -1,8 +1,8 @@
 """`egg.py ray`: a training run on a Ray cluster.
 
 The coordinator is an actor on the node that holds the save directory. Workers are actors, one on every GPU or with some
-CPUs each. Ray places them, restarts what dies and carries code, configuration, data and secret. Everything belongs to
-this process, the driver: when it ends, so do the actors, and the same command continues from the save directory.
+CPUs each. Ray places them, restarts those that die, and carries code, configuration, data and secret. All actors belong
+to this process, the driver: they end with it, and the same command continues from the save directory.
 """
 
 import collections
@@ -36,12 +36,12 @@ except ModuleNotFoundError as missing:
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NOT_CARRIED = [".git", ".venv", "/tests", "/docs", "*.bin", "/ckpt*"]       # data travels as objects
 CONNECT_SECONDS = 10.0
-POLL_SECONDS = 0.25        # between two looks at the coordinator
-NODES_SECONDS = 2.0        # between two looks for new nodes
-WAIT_MINUTES = 5.0         # for resources of the first worker
-LOCK_SECONDS = 30.0        # that the coordinator of a killed driver may take to end
-STOP_SECONDS = 30.0        # that the coordinator may take to stop
-SILENT_SECONDS = 5.0       # without an answer of the coordinator, after which a line says so
+POLL_SECONDS = 0.25        # between two requests for news of the coordinator
+NODES_SECONDS = 2.0        # between two searches for new nodes
+WAIT_MINUTES = 5.0         # limit for resources of the first worker
+LOCK_SECONDS = 30.0        # limit for the coordinator of a killed driver to end
+STOP_SECONDS = 30.0        # limit for the coordinator to stop
+SILENT_SECONDS = 5.0       # without an answer of the coordinator, until a line says so
 FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}
 GAUGES = {"step": "the last step", "loss": "mean loss of the population", "tokens_per_second": "speed of the last step",
           "value": "validation: cross-entropy of held-out text"}
@@ -56,8 +56,8 @@ def connect(address):
     (a new one, which ends with this process) or HOST:PORT. Raises RayError."""
     address = address or "auto"
     if address.startswith("ray://"):
-        raise UsageError(f"--address {address}: a driver outside the cluster is of no use here: run the command on a "
-                         "node, or give it to `ray job submit`")
+        raise UsageError(f"--address {address}: the driver must run inside the cluster: run the command on a node, or "
+                         "give it to `ray job submit`")
     host, colon, port = address.rpartition(":")
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env", {})
     environment = None if "working_dir" in job else {"working_dir": ROOT, "excludes": NOT_CARRIED}
@@ -81,18 +81,18 @@ def absolute(directory):
 
 
 def nodes():
-    """[{"CPU": number, "GPU": number}] of the nodes that are alive."""
+    """[{"CPU": number, "GPU": number}] of the live nodes."""
     return [{kind: int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU")}
             for node in ray.nodes() if node["Alive"]]
 
 
 def ready(references, timeout=0):
-    """Those of the references whose call is over."""
+    """The references whose calls have ended."""
     return ray.wait(references, num_returns=len(references), timeout=timeout)[0] if references else []
 
 
 def result(reference):
-    """What a call has returned. Raises the EggError with which it ended, or a RayError."""
+    """The result of a call. Raises the EggError with which it ended, or a RayError."""
     try:
         return ray.get(reference)
     except Exception as error:          # whatever the actor raised, or why Ray has no result
@@ -117,11 +117,13 @@ def problem(error):
 # --- actors ----------------------------------------------------------------------------------------------------------
 
 class CoordinatorActor:
-    """Coordinates the run, and is the console of that: keeps what it is told until the driver fetches it, and passes
-    the figures of each step to Ray's metrics. `run` occupies one thread, the driver's calls have another."""
+    """Coordinates the run and serves as its console: it keeps the lines and events until the driver fetches them, and
+    passes the figures of each step to Ray's metrics. `run` occupies one thread, the driver's calls have another."""
 
     def __init__(self):
-        self.calls, self.status, self.stopped = collections.deque(maxlen=10_000), "", []
+        self.calls = collections.deque(maxlen=10_000)
+        self.status = ""
+        self.stopped = []
         self.gauges = {name: metrics.Gauge(f"egg_{name}", text) for name, text in GAUGES.items()}
 
     def run(self, cfg, **options):
@@ -153,7 +155,7 @@ class CoordinatorActor:
         self.status = ""
 
     def news(self):
-        """(status line, calls for the console of the driver) since the last time."""
+        """(status line, calls for the console of the driver since the last call)."""
         return self.status, [self.calls.popleft() for _ in range(len(self.calls))]
 
     def stop(self):
@@ -169,7 +171,7 @@ class WorkerActor:
         from engine import hardware
         from tools import train
         gpus, opened = ray.get_gpu_ids(), {name: tempfile.TemporaryFile() for name in files}
-        for name, file in opened.items():        # files without a name: they go with this process, however it ends
+        for name, file in opened.items():        # files without a name: they end with this process
             ray.get(files[name]).tofile(file)
             file.flush()
         values = {name: f"/proc/self/fd/{file.fileno()}" for name, file in opened.items()}
@@ -196,17 +198,16 @@ class Workers:
         self.workers = workers
         self.given = cpus
         self.console = console
-        # alive: {reference of `run`, which ends with the worker: actor}; started: its resources, of all there were
         self.arguments = arguments
-        self.alive = {}
-        self.started = []
-        self.placed = []
-        self.look_at = 0.0
+        self.alive = {}                              # reference of `run`, which ends with the worker: actor
+        self.started = []                            # resources of every worker that was started
+        self.placed = []                             # references of `placed`
+        self.search_at = 0.0                         # time of the next search for nodes
         # a node without CPUs (often the head node) is for other things
         self.cpus = cpus or min((n["CPU"] for n in nodes() if n["CPU"]), default=1)
 
     def wanted(self):
-        """[(resources, number of workers)] for which the nodes have room, or that were asked for."""
+        """[(resources, number of workers)]: as requested, or as many as the nodes have room for."""
         found = nodes()
         gpus = sum(n["GPU"] for n in found)
         on_gpus = self.device == "cuda" or self.device == "auto" and gpus > 0
@@ -217,10 +218,10 @@ class Workers:
         return [({"num_gpus": 1, "num_cpus": 1}, gpus)] * on_gpus + [({"num_cpus": self.cpus}, cpus)] * bool(on_cpus)
 
     def grow(self):
-        """Starts workers where there is room for more. Those without a place are pending until a node comes."""
-        if time.monotonic() < self.look_at:
+        """Starts workers while there is room. Those without a place are pending until a node joins."""
+        if time.monotonic() < self.search_at:
             return
-        self.look_at = time.monotonic() + NODES_SECONDS
+        self.search_at = time.monotonic() + NODES_SECONDS
         for resources, wanted in self.wanted():
             for _ in range(wanted - self.started.count(resources)):
                 actor = ray.remote(WorkerActor).options(**resources, **FOR_EVER).remote()
@@ -259,12 +260,12 @@ def home(save_dir):
 
 
 def train(cfg, args, secret, http, console):
-    """What `egg.py ray` does; args: its arguments. Returns the directory of the run. Raises UsageError, RayError,
+    """The command `egg.py ray`; args: its arguments. Returns the directory of the run. Raises UsageError, RayError,
     DataError, HistoryError, NetError; the completed steps are kept in every case."""
     save_dir = absolute(args.save_dir)
     load_dir, log_json, tensorboard = (path and os.path.abspath(path)
                                        for path in (args.load_dir, args.log_json, args.tensorboard))
-    data_files.open_tokens(cfg, cfg.INPUT_FILE)              # what is wrong with it is said here, not on every node
+    data_files.open_tokens(cfg, cfg.INPUT_FILE)              # an error is reported once, not by every node
     connect(args.address)
     try:
         files = {name: ray.put(np.fromfile(getattr(cfg, name), np.uint8)) for name in egg_config.DATA_FILES
@@ -296,12 +297,13 @@ def train(cfg, args, secret, http, console):
 
 
 def follow(actor, finish, workers, wait, console):
-    """Shows what the coordinator tells and keeps the workers, until the run or a signal ends it; see its `run`."""
+    """Shows the coordinator's news and keeps the workers running, until the run or a signal ends it. Returns the result
+    of CoordinatorActor.run."""
     started = heard = time.monotonic()
     news = actor.news.remote()
     stop_at = None
     placed = []
-    told = False
+    waiting_shown = False
     reports = collections.deque(maxlen=100)                  # what Ray prints, from a thread of its own
     screen = types.SimpleNamespace(write=reports.append, flush=lambda: None)
     with stop_signals() as stopped, contextlib.redirect_stdout(screen):
@@ -331,9 +333,9 @@ def follow(actor, finish, workers, wait, console):
             if not placed and now - started > 60 * wait:
                 raise RayError(f"no free resources for a worker within {wait:g} min: {workers.needs()}: free some, add "
                                "a node, or wait longer with --wait")
-            if not placed and not told and now - started > SILENT_SECONDS:
+            if not placed and not waiting_shown and now - started > SILENT_SECONDS:
                 console.line(f"waiting for resources: {workers.needs()}")
-                told = True
+                waiting_shown = True
     with contextlib.suppress(EggError):
         show(news, console)
         show(actor.news.remote(), console)
@@ -341,7 +343,7 @@ def follow(actor, finish, workers, wait, console):
 
 
 def show(news, console):
-    """Passes what the coordinator told to the console; returns its status line. Raises RayError."""
+    """Passes the coordinator's news to the console. Returns its status line. Raises RayError."""
     status, calls = result(news)
     for name, *values in calls:
         getattr(console, name)(*values)

@@ -1,7 +1,7 @@
 """`egg.py sweep`: trains with a table of settings on a Ray cluster, through Ray Tune, and ranks them by validation.
 
-A trial is what `egg.py train` does, in a directory of its own. ASHA ends bad trials early. An interrupted sweep
-continues: finished trials stay as they are, the others go on from their directories.
+A trial is a run of `egg.py train` in its own directory. ASHA ends bad trials early. The same command continues an
+interrupted sweep: finished trials stay as they are, the others continue from their directories.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ from model import data_files
 from tools import curves
 
 NUMBERS = {"steps": (int, 1), "minutes": (float, 0.001), "samples": (int, 1), "grace": (float, 0.001),
-           "reduction": (float, 1.1), "cpus": (int, 1), "gpus": (int, 0)}      # kind and least value
+           "reduction": (float, 1.1), "cpus": (int, 1), "gpus": (int, 0)}      # setting: type, least value
 
 
 class Table(NamedTuple):
-    """What is to be tried; docs/CLUSTERS.md explains it. constants: {name: [value] or {"low", "high", "log"}}."""
+    """The settings of a sweep (docs/CLUSTERS.md). constants: {name: [value] or {"low", "high", "log"}}."""
     constants: dict
     preset: str = None
     steps: int = None
@@ -88,7 +88,7 @@ def draw(low, high, log=False):
 
 
 def title(trial, names):
-    """Name of a trial and of its directory: its number, and what is varied."""
+    """Name of a trial and of its directory: its number, and its values of the varied constants."""
     values = {name: trial.config[name] for name in names}
     text = ",".join(f"{k}={v:.4g}" if type(v) is float else f"{k}={v}" for k, v in values.items())
     return trial.trial_id.rpartition("_")[2][-3:] + "-" + re.sub(r"[^\w.=,+-]", "_", text)[:80]
@@ -103,12 +103,13 @@ def configuration(base, values):
 # --- a trial ---------------------------------------------------------------------------------------------------------
 
 class Reporter(Console):
-    """The console of a trial: tells Ray Tune each validation, at the end of its step: Tune may end the trial then, and
-    all logs shall have it. spent: minutes of training before this start."""
+    """The console of a trial. It reports each validation to Ray Tune at the end of its step, when all logs have it,
+    because Tune may then end the trial. spent: minutes of training before this start."""
 
     def __init__(self, spent):
         super().__init__()
-        self.trained, self.spent, self.found = spent, spent, None
+        self.trained = self.spent = spent
+        self.found = None
 
     def emit(self, event, line):
         super().emit(event, line)
@@ -125,12 +126,13 @@ class Reporter(Console):
 
 
 def run_trial(values, base, files, table, directory):
-    """Trains with one setting, or continues that. files: {constant: path}; others: see `configuration`, `sweep`."""
+    """Runs or continues a trial. values: {constant: value}; files: {constant: path}; others: see `configuration`,
+    `sweep`."""
     from tools import train
     to, spent = os.path.join(directory, tune.get_context().get_trial_name()), 0.0
     if holds_run(to):
-        with contextlib.suppress(event_log.WatchError):          # it was ended before its first step
-            spent = curves.read_curve(to).loss[-1][2] / 60
+        with contextlib.suppress(event_log.WatchError):          # it ended before its first step
+            spent = curves.read_curve(to).loss[-1].seconds / 60
     cfg = configuration(base, values)
     cfg = cfg.changed(**files, DEVICE="cuda" if table.gpus else "cpu")
     minutes = table.minutes and max(table.minutes - spent, 1e-6)
@@ -157,11 +159,11 @@ class Progress(tune.Callback):
 # --- the sweep -------------------------------------------------------------------------------------------------------
 
 def sweep(path, preset, defines, directory, address):
-    """What `egg.py sweep` does. path: of the table; preset, defines: for every trial; directory: of the trials.
+    """The command `egg.py sweep`. path: of the table; preset, defines: for every trial; directory: of the trials.
     Returns their directories, the best first. Raises UsageError, RayError, DataError."""
     table = read_table(path)
     directory = cluster.absolute(directory or os.path.splitext(path)[0])
-    # without the secret, which has no business in the files of Ray Tune
+    # without the secret, which must not stand in the files of Ray Tune
     environ = {name: text for name, text in os.environ.items() if name.startswith("EGG_") and name != "EGG_SECRET"}
     base = preset or table.preset, defines, environ
     files = check(table, base)
@@ -209,7 +211,7 @@ def check(table, base):
 
 
 def remember(directory, text):
-    """Keeps what a sweep tries. Raises UsageError where the directory holds another sweep."""
+    """Saves the settings of a sweep. Raises UsageError if the directory holds another sweep."""
     os.makedirs(directory, exist_ok=True)
     with open(os.path.join(directory, "sweep.json"), "a+") as file:
         file.seek(0)
@@ -220,7 +222,7 @@ def remember(directory, text):
 
 
 def make_tuner(trainable, table, directory, count, name):
-    """The Tuner of a sweep: a new one, or one that goes on with what is in `directory`."""
+    """The Tuner of a sweep: a new one, or one that continues the sweep in `directory`."""
     place = os.path.join(directory, "tune")
     if tune.Tuner.can_restore(place):
         return tune.Tuner.restore(place, trainable, resume_unfinished=True, restart_errored=True)
@@ -237,12 +239,12 @@ def make_tuner(trainable, table, directory, count, name):
 
 @contextlib.contextmanager
 def interruptible():
-    """Yields a list that is no longer empty after SIGINT or SIGTERM, which also make Tune save its state and end."""
+    """Yields a list that gets an element by SIGINT or SIGTERM; these also make Tune save its state and end."""
     stopped = []
 
     def stop(number, _):
         stopped.append(number)
-        signal.raise_signal(signal.SIGUSR1)          # which Tune takes for the wish to stop
+        signal.raise_signal(signal.SIGUSR1)          # asks Tune to stop
 
     with handling({signal.SIGUSR1: signal.SIG_IGN, signal.SIGINT: stop, signal.SIGTERM: stop}):
         yield stopped
@@ -256,7 +258,7 @@ def rank(directory, names):
             curve, constants = curves.read_curve(run), configuration_of(run)
             if curve.validation:
                 best = min(curve.validation, key=lambda point: point.value)
-                rows.append([round(best[3], 4), curve.unit, best[0], curve.steps, *map(constants.get, names), run])
+                rows.append([round(best.value, 4), curve.unit, best.step, curve.steps, *map(constants.get, names), run])
     rows.sort(key=lambda row: row[0])
     head = ["validation", "unit", "at step", "steps", *names]
     with open(os.path.join(directory, "ranking.csv"), "w", newline="") as file:
