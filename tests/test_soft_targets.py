@@ -7,7 +7,7 @@ import pytest
 
 import egg_config
 from engine import cpu_engine
-from model import parameters, rules, seeds, soft_targets
+from model import rules, seeds, soft_targets
 from model.reading import Reading
 from readings import member_reading
 from tools import arch

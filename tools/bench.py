@@ -12,7 +12,6 @@ import time
 
 import numpy as np
 
-import egg_config
 from engine import engines, hardware
 from model import data_files, parameters, rules
 import egg_net
@@ -21,6 +20,7 @@ from tools import train
 ROUNDS = 5
 SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0,
              POPULATION_SIZE=0)
+
 
 def bench(cfg, device, threads):
     """Prints the figures of one device; threads: cores of a CPU, None for all."""
