@@ -1,7 +1,7 @@
 """The CPU engine: evaluation, update, validation and generation in numba, bit for bit as in the SPEC.
 
-Work is parallel over antithetic pairs; a pair's activations stay in a core's caches. The kernels are compiled once a
-machine, for every configuration.
+Work is parallel over antithetic pairs; a pair's activations stay in the caches of a core. The kernels are compiled
+once on a machine and serve every configuration.
 """
 
 import concurrent.futures
@@ -32,8 +32,8 @@ WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing les
 
 @njit
 def choose_token(c, exp, z, seen, penalty, temp, floor, random):
-    """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once a token seen, as section 11 asks): seen
-    uint8 [V]; exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
+    """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once for each token seen, as in section 11).
+    seen uint8 [V]; exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
     V, best = c.VOCAB_SIZE, 0
     scores, weights = np.empty(V, f32), np.empty(V, i32)
     for v in range(V):
@@ -151,7 +151,7 @@ class CpuEngine:
         return ParallelJob(self._pool, self.threads, cut(n, self.threads, together), work).finish()
 
     def _pack(self, *tensors):
-        """What is derived from the weights of some arrays, or of all."""
+        """Derives the panels and columns of Weights from these arrays, by default from all."""
         for t in tensors or self._tensors:
             row = self._table[t.param, t.layer]
             if t.looked_up:
@@ -269,12 +269,12 @@ class CpuEngine:
         # one memory for all blocks: the system takes long to provide it
         memory = np.empty(votes.shape[0] * min(BLOCK, -(-seeds.size // 4) * 4), np.uint8)
         for first in range(0, seeds.size, BLOCK):
-            some = seeds[first:first + BLOCK]
-            x = memory[:votes.shape[0] * 4 * -(-some.size // 4)].reshape(votes.shape[0], -1)
-            self._spread(votes.shape[0], x.size, kernels.input_block, self._constants, row, some,
+            block = seeds[first:first + BLOCK]
+            x = memory[:votes.shape[0] * 4 * -(-block.size // 4)].reshape(votes.shape[0], -1)
+            self._spread(votes.shape[0], x.size, kernels.input_block, self._constants, row, block,
                          signs[first:first + BLOCK], x)
-            self._spread(votes.shape[1] // PANEL, x.size + votes.shape[1] * some.size + votes.size * some.size // 64,
-                         kernels.panel_votes, self._constants, row, some, x, votes)
+            self._spread(votes.shape[1] // PANEL, x.size + votes.shape[1] * block.size + votes.size * block.size // 64,
+                         kernels.panel_votes, self._constants, row, block, x, votes)
         return votes
 
     def _muon_direction(self, o, t, row, votes):
@@ -335,9 +335,9 @@ HELPER = f"import pickle, sys; sys.path.insert(0, {ROOT!r}); from engine import 
 
 
 def warm_up(cfg, say=print, verbs=STEP):
-    """Compiles the kernels of some verbs on a tiny model, or loads them from the cache; seconds it took. `say` takes a
-    line if anything is compiled. What has nothing in common with the forward pass is compiled meanwhile by a second
-    process, where there is a core for it."""
+    """Compiles the kernels of some verbs on a tiny model, or loads them from the cache. Returns the seconds that took.
+    `say` takes a line if anything is compiled. If there is another core, a second process meanwhile compiles the verbs
+    that have nothing in common with the forward pass."""
     started, helper = time.monotonic(), None
     apart = [verb for verb in APART if verb in verbs or verb == "choose" and "generate" in verbs]
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,

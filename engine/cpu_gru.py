@@ -1,8 +1,8 @@
 """The recurrent model on the CPU (SPEC 13), with the products, noise and votes of `engine.cpu_kernels`.
 
 A layer reads the whole window before the next one begins, so that all products but those with the state run over
-members times positions; those with the state run over the members of a block, position by position. Members are
-sequences here: 2 i and 2 i + 1 are the even and the odd one of pair i; without noise every sequence is its own.
+members times positions; those with the state run over the members of a block, position by position. With noise,
+sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noise a sequence is a window.
 """
 
 import numpy as np
@@ -119,16 +119,16 @@ def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pai
     if before:
         first = first_pair // c.per_group
         groups = (first_pair + n - 1) // c.per_group - first + 1
-        some = empty((groups, before), i32)
-        theirs = zeros((c.N_LAYERS, (groups + ROWS - 1) // ROWS * ROWS, c.HIDDEN_DIM), np.int8)
+        of_groups = empty((groups, before), i32)
+        states = zeros((c.N_LAYERS, (groups + ROWS - 1) // ROWS * ROWS, c.HIDDEN_DIM), np.int8)
         for i in range(n):
             for t in range(before):
-                some[(first_pair + i) // c.per_group - first, t] = windows[i, t]
-        read(c, w, u32(0), CLEAN, some[:, 0:], before, theirs, gates, candidates, x)
+                of_groups[(first_pair + i) // c.per_group - first, t] = windows[i, t]
+        read(c, w, u32(0), CLEAN, of_groups[:, 0:], before, states, gates, candidates, x)
         for layer in range(c.N_LAYERS):
             for s in range(2 * n):
                 for i in range(c.HIDDEN_DIM):
-                    state[layer, s, i] = theirs[layer, (first_pair + s // 2) // c.per_group - first, i]
+                    state[layer, s, i] = states[layer, (first_pair + s // 2) // c.per_group - first, i]
     read(c, w, S, noisy, windows[:, before:], T, state, gates, candidates, x)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
@@ -141,16 +141,16 @@ def run_windows(c, w, exp, scoring, windows, before, state, S, noisy, first_pair
     the logits after the last token of a single window. noisy: window i is read by the two members of pair seed S + i,
     and `before` tokens make the state with which it begins, by the unperturbed model, once for the pairs of a group
     (pair i of the step is in group i // c.per_group). Else it is read by the unperturbed model. state int8 [L, members
-    * windows padded to ROWS, H] goes on; of more windows than that has room for, so many go through the positions
-    together, each from a state of 0."""
+    * windows padded to ROWS, H] goes on. If it has no room for all windows, they go through the positions in parts that
+    it has room for, each from a state of 0."""
     z = empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
     together = state.shape[1] // (2 if noisy else 1)
     for at in range(0, windows.shape[0], together):
         if at:
             state[:] = 0
         end = min(at + together, windows.shape[0])
-        some = Scoring(scoring.losses[at:end], scoring.nats[at:end], scoring.exp64, scoring.unit)
-        run_together(c, w, exp, some, windows[at:end], before, state, u32(S + at), noisy, first_pair + at, z)
+        part = Scoring(scoring.losses[at:end], scoring.nats[at:end], scoring.exp64, scoring.unit)
+        run_together(c, w, exp, part, windows[at:end], before, state, u32(S + at), noisy, first_pair + at, z)
     return z
 
 

@@ -31,14 +31,14 @@ OVERLAY_B = 7
 N_ROWS = 8
 N_COLS = 9
 N_FIELDS = 10
-# int64 and not int, because numba compiles a function anew for every literal int among its arguments
+# int64 and not int: numba compiles a function anew for every literal int among its arguments
 i64 = np.int64
-# the layer of what is in none, a model without noise
+# the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
-# Of the configuration as it is
+# Constants of the configuration that the kernels see unchanged
 FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVICE_GAUSSIAN ADAPTIVE_NOISE_MODE "
                "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_LOGIT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
                "ROPE_SCALE_BIT TARGETS USE_CLT")

@@ -1,8 +1,7 @@
 """The rules of `model.rules` compiled for the CPU.
 
 A switch (noise mode, Gaussian draws, exact loss) is a value at run time here, the first argument of the rule, so that
-one compiled set of kernels serves every configuration. Nothing here is cached on disk: the kernels that call a rule
-are, with the rule in them.
+one compiled set of kernels serves every configuration. Rules are cached on disk only within the kernels that call them.
 """
 
 import numpy as np
@@ -21,7 +20,8 @@ _rules = {}
 
 
 def rule(function):
-    """A decorator as `kernel_cache.inlined`. What `model.rules` builds alike for several variants is compiled once."""
+    """A decorator like `kernel_cache.inlined`. A rule that `model.rules` builds alike for several variants is compiled
+    once."""
     key = function.__code__, *(cell.cell_contents for cell in function.__closure__ or ())
     return _rules.setdefault(key, kernel_cache.inlined(function))
 
@@ -34,7 +34,7 @@ def fma(builder, a: float32, b: float32, c: float32):
 
 @operation(int32)
 def shift_right(builder, a: int32, n: int32):
-    """a >> n, n below 32: numba's own shift has 64 bits, which takes three vector instructions more."""
+    """a >> n, n below 32. The shift of numba has 64 bits, which takes three vector instructions more."""
     return builder.ashr(a, n)
 
 
@@ -106,7 +106,7 @@ input_fold = _by_mode("input_fold")
 table_term = rules.factor_rules(rule, TARGET, 2).table_term
 # loss(exact, ...)
 loss = _switched(*(rules.loss_rule(rule, TARGET, exact) for exact in range(2)))
-# what `quotient` truncates is small
+# `quotient` truncates small numbers only
 _norms = rules.norm_rules(rule, TARGET._replace(trunc=rule(lambda f: i32(f))))
 clip = _norms.clip
 quotient = _norms.quotient

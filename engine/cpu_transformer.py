@@ -24,7 +24,7 @@ SUMMED = 1 << 16            # positions whose values, times byte limbs of their 
 # exp int32 [256]; rope int64 [positions, H / 2], cosine in the lower half, sine in the upper one; ntt int64 [T, T]
 # (model.transforms.basis; empty without NTT_MODE)
 Tables = namedtuple("Tables", "exp rope ntt")
-# Memory for rows of up to two members and `columns` positions of context, both padded; some of it has two names, for
+# Memory for rows of up to two members and `columns` positions of context, both padded; some arrays have two names, for
 # two types of element. h int8 [rows, H]: the hidden states; x, q uint8 and y int32 [rows, H]; pairs: y as int64; keys,
 # values int8 [1 or L, members * positions, H]: a cache; key_words: keys as int32; value_bytes: values as uint8;
 # packed_k, packed_v int8 [columns * D]: panels for `tile`; words_k: packed_k as int32 [columns / PANEL, D / 4, PANEL];
@@ -204,7 +204,7 @@ def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
 
 
 def tables_for(cfg, exp, positions, causal):
-    """The Tables for sequences of so many positions."""
+    """The Tables for sequences of this number of positions."""
     rope = integer_tables.rope_table(cfg, positions).view(np.int64)[..., 0]
     ntt = transforms.basis(cfg, causal) if cfg.NTT_MODE else np.empty((0, 0), np.int64)
     return Tables(exp, np.tile(rope, cfg.N_HEADS), ntt)

@@ -196,9 +196,9 @@ def apply_votes(o, rates, w, t, group, votes, x, moments, changed_rows, changed_
 def word_sums(words, number, first, end):
     """The two sums of model.state_digest over words first..end - 1 of uint64 [n]; number: that of words[0]."""
     a = b = np.uint64(0)
-    some, number = words[first:end], np.uint64(number + first)
-    for i in range(some.size):
-        x = mixed(some[i], number + np.uint64(i))
+    part, number = words[first:end], np.uint64(number + first)
+    for i in range(part.size):
+        x = mixed(part[i], number + np.uint64(i))
         a += x
         b += halves(x)
     return a, b

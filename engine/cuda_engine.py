@@ -371,8 +371,8 @@ class CudaEngine:
             self.compile_seconds += compile_all(every, self._capability, what)
 
     def _reserve(self):
-        """Device memory of everything but evaluation, whose slices are sized at the first call from what is then
-        left."""
+        """Reserves device memory for everything but evaluation, whose slices are sized at the first call by the memory
+        that is then free."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
         need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
         free = memory().free
@@ -507,7 +507,7 @@ class CudaEngine:
         step, seed = self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
         given = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
-        if given != self._sent:                              # an update has that of its step's first chunk
+        if given != self._sent:                              # an update has the job of its step's first chunk
             self._given.copy_to_device(np.frombuffer(given, np.uint8), self.stream)
             self._sent = given
 
@@ -636,7 +636,7 @@ class CudaEngine:
 
 def continuation(engine, prompt, count, seed, s):
     """CudaEngine.generate, with sampling.settings `s`. The sequence lives on the device; the host enqueues AHEAD
-    positions at a time and fetches what they chose."""
+    positions at a time and fetches the tokens that were chosen."""
     cfg, stream = engine.cfg, engine.stream
     forward = engine._forward
     total = len(prompt) + count
@@ -692,7 +692,7 @@ class Fetched:
         return self
 
     def record(self, stream):
-        """After `copy`, or a graph with it: what `wait` waits for; self."""
+        """Marks the place in the stream for which `wait` waits, after `copy` or a graph with it; self."""
         self._event.record(stream)
         return self
 

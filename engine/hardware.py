@@ -11,7 +11,7 @@ OLDEST = (8, 0)     # lowest compute capability that is supported
 
 
 class EngineError(EggError):
-    """One line: what cannot be used on this machine, what to do."""
+    """One line that names the device that cannot be used here, and a remedy."""
 
 
 def cores():

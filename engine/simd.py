@@ -23,7 +23,10 @@ from numba.np import arrayobj
 
 from model import integer_tables
 
-I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
 PANEL = 32                  # columns of a packed weight panel; a tile is ROWS x PANEL
 ROWS = 8
 _lost = np.maximum(np.arange(-127, 1), 0) - integer_tables.gelu_table()[np.arange(-127, 1)]     # by GELU, of |x|
@@ -151,7 +154,7 @@ def _on_heap(context, builder, kind, shapes, cleared=False):
 
 
 def _new_array(make):
-    """An intrinsic (shape, dtype), made in place: numba's are functions that it compiles anew for every type of
+    """An intrinsic (shape, dtype) that is generated in place: numba's are functions, compiled anew for every type of
     shape."""
     @intrinsic
     def new(ctx, shape, dtype):
@@ -163,14 +166,14 @@ def _new_array(make):
 
 
 empty, zeros = _new_array(_on_heap), _new_array(functools.partial(_on_heap, cleared=True))
-# np.empty that ends with the calling function, without malloc and references: for what is small, outside of loops. It
-# must not be returned.
+# np.empty that ends with the calling function, without malloc and references: for small arrays, outside of loops, that
+# are not returned
 local = _new_array(_on_stack)
 
 
 def locals_of(record, *arrays):
-    """An intrinsic (sizes...) that makes a NamedTuple `record` of `local` arrays. arrays: for each of them its type of
-    element and the indices of its sizes among the arguments."""
+    """An intrinsic (sizes...) that makes a NamedTuple `record` of `local` arrays. arrays: for each of them the element
+    type and the indices of its sizes among the arguments."""
     kinds = [types.Array(dtype, len(sizes), "C") for dtype, sizes in arrays]
 
     @intrinsic
@@ -206,7 +209,7 @@ def _accumulate(builder, count, begin, left, right, step, out, stride):
 def operation(result):
     """A decorator that makes an intrinsic of a function that generates its code from a builder and values. A parameter
     that is marked "array" is a pointer; the caller gives an array and the index of the element to which it points.
-    The others are int64, or of the type that they are marked with. result: the type of what is returned."""
+    The others are int64, or of the type that marks them. result: the type of the returned value."""
     def decorate(generate):
         marks = [p.annotation for p in inspect.signature(generate).parameters.values()][1:]
         count = 1 + len(marks) + marks.count("array")
@@ -291,8 +294,9 @@ def dot(builder, x: "array", w: "array", count):
     builder.store(_all(_vector(I32, 8), 0), acc)
     with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
         at = builder.mul(loop.index, I64(32))
-        some, theirs = _load(builder, builder.gep(x, [at]), _vector(I8, 32)), _weights(builder, builder.gep(w, [at]), 8)
-        builder.store(_dot_step(builder, builder.load(acc), some, theirs), acc)
+        activations = _load(builder, builder.gep(x, [at]), _vector(I8, 32))
+        weights = _weights(builder, builder.gep(w, [at]), 8)
+        builder.store(_dot_step(builder, builder.load(acc), activations, weights), acc)
     return _sum(builder, builder.load(acc))
 
 
@@ -321,7 +325,8 @@ def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32
 
     table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, as
     far as out is written. `short` (0 or 1): the table is zero from entry 95 on, as it is at the usual scale."""
-    stored, v, v64 = builder.icmp_signed("!=", stored, I64(0)), _vector(I32, 16), _vector(I64, 8)
+    v, v64 = _vector(I32, 16), _vector(I64, 8)
+    stored = builder.icmp_signed("!=", stored, I64(0))
     total = cgutils.alloca_once(builder, v64 if KIND == "vnni512" else I64)
     builder.store(ir.Constant(total.type.pointee, None), total)
     if KIND != "vnni512":
@@ -335,7 +340,8 @@ def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32
         return builder.load(total)
     number, low = functools.partial(_all, v), _all(v64, 0xFFFFFFFF)
     permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
-    top, shift, last = (_splat(builder, n, 16) for n in (top, shift, builder.trunc(count, I32)))
+    top, shift = _splat(builder, top, 16), _splat(builder, shift, 16)
+    last = _splat(builder, builder.trunc(count, I32), 16)
 
     def look_up(pairs):
         """The loop with a table in registers: 32 * pairs entries, the last of which goes on."""

@@ -444,7 +444,7 @@ def seen_kernel(cfg):
         those of all pairs; tables [tables, 3]: first of the weights, seed of the tokens' noise, of the hidden units';
         fit int8. Grid: pairs * tables."""
         tokens = cuda.shared.array(T, int32)
-        draws = cuda.shared.array(T, int32)                  # of its own line: the simulator knows arrays by that
+        draws = cuda.shared.array(T, int32)                  # on another line: the simulator tells arrays apart by it
         t, pair = cuda.threadIdx.x, int32(cuda.blockIdx.x // tables.shape[0])
         table, vote = int32(cuda.blockIdx.x - pair * tables.shape[0]), int32(fit[FIT_PAD + pair])
         if vote == 0:
