@@ -22,7 +22,7 @@ class BackpropError(egg_config.EggError):
 
 
 def train(cfg, minutes, batch, rate, threads, console, log_json=None):
-    """Trains for so many minutes, validation not counted, on `batch` windows a step at random places. rate: the highest
+    """Trains for `minutes`, validation not counted, on `batch` windows a step at random places. rate: the highest
     learning rate; threads: cores of a CPU, default all. Prints every validation and appends it to the file log_json.
     Raises BackpropError, DataError, WatchError."""
     try:
