@@ -50,7 +50,7 @@ from model import ternary
 
 # worker; its methods import what needs NumPy, which a coordinator starts without
 
-SLICE_SECONDS = 0.2        # a worker computes for about so long at most before it reads its socket
+SLICE_SECONDS = 0.2        # the longest time that a worker should compute before it reads its socket
 FIRST_SLICE = 64           # members, before its speed is known
 SURE_AFTER = 16            # chunks in order, after which a worker expects the next one
 POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
@@ -198,7 +198,7 @@ class Worker:
         self.slice = max(2, min(int(self.speed * SLICE_SECONDS), 8 * self.slice) & ~1)
 
     def _report(self, link):
-        """What the worker of chunk 0 adds to its result: validation and a sample, every so many steps."""
+        """Sends a validation and a sample where they are due; the worker of chunk 0 does."""
         cfg, step = self.cfg, self.engine.step
         if self.inspect:
             self.inspect(self.engine)
@@ -293,7 +293,8 @@ class ChunkPredictor:
 
 
 def due(every, step):
-    """Whether a step has a sample or a validation: every so many, and a few early ones, to show learning begin."""
+    """Whether a step has a sample or a validation: each multiple of `every`, and a few early ones, to show learning
+    begin."""
     return every and (step % every == 0 or every >= 10 and step in (every // 10, every // 5, every // 2))
 
 
@@ -462,8 +463,8 @@ class RemoteWorker(Role):
 
 
 class Coordinator:
-    """Serves workers until `finished`; drive it with `poll`. steps: the run ends when it has so many (None: never),
-    minutes: ... or so long after the first chunk; peers=False: no lines about workers that come and go; island.attach
+    """Serves workers until `finished`; drive it with `poll`. The run ends when it has `steps` steps, or `minutes` after
+    the first chunk (None: never); peers=False: no lines about workers that come and go; island.attach
     (coordinator) returns a Hook (islands.gossip.Terms), http.attach the page (tools.live_page.Where), which may hold
     http.descriptors files and sockets open. Raises an EggError for what cannot be used of these."""
 
@@ -516,7 +517,7 @@ class Coordinator:
             self.dispatcher.answer_waiting()
 
     def finish(self, seconds):
-        """The end of the run: see `drain`; then the sinks, and the page, are told."""
+        """Ends the run: see `drain`; then the sinks of events, and the page, learn of it."""
         self.drain(seconds)
         self._conclude_step()
         self.console.clear()
@@ -534,7 +535,7 @@ class Coordinator:
             worker.session.close()
 
     def drain(self, seconds):
-        """Hands out no more work, but lets the connected workers apply what is complete, for at most so long."""
+        """Hands out no more work, but lets the connected workers apply the completed steps, for at most `seconds`."""
         self.closing = True
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(w.step is not None and w.step < self.run.step
@@ -671,7 +672,7 @@ class Coordinator:
             self.island.validated(step, *figure)
 
     def _agrees(self, worker):
-        """Whether the state of this worker is right; if not it is told to rebuild, waits, or is banned."""
+        """Whether the state of this worker is right; if not, the worker has to rebuild it, waits, or is banned."""
         step, author = worker.step, worker.author
         if step <= self.run.step - trust.STEPS_KEPT:
             return True                              # it replays the run, and will be compared later

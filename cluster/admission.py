@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
-from cluster.hub import Crowd, NetError, reason
+from cluster.hub import NetError, Unproven, reason
 from cluster.session import Role, Session
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
@@ -89,7 +89,7 @@ class Admission:
         self.coordinator, self.cfg, self.access = coordinator, coordinator.cfg, access
         auth.stretched(access.secret)                # takes a while, once
         self.limits, self.bans = wire.limits(self.cfg), Bans(coordinator.run.directory)
-        self.arrivals, self.by_host = Crowd(min(ARRIVALS, most // 4)), collections.Counter()
+        self.arrivals, self.by_host = Unproven(min(ARRIVALS, most // 4)), collections.Counter()
         self.most = most - self.arrivals.most
         self._refused = {}                           # host -> reasons that are logged
         self._status_made, self._status_until = b"", 0.0
@@ -164,7 +164,7 @@ class Admission:
         session.become_known()
 
     def _status(self):
-        """The payload of STATUS, which is used again for so long that making it takes a tenth of the time at most."""
+        """The payload of STATUS. It is cached for ten times as long as it took to make."""
         if (began := time.monotonic()) >= self._status_until:
             self._status_made = status.pack_status(self.coordinator.status())
             self._status_until = began + 10 * (time.monotonic() - began)

@@ -23,7 +23,8 @@ class Collector:
     HistoryError where the state with which an epoch began is missing."""
 
     def __init__(self, cfg, run, events, dispatcher, kept, liar):
-        self.cfg, self.run, self.events, self.dispatcher = cfg, run, events, dispatcher
+        self.cfg, self.run, self.events = cfg, run, events
+        self.dispatcher = dispatcher
         self._kept, self._liar = kept, liar
         self.worker = self.upload = None
         self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one

@@ -83,9 +83,10 @@ class Printer:
 
 
 class Console(Printer):
-    """The console of a run, a sink of events. It never waits and never fails: see Lossy. On a terminal a status line is
-    rewritten in place; a lasting line comes at each validation, snapshot and sample, or every LINE_EVERY seconds.
-    Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: the end of the run, or None."""
+    """The console of a run, a sink of events. It never waits and never fails: see NonBlockingWriter. On a terminal a
+    status line is rewritten in place; a lasting line comes at each validation, snapshot and sample, or every LINE_EVERY
+    seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: the end of the run, or
+    None."""
 
     LINE_EVERY = 10.0
     BAR = 8                    # columns
@@ -94,7 +95,7 @@ class Console(Printer):
         super().__init__(stream)
         self.steps, self.minutes = steps, minutes
         self.live = self.terminal and not verbose
-        self._out = None if quiet else Lossy(self.stream)
+        self._out = None if quiet else NonBlockingWriter(self.stream)
         self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when
         self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
         self._references, self._last_loss, self._validation = "", float("inf"), None
@@ -182,14 +183,17 @@ class Console(Printer):
         return line
 
 
-class Lossy:
-    """Writes to a stream without waiting for its reader. What cannot be written is lost, which is said once; `write`
-    never raises. The descriptor is shared with other processes: a pipe or a terminal is opened anew, non-blocking."""
+class NonBlockingWriter:
+    """Writes to a stream without waiting for its reader. Lines that cannot be written are lost, and that is reported
+    once; `write` never raises. The descriptor is shared with other processes: a pipe or a terminal is opened anew,
+    non-blocking."""
 
     MOST = 1 << 16             # bytes that wait for room
 
     def __init__(self, stream):
-        self.stream, self.file, self.waiting, self.lost, self.told = stream, None, b"", 0, False
+        self.stream, self.file = stream, None
+        self.waiting = b""
+        self.lost, self.reported = 0, False          # lines
         with contextlib.suppress(OSError, ValueError, AttributeError):       # streams of tests have no descriptor
             stream.flush()
             number = stream.fileno()
@@ -222,9 +226,9 @@ class Lossy:
 
     def _lose(self, why):
         self.lost += 1
-        if not self.told and self.stream is not sys.stderr:
-            self.told = True
-            Lossy(sys.stderr).write(f"egg: the output: {why}: lines are missing in it from now on\n")
+        if not self.reported and self.stream is not sys.stderr:
+            self.reported = True
+            NonBlockingWriter(sys.stderr).write(f"egg: the output: {why}: lines are missing in it from now on\n")
 
 
 def fit(*parts):

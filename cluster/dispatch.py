@@ -21,7 +21,8 @@ class Dispatcher:
     been for `patience` seconds, so nobody can audit it."""
 
     def __init__(self, cfg, run, events, answer, patience):
-        self.cfg, self.run, self.events, self._answer = cfg, run, events, answer
+        self.cfg, self.run, self.events = cfg, run, events
+        self._answer = answer
         self.workers = set()
         self.fairness = Fairness(cfg, run, self.workers)
         self.steps, self.work = {}, None

@@ -16,7 +16,7 @@ from cluster.history import EVENTS
 from cluster.hub import Budget, nothing
 from egg_config import EggError, explained
 
-# Events that peers cause: so many in a row and so many a second after that, of one host and of all together
+# Events caused by peers (burst, rate per second), per host and in all; hosts that are counted
 OF_HOST, OF_ALL, HOSTS = (64, 2.0), (1024, 32.0), 4096
 LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1, and begins anew
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
@@ -36,7 +36,7 @@ class Events(contextlib.AbstractContextManager):
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
         self._of_all, self._of_host, self._left_out = Budget(OF_ALL[1], OF_ALL[0]), {}, 0
-        self._may_tell = Budget(0.1, 1)              # of what was left out
+        self._reports = Budget(0.1, 1)               # lines about events that were left out
         warn, advice, self.files = console.line, "give a --save-dir that can be written", []
         try:
             self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))
@@ -66,7 +66,7 @@ class Events(contextlib.AbstractContextManager):
         if not (self._of_host.setdefault(host, Budget(OF_HOST[1], OF_HOST[0])).take() and self._of_all.take()):
             self._left_out += 1
             return False
-        if self._left_out and self._may_tell.take():
+        if self._left_out and self._reports.take():
             count, self._left_out = self._left_out, 0
             self.warn(f"{count} lines about peers are left out: they came too fast")
         return True
@@ -105,7 +105,8 @@ class Lines:
     head = nothing             # (): the first lines of the file that takes the place of a long one
 
     def __init__(self, path, advice, warn, links=False):
-        self.path, self.warn, self.links, self.warned = path, warn, links, False
+        self.path, self.links = path, links
+        self.warn, self.warned = warn, False
         with explained(WatchError, path, advice):
             self._open()
 

@@ -30,7 +30,7 @@ DATA_FILE = "data.sha256"                # digest of the training data, once a w
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
-HEAD = RECORD.size + 4                   # a record up to its body
+HEAD = RECORD.size + 4                   # bytes of a record up to its body
 # step, validation figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(\d{1,9}\.\d{4}))?\.egg")
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss)-(\d{1,9}\.\d{4})\.egg")
@@ -40,9 +40,27 @@ MOST_STEPS = 1 << 48
 MOST_COPIED = 1 << 30                    # bytes of a file that is no snapshot
 TO_RETRY = "mend this and start the same command again"
 
-CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, size (SPEC 10)
+CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # of a CppHead (SPEC 10)
 CPP_MAGIC = 0x45474743
 CPP_NAME = re.compile(r"checkpoint_(\d{8,15})\.bin")
+
+
+class Record(NamedTuple):
+    """The head of a record. size: bytes of the body."""
+    size: int
+    step: int
+    sum_loss: int
+    updates: int
+    seed: int
+
+
+class CppHead(NamedTuple):
+    """The head of a checkpoint of the C++ system. size: bytes of fitness."""
+    magic: int
+    version: int
+    step: int
+    seed: int
+    size: int
 
 
 class HistoryError(EggError):
@@ -254,8 +272,10 @@ class Run:
         self.step, self.seed = self.start[:2]
         most, head = most_body(self.cfg), self._pread(HEAD, size)
         while head:
-            length, its_step, _, _, its_seed = RECORD.unpack_from(head.ljust(HEAD))
-            good = (its_step, its_seed) == (self.step, self.seed) and 0 < length <= most and is_intact(head, HEAD)
+            record = Record(*RECORD.unpack_from(head.ljust(HEAD)))
+            length = record.size
+            good = ((record.step, record.seed) == (self.step, self.seed) and 0 < length <= most
+                    and is_intact(head, HEAD))
             rest = self._pread(length + 4 + HEAD, self._offsets[-1] + HEAD) if good else b""   # with the next head
             if not is_intact(rest[:length + 4], length + 4):
                 return self._cut_torn_record(HEAD + 4 + most)
@@ -389,20 +409,20 @@ def _read_cpp_checkpoints(cfg, directory):
             with open_file(path) as file:
                 data = file.read(CPP_CHECKPOINT.size + size + 1)
             need(len(data) >= CPP_CHECKPOINT.size, f" is cut short: {len(data)} bytes")
-            magic, version, its_step, its_seed, its_size = CPP_CHECKPOINT.unpack_from(data)
+            head = CppHead(*CPP_CHECKPOINT.unpack_from(data))
             packed = data[CPP_CHECKPOINT.size:]
-            need((magic, version) == (CPP_MAGIC, 1),
-                 f" is not a checkpoint of the C++ system: it begins with {magic:#010x}, version {version}")
-            need(its_step == step, f" holds step {its_step}, its name says {step}")
-            need(its_size == len(packed) == size,
-                 f" holds {its_size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
+            need((head.magic, head.version) == (CPP_MAGIC, 1),
+                 f" is not a checkpoint of the C++ system: it begins with {head.magic:#010x}, version {head.version}")
+            need(head.step == step, f" holds step {head.step}, its name says {step}")
+            need(head.size == len(packed) == size,
+                 f" holds {head.size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
                  f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
             ternary.check(packed, cfg.N_PAIRS)
         except (OSError, ValueError) as error:
             raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         run.append(packed, 0, 0)
-        need(its_seed == run.seed,
-             f": seed {its_seed} where step {step} has {run.seed}: this is another kind of run")
+        need(head.seed == run.seed,
+             f": seed {head.seed} where step {step} has {run.seed}: this is another kind of run")
     return run
 
 
@@ -472,7 +492,7 @@ def decompressor():
 
 
 def decompress(source, data, most):
-    """bytes, at most so many, that a `decompressor` makes of data. Raises ValueError."""
+    """The next bytes, up to `most`, of decompressed data. source: a `decompressor`. Raises ValueError."""
     import pyzstd
     try:
         return source.decompress(data, most)

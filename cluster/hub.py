@@ -16,7 +16,7 @@ import time
 from egg_config import EggError
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-# Peers that have proved nothing, and new connections, have this share of a processor, and so many seconds in a row
+# Time for peers that have proved nothing and for new connections: share of a processor, seconds in a row
 STRANGERS_SHARE, STRANGERS_SECONDS = 0.25, 0.002
 YOUNG = 0.1                # seconds that a new connection has before another one may take its place
 
@@ -67,7 +67,8 @@ class Budget:
     """A token bucket: `rate` a second, and at most `most` saved up."""
 
     def __init__(self, rate, most):
-        self.rate, self.most, self.credit, self._at = rate, most, most, time.monotonic()
+        self.rate, self.most = rate, most
+        self.credit, self._at = most, time.monotonic()
 
     def refill(self):
         now = time.monotonic()
@@ -82,9 +83,10 @@ class Budget:
         return True
 
 
-class Crowd(dict):
-    """{connection: True}: those that have proved nothing yet, at most `most`, in the order of their arrival. When they
-    are so many, the oldest one of the host with most of them makes room for the next, so that they keep nobody out."""
+class Unproven(dict):
+    """{connection: True}: connections whose peers have proved nothing yet, in the order of their arrival, at most
+    `most`. When it is full, the oldest connection of the host that has most of them makes room for the next, so that
+    they keep nobody out."""
 
     def __init__(self, most):
         super().__init__()
@@ -93,8 +95,8 @@ class Crowd(dict):
     def room(self):
         """Whether there is room for another one, which may end an older one."""
         if len(self) >= self.most:
-            crowded = collections.Counter(one.host for one in self).most_common(1)[0][0]
-            oldest = next(one for one in self if one.host == crowded)
+            host = collections.Counter(one.host for one in self).most_common(1)[0][0]
+            oldest = next(one for one in self if one.host == host)
             if time.monotonic() - oldest.born < YOUNG:
                 return False
             oldest.close()
@@ -104,10 +106,13 @@ class Crowd(dict):
 class Listener:
     """Accepts the connections to a socket that listens; see Hub.listen."""
 
-    known, open, resting, broken = False, True, True, nothing
+    known = False
+    open = resting = True
+    broken = nothing
 
     def __init__(self, hub, sock, accept, room):
-        self.hub, self.sock, self._accept, self._room = hub, sock, accept, room
+        self.hub, self.sock = hub, sock
+        self._accept, self._room = accept, room
         self.check()
 
     def turn(self, _):
@@ -141,8 +146,8 @@ class Hub:
     def listen(self, host, port, accept, room, backlog):
         """Listens; accept(sock, address) makes a Connection of each peer. room(): whether another one may come now;
         until then the system holds it. Returns the (host, port) that is listened on. Raises OSError."""
-        family, _, _, _, address = resolve(host, port, socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address, family=family, backlog=backlog)
+        found = resolve(host, port, socket.AI_PASSIVE)[0]
+        listener = socket.create_server(found[-1], family=found[0], backlog=backlog)
         listener.setblocking(False)
         self._listeners.append(Listener(self, listener, accept, room))
         return listener.getsockname()[:2]
@@ -216,10 +221,13 @@ class Connection:
     known = False
 
     def __init__(self, hub, sock, address, traffic, tls=None, call=None):
-        self.hub, self.sock, self.traffic, self._tls, self._call = hub, sock, traffic, tls, call
+        self.hub, self.sock, self.traffic = hub, sock, traffic
+        self._tls, self._call = tls, call
         self._selector = hub.strangers
         self.host, self.address = address[0], address_text(*address[:2])
-        self.inbox, self.outbox, self.open, self.paused, self._event = bytearray(), b"", True, False, 0
+        self.inbox, self.outbox = bytearray(), b""
+        self.open, self.paused = True, False
+        self._event = 0                                  # that the selector waits for
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
         if call:
             sock.setblocking(False)

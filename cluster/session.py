@@ -8,10 +8,10 @@ import time
 from cluster import hub, wire
 from cluster.wire import BAD_FRAME, ERROR, FrameError, ITSELF, V1, V2, next_frame
 
-FRAME_SECONDS = 30.0       # a peer may take so long for a frame it has begun, or to read an answer before its next one
+FRAME_SECONDS = 30.0       # the longest time for a frame that has begun, and for reading an answer
 FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
-# Frames of a peer that are of no use: so many in a row, and so many a second after that. A peer that sends more is not
-# read from until it may send again, and is refused when that goes on for FLOOD_SECONDS.
+# Useless frames per peer: burst, rate per second. A peer that sends more is not read from until it may send again, and
+# is refused when that lasts for FLOOD_SECONDS.
 USELESS, USELESS_A_SECOND = 256, 32.0
 FLOOD_SECONDS = 10.0
 

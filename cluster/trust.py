@@ -1,11 +1,15 @@
-"""Whether the replicas of the workers are one and the same: votes on the digest of a step's state; and votes on what
-else nobody may state alone: the figure of a validation, the hash of a snapshot, the training data.
-A state is right when it has more votes than any other. Who is outvoted, or one of as many, rebuilds its replica once;
-after that it is banned, or waits for somebody who decides."""
+"""Votes of the workers on the digest of a step's state, and on everything else that nobody may state alone: the figure
+of a validation, the hash of a snapshot, the training data.
+A state is right when it has more votes than any other. A worker that is outvoted, or whose state is tied with another,
+rebuilds its replica once; after that it is banned, or waits for a worker that breaks the tie."""
 
-STEPS_KEPT = 8             # digests of so many steps are remembered
+STEPS_KEPT = 8             # steps whose digests are remembered
 CLOSE = 1e-6               # share by which two engines may differ in the nats of a validation
-AGREES, REBUILD, WAIT, BAN = "agrees", "rebuild", "wait", "ban"
+# verdicts on a state
+AGREES = "agrees"
+REBUILD = "rebuild"
+WAIT = "wait"
+BAN = "ban"
 
 
 def tally(statements, by_host=False):
@@ -33,7 +37,9 @@ class Trust:
     """votes: {step: {digest: authors}}; figures: {step: [(author, figure)]} of validations; data: {digest: voters}."""
 
     def __init__(self):
-        self.votes, self.figures, self.data, self._tied, self._told = {}, {}, {}, set(), False
+        self.votes, self.figures, self.data = {}, {}, {}
+        self._tied = set()                           # steps without a majority
+        self._reported = False                       # an unconfirmed validation
 
     def judge(self, step, author, digest, rebuilt):
         """Takes a vote in. Returns the verdict on it (AGREES, REBUILD, WAIT or BAN), the authors that state something
@@ -92,8 +98,8 @@ class Trust:
 
     def unconfirmed(self, step):
         """Names of the authors of a validation of this step that does not count, the first time that there is one."""
-        names = [] if self._told else sorted({author.name for author, _ in self.figures.get(step, ())})
-        self._told = self._told or bool(names)
+        names = [] if self._reported else sorted({author.name for author, _ in self.figures.get(step, ())})
+        self._reported = self._reported or bool(names)
         return names
 
     def data_of_most(self, digest, author, known):

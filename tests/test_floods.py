@@ -106,7 +106,7 @@ def test_a_crowd_makes_room_at_the_cost_of_who_is_most(monkeypatch):
         def close(self):
             crowd.pop(self)
 
-    crowd, now = hub.Crowd(4), time.monotonic()
+    crowd, now = hub.Unproven(4), time.monotonic()
     lone, *many = [One("a", now - 9), One("b", now - 3), One("b", now - 2), One("b", now - 1)]
     for one in (lone, *many):
         assert crowd.room()

@@ -332,7 +332,7 @@ class Page:
         self.where = where
         self.coordinator = coordinator
         self.traffic = SimpleNamespace(sent=0, received=0)
-        self.newcomers = hub.Crowd(MOST_CLIENTS // 2)
+        self.newcomers = hub.Unproven(MOST_CLIENTS // 2)
         self.served = set()
         with open(PAGE, "rb") as file:
             html = file.read()
