@@ -24,7 +24,7 @@ What the CUDA engine uses:
         .cache_bytes(positions), .token_scratch_bytes
         .token(stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits)
                         logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without
-                        noise; what the positions 0..at[0] - 1 left in `cache` must be there, that of at[0] is added.
+                        noise; `cache` must hold the positions 0..at[0] - 1, and gets that of at[0].
                         rope: device copy of model.integer_tables.rope_table(cfg, positions), int32, flat
 
 Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous
@@ -117,7 +117,7 @@ class Transformer(Forward):
                      windows=windows, job=self._tables.no_job, offset=0, losses=nats)
 
     def _launch(self, pairs, scratch, clean=False, **given):
-        """The pass over so many pairs; clean: over so many windows, with job[2] = 0, so that both members of a pair are
+        """The pass over `pairs` pairs; clean: over as many windows, with job[2] = 0, so that both members of a pair are
         the unperturbed model."""
         cfg = self.cfg
         plan = self._plan
@@ -208,7 +208,7 @@ class Recurrent(Forward):
                      losses=nats)
 
     def _launch(self, units, n, scratch, clean, states=None, **given):
-        """The pass over so many units: pairs or, clean, without noise, windows. It reads n positions from `skip` on of
+        """The pass over `units` pairs or, clean, without noise, windows. It reads n positions from `skip` on of
         rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep`, the
         states at the end go there. losses: None, or int64 [units, 2]; clean: float64 [units, n]."""
         plan, size = self._plan, units * self.cfg.HIDDEN_DIM
@@ -256,7 +256,7 @@ class Recurrent(Forward):
             kernels.mlp(*self._warps("mlp", units), given, call=row, at=matrices["w_up", i])
 
     def _head(self, given, units, n, clean):
-        """Norm and head. Nobody needs gates and candidates any more: the rows of ln_f and their sums lie there."""
+        """Norm and head. Gates and candidates are needed no more: the rows of ln_f and their sums take their place."""
         kernels = self._kernels
         plan = self._plan
         normed = given["gates"]

@@ -45,7 +45,7 @@ def attention_kernel(cfg, nz, gpu):
     SUMS = D // 2 if MANY else 8                             # of a lane: two rows of all channels, or of 16
     BYTES, STAGE = KEYS * D, 2 * KEYS * D                    # of keys, and of a stage
     WARPS = min(4, LENGTH // 16)
-    # blocks of a multiprocessor: so many as registers allow
+    # blocks of a multiprocessor: as many as registers allow
     ALL, RESIDENT = 32 * WARPS, 4 if not MANY else 3 if D <= 64 else 2
     factor = nz.factor
     input_coefficient = nz.input_coefficient

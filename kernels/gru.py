@@ -92,7 +92,7 @@ def _shapes(cfg, gpu):
 
 def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     """A product over all positions of all pairs, divided and clipped. "gates": out, of the second matrix `beyond` words
-    further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of so many
+    further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of `pieces`
     columns][core matrices], and its sums with the input noise of w_down. "down": from u, out = clip(out + q), rows of
     H.
 
@@ -238,8 +238,8 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
 # --- the recurrence ---------------------------------------------------------------------------------------------------
 
 def _recurrence(cfg, gpu):
-    """(Shape, rows of a block, whether its tables stay in shared memory) of the recurrence. Those of noise mode 2 are
-    too large for that."""
+    """(Shape, rows of a block, whether its tables stay in shared memory) of the recurrence. The tables of noise mode 2
+    are too large for that."""
     H = cfg.HIDDEN_DIM
     passes = 1 if H <= 512 else blocks(H, 256)               # of a matrix; few registers hold what a pass leaves
     N = blocks(H, 128 * passes) * 32
@@ -262,9 +262,9 @@ def _tables(cfg):
 
 
 def recur_kernel(cfg, nz, gpu):
-    """One layer's state through n positions, some pairs a block: x = clip(x + h) in place. Launch [blocks] of 512
-    threads. A warp has eight pairs, a warpgroup N columns of each of its passes; what a thread needs of its columns it
-    finds in `own`, 16 bytes [matrix][16 columns][thread]: column noise, biases of both members, input noise of the
+    """The state of a layer through n positions: x = clip(x + h) in place. Launch [blocks] of 512 threads. A warp has
+    eight pairs, a warpgroup N columns of each of its passes. A thread finds the constants of its columns in `tables`,
+    16 bytes [matrix][16 columns][thread]: column noise, biases of both members, input noise of the
     other matrix. In noise mode 2, where a factor is a hash and a root, the scaled column noise of both matrices
     follows.
 
@@ -316,16 +316,16 @@ def recur_kernel(cfg, nz, gpu):
         return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + t * 4
 
     @device
-    def load_own(base, own, which, k, t):
+    def load_table(base, tables, which, k, t):
         at = place_of(base, which, k, t)
-        return ptx.load_shared4(at) if RESIDENT else ptx.load4(own, at)
+        return ptx.load_shared4(at) if RESIDENT else ptx.load4(tables, at)
 
     @device
-    def store_own(base, own, which, k, t, w):
+    def store_table(base, tables, which, k, t, w):
         if RESIDENT:
             ptx.store_shared4(place_of(base, which, k, t), w[0], w[1], w[2], w[3])
         else:
-            ptx.store4(own, place_of(base, which, k, t), w[0], w[1], w[2], w[3])
+            ptx.store4(tables, place_of(base, which, k, t), w[0], w[1], w[2], w[3])
 
     @device
     def column_of(k, t):
@@ -333,7 +333,7 @@ def recur_kernel(cfg, nz, gpu):
         return (k // KS) * (GROUPS * N) + (t >> 7) * N + (k % KS) * 16 + (t & 3) * 4
 
     @device
-    def make_own(source, p, pair, which, k, t):
+    def make_table(source, p, pair, which, k, t):
         """The four words of 16 columns."""
         a = stream_of(source, p + U_F + M_SEED + which * U_APART, pair)
         b = stream_of(source, p + U_H + U_INPUT + I_SEED - which * U_APART, pair)
@@ -385,11 +385,11 @@ def recur_kernel(cfg, nz, gpu):
         return int32(s[0] + s[1] + (s[2] + s[3]))
 
     @registers
-    def product(ahead, acc, which, ring, step, s0, s1, shift, own, source, p, pair):
+    def product(ahead, acc, which, ring, step, s0, s1, shift, tables, source, p, pair):
         """acc = the product of a pass, with its noise."""
         for j in range(KS):
             column = min(column_of(ahead * KS + j, ring.t), H - 4)
-            noises = load_own(ring.base, own, which + TABLES - 2, ahead * KS + j, ring.t)
+            noises = load_table(ring.base, tables, which + TABLES - 2, ahead * KS + j, ring.t)
             for g in range(4):
                 i = 8 * j + (g >> 1) * 4 + (g & 1)
                 n = noises[g] if SCALED else column_noise(noises[0], g, source, p + U_F + which * U_APART, pair, column)
@@ -397,7 +397,7 @@ def recur_kernel(cfg, nz, gpu):
         finish(acc, ring, multiply(acc, ring, step, which * PAST), False, False, 0, 0)
 
     @registers
-    def gate(ahead, acc, f, sums, base, own, source, p, pair, t, gates, row0, at_word, works):
+    def gate(ahead, acc, f, sums, base, tables, source, p, pair, t, gates, row0, at_word, works):
         """f, and the gated states of both rows to shared memory."""
         q = t & 3
         for j in range(KS // 2):
@@ -407,7 +407,7 @@ def recur_kernel(cfg, nz, gpu):
                 old0, old1 = ptx.load2(gates, at_row), ptx.load2(gates, at_row + 2 * H)
                 for g in range(2):
                     i = 2 * j + g
-                    w = load_own(base, own, 0, ahead * KS + i, t)
+                    w = load_table(base, tables, 0, ahead * KS + i, t)
                     at_h = int32(at_word + (column - q * 4 + g * 16) * 8)
                     for d in range(2):
                         y, z = pairs(acc, 8 * i + 2 * d)
@@ -421,15 +421,16 @@ def recur_kernel(cfg, nz, gpu):
                             sums[d] = add_inputs(sums[d], past, w[3], source, p + U_H, pair, column + g * 16)
 
     @registers
-    def advance(ahead, acc, f, sums, base, own, source, p, pair, t, candidates, x, row0, at_word, works, live, keeps):
+    def advance(ahead, acc, f, sums, base, tables, source, p, pair, t, candidates, x, row0, at_word, works, live,
+                keeps):
         """The new states of both rows, and x."""
         q = t & 3
         for j in range(KS // 2):
             column = column_of(ahead * KS + 2 * j, t)
             if not RAGGED or column < H:
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
-                w0 = load_own(base, own, 1, ahead * KS + 2 * j, t)
-                w1 = load_own(base, own, 1, ahead * KS + 2 * j + 1, t)
+                w0 = load_table(base, tables, 1, ahead * KS + 2 * j, t)
+                w1 = load_table(base, tables, 1, ahead * KS + 2 * j + 1, t)
                 for d in range(2):
                     old, both_x = ptx.load2(candidates, at_row + d * (2 * H)), ptx.load2(x, at_row + d * (2 * H))
                     out = cuda.local.array(2, int32)
@@ -453,22 +454,22 @@ def recur_kernel(cfg, nz, gpu):
                         ptx.store2(x, at_row + d * (2 * H), out[0], out[1])
 
     @unrolled
-    def columns(which, acc, f, sums, ring, step, s0, s1, shift, own, source, p, pair, gates, candidates, x, row0,
+    def columns(which, acc, f, sums, ring, step, s0, s1, shift, tables, source, p, pair, gates, candidates, x, row0,
                 at_word, works, live, keeps):
         """All passes of a matrix."""
         base, t = ring.base, ring.t
         for d in range(PER):
-            product(d, acc, which, ring, step + d * PIECES, s0, s1, shift, own, source, p, pair)
+            product(d, acc, which, ring, step + d * PIECES, s0, s1, shift, tables, source, p, pair)
             if which == 0:
-                gate(d, acc, f, sums, base, own, source, p, pair, t, gates, row0, at_word, works)
+                gate(d, acc, f, sums, base, tables, source, p, pair, t, gates, row0, at_word, works)
             else:
-                advance(d, acc, f, sums, base, own, source, p, pair, t, candidates, x, row0, at_word, works, live,
+                advance(d, acc, f, sums, base, tables, source, p, pair, t, candidates, x, row0, at_word, works, live,
                         keeps)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
     def recur(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, n, units, job: AU32,
-              offset, gates: A32, candidates: A32, x: A32, states: A32, own: A32, begin, keep):
+              offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, begin, keep):
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
         ring = open_ring(n * (2 * PER * PIECES), 0, 1, packed, packed, at)
         base = ring.base
@@ -493,11 +494,11 @@ def recur_kernel(cfg, nz, gpu):
         for k in range(ALL):
             column = column_of(k, t)
             for which in range(2):
-                w = make_own(source, p, pair, which, k, t)
-                store_own(base, own, which, k, t, w)
+                w = make_table(source, p, pair, which, k, t)
+                store_table(base, tables, which, k, t, w)
                 if SCALED:
                     at_matrix, first = p + U_F + which * U_APART, min(column, H - 4)
-                    store_own(base, own, which + 2, k, t, (column_noise(w[0], 0, source, at_matrix, pair, first),
+                    store_table(base, tables, which + 2, k, t, (column_noise(w[0], 0, source, at_matrix, pair, first),
                                                            column_noise(w[0], 1, source, at_matrix, pair, first),
                                                            column_noise(w[0], 2, source, at_matrix, pair, first),
                                                            column_noise(w[0], 3, source, at_matrix, pair, first)))
@@ -515,21 +516,21 @@ def recur_kernel(cfg, nz, gpu):
         cuda.syncthreads()
         for position in range(n):
             row0, writes = row_of(pair, position, n), ptx.keep_in_loop(live) != 0
-            # what follows the window says nothing to its last state
+            # the token behind the window does not reset its last state
             keeps = position + 1 == n or tokens[at_token + min(position + 1, n - 1)] != 0
             for which in range(2):
                 s0 = as_row(whole_sum(at_parts, which, row), shift)
                 s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)), shift)
                 sums[0], sums[1] = 0, 0
-                columns(which, acc, f, sums, ring, (2 * position + which) * (PER * PIECES), s0, s1, shift, own, source,
-                        p, pair, gates, candidates, x, row0, at_word, works, writes, keeps)
+                columns(which, acc, f, sums, ring, (2 * position + which) * (PER * PIECES), s0, s1, shift, tables,
+                        source, p, pair, gates, candidates, x, row0, at_word, works, writes, keeps)
                 if SCALED and works:                         # once, not in every pass: it is long
                     other = p + U_H - which * U_APART
                     for k in range(ALL):
                         column = column_of(k, t)
                         if not RAGGED or column < H:
                             at_h = int32(at_word + (column - q * 4) * 8 + (1 - which) * AT_PAST)
-                            w3 = load_own(base, own, which, k, t)[3]
+                            w3 = load_table(base, tables, which, k, t)[3]
                             sums[0] = add_inputs(sums[0], ptx.read_shared(at_h), w3, source, other, pair, column)
                             sums[1] = add_inputs(sums[1], ptx.read_shared(at_h + 8 * H), w3, source, other, pair,
                                                  column)
@@ -575,8 +576,8 @@ class Plan(host.Plan):
 
 
 class _Kernels:
-    """What both paths have: `noisy` kernels of pairs, `clean` ones of windows without noise; `matrices`, the words at
-    which packed matrices begin."""
+    """What both paths have: `noisy`, the kernels of pairs; `clean`, those of windows without noise; `matrices`, the
+    words at which packed matrices begin."""
 
     def __init__(self, cfg, packing):
         self.cfg = cfg
@@ -601,13 +602,13 @@ class _Kernels:
 
 
 class GeneralKernels(_Kernels):
-    """Those of every width."""
+    """The kernels of the general path: for every width."""
 
     def __init__(self, cfg, packing, gpu, silent):
         super().__init__(cfg, packing)
         nz, self.shapes = build_noise(cfg, silent), _shapes(cfg, gpu)
         shape, self.state_rows, self.resident = _recurrence(cfg, gpu)
-        self.own_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
+        self.table_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]
         self.products = {kind: _product_kernel(cfg, nz, gpu, kind, of, self.shapes["down"].KP)
                          for kind, of in self.shapes.items()}
@@ -625,15 +626,15 @@ class GeneralKernels(_Kernels):
         """({name: (first byte, end)} of the scratch arrays, bytes of all). The inner values of the MLP take the place
         of gates and candidates."""
         rows = padded_rows(units * n)
-        size, tables = rows * self.cfg.HIDDEN_DIM, blocks(units, self.state_rows // 2) * self.own_bytes
+        size, tables = rows * self.cfg.HIDDEN_DIM, blocks(units, self.state_rows // 2) * self.table_bytes
         out, end = ranges(dict(x=size, gates=size, candidates=size, more=2 * size, normed=size, sb=12 * rows,
-                               own=4 if self.resident else tables))
+                               tables=4 if self.resident else tables))
         return out | dict(u=(out["gates"][0], out["more"][1])), end
 
 
 class RegisterKernels(_Kernels):
-    """Those whose activations stay in registers from a norm to the end of its products: all of kernels.gru_narrow, or
-    with wgmma its MLP for that and the general recurrence."""
+    """The kernels of the path on which activations stay in registers from a norm to the end of its products: all of
+    kernels.gru_narrow, or with wgmma its MLP for that and the general recurrence."""
 
     def __init__(self, cfg, packing, gpu, silent, wgmma):
         super().__init__(cfg, packing)
@@ -658,7 +659,7 @@ class RegisterKernels(_Kernels):
     def layout(self, units, n):
         """({name: (first byte, end)} of the scratch arrays, bytes of all)."""
         size = padded_rows(units * n) * self.cfg.HIDDEN_DIM
-        return ranges(dict(x=size, gates=size, candidates=size, own=4))
+        return ranges(dict(x=size, gates=size, candidates=size, tables=4))
 
 
 def kernels_of(cfg, packing, gpu, silent):

@@ -64,7 +64,7 @@ def sizes(cfg, limit, wgmma=False):
 
 
 class Warp(NamedTuple):
-    """What a warp has in a running kernel. Numba reads the fields; their types are its own."""
+    """What a warp has in a running kernel. Numba finds the types of the fields."""
     words: object           # shared memory, also as bytes, and its shared address
     bytes_: object
     base: int
@@ -130,10 +130,11 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     origin, product = gru_parts.warp_product_functions(COLUMNS, H // 32, wgmma=TOGETHER > 1)
 
     @unrolled
-    def embed(row_x, x, at_x, packed, at_token, at_noise, own, own_factor, shift, q):
+    def embed(row_x, x, at_x, packed, at_token, at_noise, token_noise, token_factor, shift, q):
         """Both rows of x. Stored behind the loop they would take more registers than there are on cc 9.0."""
         for d in range(H // 32):
-            embedded(row_x, 4 * d, packed, at_token + d * 8, int32(at_noise + d * 128), own, own_factor, shift, q)
+            embedded(row_x, 4 * d, packed, at_token + d * 8, int32(at_noise + d * 128), token_noise, token_factor,
+                     shift, q)
             ptx.store2(x, at_x + d * 8, row_x[4 * d], row_x[4 * d + 2])
             ptx.store2(x, at_x + 2 * H + d * 8, row_x[4 * d + 1], row_x[4 * d + 3])
 
@@ -171,7 +172,7 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
         unit, first = min(begin // turns * TOGETHER + (warp.t >> 5) % TOGETHER, units - 1), begin % turns * 8
         for step in range(begin, min(begin + each, steps)):
             if first == 0 or step == begin:
-                cuda.syncwarp()                              # nobody reads the tables any more
+                cuda.syncwarp()                              # no lane reads the tables any more
                 for i in range(warp.lane, H, 32):
                     fill_norm(warp.words, warp.bytes_, warp.mine + AT_LN, source, (call + NORM_1) * PLAN, unit, i)
                     for z in range(2):
@@ -184,9 +185,9 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
             row = row_of(unit, position, n)
             if first_layer:
                 token = tokens[int64(unit) * width + skip + position]
-                own, own_factor = of_token(source, unit, token, shift)
+                token_noise, token_factor = of_token(source, unit, token, shift)
                 embed(row_x, x, row * (H // 4) + q * 2, packed, rows_at + int64(token) * (H // 4),
-                      int32(table + AT_EMBEDDING), own, own_factor, shift, q)
+                      int32(table + AT_EMBEDDING), token_noise, token_factor, shift, q)
             else:
                 load_rows(row_x, x, row * (H // 4), q)
             f0, h0 = norm(row_x, y, 0, 0, int32(table + AT_LN), q)
@@ -333,7 +334,7 @@ def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
     `bytes` of a pair's tables: column noise of W_up, norm, column noise and input noise of W_down. up, down: word,
     factor and pairs as late_noise_quotients has them; those of down are `offset` too large. table: a shared address.
 
-    fill(words, bytes_, at, source, call, pair, first, threads)     the tables at byte `at`, with so many threads
+    fill(words, bytes_, at, source, call, pair, first, threads)     the tables at byte `at`, by `threads` threads
     inner(acc, u, chunk, s0, s1, shift, table, q, t0, t1)           u = inner values; t0, t1 + their sums with noise
     finish(sums, x, m, s, shift, table, q)                          x of row m + the quotients of W_down
     """
@@ -421,7 +422,7 @@ def mlp_kernel(cfg, nz, cc, size):
         begin_with(start, UP_START)
         shift = job_shift(job)
         for unit in range(cuda.blockIdx.x * W + (warp.t >> 5), units, cuda.gridDim.x * W):
-            cuda.syncwarp()                                  # nobody reads the tables any more
+            cuda.syncwarp()                                  # no lane reads the tables any more
             fill(warp.words, warp.bytes_, warp.mine, source, call, unit, warp.lane, 32)
             cuda.syncwarp()
             for first in range(0, n, 8):
@@ -576,7 +577,7 @@ def wgmma_mlp_kernel(cfg, nz):
             before = int32(tile * 32 - low * n)
             high = low + 1 if before + 31 >= n else low
             odd = int32(low + 1 if before + (c >> 5) * 8 + (lane >> 2) >= n else low) & 1
-            ptx.named_barrier(1 + group, 128)                # nobody reads y or the tables any more
+            ptx.named_barrier(1 + group, 128)                # no warp reads y or the tables any more
             if high > loaded:
                 for coming in range(max(low, loaded + 1), high + 1):
                     fill(words, bytes_, mine + (coming & 1) * TABLE, source, call, coming, c, 128)
@@ -681,7 +682,7 @@ def register_head_kernel(cfg, nz, cc, size):
         begin_with(start, START)
         for begin in range(cuda.blockIdx.x * W, units, cuda.gridDim.x * W):
             unit = min(begin + (warp.t >> 5), units - 1)     # the warps of a product stay together
-            cuda.syncwarp()                                  # nobody reads the tables any more
+            cuda.syncwarp()                                  # no lane reads the tables any more
             for i in range(lane, V, 32):
                 words[mine // 4 + i] = word_of(column(source, unit, i, (call + 1) * PLAN))
             for i in range(lane, H, 32):
@@ -690,7 +691,7 @@ def register_head_kernel(cfg, nz, cc, size):
             # losses of two tiles are made at once: lanes with q < 2 keep what the first needs, the others the second
             member = q & 1
             loss, total = int64(0), int32(1)
-            distance, some = int32(0), False
+            distance, counted = int32(0), False
             for first in range(0, T, 8):
                 position = min(first + warp.g, T - 1)
                 load_rows(row_x, x, row_of(unit, position, T) * (H // 4), q)
@@ -699,7 +700,7 @@ def register_head_kernel(cfg, nz, cc, size):
                 s0, s1 = factor(s0, 0, shift), factor(s1, 1, shift)
                 token = tokens[int64(unit) * width + skip + position + 1]
                 top0, top1 = int32(LOWEST), int32(LOWEST)
-                cuda.syncwarp()                              # nobody looks for the last target any more
+                cuda.syncwarp()                              # no lane looks for the last target any more
                 for b in range(V // COLUMNS):
                     product(acc, n, at_weights, b * (COLUMNS * H), start)
                     for j in range(COLUMNS // 32):
@@ -723,11 +724,11 @@ def register_head_kernel(cfg, nz, cc, size):
                     for k in range(TARGETS - 1):
                         drawn = tokens[int64(unit) * width + skip + T + 1 + (TARGETS - 1) * position + k]
                         distance = int32(distance - shown(warp, member, drawn))
-                    some = first + warp.g < T
+                    counted = first + warp.g < T
                 if (first >> 3) & 1 or first + 8 >= T:
-                    if some:
+                    if counted:
                         loss += position_loss(int64(total), distance, 0)
-                    some = False
+                    counted = False
             for k in (2, 4, 8, 16):
                 loss += cuda.shfl_xor_sync(0xFFFFFFFF, loss, k)
             if lane < 2:

@@ -94,7 +94,7 @@ def signed(total, member, shift):
 def late_noise_quotients(cfg, nz, cc, inputs, add=0, lowest=-127):
     """Of a product over `inputs` START, the number with which accumulators begin, and device functions:
 
-    word(n)                         what the table of column noise holds of a column's
+    word(n)                         the entry of a column in the table of column noise
     factor(sum, member, shift)      the sum sb with the member's sign, as `pairs` wants it; shift: nz.shift
     pairs(acc, i, s, n, shift)      of the four columns that begin at acc[i], two words of two int16: OFFSET + add + the
                                     quotient, clipped
@@ -252,7 +252,7 @@ def norm_functions(cfg, nz, cc, streams):
 def warp_product_functions(columns, steps, keep=False, wgmma=False):
     """(origin, product): device functions. origin says where a lane finds the weights that begin at a shared address,
     and `product` multiplies by `columns` of them that begin `at` bytes further. With wgmma a warpgroup multiplies
-    together, each warp its own 16 rows."""
+    together, each warp for 16 rows of its own."""
     ROW = 32 * steps
     multiply = ptx.wgmma_product(columns, steps, True, True) if wgmma else ptx.mma_product(columns, steps, keep)
 
@@ -384,7 +384,7 @@ def embedding_functions(cfg, nz, cc):
     fill(words, at, source, pair, i)        sets the noise of column i in the table that begins at word `at`, H words or
                                             with adaptive noise 2 H
     of_token(source, pair, token, shift)    a token's noise, and its factor
-    embedded(x, to, packed, at, address, own, own_factor, shift, q)
+    embedded(x, to, packed, at, address, token_noise, token_factor, shift, q)
                                             x[to...] = four words [16 columns][row] of 32 columns of x, from packed word
                                             `at` on; their noise: a shared address
     """
@@ -411,25 +411,25 @@ def embedding_functions(cfg, nz, cc):
                    else float32(float32(n) * unit(shift)))
 
     @device
-    def disturbed(word, j, other, f, own, own_factor, sign, shift):
+    def disturbed(word, j, other, f, token_noise, token_factor, sign, shift):
         """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
         if MODE == 0:
-            return ptx.fma_down(own_factor, ptx.bits_float(other),
+            return ptx.fma_down(token_factor, ptx.bits_float(other),
                                 ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
-        d = ptx.trunc_f32(float32(float32(float32(int32(own * other)) * own_factor) * ptx.bits_float(f)))
+        d = ptx.trunc_f32(float32(float32(float32(int32(token_noise * other)) * token_factor) * ptx.bits_float(f)))
         v = int32(byte(int32(word ^ SIGNS), j) + (int32(d * sign) >> shift))
         return ptx.bits_float(int32(clip(v) + (BITS + 128)))
 
     @device
-    def embedded(x, to, packed, at, address, own, own_factor, shift, q):
+    def embedded(x, to, packed, at, address, token_noise, token_factor, shift, q):
         e = ptx.load2(packed, at + q * 2)
         for i in range(2):
             other = ptx.load_shared4(address + i * 64 + q * 16)
             f = ptx.load_shared4(address + 4 * H + i * 64 + q * 16) if MODE else other
             for m in range(2):
-                u, signed = cuda.local.array(4, float32), float32(-own_factor) if m and MODE == 0 else own_factor
+                u, signed = cuda.local.array(4, float32), float32(-token_factor) if m and MODE == 0 else token_factor
                 for j in range(4):
-                    u[j] = disturbed(e[i], j, other[j], f[j], own, signed, int32(1 - 2 * m), shift)
+                    u[j] = disturbed(e[i], j, other[j], f[j], token_noise, signed, int32(1 - 2 * m), shift)
                 y, z = clipped(u[0], u[1], u[2], u[3])
                 x[to + 2 * i + m] = ptx.bytes4(y, z)
 
@@ -472,10 +472,10 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             token = tokens[pair * width + skip + position]
             shift = job_shift(job)
             e = cuda.local.array(4, int32)
-            own, own_factor = of_token(source, pair, token, shift)
+            token_noise, token_factor = of_token(source, pair, token, shift)
             for b in range(STEPS):
-                embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128), own,
-                         own_factor, shift, q)
+                embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
+                         token_noise, token_factor, shift, q)
                 ptx.store2(x, at_x + b * 8, e[0], e[2])
                 ptx.store2(x, at_x + 2 * H + b * 8, e[1], e[3])
         for member in range(2):
@@ -507,12 +507,12 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-# in this order: what a kernel uses lies together; w_h lies behind w_f, u_h behind u_f
+# in this order: the matrices of a kernel lie together, w_h behind w_f, u_h behind u_f
 MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down")
 
 
 def matrices(cfg):
-    """Those of all layers."""
+    """The matrices of all layers."""
     found = [t for t in parameters.tensors(cfg) if t.name in MATRICES]
     return sorted(found, key=lambda t: (t.layer, MATRICES.index(t.name)))
 

@@ -189,7 +189,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
             table = at_exp
         acc = cuda.local.array(64, int32)
         totals = cuda.local.array(2, int64)
-        some = cuda.local.array(2, SUM)
+        partial = cuda.local.array(2, SUM)
         s, z = cuda.local.array(2, int32), cuda.local.array(2, int32)
         tops, best = cuda.local.array(2, int32), cuda.local.array(2, int32)
         shift = job_shift(job)
@@ -236,14 +236,14 @@ def head_kernel(cfg, nz, gpu, clean=False):
                     for half in range(2):
                         best[half], tops[half] = logit(tops[half]), settled(tops[half], table)
             else:
-                some[0], some[1] = SUM(0), SUM(0)
+                partial[0], partial[1] = SUM(0), SUM(0)
                 for j in range(16):
                     for e in range(2):
                         for half in range(2):
                             w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp, exps)
-                            some[half] = SUM(some[half] + SUM(w))
+                            partial[half] = SUM(partial[half] + SUM(w))
                 for half in range(2):
-                    totals[half] += int64(some[half])
+                    totals[half] += int64(partial[half])
                     if RAGGED and limit < 128:
                         totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp, exps)
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s, shift)

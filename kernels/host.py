@@ -100,7 +100,7 @@ class Packing:
 
 class Plan:
     """The calls of a forward pass, each a row of PLAN int32 that are known at run time alone. Modules of kernels name
-    the columns of their rows; kernels.pairs says what stands there of a vector, a matrix, and the input side of one."""
+    the columns of their rows; kernels.pairs names the entries of a vector, a matrix, and the input side of one."""
 
     def __init__(self, cfg, packing):
         self._tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}

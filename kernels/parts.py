@@ -184,6 +184,13 @@ def wgmma_descriptor(K=256):
 
 
 # --- quotients by the float units ------------------------------------------------------------------------------------
+# A quotient rounds toward zero where the divisor is a sum of the run (rules.divide), and down, clipped, where it is a
+# constant (quotient_function). Hot loops have other forms with equal results, each for a reason: the norm of the
+# transformer (transformer._norm_kernel) and the attention (finish) divide many numbers by one, whose reciprocal they
+# know; the general path of the recurrent model (gru.early_noise_quotients) puts the noise into the accumulators before
+# the product; the register path (gru_parts.late_noise_quotients) adds it after the product, so that all accumulators
+# begin with one number; and where the divisor is 256, the upper half of a word is the quotient
+# (gru_narrow.integer_quotients).
 
 MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
 

@@ -170,7 +170,7 @@ def full_shape(budget, K, H, unit=16, turns=False):
 
 
 class Ring(NamedTuple):
-    """What the functions of a product share in a running kernel. Numba reads the fields; their types are its own."""
+    """What the functions of a product share in a running kernel. Numba finds the types of the fields."""
     base: int               # shared address of the rows, and after them of the stages
     bar: int                # that of the barriers
     steps: int              # of all tiles: pieces of a pass, passes of a tile
@@ -184,7 +184,7 @@ class Ring(NamedTuple):
 
 def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=False):
     """Device functions of the product of a Shape whose passes come round `repeat` times for every tile of rows, and are
-    those of so many `matrices`, one behind the other:
+    those of `matrices` matrices, one behind the other:
 
     open_ring(steps, first, every, x, w, at)    the Ring of the block, with a barrier of the block; starts the first
                                                 copies. The kernel makes the rows itself with `own_rows`
@@ -236,8 +236,8 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
 
     @gpu.device
     def copy(to, source, at, count, each, apart, full, t, threads):
-        """`count` times `each` bytes, `apart` words apart from source[at] on: by this thread, or beside cp.async by so
-        many threads, of which this is number t."""
+        """`count` times `each` bytes, `apart` words apart from source[at] on: by this thread, or beside cp.async by
+        `threads` threads, of which this is number t."""
         if BULK:
             for i in range(count):
                 ptx.copy_bulk(to + i * each, source, at + i * apart, each, full)
@@ -387,7 +387,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
     def multiply(acc, ring, step, from_piece=0):
         step, group = int32(step), ring.t >> 7
         if TURNS and step > 0:
-            # A barrier tells only odd phases from even ones: nobody may wait for a stage two phases ahead.
+            # A barrier tells only odd phases from even ones: no warp may wait for a stage two phases ahead.
             wait(ring.bar + TURN + 8 * group, split(int32(step - PIECES), CG * PIECES)[0] & 1)
         for piece in range(int32(PIECES - 1)):
             start(acc, ring, step, from_piece + piece, piece if fresh else 1)
@@ -395,7 +395,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
             leave(ring, step)
             step = int32(step + 1)
         start(acc, ring, step, from_piece + (PIECES - 1), PIECES - 1 if fresh else 1)
-        if TURNS:                                            # nobody waits in the end; a branch would cost more
+        if TURNS:                                            # no warp waits for the last; a branch would cost more
             ptx.barrier_arrive(ring.bar + TURN + 8 * (group // CG * CG + (group + 1) % CG))
         return step
 

@@ -86,7 +86,7 @@ def _instruction(text, result=void, operands=(), effect="", sets=0, adds=True):
 
 @intrinsic
 def shift_right(ctx, a, n):
-    """int32, n below 32: numba's own shift has 64 bits, which the compiler takes off only where it knows n."""
+    """a >> n of int32, n below 32: numba's shift has 64 bits, which the compiler narrows only where it knows n."""
     return int32(int32, int32), lambda context, builder, sig, args: builder.ashr(*args)
 
 

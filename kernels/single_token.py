@@ -8,7 +8,7 @@ from kernels.host import Kernel
 from kernels.pairs import ntt_functions
 from kernels.parts import (A32, A8, BITS, MAGIC, PLAN, amax_scale, byte, clip, quad_sum, quotient_function, rounded)
 from kernels.rules import NORMS, build_noise, device, divide
-from kernels.transformer import BIAS, EVERY, LN, LN_BIAS, MATRIX, MATRIX_BIAS, TABLE
+from kernels.transformer import BIAS, NEXT_MATRIX, LN, LN_BIAS, MATRIX, MATRIX_BIAS, TABLE
 from model import parameters
 
 
@@ -116,7 +116,7 @@ def transformer_token_kernel(cfg):
                 cuda.syncthreads()
                 p = calls[call] * PLAN
                 for which in range(3):
-                    from_h(words, 0, packed, plan[p + which * EVERY], H, y, which * H, t)
+                    from_h(words, 0, packed, plan[p + which * NEXT_MATRIX], H, y, which * H, t)
                 cuda.syncthreads()
                 if t < H and (t & 1) == 0:
                     cos, sin = int64(rope[here * D + t % D]), int64(rope[here * D + t % D + 1])
@@ -199,7 +199,7 @@ def _floor_quotient(cfg, inputs):
 
 def recurrent_token_kernel(cfg):
     """ln_f of the last layer's output after one more token: out int8 [H]. One block of 1024 threads; a thread is a
-    channel. states int8 [L, H] go on."""
+    channel. states int8 [L, H]: of the layers, before and after."""
     H = cfg.HIDDEN_DIM
     L = cfg.N_LAYERS
     LOWEST = 0 if cfg.MLP_RELU else -127

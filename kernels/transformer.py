@@ -1,5 +1,5 @@
-"""The transformer's kernels but those of kernels.attention and kernels.head; validation is the same pass with the noise
-masked out, only its head is another kernel.
+"""The kernels of the transformer except those of kernels.attention and kernels.head, its plan, and its scratch memory.
+Validation takes the same kernels with the noise masked out, and a head of its own.
 
 Rows        A member's T positions are padded to a multiple of 16, so that the 16 rows of a warp belong to one member; a
             pair is two members, one after the other. Activations are core matrices (ptx) of int8.
@@ -28,18 +28,19 @@ from kernels.rules import build_noise, device, divide, loudest
 from model import parameters
 
 MOST_BLOCKS = 256                           # of a persistent kernel
-# columns of the plan: of a norm, of which the first is the embedding's as well; of a product
+# columns of a row of the plan of a norm
 LN = 0
 LN_BIAS = 4
-BIAS = 8
-INPUTS = 12
-TABLE = 20
+BIAS = 8                                    # of the product or embedding before it
+INPUTS = 12                                 # the input sides of the matrices behind it, two entries each
+TABLE = 20                                  # of the embedding, in the first row
 TABLE_OVERLAY_A = 21
 TABLE_OVERLAY_B = 22
+# columns of a row of the plan of a product
 MATRIX = 0
 MATRIX_BIAS = 3
-INPUT = 8
-EVERY = 8
+INPUT = 8                                   # the input side of the matrix of the next product
+NEXT_MATRIX = 8                             # entries from one matrix of q, k, v to the next
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
@@ -422,7 +423,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     transposed: core matrices of one row a channel (permuted as the columns are), positions permuted within 32 as the
     weights' mma fragments hold them.
     "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
-    plan: MATRIX, MATRIX_BIAS of each matrix, EVERY entries apart. sb: [4][stride]; spill: what `layout` says."""
+    plan: MATRIX, MATRIX_BIAS of each matrix, NEXT_MATRIX entries apart. sb: [4][stride]; spill: as in `layout`."""
     H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
     BIT = cfg.ROPE_SCALE_BIT
@@ -512,7 +513,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 out[uint64(to)] = ptx.byte_permute(even_row, odd_row, 0x5140)
                 out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
 
-    # not gpu.unroll: its own loops are unrolled by every compiler, and written out they take twice as long to compile
+    # not gpu.unroll: every compiler unrolls the loops here, and unrolled before they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
     def full_width_product(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, job: AU32, offset, tiles, stride,
                            rope: A32, x: A32, sb: A32, h: A32, values: A32, spill: A32):
@@ -524,7 +525,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
         if first < tiles:
             count = (tiles - 1 - first) // every + 1
         ring = open_ring(count * STEPS, first, every, x, packed, at + which * MATRIX_WORDS)
-        source = source_of(plan, call * PLAN + which * EVERY, weights, overlay, job, offset)
+        source = source_of(plan, call * PLAN + which * NEXT_MATRIX, weights, overlay, job, offset)
         t, base = ring.t, ring.base
         group = t >> 7
         lane = t & 31
@@ -622,7 +623,7 @@ class Plan(host.Plan):
         self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0)
         self.layers, before = [], self.vector("mlp_emb_bias_down", 0)
         for i in range(cfg.N_LAYERS):
-            queries = {which * EVERY: self.matrix(name, i) for which, name in enumerate(("w_q", "w_k", "w_v"))}
+            queries = {which * NEXT_MATRIX: self.matrix(name, i) for which, name in enumerate(("w_q", "w_k", "w_v"))}
             self.layers.append(SimpleNamespace(
                 ln_1=self._norm("ln_1", i, before, ["w_q", "w_k", "w_v"]), qkv=self.add(queries),
                 attention=self.add({0: self.input("w_o", i)}), o=self.add({MATRIX: self.matrix("w_o", i)}),
@@ -678,7 +679,7 @@ class Kernels:
                 self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
 
     def layout(self, pairs):
-        """({name: (first byte, end)} of the arrays in the scratch memory of so many pairs, its bytes)."""
+        """({name: (first byte, end)} of the arrays in the scratch memory of `pairs` pairs, bytes of all)."""
         length, H = padded_length(self.cfg), self.cfg.HIDDEN_DIM
         rows = padded_rows(self.cfg, pairs)
         members, shapes = blocks(rows, length), [kernel.shape for kernel in self.full_width.values()]
@@ -690,5 +691,5 @@ class Kernels:
 
 
 def padded_rows(cfg, pairs):
-    """Rows of the arrays of so many pairs."""
+    """Rows of the arrays of `pairs` pairs."""
     return blocks(2 * pairs * padded_length(cfg), TALLEST) * TALLEST
