@@ -214,7 +214,8 @@ class Workers:
         on_cpus = self.device == "cpu" or self.device == "auto" and (self.given or not gpus)
         cpus = sum(n["CPU"] // self.cpus for n in found if not (on_gpus and n["GPU"]))
         if self.workers:
-            gpus, cpus, on_cpus = self.workers, self.workers, not on_gpus
+            gpus = cpus = self.workers
+            on_cpus = not on_gpus
         return [({"num_gpus": 1, "num_cpus": 1}, gpus)] * on_gpus + [({"num_cpus": self.cpus}, cpus)] * bool(on_cpus)
 
     def grow(self):

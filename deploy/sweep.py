@@ -47,6 +47,13 @@ class Table(NamedTuple):
     gpus: int = 0
 
 
+class Base(NamedTuple):
+    """The configuration of all trials, as egg_config.load takes it."""
+    preset: str
+    defines: list
+    environ: dict
+
+
 def read_table(path):
     """The Table in a TOML file. Raises UsageError."""
     def need(ok, what):
@@ -95,9 +102,9 @@ def title(trial, names):
 
 
 def configuration(base, values):
-    """The Config of a trial. base: (preset, defines, environment); values: {constant: value}. Raises ConfigError."""
-    preset, defines, environ = base
-    return egg_config.load(preset, [*defines, *(f"{name}={value}" for name, value in values.items())], environ)
+    """The Config of a trial. base: a Base; values: {constant: value}. Raises ConfigError."""
+    defines = [*base.defines, *(f"{name}={value}" for name, value in values.items())]
+    return egg_config.load(base.preset, defines, base.environ)
 
 
 # --- a trial ---------------------------------------------------------------------------------------------------------
@@ -165,10 +172,10 @@ def sweep(path, preset, defines, directory, address):
     directory = cluster.absolute(directory or os.path.splitext(path)[0])
     # without the secret, which must not stand in the files of Ray Tune
     environ = {name: text for name, text in os.environ.items() if name.startswith("EGG_") and name != "EGG_SECRET"}
-    base = preset or table.preset, defines, environ
+    base = Base(preset or table.preset, defines, environ)
     files = check(table, base)
     names = [name for name, value in table.constants.items() if isinstance(value, dict) or len(value) > 1]
-    remember(directory, json.dumps([table._asdict(), *base[:2]], indent=1))
+    remember(directory, json.dumps([table._asdict(), base.preset, base.defines], indent=1))
 
     def trial(values):
         run_trial(values, base, files, table, directory)

@@ -105,7 +105,8 @@ class Fitness:
         if (kind, unit) != (self.kind, self.unit):
             if kind == "loss":
                 return
-            self.kind, self.unit, self.best = kind, unit, math.inf
+            self.kind, self.unit = kind, unit
+            self.best = math.inf
             self.begin()
         self.measures += 1
         weight = max(WEIGHT[kind], 1 / self.measures)          # the plain mean at first
@@ -278,11 +279,11 @@ class Island(Hook):
         incoming = self.incoming
         if opcode != STATE or not incoming or incoming.peer is not peer or not incoming.requested:
             return False
-        sha256, total, offset, data = STATE.unpack(payload)
-        if sha256 != incoming.standing.state:
+        frame = STATE.unpack(payload)
+        if frame.sha256 != incoming.standing.state:
             return False
-        if total:
-            self._advance(lambda: incoming.add(total, offset, data))
+        if frame.total:
+            self._advance(lambda: incoming.add(frame.total, frame.offset, frame.piece))
         else:
             self._drop_incoming(f"{peer.name} does not have its state of step {incoming.standing.state_step} any more")
         return True
@@ -300,7 +301,9 @@ class Island(Hook):
         """Both sides judge the same two standings, so the better island need not send anything else."""
         if theirs.ask and not peer.questions.take():
             return False
-        expected, peer.standing, ours = theirs.ask or peer.question_at is not None, theirs, self.standing()
+        expected = theirs.ask or peer.question_at is not None
+        peer.standing = theirs
+        ours = self.standing()
         if theirs.ask:
             peer.session.reply(STANDING, ours.pack())
         else:
@@ -423,7 +426,9 @@ class Island(Hook):
             "optimizer": cfg.OPTIMIZER_MERGE, "founder": theirs.founder, "parent_theirs": upload.digest.hex(), **more}
 
     def _epoch_begun(self, origin):
-        handover, self.on_trial, self.idle_since = self.handover, origin, self.run.step
+        handover = self.handover
+        self.on_trial = origin
+        self.idle_since = self.run.step
         self.lineage.append(ancestor(self.run.start, self.terms.name))
         event = {"step": self.run.step, "epoch": origin["epoch"], "digest": origin["digest"]}
         if handover.kind == "rejuvenate":

@@ -93,7 +93,8 @@ class Peer:
     last Standing; question_at: time of the open question for it, or None; given, taken: numbers of complete states."""
 
     def __init__(self, author):
-        self.name, self.author, self.address = author.name, author, ""
+        self.name, self.author = author.name, author
+        self.address = ""
         self.session = self.standing = self.question_at = None
         self.next_question_at = 0.0
         self.given = 0
@@ -149,13 +150,14 @@ class PeerRole(Role):
 
     def send_piece(self):
         """Sends the requested piece as soon as the bandwidth allows; until then nothing is read from the peer."""
-        shelf, bandwidth, (sha256, offset, size) = self.peers.coordinator.shelf, self.peers.bandwidth, self.wanted
-        size = min(size, bandwidth.piece)
+        shelf, bandwidth = self.peers.coordinator.shelf, self.peers.bandwidth
+        sha256, offset = self.wanted.sha256, self.wanted.offset
+        size = min(self.wanted.most, bandwidth.piece)
         if not bandwidth.take(size):
             self.session.wait()
             return
         self.wanted = None
-        step = next((s for s, found in shelf.sha256.items() if found == sha256), None)
+        step = next((step for step, found in shelf.sha256.items() if found == sha256), None)
         total, data = shelf.piece(sha256, shelf.path(step), offset, size)
         self.peer.given += offset < total == offset + len(data)
         self.session.reply(STATE, sha256, total, offset, data)
@@ -260,7 +262,8 @@ class Peers:
         if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < card.id):
             session.close()
             return
-        session.role, role.peer, session.title = role, peer, f"{peer.name} ({session.address})"
+        session.role, role.peer = role, peer
+        session.title = f"{peer.name} ({session.address})"
         session.take(wire.FROM_ISLAND)
         session.idle = None
         if not session.known:
@@ -283,7 +286,9 @@ class Peers:
                               wire.FROM_CALLED, self.tls, target.host)
         except OSError:                              # there are no file descriptors left
             return target.failed()
-        session.title, target.session, session.role = target.title, session, PeerRole(session, self, target, caller)
+        session.title = target.title
+        session.role = PeerRole(session, self, target, caller)
+        target.session = session
 
     # ends
 

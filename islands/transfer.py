@@ -70,12 +70,12 @@ class Incoming:
         if self.upload:
             self.upload.feed(total - HEAD_SIZE, offset - HEAD_SIZE, data)
         else:
-            step, seed, stated, _, _, size = snapshots.read_head(data)
-            if offset or stated != self.standing.state or size + HEAD_SIZE != total:
+            head = snapshots.read_head(data)
+            if offset or head.sha256 != self.standing.state or head.size + HEAD_SIZE != total:
                 raise ValueError("it is not the state that was stated")
-            self.upload = snapshots.Upload(self.cfg, step, seed, None, self.directory, stated)
+            self.upload = snapshots.Upload(self.cfg, head.step, head.seed, None, self.directory, head.sha256)
             if len(data) > HEAD_SIZE:
-                self.upload.feed(size, 0, data[HEAD_SIZE:])
+                self.upload.feed(head.size, 0, data[HEAD_SIZE:])
         self.got += len(data)
 
     def unpack(self):

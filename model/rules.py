@@ -232,7 +232,8 @@ def update_rules(jit, ops):
 
 def sampling_rules(jit, ops):
     """The choice of a token (SPEC 10)."""
-    trunc, sub, div = ops.trunc, ops.sub, ops.div
+    trunc = ops.trunc
+    sub, div = ops.sub, ops.div
 
     @jit
     def score(z, seen, penalty):

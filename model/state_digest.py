@@ -35,7 +35,9 @@ class Digest:
     """The digest of bytes that come in pieces. number: of the next word."""
 
     def __init__(self, step, seed):
-        self.number, self._rest, self._sums = 1, b"", [0, 0]
+        self.number = 1
+        self._rest = b""
+        self._sums = [0, 0]
         self.update(struct.pack("<QQ", step, seed))
 
     def update(self, data):
