@@ -121,15 +121,15 @@ def plan(cfg):
 @device
 def mixed(x):
     """The hash of SPEC 2 from its first sum, without its last step x ^= x >> 16."""
-    x = uint32(uint32(x ^ uint32(x >> uint32(16))) * uint32(0x85EBCA6B))
-    return uint32(uint32(x ^ uint32(x >> uint32(13))) * uint32(0xC2B2AE35))
+    x = uint32((x ^ x >> uint32(16)) * uint32(0x85EBCA6B))
+    return uint32((x ^ x >> uint32(13)) * uint32(0xC2B2AE35))
 
 
 @device
 def negated(word, flags):
     """The int8 bytes of a word, negated where `flags` (0 or 1 in each byte) says so; none is -128."""
-    t = uint32(word ^ uint32(uint32(flags << uint32(8)) - flags))
-    return uint32(uint32(uint32(t & uint32(0x7F7F7F7F)) + flags) ^ uint32(t & uint32(0x80808080)))
+    t = uint32(word ^ ((flags << uint32(8)) - flags))
+    return uint32((t & uint32(0x7F7F7F7F)) + flags ^ t & uint32(0x80808080))
 
 
 @device
@@ -143,7 +143,7 @@ def shifted_word(words, at):
 def ones(fit):
     """Of a word whose bytes are -1, 0 or 1: (the flags of -1, full bytes where not 0)."""
     some = uint32(fit & uint32(0x01010101))
-    return uint32(uint32(fit >> uint32(1)) & uint32(0x01010101)), uint32(uint32(some << uint32(8)) - some)
+    return uint32(fit >> uint32(1) & uint32(0x01010101)), uint32((some << uint32(8)) - some)
 
 
 F1 = types.Array(float32, 1, "C")
@@ -195,15 +195,15 @@ def operands_kernel(cfg):
             low = byte_permute(int32(mixed(x)), int32(mixed(uint32(x + one))), 0x6240)
             high = byte_permute(int32(mixed(uint32(x + two))), int32(mixed(uint32(x + three))), 0x6240)
             p = uint32(byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632))
-            minus = uint32(uint32(~p) & uint32(0x01010101))
-            m = uint32(uint32(p >> one) & masks)
-            m = uint32(uint32(m ^ uint32(uint32(minus << uint32(7)) - minus)) + minus)
-            word = uint32(m ^ uint32(minus << uint32(7)))
+            minus = uint32(~p & uint32(0x01010101))
+            m = uint32(p >> one & masks)
+            m = uint32((m ^ (minus << uint32(7)) - minus) + minus)
+            word = uint32(m ^ minus << uint32(7))
         if signs:                                            # 1, -1 or 0 in each byte
-            minus = uint32(uint32(word >> uint32(7)) & uint32(0x01010101))
-            some = uint32(word | uint32(uint32(word & uint32(0x7F7F7F7F)) + uint32(0x7F7F7F7F)))
-            some = uint32(uint32(some >> uint32(7)) & uint32(0x01010101))
-            word = uint32(some | uint32(uint32(minus << uint32(8)) - minus))
+            minus = uint32(word >> uint32(7) & uint32(0x01010101))
+            some = uint32(word | (word & uint32(0x7F7F7F7F)) + uint32(0x7F7F7F7F))
+            some = uint32(some >> uint32(7) & uint32(0x01010101))
+            word = uint32(some | (minus << uint32(8)) - minus)
         return word
 
     def operands(rows: A2, seed: AU32, fit: A32, start: int32, width: int32, out: A32):
@@ -219,7 +219,7 @@ def operands_kernel(cfg):
         n = int32(start + first + (lane & 3) * 4)
         low, high = rows[row, LOW], rows[row, HIGH]
         shift = rows[row, SHIFT]
-        x = uint32(seed[0] + uint32(rows[row, DELTA]) + uint32(uint32(rows[row, INDEX]) * uint32(0x9E3779B9)))
+        x = uint32(seed[0] + uint32(rows[row, DELTA]) + uint32(rows[row, INDEX]) * uint32(0x9E3779B9))
         steps = int32(PIECE // 64)
         if first >= width:
             steps = int32(1 if warp == 0 else 0)             # the 16 n beyond the slice
@@ -345,7 +345,7 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
     for step in range(from_n, to_n, 16):
         n = int32(step + (lane & 3) * 4)
         minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
-        minus = uint32(uint32(minus << uint32(8)) - minus)                   # full bytes
+        minus = uint32((minus << uint32(8)) - minus)                         # full bytes
         plus = uint32(some ^ minus)
         after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
         for e in range(EIGHTS):
