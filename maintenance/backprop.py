@@ -63,32 +63,33 @@ def _run(torch, cfg, data, device, until, batch, rate):
     """Yields (step, seconds of training, mean training loss since the last one in bits/token, validation)."""
     text = torch.from_numpy(data.tokens.astype("i4")).to(device)
     held_out = torch.from_numpy(data.validation.windows).to(device).split(AT_ONCE // cfg.SEQ_LEN + 1)
-    learnt, logits = _model(torch, cfg, device)
-    optimizer = torch.optim.AdamW(learnt, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
+    learned, logits = _model(torch, cfg, device)
+    optimizer = torch.optim.AdamW(learned, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
     offsets = torch.arange(cfg.SEQ_LEN + 1, device=device)
 
     def loss_of(windows, reduction="mean"):
         found, targets = logits(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten().long()
         return torch.nn.functional.cross_entropy(found, targets, reduction=reduction)
 
-    def some_loss():
+    def loss_of_a_batch():
         return loss_of(text[torch.randint(len(text) - cfg.SEQ_LEN, (batch, 1), device=device) + offsets])
 
     def validation():
         with torch.no_grad():
             return data.validation.bits(sum(loss_of(windows, "sum").item() for windows in held_out))
 
-    some_loss().backward()                           # what is prepared at the first call is no time of training
+    loss_of_a_batch().backward()                           # what is prepared at the first call is no time of training
     yield 0, 0.0, None, validation()
     step, seconds = 0, 0.0
     while seconds < until:
         power = 10 ** math.floor(math.log10(max(seconds, 1)))
         moment = min([until, *(m * power for m in MOMENTS if m * power > seconds)])
-        first, started, total, now = step, time.perf_counter(), 0.0, seconds
+        first, total = step, 0.0
+        started, now = time.perf_counter(), seconds
         while now < moment:
             optimizer.param_groups[0]["lr"] = rate * min((step + 1) / WARM_UP, 1) * max(LAST_RATE, 1 - now / until)
             optimizer.zero_grad()
-            loss = some_loss()
+            loss = loss_of_a_batch()
             loss.backward()
             optimizer.step()
             step, total = step + 1, total + loss.detach()
@@ -99,11 +100,14 @@ def _run(torch, cfg, data, device, until, batch, rate):
 
 
 def _model(torch, cfg, device):
-    """(learnt float32 arrays, a function from tokens int64 [windows, tokens] to logits float32 [windows, tokens,
+    """(learned float32 arrays, a function from tokens int64 [windows, tokens] to logits float32 [windows, tokens,
     VOCAB_SIZE]). The arrays are those of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU is in place of
     the gates of the recurrent model: it has three instead of two."""
-    functional, width, grus = torch.nn.functional, cfg.HIDDEN_DIM, []
-    weights, start = {}, {p.name: p.start for p in parameters.table(cfg)}
+    functional = torch.nn.functional
+    width = cfg.HIDDEN_DIM
+    grus = []
+    weights = {}
+    start = {p.name: p.start for p in parameters.table(cfg)}
     for t in parameters.tensors(cfg):
         if t.name == "w_f":
             grus.append(torch.nn.GRU(width, width, batch_first=True).to(device))
@@ -125,7 +129,8 @@ def _model(torch, cfg, device):
     def rotated(h):
         frequency = 10000.0 ** (-torch.arange(0, cfg.HEAD_DIM, 2, device=h.device) / cfg.HEAD_DIM)
         angle = torch.arange(h.shape[2], device=h.device)[:, None] * frequency
-        even, odd, cos, sin = h[..., ::2], h[..., 1::2], angle.cos(), angle.sin()
+        even, odd = h[..., ::2], h[..., 1::2]
+        cos, sin = angle.cos(), angle.sin()
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
     def logits(x):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,7 @@ import egg_config
 from cluster import auth, wire
 from cluster.link import Link
 from cluster.wire import JOB_REQUEST, RESULT, V2
-from model import fitness_digits, ternary
+from model import fitness_digits
 
 EGG = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "egg.py")
 CHUNKS = 8000
@@ -41,65 +42,95 @@ def measure(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
         card = {"role": "worker", "device": "none", "config": cfg.saved(), "data": ""}
         links = [Link(cfg, "127.0.0.1", port, V2, auth.Access(), {**card, "id": str(i), "name": f"w{i}"})
                  for i in range(workers)]
-        before = _cpu_seconds(process.pid)
-        done, took, times, rush = _serve(cfg, links, seconds, chunk_seconds)
-        used = _cpu_seconds(process.pid) - before
+        before = cpu_seconds(process.pid)
+        served = _serve(cfg, links, seconds, chunk_seconds)
+        used = cpu_seconds(process.pid) - before
         with open(f"/proc/{process.pid}/status") as file:
             memory = int(re.search(r"VmHWM:\s+(\d+)", file.read())[1]) / 1024
     finally:
         process.kill()
         process.wait()
-    return {"workers": workers, "results/s": round(done / took), "median ms": _ms(times, 0.5),
-            "99% ms": _ms(times, 0.99), "after a step 99% ms": _ms(rush, 0.99), "MB": round(memory),
-            "CPU %": round(100 * used / took), "CPU us a result": round(1e6 * used / max(done, 1), 1)}
+    return {"workers": workers, "results/s": round(served.results / served.seconds),
+            "median ms": _ms(served.answered, 0.5), "99% ms": _ms(served.answered, 0.99),
+            "after a step 99% ms": _ms(served.after_step, 0.99), "MB": round(memory),
+            "CPU %": round(100 * used / served.seconds),
+            "CPU us a result": round(1e6 * used / max(served.results, 1), 1)}
+
+
+class Served(NamedTuple):
+    """answered, after_step: [seconds] of answers, those just after the end of a step apart."""
+    results: int
+    seconds: float
+    answered: list
+    after_step: list
+
+
+class SimulatedWorker:
+    """One connection: its socket, what has come, when it asked, and whether a step has just ended for it."""
+
+    def __init__(self, link):
+        self.sock = link.sock
+        self.inbox = bytearray()
+        self.asked = None          # when; the first requests are not counted: they all come at once
+        self.after_step = False
+        self.sock.setblocking(False)
+
+    def send(self, frames):
+        self.asked = time.perf_counter()
+        self.sock.send(frames)
+
+
+def _request(step):
+    return wire.frame(JOB_REQUEST, 0, step, 0, bytes(wire.DIGEST), version=V2)
 
 
 def _serve(cfg, links, seconds, chunk_seconds):
-    """(results, seconds, [answer time], [the same just after a step])."""
-    poll, times, rush, due, done = select.epoll(), [], [], [], 0
-    dice, asked, after_step, given = random.Random(1), {}, {}, {}
-    limits, digits = wire.limits(cfg), ternary.packed_size(cfg.CHUNK_SIZE // 2)
+    """Lets the simulated workers work for so many seconds; Served."""
+    dice = random.Random(1)
+    limits = wire.limits(cfg)
+    pairs = cfg.CHUNK_SIZE // 2
     # ternary digits as often as in a run of the default configuration
-    some = [fitness_digits.pack_ternary(np.array(dice.choices((-1, 0, 1), (46, 6, 48), k=cfg.CHUNK_SIZE // 2), np.int8))
-            for _ in range(256)]
-
-    def request(step):
-        return wire.frame(JOB_REQUEST, 0, step, 0, bytes(wire.DIGEST), version=V2)
-
-    sockets = {link.sock.fileno(): (link.sock, bytearray()) for link in links}
-    for sock, _ in sockets.values():
-        sock.setblocking(False)
-        poll.register(sock, select.EPOLLIN)
-        sock.send(request(0))
+    fitness = [fitness_digits.pack_ternary(np.array(dice.choices((-1, 0, 1), (46, 6, 48), k=pairs), np.int8))
+               for _ in range(256)]
+    poll = select.epoll()
+    workers = {link.sock.fileno(): SimulatedWorker(link) for link in links}
+    for number, worker in workers.items():
+        poll.register(number, select.EPOLLIN)
+        worker.sock.send(_request(0))
+    answered, after_step = [], []
+    given = {}                     # step -> first members of the chunks that were handed out
+    due = []                       # heap of (time, number of the worker, its result and next request)
+    results = 0
     started = now = time.perf_counter()
     while now - started < seconds:
         while due and due[0][0] <= now:
-            _, number, out = heapq.heappop(due)
-            asked[number] = time.perf_counter()
-            sockets[number][0].send(out)
+            _, number, frames = heapq.heappop(due)
+            workers[number].send(frames)
         for number, _ in poll.poll(max(0.0, min(0.1, due[0][0] - now)) if due else 0.1):
-            sock, inbox = sockets[number]
-            inbox += sock.recv(1 << 16)
-            if not (got := wire.next_frame(inbox, limits)):
+            worker = workers[number]
+            worker.inbox += worker.sock.recv(1 << 16)
+            if not (got := wire.next_frame(worker.inbox, limits)):
                 continue
-            (_, step, position, size, _), now = wire.JOB_RESPONSE.unpack(got[2]), time.perf_counter()
-            if size:                                 # the fitness of a step that has just been completed
-                after_step[number], asked[number] = True, now
-                sock.send(request(step))
+            response = wire.JOB_RESPONSE.unpack(got.payload)
+            step, first = response.step, response.first
+            now = time.perf_counter()
+            if response.size:                               # the fitness of a step that has just been completed
+                worker.after_step = True
+                worker.send(_request(step))
                 continue
-            # the first requests are not counted: they all come at once
-            if number in asked and position not in given.setdefault(step, set()):
-                (rush if after_step.get(number) else times).append(now - asked[number])
-                given[step].add(position)
-            after_step[number], done = False, done + 1
-            fields = 0, step, position, 0, 5, digits, some[position // cfg.CHUNK_SIZE % 256]
-            out = wire.frame(RESULT, *fields, version=V2) + request(step)
-            heapq.heappush(due, (now + chunk_seconds * dice.uniform(0.5, 1.5), number, out))
+            if worker.asked is not None and first not in given.setdefault(step, set()):
+                (after_step if worker.after_step else answered).append(now - worker.asked)
+                given[step].add(first)
+            worker.after_step = False
+            results += 1
+            packed = fitness[first // cfg.CHUNK_SIZE % 256]
+            result = wire.frame(RESULT, 0, step, first, 0, 5, len(packed), packed, version=V2)
+            heapq.heappush(due, (now + chunk_seconds * dice.uniform(0.5, 1.5), number, result + _request(step)))
         now = time.perf_counter()
-    return done, now - started, times, rush
+    return Served(results, now - started, answered, after_step)
 
 
-def _cpu_seconds(pid):
+def cpu_seconds(pid):
     with open(f"/proc/{pid}/stat") as file:
         return sum(map(int, file.read().split()[13:15])) / os.sysconf("SC_CLK_TCK")
 

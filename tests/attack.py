@@ -217,11 +217,11 @@ def attack(kind, seconds):
                     flooding = subprocess.Popen([sys.executable, __file__, "--flood", kind, str(port), str(page),
                                                  "--seconds", str(seconds)], stdout=subprocess.PIPE, text=True)
                     time.sleep(1)                                # it takes a moment to start
-                before, began, cpu = honest.step, time.monotonic(), load._cpu_seconds(process.pid)
+                before, began, cpu = honest.step, time.monotonic(), load.cpu_seconds(process.pid)
                 time.sleep(seconds - 1.5 if phase == 1 else seconds / 3)
                 took = time.monotonic() - began
                 rates.append((honest.step - before) / took)
-                used.append((load._cpu_seconds(process.pid) - cpu) / took)
+                used.append((load.cpu_seconds(process.pid) - cpu) / took)
                 if phase == 1:
                     did = flooding.communicate()[0].strip()
                     newcomer.stop = True
