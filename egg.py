@@ -518,8 +518,7 @@ def invite_to_continue(argv, directory, console):
     if directory is None:
         return
     args = vars(parsed(argv, typed=False)) | {"save_dir": directory}
-    default = egg_config.make()
-    kept = {*default.constants("all", "run"), *default.settings()}
+    kept = egg_config.DETERMINING | egg_config.make().settings().keys()
     words = []
     for name, value in args.items():
         if value and name not in NOT_CONTINUED:

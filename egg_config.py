@@ -349,6 +349,7 @@ def _no_such(name, names):
 
 
 CONSTANTS = _constants()
+DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
 
 
 # --- a configuration -------------------------------------------------------------------------------------------------
@@ -363,27 +364,26 @@ class Config(types.SimpleNamespace):
         raise ConfigError(f"{os.path.basename(__file__)}: the constant {name} is missing" + (
             f"; is it {near[0]} in line {CONSTANTS[near[0]].line}?" if near else ""))
 
-    def constants(self, *agree):
-        """{name: value}: the constants on which these must agree (words of AGREE); without any, all constants."""
-        return {name: getattr(self, name) for name, constant in CONSTANTS.items() if constant.agree in (agree or AGREE)}
+    def constants(self):
+        """{name: value} of all constants."""
+        return {name: getattr(self, name) for name in CONSTANTS}
 
     def changed(self, **values):
         """A checked Config with these values in place of its own. Raises ConfigError."""
         return make(**{**self.constants(), **values})
 
     def shared(self):
-        """The constants in the fingerprint; none that is unset, for programs that lack it."""
-        shared = self.constants("all", "run", "islands", "free")
-        return {name: value for name, value in shared.items() if value != UNSET.get(name)}
+        """The constants in the fingerprint, without those that are unset, because older programs lack them."""
+        return {name: value for name, value in self.constants().items()
+                if CONSTANTS[name].agree != "local" and value != UNSET.get(name)}
 
     def saved(self):
-        """The constants that determine the model and with it a saved run, as JSON returns them; none that is unset."""
-        determining = self.constants("all", "run")
-        return json.loads(json.dumps({name: value for name, value in self.shared().items() if name in determining}))
+        """Those of them that determine the model, and with it a saved run, as JSON returns them."""
+        return json.loads(json.dumps({name: value for name, value in self.shared().items() if name in DETERMINING}))
 
     def settings(self):
         """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
-        kept = {*self.constants("islands", "free"), *DATA_FILES, "SNAPSHOT_EVERY"}
+        kept = self.shared().keys() - DETERMINING | {*DATA_FILES, "SNAPSHOT_EVERY"}
         return {name: value for name, value in self.constants().items() if name in kept}
 
     def fingerprint(self):
@@ -429,20 +429,20 @@ def given(preset=None, defines=(), environ=os.environ):
 
 
 def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
-    """A Config with the overrides of `given`. saved: the constants of a saved run, as JSON gives them back, instead of
-    this file's; run: its directory, if it cannot go on with others. Raises ConfigError."""
+    """A Config with the overrides of `given`. saved: the constants of a saved run, as JSON returns them, in place of
+    this file's; run: its directory if it must continue with them. Raises ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
               **{name: _tuples(value) for name, value in dict(saved).items()}}
     found, differ = given(preset, defines, environ), {}
     for name, (source, value) in found.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
-        if CONSTANTS[name].agree in ("all", "run") and value != values[name]:
+        if name in DETERMINING and value != values[name]:
             differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name])}")
     if differ:
-        what = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
-                         for source, texts in differ.items())
-        raise ConfigError(f"{run} holds a run of another configuration: {what}; leave that out, or name another "
+        differences = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
+                                for source, texts in differ.items())
+        raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or name another "
                           "directory")
     return make(**{**values, **{name: value for name, (_, value) in found.items()}})
 
@@ -482,13 +482,13 @@ def validate(cfg):
         rule = constant.objection(value)
         need(rule is None, name, rule)
         need(constant.model in (None, cfg.MODEL) or value == constant.value, name,
-             f"says nothing to MODEL = {cfg.MODEL}: leave it at {constant.value}")
+             f"has no meaning with MODEL = {cfg.MODEL}: leave it at {constant.value}")
     need(cfg.HIDDEN_DIM % 32 == 0, "HIDDEN_DIM", "must be a multiple of 32")
     if cfg.MODEL == "transformer":
         need(cfg.HIDDEN_DIM % cfg.HEAD_DIM == 0, "HIDDEN_DIM", f"must be a multiple of HEAD_DIM = {cfg.HEAD_DIM}")
         need(cfg.SEQ_LEN % 8 == 0, "SEQ_LEN", "must be a multiple of 8")
     else:
-        need(cfg.FIXED_POINT <= 7, "FIXED_POINT", "must be at most 7 with MODEL = gru: its divisions are exact so far")
+        need(cfg.FIXED_POINT <= 7, "FIXED_POINT", "must be at most 7 with MODEL = gru: divisions are not exact above")
     need(cfg.CHUNK_SIZE % 2 == 0, "CHUNK_SIZE", "must be even: a job is made of antithetic pairs")
     need(cfg.POPULATION_SIZE % cfg.CHUNK_SIZE == 0, "POPULATION_SIZE",
          f"must be a multiple of CHUNK_SIZE = {cfg.CHUNK_SIZE}")
@@ -501,11 +501,11 @@ def validate(cfg):
     need(not cfg.RARE_TOKENS or cfg.OPTIMIZER != "ztest", "RARE_TOKENS",
          "needs OPTIMIZER adamw or sgd: the z-test has no learning rate")
     need(cfg.SEEN_VOTES == 1 or cfg.OPTIMIZER != "ztest", "SEEN_VOTES",
-         "needs OPTIMIZER adamw or sgd: the z-test knows how far votes that all count alike may stray by chance")
+         "needs OPTIMIZER adamw or sgd: the z-test is made for votes of equal weight")
     need(not cfg.SOFT_TARGETS or cfg.LOSS == "exact", "SOFT_TARGETS",
-         "needs LOSS exact, which divides: the mean over 8 targets is a fraction of a logit unit")
+         "needs LOSS exact: the mean over 8 targets is a fraction of a logit unit")
     need(not cfg.USE_MUON or cfg.OPTIMIZER == "adamw", "USE_MUON",
-         "needs OPTIMIZER adamw, which moves what Muon does not")
+         "needs OPTIMIZER adamw for all other parameters")
     need(not cfg.NTT_MODE or cfg.SEQ_LEN & (cfg.SEQ_LEN - 1) == 0, "NTT_MODE",
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",

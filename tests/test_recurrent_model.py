@@ -168,7 +168,7 @@ def test_fast_fitness_is_the_sign():
 
 
 @pytest.mark.parametrize("define, says", [
-    ("HEAD_DIM=32", "says nothing to MODEL = gru"), ("SHIFT_OUT=8", "says nothing"), ("GROUP_SIZE=3", "even"),
+    ("HEAD_DIM=32", "has no meaning with MODEL = gru"), ("SHIFT_OUT=8", "has no meaning"), ("GROUP_SIZE=3", "even"),
     ("GROUP_SIZE=48", "divide POPULATION_SIZE"),
     ("FIXED_POINT=8", "at most 7"), ("MODEL=lstm", "transformer, gru"), ("HIDDEN_DIM=100", "multiple of 32"),
     ("ZTEST_ALPHA=0", "from 1e-6"),
@@ -180,7 +180,7 @@ def test_bad_constants_are_named_in_one_line(define, says):
 
 
 def test_transformer_refuses_constants_of_the_gru():
-    with pytest.raises(egg_config.ConfigError, match="STATE_TOKENS = 4: says nothing to MODEL = transformer"):
+    with pytest.raises(egg_config.ConfigError, match="STATE_TOKENS = 4: has no meaning with MODEL = transformer"):
         egg_config.make(STATE_TOKENS=4)
     assert egg_config.make(**SMALL).fingerprint() != egg_config.make(**{**SMALL, "STATE_TOKENS": 6}).fingerprint()
 
