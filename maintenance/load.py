@@ -85,7 +85,7 @@ def _request(step):
 
 
 def _serve(cfg, links, seconds, chunk_seconds):
-    """Lets the simulated workers work for so many seconds; Served."""
+    """Lets the simulated workers work for this time; Served."""
     dice = random.Random(1)
     limits = wire.limits(cfg)
     pairs = cfg.CHUNK_SIZE // 2
