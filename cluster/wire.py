@@ -13,19 +13,13 @@ from model import ternary
 
 MAGIC, V1, V2 = b"JOBS", 1, 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
+AFTER_MAGIC = struct.Struct(">BBI")
 DIGEST = 16                              # bytes of a state's digest (model.state_digest)
 STEP_LIMIT = 1 << 48                     # no run has so many steps
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
 OTHER_LIMIT = 1 << 12                    # bytes of ERROR, and of unknown frames: newer peers may send some
 BLOCK = 1 << 16                          # bytes of a snapshot in one frame
 JSON_DEPTH = 8                           # levels of lists and objects in JSON of a peer
-
-
-class Header(NamedTuple):
-    magic: bytes
-    version: int
-    opcode: int
-    size: int              # bytes of payload
 
 
 class Received(NamedTuple):
@@ -46,11 +40,12 @@ class Frame(int):
         self.head = struct.Struct(">" + "".join(form for _, _, form in fields))
         self._names = [name for name, _, _ in fields]
         self._fixed = sum(bool(form) for _, _, form in fields)
+        self._open = len(fields) > self._fixed
         return self
 
     @functools.cached_property
-    def fields(self):
-        return namedtuple("Fields", self._names)
+    def _make(self):
+        return namedtuple("Fields", self._names)._make
 
     def pack(self, *fields):
         """bytes of the payload with these fields."""
@@ -59,8 +54,7 @@ class Frame(int):
     def unpack(self, payload):
         """The fields of a payload, by name."""
         fields = self.head.unpack_from(payload)
-        rest = [payload[self.head.size:]] if len(self._names) > self._fixed else []
-        return self.fields(*fields, *rest)
+        return self._make((*fields, payload[self.head.size:]) if self._open else fields)
 
 
 # both versions
@@ -181,31 +175,32 @@ def name(opcode):
 
 
 def whole_frame(buffer, allowed):
-    """The Header of the first frame in a bytearray, None while the frame is incomplete. Raises FrameError, as soon as
-    the header has come, for one that cannot be right. allowed: as `limits` gives it."""
+    """Bytes of the payload of the first frame in a bytearray, None while the frame is incomplete. Raises FrameError, as
+    soon as the header has come, for one that cannot be right. allowed: as `limits` gives it."""
     if len(buffer) < HEADER.size:
         return None
-    header = Header(*HEADER.unpack_from(buffer))
-    if header.magic != MAGIC:
+    if not buffer.startswith(MAGIC):
         raise FrameError("wrong magic: not an egg peer")
-    if header.version not in allowed:
-        raise FrameError(f"protocol version {header.version}, here {' or '.join(map(str, allowed))}")
-    least, most = allowed[header.version].get(header.opcode, (0, OTHER_LIMIT))
-    if not least <= header.size <= most:
+    version, opcode, size = AFTER_MAGIC.unpack_from(buffer, len(MAGIC))
+    if version not in allowed:
+        raise FrameError(f"protocol version {version}, here {' or '.join(map(str, allowed))}")
+    least, most = allowed[version].get(opcode, (0, OTHER_LIMIT))
+    if not least <= size <= most:
         sizes = f"{least}" if least == most else f"{least} to {most}"
-        hint = " (another CHUNK_SIZE or POPULATION_SIZE there?)" if header.opcode in (RESULT, JOB_RESPONSE) else ""
-        raise FrameError(f"wrong length: {name(header.opcode)} of {header.size} bytes, allowed {sizes}{hint}")
-    return header if len(buffer) >= HEADER.size + header.size else None
+        hint = " (another CHUNK_SIZE or POPULATION_SIZE there?)" if opcode in (RESULT, JOB_RESPONSE) else ""
+        raise FrameError(f"wrong length: {name(opcode)} of {size} bytes, allowed {sizes}{hint}")
+    return size if len(buffer) >= HEADER.size + size else None
 
 
 def next_frame(buffer, allowed):
     """Takes the first whole frame out of a bytearray: a Received, or None; see whole_frame."""
-    if (header := whole_frame(buffer, allowed)) is None:
+    if (size := whole_frame(buffer, allowed)) is None:
         return None
-    end = HEADER.size + header.size
+    version, opcode, _ = AFTER_MAGIC.unpack_from(buffer, len(MAGIC))
+    end = HEADER.size + size
     payload = bytes(buffer[HEADER.size:end])
     del buffer[:end]
-    return Received(header.version, header.opcode, payload)
+    return Received(version, opcode, payload)
 
 
 class Result(NamedTuple):
