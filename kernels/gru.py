@@ -39,7 +39,7 @@ from model import parameters
 
 # --- device functions -------------------------------------------------------------------------------------------------
 
-def _registers(gpu, long=False):
+def unroll_registers(gpu, long=False):
     """Decorator of device functions with loops over registers. Every compiler leaves those with `long` bodies, as noise
     of mode 2 makes them; of the others no compiler leaves the inner ones, over d and g."""
     if long:
@@ -121,14 +121,14 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     open_ring, wait_rows = functions.open_ring, functions.wait_rows
     multiply, finish = functions.multiply, functions.finish
     job_shift = nz.shift
-    noise_of, _ = pair_functions(cfg, nz)
+    noise_of = pair_functions(cfg, nz).column
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
     noisy = early_noise_quotients(cfg, nz, K, 0 if INNER and cfg.MLP_RELU else -127)
     as_row, as_column = noisy.row, noisy.column
     quotients, pairs = noisy.word, noisy.pairs
     begin_tile = begin_tile_function(gpu, nz, noisy.begin, noisy.BASE, columns=N)
     place_of = place_function(cfg, RG, True)
-    added, registers = gru_parts.added_function(gpu.cc), _registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
+    added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
 
     @gpu.device
     def prepare(words, bytes_, at, c, column, unit, source, p):
@@ -296,7 +296,7 @@ def recur_kernel(cfg, nz, gpu):
     finish = functions.finish
     noise = nz.noise
     scaled = nz.scaled
-    _, vector = pair_functions(cfg, nz)
+    vector = pair_functions(cfg, nz).vector
     factor = nz.factor
     input_coefficient = nz.input_coefficient
     input_term = nz.input_term
@@ -307,7 +307,7 @@ def recur_kernel(cfg, nz, gpu):
     states_of = gru_parts.state_functions(gpu.cc)
     gated, next_state = states_of.gated, states_of.next_state
     opened, candidates_of = states_of.opened, states_of.candidates
-    added, registers = gru_parts.added_function(gpu.cc), _registers(gpu)
+    added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu)
 
     @device
     def place_of(base, which, k, t):

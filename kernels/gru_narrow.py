@@ -114,15 +114,17 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     COLUMNS = size.columns
     ACC = size.columns // 2
     TOGETHER = size.together
-    WORDS = cfg.HIDDEN_DIM // 8
+    WORDS = H // 8
     GROUPS, BITS_OF_GROUP = size.warps // TOGETHER, 7 if TOGETHER > 1 else 5
     AT_LN = 8 * H
     AT_EMBEDDING = 24 * H + 2 * input_bytes(cfg, H, 4)
     job_shift = nz.shift
-    column, _ = pair_functions(cfg, nz)
-    fill_norm, norm = norm_functions(cfg, nz, cc, 2)
-    fill_columns, of_token, embedded = gru_parts.embedding_functions(cfg, nz, cc)
-    load_rows, _ = row_functions(H)
+    column = pair_functions(cfg, nz).column
+    norms = norm_functions(cfg, nz, cc, 2)
+    fill_norm, norm = norms.fill, norms.norm
+    embedding = gru_parts.embedding_functions(cfg, nz, cc)
+    fill_columns, of_token, embedded = embedding.fill, embedding.of_token, embedding.embedded
+    load_rows = row_functions(H).load
     enter = enter_function(size)
     noisy = late_noise_quotients(cfg, nz, cc, H)
     word_of, factor, pairs = noisy.word, noisy.factor, noisy.pairs
@@ -211,19 +213,18 @@ def register_recur_kernel(cfg, nz, cc, size):
 
     at: packed word of U_f; U_h follows. call, tokens, states, begin, keep as kernels.gru.recur_kernel."""
     H = cfg.HIDDEN_DIM
-    STEPS = cfg.HIDDEN_DIM // 32
-    WORDS = cfg.HIDDEN_DIM // 8
+    STEPS, WORDS = H // 32, H // 8
     W = size.warps
     # tables of a warp, 16 bytes [16 columns k][lane]: column noise of U_f and U_h, biases [member][pair of columns];
     # then input noise
     KS = H // 16
     A_H = 512 * KS
-    BIAS_F = 1024 * KS
-    BIAS = 512 * KS
+    BIAS_F, BIAS = 1024 * KS, 512 * KS
     AT_B = 2048 * KS
     OWN_B = input_bytes(cfg, H, 32)
     job_shift = nz.shift
-    noise_of, vector = pair_functions(cfg, nz)
+    of_pair = pair_functions(cfg, nz)
+    noise_of, vector = of_pair.column, of_pair.vector
     fill_input, add = gru_parts.input_functions(cfg, nz, H, 32)
     enter = enter_function(size)
     noisy = late_noise_quotients(cfg, nz, cc, H)
@@ -233,7 +234,8 @@ def register_recur_kernel(cfg, nz, cc, size):
     states_of = gru_parts.state_functions(cc)
     gated, next_state = states_of.gated, states_of.next_state
     opened, candidates_of = states_of.opened, states_of.candidates
-    load_rows, store_rows = row_functions(H)
+    rows = row_functions(H)
+    load_rows, store_rows = rows.load, rows.store
     added = added_function(cc)
 
     @device
@@ -339,13 +341,14 @@ def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
     finish(sums, x, m, s, shift, table, q)                          x of row m + the quotients of W_down
     """
     H = cfg.HIDDEN_DIM
-    H4 = 4 * cfg.HIDDEN_DIM
-    column, _ = pair_functions(cfg, nz)
+    H4 = 4 * H
+    column = pair_functions(cfg, nz).column
     AT_LN = 4 * H4
     AT_DOWN = 4 * H4 + 16 * H + input_bytes(cfg, H, 4)
     KS = columns // 16
     AT_INNER, added = AT_DOWN + 4 * H, added_function(cc, offset)
-    fill_norm, normed = norm_functions(cfg, nz, cc, 1)
+    norms = norm_functions(cfg, nz, cc, 1)
+    fill_norm, normed = norms.fill, norms.norm
     fill_inner, add = gru_parts.input_functions(cfg, nz, H4, 4)
     up_word, up_pairs = up.word, up.pairs
     down_word, down_pairs = down.word, down.pairs
@@ -390,11 +393,12 @@ def mlp_kernel(cfg, nz, cc, size):
     pair after pair. call: the layer's first row of the plan. at: packed word of W_up; W_down follows in chunks of 32
     inputs."""
     H = cfg.HIDDEN_DIM
-    H4 = 4 * cfg.HIDDEN_DIM
+    H4 = 4 * H
     W = size.warps
     job_shift = nz.shift
     SUMS, WORDS = H // 2, H // 8
-    load_rows, store_rows = row_functions(H)
+    rows = row_functions(H)
+    load_rows, store_rows = rows.load, rows.store
     enter = enter_function(size)
     of_up = late_noise_quotients(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
     of_down = late_noise_quotients(cfg, nz, cc, H4)
@@ -516,7 +520,8 @@ def wgmma_mlp_kernel(cfg, nz):
     inner, finish = functions.inner, functions.finish
     TABLE = functions.bytes                                  # of a pair: a warpgroup has an even and an odd one
     AT_LEFT, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * TILE_ROWS * H
-    load_rows, store_rows = row_functions(H)
+    rows = row_functions(H)
+    load_rows, store_rows = rows.load, rows.store
     up, down = ptx.wgmma_product(128, H // 32, False, False), ptx.wgmma_product(256, 4, True, True)
 
     @device
@@ -619,16 +624,16 @@ def register_head_kernel(cfg, nz, cc, size):
     """losses[2 i], [2 i + 1] = the losses of pair i. Launch [blocks] of size.warps warps; a warp takes one pair after
     the other. The logits of a tile stay in shared memory, as z + 128.
     call: the row of the plan of the norm; that of the matrix follows. at: packed word of the matrix."""
-    H, WORDS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 8
-    T, V = cfg.SEQ_LEN, cfg.VOCAB_SIZE
+    H, T, V = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE
+    WORDS = H // 8
     COLUMNS, ACC = size.columns, size.columns // 2
     W, TARGETS = size.warps, cfg.TARGETS
     AT_EXPS = size.weights                                   # [entry][lane]: a look-up has no bank conflicts
     AT_LN, AT_Z = 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4)
-    job_shift, enter = nz.shift, enter_function(size)
-    column, _ = pair_functions(cfg, nz)
-    fill_norm, norm = norm_functions(cfg, nz, cc, 1)
-    load_rows, _ = row_functions(H)
+    enter, column = enter_function(size), pair_functions(cfg, nz).column
+    norms = norm_functions(cfg, nz, cc, 1)
+    fill_norm, norm = norms.fill, norms.norm
+    load_rows, job_shift = row_functions(H).load, nz.shift
     noisy = late_noise_quotients(cfg, nz, cc, H, add=128)
     word_of, START = noisy.word, noisy.START
     factor, pairs = noisy.factor, noisy.pairs

@@ -32,19 +32,28 @@ LIMIT_K = 260
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
 # rows of the plan: the first is the embedding's; those of a layer, from its first one on; then the last norm's and the
 # head's
-NORM_1, GATES, RECUR, NORM_2, INNER, DOWN, LAYER = range(7)
-# columns of these rows (kernels.pairs): of the embedding; of a norm, with the inputs of what follows; of GATES; of
-# RECUR, where a matrix is followed by its input side; of INNER
-TABLE, TABLE_SEED_A, TABLE_SEED_B, TABLE_OVERLAY_A, TABLE_OVERLAY_B = range(5)
+NORM_1 = 0
+GATES = 1
+RECUR = 2
+NORM_2 = 3
+INNER = 4
+DOWN = 5
+LAYER = 6                                   # rows of a layer
+# columns of these rows (kernels.pairs). Of the embedding:
+TABLE = 0
+TABLE_SEED_A = 1
+TABLE_SEED_B = 2
+TABLE_OVERLAY_A = 3
+TABLE_OVERLAY_B = 4
+# of a norm, with the input sides of the matrices behind it; of GATES; of INNER
 LN, INPUTS = 0, 4
 W_F, W_H = 0, 4
-B_F = 0
-B_H = 4
-U_F = 8
-U_H = 13
+W_UP, W_DOWN_INPUT = 0, 4
+# of RECUR, where a matrix is followed by its input side
+B_F, B_H = 0, 4
+U_F, U_H = 8, 13
 U_INPUT = 3
 B_APART, U_APART = B_H - B_F, U_H - U_F
-W_UP, W_DOWN_INPUT = 0, 4
 
 
 def both(x):
@@ -210,13 +219,14 @@ def normed_function(cfg, cc):
 
 
 def norm_functions(cfg, nz, cc, streams):
-    """(fill, norm): device functions of a layer norm whose output meets `streams` input noises.
+    """fill, norm: device functions of a layer norm whose output meets `streams` input noises.
 
     The table, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them, 16 H bytes; then the
     input noises. plan[p...]: as norm_kernel."""
-    H, STEPS = cfg.HIDDEN_DIM, cfg.HIDDEN_DIM // 32
+    H = cfg.HIDDEN_DIM
+    STEPS = H // 32
     SIZE = input_bytes(cfg, H, 4)
-    _, vector = pair_functions(cfg, nz)
+    vector = pair_functions(cfg, nz).vector
     fill_input, add = input_functions(cfg, nz, H, 4)
     normed = normed_function(cfg, cc)
 
@@ -246,7 +256,7 @@ def norm_functions(cfg, nz, cc, streams):
                 second = add(n[at_n + 2 * k + m], int32(address + 16 * H + SIZE), k, q, second)
         return quad_sum(first), quad_sum(second) if streams > 1 else int32(0)
 
-    return fill, norm
+    return SimpleNamespace(fill=fill, norm=norm)
 
 
 def warp_product_functions(columns, steps, keep=False, wgmma=False):
@@ -278,7 +288,7 @@ def warp_product_functions(columns, steps, keep=False, wgmma=False):
 
 
 def row_functions(H):
-    """(load, store): device functions of a lane's words of two rows, x[2 k + row], that begin at word `at` and 2 H
+    """load, store: device functions of a lane's words of two rows, x[2 k + row], that begin at word `at` and 2 H
     words further, in the order of kernels.gru_narrow."""
     @device
     def load(x, source, at, q):
@@ -293,7 +303,7 @@ def row_functions(H):
             for b in range(H // 32):
                 ptx.store2(out, at + m * (2 * H) + b * 8 + q * 2, x[4 * b + m], x[4 * b + 2 + m])
 
-    return load, store
+    return SimpleNamespace(load=load, store=store)
 
 
 def added_function(cc, offset=0):
@@ -433,7 +443,7 @@ def embedding_functions(cfg, nz, cc):
                 y, z = clipped(u[0], u[1], u[2], u[3])
                 x[to + 2 * i + m] = ptx.bytes4(y, z)
 
-    return fill, of_token, embedded
+    return SimpleNamespace(fill=fill, of_token=of_token, embedded=embedded)
 
 
 def norm_kernel(cfg, nz, cc, streams, embeds=False):
@@ -444,12 +454,13 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
 
     plan: LN, INPUTS of the streams. sb: [3][stride]."""
     H = cfg.HIDDEN_DIM
-    STEPS = cfg.HIDDEN_DIM // 32
+    STEPS = H // 32
     SIZE = input_bytes(cfg, cfg.HIDDEN_DIM, 4)
     AT_NOISE, job_shift = 16 * H + streams * SIZE, nz.shift
-    fill_norm, _ = norm_functions(cfg, nz, cc, streams)
+    fill_norm = norm_functions(cfg, nz, cc, streams).fill
     _, add = input_functions(cfg, nz, H, 4)
-    normed, (fill_columns, of_token, embedded) = normed_function(cfg, cc), embedding_functions(cfg, nz, cc)
+    normed, embedding = normed_function(cfg, cc), embedding_functions(cfg, nz, cc)
+    fill_columns, of_token, embedded = embedding.fill, embedding.of_token, embedding.embedded
 
     @cuda.jit(launch_bounds=256)
     def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,

@@ -37,7 +37,11 @@ class Kernel:
 # accumulators of 16 columns are neighbours. UP, DOWN: the same, and the hidden units of an MLP in blocks of 128, units
 # i + sub * H of 32 neighbouring i. ROWS: the columns one after the other, in the order of kernels.gru_narrow, as bytes
 # + 128.
-PLAIN, QUADS, UP, DOWN, ROWS = range(5)
+PLAIN = 0
+QUADS = 1
+UP = 2
+DOWN = 3
+ROWS = 4
 PLAIN_COLUMNS = 128                         # validation and generation pad a matrix to a multiple of it
 
 

@@ -4,6 +4,7 @@ A row of the plan (kernels.host.Plan) has four entries of a vector (W_...), thre
 input side of a matrix (I_...): where it begins, the seeds of its noise relative to that of the pair, and where its
 noise scales begin in the overlay."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32, uint64
@@ -13,7 +14,10 @@ from kernels.rules import device
 from model import parameters
 from model import transforms
 
-W_FIRST, W_SEED_A, W_SEED_B, W_OVERLAY = range(4)
+W_FIRST = 0
+W_SEED_A = 1
+W_SEED_B = 2
+W_OVERLAY = 3
 M_PACKED, M_SEED, M_OVERLAY = range(3)
 I_SEED, I_OVERLAY = range(2)
 
@@ -69,7 +73,7 @@ def pair_functions(cfg, nz):
         p = int32(scaled(product, source.overlay[plan[at + W_OVERLAY] + i], first, i) & mask)
         return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
 
-    return column, vector
+    return SimpleNamespace(column=column, vector=vector)
 
 
 def ntt_functions(cfg, nz, noisy, causal):

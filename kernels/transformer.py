@@ -51,7 +51,7 @@ def _embed_kernel(cfg, nz, gpu):
     H = cfg.HIDDEN_DIM
     T = cfg.SEQ_LEN
     LENGTH = padded_length(cfg)
-    _, vector = pair_functions(cfg, nz)
+    vector = pair_functions(cfg, nz).vector
     noise = nz.noise
     factor = nz.factor
     job_shift = nz.shift
@@ -124,7 +124,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
     noise = nz.noise
     factor = nz.factor
     whole_factor = nz.whole
-    _, vector = pair_functions(cfg, nz)
+    vector = pair_functions(cfg, nz).vector
     input_coefficient, input_term = nz.input_coefficient, nz.input_term
 
     @gpu.device
@@ -268,7 +268,8 @@ def _up_kernel(cfg, nz, gpu, KP):
     whole_factor = nz.whole
     job_shift = nz.shift
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
-    column, vector = pair_functions(cfg, nz)
+    of_pair = pair_functions(cfg, nz)
+    column, vector = of_pair.column, of_pair.vector
     noisy = begin_functions(cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
     as_row, as_column, BASE = noisy.row, noisy.column, noisy.BASE
     begin_tile = begin_tile_function(gpu, nz, noisy.begin, 0, 4 * BIAS if BASE else 0)
@@ -451,7 +452,8 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     functions = product_functions(gpu, shape, fresh=True)
     open_ring, wait_rows = functions.open_ring, functions.wait_rows
     multiply, finish = functions.multiply, functions.finish
-    job_shift, (column, vector) = nz.shift, pair_functions(cfg, nz)
+    job_shift, of_pair = nz.shift, pair_functions(cfg, nz)
+    column, vector = of_pair.column, of_pair.vector
 
     @gpu.device
     def prepare(sm, at, c, columns, member, source):
