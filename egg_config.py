@@ -242,7 +242,7 @@ class UsageError(EggError):
 
 
 class ConfigError(UsageError):
-    """About a constant: which one, what was wrong, what is allowed."""
+    """About a constant: its name, the mistake, the rule."""
 
 
 @contextlib.contextmanager
@@ -523,7 +523,7 @@ def _derive(cfg):
     cfg.N_GROUPS = 1 if cfg.USE_SAME_DATA else cfg.POPULATION_SIZE // cfg.GROUP_SIZE
     cfg.TARGETS = 8 if cfg.SOFT_TARGETS else 1                  # of a position
     cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that a pair reads
-    # all shifts of the noise that a run meets: what is made for one is exact for all
+    # all shifts of the noise in a run: tables and kernels are exact for each of them
     cfg.NOISE_SHIFTS = sorted({cfg.noise_shift(step) for step in (0, *(first for first, _ in cfg.SIGMA_SCHEDULE))})
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 

@@ -250,14 +250,14 @@ class Workers:
 
 def home(save_dir):
     """Address of the node for the coordinator: where save_dir holds a run, else this node. Raises RayError."""
-    own, look = ray.util.get_node_ip_address(), ray.remote(history.holds_run)
+    here, look = ray.util.get_node_ip_address(), ray.remote(history.holds_run)
     asked = {address: look.options(num_cpus=0, resources={f"node:{address}": 0.001}).remote(save_dir)
              for address in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}}
     holding = sorted(address for address, reference in asked.items() if result(reference))
-    if len(holding) > 1 and own not in holding:
+    if len(holding) > 1 and here not in holding:
         raise RayError(f"{save_dir} holds a run on {', '.join(holding)}: give this command on the node that shall "
                        "continue")
-    return own if own in holding or not holding else holding[0]
+    return here if here in holding or not holding else holding[0]
 
 
 def train(cfg, args, secret, http, console):
@@ -305,7 +305,7 @@ def follow(actor, finish, workers, wait, console):
     stop_at = None
     placed = []
     waiting_shown = False
-    reports = collections.deque(maxlen=100)                  # what Ray prints, from a thread of its own
+    reports = collections.deque(maxlen=100)                  # the lines that a thread of Ray prints
     screen = types.SimpleNamespace(write=reports.append, flush=lambda: None)
     with stop_signals() as stopped, contextlib.redirect_stdout(screen):
         while not ready([finish]):

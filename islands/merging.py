@@ -1,8 +1,9 @@
 """Merges the states of two islands, element by element, with the same bits on every machine (SPEC 19). NumPy alone.
 
 A weight and its accumulator are one number, w + acc. float32 holds every accumulator up to 1 exactly in the units of
-the mix, so a state that is mixed with itself does not change; above 1, which learning rates above 1 can cause, it may
-be rounded. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next merge."""
+the mix, so a state that is mixed with itself does not change; an accumulator above 1, which learning rates above 1 can
+cause, may be rounded. "ztest" moves weights without accumulators: there the remainder of a mix waits for the next
+merge."""
 
 import math
 
@@ -48,8 +49,8 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
             weights[piece], moments[piece, 2] = _mix(better, worse, piece, share)
         base = better.overlay.astype(np.int64)
         overlay = (base + _round((worse.overlay - base) * share)).astype(np.int8)
-    own = theirs if ours is None else ours
-    return parameters.State(weights, moments, overlay, own.step, own.seed)
+    place = theirs if ours is None else ours
+    return parameters.State(weights, moments, overlay, place.step, place.seed)
 
 
 def worse_share(alpha, fitness_ours, fitness_theirs):

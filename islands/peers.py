@@ -61,8 +61,8 @@ def peers_from_slurm(port, environ=os.environ):
         done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"--peers-from-slurm: scontrol cannot read SLURM_JOB_NODELIST = {nodes[:200]!r}: {advice}")
-    own = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-    return [(host, port) for host in done.stdout.split() if host != own]
+    this_node = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    return [(host, port) for host in done.stdout.split() if host != this_node]
 
 
 class Target:
@@ -213,7 +213,7 @@ class Peers:
         if not NAME.fullmatch(card.name):
             return "its name cannot be shown: it needs letters, digits and _ . : / -"
         if card.name == self.name:
-            return f"it is called {card.name} as this island is: give every island a name of its own"
+            return f"it is called {card.name}, as this island: give every island another name"
         ours, theirs = ({name: value for name, value in config.items() if not egg_config.may_differ(name)}
                         for config in (self.card["config"], card.config))
         if differ := history.difference(theirs, ours):
@@ -223,7 +223,7 @@ class Peers:
                     "every island another, -D ISLAND_SEED=N")
         peer = self.known.get(card.name)
         if peer and peer.session and peer.author.key != card.id and peer.author.identity != author.identity:
-            return f"an island of this name is connected from {peer.author.host}: give every island a name of its own"
+            return f"an island of this name is connected from {peer.author.host}: give every island another name"
         of_host = [peer for peer in self.known.values() if peer.author.host == author.host]
         for peers, most in ((of_host, MOST_OF_HOST), (self.known.values(), MOST_PEERS)):
             if not peer and len(peers) >= most:

@@ -88,7 +88,7 @@ class Incoming:
             self.upload.drop()
 
     def too_slow(self, now):
-        """Why the transfer is to be given up, None while it goes on."""
+        """Why the transfer must be given up, None while it may continue."""
         if now - self._since <= STALLED or self.finished:
             return None
         came = self.got - self._before

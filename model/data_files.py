@@ -73,7 +73,7 @@ def _largest(tokens):
 def _need_decodable(tokens, path, decoding, decoding_file):
     if (largest := _largest(tokens)) >= len(decoding):
         raise DataError(f"{path} holds token {largest}, but {decoding_file} only has {len(decoding)}: the files of one "
-                        "`python egg.py prepare` belong together, keep them so")
+                        "`python egg.py prepare` belong together")
 
 
 def read_text(path):

@@ -121,7 +121,7 @@ def tensors(cfg):
         matrix = len(p.shape) == 2
         lookup = p.b == H
         rows, cols = ([1] + [widths[symbol] for symbol in p.shape])[-2:]
-        # overlay order is row, then col; the "row" of what is looked up is the token or byte, which is its output side;
+        # overlay order is row, then col; the "row" of a looked-up table is the token or byte, which is its output side;
         # a vector has the second array alone, for both its streams
         first, second = (cols, rows) if lookup else (rows if matrix else 0, cols)
         product = matrix and p.multiplied

@@ -12,7 +12,7 @@ def root(mode, order):
 
 
 def table(mode, order):
-    """int64 [order, order]: what token n (second index) is multiplied by in coefficient t of a window of `order`."""
+    """int64 [order, order]: the factors of token n (second index) in coefficient t of a window of `order` tokens."""
     if PRIME[mode]:
         r, n = root(mode, order), np.arange(order)
         return np.array([pow(r, k, PRIME[mode]) for k in range(order)])[np.outer(n, n) % order]

@@ -331,7 +331,7 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
         for says, values in [("SEQ_LEN = 16 there, 8 here", dict(cfg=changed(SEQ_LEN=16))),
                              ("LOSS = exact there", dict(cfg=changed(LOSS="exact"))),
                              ("ISLAND_SEED = 97 there and here", dict(seed=97)),
-                             ("called a as this island is", dict(name="a")),
+                             ("called a, as this island", dict(name="a")),
                              ("cannot be shown", dict(name="a <b>"))]:
             with pytest.raises(egg_net.NetError, match=says):
                 Stranger(a.port, **values)

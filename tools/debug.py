@@ -11,36 +11,43 @@ from model import parameters, rules
 from model.reading import Reading
 
 EVERY = 10                 # steps between two reports
-POSITION = 32              # of the window, at which activations are looked at; the last one of a shorter window
+POSITION = 32              # position of the window whose activations are shown; the last one of a shorter window
 SATURATED = 126            # a value of this size or more counts as saturated
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 def statistics(values):
-    """Of int8 values: mean, standard deviation, entropy in bits, shares of saturated and of zero values, range."""
+    """{name: number} of int8 values: mean, standard deviation, entropy in bits, shares of saturated and of zero values,
+    range."""
     values = np.asarray(values, np.int64).ravel()
     share = np.bincount(values + 128, minlength=256) / values.size
-    held = share[share > 0]
-    return {"mean": float(values.mean()), "std": float(values.std()),
-            "entropy": float(-(held * np.log2(held)).sum() + 0.0),
+    return {"mean": float(values.mean()), "std": float(values.std()), "entropy": entropy(share),
             "saturated": float((np.abs(values) >= SATURATED).mean()), "zero": float((values == 0).mean()),
             "low": int(values.min()), "high": int(values.max())}
 
 
 def attention_statistics(weights):
-    """Of the weights of one query (int64 [context]): entropy in bits, largest share and weight, sum, their number."""
-    share = weights[weights > 0] / weights.sum()
-    return {"entropy": float(-(share * np.log2(share)).sum() + 0.0), "peak": float(share.max()),
-            "largest": int(weights.max()), "sum": int(weights.sum()), "context": int(share.size)}
+    """{name: number} of the weights of one query (int64 [context]): entropy in bits, largest share and weight, sum,
+    number of weights above 0."""
+    share = weights / weights.sum()
+    return {"entropy": entropy(share), "peak": float(share.max()), "largest": int(weights.max()),
+            "sum": int(weights.sum()), "context": int(np.count_nonzero(weights))}
+
+
+def entropy(share):
+    """float: in bits, of shares that sum to 1."""
+    share = share[share > 0]
+    return float(-(share * np.log2(share)).sum() + 0.0)
 
 
 def trace(cfg, state, tokens):
     """A dict for JSON: statistics of member 0 of the state's step at one position of its window, and of every weight
     array. tokens: the training data. parts: in the order of the forward pass, {"layer", "name"} with `statistics`, or
-    with "head" and `attention_statistics`; layer -1 is what stands outside the layers."""
+    with "head" and `attention_statistics`; layer -1: outside the layers."""
     before, window = np.split(rules.windows(cfg, tokens, state.step, 0, 1)[0], [cfg.STATE_TOKENS])
-    position, parts = min(POSITION, cfg.SEQ_LEN - 1), []
+    position = min(POSITION, cfg.SEQ_LEN - 1)
+    parts = []
 
     def see(layer, name, values):
         if name == "Weights":
@@ -61,10 +68,11 @@ def trace(cfg, state, tokens):
 
 # --- for people and for programs -------------------------------------------------------------------------------------
 
-def describe(told, colour):
+def describe(traced, colour):
     """[str]: the lines of a trace; colour(text, name) paints."""
-    lines, step, position = [], told["step"], told["position"]
-    for part in told["parts"]:
+    step, position = traced["step"], traced["position"]
+    lines = []
+    for part in traced["parts"]:
         if "head" not in part:
             lines.append(_line(f"[S{step:5d} L{part['layer']:2d} T{position:3d}] ", part, colour))
             continue
@@ -73,7 +81,7 @@ def describe(told, colour):
         lines.append(head + colour(f"{'Attn':14}", "yellow") + ": " + _entropy(part["entropy"], possible, colour)
                      + "MaxW:" + colour(f"{part['largest']:6d}", "cyan") + " SumW:"
                      + colour(f"{part['sum']:8d}", "green") + " Ctx:" + colour(f"{part['context']:4d}", "bold"))
-    lines += [_line(f"[S{step:5d} L{part['layer']:2d} Wght] ", part, colour) for part in told["weights"]]
+    lines += [_line(f"[S{step:5d} L{part['layer']:2d} Wght] ", part, colour) for part in traced["weights"]]
     return lines
 
 
@@ -92,9 +100,9 @@ def _entropy(bits, possible, colour):
 
 def report(cfg, engine, tokens, console, path=None):
     """Prints the trace of an engine's state, and appends it to the file `path` as a line of JSON. Raises EggError."""
-    told = trace(cfg, engine.state(), tokens)
-    for line in describe(told, console.colour):
+    traced = trace(cfg, engine.state(), tokens)
+    for line in describe(traced, console.colour):
         console.line(line)
     if path:
         with explained(EggError, path, "name a file for the trace that can be written"), open(path, "a") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(traced) + "\n")

@@ -261,7 +261,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                 values = {name: round(x, 4) for name, x in references.items()}
                 events.emit("references", unit=data.validation.unit, values=values)
             if coordinator.finished:
-                console.line(f"the run has its {run.step} steps already: raise --steps to go on")
+                console.line(f"the run has its {run.step} steps already: raise --steps to continue")
                 return TrainSummary(coordinator.progress, None, None, None, references, None)
             ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
             console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from "
