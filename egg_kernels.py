@@ -92,6 +92,7 @@ class Forward:
 
 
 class Transformer(Forward):
+    """The embedding and its MLP; layers of attention and MLP; a norm and the head."""
 
     def __init__(self, cfg, gpu, silent):
         packing = Packing(cfg)
@@ -170,6 +171,8 @@ class Transformer(Forward):
 
 
 class Recurrent(Forward):
+    """The embedding; layers of recurrence and MLP; a norm and the head. Pairs begin with the states that the tokens before
+    their windows leave without noise: a pass of its own."""
 
     def __init__(self, cfg, gpu, silent):
         packing = Packing(cfg)
