@@ -171,8 +171,8 @@ class Transformer(Forward):
 
 
 class Recurrent(Forward):
-    """The embedding; layers of recurrence and MLP; a norm and the head. Pairs begin with the states that the tokens before
-    their windows leave without noise: a pass of its own."""
+    """The embedding; layers of recurrence and MLP; a norm and the head. A pass without noise over the tokens before the
+    windows gives the states with which pairs begin."""
 
     def __init__(self, cfg, gpu, silent):
         packing = Packing(cfg)
