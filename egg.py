@@ -225,8 +225,8 @@ def coordinator(cfg, args):
     if args.island is not None:
         from islands import gossip
         tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key)
-        island = gossip.terms(args.island, args.peer, args.peers_from_slurm, args.port, args.gossip_bandwidth,
-                              not args.no_accept, tls)
+        island = gossip.island_settings(args.island, args.peer, args.peers_from_slurm, args.port,
+                                        args.gossip_bandwidth, not args.no_accept, tls)
     elif args.peer or args.peers_from_slurm or args.no_accept or args.gossip_bandwidth is not None:
         raise egg_config.ConfigError("--peer, --peers-from-slurm, --gossip-bandwidth and --no-accept are for islands: "
                                      "give --island NAME too")

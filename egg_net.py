@@ -464,9 +464,10 @@ class RemoteWorker(Role):
 
 class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. The run ends when it has `steps` steps, or `minutes` after
-    the first chunk (None: never); peers=False: no lines about workers that come and go; island.attach
-    (coordinator) returns a Hook (islands.gossip.Terms), http.attach the page (tools.live_page.Where), which may hold
-    http.descriptors files and sockets open. Raises an EggError for what cannot be used of these."""
+    the first chunk (None: never); peers=False: no lines about workers that come and go. island: None, or an
+    islands.gossip.IslandSettings, whose attach(coordinator) returns a Hook; http: None, or a tools.live_page.Where,
+    whose attach(coordinator) returns the page, which may hold http.descriptors files and sockets open. Raises an
+    EggError for what cannot be used of these."""
 
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):

@@ -29,7 +29,7 @@ LINEAGE = 200              # most epochs in `status`
 BANDWIDTH = 16e6           # bytes per second, by default
 
 
-class Terms(NamedTuple):
+class IslandSettings(NamedTuple):
     """The settings of an island. peers: [(host, port)]; bandwidth: bytes of states per second, each way, 0 for no
     limit; accept: whether it takes over states; tls: the ssl.SSLContext for calls to peers, or None."""
     name: str
@@ -42,10 +42,10 @@ class Terms(NamedTuple):
         return Island(coordinator, self)
 
 
-def terms(name, peers, from_slurm, port, bandwidth, accept, tls=None):
-    """The Terms of the command line. peers: [(host, port)]. Raises ConfigError."""
+def island_settings(name, peers, from_slurm, port, bandwidth, accept, tls=None):
+    """The IslandSettings of the command line. peers: [(host, port)]. Raises ConfigError."""
     peers = list(peers) + (peers_from_slurm(port) if from_slurm else [])
-    return Terms(name, list(dict.fromkeys(peers)), BANDWIDTH if bandwidth is None else bandwidth, accept, tls)
+    return IslandSettings(name, list(dict.fromkeys(peers)), BANDWIDTH if bandwidth is None else bandwidth, accept, tls)
 
 
 class Standing(NamedTuple):
@@ -174,27 +174,28 @@ class Island(Hook):
 
     takes_version_1 = False
 
-    def __init__(self, coordinator, terms):
+    def __init__(self, coordinator, settings):
         cfg, run = coordinator.cfg, coordinator.run
         if run.directory is None or not cfg.SNAPSHOT_EVERY:
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
         self.coordinator = coordinator
         self.cfg = cfg
         self.run = run
-        self.terms = terms
+        self.settings = settings
         self.events = coordinator.events
-        self.peers = Peers(self, coordinator, terms.name, terms.peers, terms.tls, transfer.Bucket(terms.bandwidth))
+        self.peers = Peers(self, coordinator, settings.name, settings.peers, settings.tls,
+                           transfer.Bucket(settings.bandwidth))
         self.admit_peer, self.peer_joined = self.peers.admit, self.peers.joined
         self.fitness, self.elites = Fitness(), Elites(run.directory, cfg.ELITES)
-        self.bandwidth_in, self.incoming = transfer.Bucket(terms.bandwidth), None
+        self.bandwidth_in, self.incoming = transfer.Bucket(settings.bandwidth), None
         self.last_taken = None                       # SHA-256 of the last state taken: it is not taken twice
         self.merge_event = None                      # fields of a merge whose first chunk is not handed out yet
         self.on_trial = run.start.origin             # of the current epoch, until it has been judged
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
-        self.lineage = [ancestor(start, terms.name) for start in history.epochs(run.directory)]
+        self.lineage = [ancestor(start, settings.name) for start in history.epochs(run.directory)]
         titles = [target.title for target in self.peers.targets]
-        self.events.emit("island", f"island {terms.name}; addresses to call: {', '.join(titles) or 'none'}",
-                         name=terms.name, peers=titles)
+        self.events.emit("island", f"island {settings.name}; addresses to call: {', '.join(titles) or 'none'}",
+                         name=settings.name, peers=titles)
 
     # the coordinator calls these (egg_net.Hook)
 
@@ -264,7 +265,7 @@ class Island(Hook):
             self.events.emit("merge", line.format(**event) + f"{seconds:.2f} s", **event, seconds=round(seconds, 3))
 
     def status(self):
-        return {"name": self.terms.name, "epoch": self.run.start.epoch, "kind": self.fitness.kind,
+        return {"name": self.settings.name, "epoch": self.run.start.epoch, "kind": self.fitness.kind,
                 "fitness": self.shown(self.fitness.value, self.fitness.kind), "founder": self.lineage[-1]["founder"],
                 "peers": self.peers.status(), "lineage": self.lineage[-LINEAGE:]}
 
@@ -315,7 +316,7 @@ class Island(Hook):
         outcome, line = "offer" if behind < 0 else "keep", None
         if not ours.compares(theirs) or not self.peers.trusted(peer):
             outcome = "refused"
-        elif behind > 0 and self.terms.accept and not busy and theirs.state not in (None, self.last_taken):
+        elif behind > 0 and self.settings.accept and not busy and theirs.state not in (None, self.last_taken):
             outcome = "pull"
             figures = (self.shown(standing.fitness, ours.kind) for standing in (theirs, ours))
             unit = self.coordinator.progress.unit if ours.kind == "loss" else ours.unit
@@ -387,7 +388,7 @@ class Island(Hook):
 
     def _hand_over(self, ours, digest=None):
         """Begins the next epoch. ours: our State if it is needed; digest: its digest."""
-        handover, run, name = self.handover, self.run, self.terms.name
+        handover, run, name = self.handover, self.run, self.settings.name
         parent = digest if ours else self.coordinator.trust.leading(run.step - 1)
         origin = {"epoch": run.start.epoch + 1, "kind": handover.kind, "island": name, "from": name,
                   "founder": self.lineage[-1]["founder"], "peer_step": None, "fitness_kind": self.fitness.kind,
@@ -417,7 +418,7 @@ class Island(Hook):
             return merging.rejuvenate(cfg, ours), None, {}
         if kind == "undo":
             epoch, state = self.elites.best(cfg) or (None, None)
-            founder = next((e["founder"] for e in self.lineage if e["epoch"] == epoch), self.terms.name)
+            founder = next((e["founder"] for e in self.lineage if e["epoch"] == epoch), self.settings.name)
             return state, None, {"peer_step": state and state.step, "founder": founder}
         theirs, upload = incoming.standing, incoming.upload
         more = {"alpha": cfg.RECOMBINE_ALPHA} if kind == "recombine" else {}
@@ -429,7 +430,7 @@ class Island(Hook):
         handover = self.handover
         self.on_trial = origin
         self.idle_since = self.run.step
-        self.lineage.append(ancestor(self.run.start, self.terms.name))
+        self.lineage.append(ancestor(self.run.start, self.settings.name))
         event = {"step": self.run.step, "epoch": origin["epoch"], "digest": origin["digest"]}
         if handover.kind == "rejuvenate":
             line = (f"island: no better for {self.cfg.REJUVENATE_AFTER} steps: moments begin anew and the noise is "

@@ -154,12 +154,12 @@ class Isle(Server):
     """An island with a worker, which learns at `rate` (0: without a worker)."""
 
     def __init__(self, directory, name, rate=10, peers=(), cfg=ISLE, engine=None, validation=VALIDATION, port=0,
-                 terms=None, seed=None, **options):
+                 settings=None, seed=None, **options):
         seed = sum(name.encode()) if seed is None else seed      # another for every name used here
         self.cfg = cfg.changed(ISLAND_SEED=seed)
         peers = [("127.0.0.1", getattr(peer, "port", peer)) for peer in peers]
-        super().__init__(directory, self.cfg, port, save=True, island=gossip.Terms(name, peers, **terms or {}),
-                         **options)
+        island = gossip.IslandSettings(name, peers, **settings or {})
+        super().__init__(directory, self.cfg, port, save=True, island=island, **options)
         self.island, self.events = self.coordinator.island, []
         self.coordinator.events.sinks.append(self)
         self.engine = engine or (Learner(self.cfg, rate) if rate else None)
@@ -378,7 +378,7 @@ def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
 def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     cert, key = certificates
     access = auth.Access(SECRET, auth.server_tls(cert, key))
-    ours = dict(terms=dict(tls=auth.client_tls(cert, cert, key)), rate=0)
+    ours = dict(settings=dict(tls=auth.client_tls(cert, cert, key)), rate=0)
     with Isle(tmp_path / "a", "a", access=access, **ours) as a, Isle(tmp_path / "b", "b", peers=[a], access=access,
                                                                      **ours) as b:
         until(lambda: a.told("peer", peer="b") and b.told("peer", peer="a"))
@@ -467,7 +467,7 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
         file.seek(5000)
         file.write(b"damage")
     with pytest.raises(history.HistoryError, match=r"missing or damaged.*mv .*history-\d+.egg"):
-        egg_net.run_coordinator(b.cfg, port=0, save_dir=tmp_path / "b", island=gossip.Terms("b", []),
+        egg_net.run_coordinator(b.cfg, port=0, save_dir=tmp_path / "b", island=gossip.IslandSettings("b", []),
                                 console=egg_net.Console(Lines()))
 
 
@@ -477,7 +477,7 @@ def test_a_mixed_state_is_what_the_two_parents_give(tmp_path, monkeypatch, const
     cfg = changed(**constants)
     monkeypatch.setitem(gossip.REGRET, cfg.MERGE, math.inf)          # weights 8 and 9 do not mix as a number
     RATES.update({97: 30, 98: 3})
-    with Isle(tmp_path / "a", "a", 30, cfg=cfg, terms=dict(accept=False)) as a, Isle(tmp_path / "b", "b", 3, [a],
+    with Isle(tmp_path / "a", "a", 30, cfg=cfg, settings=dict(accept=False)) as a, Isle(tmp_path / "b", "b", 3, [a],
                                                                                      cfg=cfg) as b:
         until(lambda: b.told("merge"))
         b.stop()
@@ -492,7 +492,7 @@ def test_a_mixed_state_is_what_the_two_parents_give(tmp_path, monkeypatch, const
 
 
 def test_who_does_not_accept_gives_and_keeps(tmp_path):
-    with Isle(tmp_path / "a", "a", 3, terms=dict(accept=False)) as a, Isle(tmp_path / "b", "b", 30, [a]) as b:
+    with Isle(tmp_path / "a", "a", 3, settings=dict(accept=False)) as a, Isle(tmp_path / "b", "b", 30, [a]) as b:
         until(lambda: a.told("gossip", peer="b", outcome="keep") and b.told("gossip", peer="a", outcome="offer"))
         until(lambda: a.run.step > 25)
     assert a.run.start.epoch == b.run.start.epoch == 0 and not a.told("gossip", outcome="pull")
@@ -576,7 +576,7 @@ def test_a_wrong_state_is_never_used_and_its_giver_not_believed(tmp_path, wrong)
 
 def test_a_transfer_goes_on_where_it_stopped(tmp_path):
     data, sha256 = own_snapshot(changed(ISLAND_SEED=99), 9000)
-    with Isle(tmp_path, "a", 3, terms=dict(bandwidth=1e6)) as a:
+    with Isle(tmp_path, "a", 3, settings=dict(bandwidth=1e6)) as a:
         asked = []
         while not a.told("merge"):
             with contextlib.suppress(OSError):
@@ -602,8 +602,8 @@ def test_a_state_that_is_gone_or_stalls_is_given_up(tmp_path, monkeypatch):
 
 def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
     rate = 400e3
-    with Isle(tmp_path / "a", "a", 30, terms=dict(bandwidth=rate)) as a, Isle(tmp_path / "b", "b", 1, [a],
-                                                                              terms=dict(bandwidth=0)) as b:
+    with Isle(tmp_path / "a", "a", 30, settings=dict(bandwidth=rate)) as a, Isle(tmp_path / "b", "b", 1, [a],
+                                                                              settings=dict(bandwidth=0)) as b:
         until(lambda: b.told("merge"))
         size = snapshot_of(tmp_path / "b", b.told("merge")[0]["step"]).stat().st_size
         pull = b.told("gossip", outcome="pull")[0]
@@ -729,7 +729,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
         directory = tmp_path / str(last)
         shutil.copytree(base, directory)
         coordinator = Coordinator(cfg, history.open_run(cfg, directory), log_dir=tmp_path,
-                                  console=egg_net.Console(Lines()), island=gossip.Terms("a", []))
+                                  console=egg_net.Console(Lines()), island=gossip.IslandSettings("a", []))
         state, calls = engine.state(), [0]
 
         def last_call(real):
@@ -754,7 +754,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
         run = history.open_run(cfg, directory)
         with contextlib.closing(run), contextlib.closing(Coordinator(cfg, run, log_dir=tmp_path,
                                                                      console=egg_net.Console(Lines()),
-                                                                     island=gossip.Terms("a", []))) as again:
+                                                                     island=gossip.IslandSettings("a", []))) as again:
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:
@@ -956,9 +956,9 @@ class Archipelago:
                    "peers.FIRST_PAUSE, peers.LONGEST_PAUSE = 0.1, 1.0\n"
                    "peers.PATIENCE, transfer.STALLED = 2.0, 5.0\n"
                    f"cfg = egg_config.make(**{self.cfgs[i].constants()!r})\n"
-                   f"terms = gossip.Terms('i{i}', {self.sea.way(i)!r})\n"
+                   f"settings = gossip.IslandSettings('i{i}', {self.sea.way(i)!r})\n"
                    f"egg_net.run_coordinator(cfg, '127.0.0.1', {self.ports[i]}, "
-                   f"save_dir={str(self.directory / f'i{i}')!r}, island=terms)\n")
+                   f"save_dir={str(self.directory / f'i{i}')!r}, island=settings)\n")
         with open(self.directory / f"i{i}.log", "a") as log:
             return subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=log, stderr=log)
 
