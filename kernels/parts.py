@@ -17,7 +17,11 @@ from model import integer_tables
 PLAN = 32                   # int32 entries of a row of the plan (kernels.host.Plan)
 SIGNS = 0x80808080 - (1 << 32)              # of the bytes of a word: x ^ SIGNS is x + 128
 # the types of arrays, which annotate parameters of kernels; a parameter without annotation is an int64
-A8, A32, AU32, A64, AF64 = (types.Array(t, 1, "C") for t in (int8, int32, uint32, int64, float64))
+A8 = types.Array(int8, 1, "C")
+A32 = types.Array(int32, 1, "C")
+AU32 = types.Array(uint32, 1, "C")
+A64 = types.Array(int64, 1, "C")
+AF64 = types.Array(float64, 1, "C")
 
 
 def blocks(n, size):

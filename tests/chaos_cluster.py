@@ -64,7 +64,7 @@ class Chaos:
             with contextlib.suppress(OSError, egg_config.EggError, egg_net.OldCoordinator):
                 peer = Peer2(self.port, self.cfg, name=f"{name}.{dice.random()}")
                 peer.ask(0, self.kind(self.cfg).digest())
-                what, step = dice.randrange(7), peer.answer(1)[1]
+                what, step = dice.randrange(7), peer.answer(1).step
                 if what == 0:
                     peer.link.send(result_frame()[:dice.randrange(1, 40)])              # leaves in mid-frame
                 elif what == 1:

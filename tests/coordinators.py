@@ -93,14 +93,14 @@ class Peer:
         self.link.send(self.link.frame(JOB_REQUEST, 0, step, 0))
 
     def answer(self, timeout=5):
-        came = self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
-        return came.seed, came.step, came.first, came.packed
+        """The fields of a JOB_RESPONSE."""
+        return self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
 
     def chunk(self, step):
         self.ask(step)
-        seed, its_step, position, packed = self.answer()
-        assert (its_step, packed) == (step, b"")
-        return position
+        answer = self.answer()
+        assert (answer.step, answer.packed) == (step, b"")
+        return answer.first
 
     def result(self, step, position, packed=None, updates=0, loss=5, size=None):
         packed = fitness_digits.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed

@@ -56,7 +56,7 @@ def parse_metrics(text):
     assert text.endswith("\n")
     for line in text.splitlines():
         if line.startswith("# "):
-            _, word, name, rest = line.split(" ", 3)
+            word, name, rest = line.removeprefix("# ").split(" ", 2)
             assert word in ("HELP", "TYPE") and re.fullmatch("egg_[a-z_]+", name)
             if word == "TYPE":
                 assert rest in ("counter", "gauge") and name not in types

@@ -97,7 +97,7 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
         liar, others = Peer2(server.port, cfg, name="liar"), [Peer2(server.port, cfg, name=f"w{i}") for i in range(2)]
         for chunk in range(4):
             liar.ask(0, engine.digest())
-            assert liar.answer()[2] == 32 * chunk
+            assert liar.answer().first == 32 * chunk
             liar.result(0, 32 * chunk)
         engine.update(np.ones(cfg.N_PAIRS, np.int8))
         right, state = engine.digest(), engine.state()
@@ -196,16 +196,16 @@ def test_requests_are_held_and_woken(tmp_path):
         late.ask(0)
         assert late.silent()
         b.link.close()                                           # a holder leaves: its chunks are wanted at once
-        assert late.answer()[2] in (64, 96)
+        assert late.answer().first in (64, 96)
         late.ask(0)
-        assert late.answer()[2] in (64, 96)
+        assert late.answer().first in (64, 96)
         late.ask(0)                                              # nothing left, but a step will be complete soon
         assert late.silent()
         for position in mine:
             a.result(0, position)
-        seed, step, _, packed = late.answer()
-        assert step == 1 and seed == seeds.next_seed(42, 0) and \
-            fitness_digits.unpack_ternary(packed, CFG.N_PAIRS).all()
+        answer = late.answer()
+        assert answer.step == 1 and answer.seed == seeds.next_seed(42, 0)
+        assert fitness_digits.unpack_ternary(answer.packed, CFG.N_PAIRS).all()
 
 
 def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(tmp_path):
@@ -214,14 +214,14 @@ def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(
         slow, fast = Peer(server.port, cfg), Peer(server.port, cfg)
         assert slow.chunk(0) == 0
         fast.ask(0)
-        assert fast.answer()[2] == 0
+        assert fast.answer().first == 0
         assert "silent for 0.3 s, its chunk 0 is handed out again" in server.lines.text
         fast.result(0, 0, GOOD, updates=7, loss=11)
         until(lambda: server.run.step == 1)
         # too late: ignored
         slow.result(0, 0, fitness_digits.pack_ternary(-np.ones(16, np.int8)), updates=9, loss=22)
         slow.ask(0)
-        assert slow.answer()[3] == GOOD and server.run.record(0) == (11, 7)
+        assert slow.answer().packed == GOOD and server.run.record(0) == (11, 7)
 
 
 def test_duplicate_results_count_once(tmp_path):
@@ -272,7 +272,7 @@ def test_answers_come_within_a_millisecond(tmp_path):
         for _ in range(300):
             started = time.perf_counter()
             peer.ask(0)
-            position = peer.answer()[2]
+            position = peer.answer().first
             times.append(time.perf_counter() - started)
             peer.result(0, position)
     assert sorted(times)[150] < 1e-3, f"median {1e3 * sorted(times)[150]:.2f} ms"

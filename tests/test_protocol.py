@@ -367,7 +367,7 @@ def test_whatever_a_frame_raises_drops_that_peer_and_nobody_else(tmp_path, monke
         monkeypatch.setattr(server.coordinator, "take_validation", broken)
         hostile.link.send(hostile.link.frame(wire.VALIDATION, 0, 1, 1, 1.0))
         assert ends(hostile)
-        assert held.answer()[2] in (64, 96)                      # a chunk of the one that was dropped
+        assert held.answer().first in (64, 96)                      # a chunk of the one that was dropped
         honest.result(0, 0)
         assert server.lines.text.count("what it sent cannot be handled: RuntimeError: something that nobody") == 1
 
@@ -457,9 +457,9 @@ def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
         engine = FakeEngine(cfg)
         for _ in range(4):
             peer.ask(0, engine.digest())
-            peer.result(0, peer.answer()[2])
+            peer.result(0, peer.answer().first)
         peer.ask(0, engine.digest())
-        packed = history.unzip(peer.answer()[3], 13)
+        packed = history.unzip(peer.answer().packed, 13)
         engine.update(fitness_digits.unpack_ternary(packed, cfg.N_PAIRS))
         peer.ask(1, engine.digest())
         opcode, _ = peer.next(wire.SNAPSHOT_WANTED, wire.JOB_RESPONSE)
@@ -471,7 +471,7 @@ def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
         collector = server.coordinator.collector
         until(lambda: collector.upload is None or collector.upload.finished)
         other.ask(0, FakeEngine(cfg).digest())
-        assert other.answer()[1] == 1 and not server.failure
+        assert other.answer().step == 1 and not server.failure
 
 
 # --- hostile cards, standings, requests and holders, at random --------------------------------------------------------

@@ -222,7 +222,7 @@ def first_step(server, peers, cfg):
     for chunk in range(4):
         peer = peers[chunk % len(peers)]
         peer.ask(0, engine.digest())
-        assert peer.answer()[2] == 32 * chunk
+        assert peer.answer().first == 32 * chunk
         peer.result(0, 32 * chunk)
     until(lambda: server.run.step == 1)
     engine.update(np.ones(cfg.N_PAIRS, np.int8))
@@ -285,7 +285,7 @@ def test_workers_that_do_not_know_the_hash_serve_as_before(tmp_path):
         upload(giver, engine.state())
         giver.next(JOB_RESPONSE)
         old.ask(1, engine.digest())
-        position = old.answer()[2]                               # it has ignored HASH_WANTED
+        position = old.answer().first                               # it has ignored HASH_WANTED
         assert server.coordinator.shelf.newest == 0
         old.result(1, position)
         until(lambda: server.coordinator.shelf.newest == 1)

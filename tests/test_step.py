@@ -24,7 +24,10 @@ class Alone(admission.Author):
     author = property(lambda self: self)
 
 
-A, B, C, D = (Alone("host", x, f"worker {x}") for x in "abcd")
+A = Alone("host", "a", "worker a")
+B = Alone("host", "b", "worker b")
+C = Alone("host", "c", "worker c")
+D = Alone("host", "d", "worker d")
 YES = GOOD, 5
 NO = fitness_digits.pack_ternary(-np.ones(16, np.int8)), 5
 
@@ -92,14 +95,15 @@ def test_leases_follow_the_time_that_chunks_take(tmp_path, monkeypatch):
         quick, stuck = Peer2(server.port), Peer2(server.port)
         for position in (0, 32):
             quick.ask(0)
-            assert quick.answer()[2] == position
+            assert quick.answer().first == position
             time.sleep(0.02)
             quick.result(0, position)
         assert stuck.chunk(0) == 64 and quick.chunk(0) == 96
         quick.result(0, 96)
         started = time.monotonic()
         quick.ask(0)
-        assert quick.answer()[2] == 64 and time.monotonic() - started < 1.0    # a copy, well before the lease is over
+        # a copy, well before the lease is over
+        assert quick.answer().first == 64 and time.monotonic() - started < 1.0
         until(lambda: re.search(r"silent for 1(\.0\d*)? s, its chunk 2 is handed out again", server.lines.text))
         assert CFG.STRAGGLER_TIMEOUT == 90
         quick.result(0, 64)
@@ -143,17 +147,18 @@ def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
         peers.append(Peer(coordinator.address[1], cfg))
         peers[-1].ask(0)
         until(lambda: coordinator.poll(0.01) or len(coordinator.dispatcher.waiting) == len(peers) - 1)
-    assert peers[0].answer()[2] == 0                             # it has the chunk, the others wait
+    assert peers[0].answer().first == 0                             # it has the chunk, the others wait
     peers[0].result(0, 0)
     until(lambda: coordinator.poll(0.001) or run.step == 1)
     assert len(coordinator.dispatcher.waiting) > dispatch.ANSWERS_IN_A_ROW
-    assert peers[1].answer()[1] == 1
+    assert peers[1].answer().step == 1
     peers[1].ask(1)
     coordinator.poll()
     # its next chunk, before the last has been told of the step
-    assert peers[1].answer()[1:3] == (1, 0) and coordinator.dispatcher.waiting
+    answer = peers[1].answer()
+    assert (answer.step, answer.first) == (1, 0) and coordinator.dispatcher.waiting
     until(lambda: coordinator.poll(0.001) or not coordinator.dispatcher.waiting)
-    assert all(peer.answer()[1] == 1 for peer in peers[2:])
+    assert all(peer.answer().step == 1 for peer in peers[2:])
     coordinator.close()
     run.close()
 
@@ -367,11 +372,11 @@ def test_four_names_of_one_host_keep_no_lie(tmp_path):
                 with contextlib.suppress(egg_net.NetError, OSError):
                     peer.ask(0)
                     try:
-                        _, step, position, _ = peer.answer(0.02)
+                        answer = peer.answer(0.02)
                     except TimeoutError:
                         continue
-                    if step == 0:
-                        peer.result(0, position, packed)
+                    if answer.step == 0:
+                        peer.result(0, answer.first, packed)
             banned = server.lines.text.count("banned s")
             if server.run.step:
                 break
@@ -432,7 +437,7 @@ def beat(server, holders, done, seconds=10):
         for holder in holders:
             holder.link.send(holder.link.frame(wire.HEARTBEAT))
             with contextlib.suppress(TimeoutError):              # asks for a chunk of every step, and for a second one
-                holder.ask(holder.answer(0.001)[1])
+                holder.ask(holder.answer(0.001).step)
         time.sleep(0.05)
 
 
@@ -444,7 +449,7 @@ def test_a_lease_ends_though_no_usual_time_is_known(tmp_path):
         honest.ask(0)
         beat(server, [holder], lambda: "has not delivered for 0.4 s, its chunk 0 is handed out again"
              in server.lines.text)
-        assert honest.answer()[2] == 0
+        assert honest.answer().first == 0
         honest.result(0, 0)
         until(lambda: server.run.step == 1)
 
@@ -466,11 +471,11 @@ def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypat
                 while server.run.step < 3:
                     honest.ask(server.run.step) if not work.open else None
                     work.open = True
-                    _, step, position, packed = honest.answer(0.02)
+                    answer = honest.answer(0.02)
                     work.open = False
-                    if not packed:
+                    if not answer.packed:
                         time.sleep(0.01)
-                        honest.result(step, position)
+                        honest.result(answer.step, answer.first)
             return server.run.step >= 3
 
         work.open = False
@@ -482,7 +487,8 @@ def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypat
 def test_copies_go_to_another_host_and_do_not_run_out():
     step = Step(CFG)
     step.by_host = True
-    one, two, other, more = (Holder(h, n) for h, n in (("1", "one"), ("1", "two"), ("2", "other"), ("3", "more")))
+    one, two = Holder("1", "one"), Holder("1", "two")
+    other, more = Holder("2", "other"), Holder("3", "more")
     assert step.take(one, 0) == 0
     assert step.copy(two, 9, [0]) is None and step.copy(other, 9, [0]) == 0
     assert step.late(11, 1.0) == [] and step.late(13, 1.0) == [0] and step.copy(more, 13, [0]) == 0
