@@ -85,6 +85,18 @@ ADAPTIVE_NOISE_INIT = 64         # -127 to 127   | run     | its initial value; 
 ADAPTIVE_NOISE_INC = 5           # 0 to 127      | run     | increase per update for a row or column that changed
 ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update for one that did not
 
+# --- noise on activations --------------------------------------------------------------------------------------------
+PERTURB = "weights"              # weights, activations | all | (gru) what has noise: the weights of a pair (EGGROLL), or
+#                                                            the outputs of a member's units, which learns more from
+#                                                            a token; a chunk then votes on every weight
+NOISE_EMBEDDING = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) largest noise of the embedding's outputs
+NOISE_GATE = 15                  # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a gate
+NOISE_CANDIDATE = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a candidate
+NOISE_UP = 7                     # 0, 1, 3, 7, 15, 31, 63 | run | (gru) inside the MLP
+NOISE_DOWN = 1                   # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the outputs of the MLP
+CREDIT = 8                       # 0 to 15       | run     | (gru) sixteenths of a later position's digit that the noise
+#                                                            of gate, candidate and embedding is credited with
+
 # --- fitness ---------------------------------------------------------------------------------------------------------
 LOSS = "deggs"                   # deggs, exact  | all     | `deggs`: the coarse logarithm of d-eggs; `exact`:
 #                                                            cross-entropy in fixed point, which trains better
@@ -228,7 +240,8 @@ AGREE = "all", "run", "islands", "free", "local"      # who must agree, as descr
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": ()}
+UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
+         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8}
 
 
 class EggError(Exception):
@@ -510,6 +523,14 @@ def validate(cfg):
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
+    if cfg.PERTURB == "activations":
+        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1):
+            need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")
+        need(cfg.CHUNK_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
+             f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")
+        need(cfg.CHUNK_SIZE // cfg.GROUP_SIZE * cfg.SEQ_LEN <= 1 << 17, "CHUNK_SIZE",
+             f"must be at most 131072 / SEQ_LEN groups of GROUP_SIZE = {cfg.GROUP_SIZE} with PERTURB = activations: "
+             "votes are sums in 32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
          f"contexts must be from 0 to {tokens} tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")
@@ -525,6 +546,11 @@ def _derive(cfg):
     cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that a pair reads
     # all shifts of the noise in a run: tables and kernels are exact for each of them
     cfg.NOISE_SHIFTS = sorted({cfg.noise_shift(step) for step in (0, *(first for first, _ in cfg.SIGMA_SCHEDULE))})
+    # ternary digits in which a chunk, and a step, is sent: one a pair, or with noise on activations one a weight
+    H = cfg.HIDDEN_DIM
+    weights = 2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H          # of the recurrent model
+    cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else weights
+    cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 
 

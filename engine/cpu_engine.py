@@ -17,9 +17,10 @@ from collections import namedtuple
 import numpy as np
 
 import egg_config
-from model import integer_tables, optimizers, parameters, sampling, soft_targets, state_digest
+from model import activations, integer_tables, optimizers, parameters, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_update as kernels, hardware, kernel_cache, simd
+from engine.cpu_activations import ActivationVotes
 from engine.cpu_gru import Gru
 from engine.cpu_kernels import AT_COLUMN, N_FIELDS, Weights, constants, njit
 from engine.cpu_rules import f32, i32, score, share
@@ -97,7 +98,8 @@ class ParallelJob:
                 helper.result()
 
 
-# An evaluation that is begun: losses int64 [pairs, 2] are complete when the ParallelJob is finished
+# An evaluation that is begun: losses int64 [pairs, 2], or with noise on activations [(first group, Seen, inputs)], are
+# complete when the ParallelJob is finished
 Evaluation = namedtuple("Evaluation", "losses job")
 
 
@@ -120,6 +122,7 @@ class CpuEngine:
         self._exp = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = constants(cfg, self._exp)
         self._model = (Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, self._exp)
+        self._activations = ActivationVotes(cfg, self._constants, self._exp) if cfg.PERTURB == "activations" else None
         self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
         self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS, N_FIELDS), np.int64)
         packed = corrections = columns = 0
@@ -189,6 +192,8 @@ class CpuEngine:
         cfg, step, seed = self.cfg, self.step, self.seed
         followers, shift = self._followers.of(step), cfg.noise_shift(step)
         losses = np.zeros((count // 2, 2), np.int64)
+        if self._activations:
+            return self._begin_groups(first, count, followers)
 
         def work(a, b):
             pair = first // 2 + a
@@ -198,40 +203,76 @@ class CpuEngine:
         job = ParallelJob(self._pool, self.threads, cut(count // 2, self.threads, self._model.together), work)
         self._begun[first, count] = Evaluation(losses, job)
 
+    def _begin_groups(self, first, count, followers):
+        votes, cfg, step, seed = self._activations, self.cfg, self.step, self.seed
+        first_group, seen = first // cfg.GROUP_SIZE, []
+
+        def work(a, b):
+            for group in range(first_group + a, first_group + b, votes.together):
+                groups = min(votes.together, first_group + b - group)
+                windows = soft_targets.group_windows(cfg, self.tokens, followers, step, seed, group, groups)
+                seen.append((group, *votes.read(self._w, windows, seed, group)))
+
+        job = ParallelJob(self._pool, self.threads, cut(count // cfg.GROUP_SIZE, self.threads, votes.together), work)
+        self._begun[first, count] = Evaluation(seen, job)
+
     def _stop(self, *begun):
         """Ends evaluations that nobody will ask for, by default all; then no thread reads the weights."""
         for members in begun or list(self._begun):
             self._begun.pop(members).job.stop()
 
     def evaluate(self, first, count):
-        """int64 [count]: losses of members first.. (both even) of this step."""
+        """int64 [count]: losses of members first.. (both even) of this step. With noise on activations these are a
+        chunk, and it is (int8 [weights], int): the chunk's digits and its loss (SPEC 21)."""
         self.begin(first, count)
         begun = self._begun[first, count]
         begun.job.finish()
         del self._begun[first, count]
-        return begun.losses.ravel()
+        return self._chunk_votes(begun.losses) if self._activations else begun.losses.ravel()
+
+    def _chunk_votes(self, seen):
+        votes, cfg = self._activations, self.cfg
+        total = sum(int(np.abs(votes.differences(part)).sum()) for _, part, _ in seen)
+        least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
+        ParallelJob(self._pool, self.threads, seen, lambda group, part, inputs: votes.add_votes(
+            self.seed, group, part, inputs, least)).finish()
+        return votes.digits(), cfg.GROUP_SIZE * sum(int(part.losses[::votes.members].sum()) for _, part, _ in seen)
 
     def update(self, fitness):
-        """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
+        """Applies the update of this step (fitness int8 [cfg.STEP_DIGITS]) and goes on to the next; number of weights
+        changed."""
         self._stop()
-        cfg, voting = self.cfg, np.flatnonzero(fitness)
+        cfg = self.cfg
+        if self._activations:
+            sums = fitness.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
+            return self._move(lambda t: self._summed_votes(t, sums))
+        voting = np.flatnonzero(fitness)
         seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
         signs = fitness[voting].astype(np.int32)
         windows = optimizers.seen_windows(cfg, self.tokens, self.step)[voting] if cfg.SEEN_VOTES > 1 else None
+        return self._move(lambda t: self._votes(t, seeds, signs, windows))
+
+    def _move(self, votes_on):
+        """Moves all weights by votes_on(tensor), int32 [rows, cols] or more, and ends the step."""
         vectors = [t for t in self._tensors if not t.matrix]
         jobs = [vectors, *([t] for t in sorted(self._tensors, key=lambda t: -t.size) if t.matrix)]
 
         def work(job):
-            return sum(self._update_tensor(t, seeds, signs, windows) for t in job)
+            return sum(self._update_tensor(t, votes_on(t)) for t in job)
 
         changed = sum(ParallelJob(self._pool, self.threads, [(job,) for job in jobs], work).finish())
-        self.seed = next_seed(self.seed, self.step, cfg.NOISE_REUSE)
+        self.seed = next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
         self.step += 1
         return changed
 
-    def _update_tensor(self, t, seeds, signs, windows):
-        """Moves one array by the votes of pairs: uint32 seeds, int32 signs, int32 windows [pairs, tokens] or None;
-        number of weights changed."""
+    @staticmethod
+    def _summed_votes(t, sums):
+        """int32 [rows, cols]: the votes on an array, of int32 sums in canonical order."""
+        return parameters.from_canonical(sums[t.span], t.rows, t.cols) if t.matrix else sums[t.span][None]
+
+    def _votes(self, t, seeds, signs, windows):
+        """int32 [rows, cols] or more: the votes of pairs on one array: uint32 seeds, int32 signs, int32 windows [pairs,
+        tokens] or None."""
         cfg, c = self.cfg, self._constants
         row = self._table[t.param, t.layer]
         if t.matrix:
@@ -243,6 +284,12 @@ class CpuEngine:
             votes = np.empty((1, t.cols), np.int32)
             self._spread(t.cols, t.cols * seeds.size, kernels.vector_votes, c, row, seeds, signs,
                          votes[0])
+        return votes
+
+    def _update_tensor(self, t, votes):
+        """Moves one array by its votes; number of weights changed."""
+        cfg = self.cfg
+        row = self._table[t.param, t.layer]
         changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
         group = 4 if t.matrix else 1
         o = optimizers.constants(cfg, cfg.learning_rate(self.step), t)

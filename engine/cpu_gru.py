@@ -29,9 +29,10 @@ TOGETHER = 8                # pairs that go through the positions together: thei
 
 
 @leaf
-def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
+def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x, kept):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
-    H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n."""
+    H] goes on. gates, candidates int8 or int16 [sequences * n, H]: W_f n and W_h n. kept uint8 [2, windows * n, H]
+    takes what u_f and u_h multiply in the first sequence of every window; or it has room for none."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     sequences, padded = tokens.shape[0] * members, h.shape[0]
     pairs = tokens.shape[0] if noisy else 1
@@ -60,6 +61,10 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = gated(f, i32(h[s, i])) + 128
+        for q in range(kept.shape[1] // n):
+            for i in range(H):
+                kept[0, q * n + t, i] = state[q * members, i]
+                kept[1, q * n + t, i] = past[q * members, i]
         product(c, w, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
@@ -97,14 +102,14 @@ def read(c, w, S, noisy, tokens, n, state, gates, candidates, x):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
     noise, >= n]; state int8 [L, sequences padded to ROWS, H] goes on; gates and candidates, as large as x, are
     overwritten. S: seed of the first pair."""
-    members = 2 if noisy else 1
+    members, nothing = 2 if noisy else 1, local((2, 0, 0), np.uint8)
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
         embed(c, w, NO_TRANSFORM, u32(S + q), noisy, tokens[q], n, 0, members * n, x[q * members * n:])
     for layer in range(c.N_LAYERS):
         for q in range(units):
             gates_of(c, w, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:])
-        recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, state[layer], x)
+        recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, state[layer], x, nothing)
         for q in range(units):
             mlp(c, w, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:])
 

@@ -116,6 +116,7 @@ next_state = _norms.next_state
 # normed(mode, ...): noise of mode 0 or 1 is at most 127 * 127, so that an int8 times its weight is below 2^22
 _short = rules.norm_rules(rule, TARGET._replace(divide=divide_short)).normed
 normed = _switched(_short, _short, _norms.normed)
+activations = rules.activation_rules(rule)
 _updates = rules.update_rules(rule, TARGET)
 adamw = _updates.adamw
 sgd = _updates.sgd

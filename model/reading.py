@@ -1,4 +1,5 @@
-"""The whole network in plain NumPy: both models from tokens to logits and loss, as SPEC 4 to 7, 13 and 14 say.
+"""The whole network in plain NumPy: both models from tokens to logits and loss, as SPEC 4 to 7, 13 and 14 say, and the
+votes of a chunk with noise on activations (SPEC 21).
 
 One `Reading` is one member of the population, computed the slow and obvious way. The engines must agree with it in
 every bit: the tests hold them against it, and `egg.py debug` shows its parts. From other modules it takes the table of
@@ -7,7 +8,7 @@ parameters, the integer tables and the noise draw; all arithmetic is written out
 
 import numpy as np
 
-from model import integer_tables, parameters, rules, seeds, transforms
+from model import activations, integer_tables, parameters, rules, seeds, soft_targets, transforms
 
 
 def wrap(x):
@@ -48,26 +49,32 @@ class Reading:
 
     carried int64 [layers, HIDDEN_DIM]: the state from which the recurrent model reads on. see(layer, name, values) is
     called with every part, int64 [positions, width], layer -1 for a part outside the layers; after attention also with
-    "Weights", values[head][query] int64 [positions up to the query]."""
+    "Weights", values[head][query] int64 [positions up to the query]. disturbed: the noise is on activations instead,
+    and `seed` that of the member."""
 
-    def __init__(self, cfg, state, seed=0, sign=0, see=lambda layer, name, values: None):
+    def __init__(self, cfg, state, seed=0, sign=0, see=lambda layer, name, values: None, disturbed=False):
         self.cfg, self.state, self.see = cfg, state, see
         self.seed, self.sign = seed, sign
+        self.phases = activations.phase_of(cfg) if disturbed else {}         # whose outputs have noise
         self.noise_shift = cfg.noise_shift(state.step)
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
         self.carried = np.zeros((cfg.N_LAYERS, cfg.HIDDEN_DIM), np.int64)
 
     def loss(self, tokens, targets):
-        """int: SPEC 7, item 5, summed over the positions. targets: int [positions], or [positions, 8] soft ones."""
-        z, targets = self.logits(tokens), np.reshape(targets, (len(tokens), -1))
+        """int: the sum of `losses`."""
+        return sum(self.losses(tokens, targets))
+
+    def losses(self, tokens, targets):
+        """[int]: SPEC 7, item 5, of every position. targets: int [positions], or [positions, 8] soft ones."""
+        z, targets = self.seen(-1, "Logits", self.logits(tokens)), np.reshape(targets, (len(tokens), -1))
         exp, bit = integer_tables.exp_table(self.cfg).astype(np.int64), self.cfg.SOFTMAX_SCALE_BIT
         top = z.max(1, keepdims=True)
         total = exp[np.minimum(len(exp) - 1, top - z)].sum(1).tolist()
-        distance = int((top - np.take_along_axis(z, targets, 1)).sum())
+        distances = (top - np.take_along_axis(z, targets, 1)).sum(1).tolist()
         if self.cfg.LOSS == "deggs":
-            return sum((q.bit_length() - 1 - bit) * 16 >> 1 for q in total) + distance
-        unit = integer_tables.log_unit(self.cfg)
-        return sum((log2(q) - (bit << 16)) * unit >> 32 for q in total) + distance * 256 // targets.shape[1]
+            return [((q.bit_length() - 1 - bit) * 16 >> 1) + distance for q, distance in zip(total, distances)]
+        unit, part = integer_tables.log_unit(self.cfg), 256 // targets.shape[1]
+        return [((log2(q) - (bit << 16)) * unit >> 32) + distance * part for q, distance in zip(total, distances)]
 
     def logits(self, tokens):
         """int64 [positions, VOCAB_SIZE]."""
@@ -160,28 +167,40 @@ class Reading:
     # the recurrent model (SPEC 13)
 
     def recurrent(self, tokens):
-        x = self.seen(-1, "Emb", clip(self.look_up("embedding", tokens)))
+        x = clip(self.look_up("embedding", tokens))
+        x = self.seen(-1, "Emb", clip(x + self.disturbance("embedding", 0, len(x))))
         for layer in range(self.cfg.N_LAYERS):
             n = self.seen(layer, "LN1", self.norm(x, "ln_1", layer))
             x = self.seen(layer, "GRU", clip(x + self.seen(layer, "State", self.states(n, layer, tokens))))
             u = self.divided_product("w_up", layer, self.seen(layer, "LN2", self.norm(x, "ln_2", layer)))
+            u = clip(u + self.disturbance("up", layer, len(x)))
             u = self.seen(layer, "MLP_Exp", np.maximum(u, 0) if self.cfg.MLP_RELU else u)
-            x = self.seen(layer, "MLP", clip(x + self.divided_product("w_down", layer, u)))
+            y = clip(self.divided_product("w_down", layer, u) + self.disturbance("down", layer, len(x)))
+            x = self.seen(layer, "MLP", clip(x + y))
         return self.seen(-1, "LN_F", self.norm(x, "ln_f"))
 
     def states(self, n, layer, tokens):
         """int64 [positions, HIDDEN_DIM]: the state after every position."""
         forget, candidate = self.divided_product("w_f", layer, n), self.divided_product("w_h", layer, n)
-        b_f, b_h = self.vector("b_f", layer), self.vector("b_h", layer)
-        h, states = self.carried[layer:layer + 1], np.zeros_like(n)
+        # what is added to the products with the state
+        forget = forget + self.vector("b_f", layer) + self.disturbance("gate", layer, len(n))
+        candidate = candidate + self.vector("b_h", layer) + self.disturbance("candidate", layer, len(n))
+        h = self.carried[layer:layer + 1]
+        before, gated, states = np.zeros((3, *n.shape), np.int64)
         for t, token in enumerate(tokens):
-            h = h * (token != 0)                         # token 0 begins a text
-            f = clip(forget[t] + self.divided_product("u_f", layer, h) + b_f) + 127
-            c = clip(candidate[t] + self.divided_product("u_h", layer, f * h >> 8) + b_h)
-            h = h + (f * (c - h) >> 8)
-            states[t] = h
+            before[t] = h = h * (token != 0)             # token 0 begins a text
+            f = clip(forget[t] + self.divided_product("u_f", layer, h)) + 127
+            gated[t] = past = f * h >> 8
+            c = clip(candidate[t] + self.divided_product("u_h", layer, past))
+            states[t] = h = h + (f * (c - h) >> 8)
         self.carried[layer] = h
+        self.see(layer, "Before", before)
+        self.see(layer, "Gated", gated)
         return states
+
+    def disturbance(self, name, layer, positions):
+        """The noise of the outputs of a phase (SPEC 21), 0 where noise is on weights."""
+        return activations.noise(self.phases[name, layer], self.seed, positions) if self.phases else 0
 
     def divided_product(self, name, layer, x):
         return clip(self.product(name, layer, x) // parameters.divisor(self.cfg, x.shape[1]))
@@ -242,3 +261,87 @@ class Reading:
         noise = noise * self.factor(t.overlay_a, t.seed_a, columns)[:, None]
         noise = noise * self.factor(t.overlay_b, t.seed_b, hidden)
         return self.stored(t)[:, columns].T + (trunc(noise) * self.sign >> self.noise_shift)
+
+
+# the votes of a chunk with noise on activations (SPEC 21)
+
+# what multiplies a matrix: the part that a Reading sees
+SEEN_AS = {"normed_1": "LN1", "state": "Before", "gated": "Gated", "normed_2": "LN2", "inner": "MLP_Exp",
+           "normed_f": "LN_F"}
+
+
+def chunk_votes(cfg, state, tokens, known, first):
+    """(int8 [weights], int): the digits of the chunk that begins with member `first`, and its loss. tokens: the training
+    data; known: their soft_targets.Followers, or None."""
+    T, before, first_group = cfg.SEQ_LEN, cfg.STATE_TOKENS, first // cfg.GROUP_SIZE
+    n_groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
+    cut = soft_targets.group_windows(cfg, tokens, known, state.step, state.seed, first_group, n_groups)
+    groups = []
+    for window in cut:
+        inputs, targets = window[before:before + T], window[before + 1:before + T + 1, None]
+        if cfg.SOFT_TARGETS:
+            targets = np.concatenate([targets, window[before + T + 1:].reshape(T, -1)], 1)
+        parts, members = {}, []
+        clean = Reading(cfg, state, see=lambda layer, name, values, parts=parts: parts.update({(name, layer): values}))
+        clean.hidden(window[:before])
+        carried = clean.carried.copy()
+        clean_losses = np.array(clean.losses(inputs, targets), np.int64)
+        for k in range(cfg.GROUP_SIZE):
+            seed = (state.seed + first + len(groups) * cfg.GROUP_SIZE + k) % 2 ** 32
+            member = Reading(cfg, state, seed, disturbed=True)
+            member.carried = carried.copy()
+            members.append((seed, clean_losses - np.array(member.losses(inputs, targets), np.int64)))
+        groups.append((inputs, targets, parts, clean_losses, members))
+    total = sum(int(np.abs(difference).sum()) for group in groups for _, difference in group[-1])
+    least = activations.least_differences(total, cfg.CHUNK_SIZE * T)
+    sums = {}
+    for number, (inputs, targets, parts, _, members) in enumerate(groups):
+        for (tensor, votes) in group_votes(cfg, (state.seed + first_group + number) % 2 ** 32, inputs, targets, parts,
+                                           members, least):
+            sums[tensor] = sums.get(tensor, 0) + votes
+    digits = np.zeros(parameters.n_weights(cfg), np.int8)
+    for tensor, votes in sums.items():
+        canonical = parameters.to_canonical(votes) if tensor.matrix else votes
+        digits[tensor.span] = activations.voted(cfg, tensor, canonical)
+    return digits, cfg.GROUP_SIZE * int(sum(group[3].sum() for group in groups))
+
+
+def group_votes(cfg, seed, inputs, targets, parts, members, least):
+    """Yields (tensor, int64 votes) of a group. seed: its own; parts: what the clean model saw; members: (seed, int64
+    [positions] differences of losses)."""
+    matrices, biases, (embedding, at_embedding) = activations.votes(cfg)
+    settled, n = {None: head_errors(cfg, seed, parts["Logits", -1], targets)}, len(inputs)
+    for phase in activations.phases(cfg):
+        total = np.zeros((n, phase.units), np.int64)
+        for member, difference in members:
+            digit = np.sign(difference) * (np.abs(difference)[:, None] >= least).sum(1)
+            total += (credit(cfg, digit) if phase.later else digit)[:, None] * activations.noise(phase, member, n)
+        settled[phase] = clip(total + (1 << phase.shift >> 1) >> phase.shift)
+    for vote in matrices:
+        layer = -1 if vote.phase is None else vote.phase.layer
+        yield vote.tensor, parts[SEEN_AS[vote.inputs], layer].T @ settled[vote.phase]
+    for tensor, phase in biases:
+        yield tensor, settled[phase].sum(0)
+    votes = np.zeros((embedding.cols, embedding.rows), np.int64)
+    np.add.at(votes, inputs, settled[at_embedding])
+    yield embedding, votes.T
+
+
+def credit(cfg, digit):
+    """int64 [positions]: the digits of a position and, fading, of later ones, with activations.fraction_bits."""
+    credits, later = np.zeros_like(digit), 0
+    for t in reversed(range(len(digit))):
+        later = credits[t] = (digit[t] << activations.fraction_bits(cfg)) + divide(np.int64(later) * cfg.CREDIT, 16)
+    return credits
+
+
+def head_errors(cfg, seed, z, targets):
+    """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, rounded down after a hashed dither."""
+    exp = integer_tables.exp_table(cfg).astype(np.int64)
+    weights = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
+    wanted = (targets[:, :, None] == np.arange(cfg.VOCAB_SIZE)).sum(1)
+    words = seeds.hash32(seed, np.arange(activations.DITHER_STREAM, activations.DITHER_STREAM + -(-z.size // 2)))
+    random = words.astype("<u4").view("<u2")[:z.size].reshape(z.shape).astype(np.int64)
+    whole = weights.sum(1, keepdims=True) * targets.shape[1]
+    parts = wanted * weights.sum(1, keepdims=True) - targets.shape[1] * weights
+    return (parts * (127 << 16) + whole * random) // (whole << 16)

@@ -230,6 +230,49 @@ def update_rules(jit, ops):
     return SimpleNamespace(adamw=adamw, sgd=sgd, muon=muon, whole_step=whole_step, ztest=ztest)
 
 
+def activation_rules(jit):
+    """Noise on activations (SPEC 21). least: model.activations.least_differences."""
+    @jit
+    def draws(word, amplitude):
+        """uint32: four noise values as int8, from a hash. Of a byte the low bits are the size and the highest is the
+        sign, 1 for minus; amplitude: 2^n - 1, four times, their mask. Moved by 128 no byte carries into the next."""
+        minus = u32(u32(u32(word) >> u32(7)) & u32(0x01010101))
+        size = u32(u32(u32(word) & u32(amplitude)) ^ u32(minus * u32(255)))
+        return u32(u32(u32(size ^ u32(0x80808080)) + minus) ^ u32(0x80808080))
+
+    @jit
+    def digit(difference, least):
+        """int32, -7 to 7: the digit of a position whose loss is smaller by int64 `difference` than the clean one."""
+        size = i32(0)
+        for level in range(7):
+            size = i32(size + i32(abs(difference) >= least[level]))
+        return size if difference > 0 else i32(-size)
+
+    @jit
+    def credited(digit, later, bits, credit):
+        """int32: the credit of a position with `bits` fraction bits, that of the next one being `later`. It rounds
+        toward zero: rounded down, a negative credit would never be forgotten."""
+        part = i32(i32(abs(i32(later)) * credit) >> i32(4))
+        return i32(i32(digit * i32(i32(1) << i32(bits))) + (part if later > 0 else i32(-part)))
+
+    @jit
+    def settled(total, shift):
+        """int32 that fits int8: a sum of credit times noise in 2^shift, rounded."""
+        half = i32(i32(i32(1) << i32(shift)) >> i32(1))
+        return i32(min(max(i32(i32(total + half) >> i32(shift)), i32(-127)), i32(127)))
+
+    @jit
+    def head_error(wanted, targets, weight, total, random):
+        """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding random / 2^16.
+        weight: the token's EXP, of their sum `total` (int64)."""
+        parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
+        whole = i64(i64(targets) * total)
+        return i32(i64(i64(parts * i64(127 << 16)) + whole * i64(random)) // i64(whole << i64(16)))
+
+    return SimpleNamespace(draws=draws, digit=digit, credited=credited, settled=settled,
+                           head_error=head_error)
+
+
 def sampling_rules(jit, ops):
     """The choice of a token (SPEC 10)."""
     trunc = ops.trunc
@@ -275,8 +318,11 @@ def window_starts(cfg, n_tokens, step, first_pair, pairs):
 
 
 def windows(cfg, tokens, step, first_pair, pairs):
-    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: the tokens before each pair's window, then its inputs and targets. The
-    data are a ring."""
-    starts = window_starts(cfg, len(tokens), step, first_pair, pairs)
+    """int32 [pairs, STATE_TOKENS + SEQ_LEN + 1]: the tokens before each pair's window, then its inputs and targets."""
+    return windows_at(cfg, tokens, window_starts(cfg, len(tokens), step, first_pair, pairs))
+
+
+def windows_at(cfg, tokens, starts):
+    """The same of windows that start at int64 [n]. The data are a ring."""
     places = starts[:, None] + np.arange(-cfg.STATE_TOKENS, cfg.SEQ_LEN + 1)
     return np.take(tokens, places, mode="wrap").astype(np.int32)

@@ -38,15 +38,28 @@ def followers(cfg, tokens, context):
 def windows(cfg, tokens, known, step, seed, first_pair, pairs):
     """int32 [pairs, cfg.WINDOW]: model.rules.windows, then with SOFT_TARGETS the drawn targets of every position.
     known: their Followers, or None: all targets are the token that follows. seed: of the step."""
-    cut = rules.windows(cfg, tokens, step, first_pair, pairs)
+    starts = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)
+    return _with_targets(cfg, tokens, known, starts, seed + first_pair)
+
+
+def group_windows(cfg, tokens, known, step, seed, first_group, groups):
+    """The same [groups, cfg.WINDOW] of groups, whose targets are drawn once for all their members (SPEC 21)."""
+    pairs = cfg.GROUP_SIZE // 2
+    starts = rules.window_starts(cfg, len(tokens), step, first_group * pairs, groups * pairs)[::pairs]
+    return _with_targets(cfg, tokens, known, starts, seed + first_group)
+
+
+def _with_targets(cfg, tokens, known, starts, seed):
+    """Windows that start at int64 [n], with their drawn targets; seed: of the first."""
+    cut = rules.windows_at(cfg, tokens, starts)
     drawn, T = cfg.TARGETS - 1, cfg.SEQ_LEN
     if not drawn:
         return cut
     if known is None:
         return np.concatenate([cut, np.repeat(cut[:, -T:], drawn, 1)], 1)
-    at = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)[:, None] + np.arange(1, T + 1)
+    at = starts[:, None] + np.arange(1, T + 1)
     size, first = (np.take(x, at, mode="wrap").repeat(drawn, axis=1) for x in (known.size, known.first))
-    seeds = (np.arange(first_pair, first_pair + pairs) + seed).astype(np.uint32)[:, None]
+    seeds = (np.arange(len(starts)) + seed).astype(np.uint32)[:, None]
     random = hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
     return np.concatenate([cut, np.take(known.tokens, random % size + first)], 1, dtype=np.int32)
 

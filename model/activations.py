@@ -1,0 +1,109 @@
+"""Noise on activations (SPEC 21): which outputs have noise, which weights they vote on, and the scales of the votes.
+
+A group is a window and the GROUP_SIZE members that read it. A member's noise is added to the outputs of phases. What
+it changes in the loss of a position, its digit, is credited to the noise; credit times noise, summed over the members
+of a group, times the clean model's inputs, is the group's vote on a weight. A chunk sends the sign of its large votes.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from model import parameters
+from model.seeds import hash32
+
+LEVELS = 7                   # largest digit of a position
+WORDS_APART = 1 << 20        # hashes between the streams of two phases, at least SEQ_LEN * HIDDEN_DIM
+DITHER_STREAM = 1 << 31      # first hash of the dither of the head's errors
+
+
+class Phase(NamedTuple):
+    """Outputs with noise: `units` at each position, of a size of at most `amplitude`; the hashes of four draws each
+    begin at `stream`. later: whether it is credited with later positions, too. shift: of its sums."""
+    name: str
+    layer: int
+    units: int
+    amplitude: int
+    stream: int
+    later: bool
+    shift: int
+
+
+class Vote(NamedTuple):
+    """A matrix, the Phase that votes on it (None: the head's errors), and what it multiplies."""
+    tensor: parameters.Tensor
+    phase: Phase | None
+    inputs: str
+
+
+# name of a phase: its matrices and their inputs, and its bias
+VOTERS = {"gate": ((("w_f", "normed_1"), ("u_f", "state")), "b_f"),
+          "candidate": ((("w_h", "normed_1"), ("u_h", "gated")), "b_h"),
+          "up": ((("w_up", "normed_2"),), None), "down": ((("w_down", "inner"),), None)}
+
+
+def fraction_bits(cfg):
+    """Fraction bits of the credit of later positions: as many as a byte has room for."""
+    return max(bits for bits in range(5) if LEVELS * 16 << bits <= 127 * (16 - cfg.CREDIT))
+
+
+def phases(cfg):
+    """[Phase], in the order of the forward pass."""
+    H = cfg.HIDDEN_DIM
+    found = []
+    for layer in range(cfg.N_LAYERS):
+        for number, (name, units, amplitude) in enumerate((
+                ("embedding", H, cfg.NOISE_EMBEDDING), ("gate", H, cfg.NOISE_GATE),
+                ("candidate", H, cfg.NOISE_CANDIDATE), ("up", 4 * H, cfg.NOISE_UP), ("down", H, cfg.NOISE_DOWN))):
+            later = number < 3
+            credit = 3 << fraction_bits(cfg) if later else 2                 # its usual size
+            size = math.isqrt(cfg.GROUP_SIZE * (credit * amplitude) ** 2)    # about that of a sum
+            if number or not layer:
+                found.append(Phase(name, layer, units, amplitude, (5 * layer + number) * WORDS_APART, later,
+                                   max(0, size.bit_length() - 6)))
+    return found
+
+
+def phase_of(cfg):
+    """{(name, layer): Phase}."""
+    return {(phase.name, phase.layer): phase for phase in phases(cfg)}
+
+
+def votes(cfg):
+    """([Vote] on matrices that are multiplied, [(tensor, Phase)] of biases, (tensor, Phase) of the embedding)."""
+    named, of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phase_of(cfg)
+    matrices, biases = [Vote(named["head", 0], None, "normed_f")], []
+    for (name, layer), phase in of.items():
+        inputs, bias = VOTERS.get(name, ((), None))
+        matrices += [Vote(named[matrix, layer], phase, what) for matrix, what in inputs]
+        biases += [(named[bias, layer], phase)] if bias else []
+    return matrices, biases, (named["embedding", 0], of["embedding", 0])
+
+
+def least_differences(total, count):
+    """int64 [LEVELS]: the least size of a difference of losses for each size of a digit from 1 on. A mean difference,
+    total / count, is 7 / 4, rounded."""
+    return np.array([max(1, -(-(2 * level - 1) * 2 * total // (LEVELS * count))) for level in range(1, LEVELS + 1)],
+                    np.int64)
+
+
+def least_vote(cfg, total, size):
+    """int: the least size of a vote that counts, in a tensor of `size` weights whose votes have this total size."""
+    alpha = float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA)) if cfg.USE_ADAPTIVE_THRESHOLD else 0.0
+    return max(1, math.ceil(total / size * alpha))
+
+
+def voted(cfg, t, sums):
+    """int8 [size]: the digits of the votes `sums` (int, canonical order) on a tensor."""
+    sums = np.asarray(sums).ravel()
+    least = least_vote(cfg, int(np.abs(sums.astype(np.int64)).sum()), t.size)
+    return ((sums >= least).view(np.int8) - (sums <= -least).view(np.int8))
+
+
+def noise(phase, seed, positions):
+    """int64 [positions, units]: the noise of the member with this seed."""
+    words = np.arange(phase.stream, phase.stream + positions * phase.units // 4)
+    drawn = hash32(seed, words).astype("<u4").view(np.uint8).astype(np.int64)
+    size = drawn & phase.amplitude
+    return np.where(drawn & 128, -size, size).reshape(positions, phase.units)
