@@ -18,6 +18,10 @@ What the CUDA engine uses:
                         member. overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these
                         pairs; job: uint32 [4] on the device = seed of the step, first pair of the job, 2^32 - 1, shift
                         of the noise; offset, pairs: Python ints
+        .votes          None, or with noise on activations (SPEC 21) a kernels.activations.Votes, and instead of evaluate
+        .vote(stream, weights, packed, overlay, windows, group_windows, job, most, scratch, digits)
+                        digits (int8 [weights]) of the chunk that the job begins; windows: of all pairs, group_windows:
+                        of all groups; most: pairs that `scratch` has room for. votes.arrays.totals[1] is the loss then
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
@@ -37,7 +41,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver
 
-from kernels import gru, gru_narrow, single_token, transformer
+from kernels import activations, gru, gru_narrow, single_token, transformer
 from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, padded_rows
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing
 from kernels.parts import Gpu, aligned, blocks
@@ -51,6 +55,8 @@ def processors():
 
 class Forward:
     """What both models have in common."""
+
+    votes = None
 
     def __init__(self, cfg, packing, plan, kernels, token):
         self.cfg = cfg
@@ -178,6 +184,9 @@ class Recurrent(Forward):
         packing = Packing(cfg)
         super().__init__(cfg, packing, gru.Plan(cfg, packing), gru.kernels_of(cfg, packing, gpu, silent),
                          single_token.recurrent_token_kernel(cfg))
+        if cfg.PERTURB == "activations":
+            self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP, gpu.wgmma)
+            self.kernels["step"] = [*self.kernels["step"], *self.votes.all_kernels()]
 
     def _state_bytes(self, pairs):
         """Of the states with which pairs begin, behind which the scratch memory of a pass lies."""
@@ -192,7 +201,8 @@ class Recurrent(Forward):
     def clean_scratch_bytes(self, windows, length):
         return self._kernels.layout(windows, length)[1] if windows else 0
 
-    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
+    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, keep=0, **more):
+        """keep, more: of `_launch`."""
         cfg = self.cfg
         states = None
         before = self.cfg.STATE_TOKENS
@@ -203,7 +213,22 @@ class Recurrent(Forward):
             self._launch(pairs, before, work, True, states, **given, job=self._tables.no_job, offset=0, skip=0, begin=0,
                          keep=1, losses=None)
         self._launch(pairs, cfg.SEQ_LEN, work, False, states, **given, job=job, offset=offset, skip=before,
-                     begin=int(before > 0), keep=0, losses=losses)
+                     begin=int(before > 0), keep=keep, losses=losses, **more)
+
+    def vote(self, stream, weights, packed, overlay, windows, group_windows, job, most, scratch, digits):
+        cfg, votes = self.cfg, self.votes
+        T, width, arrays = cfg.SEQ_LEN, cfg.WINDOW, votes.arrays
+
+        def read(units, cut, losses, job, **more):
+            for first in range(0, units, most):
+                end = min(units, first + most)
+                self.evaluate(stream, weights, packed, overlay, cut[first * width:end * width], job, first, end - first,
+                              scratch, losses[2 * first * T:2 * end * T], **more)
+
+        # the unperturbed model reads every group's window, and what its matrices multiply is kept; then the members
+        read(votes.groups, group_windows, arrays.clean, self._tables.no_job, keep=gru.KEEP_INPUTS, kept=arrays.kept)
+        read(cfg.CHUNK_SIZE // 2, windows, arrays.losses, job)
+        votes.finish(stream, job, group_windows, digits)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._launch(count, length, scratch, True, stream=stream, weights=weights, packed=packed, overlay=weights,
@@ -212,11 +237,16 @@ class Recurrent(Forward):
 
     def _launch(self, units, n, scratch, clean, states=None, **given):
         """The pass over `units` pairs or, clean, without noise, windows. It reads n positions from `skip` on of
-        rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep`, the
-        states at the end go there. losses: None, or int64 [units, 2]; clean: float64 [units, n]."""
+        rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the
+        states at the end go there. losses: None, or int64 [units, 2], with noise on activations [units, 2, n]; clean:
+        float64 [units, n]. Where `keep` is KEEP_INPUTS, self.votes keeps what the matrices multiply, and the units are
+        groups from `offset` on; kept: room for it."""
         plan, size = self._plan, units * self.cfg.HIDDEN_DIM
         given = self._given(given, self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n,
                             length=n, stride=padded_rows(units * n), rows_at=self._kernels.rows_at)
+        given.setdefault("kept", given["plan"])
+        if given["keep"] == gru.KEEP_INPUTS:
+            given["kept"] = given["kept"][:2 * units * n * self.cfg.HIDDEN_DIM // 4]
         layer = self._general_layer if isinstance(self._kernels, gru.GeneralKernels) else self._register_layer
         for i, row in enumerate(plan.layers):
             # without states any array of their type will do
@@ -238,11 +268,21 @@ class Recurrent(Forward):
             kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, given, call=row,
                                    at=kernels.matrices[matrix, i], x=x, out=out, beyond=gates.size)
 
+        def keep(name, source):
+            if given["keep"] == gru.KEEP_INPUTS:
+                self.votes.keep(given, name, i, source, given["offset"], units)
+
         norm(kernels.norms[min(i, 1)], row + NORM_1)
+        keep("normed_1", normed)
         product("gates", row + GATES, "w_f", normed, given["u"], 2)
         kernels.recur(blocks(units, kernels.state_rows // 2), THREADS, given, call=row, at=kernels.matrices["u_f", i])
+        half = given["kept"].size // 2
+        keep("state", given["kept"][:half])
+        keep("gated", given["kept"][half:])
         norm(kernels.norm_f, row + NORM_2)
+        keep("normed_2", normed)
         product("inner", row + INNER, "w_up", normed, given["u"])
+        keep("inner", given["u"])
         product("down", row + DOWN, "w_down", given["u"], given["x"])
 
     def _register_layer(self, given, row, i, units, n):
@@ -268,7 +308,9 @@ class Recurrent(Forward):
             kernels.own_head(*self._warps("head", units), given, call=plan.ln_f, at=kernels.at_head)
             return
         kernels.norm_f((units, blocks(n, 64)), 256, given, call=plan.ln_f, out=normed, sb=sb)
-        if not clean:                                        # the head adds to them
+        if given["keep"] == gru.KEEP_INPUTS:
+            self.votes.head(given, given["weights"], given["tokens"], normed, given["offset"], units)
+        if not clean and not self.votes:                     # the head adds to them
             driver.device_memset(given["losses"], 0, given["losses"].nbytes, given["stream"])
         which = -1 if clean else 0
         head = kernels.heads[which]

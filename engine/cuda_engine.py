@@ -147,6 +147,7 @@ def _windows_kernel(cfg, TOKENS):
     width, drawn = before + T + 1, cfg.TARGETS - 1
     same = cfg.USE_SAME_DATA != 0
     groups, per_group = cfg.N_GROUPS, cfg.GROUP_SIZE // 2
+    by_group = cfg.PERTURB == "activations"                  # members of a group have the same targets, too
     window_start, hash32 = device(rules.window_start), rules.draw_rules(device, 0).hash32
 
     @device
@@ -156,20 +157,22 @@ def _windows_kernel(cfg, TOKENS):
         start = window_start(place[0], place[1] + row, per_group, stride, size - T)
         return (start + k - before) % size
 
-    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, length,
+    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, length, each,
                     windows: A32):
-        """windows int32, flat, `length` numbers of each of the pairs place[1] on, in a step whose first window starts
-        at place[0]: model.rules.windows, then the drawn targets (model.soft_targets.windows). job[0]: the step's seed;
-        first, size, followers: soft_targets.Followers."""
+        """windows int32, flat, `length` numbers of every `each`-th of the pairs place[1] on, in a step whose first
+        window starts at place[0]: model.rules.windows, then the drawn targets (model.soft_targets.windows or
+        group_windows). job[0]: the step's seed; first, size, followers: soft_targets.Followers."""
         i = cuda.grid(1)
         if i < windows.size:
             row = i // length
             k = i - row * length
+            row *= each
             if k < width:
                 windows[i] = int32(tokens[place_of(place, row, k, tokens.size)])
             elif drawn:
                 at = place_of(place, row, before + 1 + (k - width) // drawn, tokens.size)
-                random = hash32(uint32(job[0] + uint32(place[1] + row)), uint32(rules.TARGET_STREAM + k - width))
+                unit = (place[1] + row) // per_group if by_group else place[1] + row
+                random = hash32(uint32(job[0] + uint32(unit)), uint32(rules.TARGET_STREAM + k - width))
                 windows[i] = int32(followers[first[at] + random % size[at]])
 
     return cut_windows
@@ -330,8 +333,107 @@ def data_on_device(cfg, tokens, name):
     return None, []
 
 
-# The evaluation of a number of pairs: int32 windows, int64 losses, and the function that enqueues it
-Evaluation = collections.namedtuple("Evaluation", "windows losses launch")
+# The evaluation of a number of members: [(int32 windows, the function that cuts them on the host)], the array with its
+# result, and the function that enqueues it
+Evaluation = collections.namedtuple("Evaluation", "windows result launch")
+
+
+class Pairs:
+    """Evaluations of an engine with noise on weights: losses of members. The first one reserves device memory for a
+    chunk, in slices whose scratch takes at most half of what is free."""
+
+    def __init__(self, engine):
+        cfg, forward = engine.cfg, engine._forward
+        self._engine = engine
+        chunk = cfg.CHUNK_SIZE // 2
+        self._most, self._scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
+        self._windows = cuda.device_array(chunk * cfg.WINDOW, np.int32)
+        self._losses = cuda.device_array(2 * chunk, np.int64)
+        self._made = {}                                      # {members: Evaluation}
+
+    @staticmethod
+    def fetched(cfg):
+        return Fetched(cfg.CHUNK_SIZE, np.int64)
+
+    @staticmethod
+    def result(fetched):
+        return fetched.copy()
+
+    def evaluation(self, members):
+        """The Evaluation of so many members."""
+        if members not in self._made:
+            self._made[members] = self._make(members // 2)
+        return self._made[members]
+
+    def _make(self, pairs):
+        engine, most = self._engine, self._most
+        width = engine.cfg.WINDOW
+        windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
+        cut = engine._cutting(windows, width) if engine._tokens is not None else None
+
+        def enqueue():
+            if cut:
+                cut()
+            for at in range(0, pairs, most):
+                end = min(pairs, at + most)
+                engine._forward.evaluate(engine.stream, engine._weights, engine._packed, engine._overlay,
+                                         windows[at * width:end * width], engine._job, at, end - at, self._scratch,
+                                         losses[2 * at:2 * end])
+
+        return Evaluation([(windows, cut_pairs)], losses, Replay(engine.stream, enqueue))
+
+
+class Chunks:
+    """The same with noise on activations: the digits of a chunk, behind the total of the differences of losses and the
+    loss of the unperturbed model, int64 [2]."""
+
+    HEAD = 16
+
+    def __init__(self, engine):
+        cfg, forward = engine.cfg, engine._forward
+        self._engine = engine
+        pairs, groups = cfg.CHUNK_SIZE // 2, cfg.CHUNK_SIZE // cfg.GROUP_SIZE
+        most, scratch = engine._slices(forward.scratch_bytes, pairs, "evaluate a single pair")
+        windows = cuda.device_array(pairs * cfg.WINDOW, np.int32)
+        of_groups = cuda.device_array(groups * cfg.WINDOW, np.int32)
+        out = cuda.device_array(self.HEAD + cfg.CHUNK_DIGITS, np.int8)
+        cuts = [engine._cutting(windows, cfg.WINDOW), engine._cutting(of_groups, cfg.WINDOW, cfg.GROUP_SIZE // 2)]
+        cuts = cuts if engine._tokens is not None else []
+
+        def enqueue():
+            for cut in cuts:
+                cut()
+            forward.vote(engine.stream, engine._weights, engine._packed, engine._overlay, windows, of_groups,
+                         engine._job, most, scratch, out[self.HEAD:])
+            out[:self.HEAD].view(np.int64).copy_to_device(forward.votes.arrays.totals[:2], engine.stream)
+
+        self._scale = cfg.GROUP_SIZE
+        self._evaluation = Evaluation([(windows, cut_members), (of_groups, cut_groups)], out,
+                                      Replay(engine.stream, enqueue))
+
+    @classmethod
+    def fetched(cls, cfg):
+        return Fetched(cls.HEAD + cfg.CHUNK_DIGITS, np.int8)
+
+    def result(self, fetched):
+        return fetched[self.HEAD:].copy(), self._scale * int(fetched[:self.HEAD].view(np.int64)[1])
+
+    def evaluation(self, members):
+        return self._evaluation
+
+
+def cut_pairs(cfg, tokens, known, step, seed, first, count):
+    return soft_targets.windows(cfg, tokens, known, step, seed, first // 2, count // 2)
+
+
+def cut_groups(cfg, tokens, known, step, seed, first, count):
+    size = cfg.GROUP_SIZE
+    return soft_targets.group_windows(cfg, tokens, known, step, seed, first // size, count // size)
+
+
+def cut_members(*of_chunk):
+    """Of every pair: those of its group."""
+    return cut_groups(*of_chunk).repeat(of_chunk[0].GROUP_SIZE // 2, axis=0)
 
 
 class CudaEngine:
@@ -375,10 +477,13 @@ class CudaEngine:
         that is then free."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
         need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
+        need += self._forward.votes.bytes_needed() if self._forward.votes else 0
         free = memory().free
         if need > free:
             raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
                              f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+        if self._forward.votes:
+            self._forward.votes.reserve()
         self._weights = cuda.device_array(n, np.int8)
         self._overlay = cuda.device_array(parameters.n_overlay(cfg), np.int8)
         self._moments = cuda.device_array((n, 3), np.float32)
@@ -389,24 +494,25 @@ class CudaEngine:
         self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
         self._sent = None                                    # the bytes that are there
         self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
-        self._losses = [Fetched(cfg.CHUNK_SIZE, np.int64), Fetched(cfg.CHUNK_SIZE, np.int64)]
+        kind = Chunks if cfg.PERTURB == "activations" else Pairs
+        self._results = [kind.fetched(cfg), kind.fetched(cfg)]
+        self._members = None                                 # Pairs or Chunks, made by the first evaluation
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
         self._known = () if cfg.SOFT_TARGETS else None       # whose tables are on the device
         # page-locked; an update that is begun and not wanted may read the fitness of the next one
-        self._given_fitness = cuda.pinned_array(cfg.N_PAIRS, np.int8)
+        self._given_fitness = cuda.pinned_array(cfg.STEP_DIGITS, np.int8)
         self._rate = None                                    # the learning rate that is on the device
         self._update_steps = self._launches_of_update()
         self._update = Replay(self.stream, self._launch_update)
         self._add_up = Replay(self.stream, self._launch_digest)
-        self._evaluations = {}                               # {number of pairs: Evaluation}
 
     def _launches_of_update(self):
         """[(name, launch)] of an update."""
         cfg, votes = self.cfg, self._votes
-        fitness = votes.fit[update.FIT_PAD:][:cfg.N_PAIRS]
+        fitness = votes.fit[update.FIT_PAD:][:cfg.STEP_DIGITS]
         launches = [("fitness", lambda: fitness.copy_to_device(self._given_fitness, self.stream))]
         if cfg.SEEN_VOTES > 1 and self._tokens is not None:
             launches.append(("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
@@ -473,23 +579,25 @@ class CudaEngine:
             self._begun[first, count] = self._enqueue(first, count)
 
     def evaluate(self, first, count):
-        """int64 [count]: losses of members first.. (both even) of this step."""
+        """int64 [count]: losses of members first.. (both even) of this step. With noise on activations these are a
+        chunk, and it is (int8 [weights], int): the chunk's digits and its loss (SPEC 21)."""
         self._undo_update()
         self.begin(first, count)
-        return self._begun.pop((first, count)).wait().copy()
+        return self._members.result(self._begun.pop((first, count)).wait())
 
     def _enqueue(self, first, count):
         """The Fetched losses of an evaluation, which is begun."""
         self._ready("step")
-        if count not in self._evaluations:
-            self._evaluations[count] = self._evaluation(count // 2)
-        evaluation = self._evaluations[count]
+        if self._members is None:
+            self._members = (Chunks if self._forward.votes else Pairs)(self)
+        evaluation = self._members.evaluation(count)
         self._set_job(first)
         step, seed = self._at
         known = self._tables.of(step)
         if self._tokens is None:
-            cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2, count // 2)
-            evaluation.windows.copy_to_device(cut.ravel(), self.stream)
+            for windows, cut in evaluation.windows:
+                given = cut(self.cfg, self.tokens, known, step, seed, first, count)
+                windows.copy_to_device(given.ravel(), self.stream)
         elif known is not self._known:                       # without context every token follows itself alone
             self._known = known
             n = self.tokens.size
@@ -497,8 +605,8 @@ class CudaEngine:
             for array, values in zip(self._followers, known or themselves):
                 array.copy_to_device(values, self.stream)
         evaluation.launch()
-        free = next(fetched for fetched in self._losses if fetched not in self._begun.values())
-        return free.copy(evaluation.losses, self.stream).record(self.stream)
+        free = next(fetched for fetched in self._results if fetched not in self._begun.values())
+        return free.copy(evaluation.result, self.stream).record(self.stream)
 
     def _set_job(self, first=0):
         """Sends what an evaluation of members first.., or an update, reads: the job (seed, first pair, mask and shift
@@ -511,35 +619,12 @@ class CudaEngine:
             self._given.copy_to_device(np.frombuffer(given, np.uint8), self.stream)
             self._sent = given
 
-    def _cutting(self, windows, length):
-        """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job."""
+    def _cutting(self, windows, length, each=1):
+        """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job, or every `each`-th."""
         followers = self._followers or (self._job, self._job, self._tokens)          # without SOFT_TARGETS not read
         kernel = self._kernels["cut_windows"][-(-windows.size // BLOCK), BLOCK, self.stream]
-        given = self._tokens, self._place, self._job, *followers, length, windows
+        given = self._tokens, self._place, self._job, *followers, length, each, windows
         return lambda: kernel(*given)
-
-    def _evaluation(self, pairs):
-        """The Evaluation of `pairs` pairs. The first one reserves device memory for a chunk, in slices whose scratch
-        takes at most half of what is free."""
-        forward, width = self._forward, self.cfg.WINDOW
-        if not self._evaluations:
-            chunk = self.cfg.CHUNK_SIZE // 2
-            self._most, self._scratch = self._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
-            self._chunk_windows = cuda.device_array(chunk * width, np.int32)
-            self._chunk_losses = cuda.device_array(2 * chunk, np.int64)
-        windows, losses = self._chunk_windows[:pairs * width], self._chunk_losses[:2 * pairs]
-        cut = self._cutting(windows, width) if self._tokens is not None else None
-
-        def enqueue():
-            if cut:
-                cut()
-            for at in range(0, pairs, self._most):
-                end = min(pairs, at + self._most)
-                forward.evaluate(self.stream, self._weights, self._packed, self._overlay,
-                                 windows[at * width:end * width], self._job, at, end - at, self._scratch,
-                                 losses[2 * at:2 * end])
-
-        return Evaluation(windows, losses, Replay(self.stream, enqueue))
 
     def _slices(self, size, count, what):
         """(n, scratch): the number, at most `count`, whose scratch of size(n) bytes fits half of the free memory."""

@@ -24,7 +24,7 @@ from kernels import gru_narrow
 from kernels import gru_parts
 from kernels import host
 from kernels import ptx
-from kernels.gru_parts import (B_APART, B_F, B_H, INPUTS, LN, RECUR, TABLE, U_APART, U_F, U_H, U_INPUT,
+from kernels.gru_parts import (B_APART, B_F, B_H, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
                                W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, padded_rows, row_of)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
@@ -34,6 +34,7 @@ from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, clip, pack_
 from kernels.product import (GROUPS, THREADS, begin_functions, begin_tile_function, full_shape, members_of,
                              place_function, product_functions, shapes, wide_shape)
 from kernels.rules import build_noise, device
+from model import activations
 from model import parameters
 
 
@@ -123,12 +124,18 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     job_shift = nz.shift
     noise_of = pair_functions(cfg, nz).column
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
-    noisy = early_noise_quotients(cfg, nz, K, 0 if INNER and cfg.MLP_RELU else -127)
+    MASK = 0 if GATES else activations.mask_of(cfg, "up" if INNER else "down")       # of noise on the outputs
+    LOWEST = 0 if INNER and cfg.MLP_RELU else -127
+    DISTURBED = MASK != 0
+    LEAST = gru_parts.both(LOWEST)
+    noisy = early_noise_quotients(cfg, nz, K, -127 if DISTURBED else LOWEST)
     as_row, as_column = noisy.row, noisy.column
     quotients, pairs = noisy.word, noisy.pairs
     begin_tile = begin_tile_function(gpu, nz, noisy.begin, noisy.BASE, columns=N)
     place_of = place_function(cfg, RG, True)
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
+    disturbance = gru_parts.disturbance_functions(cfg, gpu.cc)
+    noise_word, disturbed = disturbance.word, disturbance.disturbed
 
     @gpu.device
     def prepare(words, bytes_, at, c, column, unit, source, p):
@@ -141,8 +148,16 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
             if INNER:
                 fill_input(words, bytes_, 4 * (here + 128), c, source, p + W_DOWN_INPUT, unit + slot, col)
 
+    @device
+    def words_of(acc, i, source, p, pair, member, index):
+        """Four columns from acc[i] on as two words of two int16, with the noise of outputs from `index` on."""
+        y, z = pairs(acc, i)
+        if DISTURBED:
+            return disturbed(y, z, noise_word(source, p + STREAM, pair, member, index, MASK), LEAST)
+        return y, z
+
     @gpu.device
-    def store_rows(acc, out, to, col, q):
+    def store_rows(acc, out, to, col, q, source, p, pair, position):
         """32 columns a time of both rows, in the order of the threads."""
         for j in range(N // 32):
             if not RAGGED or col + 32 * j < COLUMNS:
@@ -150,20 +165,26 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
                     at, i = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, 16 * j + 2 * half
                     if DOWN:
                         old = ptx.load2(out, at)
-                        left, right = pairs(acc, i), pairs(acc, i + 8)
+                        first = position * COLUMNS + (col + 32 * j + q * 4)
+                        left = words_of(acc, i, source, p, pair, half, first)
+                        right = words_of(acc, i + 8, source, p, pair, half, first + 16)
                         ptx.store2(out, at, added(old[0], left[0], left[1]), added(old[1], right[0], right[1]))
                     else:
                         ptx.store2(out, at, quotients(acc, i), quotients(acc, i + 8))
 
     @registers
-    def store_inner(acc, out, row, col, q, at_noise, sums):
+    def store_inner(acc, out, row, col, q, at_noise, sums, source, p, pair, position):
         """Both rows as core matrices of `pieces` columns; sums + what they add to sb."""
         to = (row >> 6) * (64 * H) + ((row >> 3) & 7) * (2 * pieces) + (row & 7) * 4 + q
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < COLUMNS:
                 c = col + 16 * j
                 for d in range(2):
-                    word = quotients(acc, 8 * j + 2 * d)
+                    if DISTURBED:
+                        y, z = words_of(acc, 8 * j + 2 * d, source, p, pair, d, position * COLUMNS + c + q * 4)
+                        word = ptx.bytes4(y, z)
+                    else:
+                        word = quotients(acc, 8 * j + 2 * d)
                     out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
                     sums[d] = add(word, at_noise, j, q, sums[d])
 
@@ -220,9 +241,11 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
                 col = (ahead * CG + side) * N
                 if ptx.keep_in_loop(int32(number)) < places:  # the branch stays out of the loop of products
                     if INNER:
-                        store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums)
+                        store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums, source, p,
+                                    unit + slot, number - (unit + slot) * n)
                     else:
-                        store_rows(acc, out, int64(row) * (H // 4) + which * beyond, col, q)
+                        store_rows(acc, out, int64(row) * (H // 4) + which * beyond, col, q, source, p, unit + slot,
+                                   number - (unit + slot) * n)
                 odd = 1 - odd
                 if INNER:
                     ptx.named_barrier(1 + group, 128)        # the tables just read are the next to be overwritten
@@ -236,6 +259,9 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
 
 
 # --- the recurrence ---------------------------------------------------------------------------------------------------
+
+KEEP_INPUTS = 2              # see recur_kernel
+
 
 def _recurrence(cfg, gpu):
     """(Shape, rows of a block, whether its tables stay in shared memory) of the recurrence. The tables of noise mode 2
@@ -270,7 +296,8 @@ def recur_kernel(cfg, nz, gpu):
 
     call: the layer's first row of the plan; that of the recurrence: B_F, B_H, U_F, U_H. at: packed word of U_f; U_h
     follows. Position p of pair i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs
-    begin with them; where `keep`, states go there in the end."""
+    begin with them; where `keep` is 1, states go there in the end. Where it is KEEP_INPUTS, what u_f and u_h multiply in
+    the even members goes to `kept`, words of int8 [2, pairs * n, H]."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
     BULK = gpu.wgmma
@@ -308,6 +335,11 @@ def recur_kernel(cfg, nz, gpu):
     gated, next_state = states_of.gated, states_of.next_state
     opened, candidates_of = states_of.opened, states_of.candidates
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu)
+    disturbance = gru_parts.disturbance_functions(cfg, gpu.cc)
+    noise_word, add2 = disturbance.word, ptx.int16_pairs(gpu.cc).add2
+    GATE, CANDIDATE = activations.mask_of(cfg, "gate"), activations.mask_of(cfg, "candidate")
+    APART = activations.WORDS_APART * 4
+    KEEPS = cfg.PERTURB == "activations"
 
     @device
     def place_of(base, which, k, t):
@@ -397,7 +429,8 @@ def recur_kernel(cfg, nz, gpu):
         finish(acc, ring, multiply(acc, ring, step, which * PAST), False, False, 0, 0)
 
     @registers
-    def gate(ahead, acc, f, sums, base, tables, source, p, pair, t, gates, row0, at_word, works):
+    def gate(ahead, acc, f, sums, base, tables, source, p, pair, t, gates, row0, at_word, works, position, to_kept,
+             kept):
         """f, and the gated states of both rows to shared memory."""
         q = t & 3
         for j in range(KS // 2):
@@ -412,9 +445,15 @@ def recur_kernel(cfg, nz, gpu):
                     for d in range(2):
                         y, z = pairs(acc, 8 * i + 2 * d)
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
+                        if GATE:
+                            drawn = noise_word(source, p + STREAM, pair, d, position * H + (column + g * 16), GATE)
+                            y, z = add2(y, ptx.low2(drawn)), add2(z, ptx.high2(drawn))
                         y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
                         f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
                         past = gated(y, z, ptx.read_shared(at_h + d * (8 * H)))
+                        if KEEPS and d == 0 and to_kept >= 0:
+                            at_kept = to_kept + (column + g * 16) // 4
+                            kept[at_kept], kept[kept.size // 2 + at_kept] = ptx.read_shared(at_h), past
                         if works:
                             ptx.store_shared(at_h + AT_PAST + d * (8 * H), past)
                         if not SCALED:
@@ -422,7 +461,7 @@ def recur_kernel(cfg, nz, gpu):
 
     @registers
     def advance(ahead, acc, f, sums, base, tables, source, p, pair, t, candidates, x, row0, at_word, works, live,
-                keeps):
+                keeps, position):
         """The new states of both rows, and x."""
         q = t & 3
         for j in range(KS // 2):
@@ -442,6 +481,10 @@ def recur_kernel(cfg, nz, gpu):
                             bias, noises = w1[1] if d == 0 else w1[2], w1[3]
                         at_h = int32(at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
                         y, z = pairs(acc, 8 * i + 2 * d)
+                        if CANDIDATE:
+                            drawn = noise_word(source, p + STREAM, pair, d, APART + position * H + (column + g * 16),
+                                               CANDIDATE)
+                            y, z = add2(y, ptx.low2(drawn)), add2(z, ptx.high2(drawn))
                         y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
                         y, z = next_state(f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
                         h, out[g] = ptx.bytes4(y, z), added(both_x[g], y, z)
@@ -455,21 +498,22 @@ def recur_kernel(cfg, nz, gpu):
 
     @unrolled
     def columns(which, acc, f, sums, ring, step, s0, s1, shift, tables, source, p, pair, gates, candidates, x, row0,
-                at_word, works, live, keeps):
+                at_word, works, live, keeps, position, to_kept, kept):
         """All passes of a matrix."""
         base, t = ring.base, ring.t
         for d in range(PER):
             product(d, acc, which, ring, step + d * PIECES, s0, s1, shift, tables, source, p, pair)
             if which == 0:
-                gate(d, acc, f, sums, base, tables, source, p, pair, t, gates, row0, at_word, works)
+                gate(d, acc, f, sums, base, tables, source, p, pair, t, gates, row0, at_word, works, position, to_kept,
+                     kept)
             else:
                 advance(d, acc, f, sums, base, tables, source, p, pair, t, candidates, x, row0, at_word, works, live,
-                        keeps)
+                        keeps, position)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
     def recur(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, n, units, job: AU32,
-              offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, begin, keep):
+              offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, kept: A32, begin, keep):
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
         ring = open_ring(n * (2 * PER * PIECES), 0, 1, packed, packed, at)
         base = ring.base
@@ -518,12 +562,16 @@ def recur_kernel(cfg, nz, gpu):
             row0, writes = row_of(pair, position, n), ptx.keep_in_loop(live) != 0
             # the token behind the window does not reset its last state
             keeps = position + 1 == n or tokens[at_token + min(position + 1, n - 1)] != 0
+            to_kept = int64(-1)
+            if KEEPS and keep == KEEP_INPUTS and live != 0:
+                to_kept = (int64(pair) * n + position) * (H // 4)
             for which in range(2):
                 s0 = as_row(whole_sum(at_parts, which, row), shift)
                 s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)), shift)
                 sums[0], sums[1] = 0, 0
                 columns(which, acc, f, sums, ring, (2 * position + which) * (PER * PIECES), s0, s1, shift, tables,
-                        source, p, pair, gates, candidates, x, row0, at_word, works, writes, keeps)
+                        source, p, pair, gates, candidates, x, row0, at_word, works, writes, keeps, position, to_kept,
+                        kept)
                 if SCALED and works:                         # once, not in every pass: it is long
                     other = p + U_H - which * U_APART
                     for k in range(ALL):
@@ -538,7 +586,7 @@ def recur_kernel(cfg, nz, gpu):
                 if BULK:
                     ptx.proxy_fence()
                 cuda.syncthreads()
-        if keep and live != 0:
+        if keep == 1 and live != 0:
             for k in range(ALL):
                 column = column_of(k, t)
                 if not RAGGED or column < H:
@@ -556,17 +604,20 @@ class Plan(host.Plan):
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
         e = self._tensors["embedding", 0]
-        self.add({TABLE: [packing.at["embedding", 0], e.seed_a, e.seed_b, e.overlay_a, e.overlay_b]})
+        streams = {at: phase.stream for at, phase in activations.phase_of(cfg).items()}
+        self.add({TABLE: [packing.at["embedding", 0], e.seed_a, e.seed_b, e.overlay_a, e.overlay_b],
+                  STREAM: [streams["embedding", 0]]})
         self.layers = []
         for i in range(cfg.N_LAYERS):
             self.layers.append(self._norm("ln_1", i, "w_f", "w_h"))
             self.add({W_F: self.matrix("w_f", i), W_H: self.matrix("w_h", i)})
             self.add({B_F: self.vector("b_f", i), B_H: self.vector("b_h", i),
                       U_F: self.matrix("u_f", i) + self.input("u_f", i),
-                      U_H: self.matrix("u_h", i) + self.input("u_h", i)})
+                      U_H: self.matrix("u_h", i) + self.input("u_h", i), STREAM: [streams["gate", i]]})
             self._norm("ln_2", i, "w_up")
-            self.add({W_UP: self.matrix("w_up", i), W_DOWN_INPUT: self.input("w_down", i)})
-            self.add({0: self.matrix("w_down", i)})
+            self.add({W_UP: self.matrix("w_up", i), W_DOWN_INPUT: self.input("w_down", i),
+                      STREAM: [streams["up", i]]})
+            self.add({0: self.matrix("w_down", i), STREAM: [streams["down", i]]})
         self.ln_f = self._norm("ln_f", 0, "head")
         self.head = self.add({0: self.matrix("head", 0)})
 
@@ -665,6 +716,8 @@ class RegisterKernels(_Kernels):
 def kernels_of(cfg, packing, gpu, silent):
     """The kernels of the path that serves a configuration on a GPU."""
     wgmma = gru_narrow.wgmma_fits(cfg, gpu.cc, gpu.shared)
+    if cfg.PERTURB == "activations":                         # only the general path has noise on activations
+        return GeneralKernels(cfg, packing, gpu, True)
     if wgmma or gru_narrow.fits(cfg, gpu.shared):
         return RegisterKernels(cfg, packing, gpu, silent, wgmma)
     return GeneralKernels(cfg, packing, gpu, silent)

@@ -22,7 +22,9 @@ from kernels.pairs import I_OVERLAY, I_SEED, pair_functions, source_of, stream_o
 from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum)
 from kernels.product import TALLEST
 from kernels.rules import device, loudest
+from model import activations
 from model import parameters
+from model import rules
 
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
@@ -54,6 +56,8 @@ B_F, B_H = 0, 4
 U_F, U_H = 8, 13
 U_INPUT = 3
 B_APART, U_APART = B_H - B_F, U_H - U_F
+# of any row whose outputs have noise of their own (SPEC 21): where their hashes begin
+STREAM = 20
 
 
 def both(x):
@@ -446,6 +450,36 @@ def embedding_functions(cfg, nz, cc):
     return SimpleNamespace(fill=fill, of_token=of_token, embedded=embedded)
 
 
+def disturbance_functions(cfg, cc):
+    """Device functions of the noise on activations (SPEC 21):
+
+    word(source, at, pair, odd, index, mask)    four noise values as int8: of the even or odd member of a pair, from
+                                                output `index` of its window on, a multiple of 4; plan[at]: the stream;
+                                                mask: an amplitude, four times
+    disturbed(y, z, word, lowest)               two words of two int16, from -127 to 127, plus the noise, clipped
+    """
+    two = ptx.int16_pairs(cc)
+    hash32, draws = rules.draw_rules(device, 0).hash32, rules.activation_rules(device).draws
+    HIGHEST = both(127)
+    add2 = two.add2
+    min2 = two.min2
+    max2 = two.max2
+
+    @device
+    def word(source, at, pair, odd, index, mask):
+        job = source.job
+        member = uint32(uint32(uint32(source.seed + source.seed) - job[0]) + uint32(2 * pair + odd))
+        stream = uint32(uint32(source.plan[source.p + at]) + (uint32(index) >> uint32(2)))
+        return int32(draws(hash32(member, stream), uint32(mask)) & job[2])
+
+    @device
+    def disturbed(y, z, word, lowest):
+        y, z = add2(y, ptx.low2(word)), add2(z, ptx.high2(word))
+        return max2(min2(y, HIGHEST), lowest), max2(min2(z, HIGHEST), lowest)
+
+    return SimpleNamespace(word=word, disturbed=disturbed)
+
+
 def norm_kernel(cfg, nz, cc, streams, embeds=False):
     """out = ln(x) as core matrices, and its sums sb with `streams` input noises; the sums of the next product begin.
     Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. embeds: x is the
@@ -461,6 +495,9 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     _, add = input_functions(cfg, nz, H, 4)
     normed, embedding = normed_function(cfg, cc), embedding_functions(cfg, nz, cc)
     fill_columns, of_token, embedded = embedding.fill, embedding.of_token, embedding.embedded
+    noise_word, added = disturbance_functions(cfg, cc).word, added_function(cc)
+    MASK = activations.mask_of(cfg, "embedding")
+    DISTURBED = MASK != 0
 
     @cuda.jit(launch_bounds=256)
     def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
@@ -487,6 +524,11 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             for b in range(STEPS):
                 embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
                          token_noise, token_factor, shift, q)
+                if DISTURBED:
+                    for i in range(2):
+                        for m in range(2):
+                            drawn = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4, MASK)
+                            e[2 * i + m] = added(e[2 * i + m], ptx.low2(drawn), ptx.high2(drawn))
                 ptx.store2(x, at_x + b * 8, e[0], e[2])
                 ptx.store2(x, at_x + 2 * H + b * 8, e[1], e[3])
         for member in range(2):

@@ -38,6 +38,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
     LOGIT = cfg.SHIFT_LOGIT
     ONES = (1 << cfg.SHIFT_LOGIT) - 1
     PAIRED = cfg.MODEL == "gru"
+    EACH = cfg.PERTURB == "activations"                      # losses int64 [members, length] of every position
     SCALE, MEMBERS = float(cfg.SOFTMAX_EXP_SCALE), 0 if PAIRED else 1        # shift from a member to its window
     WIDTH = cfg.WINDOW
     SKIP = cfg.STATE_TOKENS
@@ -132,7 +133,10 @@ def head_kernel(cfg, nz, gpu, clean=False):
                                                       + float(int32(best[half] - z[half])) / SCALE)
                 else:
                     loss = position_loss(totals[half], int32(TARGETS * best[half]), z[half])
-                    cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
+                    if EACH:
+                        losses[(2 * unit + half) * length + position] = loss
+                    else:
+                        cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
     @gpu.device
     def target_logits(half, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q):

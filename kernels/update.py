@@ -370,6 +370,7 @@ def optimize_kernel(cfg):
     beta1, one_less_beta1 = float32(o.beta1), float32(o.one_less_beta1)
     beta2, one_less_beta2 = float32(o.beta2), float32(o.one_less_beta2)
     eps, decay = float32(o.eps), float32(o.decay)
+    all_decay = cfg.PERTURB == "weights"                     # see optimizers.decays
     rule = rules.update_rules(device, TARGET)
     adamw, whole_step = rule.adamw, rule.whole_step
     muon_step = rule.muon
@@ -408,7 +409,8 @@ def optimize_kernel(cfg):
                         acc = sgd(vote, acc, rate)
                     else:
                         m, v, acc = adamw(vote, weight, moments[at, 0], moments[at, 1], acc, rate, beta1,
-                                          one_less_beta1, beta2, one_less_beta2, eps, decay)
+                                          one_less_beta1, beta2, one_less_beta2, eps,
+                                          decay if all_decay or matrix else float32(0))
                         moments[at, 0], moments[at, 1] = m, v
                     move, acc = whole_step(weight, acc)
                 moments[at, 2] = acc
@@ -426,6 +428,22 @@ def optimize_kernel(cfg):
                 cuda.atomic.add(changed, 0, count)
 
     return optimize
+
+
+def count_kernel(cfg):
+    """The kernel that adds up the digits of a step's chunks for the optimizer, as a Python function."""
+    CHUNKS, WEIGHTS = cfg.N_CHUNKS, cfg.CHUNK_DIGITS
+
+    def count_digits(digits: A8, votes: A32):
+        """votes int32 [weights] = sums of digits int8 [chunks, weights]. A thread a weight."""
+        i = int64(cuda.grid(1))
+        if i < WEIGHTS:
+            total = int32(0)
+            for chunk in range(CHUNKS):
+                total += digits[int64(chunk) * WEIGHTS + i]
+            votes[i] = total
+
+    return count_digits
 
 
 def seen_kernel(cfg):
@@ -484,6 +502,8 @@ def rescale_kernel(cfg):
 
 def build(cfg, wgmma):
     """The kernels of a configuration, as Python functions; wgmma: see products_kernel."""
+    if cfg.PERTURB == "activations":
+        return [count_kernel(cfg), optimize_kernel(cfg), *muon.build(cfg)]
     kernels = [operands_kernel(cfg), products_kernel(wgmma), vector_products, optimize_kernel(cfg), rescale_kernel(cfg)]
     return kernels + [seen_kernel(cfg)] * (cfg.SEEN_VOTES > 1) + muon.build(cfg)
 
@@ -498,20 +518,20 @@ class Update:
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
     values of n). Set `rates`, `token_rates` (with RARE_TOKENS), `windows` (of all pairs, with SEEN_VOTES), `fit`
-    (between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
+    (the digits of the step, between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         p = plan(cfg)
-        rows = len(p.rows)
-        self.width = max(1, min(-(-p.span // SPLIT), int(budget) // (rows * SPLIT) - 1)) * SPLIT
+        rows = len(p.rows) if "operands" in kernels else 0   # with noise on activations nothing is hashed
+        self.width = max(1, min(-(-p.span // SPLIT), int(budget) // (max(1, rows) * SPLIT) - 1)) * SPLIT
         self.kernels = kernels
-        self.starts = range(0, p.span, self.width)
+        self.starts = range(0, p.span, self.width) if rows else ()
         self.tables = Plan(*map(cuda.to_device, p[:5]), p.span)
         # another split: for the 16 n beyond the slice, and for tiles that reach beyond the last row
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
-        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + -(-cfg.N_PAIRS // 4) * 4, np.int8))
+        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + -(-cfg.STEP_DIGITS // 4) * 4, np.int8))
         self.rates = cuda.device_array(len(p.tensors), np.float32)
         self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
@@ -526,7 +546,8 @@ class Update:
     def bytes_needed(cfg):
         """Device memory of all buffers with the smallest slice."""
         p = plan(cfg)
-        return (len(p.rows) * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
+        rows = len(p.rows) if cfg.PERTURB == "weights" else 0
+        return (rows * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * parameters.n_weights(cfg) + cfg.STEP_DIGITS
                 + window_bytes(cfg) + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
@@ -546,6 +567,8 @@ class Update:
                 self.votes, shared=SHARED)
             add("vector_products", -(-len(tables.vectors) * splits // (THREADS // 32)), tables.vectors, self.operands,
                 fit, rows, start, splits, np.int32(self.pairs), self.votes)
+        if "count_digits" in self.kernels:
+            add("count_digits", -(-self.votes.size // THREADS), self.fit[FIT_PAD:], self.votes)
         if "seen" in self.kernels:
             add("seen", self.pairs * len(self.seen), self.windows, self.seen, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)

@@ -10,12 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model import parameters
+from model import parameters, rules
 from model.seeds import hash32
 
 LEVELS = 7                   # largest digit of a position
 WORDS_APART = 1 << 20        # hashes between the streams of two phases, at least SEQ_LEN * HIDDEN_DIM
 DITHER_STREAM = 1 << 31      # first hash of the dither of the head's errors
+
+
+_rules = rules.activation_rules(lambda function: function)
 
 
 class Phase(NamedTuple):
@@ -53,9 +56,9 @@ def phases(cfg):
     H = cfg.HIDDEN_DIM
     found = []
     for layer in range(cfg.N_LAYERS):
-        for number, (name, units, amplitude) in enumerate((
-                ("embedding", H, cfg.NOISE_EMBEDDING), ("gate", H, cfg.NOISE_GATE),
-                ("candidate", H, cfg.NOISE_CANDIDATE), ("up", 4 * H, cfg.NOISE_UP), ("down", H, cfg.NOISE_DOWN))):
+        for number, (name, units) in enumerate((("embedding", H), ("gate", H), ("candidate", H), ("up", 4 * H),
+                                                ("down", H))):
+            amplitude = amplitude_of(cfg, name)
             later = number < 3
             credit = 3 << fraction_bits(cfg) if later else 2                 # its usual size
             size = math.isqrt(cfg.GROUP_SIZE * (credit * amplitude) ** 2)    # about that of a sum
@@ -70,6 +73,16 @@ def phase_of(cfg):
     return {(phase.name, phase.layer): phase for phase in phases(cfg)}
 
 
+def amplitude_of(cfg, name):
+    """int: the amplitude of a phase; 0 where noise is on weights."""
+    return getattr(cfg, "NOISE_" + name.upper()) if cfg.PERTURB == "activations" else 0
+
+
+def mask_of(cfg, name):
+    """int: the same, in each byte of a word."""
+    return 0x01010101 * amplitude_of(cfg, name)
+
+
 def votes(cfg):
     """([Vote] on matrices that are multiplied, [(tensor, Phase)] of biases, (tensor, Phase) of the embedding)."""
     named, of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phase_of(cfg)
@@ -82,22 +95,19 @@ def votes(cfg):
 
 
 def least_differences(total, count):
-    """int64 [LEVELS]: the least size of a difference of losses for each size of a digit from 1 on. A mean difference,
-    total / count, is 7 / 4, rounded."""
-    return np.array([max(1, -(-(2 * level - 1) * 2 * total // (LEVELS * count))) for level in range(1, LEVELS + 1)],
-                    np.int64)
+    """int64 [LEVELS]: rules.least_difference of the sizes of a digit."""
+    return np.array([_rules.least_difference(level, total, count) for level in range(1, LEVELS + 1)], np.int64)
 
 
-def least_vote(cfg, total, size):
-    """int: the least size of a vote that counts, in a tensor of `size` weights whose votes have this total size."""
-    alpha = float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA)) if cfg.USE_ADAPTIVE_THRESHOLD else 0.0
-    return max(1, math.ceil(total / size * alpha))
+def alpha(cfg):
+    """float: votes below this share of the mean size count as 0."""
+    return float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA)) if cfg.USE_ADAPTIVE_THRESHOLD else 0.0
 
 
 def voted(cfg, t, sums):
     """int8 [size]: the digits of the votes `sums` (int, canonical order) on a tensor."""
     sums = np.asarray(sums).ravel()
-    least = least_vote(cfg, int(np.abs(sums.astype(np.int64)).sum()), t.size)
+    least = int(_rules.least_vote(np.abs(sums.astype(np.int64)).sum(), t.size, alpha(cfg)))
     return ((sums >= least).view(np.int8) - (sums <= -least).view(np.int8))
 
 

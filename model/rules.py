@@ -5,6 +5,7 @@ A rule is a plain function of scalars. A builder makes the rules for one compile
 one of the rule. Every integer result is cast, because numba's promotion of types differs between compilers.
 """
 
+import math
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -249,6 +250,18 @@ def activation_rules(jit):
         return size if difference > 0 else i32(-size)
 
     @jit
+    def least_difference(level, total, count):
+        """int64: the least size of a difference for a digit of size `level` from 1 on; total: of all sizes of `count`
+        differences, whose mean is a digit of 7 / 4, rounded."""
+        return max(i64(1), i64(-i64(i64(-i64(4 * level - 2) * i64(total)) // i64(7 * count))))
+
+    @jit
+    def least_vote(total, size, alpha):
+        """int64: the least size of a vote that counts, in a tensor of `size` weights whose votes have the size `total`
+        (int64); alpha: float64."""
+        return max(i64(1), i64(math.ceil(np.float64(np.float64(total) / np.float64(size)) * alpha)))
+
+    @jit
     def credited(digit, later, bits, credit):
         """int32: the credit of a position with `bits` fraction bits, that of the next one being `later`. It rounds
         toward zero: rounded down, a negative credit would never be forgotten."""
@@ -269,8 +282,8 @@ def activation_rules(jit):
         whole = i64(i64(targets) * total)
         return i32(i64(i64(parts * i64(127 << 16)) + whole * i64(random)) // i64(whole << i64(16)))
 
-    return SimpleNamespace(draws=draws, digit=digit, credited=credited, settled=settled,
-                           head_error=head_error)
+    return SimpleNamespace(draws=draws, digit=digit, least_difference=least_difference, least_vote=least_vote,
+                           credited=credited, settled=settled, head_error=head_error)
 
 
 def sampling_rules(jit, ops):

@@ -1,0 +1,386 @@
+"""The votes of a chunk with noise on activations (SPEC 21) on a GPU, for egg_kernels.Recurrent.
+
+The matrices' votes are int8 products over the positions of all groups, by the kernel of the update (kernels.update.
+products_kernel) with its operand layout: a row for every input of a matrix and for every output with noise, contiguous
+over n = group * PADDED + position, PADDED = SEQ_LEN rounded up to 4. Positions beyond SEQ_LEN are 0.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+from numba import cuda, float64, int8, int32, int64, uint32
+
+from kernels import ptx
+from kernels.host import Kernel
+from kernels.parts import A8, A32, A64, AU32, blocks, pack4
+from kernels.rules import device
+from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, A2, place, products_kernel, vote_index
+from model import activations, integer_tables, parameters, rules
+
+BLOCK = 128
+# layouts of what a pass leaves: rows of words; core matrices; core matrices in pieces (kernels.gru)
+PLAIN, CORES, PIECES = range(3)
+TOGETHER = 8                 # positions whose logits a thread computes
+RULES = rules.activation_rules(device)
+draws = RULES.draws
+digit = RULES.digit
+least_difference = RULES.least_difference
+least_vote = RULES.least_vote
+credited = RULES.credited
+settled = RULES.settled
+head_error = RULES.head_error
+hash32 = rules.draw_rules(device, 0).hash32
+
+
+@device
+def turn4(a, b, c, d):
+    """Four words: the bytes 0 of a to d, the bytes 1, 2, 3."""
+    low, high = ptx.byte_permute(a, b, 0x5140), ptx.byte_permute(c, d, 0x5140)
+    low2, high2 = ptx.byte_permute(a, b, 0x7362), ptx.byte_permute(c, d, 0x7362)
+    return (ptx.byte_permute(low, high, 0x5410), ptx.byte_permute(low, high, 0x7632),
+            ptx.byte_permute(low2, high2, 0x5410), ptx.byte_permute(low2, high2, 0x7632))
+
+
+def build(cfg):
+    """{name: Kernel} of a configuration; `products` is that of the update."""
+    H, T, V, K = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.GROUP_SIZE
+    PADDED, QUADS = 4 * blocks(T, 4), blocks(K, 4)
+    TARGETS, WIDTH, SKIP = cfg.TARGETS, cfg.WINDOW, cfg.STATE_TOKENS
+    BITS, CREDIT = activations.fraction_bits(cfg), cfg.CREDIT
+    LAST = cfg.SOFTMAX_LUT_SIZE - 1
+    DIVISOR = parameters.divisor(cfg, H)
+    ALPHA = activations.alpha(cfg)
+    DITHER, LEVELS = activations.DITHER_STREAM, activations.LEVELS
+    HEAD_WORDS = TOGETHER * H // 4
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def keep(source: A32, kind, inputs, pieces, row, first, groups, rows, operand: A32):
+        """Operand rows from `row` on of what a pass left: `inputs` bytes a position of the even members of `groups`
+        pairs, the first of which is group `first`. A thread four inputs of four positions."""
+        words = inputs // 4
+        i = int64(cuda.grid(1))
+        j, quad = i % words, i // words
+        group = quad // (PADDED // 4)
+        if group < groups:
+            t = (quad - group * (PADDED // 4)) * 4
+            found = cuda.local.array(4, int32)
+            for e in range(4):
+                found[e] = 0
+                if t + e < T:
+                    p = group * T + t + e
+                    at = p * words + j
+                    if kind != PLAIN:
+                        at = (p >> 3) * 2 * (2 * inputs) + (p & 7) * 4 + (j & 3) + (j >> 2) * 32
+                    if kind == PIECES:
+                        block = p >> 3                       # of eight positions: 16 rows, of which these are the first
+                        at = ((block >> 2) * (16 * inputs) + (block & 3) * 2 * (2 * pieces) + (p & 7) * 4 + (j & 3)
+                              + j * 4 // pieces * (16 * pieces) + j * 4 % pieces // 16 * 32)
+                    found[e] = source[at]
+            turned = turn4(found[0], found[1], found[2], found[3])
+            n = (first + group) * PADDED + t
+            for e in range(4):
+                operand[place(rows, row + j * 4 + e, n)] = turned[e]
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def head_logits(weights: A32, at, normed: A32, positions, z: A8):
+        """z int8 [positions, V]: the logits of the even members, by the head at word `at`. A thread a token, TOGETHER
+        positions a block."""
+        x = cuda.shared.array(HEAD_WORDS, int32)
+        first = int64(cuda.blockIdx.y) * TOGETHER
+        for i in range(cuda.threadIdx.x, HEAD_WORDS, BLOCK):
+            p = min(first + i % TOGETHER, positions - 1)
+            j = i // TOGETHER
+            x[i] = normed[(p >> 3) * 2 * (2 * H) + (p & 7) * 4 + (j & 3) + (j >> 2) * 32]
+        cuda.syncthreads()
+        v = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
+        acc = cuda.local.array(TOGETHER, int32)
+        for e in range(TOGETHER):
+            acc[e] = 0
+        if v < V:
+            for j in range(H // 4):
+                w = weights[at + j * V + v]
+                for e in range(TOGETHER):
+                    acc[e] = ptx.dp4a(w, x[j * TOGETHER + e], acc[e])
+            for e in range(TOGETHER):
+                if first + e < positions:
+                    z[(first + e) * V + v] = int8(max(min(acc[e] // int32(DIVISOR), 127), -127))
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def softmax(z: A8, positions, exps: A32, tops: A32, sums: A64):
+        """The largest logit of every position and the sum of EXP. A warp a position."""
+        p, lane = int64(cuda.grid(1) >> 5), cuda.threadIdx.x & 31
+        if p < positions:
+            top = int32(-128)
+            for v in range(lane, V, 32):
+                top = max(top, int32(z[p * V + v]))
+            top = ptx.warp_max(top)
+            total = int64(0)
+            for v in range(lane, V, 32):
+                total += exps[min(int32(LAST), int32(top - z[p * V + v]))]
+            half = 16
+            while half:
+                total += cuda.shfl_xor_sync(0xFFFFFFFF, total, half)
+                half //= 2
+            if lane == 0:
+                tops[p], sums[p] = top, total
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def errors(z: A8, tops: A32, sums: A64, exps: A32, windows: A32, job: AU32, row, first, groups, rows, operand: A32):
+        """Operand rows from `row` on: the head's errors, of `groups` groups from `first` on. A thread a token and four
+        positions."""
+        i = int64(cuda.grid(1))
+        v, quad = i % V, i // V
+        group = quad // (PADDED // 4)
+        if group < groups:
+            t = (quad - group * (PADDED // 4)) * 4
+            seed = uint32(job[0] + (job[1] // uint32(K // 2) + uint32(first + group)))
+            found = cuda.local.array(4, int32)
+            for e in range(4):
+                found[e] = 0
+                if t + e < T:
+                    p = group * T + t + e
+                    at = group * WIDTH + SKIP + 1
+                    wanted = int32(windows[at + t + e] == v)
+                    for k in range(TARGETS - 1):
+                        wanted += int32(windows[at + T + (t + e) * (TARGETS - 1) + k] == v)
+                    number = (t + e) * V + v
+                    word = hash32(seed, uint32(DITHER + (number >> 1)))
+                    random = int32(uint32(word >> uint32(16 * (number & 1))) & uint32(0xFFFF))
+                    weight = exps[min(int32(LAST), int32(tops[p] - z[p * V + v]))]
+                    found[e] = head_error(wanted, TARGETS, weight, sums[p], random)
+            operand[place(rows, row + v, (first + group) * PADDED + t)] = pack4(found[0], found[1], found[2], found[3])
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def measure(clean: A64, losses: A64, members, totals: A64):
+        """totals[0] += the sizes of all differences of losses; totals[1] += the losses of the groups' clean model."""
+        total, own = int64(0), int64(0)
+        for i in range(cuda.grid(1), members * T, cuda.gridsize(1)):
+            member = i // T
+            t = i - member * T
+            before = clean[member // K * (2 * T) + t]
+            total += abs(before - losses[i])
+            own += before if member % K == 0 else int64(0)
+        half = 16
+        while half:
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, half)
+            own += cuda.shfl_xor_sync(0xFFFFFFFF, own, half)
+            half //= 2
+        if cuda.threadIdx.x & 31 == 0:
+            cuda.atomic.add(totals, 0, total)
+            cuda.atomic.add(totals, 1, own)
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def credit(clean: A64, losses: A64, members, totals: A64, own: A8, later: A8):
+        """own, later int8 [groups * PADDED, 4 QUADS]: digits and credits. A thread a member."""
+        least = cuda.local.array(LEVELS, int64)
+        for level in range(LEVELS):
+            least[level] = least_difference(level + 1, totals[0], members * T)
+        member = int64(cuda.grid(1))
+        if member < members:
+            group = member // K
+            k, after = member - group * K, int32(0)
+            for back in range(T):
+                t = T - 1 - back
+                e = digit(clean[group * (2 * T) + t] - losses[member * T + t], least)
+                after = credited(e, after, BITS, CREDIT)
+                at = (group * PADDED + t) * (4 * QUADS) + k
+                own[at], later[at] = e, after
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def add_up(credits: A32, job: AU32, begins, mask, shift, units, row, positions, rows, operand: A32):
+        """Operand rows from `row` on: settled sums over the members of credit times noise. A thread four outputs of four
+        positions; credits: a word for every four members."""
+        words = units // 4
+        i = int64(cuda.grid(1))
+        j, quad = i % words, i // words
+        if quad * 4 < positions:
+            group = quad // (PADDED // 4)
+            t = int32((quad - group * (PADDED // 4)) * 4)
+            member = uint32(job[0] + uint32(2) * job[1] + uint32(group * K))
+            first, amplitude = uint32(uint32(begins) + uint32(t * int32(words) + int32(j))), uint32(mask)
+            acc = cuda.local.array((4, 4), int32)
+            for e in range(4):
+                for u in range(4):
+                    acc[e, u] = 0
+            for k in range(QUADS):
+                seed = uint32(member + uint32(4 * k))
+                for e in range(4):
+                    given = credits[(quad * 4 + e) * QUADS + k]
+                    here = uint32(first + uint32(e * int32(words)))
+                    turned = turn4(int32(draws(hash32(seed, here), amplitude)),
+                                   int32(draws(hash32(uint32(seed + uint32(1)), here), amplitude)),
+                                   int32(draws(hash32(uint32(seed + uint32(2)), here), amplitude)),
+                                   int32(draws(hash32(uint32(seed + uint32(3)), here), amplitude)))
+                    acc[e, 0] = ptx.dp4a(turned[0], given, acc[e, 0])
+                    acc[e, 1] = ptx.dp4a(turned[1], given, acc[e, 1])
+                    acc[e, 2] = ptx.dp4a(turned[2], given, acc[e, 2])
+                    acc[e, 3] = ptx.dp4a(turned[3], given, acc[e, 3])
+            for u in range(4):
+                operand[place(rows, row + j * 4 + u, quad * 4)] = pack4(
+                    settled(acc[0, u], int32(shift)), settled(acc[1, u], int32(shift)),
+                    settled(acc[2, u], int32(shift)), settled(acc[3, u], int32(shift)))
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def bias_votes(operand: A32, row, units, positions, rows, at, votes: A32):
+        """votes[at..] = sums of operand rows from `row` on. A warp an output."""
+        unit, lane = int64(cuda.grid(1) >> 5), cuda.threadIdx.x & 31
+        if unit < units:
+            total = int32(0)
+            for n in range(4 * lane, positions, 128):
+                total = ptx.dp4a(operand[place(rows, row + unit, n)], 0x01010101, total)
+            total = ptx.warp_sum(total)
+            if lane == 0:
+                votes[at + unit] = total
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def token_votes(operand: A32, row, windows: A32, positions, rows, at, votes: A32):
+        """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A thread
+        an output and four positions."""
+        i = int64(cuda.grid(1))
+        unit, quad = i % H, i // H
+        if quad * 4 < positions:
+            group = quad // (PADDED // 4)
+            t = (quad - group * (PADDED // 4)) * 4
+            word = operand[place(rows, row + unit, quad * 4)]
+            for e in range(4):
+                vote = ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * e))
+                if t + e < T and vote != 0:
+                    token = windows[group * WIDTH + SKIP + t + e]
+                    cuda.atomic.add(votes, at + vote_index(token, unit, True, V), vote)
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def vote_sizes(votes: A32, tensors: A64, sizes: A64):
+        """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size. Grid:
+        [blocks, tensors]."""
+        tensor, total = cuda.blockIdx.y, int64(0)
+        first, size = tensors[2 * tensor], tensors[2 * tensor + 1]
+        for i in range(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, size, cuda.gridDim.x * BLOCK):
+            total += abs(int64(votes[first + i]))
+        half = 16
+        while half:
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, half)
+            half //= 2
+        if cuda.threadIdx.x & 31 == 0:
+            cuda.atomic.add(sizes, tensor, total)
+
+    @cuda.jit(launch_bounds=BLOCK)
+    def vote_digits(votes: A32, tensors: A64, sizes: A64, digits: A8):
+        """digits int8 [weights]. Grid: as vote_sizes."""
+        tensor = cuda.blockIdx.y
+        first, size = tensors[2 * tensor], tensors[2 * tensor + 1]
+        least = least_vote(sizes[tensor], size, float64(ALPHA))
+        for i in range(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, size, cuda.gridDim.x * BLOCK):
+            vote = int64(votes[first + i])
+            digits[first + i] = int8(int32(vote >= least) - int32(vote <= -least))
+
+    made = [keep, head_logits, softmax, errors, measure, credit, add_up, bias_votes, token_votes, vote_sizes,
+            vote_digits]
+    return {kernel.py_func.__name__: Kernel(kernel) for kernel in made}
+
+
+class Votes:
+    """The device arrays and launches of a chunk's votes; `begin`, `keep` and `head` while the clean model reads, then
+    `finish`. products: compiled dispatcher of the update's kernel. Arrays are reserved by `reserve`, on the device."""
+
+    def __init__(self, cfg, pieces, wgmma):
+        self.cfg, self._pieces = cfg, pieces                 # inputs of a piece of the MLP's inner values
+        self.kernels = build(cfg)
+        self.products = Kernel(cuda.jit(products_kernel(wgmma)), SHARED)
+        self.matrices, self.biases, self.embedding = activations.votes(cfg)
+        self.phases = activations.phases(cfg)
+        self.groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
+        self.padded = 4 * blocks(cfg.SEQ_LEN, 4)
+        self.positions = self.groups * self.padded
+        self._row, end = {}, 0                               # first operand row of a phase, or (input, layer)
+        for what, count in [*((phase, phase.units) for phase in self.phases), (None, cfg.VOCAB_SIZE), *(
+                ((name, layer), units) for layer in range(cfg.N_LAYERS) for name, units in (
+                    ("normed_1", cfg.HIDDEN_DIM), ("state", cfg.HIDDEN_DIM), ("gated", cfg.HIDDEN_DIM),
+                    ("normed_2", cfg.HIDDEN_DIM), ("inner", 4 * cfg.HIDDEN_DIM))), (("normed_f", 0), cfg.HIDDEN_DIM)]:
+            self._row[what], end = end, end + 8 * blocks(count, 8)
+        self._rows, self._splits = end, blocks(self.positions, SPLIT)
+        self._tensors = parameters.tensors(cfg)
+
+    def all_kernels(self):
+        return [*self.kernels.values(), self.products]
+
+    def _sizes(self):
+        """{name: (numbers, dtype)} of the arrays."""
+        cfg, places = self.cfg, self.groups * self.cfg.SEQ_LEN
+        return dict(operand=(self._rows * (self._splits + 1) * SPLIT // 4, np.int32), z=(places * cfg.VOCAB_SIZE, np.int8),
+                    tops=(places, np.int32), sums=(places, np.int64), clean=(2 * places, np.int64),
+                    losses=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int64),
+                    own=(self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8),
+                    later=(self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8),
+                    kept=(2 * places * cfg.HIDDEN_DIM // 4, np.int32), votes=(cfg.CHUNK_DIGITS, np.int32),
+                    # zeroed together: the size of differences, the loss, the sizes of votes
+                    totals=(2 + len(self._tensors), np.int64))
+
+    def bytes_needed(self):
+        return sum(count * np.dtype(kind).itemsize for count, kind in self._sizes().values())
+
+    def reserve(self):
+        """Reserves the arrays, all 0."""
+        self.arrays = SimpleNamespace(**{name: cuda.to_device(np.zeros(count, kind))
+                                         for name, (count, kind) in self._sizes().items()})
+        self._of_tensors = cuda.to_device(np.array([x for t in self._tensors for x in (t.weights, t.size)], np.int64))
+        self._exps = cuda.to_device(integer_tables.exp_table(self.cfg))
+        tiles = []
+        for vote in self.matrices:
+            t, units = vote.tensor, self._row[vote.phase]
+            inputs = self._row[vote.inputs, vote.tensor.layer]
+            tiles += [(units + p, inputs + s, min(TILE, t.cols - p), min(TILE, t.rows - s), 0,
+                       blocks(self.positions, DEPTH) * DEPTH, t.weights - 4 * units, t.cols, 1, s)
+                      for p in range(0, t.cols, TILE) for s in range(0, t.rows, TILE)]
+        self._tiles = cuda.to_device(np.array(tiles, np.int32))
+
+    def _launch(self, name, work, given, threads=BLOCK, **more):
+        """A kernel whose threads each do one part of `work`."""
+        self.kernels[name](blocks(work, threads), threads, given, rows=self._rows, operand=self.arrays.operand, **more)
+
+    def keep(self, given, name, layer, source, first, groups):
+        """Keeps what the clean model of `groups` groups from `first` on has as the input `name`."""
+        inputs = self.cfg.HIDDEN_DIM * (4 if name == "inner" else 1)
+        kind = PLAIN if name in ("state", "gated") else PIECES if name == "inner" else CORES
+        self._launch("keep", groups * self.padded // 4 * inputs // 4, given, source=source, kind=kind, inputs=inputs,
+                     pieces=self._pieces, row=self._row[name, layer], first=first, groups=groups)
+
+    def head(self, given, weights, windows, normed, first, groups):
+        """Keeps the head's inputs and errors of `groups` groups, whose windows these are."""
+        cfg, arrays = self.cfg, self.arrays
+        self.keep(given, "normed_f", 0, normed, first, groups)
+        positions, head = groups * cfg.SEQ_LEN, self.matrices[0].tensor
+        self.kernels["head_logits"]((blocks(cfg.VOCAB_SIZE, BLOCK), blocks(positions, TOGETHER)), BLOCK, given,
+                               weights=weights.view(np.int32), at=head.weights // 4, normed=normed, positions=positions,
+                               z=arrays.z)
+        self._launch("softmax", 32 * positions, given, z=arrays.z, positions=positions, exps=self._exps,
+                     tops=arrays.tops, sums=arrays.sums)
+        self._launch("errors", groups * self.padded // 4 * cfg.VOCAB_SIZE, given, z=arrays.z, tops=arrays.tops,
+                     sums=arrays.sums, exps=self._exps, windows=windows, row=self._row[None], first=first,
+                     groups=groups)
+
+    def finish(self, stream, job, windows, digits):
+        """digits int8 [weights] from the losses of all members and what was kept; windows: of all groups. arrays.totals
+        [1] is the loss of the clean model then."""
+        cfg, arrays = self.cfg, self.arrays
+        given = dict(stream=stream, job=job, windows=windows, clean=arrays.clean, losses=arrays.losses,
+                     totals=arrays.totals, members=cfg.CHUNK_SIZE, positions=self.positions, votes=arrays.votes,
+                     own=arrays.own, later=arrays.later, tensors=self._of_tensors, sizes=arrays.totals[2:])
+        cuda.cudadrv.driver.device_memset(arrays.totals, 0, arrays.totals.nbytes, stream)
+        cuda.cudadrv.driver.device_memset(arrays.votes, 0, arrays.votes.nbytes, stream)
+        self.kernels["measure"](min(1024, blocks(cfg.CHUNK_SIZE * cfg.SEQ_LEN, BLOCK)), BLOCK, given)
+        self._launch("credit", cfg.CHUNK_SIZE, given, 32)
+        for phase in self.phases:
+            credits = arrays.later if phase.later else arrays.own
+            self._launch("add_up", self.positions // 4 * phase.units // 4, given, credits=credits.view(np.int32),
+                         begins=phase.stream, mask=phase.amplitude * 0x01010101, shift=phase.shift, units=phase.units,
+                         row=self._row[phase])
+        self.products(len(self._tiles) * self._splits, THREADS, given, tiles=self._tiles, operand=arrays.operand,
+                      rows=self._rows, start=0)
+        for tensor, phase in self.biases:
+            self._launch("bias_votes", 32 * phase.units, given, row=self._row[phase], units=phase.units,
+                         at=tensor.weights)
+        tensor, phase = self.embedding
+        self._launch("token_votes", self.positions // 4 * phase.units, given, row=self._row[phase], at=tensor.weights)
+        grid = (64, len(self._tensors))
+        self.kernels["vote_sizes"](grid, BLOCK, given)
+        self.kernels["vote_digits"](grid, BLOCK, given, digits=digits)
