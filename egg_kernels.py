@@ -226,7 +226,8 @@ class Recurrent(Forward):
                               scratch, losses[2 * first * T:2 * end * T], **more)
 
         # the unperturbed model reads every group's window, and what its matrices multiply is kept; then the members
-        read(votes.groups, group_windows, arrays.clean, self._tables.no_job, keep=gru.KEEP_INPUTS, kept=arrays.kept)
+        read(votes.groups, group_windows, arrays.clean, self._tables.no_job, keep=gru.KEEP_INPUTS, kept=arrays.kept,
+             chunk=job)
         read(cfg.CHUNK_SIZE // 2, windows, arrays.losses, job)
         votes.finish(stream, job, group_windows, digits)
 
@@ -240,7 +241,7 @@ class Recurrent(Forward):
         rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the
         states at the end go there. losses: None, or int64 [units, 2], with noise on activations [units, 2, n]; clean:
         float64 [units, n]. Where `keep` is KEEP_INPUTS, self.votes keeps what the matrices multiply, and the units are
-        groups from `offset` on; kept: room for it."""
+        groups from `offset` on; kept: room for it; chunk: the job of their chunk."""
         plan, size = self._plan, units * self.cfg.HIDDEN_DIM
         given = self._given(given, self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n,
                             length=n, stride=padded_rows(units * n), rows_at=self._kernels.rows_at)
@@ -309,7 +310,7 @@ class Recurrent(Forward):
             return
         kernels.norm_f((units, blocks(n, 64)), 256, given, call=plan.ln_f, out=normed, sb=sb)
         if given["keep"] == gru.KEEP_INPUTS:
-            self.votes.head(given, given["weights"], given["tokens"], normed, given["offset"], units)
+            self.votes.head({**given, "job": given["chunk"]}, normed, given["offset"], units)
         if not clean and not self.votes:                     # the head adds to them
             driver.device_memset(given["losses"], 0, given["losses"].nbytes, given["stream"])
         which = -1 if clean else 0

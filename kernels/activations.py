@@ -344,18 +344,18 @@ class Votes:
         self._launch("keep", groups * self.padded // 4 * inputs // 4, given, source=source, kind=kind, inputs=inputs,
                      pieces=self._pieces, row=self._row[name, layer], first=first, groups=groups)
 
-    def head(self, given, weights, windows, normed, first, groups):
-        """Keeps the head's inputs and errors of `groups` groups, whose windows these are."""
+    def head(self, given, normed, first, groups):
+        """Keeps the head's inputs and errors of `groups` groups, whose windows are given["tokens"]."""
         cfg, arrays = self.cfg, self.arrays
         self.keep(given, "normed_f", 0, normed, first, groups)
         positions, head = groups * cfg.SEQ_LEN, self.matrices[0].tensor
         self.kernels["head_logits"]((blocks(cfg.VOCAB_SIZE, BLOCK), blocks(positions, TOGETHER)), BLOCK, given,
-                               weights=weights.view(np.int32), at=head.weights // 4, normed=normed, positions=positions,
-                               z=arrays.z)
+                                    weights=given["weights"].view(np.int32), at=head.weights // 4, normed=normed,
+                                    positions=positions, z=arrays.z)
         self._launch("softmax", 32 * positions, given, z=arrays.z, positions=positions, exps=self._exps,
                      tops=arrays.tops, sums=arrays.sums)
         self._launch("errors", groups * self.padded // 4 * cfg.VOCAB_SIZE, given, z=arrays.z, tops=arrays.tops,
-                     sums=arrays.sums, exps=self._exps, windows=windows, row=self._row[None], first=first,
+                     sums=arrays.sums, exps=self._exps, windows=given["tokens"], row=self._row[None], first=first,
                      groups=groups)
 
     def finish(self, stream, job, windows, digits):
