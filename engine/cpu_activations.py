@@ -155,7 +155,8 @@ def score_positions(c, w, exp, windows, before, members, T, seeds, x, seen):
                     number = t * V + v
                     word = hash32(seeds[q], u32(activations.DITHER_STREAM + (number >> 1)))
                     random = i32(u32(word >> u32(16 * (number & 1))) & u32(0xFFFF))
-                    seen.errors[place, v] = head_error(wanted[v], c.TARGETS, weights[v], total, random)
+                    seen.errors[place, v] = head_error(z[r, v], wanted[v], c.TARGETS, weights[v], total,
+                                                       random)
                 wanted[windows[q, before + t + 1]] = 0
                 for k in range(at, at + drawn):
                     wanted[windows[q, k]] = 0

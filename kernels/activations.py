@@ -146,8 +146,9 @@ def build(cfg):
                     number = (t + e) * V + v
                     word = hash32(seed, uint32(DITHER + (number >> 1)))
                     random = int32(uint32(word >> uint32(16 * (number & 1))) & uint32(0xFFFF))
-                    weight = exps[min(int32(LAST), int32(tops[p] - z[p * V + v]))]
-                    found[e] = head_error(wanted, TARGETS, weight, sums[p], random)
+                    logit = int32(z[p * V + v])
+                    weight = exps[min(int32(LAST), int32(tops[p] - logit))]
+                    found[e] = head_error(logit, wanted, TARGETS, weight, sums[p], random)
             operand[place(rows, row + v, (first + group) * PADDED + t)] = pack4(found[0], found[1], found[2], found[3])
 
     @cuda.jit(launch_bounds=BLOCK)

@@ -336,7 +336,8 @@ def credit(cfg, digit):
 
 
 def head_errors(cfg, seed, z, targets):
-    """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, rounded down after a hashed dither."""
+    """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, rounded down after a hashed dither; 0
+    where a logit is at its limit and cannot follow."""
     exp = integer_tables.exp_table(cfg).astype(np.int64)
     weights = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
     wanted = (targets[:, :, None] == np.arange(cfg.VOCAB_SIZE)).sum(1)
@@ -344,4 +345,5 @@ def head_errors(cfg, seed, z, targets):
     random = words.astype("<u4").view("<u2")[:z.size].reshape(z.shape).astype(np.int64)
     whole = weights.sum(1, keepdims=True) * targets.shape[1]
     parts = wanted * weights.sum(1, keepdims=True) - targets.shape[1] * weights
-    return (parts * (127 << 16) + whole * random) // (whole << 16)
+    errors = (parts * (127 << 16) + whole * random) // (whole << 16)
+    return np.where((np.abs(z) == 127) & (np.sign(z) == np.sign(errors)), 0, errors)

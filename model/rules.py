@@ -275,12 +275,13 @@ def activation_rules(jit):
         return i32(min(max(i32(i32(total + half) >> i32(shift)), i32(-127)), i32(127)))
 
     @jit
-    def head_error(wanted, targets, weight, total, random):
-        """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding random / 2^16.
-        weight: the token's EXP, of their sum `total` (int64)."""
+    def head_error(logit, wanted, targets, weight, total, random):
+        """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding random / 2^16; 0 where
+        the logit is at its limit and cannot follow. weight: the token's EXP, of their sum `total` (int64)."""
         parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
         whole = i64(i64(targets) * total)
-        return i32(i64(i64(parts * i64(127 << 16)) + whole * i64(random)) // i64(whole << i64(16)))
+        error = i32(i64(i64(parts * i64(127 << 16)) + whole * i64(random)) // i64(whole << i64(16)))
+        return i32(0) if logit == 127 and error > 0 or logit == -127 and error < 0 else error
 
     return SimpleNamespace(draws=draws, digit=digit, least_difference=least_difference, least_vote=least_vote,
                            credited=credited, settled=settled, head_error=head_error)
