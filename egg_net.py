@@ -1,6 +1,7 @@
 """The trip of a fitness digit, from evaluation to the next update: the worker, and the coordinator.
 
-Members of a population come in pairs; a pair's fitness is one ternary digit. A worker holds a replica of the model. It
+Members of a population come in pairs; a pair's fitness is one ternary digit. (With noise on activations, SPEC 21, a
+chunk has one digit for every weight instead.) A worker holds a replica of the model. It
 asks for a chunk of the population, evaluates it on its engine and sends five digits a byte. The coordinator gathers
 the chunks of a step, appends the step to the history and answers the next request of every worker with the fitness of
 all pairs, from which the worker's engine makes the same update everywhere. A worker that joins late takes a snapshot
@@ -139,11 +140,14 @@ class Worker:
             self.prepared |= sizes           # the first evaluation of a size may last far longer than the next
             if (at := at + count) < end:
                 link.check()
-        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        fitness = fitness_digits.chunk_fitness(losses, self.cfg)
+        if self.cfg.PERTURB == "activations":
+            fitness, loss = parts[0]
+        else:
+            losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            fitness, loss = fitness_digits.chunk_fitness(losses, self.cfg), int(losses.sum())
         self._note(first, fitness)
         packed = ternary.pack(fitness.tobytes())
-        result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, int(losses.sum()),
+        result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
                             len(packed), packed)
         self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
@@ -175,8 +179,8 @@ class Worker:
             return self._start_over(link, None, step)
         try:
             if link.version == V2:
-                packed = history.unzip(packed, ternary.packed_size(self.cfg.N_PAIRS))
-            fitness = fitness_digits.unpack_ternary(packed, self.cfg.N_PAIRS)
+                packed = history.unzip(packed, ternary.packed_size(self.cfg.STEP_DIGITS))
+            fitness = fitness_digits.unpack_ternary(packed, self.cfg.STEP_DIGITS)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
@@ -186,9 +190,9 @@ class Worker:
 
     def _slice_size(self, left):
         """An even number of members: a chunk, halved until that is expected to take SLICE_SECONDS at most, so that an
-        engine has few sizes to prepare for."""
+        engine has few sizes to prepare for. With noise on activations the digits are of whole chunks."""
         size = self.cfg.CHUNK_SIZE
-        while size > self.slice:
+        while size > self.slice and self.cfg.PERTURB == "weights":
             size = size // 2 + 1 & ~1
         return min(left, size)
 
@@ -402,7 +406,7 @@ class RemoteWorker(Role):
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
     trusted = True             # no other worker contradicts its state
     rebuilt_at = None          # step at which it was last made to rebuild
-    sent_to_start = None       # epoch to whose start it was sent
+    sent_to_start = None       # (epoch, step) of the start to which it was sent
     next_block = None          # (step, offset) of a snapshot that it reads
     has_worked = False         # it has delivered a result since its last request
 
@@ -728,12 +732,13 @@ class Coordinator:
     def _send_to_start(self, worker):
         """For a worker that no replay leads to the state with which the run, or its epoch, began: only a snapshot."""
         start = self.run.start
-        if worker.version == V1 or worker.sent_to_start == start.epoch or not self.shelf.newest:
+        known = start.epoch, start.step
+        if worker.version == V1 or worker.sent_to_start == known or not self.shelf.newest:
             source = "another state" if start.epoch else "an imported model"
             worker.session.refuse(f"this run began at step {start.step} from {source}, which only a snapshot brings: "
                                   "the worker must speak protocol 2, and the snapshots must lie in the save directory")
             return
-        worker.sent_to_start = start.epoch
+        worker.sent_to_start = known
         worker.session.reply(wire.REBUILD, self.shelf.newest)
 
     def begin_epoch(self, state, origin, body=None):

@@ -126,6 +126,8 @@ class Admission:
     def let_in_version_1(self, session):
         if not self.coordinator.island.takes_version_1:
             raise Refused("an island needs workers of protocol 2: protocol 1 has no snapshots")
+        if self.cfg.PERTURB == "activations":
+            raise Refused("noise on activations (PERTURB) needs workers of protocol 2: protocol 1 has no snapshots")
         if self.access.secret or self.access.tls:
             raise Refused("protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2")
         author = Author(session.host, session.title, "a version 1 peer", named=False)

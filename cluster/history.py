@@ -175,11 +175,11 @@ class Run:
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
-        """bytes: the packed fitness of all pairs in a completed step; b"" for the step before the start."""
+        """bytes: the packed digits of all chunks in a completed step; b"" for the step before the start."""
         if step == self.start.step - 1:
             return b""
         try:
-            return unzip(self.body(step), ternary.packed_size(self.cfg.N_PAIRS))
+            return unzip(self.body(step), ternary.packed_size(self.cfg.STEP_DIGITS))
         except ValueError as error:
             raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
 
@@ -239,6 +239,20 @@ class Run:
         file = write_file(self.directory, FILE, _header(self.cfg, start))
         self._file.close()
         self._file, self._offsets, self.start = file, [os.fstat(file.fileno()).st_size], start
+
+    def forget_before(self, step, state, digest):
+        """Removes the completed steps before `step`, whose snapshot must be on the disk: with noise on activations a
+        step is a digit a weight. state: SHA-256 of that state; digest: its model.state_digest, or None. Raises OSError;
+        then nothing has changed."""
+        first, end = self._offsets[step - self.start.step], self._offsets[-1]
+        seed = self.seed if step == self.step else Record(*RECORD.unpack(self._pread(RECORD.size, first))).seed
+        origin = self.start.origin and {**self.start.origin, "digest": digest.hex()}
+        start = Start(step, seed, state.hex(), origin)
+        header = _header(self.cfg, start)
+        file = write_file(self.directory, FILE, header + self._pread(end - first, first))
+        self._file.close()
+        moved = [at - first + len(header) for at in self._offsets[step - self.start.step:]]
+        self._file, self._offsets, self.start = file, moved, start
 
     def keep_data(self, digest):
         """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
@@ -386,7 +400,7 @@ def replay(run, engine, until=None):
     from model import fitness_digits
     for step in range(engine.step, run.step if until is None else until):
         try:
-            fitness = fitness_digits.unpack_ternary(run.fitness(step), run.cfg.N_PAIRS)
+            fitness = fitness_digits.unpack_ternary(run.fitness(step), run.cfg.STEP_DIGITS)
         except ValueError as error:
             raise HistoryError(f"{run.directory}: step {step} cannot be right ({error}): restore {FILE} from a copy") \
                 from None
@@ -395,7 +409,7 @@ def replay(run, engine, until=None):
 
 def _read_cpp_checkpoints(cfg, directory):
     """The Run in the files of the C++ system, without losses. Raises HistoryError."""
-    run, size = _temporary_run(cfg), ternary.packed_size(cfg.N_PAIRS)
+    run, size = _temporary_run(cfg), ternary.packed_size(cfg.STEP_DIGITS)
     found = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
 
     def need(ok, what):
@@ -417,7 +431,7 @@ def _read_cpp_checkpoints(cfg, directory):
             need(head.size == len(packed) == size,
                  f" holds {head.size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
                  f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
-            ternary.check(packed, cfg.N_PAIRS)
+            ternary.check(packed, cfg.STEP_DIGITS)
         except (OSError, ValueError) as error:
             raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         run.append(packed, 0, 0)
@@ -481,7 +495,7 @@ def _copy_rest(cfg, source, target):
 
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
-    size = ternary.packed_size(cfg.N_PAIRS)
+    size = ternary.packed_size(cfg.STEP_DIGITS)
     return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
 
 

@@ -259,8 +259,8 @@ class Shelf:
             if (step == int(match[1]) and head.config == config_digest(self.cfg)
                     and max(1, start.step) <= step <= self.run.step
                     and os.fstat(file.fileno()).st_size == HEAD_SIZE + head.size
-                    and (step != start.step or head.sha256.hex() == start.state)
-                    and head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()):
+                    and (head.sha256.hex() == start.state if step == start.step and start.state else
+                         head.before == hashlib.sha256(self.run.fitness(step - 1)).digest())):
                 self.files[step], self.sha256[step] = match[0], head.sha256
                 if match[2]:
                     self.figures[step] = float(match[2])

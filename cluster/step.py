@@ -52,8 +52,8 @@ class Step:
         return len(self.done) == self.cfg.N_CHUNKS
 
     def fitness(self):
-        """bytes: the packed fitness of all pairs, once the step is complete."""
-        return ternary.join([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_SIZE // 2)
+        """bytes: the packed digits of all chunks, once the step is complete."""
+        return ternary.join([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_DIGITS)
 
     def end(self):
         """Forgets the results: of a step that has ended only `accounts` and `validators` are still used."""

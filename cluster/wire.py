@@ -60,9 +60,9 @@ class Frame(int):
 # both versions
 JOB_REQUEST = Frame(0, "seed:Q step:Q zero:Q digest")            # digest: of the state at this step; version 2 alone
 RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",            # see `Result`
-               lambda cfg: ternary.packed_size(cfg.CHUNK_SIZE // 2))
-# first: a member; packed: the fitness of all pairs, compressed by zstd in version 2
-JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: ternary.packed_size(cfg.N_PAIRS))
+               lambda cfg: ternary.packed_size(cfg.CHUNK_DIGITS))
+# first: a member; packed: the digits of all chunks, compressed by zstd in version 2
+JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: ternary.packed_size(cfg.STEP_DIGITS))
 LOG_MESSAGE = Frame(3, "text", 1 << 14)
 VALIDATION = Frame(16, "step:Q tokens:Q bytes:Q nats:d")         # bytes: of these tokens, 0: unknown; C++ ignores it
 # version 2
@@ -224,7 +224,7 @@ def read_result(cfg, n_weights, payload):
         raise FrameError(f"wrong chunk: RESULT for member {fields.first}, chunks begin at multiples of "
                          f"{cfg.CHUNK_SIZE} below {cfg.POPULATION_SIZE}")
     try:
-        ternary.check(packed, cfg.CHUNK_SIZE // 2)
+        ternary.check(packed, cfg.CHUNK_DIGITS)
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
     # a logit is an int32 shifted by SHIFT_LOGIT; the logarithm of its sum adds no more than -1 to 128 half units

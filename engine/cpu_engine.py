@@ -389,7 +389,7 @@ def warm_up(cfg, say=print, verbs=STEP):
     apart = [verb for verb in APART if verb in verbs or verb == "choose" and "generate" in verbs]
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
-                            SEEN_VOTES=cfg.SEEN_VOTES)
+                            SEEN_VOTES=cfg.SEEN_VOTES, PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0)
 
     def compiling():
         nonlocal helper
@@ -404,7 +404,7 @@ def warm_up(cfg, say=print, verbs=STEP):
     gc.disable()                # a tenth of the time otherwise: the compiler makes many objects and few cycles
     try:
         engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
-        arguments = dict(evaluate=(0, 2), update=(np.ones(1, np.int8),), validate=(np.zeros((1, 9), np.int32),),
+        arguments = dict(evaluate=(0, 2), update=(np.ones(small.STEP_DIGITS, np.int8),), validate=(np.zeros((1, 9), np.int32),),
                          digest=(), generate=([1], 1, 0), choose=(np.zeros(256, np.int32), np.zeros(256, np.uint8),
                                                                   sampling.settings(small), sampling.random(0, 0)))
         for verb in sorted(verbs, key=(*APART, "generate").__contains__):

@@ -98,8 +98,9 @@ def evaluation_on_gpu(cfg, tokens, device):
     print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
           f"{peak / 1e12:.0f} TOP/s")
     noisy = evaluation("evaluation", engine)
-    silent = evaluation("  no noise", cuda_engine.CudaEngine(cfg, tokens, number, silent=True))
-    print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
+    if cfg.PERTURB == "weights":
+        silent = evaluation("  no noise", cuda_engine.CudaEngine(cfg, tokens, number, silent=True))
+        print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
     return engine, cfg.CHUNK_SIZE
 
 
@@ -107,7 +108,9 @@ def bench_steps(cfg, tokens, device, threads):
     """Whole steps through a real coordinator and worker processes on this machine."""
     for name, changes, seconds in ("small chunks (64 members)", SMALL, 2), ("this configuration", {}, 5):
         shape = cfg.changed(**changes)
-        if device == "cpu" and not changes:                  # a whole population would take minutes
+        if changes and cfg.PERTURB == "activations":         # its chunks are never small
+            continue
+        if device == "cpu" and not changes and cfg.PERTURB == "weights":     # a whole population would take minutes
             shape = for_cpu(shape, tokens, threads)
         step, found = whole_step(shape, tokens, device, threads, seconds)
         print(f"whole steps, {name}: " + (found if step is None else
@@ -160,7 +163,7 @@ def _once(run):
 
 
 def random_fitness(cfg):
-    return np.random.default_rng(1).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    return np.random.default_rng(1).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)
 
 
 def shape_text(cfg):
@@ -181,7 +184,10 @@ def random_tokens(cfg):
 
 
 def _members(engine, cfg, seconds):
-    """An even number of members whose evaluation takes about `seconds`, at most a chunk."""
+    """An even number of members whose evaluation takes about `seconds`, at most a chunk; with noise on activations it is
+    one."""
+    if cfg.PERTURB == "activations":
+        return cfg.CHUNK_SIZE
     return max(2, min(cfg.CHUNK_SIZE, int(seconds * train.members_a_second(cfg, engine))) & ~1)
 
 

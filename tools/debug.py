@@ -50,13 +50,16 @@ def trace(cfg, state, tokens):
     parts = []
 
     def see(layer, name, values):
+        if name in ("Before", "Gated", "Logits"):            # for the votes of noise on activations alone
+            return
         if name == "Weights":
             parts.extend({"layer": layer, "name": "Attn", "head": head, **attention_statistics(seen[position])}
                          for head, seen in enumerate(values))
         else:
             parts.append({"layer": layer, "name": name, **statistics(values[position])})
 
-    clean, member = Reading(cfg, state), Reading(cfg, state, state.seed, 1, see)
+    clean, on_weights = Reading(cfg, state), cfg.PERTURB == "weights"
+    member = Reading(cfg, state, state.seed, int(on_weights), see, not on_weights)
     if cfg.STATE_TOKENS:
         clean.hidden(before)
         member.carried = clean.carried

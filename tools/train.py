@@ -73,7 +73,7 @@ def start_engine(cfg, data, device, threads, log):
 
 def members_a_second(cfg, engine):
     """Members that this engine evaluates per second, estimated from slices of growing size."""
-    count = 2
+    count = 2 if cfg.PERTURB == "weights" else cfg.CHUNK_SIZE
     engine.evaluate(0, count)                        # the first evaluation also makes the table of soft targets
     while True:
         started = time.perf_counter()
