@@ -86,9 +86,9 @@ ADAPTIVE_NOISE_INC = 5           # 0 to 127      | run     | increase per update
 ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update for one that did not
 
 # --- noise on activations --------------------------------------------------------------------------------------------
-PERTURB = "weights"              # weights, activations | all | (gru) what has noise: the weights of a pair (EGGROLL), or
-#                                                            the outputs of a member's units, which learns more from
-#                                                            a token; a chunk then votes on every weight
+PERTURB = "weights"              # weights, activations | all | (gru) what has noise: the weights of a pair (EGGROLL),
+#                                                            or the outputs of a member's units; that learns more
+#                                                            from a token, and a chunk votes on every weight
 NOISE_EMBEDDING = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) largest noise of the embedding's outputs
 NOISE_GATE = 15                  # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a gate
 NOISE_CANDIDATE = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a candidate

@@ -18,7 +18,8 @@ What the CUDA engine uses:
                         member. overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these
                         pairs; job: uint32 [4] on the device = seed of the step, first pair of the job, 2^32 - 1, shift
                         of the noise; offset, pairs: Python ints
-        .votes          None, or with noise on activations (SPEC 21) a kernels.activations.Votes, and instead of evaluate
+        .votes          None, or with noise on activations (SPEC 21) a kernels.activations.Votes, and instead of
+                        evaluate
         .vote(stream, weights, packed, overlay, windows, group_windows, job, most, scratch, digits)
                         digits (int8 [weights]) of the chunk that the job begins; windows: of all pairs, group_windows:
                         of all groups; most: pairs that `scratch` has room for. votes.arrays.totals[1] is the loss then

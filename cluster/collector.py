@@ -135,7 +135,8 @@ class Collector:
         weight, and who comes late begins with a snapshot."""
         run, shelf = self.run, self.shelf
         step = sorted({run.start.step, *shelf.files})[-2:][0]
-        if self.cfg.PERTURB == "activations" and step > run.start.step and (step in shelf.digests or not run.start.origin):
+        known = step in shelf.digests or not run.start.origin
+        if self.cfg.PERTURB == "activations" and step > run.start.step and known:
             with contextlib.suppress(OSError):               # the next snapshot will bring another chance
                 run.forget_before(step, shelf.sha256[step], shelf.digests.get(step))
                 shelf.arrange()

@@ -201,8 +201,8 @@ def read_groups(c, w, exp, windows, before, members, seed, first_group, phases, 
     clean = empty((groups * T, H), np.int8)
     for layer in range(c.N_LAYERS):
         at = phases[5 * layer:, PLACE]
-        sums_of(c, w, layer, rows, x, noise, rows * at[GATE], rows * at[CANDIDATE], seen.normed_1[layer], members * T, T,
-                gates, candidates)
+        sums_of(c, w, layer, rows, x, noise, rows * at[GATE], rows * at[CANDIDATE], seen.normed_1[layer], members * T,
+                T, gates, candidates)
         recur(c, w, layer, u32(0), CLEAN, windows[:, before:], members, T, gates, candidates, state[layer], x,
               seen.state[layer])
         for r in range(groups * T):
@@ -230,7 +230,8 @@ def credits(differences, least, bits, credit, own, later):
 @njit
 def add_credit(credit, seed, stream, amplitude, shift, words, noise, totals, out):
     """out int8 [T, units]: the settled sum over members (of seeds from `seed` on) of credit int8 [members, T] times
-    noise; words: as uint32, noise: as int8 the same memory of T * units values; totals int32 [T, units]: overwritten."""
+    noise; words: as uint32, noise: as int8 the same memory of T * units values; totals int32 [T, units]:
+    overwritten."""
     T, units = out.shape
     totals[:] = 0
     for k in range(credit.shape[0]):

@@ -404,9 +404,10 @@ def warm_up(cfg, say=print, verbs=STEP):
     gc.disable()                # a tenth of the time otherwise: the compiler makes many objects and few cycles
     try:
         engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
-        arguments = dict(evaluate=(0, 2), update=(np.ones(small.STEP_DIGITS, np.int8),), validate=(np.zeros((1, 9), np.int32),),
-                         digest=(), generate=([1], 1, 0), choose=(np.zeros(256, np.int32), np.zeros(256, np.uint8),
-                                                                  sampling.settings(small), sampling.random(0, 0)))
+        arguments = dict(evaluate=(0, 2), update=(np.ones(small.STEP_DIGITS, np.int8),),
+                         validate=(np.zeros((1, 9), np.int32),), digest=(), generate=([1], 1, 0),
+                         choose=(np.zeros(256, np.int32), np.zeros(256, np.uint8), sampling.settings(small),
+                                 sampling.random(0, 0)))
         for verb in sorted(verbs, key=(*APART, "generate").__contains__):
             done = getattr(engine, verb)(*arguments[verb])
             if verb == "generate":

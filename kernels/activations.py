@@ -43,14 +43,23 @@ def turn4(a, b, c, d):
 
 def build(cfg):
     """{name: Kernel} of a configuration; `products` is that of the update."""
+    made = [*_head_kernels(cfg), *_credit_kernels(cfg), *_vote_kernels(cfg)]
+    return {kernel.py_func.__name__: Kernel(kernel) for kernel in made}
+
+
+def padded(cfg):
+    """Positions of a group in an operand row."""
+    return 4 * blocks(cfg.SEQ_LEN, 4)
+
+
+def _head_kernels(cfg):
+    """What is kept of the unperturbed model: the inputs of matrices, and the head's errors."""
     H, T, V, K = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.GROUP_SIZE
-    PADDED, QUADS = 4 * blocks(T, 4), blocks(K, 4)
+    PADDED = padded(cfg)
     TARGETS, WIDTH, SKIP = cfg.TARGETS, cfg.WINDOW, cfg.STATE_TOKENS
-    BITS, CREDIT = activations.fraction_bits(cfg), cfg.CREDIT
     LAST = cfg.SOFTMAX_LUT_SIZE - 1
     DIVISOR = parameters.divisor(cfg, H)
-    ALPHA = activations.alpha(cfg)
-    DITHER, LEVELS = activations.DITHER_STREAM, activations.LEVELS
+    DITHER = activations.DITHER_STREAM
     HEAD_WORDS = TOGETHER * H // 4
 
     @cuda.jit(launch_bounds=BLOCK)
@@ -151,6 +160,16 @@ def build(cfg):
                     found[e] = head_error(logit, wanted, TARGETS, weight, sums[p], random)
             operand[place(rows, row + v, (first + group) * PADDED + t)] = pack4(found[0], found[1], found[2], found[3])
 
+    return keep, head_logits, softmax, errors
+
+
+def _credit_kernels(cfg):
+    """From losses to settled sums of credit times noise."""
+    T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
+    PADDED, QUADS = padded(cfg), blocks(K, 4)
+    BITS, CREDIT = activations.fraction_bits(cfg), cfg.CREDIT
+    LEVELS = activations.LEVELS
+
     @cuda.jit(launch_bounds=BLOCK)
     def measure(clean: A64, losses: A64, members, totals: A64):
         """totals[0] += the sizes of all differences of losses; totals[1] += the losses of the groups' clean model."""
@@ -189,8 +208,8 @@ def build(cfg):
 
     @cuda.jit(launch_bounds=BLOCK)
     def add_up(credits: A32, job: AU32, begins, mask, shift, units, row, positions, rows, operand: A32):
-        """Operand rows from `row` on: settled sums over the members of credit times noise. A thread four outputs of four
-        positions; credits: a word for every four members."""
+        """Operand rows from `row` on: settled sums over the members of credit times noise. A thread four outputs of
+        four positions; credits: a word for every four members."""
         words = units // 4
         i = int64(cuda.grid(1))
         j, quad = i % words, i // words
@@ -221,6 +240,16 @@ def build(cfg):
                     settled(acc[0, u], int32(shift)), settled(acc[1, u], int32(shift)),
                     settled(acc[2, u], int32(shift)), settled(acc[3, u], int32(shift)))
 
+    return measure, credit, add_up
+
+
+def _vote_kernels(cfg):
+    """The votes that are no products, and the digits of all."""
+    H, T, V = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE
+    PADDED = padded(cfg)
+    WIDTH, SKIP = cfg.WINDOW, cfg.STATE_TOKENS
+    ALPHA = activations.alpha(cfg)
+
     @cuda.jit(launch_bounds=BLOCK)
     def bias_votes(operand: A32, row, units, positions, rows, at, votes: A32):
         """votes[at..] = sums of operand rows from `row` on. A warp an output."""
@@ -235,8 +264,8 @@ def build(cfg):
 
     @cuda.jit(launch_bounds=BLOCK)
     def token_votes(operand: A32, row, windows: A32, positions, rows, at, votes: A32):
-        """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A thread
-        an output and four positions."""
+        """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
+        thread an output and four positions."""
         i = int64(cuda.grid(1))
         unit, quad = i % H, i // H
         if quad * 4 < positions:
@@ -251,8 +280,8 @@ def build(cfg):
 
     @cuda.jit(launch_bounds=BLOCK)
     def vote_sizes(votes: A32, tensors: A64, sizes: A64):
-        """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size. Grid:
-        [blocks, tensors]."""
+        """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size.
+        Grid: [blocks, tensors]."""
         tensor, total = cuda.blockIdx.y, int64(0)
         first, size = tensors[2 * tensor], tensors[2 * tensor + 1]
         for i in range(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, size, cuda.gridDim.x * BLOCK):
@@ -274,9 +303,7 @@ def build(cfg):
             vote = int64(votes[first + i])
             digits[first + i] = int8(int32(vote >= least) - int32(vote <= -least))
 
-    made = [keep, head_logits, softmax, errors, measure, credit, add_up, bias_votes, token_votes, vote_sizes,
-            vote_digits]
-    return {kernel.py_func.__name__: Kernel(kernel) for kernel in made}
+    return bias_votes, token_votes, vote_sizes, vote_digits
 
 
 class Votes:
@@ -290,7 +317,7 @@ class Votes:
         self.matrices, self.biases, self.embedding = activations.votes(cfg)
         self.phases = activations.phases(cfg)
         self.groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
-        self.padded = 4 * blocks(cfg.SEQ_LEN, 4)
+        self.padded = padded(cfg)
         self.positions = self.groups * self.padded
         self._row, end = {}, 0                               # first operand row of a phase, or (input, layer)
         for what, count in [*((phase, phase.units) for phase in self.phases), (None, cfg.VOCAB_SIZE), *(
@@ -307,9 +334,9 @@ class Votes:
     def _sizes(self):
         """{name: (numbers, dtype)} of the arrays."""
         cfg, places = self.cfg, self.groups * self.cfg.SEQ_LEN
-        return dict(operand=(self._rows * (self._splits + 1) * SPLIT // 4, np.int32), z=(places * cfg.VOCAB_SIZE, np.int8),
-                    tops=(places, np.int32), sums=(places, np.int64), clean=(2 * places, np.int64),
-                    losses=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int64),
+        return dict(operand=(self._rows * (self._splits + 1) * SPLIT // 4, np.int32),
+                    z=(places * cfg.VOCAB_SIZE, np.int8), tops=(places, np.int32), sums=(places, np.int64),
+                    clean=(2 * places, np.int64), losses=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int64),
                     own=(self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8),
                     later=(self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8),
                     kept=(2 * places * cfg.HIDDEN_DIM // 4, np.int32), votes=(cfg.CHUNK_DIGITS, np.int32),

@@ -296,8 +296,8 @@ def recur_kernel(cfg, nz, gpu):
 
     call: the layer's first row of the plan; that of the recurrence: B_F, B_H, U_F, U_H. at: packed word of U_f; U_h
     follows. Position p of pair i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs
-    begin with them; where `keep` is 1, states go there in the end. Where it is KEEP_INPUTS, what u_f and u_h multiply in
-    the even members goes to `kept`, words of int8 [2, pairs * n, H]."""
+    begin with them; where `keep` is 1, states go there in the end. Where it is KEEP_INPUTS, what u_f and u_h multiply
+    in the even members goes to `kept`, words of int8 [2, pairs * n, H]."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
     BULK = gpu.wgmma

@@ -46,7 +46,8 @@ def constants(cfg, lr, t):
     beta2 = np.float32(cfg.ADAM_BETA2)
     return Optimizer(rule=rule, lr=rate, beta1=beta1, one_less_beta1=np.float32(1) - beta1, beta2=beta2,
                      one_less_beta2=np.float32(1) - beta2, eps=np.float32(cfg.ADAM_EPS),
-                     decay=np.float32(cfg.ADAM_WEIGHT_DECAY if decays(cfg, t) else 0), momentum=np.float32(cfg.MUON_MOMENTUM),
+                     decay=np.float32(cfg.ADAM_WEIGHT_DECAY if decays(cfg, t) else 0),
+                     momentum=np.float32(cfg.MUON_MOMENTUM),
                      size=np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
 
 

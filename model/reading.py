@@ -271,8 +271,8 @@ SEEN_AS = {"normed_1": "LN1", "state": "Before", "gated": "Gated", "normed_2": "
 
 
 def chunk_votes(cfg, state, tokens, known, first):
-    """(int8 [weights], int): the digits of the chunk that begins with member `first`, and its loss. tokens: the training
-    data; known: their soft_targets.Followers, or None."""
+    """(int8 [weights], int): the digits of the chunk that begins with member `first`, and its loss. tokens: the data;
+    known: their soft_targets.Followers, or None."""
     T, before, first_group = cfg.SEQ_LEN, cfg.STATE_TOKENS, first // cfg.GROUP_SIZE
     n_groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
     cut = soft_targets.group_windows(cfg, tokens, known, state.step, state.seed, first_group, n_groups)

@@ -276,8 +276,8 @@ def activation_rules(jit):
 
     @jit
     def head_error(logit, wanted, targets, weight, total, random):
-        """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding random / 2^16; 0 where
-        the logit is at its limit and cannot follow. weight: the token's EXP, of their sum `total` (int64)."""
+        """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding random / 2^16; 0
+        where the logit is at its limit and cannot follow. weight: the token's EXP, of their sum `total` (int64)."""
         parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
         whole = i64(i64(targets) * total)
         error = i32(i64(i64(parts * i64(127 << 16)) + whole * i64(random)) // i64(whole << i64(16)))

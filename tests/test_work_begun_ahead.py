@@ -57,6 +57,8 @@ class Forward:
     def scratch_bytes(self, pairs):
         return 100 * pairs
 
+    votes = None
+
     def clean_scratch_bytes(self, windows, length):
         return windows
 
@@ -103,7 +105,7 @@ def engine_of(monkeypatch):
     free = [0]
 
     def kernels(cfg, cc, limit, token_type, silent):
-        def cut_windows(tokens, place, job, first, size, followers, length, windows):
+        def cut_windows(tokens, place, job, first, size, followers, length, each, windows):
             assert place[0] == steps[int(place[0])] * cfg.SEQ_LEN % (tokens.size - cfg.SEQ_LEN)
             n = windows.size // length
             windows[:] = rules.windows(cfg, np.asarray(tokens), steps[int(place[0])], int(place[1]), n).ravel()

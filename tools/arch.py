@@ -1,5 +1,6 @@
 """The architecture of a configuration, for people (`egg.py arch`)."""
 
+from model import activations
 from model import optimizers
 from model import parameters
 
@@ -20,13 +21,23 @@ def describe(cfg):
         facts.append(("noise", f"SIGMA_SHIFT {cfg.SIGMA_SHIFT}, then {_by_step(cfg.SIGMA_SCHEDULE)}"))
     if cfg.SOFT_TARGETS:
         facts.append(("targets", f"{cfg.TARGETS} a position; context in tokens: {_by_step(cfg.SOFT_TARGETS)}"))
+    groups = cfg.POPULATION_SIZE // cfg.GROUP_SIZE
+    if cfg.PERTURB == "weights":
+        parts, evaluated = f"{cfg.N_PAIRS:,} antithetic pairs", multiply_adds * tokens
+        votes = f"{size * cfg.N_PAIRS:.3g} to vote in the update"
+    else:                                                    # the clean model reads every window, too, and each votes
+        parts = f"{groups:,} groups of {cfg.GROUP_SIZE}"
+        evaluated = multiply_adds * (tokens + groups * cfg.SEQ_LEN)
+        votes = f"{size * groups * cfg.SEQ_LEN:.3g} to vote"
+        noises = ", ".join(f"{p.name} {p.amplitude}" for p in activations.phases(cfg) if not p.layer)
+        facts.append(("noise", f"on activations: {noises}; credit {cfg.CREDIT}/16"))
     facts += [
         ("a token", work),
-        ("a step", f"{cfg.POPULATION_SIZE:,} members ({cfg.N_PAIRS:,} antithetic pairs, {cfg.N_CHUNKS} chunks) x "
+        ("a step", f"{cfg.POPULATION_SIZE:,} members ({parts}, {cfg.N_CHUNKS} chunks) x "
                    f"{cfg.SEQ_LEN} tokens = {tokens:,} tokens"),
-        ("", f"{multiply_adds * tokens:.3g} multiply-adds to evaluate, {size * cfg.N_PAIRS:.3g} to vote in the update"),
-        ("on the wire", f"{cfg.N_CHUNKS} results of {-(-cfg.CHUNK_SIZE // 10):,} bytes of fitness, then "
-                        f"{-(-cfg.N_PAIRS // 5):,} bytes to every worker")]
+        ("", f"{evaluated:.3g} multiply-adds to evaluate, {votes}"),
+        ("on the wire", f"{cfg.N_CHUNKS} results of {-(-cfg.CHUNK_DIGITS // 5):,} bytes of fitness, then "
+                        f"{-(-cfg.STEP_DIGITS // 5):,} bytes to every worker")]
     return "\n".join([*_table(cfg, arrays, size), "", *(f"{name:12}{fact}" for name, fact in facts)])
 
 

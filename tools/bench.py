@@ -184,8 +184,8 @@ def random_tokens(cfg):
 
 
 def _members(engine, cfg, seconds):
-    """An even number of members whose evaluation takes about `seconds`, at most a chunk; with noise on activations it is
-    one."""
+    """An even number of members whose evaluation takes about `seconds`, at most a chunk; with noise on activations
+    always a chunk."""
     if cfg.PERTURB == "activations":
         return cfg.CHUNK_SIZE
     return max(2, min(cfg.CHUNK_SIZE, int(seconds * train.members_a_second(cfg, engine))) & ~1)

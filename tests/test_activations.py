@@ -1,0 +1,233 @@
+"""Noise on activations (SPEC 21): both engines against the plain reading, runs and clusters."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import egg_config
+import egg_net
+from cluster import history
+from compiling import hold_against_cards
+from coordinators import Peer, Server, cluster, until, work_in_thread
+from fakes import Lines
+from model import activations, parameters, reading, rules, soft_targets
+
+CFG = egg_config.make(
+    MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact",
+    CHUNK_SIZE=16, POPULATION_SIZE=32, GROUP_SIZE=8, ADAPTIVE_NOISE_MODE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
+    AUDIT_RATE=0.0, SNAPSHOT_EVERY=5, HOST_GAUSSIAN=1, ADAPTIVE_THRESHOLD_ALPHA=0.77)
+TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
+
+
+def random_configuration(seed, widest=128):
+    """(Config, training tokens) drawn by a seed."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    members, groups = one_of(2, 4, 6, 8, 10, 16, 34), one_of(1, 2, 3, 5)
+    loss = one_of("exact", "exact", "deggs")
+    cfg = CFG.changed(
+        HIDDEN_DIM=one_of(*range(64, widest + 1, 32)), N_LAYERS=one_of(1, 1, 2, 4), SEQ_LEN=int(rng.integers(8, 60)),
+        VOCAB_SIZE=one_of(256, 256, 301, 1000), STATE_TOKENS=one_of(0, 0, 5, 17), MLP_RELU=one_of(0, 1),
+        GROUP_SIZE=members, CHUNK_SIZE=members * groups, POPULATION_SIZE=2 * members * groups, LOSS=loss,
+        SOFTMAX_EXP_SCALE=one_of(6.0, 23.0), NOISE_EMBEDDING=one_of(0, 1, 3), NOISE_GATE=one_of(7, 15, 63),
+        NOISE_CANDIDATE=one_of(0, 1, 7), NOISE_UP=one_of(3, 7, 31), NOISE_DOWN=one_of(0, 1, 3),
+        CREDIT=int(rng.integers(0, 16)), ADAPTIVE_THRESHOLD_ALPHA=one_of(0.77, 0.1, 1.5),
+        USE_ADAPTIVE_THRESHOLD=one_of(1, 1, 0), LR_SCHEDULE=((0, 1.5),),
+        SOFT_TARGETS=one_of((), ((0, 1),), ((0, 2),)) if loss == "exact" else ())
+    tokens = rng.integers(0, 5, 400) * 50 % cfg.VOCAB_SIZE
+    return cfg, tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+
+
+def chunks(cfg):
+    return range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
+
+
+def step_of(engine):
+    """([(digits, loss) of a chunk], weights changed): a whole step of an engine."""
+    found = [engine.evaluate(first, engine.cfg.CHUNK_SIZE) for first in chunks(engine.cfg)]
+    return found, engine.update(np.concatenate([digits for digits, _ in found]))
+
+
+def equal(some, others):
+    return all(np.array_equal(a[0], b[0]) and a[1] == b[1] for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_cpu_engine_votes_as_the_plain_reading(seed):
+    from engine import cpu_engine
+    cfg, tokens = random_configuration(seed)
+    engine = cpu_engine.CpuEngine(cfg, tokens, threads=1 + seed % 2)
+    for step in range(2):
+        known, state = soft_targets.Tables(cfg, tokens).of(step), engine.state()
+        want = [reading.chunk_votes(cfg, state, tokens, known, first) for first in chunks(cfg)]
+        found, _ = step_of(engine)
+        assert equal(found, want)
+        assert any(digits.any() for digits, _ in found)
+
+
+def test_an_update_takes_the_sum_of_the_chunks_and_leaves_norms_alone():
+    from engine import cpu_engine
+    engine = cpu_engine.CpuEngine(CFG.changed(LR_SCHEDULE=((0, 5.0),), ADAM_WEIGHT_DECAY=0.1), TOKENS)
+    before = engine.state()
+    found, changed = step_of(engine)
+    after = engine.state()
+    total = sum(digits.astype(int) for digits, _ in found)
+    assert changed == np.count_nonzero(before.weights != after.weights) > 1000
+    for t in parameters.tensors(CFG):
+        moved = after.weights[t.span].astype(int) - before.weights[t.span]
+        if t.name.startswith("ln_"):
+            assert not moved.any() and not total[t.span].any()
+        elif not t.matrix:                                   # which do not decay
+            assert np.array_equal(np.sign(moved), np.sign(total[t.span]))
+
+
+def test_noise_is_uniform_and_independent():
+    phase = activations.Phase("gate", 0, 64, 15, 1 << 20, True, 0)
+    drawn = np.stack([activations.noise(phase, 77 + k, 32).ravel() for k in range(16)])
+    assert set(np.unique(drawn)) == set(range(-15, 16))
+    assert abs(drawn.mean()) < 0.2 and 8 < drawn.std() < 9.5
+    apart = np.corrcoef(drawn) - np.eye(16)
+    assert np.abs(apart).max() < 0.1
+
+
+def test_digits_have_fifteen_levels_and_a_mean_size_of_a_quarter():
+    plain = rules.activation_rules(lambda function: function)
+    least = activations.least_differences(4 * 700, 4)        # a mean of 700 is 7 / 4: one level is 400
+    wanted = {0: 0, 199: 0, 200: 1, 599: 1, 600: 2, 2599: 6, 2600: 7, 10 ** 6: 7}
+    assert {d: int(plain.digit(np.int64(d), least)) for d in wanted} == wanted
+    assert [int(plain.digit(np.int64(-d), least)) for d in wanted] == [-level for level in wanted.values()]
+    assert (activations.least_differences(0, 4) == 1).all()  # no difference is no digit
+
+
+def test_credit_forgets_toward_zero():
+    cfg = CFG.changed(CREDIT=8)
+    credit = reading.credit(cfg, np.array([0, 0, 0, 0, 0, 0, -1]))
+    assert credit.tolist() == [0, 0, 0, -1, -2, -4, -8]
+    for sixteenths in range(16):
+        bits = activations.fraction_bits(CFG.changed(CREDIT=sixteenths))
+        largest = np.abs(reading.credit(CFG.changed(CREDIT=sixteenths), np.full(500, 7))).max()
+        assert 16 <= largest <= 127 and (bits == 4 or 2 * largest > 120)
+
+
+@pytest.mark.parametrize("constants, words", [
+    (dict(MODEL="transformer"), "PERTURB = activations: has no meaning with MODEL = transformer"),
+    (dict(OPTIMIZER="ztest"), "OPTIMIZER = ztest: must be adamw with PERTURB = activations"),
+    (dict(ADAPTIVE_NOISE_MODE=1), "ADAPTIVE_NOISE_MODE = 1: must be 0"),
+    (dict(GROUP_SIZE=32), "GROUP_SIZE = 32: must divide CHUNK_SIZE = 16"),
+    (dict(CHUNK_SIZE=1 << 20, POPULATION_SIZE=0, GROUP_SIZE=2), "CHUNK_SIZE = 1048576: must be at most 131072"),
+    (dict(NOISE_GATE=5), "NOISE_GATE = 5: must be one of 0, 1, 3, 7, 15, 31, 63"),
+])
+def test_what_does_not_fit_is_named(constants, words):
+    with pytest.raises(egg_config.ConfigError, match=words):
+        CFG.changed(**constants)
+
+
+def test_what_a_chunk_sends():
+    assert CFG.CHUNK_DIGITS == parameters.n_weights(CFG) and CFG.STEP_DIGITS == 2 * CFG.CHUNK_DIGITS
+    deep = CFG.changed(N_LAYERS=3, HIDDEN_DIM=96, VOCAB_SIZE=300)
+    assert deep.CHUNK_DIGITS == parameters.n_weights(deep)
+    default = egg_config.make()
+    assert default.CHUNK_DIGITS == default.CHUNK_SIZE // 2 and default.STEP_DIGITS == default.N_PAIRS
+
+
+def engines(count, cfg=CFG):
+    from engine import cpu_engine
+    return [cpu_engine.CpuEngine(cfg, TOKENS, threads=1) for _ in range(count)]
+
+
+def alone(steps, cfg=CFG):
+    """The engine that has made so many steps without a network."""
+    engine, = engines(1, cfg)
+    for _ in range(steps):
+        step_of(engine)
+    return engine
+
+
+def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_snapshot(tmp_path):
+    cfg = CFG.changed(AUDIT_RATE=1.0)
+    server = cluster(tmp_path, engines(2, cfg), 12, cfg, save=True)
+    assert "banned" not in server.lines.text
+    run = history.open_run(cfg, tmp_path)
+    with contextlib.closing(run):
+        assert run.step == 12 and run.start.step == 5        # the second newest snapshot
+    late, = engines(1, cfg)
+    with Server(tmp_path, cfg, save=True, steps=13, drain=15) as server:
+        said = Lines()
+        thread = work_in_thread(server.port, late, cfg, lines=said)
+        until(lambda: server.run.step == 13)
+    thread.join(20)
+    assert late.digest() == alone(13, cfg).digest()
+    assert "by a snapshot" in said.text
+
+
+def test_a_run_is_rebuilt_from_its_first_snapshot(tmp_path):
+    cluster(tmp_path, engines(1), 8, save=True, cfg=CFG)
+    with contextlib.closing(history.read_run(CFG, tmp_path)) as run:
+        from cluster import snapshots
+        shelf = snapshots.Shelf(CFG, run)
+        engine, = engines(1)
+        engine.load(shelf.state(shelf.newest))
+        history.replay(run, engine)
+    assert engine.digest() == alone(8).digest()
+
+
+class LyingEngine:
+    """An engine that inverts the digits of its chunks."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def evaluate(self, first, count):
+        digits, loss = self._engine.evaluate(first, count)
+        return -digits, loss
+
+
+def test_a_liar_is_named(tmp_path):
+    cfg = CFG.changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=0)
+    honest, other, lying = engines(3, cfg)
+    with Server(tmp_path, cfg, steps=6, drain=15) as server:
+        threads = [work_in_thread(server.port, engine, cfg, retry=True, name=name)
+                   for name, engine in (("a", honest), ("b", other))]
+        until(lambda: server.run.step > 1)
+        with contextlib.suppress(egg_config.EggError):
+            egg_net.run_worker(cfg, "127.0.0.1", server.port, LyingEngine(lying), retry=False, name="liar",
+                               console=egg_net.Console(Lines()))
+        until(lambda: server.run.step == 6)
+    [thread.join(0.1) for thread in threads]
+    assert "liar" in server.lines.text
+
+
+def test_protocol_1_is_refused_by_name(tmp_path):
+    with Server(tmp_path, CFG, stay=True) as server:
+        peer = Peer(server.port, CFG)
+        peer.ask(0)
+        assert peer.closed()
+        until(lambda: "noise on activations (PERTURB) needs workers of protocol 2" in server.lines.text)
+
+
+@pytest.mark.compiles(dict(
+    MODEL="gru", PERTURB="activations", HIDDEN_DIM=128, N_LAYERS=2, SEQ_LEN=100, VOCAB_SIZE=256, LOSS="exact",
+    CHUNK_SIZE=32, POPULATION_SIZE=64, GROUP_SIZE=8, ADAPTIVE_NOISE_MODE=0, MLP_RELU=1, SOFT_TARGETS=((0, 3),)))
+def test_kernels_compile_for_every_card_without_local_memory(compiled_kernels):
+    hold_against_cards(compiled_kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_random_configurations_on_the_gpu(seed):
+    from engine import cpu_engine, cuda_engine
+    cfg, tokens = random_configuration(seed, 256)
+    cpu = cpu_engine.CpuEngine(cfg, tokens)
+    found = [[step_of(cpu), cpu.digest()] for _ in range(3)]
+    for constants in {}, {"TENSOR_CORES": "mma"}:
+        gpu = cuda_engine.CudaEngine(cfg.changed(**constants), tokens)
+        for (want, changed), digest in found:
+            got, moved = step_of(gpu)
+            assert equal(got, want) and moved == changed and gpu.digest() == digest
