@@ -190,11 +190,22 @@ TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of t
 #                                                            H200), `mma`, or `auto`: the better one
 
 PRESETS = {
-    # A byte model that learns within a minute on two cores: the small recurrent model learns as much from a token as
-    # the transformer of that size and reads more of them a second. The overlay is off: it would end the noise of norms
-    # and biases within 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are
-    # needed. With so few members SEEN_VOTES, small initial weights and little momentum help as well.
+    # A byte model that learns within a minute on two cores, with noise on activations. Few windows with many members
+    # each; a rate that falls with the root of the steps. 12 logit units are a nat: with more of them the frequent
+    # tokens reach the largest logit. Two chunks, so that two machines can share a step.
     "laptop": dict(
+        MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1,
+        MLP_RELU=1, GROUP_SIZE=64, CHUNK_SIZE=512, POPULATION_SIZE=1024, NOISE_EMBEDDING=3, NOISE_CANDIDATE=3,
+        NOISE_UP=3, NOISE_DOWN=3, CREDIT=12, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=12.0,
+        ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, SOFT_TARGETS=((0, 3),), ADAM_BETA1=0.5, ADAM_BETA2=0.99,
+        ADAM_WEIGHT_DECAY=0.002, LR_SCHEDULE=((0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26),
+                                              (1200, 0.22), (2000, 0.18), (4000, 0.13), (8000, 0.095), (16000, 0.068),
+                                              (32000, 0.048)), VALIDATE_EVERY=100, SAMPLE_EVERY=500),
+    # The same time with noise on weights: the small recurrent model learns as much from a token as the transformer of
+    # that size and reads more of them a second. The overlay is off: it would end the noise of norms and biases within
+    # 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are needed. With so few
+    # members SEEN_VOTES, small initial weights and little momentum help as well.
+    "laptop-weights": dict(
         MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=256,
         POPULATION_SIZE=1024, SIGMA_SHIFT_VECTOR=8, HOST_GAUSSIAN=1, HOST_MASK=3, DEVICE_GAUSSIAN=1, LOSS="exact",
         SOFTMAX_EXP_SCALE=16 / math.log(2), ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0,
@@ -224,9 +235,14 @@ PRESETS = {
                      (8000, 0.04)), ADAM_WEIGHT_DECAY=0.001, VALIDATE_EVERY=50, VALIDATE_TOKENS=0,
         VALIDATE_WINDOW=448, SAMPLE_EVERY=100, SNAPSHOT_EVERY=1000),
 }
-# The best found for bytes: nano-egg's model with one layer learns as much from a token and sees five times as many.
-# Four chunks a step cost nothing on one GPU.
+# The best found for bytes on a large GPU, with noise on activations: louder than in "laptop", as 512 windows average it.
 PRESETS["best-bytes"] = {
+    **PRESETS["laptop"], "HIDDEN_DIM": 128, "CHUNK_SIZE": 16384, "POPULATION_SIZE": 32768, "NOISE_EMBEDDING": 7,
+    "NOISE_GATE": 31, "NOISE_CANDIDATE": 7, "ADAPTIVE_THRESHOLD_ALPHA": 0.77, "SOFT_TARGETS": ((0, 4),),
+    "VALIDATE_TOKENS": 0, "SAMPLE_EVERY": 1000, "SNAPSHOT_EVERY": 1000}
+# The best found for bytes with noise on weights: nano-egg's model with one layer learns as much from a token and sees
+# five times as many. Four chunks a step cost nothing on one GPU.
+PRESETS["best-bytes-weights"] = {
     **PRESETS["nano-egg"], "N_LAYERS": 1, "POPULATION_SIZE": 65536, "VALIDATE_EVERY": 100,
     "SOFT_TARGETS": ((0, 2), (60, 3), (500, 4), (5000, 5)),
     "LR_SCHEDULE": ((0, 1.5), (60, 1.05), (150, 0.75), (300, 0.5), (600, 0.37), (1200, 0.22), (2500, 0.15),

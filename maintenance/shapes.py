@@ -8,7 +8,7 @@ from engine import engines, hardware
 from model import parameters
 from tools import bench
 
-BYTES = {**egg_config.PRESETS["best-bytes"], "CHUNK_SIZE": 65536}
+BYTES = {**egg_config.PRESETS["best-bytes-weights"], "CHUNK_SIZE": 65536}
 # name: the constants that differ from those of this run; docs/BENCHMARKS.md lists the figures
 SHAPES = {
     "default": {},
