@@ -86,9 +86,8 @@ ADAPTIVE_NOISE_INC = 5           # 0 to 127      | run     | increase per update
 ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update for one that did not
 
 # --- noise on activations --------------------------------------------------------------------------------------------
-PERTURB = "weights"              # weights, activations | all | (gru) what has noise: the weights of a pair (EGGROLL),
-#                                                            or the outputs of a member's units; that learns more
-#                                                            from a token, and a chunk votes on every weight
+PERTURB = "weights"              # weights, activations | all | (gru) noise on the weights of pairs, or on the outputs
+#                                                            of units: learns more from a token
 NOISE_EMBEDDING = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) largest noise of the embedding's outputs
 NOISE_GATE = 15                  # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a gate
 NOISE_CANDIDATE = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a candidate
@@ -235,7 +234,8 @@ PRESETS = {
                      (8000, 0.04)), ADAM_WEIGHT_DECAY=0.001, VALIDATE_EVERY=50, VALIDATE_TOKENS=0,
         VALIDATE_WINDOW=448, SAMPLE_EVERY=100, SNAPSHOT_EVERY=1000),
 }
-# The best found for bytes on a large GPU, with noise on activations: louder than in "laptop", as 512 windows average it.
+# The best found for bytes on a large GPU, with noise on activations: louder than in "laptop", as more windows average
+# it.
 PRESETS["best-bytes"] = {
     **PRESETS["laptop"], "HIDDEN_DIM": 128, "CHUNK_SIZE": 16384, "POPULATION_SIZE": 32768, "NOISE_EMBEDDING": 7,
     "NOISE_GATE": 31, "NOISE_CANDIDATE": 7, "ADAPTIVE_THRESHOLD_ALPHA": 0.77, "SOFT_TARGETS": ((0, 4),),

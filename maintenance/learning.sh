@@ -41,7 +41,7 @@ while read -r file name; do
 done <<'END'
 laptop-cpu egg: laptop, 2 cores
 nano-egg-h200 egg: nano-egg, H200
-best-bytes-h200 egg: best-bytes, H200
+best-bytes-h200 egg: best-bytes-weights, H200
 best-h200 egg: best (tokens), H200
 nano-egg-jax-h200 nano-egg itself, H200
 backprop-laptop-cpu back-propagation: laptop, 2 cores

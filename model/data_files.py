@@ -253,3 +253,30 @@ def references(cfg, train, validation):
     return {"uniform": validation.bits(target.size * math.log(vocab)),
             "unigram": validation.bits(-np.log(unigram).sum()),
             "bigram": validation.bits(-np.log(bigram).sum())}
+
+
+def context_tables(train, validation, contexts=(2, 3, 5)):
+    """{"table of 2 bytes": x, ...}: what tables of the bytes before know, counted in `train` (uint8), in
+    validation.unit.
+    Interpolated Witten-Bell as in `references`, each context falling back on the next shorter one; no context begins
+    before its window."""
+    inputs, target = validation.windows[:, :-1].astype(np.uint64), validation.windows[:, 1:].astype(np.uint64)
+    share = ((np.bincount(train, minlength=256) + 1) / (train.size + 256))[target.astype(np.int64)]
+    found, context = {}, np.zeros_like(inputs)
+    keys = train.astype(np.uint64)
+    for length in range(1, max(contexts) + 1):
+        # the token before those that are known already: the oldest is the highest byte
+        keys = keys[1:] | train[:keys.size - 1].astype(np.uint64) << np.uint64(8 * length)
+        context[:, length - 1:] |= inputs[:, :inputs.shape[1] - length + 1] << np.uint64(8 * (length - 1))
+        counted = np.sort(keys)
+        different = np.concatenate([[0], np.cumsum(np.append(True, counted[1:] != counted[:-1]))])
+        here, wanted = context[:, length - 1:] << np.uint64(8), target[:, length - 1:]
+        low, high = np.searchsorted(counted, here), np.searchsorted(counted, here + np.uint64(255), "right")
+        seen = np.searchsorted(counted, here | wanted, "right") - np.searchsorted(counted, here | wanted)
+        kinds = different[high] - different[low]
+        shorter = share[:, length - 1:]
+        total = np.maximum(1, high - low + kinds)
+        share[:, length - 1:] = np.where(high > low, (seen + kinds * shorter) / total, shorter)
+        if length in contexts:
+            found[f"table of {length} bytes"] = validation.bits(-np.log(share).sum())
+    return found

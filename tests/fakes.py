@@ -19,8 +19,8 @@ CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_S
 
 
 def any_fitness(cfg, rng):
-    """int8 [N_PAIRS]: random digits; rng: a generator, or its seed."""
-    return np.random.default_rng(rng).integers(-1, 2, cfg.N_PAIRS).astype(np.int8)
+    """int8 [STEP_DIGITS]: random digits; rng: a generator, or its seed."""
+    return np.random.default_rng(rng).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)
 
 
 class FakeEngine:

@@ -173,6 +173,27 @@ def test_references_agree_with_the_plain_formulas(vocab):
                    "bigram": pytest.approx(p_two / 100)}
 
 
+def test_tables_of_contexts_against_counting_by_hand():
+    rng = np.random.default_rng(5)
+    train = rng.integers(0, 3, 200).astype(np.uint8)
+    windows = rng.integers(0, 4, (3, 8)).astype(np.int32)
+    validation = data_files.Validation(windows, 21, "bits/byte")
+    text = train.tolist()
+
+    def share(context, token):
+        if not context:
+            return (text.count(token) + 1) / (len(text) + 256)
+        n = len(context)
+        after = [text[i + n] for i in range(len(text) - n) if text[i:i + n] == context]
+        shorter, kinds = share(context[1:], token), len(set(after))
+        return (after.count(token) + kinds * shorter) / (len(after) + kinds) if after else shorter
+
+    for length, figure in zip((2, 3), data_files.context_tables(train, validation, (2, 3)).values(), strict=True):
+        want = sum(-math.log2(share(row[max(0, t + 1 - length):t + 1], row[t + 1]))
+                   for row in windows.tolist() for t in range(7))
+        assert figure == pytest.approx(want / 21)
+
+
 def test_references_of_a_large_file_come_from_parts_of_it(monkeypatch):
     """Counting 64 of 500 tokens, spread over the file, must still find both halves of it."""
     monkeypatch.setattr(data_files, "REFERENCE_TOKENS", 64)

@@ -22,7 +22,7 @@ from recordings import HERE
 # --- history ----------------------------------------------------------------------------------------------------------
 
 def test_a_history_of_100000_steps_opens_quickly(tmp_path):
-    cfg = egg_config.load("laptop", environ={})
+    cfg = egg_config.load("laptop-weights", environ={})
     run = history.open_run(cfg, tmp_path)
     fitness = fitness_digits.pack_ternary(any_fitness(cfg, 1))
     for k in range(100_000):

@@ -63,7 +63,8 @@ def test_a_run_compiles_what_its_verbs_use(preset):
     assert set(every) == {"load", "step", "validate", "generate", "digest"} and all(every.values())
     names = {verb: {kernel.name for kernel in kernels} for verb, kernels in every.items()}
     assert names["digest"] == {"digest"} and {"choose", "token", "logits"} <= names["generate"]
-    assert {"operands", "optimize", "cut_windows"} <= names["step"]
+    votes = "count_digits" if cfg.PERTURB == "activations" else "operands"
+    assert {votes, "optimize", "cut_windows"} <= names["step"]
     assert not any("muon" in name for name in names["step"])
     assert not names["step"] & (names["digest"] | names["generate"])
 

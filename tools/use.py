@@ -130,10 +130,10 @@ def evaluate(cfg, engine, path, most, console):
     size = f", {held_out.n_bytes:,} bytes" if held_out.unit == "bits/byte" else ""
     console.line(f"{name}: {count:,} tokens{size}, in windows of {windows.shape[1] - 1}; {count / seconds:,.0f} "
                  f"tokens/s on {engine.name}")
-    console.line(f"{'':12}{held_out.unit:>12}{'nats/token':>12}{'perplexity':>12}")
+    console.line(f"{'':16}{held_out.unit:>12}{'nats/token':>12}{'perplexity':>12}")
     for what, figure in figures.items():
         each = figure * math.log(2) * held_out.n_bytes / count
-        console.line(f"{what:12}{figure:12.4f}{each:12.4f}{math.exp(min(each, 700)):12.2f}")
+        console.line(f"{what:16}{figure:12.4f}{each:12.4f}{math.exp(min(each, 700)):12.2f}")
     return nats, count, held_out
 
 
@@ -153,7 +153,9 @@ def _read_tokens(cfg, decoding, name, path):
 def _references(cfg, held_out):
     """{name: figure} of simple models; without training data only of the one that needs none."""
     try:
-        return data_files.references(cfg, data_files.open_tokens(cfg, cfg.INPUT_FILE), held_out)
+        train = data_files.open_tokens(cfg, cfg.INPUT_FILE)
+        tables = data_files.context_tables(train, held_out) if cfg.VOCAB_SIZE == 256 else {}
+        return data_files.references(cfg, train, held_out) | tables
     except data_files.DataError as error:
         data_files.warn(f"no unigram and bigram figures: {error}")
         return {"uniform": held_out.bits(held_out.windows[:, 1:].size * math.log(cfg.VOCAB_SIZE))}
