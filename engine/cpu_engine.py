@@ -204,7 +204,8 @@ class CpuEngine:
         self._begun[first, count] = Evaluation(losses, job)
 
     def _begin_groups(self, first, count, followers):
-        votes, cfg, step, seed = self._activations, self.cfg, self.step, self.seed
+        votes, cfg = self._activations, self.cfg
+        step, seed = self.step, self.seed
         first_group, seen = first // cfg.GROUP_SIZE, []
 
         def work(a, b):

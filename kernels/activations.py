@@ -54,7 +54,8 @@ def padded(cfg):
 
 def _head_kernels(cfg):
     """What is kept of the unperturbed model: the inputs of matrices, and the head's errors."""
-    H, T, V, K = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE, cfg.GROUP_SIZE
+    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
+    T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
     PADDED = padded(cfg)
     TARGETS, WIDTH, SKIP = cfg.TARGETS, cfg.WINDOW, cfg.STATE_TOKENS
     LAST = cfg.SOFTMAX_LUT_SIZE - 1

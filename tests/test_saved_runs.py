@@ -341,8 +341,9 @@ def test_eval_gives_the_figures_of_the_engine(here, capsys):
     engine.load(here[STEPS])
     nats, count = engine.validate(held_out.windows)
     references = data_files.references(CFG, np.frombuffer(TEXT, np.uint8), held_out)
-    rows = {line[:12].strip(): [float(x) for x in line[12:].split()] for line in out.splitlines()[2:]}
-    for name, bits in {f"step {STEPS}": held_out.bits(nats), **references}.items():
+    rows = {line[:16].strip(): [float(x) for x in line[16:].split()] for line in out.splitlines()[2:]}
+    for name, bits in {f"step {STEPS}": held_out.bits(nats), **references,
+                       **data_files.context_tables(np.frombuffer(TEXT, np.uint8), held_out)}.items():
         assert rows[name][:2] == pytest.approx([bits, bits * np.log(2)], abs=1e-4), name
         assert rows[name][2] == pytest.approx(2 ** bits, abs=0.006)
     assert (status, err) == (0, "")
