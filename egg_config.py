@@ -237,8 +237,9 @@ PRESETS = {
 # The best found for bytes on a large GPU, with noise on activations: louder than in "laptop", as more windows average
 # it.
 PRESETS["best-bytes"] = {
-    **PRESETS["laptop"], "HIDDEN_DIM": 128, "CHUNK_SIZE": 16384, "POPULATION_SIZE": 32768, "NOISE_EMBEDDING": 7,
-    "NOISE_GATE": 31, "NOISE_CANDIDATE": 7, "ADAPTIVE_THRESHOLD_ALPHA": 0.77, "SOFT_TARGETS": ((0, 4),),
+    **PRESETS["laptop"], "HIDDEN_DIM": 192, "SEQ_LEN": 128, "CHUNK_SIZE": 16384, "POPULATION_SIZE": 32768,
+    "NOISE_EMBEDDING": 7, "NOISE_GATE": 31, "NOISE_CANDIDATE": 7, "ADAPTIVE_THRESHOLD_ALPHA": 0.77,
+    "SOFT_TARGETS": ((0, 4), (150, 5), (400, 6)),
     "VALIDATE_TOKENS": 0, "SAMPLE_EVERY": 1000, "SNAPSHOT_EVERY": 1000}
 # The best found for bytes with noise on weights: nano-egg's model with one layer learns as much from a token and sees
 # five times as many. Four chunks a step cost nothing on one GPU.
@@ -562,10 +563,11 @@ def _derive(cfg):
     cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that a pair reads
     # all shifts of the noise in a run: tables and kernels are exact for each of them
     cfg.NOISE_SHIFTS = sorted({cfg.noise_shift(step) for step in (0, *(first for first, _ in cfg.SIGMA_SCHEDULE))})
-    # ternary digits in which a chunk, and a step, is sent: one a pair, or with noise on activations one a weight
+    # ternary digits in which a chunk, and a step, is sent: one a pair, or with noise on activations one a weight, in
+    # whole bytes, so that a step is its chunks one after the other
     H = cfg.HIDDEN_DIM
     weights = 2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H          # of the recurrent model
-    cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else weights
+    cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // 5) * 5
     cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
 

@@ -396,7 +396,7 @@ class Chunks:
         most, scratch = engine._slices(forward.scratch_bytes, pairs, "evaluate a single pair")
         windows = cuda.device_array(pairs * cfg.WINDOW, np.int32)
         of_groups = cuda.device_array(groups * cfg.WINDOW, np.int32)
-        out = cuda.device_array(self.HEAD + cfg.CHUNK_DIGITS, np.int8)
+        out = cuda.to_device(np.zeros(self.HEAD + cfg.CHUNK_DIGITS, np.int8))
         cuts = [engine._cutting(windows, cfg.WINDOW), engine._cutting(of_groups, cfg.WINDOW, cfg.GROUP_SIZE // 2)]
         cuts = cuts if engine._tokens is not None else []
 
@@ -663,7 +663,7 @@ class CudaEngine:
 
     def _enqueue_update(self, fitness):
         """Begins with an update, unless that is begun, in place of any other that is."""
-        if self._fitness is not None and np.array_equal(self._fitness, fitness):
+        if self._fitness is fitness or self._fitness is not None and np.array_equal(self._fitness, fitness):
             return
         self._undo_update()
         self._ready("step")

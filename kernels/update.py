@@ -432,15 +432,16 @@ def optimize_kernel(cfg):
 
 def count_kernel(cfg):
     """The kernel that adds up the digits of a step's chunks for the optimizer, as a Python function."""
-    CHUNKS, WEIGHTS = cfg.N_CHUNKS, cfg.CHUNK_DIGITS
+    CHUNKS, EACH = cfg.N_CHUNKS, cfg.CHUNK_DIGITS
 
     def count_digits(digits: A8, votes: A32):
-        """votes int32 [weights] = sums of digits int8 [chunks, weights]. A thread a weight."""
+        """votes int32 [weights] = sums of digits int8 [chunks, EACH], of which the last may be filled up. A thread a
+        weight."""
         i = int64(cuda.grid(1))
-        if i < WEIGHTS:
+        if i < votes.size:
             total = int32(0)
             for chunk in range(CHUNKS):
-                total += digits[int64(chunk) * WEIGHTS + i]
+                total += digits[int64(chunk) * EACH + i]
             votes[i] = total
 
     return count_digits

@@ -299,7 +299,7 @@ def chunk_votes(cfg, state, tokens, known, first):
         for (tensor, votes) in group_votes(cfg, (state.seed + first_group + number) % 2 ** 32, inputs, targets, parts,
                                            members, least):
             sums[tensor] = sums.get(tensor, 0) + votes
-    digits = np.zeros(parameters.n_weights(cfg), np.int8)
+    digits = np.zeros(cfg.CHUNK_DIGITS, np.int8)
     for tensor, votes in sums.items():
         canonical = parameters.to_canonical(votes) if tensor.matrix else votes
         digits[tensor.span] = activations.voted(cfg, tensor, canonical)
