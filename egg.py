@@ -371,7 +371,10 @@ def import_(cfg, args):
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
     from tools import use
     Printer().line(use.import_(cfg, args.file, args.save_dir))
-    Printer().line("next: " + command_line("train", "--save-dir", args.save_dir))
+    files = [f"{name}={file}" for name in egg_config.DATA_FILES
+             if (file := getattr(cfg, name)) != egg_config.CONSTANTS[name].value]
+    Printer().line("next: " + command_line("train", "--save-dir", args.save_dir,
+                                           *(word for file in files for word in ("-D", file))))
 
 
 @command(*SAVED_RUN, option("--json FILE", "also append them to FILE, as one line of JSON"), saved=of_run)

@@ -30,7 +30,8 @@ class DataError(EggError):
 def open_tokens(cfg, path):
     """The tokens of a file: 1-D uint32 (uint8 where VOCAB_SIZE is 256), memory-mapped, read-only, all below VOCAB_SIZE.
     With DETOKENIZE the file holds tokens of decoding.bin; the result is their bytes (uint8, in memory). Raises
-    DataError for a file that is missing, empty, cut short, out of range or too short for one window."""
+    DataError for a file that is missing, empty, cut short, out of range, too short for one window, or of tokens where
+    bytes are wanted."""
     size = _size(path)
     if size == 0:
         raise DataError(f"{path} is empty: make it again with `python egg.py prepare TEXT`")
@@ -40,6 +41,9 @@ def open_tokens(cfg, path):
                         "make it again with `python egg.py prepare TEXT`, or set VOCAB_SIZE=256 DETOKENIZE=0 for bytes")
     with explained(DataError, path):
         tokens = np.memmap(path, "<u4" if wide else "u1", "r")
+    if not wide:
+        _need_bytes(tokens, path, "name files of bytes with -D INPUT_FILE=... -D VAL_FILE=..., or begin a run with "
+                    "DETOKENIZE=1, which reads the bytes of tokens")
     if cfg.DETOKENIZE:
         if not os.path.exists(cfg.DECODING_FILE):
             raise DataError(f"{cfg.DECODING_FILE} is missing, and DETOKENIZE needs it to turn the tokens of {path} "
@@ -66,6 +70,14 @@ def _size(path):
                     "or make it with `python egg.py prepare TEXT`")
 
 
+def _need_bytes(data, path, advice):
+    """Raises DataError for data (uint8) that are uint32 tokens: as VOCAB_SIZE is at most 2^18, of every four bytes the
+    last is 0 and the one before at most 3. The first BLOCK shows it."""
+    start = data[:BLOCK]
+    if start.size > 3 and start.any() and not start[3::4].any() and (start[2::4] < 4).all():
+        raise DataError(f"{path} holds tokens (uint32), not bytes: {advice}")
+
+
 def _largest(tokens):
     return max(int(tokens[at:at + BLOCK].max()) for at in range(0, tokens.size, BLOCK))
 
@@ -77,17 +89,18 @@ def _need_decodable(tokens, path, decoding, decoding_file):
 
 
 def read_text(path):
-    """bytes of a file; a .zst file unpacked."""
+    """bytes of a file; a .zst file unpacked. Raises DataError, also for a file of tokens."""
     with explained(DataError, path, "give the path of a text file"), open(path, "rb") as file:
         data = file.read()
-    if not path.endswith(".zst"):
-        return data
-    import pyzstd
-    try:
-        return pyzstd.decompress(data)
-    except (pyzstd.ZstdError, EOFError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path}: no whole zstd file ({reason}): fetch or pack it again") from None
+    if path.endswith(".zst"):
+        import pyzstd
+        try:
+            data = pyzstd.decompress(data)
+        except (pyzstd.ZstdError, EOFError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{path}: no whole zstd file ({reason}): fetch or pack it again") from None
+    _need_bytes(np.frombuffer(data, np.uint8), path, "give the text that they were made from")
+    return data
 
 
 # --- what a token stands for -----------------------------------------------------------------------------------------

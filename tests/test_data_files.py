@@ -83,6 +83,27 @@ def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
     one_line(raised)
 
 
+def test_tokens_are_not_read_as_bytes(tmp_path):
+    """By their bytes, whatever the file is called; other bytes with many zeros are taken."""
+    cfg, rng = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=256), np.random.default_rng(1)
+    for number, most in enumerate((256, 8192, 1 << 18)):
+        tokens = rng.integers(0, most, 100)
+        path = write_tokens(tmp_path / f"mine-{number}", tokens)
+        for read in (lambda: data_files.open_tokens(cfg, path), lambda: data_files.read_text(path)):
+            with pytest.raises(data_files.DataError, match=r"holds tokens \(uint32\), not bytes: ") as raised:
+                read()
+            assert path in one_line(raised)
+        wide = data_files.open_tokens(egg_config.make(SEQ_LEN=8, VOCAB_SIZE=max(most, 257)), path)
+        assert (wide == tokens).all()
+    for data in ("plain text".encode("utf-16-le") * 4, bytes(64), rng.integers(0, 256, 64, np.uint8).tobytes(),
+                 np.arange(1 << 20, (1 << 20) + 64).astype("<u4").tobytes()):
+        (tmp_path / "bytes").write_bytes(data)
+        assert data_files.open_tokens(cfg, str(tmp_path / "bytes")).tobytes() == data
+    for data in (b"", b"ab", b"a\0\0"):
+        (tmp_path / "short").write_bytes(data)
+        assert data_files.read_text(str(tmp_path / "short")) == data
+
+
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 def test_decoding_reads_what_was_written(tmp_path):

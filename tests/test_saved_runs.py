@@ -379,7 +379,8 @@ def test_export_is_a_safetensors_file(here, capsys):
     length, = struct.unpack_from("<Q", data)
     header = json.loads(data[8:8 + length])
     metadata, state = header.pop("__metadata__"), here[STEPS]
-    assert json.loads(metadata["config"]) == CFG.saved()
+    assert json.loads(metadata["config"]) == {**CFG.saved(), **{name: getattr(CFG, name)
+                                                                for name in egg_config.DATA_FILES}}
     assert (metadata["step"], metadata["seed"]) == (str(STEPS), str(state.seed))
     by_library = safetensors.numpy.load_file("w.safetensors")
     tensors = parameters.tensors(CFG)

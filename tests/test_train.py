@@ -50,9 +50,12 @@ def test_a_run_goes_on_by_its_directory_alone(bytes_here, compiled):
     assert told.returncode == 0 and told.stdout.startswith("my data/val.bin: ") and "bigram" in told.stdout, told
     assert run("export", "w.safetensors", "--load-dir", "ckpt one").returncode == 0
     begun = run("import", "w.safetensors", "--save-dir", "new one")
-    assert begun.returncode == 0 and shlex.split(begun.stdout.splitlines()[-1])[-2:] == ["--save-dir", "new one"]
-    on = paste(line_with("next: ", begun.stdout) + " --steps 5 -D 'INPUT_FILE=my data/train.bin'", "next: ")
-    assert on.returncode == 0 and "steps 4 to 5: " in on.stdout, on
+    assert begun.returncode == 0 and shlex.split(begun.stdout.splitlines()[-1])[-6:] == [
+        "--save-dir", "new one", "-D", "INPUT_FILE=my data/train.bin", "-D", "VAL_FILE=my data/val.bin"]
+    measured = run("eval", "--load-dir", "new one")
+    assert measured.returncode == 0 and measured.stdout.splitlines()[1:] == told.stdout.splitlines()[1:], measured
+    on = paste(line_with("next: ", begun.stdout) + " --steps 5", "next: ")
+    assert on.returncode == 0 and "my data/train.bin: 18,000" in on.stdout and "steps 4 to 5: " in on.stdout, on
     copied = run("train", "--load-dir", "ckpt one", "--save-dir", "copy", "--steps", 5)
     assert copied.returncode == 0 and "steps 4 to 5: " in copied.stdout, copied
 

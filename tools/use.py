@@ -13,7 +13,7 @@ import numpy as np
 from model import data_files, optimizers, parameters, seeds
 from cluster import history, snapshots
 from engine import engines
-from egg_config import EggError, explained
+from egg_config import DATA_FILES, EggError, explained
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
@@ -249,8 +249,9 @@ def export(cfg, engine, path, full):
     """Writes the weights of a saved run as a safetensors file; returns a line about it. Raises UseError."""
     state = engine.state()
     arrays = to_arrays(cfg, state, full)
+    files = {name: getattr(cfg, name) for name in DATA_FILES}        # an import shall learn from the same text
     metadata = {"format": FORMAT, "step": str(state.step), "seed": str(state.seed),
-                "config": json.dumps(cfg.saved(), sort_keys=True)}
+                "config": json.dumps({**cfg.saved(), **files}, sort_keys=True)}
     with explained(UseError, path, "give the path of a file that can be written"):
         write_tensors(path, arrays, metadata)
     what = ", with the optimizer's state" if full else ""
