@@ -17,6 +17,7 @@ this as the tables of docs/CONFIGURATION.md.
 
 import contextlib
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -475,6 +476,16 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
         raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or name another "
                           "directory")
     return make(**{**values, **{name: value for name, (_, value) in found.items()}})
+
+
+def preset_of(saved):
+    """The preset that has these constants (see Config.saved), None without one."""
+    return next((name for name, constants in _saved_presets().items() if constants == saved), None)
+
+
+@functools.cache
+def _saved_presets():
+    return {name: make(**values).saved() for name, values in PRESETS.items()}
 
 
 def _defaults():

@@ -8,6 +8,7 @@ import os
 import time
 from typing import NamedTuple
 
+import egg_config
 from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
 from cluster.hub import NetError, Unproven, reason
@@ -175,8 +176,7 @@ class Admission:
     def _check_worker(self, card, author):
         if why := self.bans.message(author):
             raise Refused(why, BANNED)
-        sides = "at the coordinator", "at the worker"
-        if differ := history.difference(self.cfg.saved(), card.config, sides):
+        if differ := other_constants(self.cfg.saved(), card.config):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
         if not any(card.data):
             return
@@ -188,6 +188,16 @@ class Admission:
             worker.session.refuse(why, OTHER_DATA)
         if card.data != run.data:
             raise Refused(why, OTHER_DATA)
+
+
+def other_constants(ours, theirs):
+    """How the constants of a worker differ from those of the coordinator (see Config.saved), in words; "" if they do
+    not. A forgotten preset is named instead of its many constants."""
+    many = len(history.differing(ours, theirs)) > history.NAMED
+    for constants, side, other in (ours, "coordinator", "worker"), (theirs, "worker", "coordinator"):
+        if many and (preset := egg_config.preset_of(constants)):
+            return f"the {side}'s constants are those of --preset {preset}: give it to the {other} too"
+    return history.difference(ours, theirs, ("at the coordinator", "at the worker"))
 
 
 class Arrival(Role):

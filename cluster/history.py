@@ -37,6 +37,7 @@ ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss)-(\d{1,9}\.\d{
 LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
+NAMED = 3                                # constants in which configurations differ, in an error
 MOST_COPIED = 1 << 30                    # bytes of a file that is no snapshot
 TO_RETRY = "mend this and start the same command again"
 
@@ -530,10 +531,21 @@ def non_default(cfg):
     return {name: value for name, value in saved.items() if value != default[name]}
 
 
+def differing(there, here):
+    """{name: (value there, value here)} of the constants in which two configurations (see Config.saved) differ, in the
+    order of egg_config.py, where what matters most comes first."""
+    there, here = ({**json.loads(json.dumps(egg_config.UNSET)), **constants} for constants in (there, here))
+    foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys()
+    pairs = {name: (there.get(name, "unknown"), here.get(name, "unknown"))
+             for name in (*egg_config.CONSTANTS, *sorted(foreign))}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def difference(there, here, where=("there", "here")):
-    """The constants in which two configurations differ, as one text; "" where they agree."""
-    return "; ".join(f"{k} = {there.get(k, 'unknown')} {where[0]}, {here.get(k, 'unknown')} {where[1]}"
-                     for k in sorted(here.keys() | there.keys()) if here.get(k) != there.get(k))
+    """The first NAMED of these as one text, with the number of the others; "" where they agree."""
+    found = differing(there, here)
+    texts = [f"{name} = {a} {where[0]}, {b} {where[1]}" for name, (a, b) in found.items()]
+    return "; ".join(texts[:NAMED] + [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED))
 
 
 def _header(cfg, start):

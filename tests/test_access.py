@@ -173,6 +173,26 @@ def test_a_worker_comes_again_when_there_is_room(tmp_path):
         until(lambda: engine.evaluated)
 
 
+def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
+    """A forgotten preset, on either side; else the constants, with their values where they are unset."""
+    laptop, default = egg_config.make(**egg_config.PRESETS["laptop"]), egg_config.make()
+    with Server(tmp_path, laptop) as server:
+        refused_by(lambda: Peer2(server.port, default),
+                   "configuration: the coordinator's constants are those of --preset laptop: give it to the worker too$")
+        refused_by(lambda: Peer2(server.port, laptop.changed(CREDIT=8, SOFT_TARGETS=())), (
+            r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 3\]\] at the "
+            r"coordinator, \[\] at the worker$"))
+        assert server.lines.text.count("refused") == 2
+    with Server(tmp_path, default) as server:
+        refused_by(lambda: Peer2(server.port, laptop),
+                   "configuration: the worker's constants are those of --preset laptop: give it to the coordinator too")
+        refused_by(lambda: Peer2(server.port, laptop.changed(CREDIT=9), config={**laptop.saved(), "X": 1, "CREDIT": 9}),
+                   "configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
+                   r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more$")
+    with Server(tmp_path) as server:
+        refused_by(lambda: Peer2(server.port, config={**CFG.saved(), "X": 1}), "X = unknown at the coordinator, 1 at the")
+
+
 def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(tmp_path):
     with Server(tmp_path) as server:
         refused_by(lambda: Peer2(server.port, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"}),

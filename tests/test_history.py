@@ -109,7 +109,7 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
     file = tmp_path / history.FILE
     data = file.read_bytes()
     other = CFG.changed(SIGMA_SHIFT=5, LR_SCHEDULE=((0, 0.1),))
-    differ = r"LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here; SIGMA_SHIFT = 3 there, 5 here"
+    differ = r"SIGMA_SHIFT = 3 there, 5 here; LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here"
     with pytest.raises(history.HistoryError, match=differ):
         history.open_run(other, tmp_path)
     harmless = CFG.changed(VALIDATE_EVERY=7, SAMPLING_TEMP=0.1, PORT=1)

@@ -103,7 +103,7 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     again = egg_config.load(environ={}, saved=saved)
     assert again.SIGMA_SCHEDULE == () and history.non_default(again)["SIGMA_SCHEDULE"] == ()
     history.open_run(again, tmp_path).close()
-    with pytest.raises(history.HistoryError, match="SIGMA_SCHEDULE = unknown there"):
+    with pytest.raises(history.HistoryError, match=r"SIGMA_SCHEDULE = \[\] there, \[\[0, 7\]\] here"):
         history.open_run(falling, tmp_path)
     assert egg_config.load(defines=["SIGMA_SCHEDULE=4:5,9:6"], environ={}).SIGMA_SCHEDULE == ((4, 5), (9, 6))
     assert egg_config.load(defines=["SIGMA_SCHEDULE="], environ={}).SIGMA_SCHEDULE == ()
