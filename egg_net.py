@@ -334,7 +334,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console, inspect)
     card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
             "name": name or f"{socket.gethostname()}/{engine.name}",
-            "device": engine.name, "config": cfg.saved(), "data": snapshots.data_digest(tokens).hex()}
+            "device": engine.name, "config": cfg.saved(), "data": snapshots.data_digest(tokens).hex(),
+            "validation": snapshots.data_digest(validation and validation.tokens).hex()}
     version, pause = protocol or V2, BACK_OFF[0]
     connected = proves_first = False
     logged = set()                           # since the last answer: a line is logged once
@@ -405,9 +406,9 @@ class Hook:
 
 
 class RemoteWorker(Role):
-    """A worker as the coordinator sees it: the role of its session. device: for people; data: the digest of its
-    training data, b"" or zeros if unknown; conduct: how it has delivered so far; source: what it can do for
-    snapshots."""
+    """A worker as the coordinator sees it: the role of its session. device: for people; data, validation: the digests
+    of its training and its held-out data, b"" or zeros if unknown; conduct: how it has delivered so far; source: what
+    it can do for snapshots."""
 
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
     trusted = True             # no other worker contradicts its state
@@ -416,10 +417,10 @@ class RemoteWorker(Role):
     next_block = None          # (step, offset) of a snapshot that it reads
     has_worked = False         # it has delivered a result since its last request
 
-    def __init__(self, session, coordinator, author, device, data):
+    def __init__(self, session, coordinator, author, device, data, validation):
         super().__init__(session)
         self.coordinator, self.author, self.version = coordinator, author, session.version
-        self.device, self.data = device, data
+        self.device, self.data, self.validation = device, data, validation
         self.conduct, self.source = fairness.Conduct(), Source()
         coordinator.dispatcher.enter(self)
 
@@ -563,8 +564,8 @@ class Coordinator:
 
     # who comes and goes (cluster.admission lets in)
 
-    def worker_joined(self, session, author, device="", data=b""):
-        session.role = RemoteWorker(session, self, author, device, data)
+    def worker_joined(self, session, author, device="", data=b"", validation=b""):
+        session.role = RemoteWorker(session, self, author, device, data, validation)
 
     def worker_left(self, worker):
         if worker.step is not None and not self.closing:

@@ -13,6 +13,7 @@ from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
 from cluster.hub import NetError, Unproven, reason
 from cluster.session import Role, Session
+from cluster.trust import of_most
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
 BACKLOG = 1024                                 # connections that the system holds until they are accepted
@@ -92,6 +93,7 @@ class Admission:
         self.limits, self.bans = wire.limits(self.cfg), Bans(coordinator.run.directory)
         self.arrivals, self.by_host = Unproven(min(ARRIVALS, most // 4)), collections.Counter()
         self.most = most - self.arrivals.most
+        self.validation = bytes(32)                  # digest of the held-out data, zeros while unknown
         self._refused = {}                           # host -> reasons that are logged
         self._status_made, self._status_until = b"", 0.0
 
@@ -147,7 +149,7 @@ class Admission:
         self._enter(session, V2)
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
-            coordinator.worker_joined(session, author, card.device, card.data)
+            coordinator.worker_joined(session, author, card.device, card.data, card.validation)
         run = coordinator.run
         session.reply(*host.welcome(snapshots.config_digest(self.cfg), run.data, run.step, coordinator.shelf.newest))
         if card.role == "status":
@@ -178,15 +180,24 @@ class Admission:
             raise Refused(why, BANNED)
         if differ := other_constants(self.cfg.saved(), card.config):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
-        if not any(card.data):
-            return
         run, trust = self.coordinator.run, self.coordinator.trust
-        run.keep_data(trust.data_of_most(card.data, author, run.data))
-        why = ("other training data than most workers of this run have: give every worker the same INPUT_FILE; to go "
-               f"on with other data, remove {history.DATA_FILE} from the save directory")
-        for worker in [w for w in self.coordinator.dispatcher.workers if any(w.data) and w.data != run.data]:
-            worker.session.refuse(why, OTHER_DATA)
-        if card.data != run.data:
+        if any(card.data):
+            run.keep_data(of_most(trust.data, card.data, author, run.data))
+            self._need_same("data", card, run.data, "other training data than most workers of this run have: give "
+                            "every worker the same INPUT_FILE; to go on with other data, remove "
+                            f"{history.DATA_FILE} from the save directory")
+        if any(card.validation):
+            self.validation = of_most(trust.validation, card.validation, author, self.validation)
+            self._need_same("validation", card, self.validation, "other held-out data than most workers of this run "
+                            "have: give every worker the same VAL_FILE, or this one -D VALIDATE_EVERY=0; to go on "
+                            "with another file, start the coordinator again")
+
+    def _need_same(self, name, card, digest, why):
+        """Refuses all workers, and the one with this card, that have stated other data. name: of their field."""
+        for worker in list(self.coordinator.dispatcher.workers):
+            if any(getattr(worker, name)) and getattr(worker, name) != digest:
+                worker.session.refuse(why, OTHER_DATA)
+        if getattr(card, name) != digest:
             raise Refused(why, OTHER_DATA)
 
 

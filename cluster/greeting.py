@@ -21,13 +21,15 @@ class GreetingError(Exception):
 
 class Card(NamedTuple):
     """What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process, of a new
-    worker auth.user_key(), "." and more; config: {name: value}; data: SHA-256 of its training data, or zeros."""
+    worker auth.user_key(), "." and more; config: {name: value}; data, validation: SHA-256 of its training and of its
+    held-out data, zeros if unknown."""
     role: str
     id: str
     name: str
     device: str
     config: dict
     data: bytes
+    validation: bytes
 
 
 def read_card(text):
@@ -35,13 +37,14 @@ def read_card(text):
     try:
         card = wire.read_json(text)
         role, config = card["role"], card["config"] if card["role"] != "status" else {}
-        data = bytes.fromhex(card.get("data", "")) or bytes(32)
-        if role not in ("worker", "status", "island") or len(data) != 32 or type(config) is not dict:
+        data, validation = (bytes.fromhex(card.get(k, "")) or bytes(32) for k in ("data", "validation"))
+        if role not in ("worker", "status", "island") or {len(data), len(validation)} != {32} \
+                or type(config) is not dict:
             raise ValueError
         id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
     except (ValueError, KeyError, TypeError):
         raise FrameError("JOIN cannot be read") from None
-    return Card(role, id_, name or "nameless", device or "unknown device", config, data)
+    return Card(role, id_, name or "nameless", device or "unknown device", config, data, validation)
 
 
 def read_error(payload):

@@ -33,11 +33,29 @@ def withdraw(statements, author):
             del statements[what]
 
 
+def of_most(votes, digest, author, known):
+    """The digest of data that counts after an author has stated this one. votes: {digest: voters}, in which it is
+    noted; known: the one that counted before, zeros for none. It stays in a tie, and has a vote of its own if it is
+    older than this session."""
+    if not any(known):
+        known = digest
+    elif not votes:
+        votes[known] = {None}
+    for other in [d for d in votes if d not in (known, digest)]:       # so that a host cannot fill the memory
+        votes[other].discard(author.voter)
+        if not votes[other]:
+            del votes[other]
+    votes.setdefault(digest, set()).add(author.voter)
+    return digest if len(votes[digest]) > len(votes[known]) else known
+
+
 class Trust:
-    """votes: {step: {digest: authors}}; figures: {step: [(author, figure)]} of validations; data: {digest: voters}."""
+    """votes: {step: {digest: authors}}; figures: {step: [(author, figure)]} of validations; data, validation: {digest:
+    voters} of the training and the held-out data, see `of_most`."""
 
     def __init__(self):
-        self.votes, self.figures, self.data = {}, {}, {}
+        self.votes, self.figures = {}, {}
+        self.data, self.validation = {}, {}
         self._tied = set()                           # steps without a majority
         self._reported = False                       # an unconfirmed validation
 
@@ -101,20 +119,6 @@ class Trust:
         names = [] if self._reported else sorted({author.name for author, _ in self.figures.get(step, ())})
         self._reported = self._reported or bool(names)
         return names
-
-    def data_of_most(self, digest, author, known):
-        """The digest of the training data that counts after an author has stated this one. known: the one that counted
-        before, zeros for none. It stays in a tie, and has a vote of its own if it is older than this session."""
-        if not any(known):
-            known = digest
-        elif not self.data:
-            self.data[known] = {None}
-        for other in [d for d in self.data if d not in (known, digest)]:       # so that a host cannot fill the memory
-            self.data[other].discard(author.voter)
-            if not self.data[other]:
-                del self.data[other]
-        self.data.setdefault(digest, set()).add(author.voter)
-        return digest if len(self.data[digest]) > len(self.data[known]) else known
 
     def _count(self, step, digest):
         """(votes for this digest, most votes for another); (1, 0) if all state this one, however many they are."""

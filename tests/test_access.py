@@ -178,7 +178,7 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
     laptop, default = egg_config.make(**egg_config.PRESETS["laptop"]), egg_config.make()
     with Server(tmp_path, laptop) as server:
         refused_by(lambda: Peer2(server.port, default),
-                   "configuration: the coordinator's constants are those of --preset laptop: give it to the worker too$")
+                   "the coordinator's constants are those of --preset laptop: give it to the worker too$")
         refused_by(lambda: Peer2(server.port, laptop.changed(CREDIT=8, SOFT_TARGETS=())), (
             r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 3\]\] at the "
             r"coordinator, \[\] at the worker$"))
@@ -190,7 +190,7 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
                    "configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
                    r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more$")
     with Server(tmp_path) as server:
-        refused_by(lambda: Peer2(server.port, config={**CFG.saved(), "X": 1}), "X = unknown at the coordinator, 1 at the")
+        refused_by(lambda: Peer2(server.port, config={**CFG.saved(), "X": 1}), "X = unknown at the coordinator, 1 at")
 
 
 def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(tmp_path):

@@ -105,7 +105,7 @@ def test_the_introduction_proves_both_sides():
 
 @pytest.mark.parametrize("words, other, values", [
     ("SIGMA_SHIFT = 3 at the coordinator, 5 at the worker", dict(SIGMA_SHIFT=5), {}),
-    ("ADAM_BETA1 = 0.9 at the coordinator, 0.5 at the worker; N_LAYERS = 1 at the coordinator, 2",
+    ("N_LAYERS = 1 at the coordinator, 2 at the worker; ADAM_BETA1 = 0.9 at the coordinator, 0.5",
      dict(N_LAYERS=2, ADAM_BETA1=0.5), {}),
     ("other training data than most workers", {}, dict(data="ab" * 32)),
 ])

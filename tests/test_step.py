@@ -427,6 +427,22 @@ def test_the_digest_of_the_training_data_is_voted_on(tmp_path):
     assert (tmp_path / history.DATA_FILE).read_text().strip() == right
 
 
+def test_so_is_that_of_the_held_out_data(tmp_path):
+    """Until the coordinator is started again; workers that do not validate, or are older, join."""
+    lie, right, words = "ab" * 32, "cd" * 32, "other held-out data .* the same VAL_FILE"
+    with Server(tmp_path, save=True) as server:
+        liar = caller("127.0.0.2", server.port, validation=lie, name="liar")
+        for _ in range(3):
+            with pytest.raises(egg_net.NetError, match=words):
+                caller("127.0.0.3", server.port, validation=right)
+        assert liar.chunk(0) == 0 and caller("127.0.0.5", server.port).chunk(0) > 0
+        assert caller("127.0.0.4", server.port, validation=right).chunk(0) == 0      # which was handed to the liar
+        with pytest.raises(egg_net.NetError, match=words):
+            liar.chunk(0)
+    with Server(tmp_path, save=True) as server:
+        assert caller("127.0.0.2", server.port, validation=lie).chunk(0) == 0
+
+
 # --- leases -----------------------------------------------------------------------------------------------------------
 
 def beat(server, holders, done, seconds=10):

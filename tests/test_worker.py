@@ -68,6 +68,27 @@ def test_validation_and_samples_reach_the_console(tmp_path):
     assert [x.partition("Val: ")[2] for x in lines] == ["0.12 bits/byte", "", "0.36 bits/byte"]
 
 
+def test_a_worker_states_its_held_out_data(tmp_path):
+    from model import data_files
+
+    def opened(text, **constants):
+        path = tmp_path / f"{text[:2].decode()}.bin"
+        path.write_bytes(text)
+        return data_files.open_validation(CFG.changed(VAL_FILE=str(path), **constants), None)
+
+    other = opened(b"ad" * 50)
+    with Server(tmp_path) as server:
+        for validation in (opened(b"ab" * 50), opened(b"ab" * 50, VALIDATE_TOKENS=16),
+                           opened(b"ac" * 50, VALIDATE_EVERY=0)):
+            work_in_thread(server.port, FakeEngine(pause=0.01), validation=validation)
+            until(lambda: server.run.step > 1)
+        with pytest.raises(egg_net.NetError, match="other held-out data"):
+            egg_net.run_worker(CFG, "127.0.0.1", server.port, FakeEngine(), validation=other, retry=False,
+                               console=egg_net.Console(Lines()))
+        until(lambda: server.lines.text.count(" joined ") == 3)
+        server.stop()
+
+
 def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path):
     packed, digests = expected(4)
     engine, lines = FakeEngine(pause=0.01), Lines()
