@@ -26,7 +26,7 @@ install: $(VENV)/ready
 
 prepare: $(VENV)/ready
 	@$$(cat $(VENV)/pip) install -q -r requirements/prepare.txt
-	@$(EGG) prepare $(TEXT) $(ARGS)
+	@$(EGG) prepare $(TEXT) --vocab-size 8192 $(ARGS)
 
 test: $(VENV)/ready-test
 	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)

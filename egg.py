@@ -162,13 +162,16 @@ def of_directory(args):
     return {}, None
 
 
-def for_this_machine(cfg, args, say):
-    """cfg; or the preset laptop, if there is no GPU and nothing chose a model: no saved run, constant or preset."""
-    given = egg_config.given(args.preset, args.defines)
-    chosen = [name for name in given
+def wants_laptop(cfg, args):
+    """Whether there is no GPU here and nothing chose a model: no constant or preset."""
+    chosen = [name for name in egg_config.given(args.preset, args.defines)
               if egg_config.CONSTANTS[name].agree != "local" or name in egg_config.DATA_FILES]
-    own = args.run or args.load_dir or chosen or cfg.fingerprint() != egg_config.SHIPPED
-    if own or hardware.devices(cfg) != ["cpu"]:
+    return not chosen and cfg.fingerprint() == egg_config.SHIPPED and hardware.devices(cfg) == ["cpu"]
+
+
+def for_this_machine(cfg, args, say):
+    """cfg; or the preset laptop, if there is no GPU and nothing chose a model, nor a saved run."""
+    if args.run or args.load_dir or not wants_laptop(cfg, args):
         return cfg
     say("no GPU here: taking the preset laptop (or choose with --preset and -D)")
     return egg_config.load("laptop", args.defines)
@@ -415,7 +418,8 @@ def arch(cfg, args):
 
 
 @command(option("texts TEXT", "files of text (or any bytes), read one after the other, also .zst", nargs="+"),
-         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes", "VOCAB_SIZE"),
+         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes, which is the "
+                     "default without a GPU", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
          option("--force", "replace existing files without asking"))
@@ -428,11 +432,16 @@ def prepare(cfg, args):
       python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
     from tools import prepare
     prepare.need_room(args.out, args.force)
+    for_laptop = args.vocab_size is None and wants_laptop(cfg, args)
     # a preset that reads the tokens as bytes still wants tokens in the file
-    wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
+    wanted = 256 if for_laptop else args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
     say = Printer().line
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
     gpu = hardware.devices(cfg) != ["cpu"]
+    if for_laptop:
+        say("no GPU here: these are bytes, as the preset laptop reads them (or choose with --vocab-size)")
+    elif wanted != 256 and not gpu:
+        say("no GPU here: the preset laptop turns these tokens into bytes again (--vocab-size 256 makes bytes at once)")
     say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
 
 

@@ -38,7 +38,8 @@ def open_tokens(cfg, path):
     wide = cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE
     if wide and size % 4:
         raise DataError(f"{path} is cut short or holds plain bytes: {size} bytes are no whole number of uint32 tokens; "
-                        "make it again with `python egg.py prepare TEXT`, or set VOCAB_SIZE=256 DETOKENIZE=0 for bytes")
+                        "make it again with `python egg.py prepare TEXT --vocab-size N`, or set VOCAB_SIZE=256 "
+                        "DETOKENIZE=0 for bytes")
     with explained(DataError, path):
         tokens = np.memmap(path, "<u4" if wide else "u1", "r")
     if not wide:
@@ -47,8 +48,8 @@ def open_tokens(cfg, path):
     if cfg.DETOKENIZE:
         if not os.path.exists(cfg.DECODING_FILE):
             raise DataError(f"{cfg.DECODING_FILE} is missing, and DETOKENIZE needs it to turn the tokens of {path} "
-                            "into bytes: make both with `python egg.py prepare TEXT`, or set DETOKENIZE=0 for plain "
-                            "bytes")
+                            "into bytes: make both with `python egg.py prepare TEXT --vocab-size N`, or set "
+                            "DETOKENIZE=0 for plain bytes")
         decoding = Decoding.read(cfg.DECODING_FILE)
         _need_decodable(tokens, path, decoding, cfg.DECODING_FILE)
         tokens = np.concatenate([decoding.expand(tokens[at:at + BLOCK]) for at in range(0, tokens.size, BLOCK)])
@@ -126,7 +127,8 @@ class Decoding:
 
         def need(ok, what):
             if not ok:
-                raise DataError(f"{path} is damaged ({what}): make it again with `python egg.py prepare TEXT`")
+                raise DataError(f"{path} is damaged ({what}): make it again with `python egg.py prepare TEXT "
+                                "--vocab-size N`")
 
         count = int.from_bytes(data[:4], "little")
         pieces, at = [], 4

@@ -46,6 +46,23 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         egg_config.load(args.preset, args.defines, environ={})
 
 
+def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(egg_config, "SHIPPED", egg_config.make().fingerprint())
+    (tmp_path / "t.txt").write_bytes(TEXT)
+    told = run("prepare", "t.txt", "--out", "mine")
+    assert told.returncode == 0 and "no GPU here: these are bytes" in told.stdout and "BPE" not in told.stdout, told
+    assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told.stdout
+    assert sorted(os.listdir("mine")) == ["input.bin", "val.bin"]
+    for number, more in enumerate((["--vocab-size", 300], ["-D", "VOCAB_SIZE=300"])):
+        told = run("prepare", "t.txt", "--out", f"tokens-{number}", *more)
+        assert "the preset laptop turns these tokens into bytes again" in told.stdout and "BPE: " in told.stdout, told
+        assert os.path.exists(f"tokens-{number}/decoding.bin")
+    told = run("prepare", "t.txt", "--vocab-size", 300, "--out", "gpu", "-D", "DEVICE=cuda")
+    assert "no GPU" not in told.stdout
+    fails(run("prepare", "t.txt", "--out", "t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
+
+
 def test_prepare_asks_before_it_replaces(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_bytes(TEXT)

@@ -41,7 +41,7 @@ def test_a_run_goes_on_by_its_directory_alone(bytes_here, compiled):
     again = line_with("continue it: ", first.stdout)
     assert shlex.split(again)[-3:] == ["train", "--save-dir", "ckpt one"]
     more = paste(again + " --steps 4", "continue it: ")
-    assert more.returncode == 0 and "my data/train.bin: 18,000 tokens" in more.stdout, more
+    assert more.returncode == 0 and "train.bin: 18,000 bytes\nmy data/val.bin: validation on 64 bytes\n" in more.stdout
     assert "steps 2 to 4: " in more.stdout
     for line in (line_with("try it: ", first.stdout), line_with("try it: ", more.stdout)):
         written = paste(line, "try it: ")

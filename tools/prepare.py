@@ -49,7 +49,8 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
                 file.flush()
                 os.fsync(file.fileno())              # all are on the disk before the first takes its place
     except OSError as error:
-        raise DataError(f"{error.filename or out}: {error.strerror}: nothing was changed there") from None
+        raise DataError(f"{error.filename or out}: {error.strerror}: nothing was changed there; give --out a directory "
+                        "that can be written") from None
     for name, parts in files.items():
         say(f"{os.path.join(out, name)}: {sum(map(len, parts)):,} bytes")
     return n_tokens

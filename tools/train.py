@@ -51,11 +51,12 @@ def open_data(cfg, warn):
 
 def print_references(cfg, data, console):
     """Prints a line about the data and one about simple models. Returns {model: figure}, {} without validation."""
-    console.line(f"{cfg.INPUT_FILE}: {data.tokens.size:,} tokens of {cfg.VOCAB_SIZE:,} kinds")
+    units, kinds = ("bytes", "") if cfg.VOCAB_SIZE == 256 else ("tokens", f" of {cfg.VOCAB_SIZE:,} kinds")
+    console.line(f"{cfg.INPUT_FILE}: {data.tokens.size:,} {units}{kinds}")
     if data.validation is None:
         return {}
     references = data_files.references(cfg, data.tokens, data.validation)
-    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} tokens\n"
+    console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} {units}\n"
                  f"for comparison, in {data.validation.unit}: {_listed(references)}")
     return references
 
