@@ -15,8 +15,7 @@ import egg_config
 
 COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
            "white": "37", "grey": "90"}
-# of egg_net.sample: beginning, step, prompt, arrow, continuation
-SAMPLE = re.compile(r"( *sample at step (\d{1,18}): | *)(.*?)( >>> )(.*)", re.DOTALL)
+SAMPLE, ARROW = "sample at step ", " >>> "     # what stands before the step of a sample, and between its texts
 OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 
 
@@ -58,9 +57,9 @@ class Printer:
         self._write(self.colour(text, name) if name and text else text)
 
     def sample(self, text):
-        """`text` with prompt and continuation in different colours, if it is a SAMPLE."""
-        parts = SAMPLE.fullmatch(text)
-        return parts[1] + self.colour(parts[3], "blue") + parts[4] + self.colour(parts[5], "green") if parts else text
+        """`text` with prompt and continuation in different colours, if it is a sample."""
+        head, _, prompt, more = sample_parts(text) or (text, None, "", None)
+        return head if more is None else head + self.colour(prompt, "blue") + ARROW + self.colour(more, "green")
 
     def colour(self, text, name):
         return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
@@ -242,6 +241,19 @@ def fit(*parts):
     return text
 
 
+def sample_parts(text):
+    """(beginning, step, prompt, continuation) of an egg_net.sample; step: None where it has none. None for other text.
+    Without regular expressions: they take quadratic time for some texts, and this one may be a peer's."""
+    head, colon, rest = text.partition(": ")
+    blanks, title, step = head.partition(SAMPLE)
+    prompt, arrow, more = rest.partition(ARROW)
+    if arrow and title and not blanks.strip(" ") and step.isdecimal() and len(step) <= 18:
+        return head + colon, int(step), prompt, more
+    head, arrow, more = text.partition(ARROW)
+    prompt = head.lstrip(" ")
+    return (head[:len(head) - len(prompt)], None, prompt, more) if arrow else None
+
+
 def clean(text):
     """Text without control characters, line ends excepted: nothing in it steers a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else " " if c.isspace() else "" for c in text)
@@ -253,8 +265,8 @@ def printable(text):
 
 
 def one_line(text, most=2000):
-    """The same as part of a line, of at most `most` characters."""
-    return clean(text.replace("\n", " ")).strip()[:most]
+    """The same as part of a line, of at most `most` characters. It is cut before anything looks at it."""
+    return clean(text[:most].replace("\n", " ")).strip()
 
 
 def clock(seconds):

@@ -11,7 +11,7 @@ import stat
 import time
 
 import egg_config
-from cluster.console import SAMPLE
+from cluster.console import sample_parts
 from cluster.history import EVENTS
 from cluster.hub import Budget, nothing
 from egg_config import EggError, explained
@@ -81,9 +81,10 @@ class Events(contextlib.AbstractContextManager):
 
     def message(self, worker, text, line):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event."""
-        if (found := SAMPLE.fullmatch(text)) and found[2]:
-            prompt, sample = (x.replace("\u23ce", "\n") for x in found.group(3, 5))
-            self.emit("sample", line, worker=worker, step=int(found[2]), prompt=prompt, text=sample)
+        _, step, *texts = sample_parts(text) or (text, None)
+        if step is not None:
+            prompt, sample = (x.replace("\u23ce", "\n") for x in texts)
+            self.emit("sample", line, worker=worker, step=step, prompt=prompt, text=sample)
         else:
             self.emit("message", line, worker=worker, text=text)
 

@@ -15,6 +15,7 @@ import egg
 import egg_config
 import egg_net
 from cluster import admission, event_log, history, wire
+from cluster.console import printable, sample_parts
 from cluster.wire import JOB_REQUEST
 from maintenance import __main__ as maintenance
 from model import data_files
@@ -41,6 +42,28 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
         size = (tmp_path / history.EVENTS).stat().st_size
         assert size < 2 * event_log.OF_HOST[0] * 17000, f"{size} bytes"
     assert (tmp_path / history.EVENTS).read_text().count('"event": "step"') == 0
+
+
+@pytest.mark.parametrize("text", [" " * wire.LOG_MESSAGE.most, "\n" * wire.LOG_MESSAGE.most,
+                                  "sample at step " + " " * 16000, "sample at step 1: " * 900, " >>>" * 4000])
+def test_no_message_takes_long(text, tmp_path):
+    run = history.open_run(CFG)
+    console = egg_net.Console(Lines())
+    events = event_log.Events(CFG, run, tmp_path, console)
+    started = time.process_time()
+    events.message("w", shown := printable(text), shown)
+    console.sample(shown)
+    assert time.process_time() - started < 0.3
+    events.close(), run.close()
+
+
+def test_what_is_a_sample():
+    for text, parts in (("  sample at step 5: >>> a: >>> b", ("  sample at step 5: ", 5, ">>> a:", "b")),
+                        ("sample at step 5:  >>> b", ("sample at step 5: ", 5, "", "b")),
+                        ("a sample at step 5: x >>> b", ("", None, "a sample at step 5: x", "b")),
+                        (f"sample at step {'1' * 19}: x >>> b", ("", None, f"sample at step {'1' * 19}: x", "b")),
+                        ("    >>> b", ("   ", None, "", "b")), ("sample at step 5: x", None)):
+        assert sample_parts(text) == parts
 
 
 def test_what_peers_cause_is_bounded_for_each_host_and_for_all(tmp_path):
