@@ -24,12 +24,14 @@ MOST_BANNED = 1 << 26                          # bytes of that file
 
 
 class Author(NamedTuple):
-    """Who is responsible for results. key: the `id` of a greeting.Card; certificate: its SHA-256 (hex), or ""."""
+    """Who is responsible for results. key: the `id` of a greeting.Card; certificate: the SHA-256 of its public key
+    (hex), or ""; former: what a ban by an older version names, which hashed the whole certificate."""
     host: str
     key: str
     name: str
     certificate: str = ""
     named: bool = True         # False for a peer of version 1: a ban would keep out all of its host, and ends it only
+    former: str = ""
 
     @property
     def identity(self):
@@ -77,9 +79,9 @@ class Bans:
 
     def message(self, author):
         """Why this author may not take part, None where it may."""
-        why = self.all().get(author.identity)
-        lift = f"remove its line from {self.path}" if self.path else "start the coordinator again"
-        return None if why is None else f"banned: {why}; to let {author.identity} in again, {lift}"
+        bans, lift = self.all(), f"remove its line from {self.path}" if self.path else "start the coordinator again"
+        found = [name for name in (author.identity, author.former) if name in bans]
+        return f"banned: {bans[found[0]]}; to let {found[0]} in again, {lift}" if found else None
 
 
 class Admission:
@@ -124,7 +126,13 @@ class Admission:
 
     def author(self, session, card):
         shown = session.certificate
-        return Author(session.host, card.id, card.name, hashlib.sha256(shown).hexdigest() if shown else "")
+        if not shown:
+            return Author(session.host, card.id, card.name)
+        if card.role == "worker" and auth.may_sign(shown):
+            raise Refused("its certificate may sign others (CA:TRUE), and each of these would have a vote: make one "
+                          "with `openssl req -x509 -addext basicConstraints=critical,CA:FALSE ...`", wire.NO_ACCESS)
+        key, whole = (hashlib.sha256(data).hexdigest() for data in (auth.public_key(shown), shown))
+        return Author(session.host, card.id, card.name, key, former=f"certificate {whole}")
 
     def let_in_version_1(self, session):
         if not self.coordinator.island.takes_version_1:

@@ -116,6 +116,32 @@ def client_tls(ca, cert=None, key=None):
     return _tls(ssl.PROTOCOL_TLS_CLIENT, ca, needs, cert, key, ca)
 
 
+def der_element(data, at):
+    """(start, end) of the content of the DER element at an offset of bytes that OpenSSL has accepted."""
+    size, start = data[at + 1], at + 2
+    if size & 0x80:
+        size, start = int.from_bytes(data[start:start + size % 0x80]), start + size % 0x80
+    return start, start + size
+
+
+def public_key(certificate):
+    """bytes: the SubjectPublicKeyInfo of a certificate (DER). The certificate itself names nobody: of an ECDSA
+    signature (r, s) there is a twin, (r, -s), which anybody can make."""
+    at, _ = der_element(certificate, 0)
+    at, _ = der_element(certificate, at)                 # TBSCertificate
+    before = 5 + (certificate[at] == 0xA0)               # version, if any; serial, algorithm, issuer, validity, subject
+    for _ in range(before):
+        _, at = der_element(certificate, at)
+    return certificate[at:der_element(certificate, at)[1]]
+
+
+def may_sign(certificate):
+    """Whether OpenSSL takes others that this certificate (DER) has signed: CA:TRUE, which `openssl req -x509` makes."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=certificate)
+    return context.cert_store_stats()["x509_ca"] > 0
+
+
 def _tls(kind, complete, needs, cert, key, ca):
     if cert is key is ca is None:
         return None

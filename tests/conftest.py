@@ -98,6 +98,7 @@ def certificates(tmp_path_factory):
     at = tmp_path_factory.mktemp("tls")
     subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
                     "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+                    "-addext", "basicConstraints=critical,CA:FALSE",
                     "-keyout", at / "key", "-out", at / "cert"], check=True, capture_output=True)
     return at / "cert", at / "key"
 

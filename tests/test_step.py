@@ -1,8 +1,11 @@
 """The chunks of a step: leases, copies, audits, votes, liars, bans."""
 
 import contextlib
+import hashlib
 import os
 import re
+import ssl
+import subprocess
 import time
 
 import numpy as np
@@ -213,6 +216,55 @@ def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
         refused_by(lambda: egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="another name")),
                    "banned: it lied")
     assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / admission.BANNED_FILE).read_text())
+
+
+P256 = 0xffffffff00000000ffffffffffffffffbce6faada7179e84f3b9cac2fc632551     # order of the curve
+
+
+def der(tag, content):
+    size = len(content)
+    return bytes([tag, *([size] if size < 128 else [0x82, size >> 8, size & 255])]) + content
+
+
+def twin(certificate):
+    """The same certificate with the other signature, (r, n - s)."""
+    start, _ = auth.der_element(certificate, 0)
+    _, algorithm = auth.der_element(certificate, start)
+    _, at = auth.der_element(certificate, algorithm)
+    pair, _ = auth.der_element(certificate, auth.der_element(certificate, at)[0] + 1)
+    _, second = auth.der_element(certificate, pair)
+    s = P256 - int.from_bytes(certificate[slice(*auth.der_element(certificate, second))])
+    pair = certificate[pair:second] + der(2, s.to_bytes(s.bit_length() // 8 + 1))
+    return der(0x30, certificate[start:at] + der(3, b"\0" + der(0x30, pair)))
+
+
+def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
+    def openssl(*arguments):
+        subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                        "-days", "2", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    openssl("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "ca-key", "-out", "ca")
+    openssl("-subj", "/CN=w", "-CA", "ca", "-CAkey", "ca-key", "-addext", "basicConstraints=critical,CA:FALSE",
+            "-keyout", "key", "-out", "leaf")
+    ca, key, leaf = (str(tmp_path / name) for name in ("ca", "key", "leaf"))
+    shown = ssl.PEM_cert_to_DER_cert((tmp_path / "leaf").read_text())
+    (tmp_path / "twin").write_text(ssl.DER_cert_to_PEM_cert(twin(shown)))
+    access = auth.Access(SECRET, auth.server_tls(ca, tmp_path / "ca-key", ca=ca))
+
+    def come(cert, key):
+        ours = auth.Access(SECRET, auth.client_tls(ca, cert, key))
+        return egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w"))
+
+    with Server(tmp_path, save=True, access=access) as server:
+        links = come(leaf, key), come(tmp_path / "twin", key)
+        until(lambda: len(server.coordinator.dispatcher.workers) == 2)
+        first, second = (worker.author for worker in server.coordinator.dispatcher.workers)
+        assert first.voter == second.voter and first.identity == second.identity and first.former != second.former
+        refused_by(lambda: come(ca, tmp_path / "ca-key"), "its certificate may sign others")
+        (tmp_path / admission.BANNED_FILE).write_text(
+            f"certificate {hashlib.sha256(shown).hexdigest()}\tby an older version\n")
+        refused_by(lambda: come(leaf, key), "banned: by an older version")
+        [link.close() for link in links]
 
 
 def test_bans_that_cannot_be_written_hold_until_the_end(tmp_path):
