@@ -11,7 +11,7 @@ from typing import NamedTuple
 import egg_config
 from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
-from cluster.hub import NetError, Unproven, reason
+from cluster.hub import NetError, Unproven, reason, split_address
 from cluster.session import Role, Session
 from cluster.trust import of_most
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
@@ -25,7 +25,8 @@ MOST_BANNED = 1 << 26                          # bytes of that file
 
 class Author(NamedTuple):
     """Who is responsible for results. key: the `id` of a greeting.Card; certificate: the SHA-256 of its public key
-    (hex), or ""; former: what a ban by an older version names, which hashed the whole certificate."""
+    (hex), or ""; former: what a ban by an older version names, with a hash of the whole certificate, or the whole of
+    an IPv6 address; host: see hub.host_of."""
     host: str
     key: str
     name: str
@@ -126,13 +127,12 @@ class Admission:
 
     def author(self, session, card):
         shown = session.certificate
-        if not shown:
-            return Author(session.host, card.id, card.name)
-        if card.role == "worker" and auth.may_sign(shown):
+        if shown and card.role == "worker" and auth.may_sign(shown):
             raise Refused("its certificate may sign others (CA:TRUE), and each of these would have a vote: make one "
                           "with `openssl req -x509 -addext basicConstraints=critical,CA:FALSE ...`", wire.NO_ACCESS)
-        key, whole = (hashlib.sha256(data).hexdigest() for data in (auth.public_key(shown), shown))
-        return Author(session.host, card.id, card.name, key, former=f"certificate {whole}")
+        key, whole = (hashlib.sha256(part(shown)).hexdigest() if shown else "" for part in (auth.public_key, bytes))
+        former = Author(split_address(session.address)[0], card.id, card.name, whole).identity
+        return Author(session.host, card.id, card.name, key, former=former)
 
     def let_in_version_1(self, session):
         if not self.coordinator.island.takes_version_1:

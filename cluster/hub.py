@@ -5,6 +5,7 @@ A Hub listens, accepts and calls. A Connection holds the bytes of one peer; a su
 import collections
 import contextlib
 import errno
+import ipaddress
 import os
 import random
 import re
@@ -48,6 +49,15 @@ def resolve(host, port, flags=0):
 
 def address_text(host, port):
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(address):
+    """What counts as one host: an IPv4 address, also where it is mapped into IPv6, or the first 64 bits of an IPv6
+    address: who has one of these has all."""
+    found = ipaddress.ip_address(address)
+    if found.version == 6 and not found.ipv4_mapped:
+        return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+    return str(getattr(found, "ipv4_mapped", found))
 
 
 def tune(sock):
@@ -224,7 +234,7 @@ class Connection:
         self.hub, self.sock, self.traffic = hub, sock, traffic
         self._tls, self._call = tls, call
         self._selector = hub.strangers
-        self.host, self.address = address[0], address_text(*address[:2])
+        self.host, self.address = host_of(address[0]), address_text(*address[:2])
         self.inbox, self.outbox = bytearray(), b""
         self.open, self.paused = True, False
         self._event = 0                                  # that the selector waits for

@@ -11,7 +11,7 @@ import pytest
 
 import egg_config
 import egg_net
-from cluster import auth, event_log, greeting, snapshots, status, wire
+from cluster import admission, auth, event_log, greeting, hub, snapshots, status, trust, wire
 from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME
 from coordinators import Peer, Peer2, Server, refused_by, until, whole, work_in_thread
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
@@ -264,6 +264,30 @@ def test_a_coordinator_proves_itself_once_and_with_a_slow_key():
     started = time.process_time()
     auth.stretched(b"a guess of the secret")
     assert time.process_time() - started > 0.01
+
+
+def test_a_host_of_ipv6_is_its_first_64_bits():
+    """With a vote, a budget and a place for each address of one network, one machine would be as many as it likes."""
+    def arrive(address):
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+            connection = hub.Connection(loop, sock, (address, 7, 0, 0), None)
+            connection.close()
+            return connection
+
+    loop = hub.Hub()
+    ours = [arrive(f"2001:db8:0:7::{k:x}") for k in range(1, 7)]
+    assert {one.host for one in ours} == {"2001:db8:0:7::/64"} and ours[5].address == "[2001:db8:0:7::6]:7"
+    assert [arrive(text).host for text in ("2001:db8:0:8::1", "::ffff:10.0.0.1", "10.0.0.1", "fe80::1%eth0", "::1")] \
+        == ["2001:db8:0:8::/64", "10.0.0.1", "10.0.0.1", "fe80::/64", "::/64"]
+    card_ = greeting.Card("worker", "k.1", "w", "", {}, b"")
+    authors = [admission.Admission.author(None, one, card_) for one in ours]
+    assert trust.tally({b"a lie": set(authors), b"": {admission.Author("10.0.0.1", "", "")}}) == {b"a lie": 1, b"": 1}
+    bans = admission.Bans()
+    bans.add(authors[1].former, "by an older version")
+    assert "at 2001:db8:0:7::2 (" in bans.message(authors[1]) and not bans.message(authors[0])
+    bans.add(authors[1].identity, "it lied")
+    assert all(map(bans.message, authors))
+    loop.close()
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
