@@ -41,8 +41,6 @@ class Progress:
     def result(self, updates):
         if updates:
             self._updates.append(updates)
-        if self.started is None:
-            self.started = self._step_started        # a version 1 peer may not have asked
 
     @property
     def updates(self):

@@ -201,8 +201,8 @@ def test_requests_are_held_and_woken(tmp_path):
         assert late.answer().first in (64, 96)
         late.ask(0)                                              # nothing left, but a step will be complete soon
         assert late.silent()
-        for position in mine:
-            a.result(0, position)
+        for peer, position in zip((a, a, late, late), mine):
+            peer.result(0, position)
         answer = late.answer()
         assert answer.step == 1 and answer.seed == seeds.next_seed(42, 0)
         assert fitness_digits.unpack_ternary(answer.packed, CFG.N_PAIRS).all()
@@ -227,8 +227,10 @@ def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(
 def test_duplicate_results_count_once(tmp_path):
     with Server(tmp_path) as server:
         peer = Peer(server.port)
-        for position in (0, 0, 32, 64, 32):
+        for again in (0, 0, 32):
+            position = peer.chunk(0)
             peer.result(0, position, loss=10)
+            peer.result(0, again, loss=10)
         assert peer.chunk(0) == 96
         peer.result(0, 96, loss=10, updates=3)
         until(lambda: server.run.step == 1)
@@ -241,6 +243,7 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
         assert peer.chunk(0) == 0                                # who holds chunk 0 validates
         peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
         for position in (0, 32, 64, 96):
+            assert position == 0 or peer.chunk(0) == position
             peer.result(0, position, loss=4096, updates=5 if position < 64 else 0)
     assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| "
                      r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| "

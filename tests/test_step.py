@@ -139,7 +139,15 @@ def test_only_chunks_that_were_handed_out_are_taken(tmp_path):
         peer.result(0, 64)
         with pytest.raises(egg_net.NetError, match="RESULT for chunk 2, which it was not given"):
             peer.answer()
+        old = Peer(server.port)
+        for chunk in range(4):                                   # of protocol 1, before it has asked for anything
+            old.result(0, 32 * chunk)
+        given = old.chunk(0)                                     # it stays
         assert not server.coordinator.dispatcher.work.done
+        worker, = server.coordinator.dispatcher.workers
+        assert worker.conduct.punctual is False and worker.conduct.results == 0
+        old.result(0, given)
+        until(lambda: [*server.coordinator.dispatcher.work.done] == [given // 32] and worker.conduct.punctual)
 
 
 def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
