@@ -18,7 +18,8 @@ from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
 BACKLOG = 1024                                 # connections that the system holds until they are accepted
 ARRIVALS = 256                                 # connections at a time that have proved nothing yet
-REASONS_LOGGED, ADDRESSES_LOGGED = 32, 256     # refusals of an address that are logged, and addresses
+REASONS_LOGGED, HOSTS_LOGGED = 32, 256         # refusals of a host that are logged, and hosts that are remembered
+REFUSED_SECONDS = 600.0                        # after which a refusal is news again
 BANNED_FILE = "banned.txt"                     # in the save directory: identity, tab, reason
 MOST_BANNED = 1 << 26                          # bytes of that file
 
@@ -97,7 +98,7 @@ class Admission:
         self.arrivals, self.by_host = Unproven(min(ARRIVALS, most // 4)), collections.Counter()
         self.most = most - self.arrivals.most
         self.validation = bytes(32)                  # digest of the held-out data, zeros while unknown
-        self._refused = {}                           # host -> reasons that are logged
+        self._refused = {}                           # host -> (since when, reasons that are logged), the oldest first
         self._status_made, self._status_until = b"", 0.0
 
     def listen(self, host, port):
@@ -119,11 +120,17 @@ class Admission:
             self.by_host -= {session.host: 1}        # which forgets a host without connections
 
     def report(self, host, title, why):
-        """Logs a refusal if it is new: a peer that tries again and again must not fill the log. `why` may quote it."""
-        why, logged = one_line(why), self._refused.get(host, set())
-        if why not in logged and len(logged) < REASONS_LOGGED and (logged or len(self._refused) < ADDRESSES_LOGGED):
-            self._refused[host] = logged | {why}
-            self.coordinator.events.about(host, "refused", f"refused {title}: {why}", address=title, reason=why)
+        """Logs a refusal if it is new: a peer that tries again and again must not fill the log. `why` may quote it.
+        What is logged is forgotten in time, and for newer hosts: nobody can keep the refusals of others silent."""
+        why, now = one_line(why), time.monotonic()
+        if now - self._refused.get(host, (now,))[0] > REFUSED_SECONDS:
+            del self._refused[host]
+        if host not in self._refused and len(self._refused) >= HOSTS_LOGGED:
+            del self._refused[next(iter(self._refused))]
+        _, logged = self._refused.setdefault(host, (now, set()))
+        if why not in logged and len(logged) < REASONS_LOGGED and self.coordinator.events.allows(host):
+            logged.add(why)
+            self.coordinator.events.emit("refused", f"refused {title}: {why}", address=title, reason=why)
 
     def author(self, session, card):
         shown = session.certificate

@@ -11,9 +11,9 @@ import pytest
 
 import egg_config
 import egg_net
-from cluster import admission, auth, event_log, greeting, hub, snapshots, status, trust, wire
+from cluster import admission, auth, event_log, greeting, history, hub, snapshots, status, trust, wire
 from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME
-from coordinators import Peer, Peer2, Server, refused_by, until, whole, work_in_thread
+from coordinators import Coordinator, Peer, Peer2, Server, refused_by, until, whole, work_in_thread
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
 
 LIMITS = wire.limits(CFG)
@@ -84,6 +84,28 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
                   "JOB_REQUEST before the introduction"):
         assert sum(words in line for line in told) == 1
     link.close()
+
+
+def test_strangers_cannot_silence_the_refusals_of_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "OF_ALL", (10_000, 10_000))
+    now = [time.monotonic()]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    run, lines = history.open_run(CFG), Lines()
+    coordinator = Coordinator(CFG, run, log_dir=tmp_path, console=egg_net.Console(lines))
+    report = coordinator.admission.report
+    for k in range(2 * admission.HOSTS_LOGGED):
+        report(f"10.0.{k // 256}.{k % 256}", "a stranger", "wrong secret")
+    for _ in range(3):
+        report("10.9.9.9", "the last", "wrong secret")
+    for k in range(2 * admission.REASONS_LOGGED):
+        report("10.9.9.9", "the last", f"reason {k}.")
+    assert lines.text.count("a stranger") == 2 * admission.HOSTS_LOGGED
+    assert lines.text.count("the last") == admission.REASONS_LOGGED
+    assert len(coordinator.admission._refused) == admission.HOSTS_LOGGED
+    now[0] += admission.REFUSED_SECONDS + 1
+    report("10.9.9.9", "the last", "wrong secret")
+    assert lines.text.count("refused the last: wrong secret") == 2
+    coordinator.close(), run.close()
 
 
 def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
