@@ -4,14 +4,13 @@ a late chunk, and from whom a share of the work can be expected. They follow fro
 import time
 from typing import NamedTuple
 
-from cluster.progress import median
 from cluster.step import COPY_AFTER
 
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
 ASK_WITHIN = 2.0           # seconds after an answer or a result in which a punctual worker may ask before others
 # A silent worker's chunk goes to another one after LEASE_FACTOR times a chunk's usual time, LEAST_LEASE seconds at
-# least. With heartbeats a worker has LEASE_FACTOR times longer, and STRAGGLER_TIMEOUT at least; both have that while no
-# usual time is known.
+# least. With heartbeats it has LEASE_FACTOR times longer, but by the time that is usual for all, and STRAGGLER_TIMEOUT at
+# least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual time is known.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
 
 
@@ -42,8 +41,8 @@ class Expired(NamedTuple):
 
 
 class Fairness:
-    """workers: the set of those that are connected; usual: seconds that a chunk takes most of them, None before it is
-    known; late: chunks of the present step that an idle worker may copy; passed_over: a worker waits although there may
+    """workers: the set of those that are connected; usual: seconds that a chunk usually takes, see `check`, None before
+    it is known; late: chunks of the present step that an idle worker may copy; passed_over: a worker waits although there may
     be a chunk for it."""
 
     def __init__(self, cfg, run, workers):
@@ -86,19 +85,26 @@ class Fairness:
                 and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
 
     def check(self, work, now):
-        """Measures the usual time of a chunk, and finds the late ones of `work`, a step.Step."""
-        paces = [worker.conduct.pace for worker in self.workers if worker.conduct.pace]
-        self.usual = median(paces) if paces else self.usual
+        """Measures the usual time of a chunk, and finds the late ones of `work`, a step.Step. Each voter has one pace,
+        that of its fastest worker, and the lower quartile of them is usual, at most STRAGGLER_TIMEOUT. So one host
+        cannot make the usual time grow by taking longer and longer, with however many workers."""
+        paces = {}
+        for worker in self.workers:
+            if pace := worker.conduct.pace:
+                voter = worker.author.voter
+                paces[voter] = min(pace, paces.get(voter, self._timeout))
+        self.usual = sorted(paces.values())[(len(paces) - 1) // 4] if paces else self.usual
         self.late = work.late(now, self.usual) if self.usual and not work.queue else []
 
     def expired(self, worker, held, now):
         """[Expired] of the chunks that this worker holds. held: {chunk: when it was handed out}, not empty."""
         conduct, heard = worker.conduct, worker.session.heard
-        pace = conduct.pace or self.usual
-        lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else self._timeout
+        usual, pace = self.usual, conduct.pace or self.usual
+        longest = max(self._timeout, LEASE_FACTOR * max(LEAST_LEASE, LEASE_FACTOR * usual)) if usual else self._timeout
+        # by its own time alone, a worker that takes longer and longer would be given more and more
+        lease = min(longest, max(LEAST_LEASE, LEASE_FACTOR * pace)) if pace else self._timeout
         if now - min(held.values()) <= lease:
             return []
-        longest = max(self._timeout, LEASE_FACTOR * lease) if pace else self._timeout
         silent = [chunk for chunk, since in held.items() if now - max(since, heard) > lease]
         stuck = [chunk for chunk, since in held.items() if now - since > longest and chunk not in silent]
         if stuck:

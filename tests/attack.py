@@ -24,7 +24,7 @@ from cluster import wire                                                        
 from cluster.link import OldCoordinator                                              # noqa: E402
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, V2  # noqa: E402
 from egg_config import EggError                                                      # noqa: E402
-from coordinators import Peer2
+from coordinators import Peer2, caller
 from fakes import GOOD, changed                                                 # noqa: E402
 from maintenance import load                                                         # noqa: E402
 
@@ -66,6 +66,11 @@ def frames(port, _, held):
 def heartbeats(port, _, peers):
     """Sixteen peers that are let in and send heartbeats at line rate."""
     return pour(port, peers, wire.frame(HEARTBEAT, version=V2) * 6000, 16)
+
+
+def blanks(port, _, peers):
+    """The same with log messages of blanks."""
+    return pour(port, peers, wire.frame(LOG_MESSAGE, b" " * LOG_MESSAGE.most, version=V2) * 4, 16)
 
 
 def pour(port, peers, data, count):
@@ -125,12 +130,22 @@ def logs(port, _, held):
     peer.link.close()
 
 
+def slow_walk(port, _, walkers):
+    """Six workers of another host: each takes 1.4 times the time that it usually took, so that none is ever late."""
+    if walkers is None:
+        walkers = [Walker(port) for _ in range(6)]
+        [walker.start() for walker in walkers]
+    time.sleep(0.05)
+    return walkers
+
+
 def nothing(*_):
     """To compare with: a process that only computes."""
     sum(range(100_000))
 
 
-FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, http, pages, logs)}
+FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, blanks, http, pages, logs,
+                                  slow_walk)}
 
 
 def flood(kind, port, page, seconds):
@@ -159,7 +174,7 @@ class Honest(threading.Thread):
     def run(self):
         while not self.stop:
             with contextlib.suppress(*GONE):
-                self.serve(Peer2(self.port, CFG, name="honest"))
+                self.serve(self.arrive())
             self.lost += not self.stop
 
     def serve(self, peer):
@@ -170,8 +185,27 @@ class Honest(threading.Thread):
             step, position, packed = answer.step, answer.first, answer.packed
             self.step, out = max(step, self.step), b""
             if not packed:
-                time.sleep(0.002)
+                self.compute()
                 out = peer.link.frame(wire.RESULT, 0, step, position, 0, 5, len(GOOD), GOOD)
+
+
+    def arrive(self):
+        return Peer2(self.port, CFG, name="honest")
+
+    def compute(self):
+        time.sleep(0.002)
+
+
+class Walker(Honest):
+    usual, one_at_a_time = 0.002, threading.Lock()
+
+    def arrive(self):
+        with self.one_at_a_time:                                 # see `caller`
+            return caller("127.0.0.2", self.port, CFG, name="walker")
+
+    def compute(self):
+        time.sleep(took := 1.4 * self.usual)
+        self.usual = 0.7 * self.usual + 0.3 * took           # as the coordinator reckons (cluster.fairness.Conduct)
 
 
 class Newcomer(threading.Thread):

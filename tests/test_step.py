@@ -7,6 +7,7 @@ import re
 import ssl
 import subprocess
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -515,6 +516,51 @@ def beat(server, holders, done, seconds=10):
             with contextlib.suppress(TimeoutError):              # asks for a chunk of every step, and for a second one
                 holder.ask(holder.answer(0.001).step)
         time.sleep(0.05)
+
+
+class Working(Holder):
+    def __init__(self, host, name):
+        super().__init__(host, name)
+        self.conduct, self.session = fairness.Conduct(), SimpleNamespace(heard=0.0)
+
+    def take(self, seconds):
+        self.conduct.turn += seconds
+        self.conduct.delivered(self.conduct.turn - seconds, True)
+
+
+@pytest.mark.parametrize("honest", [[Working("2.2.2.2", "b"), Working("3.3.3.3", "c")], [Working("2.2.2.2", "b")],
+                                    [Working("1.1.1.1", "b")]])
+def test_a_slow_walk_of_one_host_does_not_become_usual(honest):
+    slow = [Working("1.1.1.1", f"a{k}") for k in range(6)]
+    rules = fairness.Fairness(CFG, None, {*slow, *honest})
+    for worker in (*slow, *honest):
+        worker.take(1.0)
+    for _ in range(50):
+        rules.check(Step(CFG), 0)
+        for worker in slow:
+            worker.take(1.4 * rules.usual)
+        for worker in honest:
+            worker.take(1.0)
+    assert rules.usual == pytest.approx(1.0)
+
+
+def test_no_worker_walks_its_own_lease_away():
+    slow, honest = Working("1.1.1.1", "a"), Working("2.2.2.2", "b")
+    rules = fairness.Fairness(CFG, None, {slow, honest})
+    honest.take(1.0)
+    for _ in range(30):
+        slow.take(3.9 * (slow.conduct.pace or 1.0))
+    rules.check(Step(CFG), 0)
+    for heard, why in ((0.0, "silent for"), (CFG.STRAGGLER_TIMEOUT, "has not delivered for")):
+        slow.session.heard = heard
+        assert not rules.expired(slow, {0: 0.0}, CFG.STRAGGLER_TIMEOUT - 1)
+        assert [e.why for e in rules.expired(slow, {0: 0.0}, CFG.STRAGGLER_TIMEOUT + 1)] == [why]
+    honest.conduct.pace = 10.0                           # what takes everybody long has time
+    rules.check(Step(CFG), 0)
+    assert not rules.expired(slow, {0: 0.0}, 159.0)
+    honest.conduct.pace = 1e9                            # and no usual time is longer than a lease without one
+    rules.check(Step(CFG), 0)
+    assert rules.usual == CFG.STRAGGLER_TIMEOUT
 
 
 def test_a_lease_ends_though_no_usual_time_is_known(tmp_path):
