@@ -9,8 +9,8 @@ from cluster.step import COPY_AFTER
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
 ASK_WITHIN = 2.0           # seconds after an answer or a result in which a punctual worker may ask before others
 # A silent worker's chunk goes to another one after LEASE_FACTOR times a chunk's usual time, LEAST_LEASE seconds at
-# least. With heartbeats it has LEASE_FACTOR times longer, but by the time that is usual for all, and STRAGGLER_TIMEOUT at
-# least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual time is known.
+# least. With heartbeats it has LEASE_FACTOR times longer, but by the time that is usual for all, and STRAGGLER_TIMEOUT
+# at least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual time is known.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
 
 
@@ -42,8 +42,8 @@ class Expired(NamedTuple):
 
 class Fairness:
     """workers: the set of those that are connected; usual: seconds that a chunk usually takes, see `check`, None before
-    it is known; late: chunks of the present step that an idle worker may copy; passed_over: a worker waits although there may
-    be a chunk for it."""
+    it is known; late: chunks of the present step that an idle worker may copy; passed_over: a worker waits although
+    there may be a chunk for it."""
 
     def __init__(self, cfg, run, workers):
         self.run, self.workers = run, workers

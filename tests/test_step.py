@@ -249,8 +249,8 @@ def twin(certificate):
 
 def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
     def openssl(*arguments):
-        subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                        "-days", "2", *arguments], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+                        "-nodes", "-days", "2", *arguments], cwd=tmp_path, check=True, capture_output=True)
 
     openssl("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "ca-key", "-out", "ca")
     openssl("-subj", "/CN=w", "-CA", "ca", "-CAkey", "ca-key", "-addext", "basicConstraints=critical,CA:FALSE",
