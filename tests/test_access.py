@@ -301,7 +301,7 @@ def test_a_host_of_ipv6_is_its_first_64_bits():
     assert {one.host for one in ours} == {"2001:db8:0:7::/64"} and ours[5].address == "[2001:db8:0:7::6]:7"
     assert [arrive(text).host for text in ("2001:db8:0:8::1", "::ffff:10.0.0.1", "10.0.0.1", "fe80::1%eth0", "::1")] \
         == ["2001:db8:0:8::/64", "10.0.0.1", "10.0.0.1", "fe80::/64", "::/64"]
-    card_ = greeting.Card("worker", "k.1", "w", "", {}, b"")
+    card_ = greeting.Card("worker", "k.1", "w", "", {}, b"", b"")
     authors = [admission.Admission.author(None, one, card_) for one in ours]
     assert trust.tally({b"a lie": set(authors), b"": {admission.Author("10.0.0.1", "", "")}}) == {b"a lie": 1, b"": 1}
     bans = admission.Bans()
