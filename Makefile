@@ -1,4 +1,4 @@
-# make run: one minute of training on this machine, with the preset laptop, or best where there is a GPU. make prepare,
+# make run: one minute of training on this machine, with the preset that `egg.py train` takes here. make prepare,
 # make test, make bench, make install, make clean. Everything is installed into .venv here; ARGS adds to the command,
 # PYTHON names another interpreter:
 #   make prepare TEXT="book1.txt book2.txt" ARGS="--out books"
@@ -17,10 +17,9 @@ CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hard
 .PHONY: run install prepare test bench clean
 
 run: $(VENV)/ready
-	@if [ "$(CUDA)" = 0 ]; then preset=laptop; else preset=best; fi; \
-	to=ckpt-$$(date +%Y%m%d-%H%M%S); \
+	@to=ckpt-$$(date +%Y%m%d-%H%M%S); \
 	echo "make run: one minute of training, the first time after about 15 s of compiling (two quiet cores)"; set -x; \
-	exec $(EGG) train --preset $$preset --minutes 1 --save-dir $$to $(ARGS)
+	exec $(EGG) train --minutes 1 --save-dir $$to $(ARGS)
 
 install: $(VENV)/ready
 

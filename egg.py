@@ -39,7 +39,7 @@ train on this machine:
   python egg.py train --minutes 1 --save-dir ckpt     learn from the shipped text; no GPU needed
   python egg.py train --save-dir ckpt                 continue until Ctrl-C, which loses nothing
   python egg.py train --save-dir ckpt --http 8080     continue, with a live page: http://localhost:8080/
-  python egg.py train --preset nano-egg               the recurrent model of nano-egg
+  python egg.py train --preset deggs                  the settings of d-eggs: egg_config.py as it is
 use a run:
   python egg.py generate --prompt 'The king said'     let the newest saved run write
   python egg.py eval --load-dir ckpt                  measure it on held-out text
@@ -162,22 +162,30 @@ def of_directory(args):
     return {}, None
 
 
-def wants_laptop(cfg, args):
-    """Whether there is no GPU here and nothing chose a model: no constant or preset."""
-    chosen = [name for name in egg_config.given(args.preset, args.defines)
-              if egg_config.CONSTANTS[name].agree != "local" or name in egg_config.DATA_FILES]
-    return not chosen and cfg.fingerprint() == egg_config.SHIPPED and hardware.devices(cfg) == ["cpu"]
+def chosen(args, run):
+    """Whether the saved `run`, a run to load or a preset chose the model."""
+    return run or vars(args).get("load_dir") or args.preset or os.environ.get("EGG_PRESET")
 
 
-def for_this_machine(cfg, args, say):
-    """cfg; or the preset laptop, if there is no GPU and nothing chose a model, nor a saved run."""
-    if args.run or args.load_dir or not wants_laptop(cfg, args):
-        return cfg
-    say("no GPU here: taking the preset laptop (or choose with --preset and -D)")
-    return egg_config.load("laptop", args.defines)
+def of_directory_or_machine(args):
+    """The same; where nothing chose a model, also no edit of egg_config.py, args.preset becomes that for this machine.
+    """
+    saved, run = of_directory(args)
+    args.taken = not chosen(args, run) and egg_config.make().fingerprint() == egg_config.SHIPPED
+    if args.taken:
+        _, device = egg_config.given(defines=args.defines).get("DEVICE", ("", egg_config.DEVICE))
+        args.preset = hardware.preset(egg_config.make(DEVICE=device))
+    return saved, run
 
 
-@command("--save-dir", *RUN, "--threads", OPEN_PAGE, saved=of_directory)
+def what_suits(cfg, args, presets):
+    """A line for a coordinator or a worker, which need the same settings, that has the slow ones as nothing chose; or
+    None."""
+    if not chosen(args, args.run) and cfg.fingerprint() == egg_config.SHIPPED:
+        return f"no preset: the slow settings of d-eggs; {presets} (coordinator and workers alike)"
+
+
+@command("--save-dir", *RUN, "--threads", OPEN_PAGE, saved=of_directory_or_machine)
 def train(cfg, args):
     """train on this machine: coordinator and workers in one command, until Ctrl-C
 
@@ -186,7 +194,9 @@ def train(cfg, args):
       python egg.py train --save-dir ckpt --http 8080       continue that run, with a live page"""
     from tools import train
     console = run_console(args)
-    cfg = for_this_machine(cfg, args, console.line)
+    if args.taken:
+        where = "no GPU" if args.preset == "laptop" else "a GPU"
+        console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
     done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, page(args),
                        args.log_json, args.tensorboard)
     directory = done.progress.run.directory
@@ -236,7 +246,7 @@ def coordinator(cfg, args):
     console = run_console(args)
     done = egg_net.run_coordinator(cfg, args.host, args.port, args.save_dir, args.load_dir, args.steps,
                                    args.minutes, console, access, page(args, access), args.log_json, args.tensorboard,
-                                   island)
+                                   island, hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
     invite_to_continue(args.argv, done.run.directory, console)
 
 
@@ -257,8 +267,11 @@ def worker(cfg, args):
         print("\n".join(hardware.devices(cfg)))
         return
     access, device = access_to(args), hardware.one_device(cfg, args.gpu)
+    console = Console()
+    if hint := what_suits(cfg, args, f"--preset {hardware.preset(cfg)} suits this machine"):
+        console.line(hint)
     from tools import train
-    train.work(cfg, args.host, args.port, device, args.threads, access=access, protocol=args.protocol, name=args.name)
+    train.work(cfg, args.host, args.port, device, args.threads, console, access, args.protocol, args.name)
 
 
 @command(option("--save-dir DIR", "keep the run in DIR on the node whose DIR holds a run, else on this node",
@@ -432,12 +445,13 @@ def prepare(cfg, args):
       python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
     from tools import prepare
     prepare.need_room(args.out, args.force)
-    for_laptop = args.vocab_size is None and wants_laptop(cfg, args)
+    unedited = egg_config.make().fingerprint() == egg_config.SHIPPED
+    gpu = hardware.devices(cfg) != ["cpu"]
+    for_laptop = unedited and not (gpu or args.vocab_size or args.defines or chosen(args, None))
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = 256 if for_laptop else args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
     say = Printer().line
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
-    gpu = hardware.devices(cfg) != ["cpu"]
     if for_laptop:
         say("no GPU here: these are bytes, as the preset laptop reads them (or choose with --vocab-size)")
     elif wanted != 256 and not gpu:

@@ -190,6 +190,8 @@ TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of t
 #                                                            H200), `mma`, or `auto`: the better one
 
 PRESETS = {
+    # The values above as they are.
+    "deggs": {},
     # A byte model that learns within a minute on two cores, with noise on activations. Few windows with many members
     # each; a rate that falls with the root of the steps. 12 logit units are a nat: with more of them the frequent
     # tokens reach the largest logit. Two chunks, so that two machines can share a step.
@@ -628,14 +630,15 @@ def tables():
                       5 * "|---" + "|"]
         meaning = f"({constant.model}) {constant.meaning}" if constant.model else constant.meaning
         lines.append(_row(name, text(constant.value), constant.limits, constant.agree, meaning))
-    lines += ["", "### Values of the presets", "", _row("constant", "default", *PRESETS),
-              (2 + len(PRESETS)) * "|---" + "|"]
+    presets = {name: preset for name, preset in PRESETS.items() if preset}
+    lines += ["", "### Values of the presets", "", _row("constant", "default", *presets),
+              (2 + len(presets)) * "|---" + "|"]
     for name, constant in CONSTANTS.items():
-        if name != "LR_SCHEDULE" and any(name in preset for preset in PRESETS.values()):
-            values = [text(preset[name]) if name in preset else "" for preset in PRESETS.values()]
+        if name != "LR_SCHEDULE" and any(name in preset for preset in presets.values()):
+            values = [text(preset[name]) if name in preset else "" for preset in presets.values()]
             lines.append(_row(name, text(constant.value), *values))
     lines += ["", "LR_SCHEDULE:", ""]
-    lines += [f"- {name}: {text(preset['LR_SCHEDULE'])}" for name, preset in PRESETS.items()]
+    lines += [f"- {name}: {text(preset['LR_SCHEDULE'])}" for name, preset in presets.items()]
     return "\n".join(lines[1:])
 
 

@@ -783,10 +783,12 @@ def room_for_connections(http):
 
 
 def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
-                    access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None):
+                    access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None,
+                    hint=None):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
     or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
-    event_log.Events; http, island: see Coordinator. Returns its Progress. Raises EggError."""
+    event_log.Events; http, island: see Coordinator; hint: a line at the start, or None. Returns its Progress.
+    Raises EggError."""
     console = console or Console()
     run = history.open_run(cfg, save_dir, load_dir)
     with (contextlib.closing(run),
@@ -802,6 +804,8 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
                 console.line(f"coordinator on {address_text(*coordinator.address)}, step {run.step}, {place}, {who}")
                 if coordinator.page:
                     console.line(coordinator.page.invitation())
+                if hint:
+                    console.line(hint)
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
                 coordinator.finish(0 if stopped else 5)

@@ -62,6 +62,11 @@ def devices(cfg):
     return ["cpu"]
 
 
+def preset(cfg):
+    """The preset of egg_config that suits the `devices` of this machine."""
+    return "laptop" if devices(cfg) == ["cpu"] else "best"
+
+
 @functools.cache
 def _tell_once(line):
     print(line, file=sys.stderr, flush=True)

@@ -17,13 +17,14 @@ from recordings import HERE
 CFG = fakes.CFG.changed(DEVICE="cpu", VALIDATE_TOKENS=64, SNAPSHOT_EVERY=0)
 CHANGED = {**differing(CFG), "SNAPSHOT_EVERY": 0}
 DEFINES = [f"-D{name}={egg_config.text(value)}" for name, value in CHANGED.items()]
+DEGGS = {"EGG_DEVICE": "cpu", "EGG_PRESET": "deggs"}      # `train` would take another preset
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 400
 
 
 def run(*arguments, env=None):
     """What the command line does in the current directory, in this process, which has imported the engine already."""
     out, err = io.StringIO(), io.StringIO()
-    with (mock.patch.dict(os.environ, {"EGG_DEVICE": "cpu", **(env or {})}), contextlib.redirect_stdout(out),
+    with (mock.patch.dict(os.environ, {**DEGGS, **(env or {})}), contextlib.redirect_stdout(out),
           mock.patch.object(sys, "argv", [str(HERE / "egg.py")]), contextlib.redirect_stderr(err)):
         try:
             status = egg.main([*map(str, arguments)])
@@ -35,7 +36,7 @@ def run(*arguments, env=None):
 def process(*arguments, program=HERE / "egg.py", python=sys.executable, env=None, stdin=None, timeout=120):
     """The same as a process of its own, which has ended."""
     return subprocess.run([python, program, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
-                          stdin=stdin or subprocess.DEVNULL, env={**os.environ, "EGG_DEVICE": "cpu", **(env or {})})
+                          stdin=stdin or subprocess.DEVNULL, env={**os.environ, **DEGGS, **(env or {})})
 
 
 def paste(line, label, **more):

@@ -131,7 +131,7 @@ def test_command_line_in_processes(tmp_path):
     fails(run("arch", cwd=tmp_path, env={"EGG_HEAD_DIM": "48"}), 2, "HEAD_DIM = 48")
     fails(run("prepare", "no such text", cwd=tmp_path), 1, "no such text: No such file")
     fails(run("worker", "localhost", "-D", "DEVICE=cuda", "--gpu", "999", cwd=tmp_path), 1)
-    fails(run("train", "-D", "VOCAB_SIZE=256", cwd=tmp_path), 1, "input.bin is missing", "egg.py prepare TEXT")
+    fails(run("train", "--preset=deggs", "-DVOCAB_SIZE=256", cwd=tmp_path), 1, "input.bin is missing", "prepare TEXT")
     (tmp_path / "input.bin").write_bytes(bytes(64))
     short = run("worker", "localhost", "-D", "VOCAB_SIZE=256", cwd=tmp_path)
     fails(short, 1, "input.bin holds 64 tokens, too few", "66 are needed")

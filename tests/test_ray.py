@@ -35,7 +35,7 @@ def place(tmp_path_factory):
     text = b"the quick brown fox jumps over the lazy dog. " * 200
     (at / "input.bin").write_bytes(text)
     (at / "val.bin").write_bytes(text[:500])
-    done = egg(at, "train", "--save-dir", "plain", "--steps", STEPS, *DEFINES).communicate()
+    done = egg(at, "train", "--save-dir", "plain", "--steps", STEPS, "--preset", "deggs", *DEFINES).communicate()
     assert (at / "plain" / "history.egg").exists(), done
     return at
 

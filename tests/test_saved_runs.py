@@ -583,7 +583,7 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
 
 def test_a_training_ends_by_inviting_to_what_works_at_once(here):
     done = subprocess.run([sys.executable, HERE / "egg.py", "train", "--steps", "2", "--save-dir", "ckpt new",
-                           *DEFINES], capture_output=True, text=True)
+                           "--preset", "deggs", *DEFINES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("try it: ")

@@ -17,6 +17,7 @@ import pytest
 import egg
 import egg_config
 from cluster import history
+from engine import hardware
 from tools import train
 from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run
 from recordings import HERE
@@ -209,30 +210,66 @@ def test_the_fingerprint_of_the_unedited_constants():
     assert egg_config.SHIPPED == egg_config.make().fingerprint()
 
 
-def test_plain_training_takes_the_laptop_preset_where_there_is_no_gpu(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def started(tmp_path, monkeypatch, capsys):
+    """What `train` would start: started(device, *arguments) -> (cfg, the line about the preset)."""
+    found = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("EGG_DEVICE", "cpu")
-    started = []
-    monkeypatch.setattr("tools.train.train", lambda cfg, *_, **__: started.append(cfg) or sys.exit(0))
+    monkeypatch.setattr("tools.train.train", lambda cfg, *_, **__: found.append(cfg) or sys.exit(0))
+    monkeypatch.setattr(hardware, "devices", lambda cfg: [device if cfg.DEVICE == "auto" else "cpu"])
 
-    def model(*arguments):
+    def start(on, *arguments):
+        nonlocal device
+        device = on
         with pytest.raises(SystemExit):
             egg.main(["train", *arguments])
-        return started[-1].HIDDEN_DIM, "no GPU here: taking the preset laptop" in capsys.readouterr().out
+        return found[-1], capsys.readouterr().out
 
+    device = "cpu"
+    return start
+
+
+@pytest.mark.parametrize("device, preset, other", [("cpu", "laptop", "a GPU"), ("cuda:0", "best", "no GPU")])
+def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, device, preset, other):
     history.open_run(egg_config.make(), "ckpt").close()
-    assert model() == model("--save-dir", "new", "--minutes", "1") == model("-D", "PORT=7") == (64, True)
-    for chosen in ("-D", "N_LAYERS=4"), ("-D", "INPUT_FILE=mine.bin"), ("--save-dir", "ckpt"), ("--preset", "best"):
-        assert model(*chosen) == (256, False)
-    monkeypatch.setenv("EGG_SEQ_LEN", "64")
-    assert model() == (256, False)
-    monkeypatch.delenv("EGG_SEQ_LEN")
+    fast, deggs = egg_config.load(preset, environ={}), egg_config.make()
+    for more in [], ["--save-dir", "new", "--minutes", "1"], ["-D", "PORT=7"]:
+        cfg, said = started(device, *more)
+        assert cfg.shared() == fast.shared() and other not in said
+        assert said.count("\n") == 1 and f"here: taking the preset {preset} (--preset deggs" in said
+    assert started(device, "-D", "N_LAYERS=2")[0].shared() == fast.changed(N_LAYERS=2).shared()
+    assert started(device, "-D", "INPUT_FILE=mine.bin")[0].INPUT_FILE == "mine.bin"
+    for chosen in ["--save-dir", "ckpt"], ["--load-dir", "ckpt"], ["--preset", "deggs"]:
+        cfg, said = started(device, *chosen)
+        assert cfg.shared() == deggs.shared() and said == ""
+    with monkeypatch.context() as patch:
+        patch.setenv("EGG_SEQ_LEN", "32")
+        assert started(device)[0].shared() == fast.changed(SEQ_LEN=32).shared()
+        patch.setenv("EGG_PRESET", "deggs")
+        assert started(device)[0].shared() == deggs.changed(SEQ_LEN=32).shared()
     monkeypatch.setattr(egg_config, "SHIPPED", "of another file: this one was edited")
-    assert model() == (256, False)
-    monkeypatch.undo()
-    monkeypatch.setattr("tools.train.train", lambda cfg, *_, **__: started.append(cfg) or sys.exit(0))
-    monkeypatch.setattr("engine.hardware.devices", lambda cfg: ["cuda:0"])
-    assert model() == (256, False)
+    assert started(device) == (deggs, "")
+
+
+def test_a_gpu_that_must_not_be_used_is_none(started):
+    assert started("cuda:0", "-D", "DEVICE=cpu")[0].MODEL == "gru"
+
+
+def test_coordinator_and_worker_say_which_preset_would_suit(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "devices", lambda cfg: ["cuda:0"])
+    done = types.SimpleNamespace(run=types.SimpleNamespace(directory=None))
+    monkeypatch.setattr("egg_net.run_coordinator", lambda *_, hint: hint and print(hint) or done)
+    monkeypatch.setattr("tools.train.work", lambda *_, **__: None)
+    history.open_run(egg_config.make(), "ckpt").close()
+    for command, words in ((["worker", "localhost"], "--preset best suits this machine"),
+                           (["coordinator"], "--preset best suits GPUs, --preset laptop CPUs")):
+        assert egg.main(command) == 0
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1 and said.startswith("no preset: ") and words in said
+        for chosen in ["--preset", "deggs"], ["--preset", "best"], ["-D", "N_LAYERS=2"]:
+            assert egg.main([*command, *chosen]) == 0 and capsys.readouterr().out == ""
+    assert egg.main(["coordinator", "--save-dir", "ckpt"]) == 0 and capsys.readouterr().out == ""
 
 
 def test_a_slow_step_is_announced(tmp_path, monkeypatch, compiled):
@@ -240,7 +277,7 @@ def test_a_slow_step_is_announced(tmp_path, monkeypatch, compiled):
     (tmp_path / "input.bin").write_bytes(TEXT)
     many = ["-DVOCAB_SIZE=256", "-DHIDDEN_DIM=256", "-DCHUNK_SIZE=65536", "-DPOPULATION_SIZE=16777216",
             "-DVALIDATE_EVERY=0", "-DSAMPLE_EVERY=0"]
-    command = [sys.executable, HERE / "egg.py", "train", *many]
+    command = [sys.executable, HERE / "egg.py", "train", "--preset", "deggs", *many]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           env={**os.environ, "EGG_DEVICE": "cpu"}) as process:
         said = next(line for line in process.stdout if "a step of" in line or "Step 0" in line)
