@@ -358,8 +358,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 continue
             if not retry:
                 raise
-            advice = "" if access.tls else " (where it uses TLS, give --tls-ca here)"
-            what = f"the coordinator closed the connection during the introduction{advice}"
+            what = "the coordinator closed the connection during the introduction"
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None

@@ -25,6 +25,17 @@ class RefusedForGood(NetError, UsageError):
     """The coordinator will not let this caller in, however often it tries."""
 
 
+def speaks_tls(address):
+    """Whether a TLS server answers at (host, port), whoever it is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection(address, CONNECT_TIMEOUT) as sock, context.wrap_socket(sock):
+            return True
+    except OSError:
+        return False
+
+
 def check_address(host, port):
     """Raises NetError where `host` is no name or address."""
     try:
@@ -40,6 +51,7 @@ class Link:
 
     def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None, first=False):
         self.name, self.version, self.proves_first = f"{host}:{port}", version, first
+        self.address = host, port
         self.frame = functools.partial(wire.frame, version=version)
         self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
         self.inbox = bytearray()
@@ -77,8 +89,10 @@ class Link:
         except ConnectionError:
             if answer[0] != wire.HELLO:
                 raise
+            if not access.tls and speaks_tls(self.address):
+                raise RefusedForGood(f"{self.name}: it seems to speak TLS: give --tls-ca") from None
             raise OldCoordinator(f"{self.name} closed the connection during the introduction: check that it is an egg "
-                                 "coordinator of protocol 2, and that both sides use TLS (--tls-ca) or none") from None
+                                 "coordinator of protocol 2") from None
         except (greeting.GreetingError, FrameError) as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
         self.proves_first = caller.proves_first

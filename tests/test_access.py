@@ -150,6 +150,11 @@ def test_tls(tmp_path, certificates):
                 while data := plain.recv(1000):
                     assert b"JOBS" not in data                    # at most an alert of TLS
         assert "no TLS" in server.lines.text
+        for plain in auth.Access(SECRET), auth.Access():          # and the worker tries no older protocol, nor again
+            for call in (lambda: egg_net.run_worker(CFG, "127.0.0.1", server.port, FakeEngine(), access=plain,
+                                                    console=egg_net.Console(Lines())),
+                         lambda: status.fetch_status(CFG, "127.0.0.1", server.port, plain)):
+                refused_by(call, f"127.0.0.1:{server.port}: it seems to speak TLS: give --tls-ca")
     with Server(tmp_path, access=auth.Access(SECRET)) as server:
         with pytest.raises((egg_net.NetError, OSError)):
             egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card())
