@@ -102,7 +102,7 @@ COMMON = dict([
     option("--steps N", "stop when the run has N steps", COUNT),
     option("--minutes N", "stop after N minutes", MINUTES),
     option("--save-dir DIR", "keep the run in DIR; if DIR holds a run, continue it"),
-    option("--load-dir DIR", "start from the run in DIR"),
+    option("--load-dir DIR", "go on from the run in DIR, which stays as it is, in --save-dir (default: DIR-2, ...)"),
     option("--http [HOST:]PORT", "serve a live page, and /metrics for Prometheus (default host: this machine only), "
            "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),

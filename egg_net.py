@@ -795,7 +795,7 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
         coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, console=console,
                                   access=access, events=events, http=http, island=island)
         with contextlib.closing(coordinator):
-            place = f"kept in {run.directory}" if run.directory else "not kept (--save-dir keeps the run)"
+            place = f"kept in {run.directory}{run.beside}" if run.directory else "not kept (--save-dir keeps the run)"
             who = "with a secret" if access.secret else \
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
             who += " and TLS" if access.tls else ""

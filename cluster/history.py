@@ -8,6 +8,7 @@ import errno
 import fcntl
 import glob
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -162,7 +163,9 @@ class Start(NamedTuple):
 class Run:
     """The completed steps of a run. `step`: their number, which is the next step; `seed`: of that step; `start`: a
     Start; `directory`: None for a temporary file; `owned`: whether this process holds its lock, and may write; `data`:
-    digest of the training data, zeros while unknown; `notices`: lines about repairs."""
+    digest of the training data, zeros while unknown; `notices`: lines about repairs; `beside`: says what was loaded."""
+
+    beside = ""
 
     def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg, self.directory, self.notices = cfg, directory, []
@@ -315,24 +318,34 @@ class Run:
 
 def open_run(cfg, save_dir=None, load_dir=None):
     """The Run that a coordinator continues or begins, locked until it is closed. save_dir: the run to continue or
-    begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to continue in save_dir, or in load_dir
-    itself. Neither: a temporary file. Raises HistoryError: another configuration (naming the constants that differ),
-    damage, a directory in use or not writable."""
+    begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to continue in save_dir, by default in
+    load_dir-2 or the like. Neither: a temporary file. Raises HistoryError: another configuration (naming the constants
+    that differ), damage, a directory in use or not writable."""
     for library in LOADED_LATER:
         if importlib.util.find_spec(library) is None:
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
         return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
-    own, target = _holds_own(load_dir), load_dir if save_dir is None else save_dir
+    own, target = _holds_own(load_dir), save_dir
+    if save_dir is None:
+        target = unused(os.path.abspath(load_dir))
+        target = target if os.path.isabs(load_dir) else os.path.relpath(target)
     if own and os.path.isdir(target) and os.path.samefile(target, load_dir):
         return open_directory(cfg, load_dir)
     with contextlib.closing(read_run(cfg, load_dir)) as source, contextlib.ExitStack() as undo:
         run = undo.enter_context(contextlib.closing(open_directory(cfg, target, source.start)))
         run.copy(source)
         undo.pop_all()
+    run.beside = f" ({load_dir} stays as it is)"
     if own:
         _copy_rest(cfg, load_dir, target)
     return run
+
+
+def unused(path):
+    """The first of path, path-2, path-3, ... that is not there."""
+    names = itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def read_run(cfg, directory):

@@ -157,10 +157,18 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
     run.close()
 
 
-def test_load_dir_continues_here_or_elsewhere(tmp_path):
+def test_load_dir_continues_elsewhere(tmp_path, monkeypatch):
     packed = filled(tmp_path / "a", 4)
-    run = history.open_run(CFG, None, tmp_path / "a")
-    assert (run.directory, run.step) == (tmp_path / "a", 4)
+    monkeypatch.chdir(tmp_path / "a")
+    before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    for load_dir, directory in ("../a/", "../a-2"), (".", "../a-3"), (str(tmp_path / "a"), str(tmp_path / "a-4")):
+        run = history.open_run(CFG, None, load_dir)
+        assert (run.directory, whole(run), run.beside) == (directory, packed, f" ({load_dir} stays as it is)")
+        run.append(packed[0], 0, 0)
+        run.close()
+    assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    run = history.open_run(CFG, tmp_path / "a", tmp_path / "a")          # unless it is meant
+    assert (run.directory, run.step, run.beside) == (tmp_path / "a", 4, "")
     run.close()
     run = history.open_run(CFG, tmp_path / "b", tmp_path / "a")
     assert (run.directory, whole(run), run.record(3)) == (tmp_path / "b", packed, (-3000, 3))

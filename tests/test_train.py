@@ -59,6 +59,11 @@ def test_a_run_goes_on_by_its_directory_alone(bytes_here, compiled):
     assert on.returncode == 0 and "my data/train.bin: 18,000" in on.stdout and "steps 4 to 5: " in on.stdout, on
     copied = run("train", "--load-dir", "ckpt one", "--save-dir", "copy", "--steps", 5)
     assert copied.returncode == 0 and "steps 4 to 5: " in copied.stdout, copied
+    before = pathlib.Path("copy", "history.egg").read_bytes()
+    beside = run("train", "--load-dir", "copy", "--steps", 6)
+    assert "steps 5 to 6: " in beside.stdout and "kept in copy-2 (copy stays as it is)\n" in beside.stdout, beside
+    assert shlex.split(line_with("continue it: ", beside.stdout))[-2:] == ["--save-dir", "copy-2"]
+    assert pathlib.Path("copy", "history.egg").read_bytes() == before
 
 
 def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):

@@ -1,7 +1,6 @@
 """`python egg.py prepare`: makes the data files from texts. model.data_files reads them (SPEC 10)."""
 
 import contextlib
-import itertools
 import os
 import sys
 import time
@@ -9,7 +8,7 @@ import time
 import numpy as np
 
 import egg_config
-from cluster.history import replacing
+from cluster.history import replacing, unused
 from egg_config import UsageError
 from model.data_files import WORDS, DataError, read_text
 
@@ -84,9 +83,7 @@ def training_on(directory, n_tokens, plain, gpu):
     if os.path.normpath(directory) != ".":
         constants |= {name: os.path.join(directory, file) for name, file in FILES.items()
                       if not (plain and name == "DECODING_FILE")}
-    first = "ckpt-" + os.path.basename(os.path.abspath(directory))
-    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
-    kept = next(name for name in names if not os.path.exists(name))
+    kept = unused("ckpt-" + os.path.basename(os.path.abspath(directory)))
     return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
             "--save-dir", kept]
 

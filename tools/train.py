@@ -267,7 +267,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
             console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from "
                          f"step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
-            console.line(f"kept in {run.directory}" if run.directory else
+            console.line(f"kept in {run.directory}{run.beside}" if run.directory else
                          "nothing of this run is kept: --save-dir DIR keeps it")
             if coordinator.page:
                 console.line(coordinator.page.invitation())
