@@ -3,18 +3,23 @@
 import contextlib
 import os
 import re
+import shlex
+import shutil
 import socket
+import subprocess
 import threading
 import time
 
 import pytest
 
+import egg
 import egg_config
 import egg_net
 from cluster import admission, auth, event_log, greeting, history, hub, snapshots, status, trust, wire
 from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME
 from coordinators import Coordinator, Peer, Peer2, Server, refused_by, until, whole, work_in_thread
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
+from recordings import HERE
 
 LIMITS = wire.limits(CFG)
 
@@ -162,6 +167,23 @@ def test_tls(tmp_path, certificates):
                   dict(cert=tmp_path / "none", key=key)):
         with pytest.raises(auth.AuthError):
             auth.server_tls(**{"key": None, **wrong})
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_the_tls_commands_of_the_document(tmp_path, monkeypatch):
+    """They are run as they stand there, and a worker gets in with what they made."""
+    monkeypatch.chdir(tmp_path)
+    text, engine = (HERE / "docs" / "CLUSTERS.md").read_text(), FakeEngine()
+    lines = re.findall("^    (openssl .*)$", text, re.M)
+    made = subprocess.run(["sh", "-ec", "\n".join(lines)], capture_output=True, text=True)
+    assert len(lines) == 2 and made.returncode == 0, made
+    host, worker = (egg.parsed(shlex.split(re.search(f"egg.py ({command} .*--tls.*)", text)[1], comments=True))
+                    for command in ("coordinator", "worker"))
+    assert os.stat(host.tls_key).st_mode & 0o077 == 0
+    theirs = auth.Access(SECRET, auth.server_tls(host.tls_cert, host.tls_key))
+    with Server(tmp_path, access=theirs, stay=True, steps=2) as server:
+        work_in_thread(server.port, engine, access=auth.Access(SECRET, auth.client_tls(worker.tls_ca)))
+        until(lambda: engine.step == 2)
 
 
 def test_connections_are_bounded(tmp_path, monkeypatch):
