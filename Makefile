@@ -47,6 +47,14 @@ $(VENV)/ready-test: requirements/test.txt $(VENV)/ready
 	$$(cat $(VENV)/pip) install -q -r requirements/test.txt -r requirements/cuda$$cuda.txt
 	@touch $@
 
+# named, but not that of $(VENV): made anew
+WHICH := -c 'import sys; print(sys.version, sys.base_prefix)'
+ifneq ($(PYTHON),)
+ifneq ($(shell $(PYTHON) $(WHICH) 2>&1),$(shell $(VENV)/bin/python $(WHICH) 2>/dev/null))
+.PHONY: $(VENV)/pip
+endif
+endif
+
 # The environment, and in $(VENV)/pip the command that installs into it. Debian keeps the part of venv that brings pip
 # in a package of its own; where that is missing, the pip of the system does as well.
 $(VENV)/pip:

@@ -480,10 +480,10 @@ def access_to(args):
 
 def page(args, access=None):
     """The live_page.Where of --http, None without it. access: default: with the secret, without TLS."""
+    from cluster import auth
+    access = access or auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
     if args.http:
-        from cluster import auth
         from tools import live_page
-        access = access or auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
         return live_page.where(args.http, access)
 
 
@@ -519,6 +519,13 @@ def as_called(text):
     text = re.sub(r"(?<![\w./-])python egg\.py", lambda _: command_line(), text)
     text = text.replace("-r requirements/", f"-r {shlex.quote(lists)}/")
     return text.replace("pip install ", pip() + " install ")
+
+
+def aligned(examples):
+    """`examples`, with the comments of other programs moved as far as `as_called` moves those of egg.py."""
+    grown = " " * (len(command_line()) - len("python egg.py"))
+    return "\n".join(line if "python egg.py" in line else re.sub(r"(?<=\S)(?=   +\S)", grown, line)
+                     for line in examples.split("\n"))
 
 
 def pip():
@@ -589,7 +596,7 @@ def did_you_mean(word, words, otherwise=""):
 def parsed(argv, typed=True, program=EGG):
     """The arguments of a command line argv ([word]); typed=False: values stay as they were written."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    main = Parser(prog=program.name, description=program.description, epilog=program.examples, **layout)
+    main = Parser(prog=program.name, description=program.description, epilog=aligned(program.examples), **layout)
     main.commands = program.commands
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for name, (function, options, saved) in program.commands.items():

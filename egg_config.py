@@ -377,7 +377,7 @@ def _number(text):
 
 
 def _no_such(name, names):
-    near = difflib.get_close_matches(name, names, 1)
+    near = difflib.get_close_matches(name.upper(), names, 1)
     return "no such constant in egg_config.py" + (f"; did you mean {near[0]}?" if near else "")
 
 

@@ -152,7 +152,7 @@ class Worker:
                             len(packed), packed)
         self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
-                              f"{self.speed * self.cfg.SEQ_LEN:.0f} tok/s")
+                              f"{self.speed * self.cfg.SEQ_LEN / 1e3:,.0f} k tokens/s")
         return result
 
     def _note(self, first, fitness):

@@ -54,7 +54,7 @@ keep() {
         started=$SECONDS
         "$python" egg.py worker "$@" &
         child=$!
-        wait "$child"
+        wait "$child" 2>/dev/null     # bash would tell of a signal in its own words
         status=$?
         child=
         if [ "$status" = 0 ] || [ "$status" = 2 ]; then

@@ -150,13 +150,13 @@ def _tls(kind, complete, needs, cert, key, ca):
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
+        what, advice = f"{cert}, {key}", "PEM files, --tls-key the key of --tls-cert"
         if cert is not None:
             context.load_cert_chain(cert, key)
+        what, advice = ca, "--tls-ca a certificate, PEM"
         if ca is not None:
             context.load_verify_locations(ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except OSError as error:
-        names = ", ".join(str(name) for name in (cert, key, ca) if name)
-        what = f"{names}: {error.strerror or error}"
-        raise AuthError(f"{what}: give PEM files, --tls-key the key of --tls-cert") from None
+        raise AuthError(f"{what}: {error.strerror or error}: give {advice}") from None
     return context

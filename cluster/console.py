@@ -28,7 +28,8 @@ class Printer:
     def __init__(self, stream=None):
         self._out = self.stream = stream or sys.stdout or open(os.devnull, "w")      # it is None where it is closed
         self.terminal = self.stream.isatty()
-        self.coloured = self.terminal and not os.environ.get("NO_COLOR")
+        self.steered = takes_escapes(self.stream)
+        self.coloured = self.steered and not os.environ.get("NO_COLOR")
         self._shown, self._text, self._next = "", "", 0.0    # progress line: all, its last part, when it may change
 
     def line(self, text):
@@ -41,7 +42,7 @@ class Printer:
     def progress(self, text=None):
         """Rewrites the line below the others; text: its last part, None for the one that it has."""
         self._text = self._text if text is None else text
-        if self.terminal and time.monotonic() >= self._next:
+        if self.steered and time.monotonic() >= self._next:
             self._next = time.monotonic() + self.PROGRESS_EVERY
             text = fit(*self._parts(), clean(self._text))
             if text != self._shown:
@@ -93,7 +94,7 @@ class Console(Printer):
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
         super().__init__(stream)
         self.steps, self.minutes = steps, minutes
-        self.live = self.terminal and not verbose
+        self.live = self.steered and not verbose
         self._out = None if quiet else NonBlockingWriter(self.stream)
         self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when
         self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
@@ -228,6 +229,10 @@ class NonBlockingWriter:
         if not self.reported and self.stream is not sys.stderr:
             self.reported = True
             NonBlockingWriter(sys.stderr).write(f"egg: the output: {why}: lines are missing in it from now on\n")
+
+
+def takes_escapes(stream):
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def fit(*parts):

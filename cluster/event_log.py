@@ -186,7 +186,7 @@ class TensorBoard:
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2, summary_pb2
         except ImportError:
-            raise WatchError("--tensorboard needs tensorboardX: pip install tensorboardX") from None
+            raise WatchError("--tensorboard needs tensorboardX: pip install -r requirements/watch.txt") from None
         self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text
         with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
             os.makedirs(directory, exist_ok=True)

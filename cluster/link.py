@@ -38,10 +38,12 @@ def speaks_tls(address):
 
 def check_address(host, port):
     """Raises NetError where `host` is no name or address."""
+    name, _, number = host.rpartition(":")
+    advice = f"write {name} --port {number}" if number.isdigit() and ":" not in name else WHICH_HOST
     try:
         resolve(host, port)
     except OSError as error:
-        raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
+        raise NetError(f"{host} cannot be reached: {reason(error)}: {advice}") from None
 
 
 class Link:

@@ -128,7 +128,7 @@ def tell(text):
 
 def show(text=""):
     """Replaces the text that a terminal showed last."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         tell("\r\x1b[K" + text)
 
 

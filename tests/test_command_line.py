@@ -79,6 +79,9 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
     ("coordinator --island a", ("an island needs --save-dir",)),
     ("worker localhost --tls-cert cert", ("needs --tls-ca",)),
     ("worker localhost --secret-file none", ("--secret-file none: No such file",)),
+    ("train --preset deggs --secret-file none", ("--secret-file none: No such file",)),
+    ("worker localhost --tls-ca none", ("egg: none: No such file or directory: give --tls-ca a certificate, PEM",)),
+    ("coordinator --tls-cert none --tls-key key", ("none, key: No such file", "--tls-key the key of --tls-cert")),
     ("train --threads 0", ("--threads", "1 to")),
     ("train --threads many", ("--threads", "'many'")),
     ("train --minutes 0", ("--minutes",)),
@@ -153,6 +156,20 @@ def test_a_reader_that_goes_away(tmp_path):
     assert result.stderr == "" and result.returncode == 1
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_with_another_python_is_not_ignored(tmp_path):
+    shutil.copy(os.path.join(HERE, "Makefile"), tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    os.symlink(sys.executable, tmp_path / ".venv" / "bin" / "python")
+    for made in ("pip", "ready"):
+        (tmp_path / ".venv" / made).touch()
+    for python, status, says in ((f"PYTHON={sys.executable}", 0, ""), ("", 0, ""),
+                                 ("PYTHON=python2", 2, "needs Python 3.11 to 3.14, and python2 is not")):
+        command = ["make", ".venv/pip", *[python] * bool(python)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status and says in done.stderr, done
+
+
 def test_run_workers_passes_on_a_wrong_option():
     script = os.path.join(HERE, "run-workers.sh")
     command = [script, "localhost", "--port", "none"]
@@ -170,7 +187,7 @@ if "--list-devices" in sys.argv:
 with open("log", "a") as log:
     log.write(f"{os.getpid()} {' '.join(sys.argv[1:])}\\n")
 if sys.argv[-1] == "0" and open("log").read().count("--gpu 0") == 1:
-    sys.exit(1)
+    os.kill(os.getpid(), 9)
 time.sleep(60)
 """
 
@@ -195,7 +212,8 @@ def test_run_workers_keeps_one_on_every_gpu_and_stops_all(cluster_of_two):
     process, log = cluster_of_two
     process.terminate()
     assert process.wait(20) == 143
-    assert "the worker on GPU 0 ended with status 1, starting it again in 1 s" in process.stderr.read()
+    said = "run-workers: the worker on GPU 0 ended with status 137, starting it again in 1 s\n"
+    assert process.stderr.read() == said
     started = [line.split(" ", 1) for line in log.read_text().splitlines()]
     assert sorted(line for _, line in started) == 2 * ["worker far --port 7 --gpu 0"] + ["worker far --port 7 --gpu 2"]
     assert not any(os.path.exists(f"/proc/{pid}") for pid, _ in started)

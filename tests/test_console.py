@@ -17,11 +17,13 @@ import pytest
 
 import egg
 import egg_config
+import egg_net
 from cluster import history
 from cluster.console import Console
 from commands import CFG, DEFINES, TEXT, fails, paste, process, run
 from fakes import Lines
 from recordings import HERE
+from tools import train
 
 
 # --- no traceback -----------------------------------------------------------------------------------------------------
@@ -152,6 +154,15 @@ def test_commands_in_messages_are_those_of_this_directory(tmp_path, monkeypatch)
     monkeypatch.chdir(HERE)
     assert run("train", "--help").stdout.count("\n") > 10
     fails(run("train", "--steps", "x"), 2, "egg.py train --help)")
+    columns = []
+    for python in sys.executable, "/a directory with a long name/of an environment/bin/python":
+        monkeypatch.setattr(sys, "executable", python)
+        text = run("--help").stdout
+        comments = "learn from the shipped text", "draw its curves", "the secret, a file for every machine"
+        places = {line.index(words) for words in comments for line in text.splitlines() if words in line}
+        assert len(places) == 1
+        columns += places
+    assert columns[0] < columns[1]
 
 
 # --- the console ------------------------------------------------------------------------------------------------------
@@ -203,6 +214,41 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     assert ("  9.80 M tokens, 944 k tokens/s" in rows[3]) == ("3/8 chunks" in rows[3]) == (columns == 160)
     console.clear()
     assert screen(stream.text, columns)[-1] == ""
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
+    stream = Lines()
+    stream.isatty = lambda: True
+    console = Console(stream)
+    console.emit({"event": "start", "step": 0, "config": CFG.constants()}, None)
+    console.emit(STEP_EVENT, None)
+    console.progress("1/8 chunks")
+    console.line("a\x1b[2Jb")
+    console.clear()
+    assert stream.text.startswith("Step 1 | ") and stream.text.count("\n") == 2 and "\x1b" not in stream.text
+    (tmp_path / "log").write_text("".join(json.dumps({**STEP_EVENT, "step": k, "tokens": k}) + "\n" for k in range(9)))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert egg.main(["plot", str(tmp_path / "log")]) == 0 and "\x1b" not in capsys.readouterr().out
+
+
+def test_a_worker_leaves_no_status_line(monkeypatch):
+    """Ctrl-C, or an error, ends it: what the shell writes next begins a line."""
+    def ended(*_, console, **__):
+        console.progress("step 0: 1 chunks done")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "open_data", lambda cfg, warn: train.Data(None, None, None))
+    monkeypatch.setattr(train, "print_references", lambda *_: None)
+    monkeypatch.setattr(train, "start_engine", lambda *_: None)
+    monkeypatch.setattr(train, "inspector", lambda *_: None)
+    monkeypatch.setattr(egg_net, "run_worker", ended)
+    stream = Lines()
+    stream.isatty = lambda: True
+    with pytest.raises(KeyboardInterrupt):
+        train.work(CFG.changed(), "localhost", console=Console(stream))
+    assert "1 chunks done" in stream.text and screen(stream.text, 80)[-1] == ""
 
 
 def test_the_bar_ends_where_the_run_does(monkeypatch):

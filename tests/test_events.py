@@ -416,11 +416,12 @@ def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy"):
         monkeypatch.setitem(sys.modules, name, None)
     assert egg.main(["coordinator", "--port", "0", "--tensorboard", "tb"]) == 1
-    advice = f"{egg.pip()} install tensorboardX"
+    lists = egg.from_here(HERE / "requirements")
+    advice = f"{egg.pip()} install -r {lists}/watch.txt"
     assert capsys.readouterr().err == f"egg: --tensorboard needs tensorboardX: {advice}\n"
     example(tmp_path / "log")
     assert egg.main(["plot", "log", "--out", "a.png"]) == 1
-    assert f"egg: --out needs matplotlib: {egg.pip()} install matplotlib" in capsys.readouterr().err
+    assert f"egg: --out needs matplotlib: {advice}; without" in capsys.readouterr().err
     assert egg.main(["backprop", "--log-json", "b.jsonl"], maintenance.PROGRAM) == 1
     assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
     assert egg.main(["import", "w", "--save-dir", "new"]) == 1

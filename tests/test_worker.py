@@ -34,6 +34,15 @@ def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     assert updates == ["101", "102", "103", "104", "105"]
 
 
+def test_a_worker_shows_its_speed_as_all_others_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(egg_net.Console, "PROGRESS_EVERY", 0.0)
+    lines = Lines()
+    lines.isatty = lambda: True
+    with Server(tmp_path, steps=2) as server:
+        work_in_thread(server.port, FakeEngine(pause=0.01), lines=lines)
+    assert re.search(r"step \d: \d chunks done, [\d,]+ k tokens/s", lines.text)
+
+
 def test_a_late_worker_catches_up(tmp_path):
     late = FakeEngine()
     with Server(tmp_path) as server:
@@ -194,6 +203,7 @@ def test_unreachable_hosts_are_one_line():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for host, words in (("no-such-host.invalid", "cannot be reached"), ("a..b", "cannot be reached"),
+                        ("localhost:12345", "cannot be reached: .*: write localhost --port 12345"),
                         ("127.0.0.1", "no coordinator at")):
         with pytest.raises(egg_net.NetError, match=words) as caught:
             egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))

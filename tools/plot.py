@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cluster.console import one_line
+from cluster.console import one_line, takes_escapes
 from cluster.event_log import WatchError
 from egg_config import explained
 from tools.curves import Thinned, read_curve
@@ -195,7 +195,7 @@ def ticks(low, high, count):
 def terminal(charts, names, tree, stream, width=None):
     """str: the charts and the Tree in characters, `width` columns wide (default: the terminal's). Braille dots if the
     stream can show them and has colours, or if there is only one run; else a letter for every run."""
-    coloured = stream.isatty() and not os.environ.get("NO_COLOR")
+    coloured = takes_escapes(stream) and not os.environ.get("NO_COLOR")
     dots = (coloured or len(names) == 1) and _can(stream, "\u28ff")
     width = max(width or shutil.get_terminal_size().columns, LABEL + 4)
     frame = "\u2502\u2500\u2514\u2524\u252c" if _can(stream, "\u2502\u2524") else "|-+++"
@@ -312,7 +312,7 @@ def picture(charts, names, path, tree):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        why = "--out needs matplotlib: pip install matplotlib; without --out the curves are drawn here"
+        why = "--out needs matplotlib: pip install -r requirements/watch.txt; without --out the curves are drawn here"
         raise WatchError(why) from None
     heights = [3.6] * len(charts) + [0.9 + min(0.35 * len(tree.lanes), 12)] * bool(tree.runs)
     figure = Figure(figsize=(9, sum(heights)), layout="constrained")

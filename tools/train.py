@@ -95,8 +95,11 @@ def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=
     print_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
     name = name or f"{socket.gethostname()}/{device}"        # a ban shall not hit the other GPUs of this host
-    egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name,
-                       inspect=inspector(cfg, data.tokens))
+    try:
+        egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name,
+                           inspect=inspector(cfg, data.tokens))
+    finally:
+        console.clear()                              # a prompt, or an error, begins a line
 
 
 def inspector(cfg, tokens):
