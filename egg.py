@@ -291,7 +291,8 @@ def ray(cfg, args):
     from cluster import auth
     from deploy import ray
     console, secret = run_console(args), auth.read_secret(args.secret_file)
-    invite_to_continue(args.argv, ray.train(cfg, args, secret, page(args), console), console)
+    where = page(args, auth.Access(secret, None, args.insecure))
+    invite_to_continue(args.argv, ray.train(cfg, args, secret, where, console), console)
 
 
 @command(CLUSTER, option("file FILE", "the table of settings, TOML (docs/CLUSTERS.md)"),
