@@ -175,6 +175,11 @@ def of_directory_or_machine(args):
     if args.taken:
         _, device = egg_config.given(defines=args.defines).get("DEVICE", ("", egg_config.DEVICE))
         args.preset = hardware.preset(egg_config.make(DEVICE=device))
+        try:
+            egg_config.load(args.preset, args.defines)
+        except egg_config.ConfigError as error:
+            raise egg_config.ConfigError(f"{error} (with the preset {args.preset}, which `train` takes here: --preset "
+                                         "chooses another, --preset deggs egg_config.py as it is)") from None
     return saved, run
 
 

@@ -256,6 +256,11 @@ def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, de
     assert started(device) == (deggs, "")
 
 
+def test_what_the_preset_of_the_machine_forbids_names_it(bytes_here):
+    fails(run("train", "-D", "MODEL=transformer", env={"EGG_PRESET": ""}), 2, "has no meaning with MODEL = transformer",
+          "(with the preset laptop, which `", "--preset deggs egg_config.py as it is)")
+
+
 def test_a_gpu_that_must_not_be_used_is_none(started):
     assert started("cuda:0", "-D", "DEVICE=cpu")[0].MODEL == "gru"
 
