@@ -1,8 +1,10 @@
 """Curves and plots of runs and islands."""
 
+import contextlib
 import itertools
 import json
 import os
+import random
 import re
 
 import pytest
@@ -10,11 +12,13 @@ import pytest
 import egg
 import egg_net
 from cluster import event_log, history, status as cluster_status, wire
+from cluster.console import Printer
 from cluster.progress import Progress
-from tools import plot, train
+from tools import curves, plot, train
 from tools.curves import Merge, Thinned, read_curve
 from coordinators import Server, until, work_in_thread
 from fakes import CFG, FakeEngine, Lines
+from fuzzing import EXAMPLES
 from pages import EVERYBODY, ask, parse_metrics
 from recordings import HERE
 from run_logs import Stream, charts, events, example, of_kind
@@ -119,6 +123,56 @@ def test_runs_without_data_are_named(tmp_path, monkeypatch, capsys):
         assert egg.main(["plot", run]) == 1
         err = capsys.readouterr().err
         assert line in err and err.count("\n") == 1 and "name a --save-dir, or a file of --log-json" in err
+
+
+def test_what_is_no_regular_file_or_too_large_for_a_log_is_one_line(tmp_path, monkeypatch, capsys):
+    for name in ("pipe", "device", "sparse"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "pipe" / history.EVENTS)
+    os.symlink("/dev/zero", tmp_path / "device" / history.EVENTS)
+    with open(tmp_path / "sparse" / history.EVENTS, "wb") as file:
+        file.truncate(20 << 30)
+    example(tmp_path / "long")
+    os.symlink(tmp_path / "long", tmp_path / "link")             # the user's own name of a log may be a link
+    assert read_curve(tmp_path / "link").steps == 300
+    for name, words in (("pipe", "not a regular file"), ("device", "not a regular file"),
+                        ("sparse", "more than 1,073,741,824 bytes"), (f"pipe/{history.EVENTS}", "not a regular file")):
+        assert egg.main(["plot", str(tmp_path / name)]) == 1
+        err = capsys.readouterr().err
+        assert words in err and err.count("\n") == 1
+    with open(tmp_path / "long", "a") as file:
+        file.write('{"event": "merge", "step": 1, "time": 1, "peer": "p", "peer_step": 1, "kind": "clone", '
+                   '"parent_theirs": "x", "digest": "y"}\n' * 2000 + '{"event": "rejuvenated", "step": 1}\n' * 2000)
+    monkeypatch.setattr(curves, "POINTS", 64)
+    curve = read_curve(tmp_path / "long")
+    assert len(curve.loss) < 64 and curve.steps == 300 and len(curve.merges) + len(curve.rejuvenations) == 2048
+    assert sorted(point.value for point in curve.loss) == [point.value for point in reversed(curve.loss)]
+
+
+ODD = [None, True, -1, 0, 3, 1e-320, 1e-9, 1e9, 1e15, 1e308, 10 ** 400, float("nan"), float("inf"), "", "5", "$\\frac{",
+       "x" * 5000, [], {}, {"a": "$_"}, {"uniform": float("nan")}, [[[]]]]
+KINDS = {"step": ["step", "tokens", "loss", "seconds", "unit"], "island": ["name"], "rejuvenated": ["step"],
+         "validation": ["step", "tokens", "value", "unit", "seconds"], "references": ["values"], "start": ["config"],
+         "merge": ["step", "time", "peer", "peer_step", "kind", "ours", "theirs", "parent_theirs", "digest"],
+         "sample": ["step", "worker", "prompt", "text"]}
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES // 5))
+def test_a_forged_log_is_a_curve_or_a_line(tmp_path, seed):
+    dice, good = random.Random(seed), {"kind": "clone", "unit": "bits", "values": {"uniform": 2.0}, "peer": "p"}
+    with open(tmp_path / "log", "w") as file:
+        for kind in ["island", "step", "merge", *dice.choices([*KINDS], k=40)]:
+            event = {name: dice.choice(ODD) if dice.random() < 0.3 else good.get(name, dice.random() * 10)
+                     for name in KINDS[kind] if dice.random() < 0.97}
+            if kind == "start":
+                event["config"] = {name: dice.choice(ODD) for name in ("RECOMBINE_ALPHA", "SOFTMAX_EXP_SCALE",
+                                                                       "VOCAB_SIZE")}
+            print(json.dumps(dice.choice(ODD) if dice.random() < 0.05 else {"event": kind, **event}), file=file)
+    for x, log in itertools.product(("tokens", "time", "steps"), (False, True)):
+        with contextlib.suppress(event_log.WatchError):
+            plot.plot([tmp_path / "log"], Printer(Stream()), x, log=log)
+    with contextlib.suppress(event_log.WatchError):
+        plot.plot([tmp_path / "log"], None, out=str(tmp_path / "x.svg"))
 
 
 def test_training_shows_and_keeps_its_course(small, tmp_path, compiled, capsys):

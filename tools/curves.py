@@ -4,6 +4,8 @@ merges."""
 import bisect
 import collections
 import contextlib
+import io
+import itertools
 import json
 import math
 import os
@@ -11,10 +13,15 @@ from typing import NamedTuple
 
 import egg_config
 from cluster.event_log import LONGEST, WatchError
-from cluster.history import EVENTS
+from cluster.history import EVENTS, MOST_COPIED, open_file
 from islands import merging
 
 SAMPLES = 8                # newest samples of a run that are kept
+POINTS = 1 << 16           # most points of a curve: of a longer one pairs of neighbours become one
+MERGES, NAMES = 1024, 16   # newest merges that are kept; simple models
+TEXT = 64                  # characters of a name, a unit or a digest
+# of numbers but 0 in a log: a forged one must not break the arithmetic of charts
+LEAST, MOST, MOST_VALUE = 1e-9, 1e15, 1e9
 
 # raised by an event that is incomplete or of another program
 INCOMPLETE = ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
@@ -89,44 +96,55 @@ class Curve:
         if kind == "step":
             step, tokens = _numbers(event, "step", "tokens")
             value, seconds = _numbers(event, "loss", "seconds")
-            value *= 1.0 if "unit" in event else self._bits
-            self.loss_unit = str(event.get("unit", self.loss_unit))
+            value = _value(value * (1.0 if "unit" in event else self._bits))
+            self.loss_unit = _text(event.get("unit", self.loss_unit))
             self.cut(step)
             before = self.loss[-1].seconds if self.loss else 0.0
-            self.loss.append(Point(int(step), tokens, before + seconds, value))
+            _append(self.loss, Point(int(step), tokens, before + seconds, value))
         elif kind == "validation":
             step, tokens, value = _numbers(event, "step", "tokens", "value")
+            value, unit = _value(value), _text(event["unit"])
             _cut(self.validation, step)
             seconds = next((point.seconds for point in reversed(self.loss) if point.step < step), 0.0)
             seconds = _numbers(event, "seconds")[0] if "seconds" in event else seconds      # in a log without steps
-            self.validation.append(Point(int(step), tokens, seconds, value))
-            self.unit = str(event["unit"])
+            _append(self.validation, Point(int(step), tokens, seconds, value))
+            self.unit = unit
         elif kind == "references":
-            self.references = {str(k): float(v) for k, v in event["values"].items()}
+            values = itertools.islice(event["values"].items(), NAMES)
+            self.references = {_text(k): _value(float(v)) for k, v in values}
         elif kind == "start":
-            self._alpha = float(event["config"]["RECOMBINE_ALPHA"])
+            self._alpha = min(max(*_numbers(event["config"], "RECOMBINE_ALPHA"), 0.0), 1.0)
             self._bits, self.loss_unit = egg_config.loss_unit(event["config"])
         elif kind == "island":
-            self.island = str(event["name"])
+            self.island = _text(event["name"])
         elif kind == "merge":
             step, when, peer_step = _numbers(event, "step", "time", "peer_step")
             share = merged_share(event, self._alpha)
-            self.merges.append(Merge(int(step), when, str(event["peer"]), int(peer_step), share,
-                                     str(event["parent_theirs"]), str(event["digest"])))
+            self.merges.append(Merge(int(step), when, _text(event["peer"]), int(peer_step), share,
+                                     _text(event["parent_theirs"]), _text(event["digest"])))
+            del self.merges[:-MERGES]
         elif kind == "sample":
-            self.samples.append({name: event[name] for name in ("step", "worker", "prompt", "text")})
+            worker = event["worker"] and _text(event["worker"])
+            self.samples.append({"step": int(*_numbers(event, "step")), "worker": worker,
+                                 **{name: str(event[name]) for name in ("prompt", "text")}})
         elif kind == "rejuvenated":
             self.rejuvenations.append(Rejuvenation(int(*_numbers(event, "step"))))
+            del self.rejuvenations[:-MERGES]
 
 
 def read_curve(path):
-    """The Curve in a save directory or in a file of --log-json. Lines that are torn or hold something else are skipped.
-    A run that was resumed from an earlier step repeats steps: the last record of a step counts. Raises WatchError."""
+    """The Curve in a save directory, perhaps a stranger's, or in a file of --log-json. Lines that are torn or hold
+    something else are skipped. A run that was resumed from an earlier step repeats steps: the last record of a step
+    counts. Raises WatchError."""
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else path
     curve = Curve(os.path.basename(os.path.abspath(path)).removesuffix(".jsonl"))
     try:
-        for part in [f"{name}.1"] * os.path.isfile(f"{name}.1") + [name]:      # a long log has an older part
-            with open(part, "rb") as file:
+        for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name]:     # a long log has an older part
+            # only the user's own name may be that of a link
+            with open_file(os.path.realpath(part) if name == path else part) as raw, io.BufferedReader(raw) as file:
+                if os.fstat(raw.fileno()).st_size > MOST_COPIED:
+                    raise WatchError(f"{part} has more than {MOST_COPIED:,} bytes, no log of egg has: name another, or "
+                                     "its first part")
                 for line in iter(lambda: file.readline(LONGEST), b""):
                     with contextlib.suppress(*INCOMPLETE):
                         curve.add(json.loads(line))
@@ -139,11 +157,27 @@ def read_curve(path):
 
 
 def _numbers(event, *names):
-    """[float]: these fields of an event. Raises one of INCOMPLETE."""
+    """[float]: these fields of an event, none of which is negative in one that is right. Raises one of INCOMPLETE."""
     numbers = [float(event[name]) for name in names]
-    if not all(map(math.isfinite, numbers)):
+    if not all(number == 0 or LEAST <= number <= MOST for number in numbers):
         raise ValueError
     return numbers
+
+
+def _value(value):
+    if not abs(value) <= MOST_VALUE:
+        raise ValueError
+    return value
+
+
+def _text(value):
+    return str(value)[:TEXT]
+
+
+def _append(points, point):
+    points.append(point)
+    if len(points) >= POINTS:
+        points[:] = [b._replace(value=(a.value + b.value) / 2) for a, b in zip(points[::2], points[1::2])]
 
 
 def merged_share(event, alpha):

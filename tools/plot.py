@@ -37,6 +37,8 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     names = [run if names.count(name) > 1 else name for name, run in zip(names, runs)]       # to tell them apart
     charts = [chart for chart in (Chart(quantity, curves, x, log) for quantity in ("validation", "loss"))
               if chart.lines]
+    if not charts:
+        raise WatchError("no step has a place on a logarithmic axis yet: leave --log out")
     tree = Tree(curves, charts[0])
     if out is None:
         printer.line(terminal(charts, names, tree, printer.stream))
@@ -328,8 +330,8 @@ def picture(charts, names, path, tree):
         for name, y in chart.references.items():
             ax.axhline(y, color="0.45", linewidth=0.9, linestyle=(0, (2, 3)))
             ax.annotate(f"{name} {y:.2f}", (1, y), xycoords=("axes fraction", "data"), va="center", color="0.35",
-                        xytext=(4, 0), textcoords="offset points", fontsize=9)             # beside the curves
-        ax.set_ylabel(chart.title)
+                        xytext=(4, 0), textcoords="offset points", fontsize=9, parse_math=False)   # beside the curves
+        ax.set_ylabel(chart.title, parse_math=False)
         margin = 0.08 * (chart.high - chart.low)
         if chart.log:
             ax.set_xscale("log")
@@ -342,7 +344,10 @@ def picture(charts, names, path, tree):
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel(charts[-1].x_title)
-    figure.legend(*axes[len(charts) - 1].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+    legend = figure.legend(*axes[len(charts) - 1].get_legend_handles_labels(), loc="outside upper left", ncols=3,
+                           frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     try:
         with explained(WatchError, path, "name a file that can be written"):
             figure.savefig(path, dpi=110)
