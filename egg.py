@@ -117,6 +117,7 @@ COMMON = dict([
     option("--verbose", "print a line for every step, in the format of d-eggs, also on a terminal"),
     option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
+UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
 ROOT = os.path.dirname(os.path.abspath(__file__))
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
@@ -202,6 +203,8 @@ def train(cfg, args):
     if args.taken:
         where = "no GPU" if args.preset == "laptop" else "a GPU"
         console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
+    if args.load_dir:
+        check_size(cfg, args, args.load_dir)
     done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, page(args),
                        args.log_json, args.tensorboard)
     directory = done.progress.run.directory
@@ -392,6 +395,7 @@ def import_(cfg, args):
 
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
     from tools import use
+    check_size(cfg, args, args.file)
     Printer().line(use.import_(cfg, args.file, args.save_dir))
     files = [f"{name}={file}" for name in egg_config.DATA_FILES
              if (file := getattr(cfg, name)) != egg_config.CONSTANTS[name].value]
@@ -496,10 +500,22 @@ def page(args, access=None):
 def load(cfg, args):
     """An engine in the state of the saved run."""
     from tools import use
+    check_size(cfg, args, args.load_dir)
     console = Printer(sys.stderr)
     engine = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, console)
     console.line(f"egg: {args.load_dir}, step {engine.step}")
     return engine
+
+
+def check_size(cfg, args, place):
+    """Raises UsageError for a saved model (`place`: where) that takes more memory than UNASKED, unless the user has
+    named its width: a header of a kilobyte may claim any size."""
+    from cluster import history
+    weights, *rest = history.sizes(cfg)
+    size = weights + sum(rest) + cfg.STEP_DIGITS
+    if size > UNASKED and "HIDDEN_DIM" not in egg_config.given(args.preset, args.defines):
+        raise egg_config.UsageError(f"{place} says that it holds a model of {weights:,} weights, which takes "
+                                    f"{size / 1e9:.1f} GB or more: if that is right, add -D HIDDEN_DIM={cfg.HIDDEN_DIM}")
 
 
 def run_console(args):

@@ -111,6 +111,35 @@ def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
         assert time.monotonic() - started < 20
 
 
+GENERATE = """
+import sys, egg
+sys.exit(egg.main(sys.argv[1:]))
+"""
+
+
+def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_so(tmp_path, monkeypatch, capsys):
+    cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=8)
+    history.open_run(cfg, tmp_path / "run").close()
+    use.write_tensors(tmp_path / "small", {"embedding": np.zeros((4, 4), np.int8)},
+                      {"config": json.dumps(cfg.saved())})
+    for command in (["generate", "--load-dir", tmp_path / "run"], ["eval", "--load-dir", tmp_path / "run"],
+                    ["train", "--load-dir", tmp_path / "run", "--steps", "1"],
+                    ["import", tmp_path / "small", "--save-dir", tmp_path / "new"]):
+        assert egg.main([*map(str, command)]) == 2
+        err = capsys.readouterr().err
+        assert "holds a model of 117,524,480 weights" in err and "add -D HIDDEN_DIM=1024" in err and \
+            err.count("\n") == 1
+    status, said = in_memory(GENERATE, "generate", "--load-dir", tmp_path / "run")
+    assert status == 2 and "takes 1.5 GB" in said
+
+    def loaded(*_):
+        raise use.UseError("it is loaded")
+
+    monkeypatch.setattr(use, "load", loaded)
+    assert egg.main(["generate", "--load-dir", str(tmp_path / "run"), "-DHIDDEN_DIM=1024"]) == 1
+    assert "it is loaded" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
                                     '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
                                     '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
