@@ -306,14 +306,27 @@ class Run:
         rest = self._pread(longest + 1, at)
         later = any(is_intact(rest[k:k + HEAD], HEAD) and RECORD.unpack_from(rest, k)[1] > self.step
                     for k in range(1, len(rest) - HEAD + 1))
-        if later or size - at > longest:
-            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more steps behind it: "
+        if later or size - at > longest or any(end < len(rest) for end in _possible_ends(rest)):
+            raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: "
                                f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
                                f"`truncate -s {at} {shlex.quote(self._name)}`")
         if self.owned:
             os.ftruncate(self._file.fileno(), at)
             os.fsync(self._file.fileno())
             self.notices.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut")
+
+
+def _possible_ends(data):
+    """[offset]: where the record at the beginning of `data`, of which head or body is damaged, can end. The next record
+    is written once it is on the disk, so where more follows it was not an interrupted write."""
+    if is_intact(data[:HEAD], HEAD):
+        return [HEAD + Record(*RECORD.unpack_from(data)).size + 4]
+    crc, ends = 0, []
+    for k in range(HEAD, len(data) - 4):
+        crc = zlib.crc32(data[k:k + 1], crc)
+        if data[k + 1:k + 5] == crc.to_bytes(4, "little"):
+            ends.append(k + 5)
+    return ends
 
 
 def open_run(cfg, save_dir=None, load_dir=None):
@@ -479,6 +492,10 @@ def open_directory(cfg, directory, start=None):
             where = error.filename or directory
             raise HistoryError(f"{where}: {error.strerror}: give a --save-dir that can be written") from None
         undo.pop_all()
+    for name in os.listdir(directory):       # of a `replacing` that was killed
+        if name.startswith((FILE, SETTINGS, DATA_FILE)) and name.endswith(".part"):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(directory, name))
     settings = cfg.settings()
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):

@@ -1,5 +1,6 @@
 """history.egg, C++ checkpoints, and runs that are rebuilt from them."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -102,6 +103,33 @@ def test_a_corrupt_middle_is_refused_with_its_position_and_left_alone(tmp_path):
     file.write_bytes(missing)
     with pytest.raises(history.HistoryError, match=rf"byte {offsets[10]} \(step 10\)"):
         history.open_run(CFG, tmp_path)
+
+
+def test_a_damaged_record_before_a_torn_one_is_no_interrupted_write(tmp_path):
+    filled(tmp_path, 3)
+    file = tmp_path / history.FILE
+    data = file.read_bytes()
+    with contextlib.closing(history.open_run(CFG, tmp_path)) as run:
+        first, last, end = run._offsets[1:]
+    for at in range(first, last):
+        for torn in (1, 7, history.HEAD - 1, history.HEAD + 2, end - last - 1):
+            bad = bytearray(data[:last + torn])
+            bad[at] ^= 0x41
+            file.write_bytes(bad)
+            with pytest.raises(history.HistoryError, match=rf"damaged at byte {first} \(step 1\) with more behind it"):
+                history.open_run(CFG, tmp_path)
+            assert file.read_bytes() == bad
+
+
+def test_what_a_killed_coordinator_left_behind_is_removed_by_the_owner_alone(tmp_path):
+    filled(tmp_path, 2)
+    parts = {name + "k1ll3d.part" for name in (history.FILE, history.SETTINGS, history.DATA_FILE)}
+    for name in (*parts, "mine.part"):
+        (tmp_path / name).write_bytes(b"half")
+    history.read_run(CFG, tmp_path).close()
+    assert parts < set(os.listdir(tmp_path))
+    history.open_run(CFG, tmp_path).close()
+    assert not parts & set(os.listdir(tmp_path)) and (tmp_path / "mine.part").exists()
 
 
 def test_other_files_and_other_configurations_are_refused(tmp_path):
