@@ -515,7 +515,8 @@ def check_size(cfg, args, place):
     size = weights + sum(rest) + cfg.STEP_DIGITS
     if size > UNASKED and "HIDDEN_DIM" not in egg_config.given(args.preset, args.defines):
         raise egg_config.UsageError(f"{place} says that it holds a model of {weights:,} weights, which takes "
-                                    f"{size / 1e9:.1f} GB or more: if that is right, add -D HIDDEN_DIM={cfg.HIDDEN_DIM}")
+                                    f"{size / 1e9:.1f} GB or more: if that is right, add "
+                                    f"-D HIDDEN_DIM={cfg.HIDDEN_DIM}")
 
 
 def run_console(args):

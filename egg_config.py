@@ -383,6 +383,9 @@ def _no_such(name, names):
 
 CONSTANTS = _constants()
 DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
+# what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
+KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
+        "SNAPSHOT_EVERY"}
 
 
 # --- a configuration -------------------------------------------------------------------------------------------------
@@ -416,8 +419,7 @@ class Config(types.SimpleNamespace):
 
     def settings(self):
         """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
-        kept = self.shared().keys() - DETERMINING | {*DATA_FILES, "SNAPSHOT_EVERY"}
-        return {name: value for name, value in self.constants().items() if name in kept}
+        return {name: value for name, value in self.constants().items() if name in KEPT}
 
     def fingerprint(self):
         """SHA-256 (hex) over the shared constants."""

@@ -373,15 +373,21 @@ def configuration(directory):
     """{name: value}: the constants of the run in a save directory; {} of C++ checkpoints. Raises HistoryError."""
     if not _holds_own(directory):
         return {}
-    found = _header_of(os.path.join(directory, FILE))[0]
+    found = determining(_header_of(os.path.join(directory, FILE))[0])
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
         settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)).items()
-        found.update((name, value) for name, value in settings if name in egg_config.CONSTANTS)
+        found.update((name, value) for name, value in settings if name in egg_config.KEPT)
     for name in egg_config.DATA_FILES:       # as seen from here, and only those that are there
         path = os.path.join(directory, str(found.pop(name, "")))
         if os.path.isfile(path):
             found[name] = path if os.path.isabs(path) else os.path.relpath(path)
     return found
+
+
+def determining(config):
+    """{name: value} without the constants that no saved model has a say in."""
+    return {name: value for name, value in config.items()
+            if name not in egg_config.CONSTANTS or name in egg_config.DETERMINING}
 
 
 def holds_run(directory):

@@ -111,6 +111,25 @@ def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
         assert time.monotonic() - started < 20
 
 
+def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_path):
+    evil = {"DEBUG": 1, "DEBUG_FILE": str(tmp_path / "victim"), "AUDIT_RATE": 0.0, "PORT": 1, "DEVICE": "cuda",
+            "IDLE_TIMEOUT": 1.0}
+    run = history.open_run(CFG, tmp_path / "run")
+    run.close()
+    header = {**CFG.saved(), **evil}
+    text = json.dumps({"version": 1, "config": header}).encode()
+    (tmp_path / "run" / history.FILE).write_bytes(history.with_crc(history.MAGIC + len(text).to_bytes(4, "little")
+                                                                   + text))
+    kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3}
+    (tmp_path / "run" / history.SETTINGS).write_text(json.dumps({**kept, **evil, "HIDDEN_DIM": 96}))
+    use.write_tensors(tmp_path / "model", {"x": np.zeros(1, np.int8)}, {"config": json.dumps(header)})
+    for found in history.configuration(tmp_path / "run"), use.read_config(tmp_path / "model"):
+        cfg = egg_config.load(saved=found)
+        assert not found.keys() & evil.keys() and cfg.saved() == CFG.saved()
+    cfg = egg_config.load(saved=history.configuration(tmp_path / "run"))
+    assert (cfg.SAMPLE_EVERY, cfg.SNAPSHOT_EVERY) == (7, 3)
+
+
 GENERATE = """
 import sys, egg
 sys.exit(egg.main(sys.argv[1:]))

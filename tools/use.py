@@ -262,7 +262,7 @@ def read_config(path):
     """{name: value}: the constants in the metadata of a safetensors file. Raises UseError."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(config := json.loads(open_tensors(path)[1].get("config", "{}")), dict):
-            return config
+            return history.determining(config)
     raise UseError(f"{path}: its configuration cannot be read: was it written by `egg.py export`?")
 
 
