@@ -708,14 +708,14 @@ class Coordinator:
             worker.rebuilt_at = step
             start = max((s for s in self.shelf.files if s <= step), default=0)
             self.events.warn(f"worker {worker.session.title}: its state at step {step} is not that of others: it "
-                             f"rebuilds from step {start}")
+                             f"rebuilds from step {start}", author.host)
             worker.session.reply(wire.REBUILD, start)
         elif verdict == trust.BAN:
             self.ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
         else:
             if news:
                 self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
-                                 "majority: start another worker, which decides, or stop the wrong one")
+                                 "majority: start another worker, which decides, or stop the wrong one", author.host)
             self.dispatcher.hold(worker)
         return False
 
@@ -730,8 +730,8 @@ class Coordinator:
 
     def ban(self, author, why):
         """Bans a worker with a wrong result or state and discards its results."""
-        self.events.emit("banned", f"banned {author.name} at {author.host}: {why}", worker=author.name,
-                         address=author.host, reason=why)
+        self.events.about(author.host, "banned", f"banned {author.name} at {author.host}: {why}", worker=author.name,
+                          address=author.host, reason=why)
         if author.named:
             self.admission.bans.add(author.identity, why)
         self._distrust(author)

@@ -1,7 +1,6 @@
 """Who comes in: limits on connections, bans, and the checks that a peer passes before it may take part."""
 
 import collections
-import contextlib
 import errno
 import hashlib
 import os
@@ -21,7 +20,8 @@ ARRIVALS = 256                                 # connections at a time that have
 REASONS_LOGGED, HOSTS_LOGGED = 32, 256         # refusals of a host that are logged, and hosts that are remembered
 REFUSED_SECONDS = 600.0                        # after which a refusal is news again
 BANNED_FILE = "banned.txt"                     # in the save directory: identity, tab, reason
-MOST_BANNED = 1 << 26                          # bytes of that file
+MOST_BANNED, MOST_WRITTEN = 1 << 26, 1 << 20   # bytes of that file that are read; up to which lines are added
+BANS_OF_HOST, MOST_UNWRITTEN = 64, 4096        # lines of a host in it; bans that are not in it
 
 
 class Author(NamedTuple):
@@ -52,38 +52,72 @@ class Author(NamedTuple):
 
 
 class Bans:
-    """Who may not come back, and why: a line each in BANNED_FILE of `directory`, which is read whenever a peer comes
-    in. A ban that cannot be written lasts as long as this object."""
+    """Who may not come back, and why: a line each in BANNED_FILE of `directory`, which is read again when it has
+    changed. A ban that cannot be written, or that is one too many of its host, lasts as long as this object; of these
+    the newest are kept. unreadable: why the file cannot be read, None where it can."""
 
     def __init__(self, directory=None):
         self.path = os.path.join(directory, BANNED_FILE) if directory is not None else None
-        self._unwritten = {}
+        self._written, self._unwritten, self._seen = {}, {}, None    # _seen: what identifies the content of the file
+        self._torn, self.unreadable = False, None
 
     def add(self, identity, reason):
+        if identity in (known := self.all()):
+            return
+        line = ("\n" * self._torn + f"{identity}\t{reason}\n").encode("utf-8", "replace")
+        of_host = sum(_host_of(one) == _host_of(identity) for one in known)
         try:
-            if self.path is None:
+            if self.path is None or of_host >= BANS_OF_HOST or len(line) + (self._seen or (0,))[0] > MOST_WRITTEN:
                 raise OSError
             with open(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644),
-                      "a", encoding="utf-8") as file:
-                file.write(f"{identity}\t{reason}\n")
+                      "ab") as file:
+                file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:
             self._unwritten[identity] = reason
+            while len(self._unwritten) > MOST_UNWRITTEN:
+                del self._unwritten[next(iter(self._unwritten))]
 
     def all(self):
-        bans = dict(self._unwritten)
-        if self.path is not None:
-            with contextlib.suppress(OSError):
+        self._read()
+        return {**self._unwritten, **self._written}
+
+    def _read(self):
+        if self.path is None:
+            return
+        try:
+            found = os.lstat(self.path)
+            seen = found.st_size, found.st_mtime_ns, found.st_ino
+            if seen != self._seen:
                 text = history.read_file(self.path, MOST_BANNED).decode("utf-8", "replace")
-                bans.update(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
-        return bans
+                self._written = dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
+                self._seen, self._torn = seen, text[-1:] not in ("", "\n")
+            self.unreadable = None
+        except FileNotFoundError:
+            self._written, self._seen, self._torn, self.unreadable = {}, None, False, None
+        except OSError as error:
+            self.unreadable = error.strerror
 
     def message(self, author):
         """Why this author may not take part, None where it may."""
-        bans, lift = self.all(), f"remove its line from {self.path}" if self.path else "start the coordinator again"
-        found = [name for name in (author.identity, author.former) if name in bans]
-        return f"banned: {bans[found[0]]}; to let {found[0]} in again, {lift}" if found else None
+        self._read()
+        known = {**self._unwritten, **self._written}
+        lift = f"remove its line from {self.path}" if self.path else "start the coordinator again"
+        found = [name for name in (author.identity, author.former) if name in known]
+        return f"banned: {known[found[0]]}; to let {found[0]} in again, {lift}" if found else None
+
+    def check(self, author):
+        """Raises Refused for a banned author, and for everybody while nobody can know who is banned."""
+        if why := self.message(author):
+            raise Refused(why, BANNED)
+        if self.unreadable:
+            raise Refused(f"nobody is let in while {self.path} cannot be read: {self.unreadable}", FULL)
+
+
+def _host_of(identity):
+    """The host in an Author.identity; a certificate stands for itself."""
+    return identity.rpartition(" at ")[2].partition(" (")[0]
 
 
 class Admission:
@@ -149,8 +183,7 @@ class Admission:
         if self.access.secret or self.access.tls:
             raise Refused("protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2")
         author = Author(session.host, session.title, "a version 1 peer", named=False)
-        if why := self.bans.message(author):
-            raise Refused(why)
+        self.bans.check(author)
         self._enter(session, V1)
         self.coordinator.worker_joined(session, author)
 
@@ -191,8 +224,7 @@ class Admission:
         return self._status_made
 
     def _check_worker(self, card, author):
-        if why := self.bans.message(author):
-            raise Refused(why, BANNED)
+        self.bans.check(author)
         if differ := other_constants(self.cfg.saved(), card.config):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
         run, trust = self.coordinator.run, self.coordinator.trust

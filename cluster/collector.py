@@ -144,7 +144,7 @@ class Collector:
     def _refuse(self, why):
         self.worker.source.sends = False
         step, title = self.upload.step, self.worker.session.title
-        self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}")
+        self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}", self.worker.author.host)
         self.drop()
 
     def _voice(self, worker):

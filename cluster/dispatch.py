@@ -144,12 +144,13 @@ class Dispatcher:
         for worker, account in list(self.work.accounts.items()):
             for expired in self.fairness.expired(worker, account.held, now) if account.held else ():
                 self.events.warn(f"worker {worker.session.title} {expired.why} {expired.seconds:.2g} s, its "
-                                 f"{chunks_text(expired.chunks)} handed out again")
+                                 f"{chunks_text(expired.chunks)} handed out again", worker.author.host)
                 self.give_back(worker, expired.chunks)
         self._count_authors(now)
         for chunk, authors in self.work.disputed():
             names = " and ".join(author.name for author in authors)
-            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide")
+            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide",
+                             "")
         self.fairness.check(self.work, now)
         self.changed = self.changed or self.fairness.passed_over or bool(self.fairness.late and self.waiting)
 

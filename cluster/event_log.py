@@ -76,8 +76,10 @@ class Events(contextlib.AbstractContextManager):
         if self.allows(host):
             self.emit(kind, line, **fields)
 
-    def warn(self, line):
-        self.emit("warning", line, text=line)
+    def warn(self, line, host=None):
+        """A warning; host: of the peer that has caused it, "" if it is not clear which, None where no peer has."""
+        if host is None or self.allows(host):
+            self.emit("warning", line, text=line)
 
     def message(self, worker, text, line):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event."""

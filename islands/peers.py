@@ -204,7 +204,7 @@ class Peers:
 
     def distrust(self, peer, why):
         self.distrusted[peer.author.identity] = time.monotonic() + DISTRUST
-        self.events.warn(f"island: {why}; nothing of {peer.name} is taken for {DISTRUST:g} s")
+        self.events.warn(f"island: {why}; nothing of {peer.name} is taken for {DISTRUST:g} s", peer.author.host)
 
     # introductions
 

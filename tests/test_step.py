@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import queue
 import re
 import ssl
 import subprocess
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import egg_net
-from cluster import admission, auth, dispatch, fairness, history, status, trust, wire
+from cluster import admission, auth, dispatch, event_log, fairness, history, status, trust, wire
 from cluster.step import Step
 from cluster.wire import JOB_RESPONSE, REBUILD, V2
 from model import fitness_digits
@@ -282,6 +283,49 @@ def test_bans_that_cannot_be_written_hold_until_the_end(tmp_path):
     assert bans.all() == {"w1 at host": "it lied"}
     (tmp_path / admission.BANNED_FILE).write_bytes(b"no tab\n\n\xff at host\twhy\twith a tab\nw2 at host\ttorn")
     assert admission.Bans(tmp_path).all() == {"\ufffd at host": "why\twith a tab", "w2 at host": "torn"}
+
+
+def test_bans_are_read_when_they_have_changed_and_nobody_comes_in_while_they_cannot_be(tmp_path, monkeypatch):
+    author, other = admission.Author("10.0.0.1", "k.1", "w1"), admission.Author("10.0.0.2", "k.1", "w2")
+    bans, read, file = admission.Bans(tmp_path), [], tmp_path / admission.BANNED_FILE
+    plain = history.read_file
+    monkeypatch.setattr(history, "read_file", lambda *a: read.append(a) or plain(*a))
+    file.write_text(f"{author.identity}\tit lied")               # edited by hand, without an end of the line
+    for _ in range(100):
+        assert "it lied" in bans.message(author) and bans.message(other) is None
+    assert len(read) == 1
+    bans.add(other.identity, "so")
+    assert "so" in admission.Bans(tmp_path).message(other) and "it lied" in bans.message(author)
+    os.truncate(file, admission.MOST_BANNED + 1)
+    for one in bans, admission.Bans(tmp_path):
+        with pytest.raises(admission.Refused, match="nobody is let in while .* cannot be read: File too large") as told:
+            one.check(admission.Author("10.0.0.3", "k.1", "w3"))
+        assert told.value.code == wire.FULL                      # it may come again
+    with pytest.raises(admission.Refused, match="it lied"):
+        bans.check(author)                                       # what was known still counts
+
+
+def test_one_host_fills_neither_the_log_nor_the_bans(tmp_path):
+    with Server(tmp_path, save=True) as server:
+        done = queue.SimpleQueue()
+
+        def flood():
+            for k in range(400):
+                server.coordinator.ban(admission.Author("10.0.0.1", f"k{k}.1", f"w{k}"), "it lied")
+                server.coordinator.events.warn("its state is not that of others", "10.0.0.1")
+            server.coordinator.ban(admission.Author("10.0.0.2", "k.1", "another"), "it lied too")
+            server.coordinator.events.warn("the disk is full")
+            done.put(True)
+
+        server.calls.put(flood)
+        assert done.get(timeout=30)
+        bans = server.coordinator.admission.bans
+        assert all(bans.message(admission.Author("10.0.0.1", f"k{k}.1", f"w{k}")) for k in range(400))
+        text = (tmp_path / admission.BANNED_FILE).read_text()
+        assert text.count("\n") == admission.BANS_OF_HOST + 1 and "another at 10.0.0.2" in text
+        told = (tmp_path / history.EVENTS).read_text()
+        assert told.count('"banned"') + told.count('not that of others"') < 2 * event_log.OF_HOST[0]
+        assert "another" in told and "the disk is full" in told
 
 
 def test_audits_do_not_hold_up_a_lonely_worker_for_long(tmp_path, monkeypatch):
