@@ -10,8 +10,8 @@ from typing import NamedTuple
 import egg_config
 from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
-from cluster.hub import NetError, Unproven, reason, split_address
-from cluster.session import Role, Session
+from cluster.hub import NetError, Unproven, VERSIONS, reason, split_address
+from cluster.session import FRAME_SECONDS, Role, Session
 from cluster.trust import of_most
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
 
@@ -102,10 +102,10 @@ class Bans:
     def message(self, author):
         """Why this author may not take part, None where it may."""
         self._read()
-        known = {**self._unwritten, **self._written}
         lift = f"remove its line from {self.path}" if self.path else "start the coordinator again"
-        found = [name for name in (author.identity, author.former) if name in known]
-        return f"banned: {known[found[0]]}; to let {found[0]} in again, {lift}" if found else None
+        for name in author.identity, author.former:
+            if why := self._written.get(name) or self._unwritten.get(name):
+                return f"banned: {why}; to let {name} in again, {lift}"
 
     def check(self, author):
         """Raises Refused for a banned author, and for everybody while nobody can know who is banned."""
@@ -133,7 +133,7 @@ class Admission:
         self.most = most - self.arrivals.most
         self.validation = bytes(32)                  # digest of the held-out data, zeros while unknown
         self._refused = {}                           # host -> (since when, reasons that are logged), the oldest first
-        self._status_made, self._status_until = b"", 0.0
+        self._statuses, self._status_until = [], 0.0
 
     def listen(self, host, port):
         """The (host, port) that is listened on. Raises NetError."""
@@ -201,7 +201,8 @@ class Admission:
         run = coordinator.run
         session.reply(*host.welcome(snapshots.config_digest(self.cfg), run.data, run.step, coordinator.shelf.newest))
         if card.role == "status":
-            session.reply(wire.STATUS, self._status())
+            made = self._status()
+            session.send(wire.HEADER.pack(wire.MAGIC, V2, wire.STATUS, len(made)), made)
         elif card.role == "island" and session.open:
             coordinator.island.peer_joined(session, card, author)
 
@@ -217,11 +218,14 @@ class Admission:
         session.become_known()
 
     def _status(self):
-        """The payload of STATUS. It is cached for ten times as long as it took to make."""
+        """The payload of STATUS. It is cached for ten times as long as it took to make, and for longer while too many
+        older ones are not read."""
         if (began := time.monotonic()) >= self._status_until:
-            self._status_made = status.pack_status(self.coordinator.status())
+            self._statuses = self.coordinator.hub.on_the_way(self._statuses)
+            if len(self._statuses) < VERSIONS:
+                self._statuses.append(status.pack_status(self.coordinator.status()))
             self._status_until = began + 10 * (time.monotonic() - began)
-        return self._status_made
+        return self._statuses[-1]
 
     def _check_worker(self, card, author):
         self.bans.check(author)
@@ -281,6 +285,8 @@ class Arrival(Role):
     def check(self, now):
         if not self.session.known and now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.refuse(f"did not complete the introduction within {auth.HANDSHAKE_SECONDS:g} s")
+        elif now - self.session.born > auth.HANDSHAKE_SECONDS + FRAME_SECONDS:
+            self.session.close()                     # it has not read the status
 
     def closed(self):
         if self.host.proved and not self.session.known:

@@ -20,6 +20,7 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 # Time for peers that have proved nothing and for new connections: share of a processor, seconds in a row
 STRANGERS_SHARE, STRANGERS_SECONDS = 0.25, 0.002
 YOUNG = 0.1                # seconds that a new connection has before another one may take its place
+VERSIONS = 4               # of a long answer that are on their way at a time; until one has come, the last is repeated
 
 
 class NetError(EggError):
@@ -210,6 +211,11 @@ class Hub:
         for listener in self._listeners:
             listener.check()
 
+    def on_the_way(self, answers):
+        """[bytes]: those of these answers that a connection still sends a part of."""
+        unsent = {id(part.obj) for connection in self.connections for part in connection.outbox}
+        return [answer for answer in answers if id(answer) in unsent]
+
     def close(self):
         for connection in list(self.connections):
             connection.close()
@@ -220,7 +226,7 @@ class Hub:
 
 
 class Connection:
-    """The bytes of one peer: `inbox` has come and is not used yet, `outbox` waits to be sent. Nothing is read while
+    """The bytes of one peer: `inbox` has come and is not used yet, `outbox` ([memoryview]) waits to be sent. Nothing is read while
     something waits to be sent, so that answers cannot pile up, or while `full()` says that enough waits to be used.
     sock: non-blocking, accepted or new; tls: an ssl.SSLContext or None; call: for a new socket, the host name that
     `address` stands for, to which a connection is begun; known: it is no stranger, see Hub. Raises OSError. A subclass
@@ -235,7 +241,7 @@ class Connection:
         self._tls, self._call = tls, call
         self._selector = hub.strangers
         self.host, self.address = host_of(address[0]), address_text(*address[:2])
-        self.inbox, self.outbox = bytearray(), b""
+        self.inbox, self.outbox = bytearray(), collections.deque()
         self.open, self.paused = True, False
         self._event = 0                                  # that the selector waits for
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
@@ -253,9 +259,10 @@ class Connection:
         """The peer's certificate for TLS (bytes), None where it has shown none."""
         return self.sock.getpeercert(True) if self._tls else None
 
-    def send(self, data):
-        self.traffic.sent += len(data)
-        self.outbox = memoryview(bytes(self.outbox) + data if self.outbox else data)
+    def send(self, *parts):
+        """Sends bytes, of which no copy is made: a long answer may be on its way to many."""
+        self.traffic.sent += sum(map(len, parts))
+        self.outbox.extend(memoryview(part) for part in parts if part)
         self._flush()
 
     def end(self):
@@ -360,8 +367,12 @@ class Connection:
         if not self.open:
             return
         try:
-            if self.outbox:
-                self.outbox = self.outbox[self.sock.send(self.outbox):]
+            while self.outbox:
+                part = self.outbox[0]
+                if (sent := self.sock.send(part)) < len(part):
+                    self.outbox[0] = part[sent:]
+                    break
+                self.outbox.popleft()
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError:

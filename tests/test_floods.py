@@ -11,7 +11,7 @@ import time
 import pytest
 
 import egg_net
-from cluster import hub, link, session, status, wire
+from cluster import admission, auth, hub, link, session, status, wire
 from cluster.wire import HEARTBEAT, HELLO, V2
 from coordinators import Peer, Peer2, Server, until, whole, work_in_thread
 from fakes import CFG, FakeEngine, changed, expected
@@ -26,7 +26,8 @@ def test_nobody_is_read_from_while_a_frame_of_theirs_is_unhandled(tmp_path):
         peer = Peer2(server.port)
         peer.chunk(0)
         worker = next(iter(server.coordinator.dispatcher.workers))
-        worker.session.wait()
+        server.calls.put(worker.session.wait)                    # in its own thread
+        until(lambda: worker.session.paused)
         peer.link.sock.settimeout(0.5)
         with pytest.raises(TimeoutError):
             for _ in range(100):
@@ -135,6 +136,27 @@ def test_a_status_is_never_too_long(tmp_path):
         server.coordinator.status = lambda: made
         told = status.fetch_status(CFG, "127.0.0.1", server.port)
         assert told["connected"] == 4000 and 500 < len(told["workers"]) < 4000
+
+
+def test_readers_that_do_not_read_share_one_status_and_get_no_new_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(admission, "FRAME_SECONDS", 1.0)
+    monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 1.0)
+    made = []
+    with Server(tmp_path) as server:
+        monkeypatch.setattr(status, "pack_status", lambda _: made.append(b"x" * wire.STATUS.most + b"%d" % len(made))
+                            or made[-1][-wire.STATUS.most:])
+        readers = []
+        for _ in range(24):
+            readers.append(Peer2(server.port, role="status").link)
+            time.sleep(0.005)
+        held = {}                                                # of each reader: {id: bytes}
+        for one in list(server.coordinator.hub.connections):
+            held |= {id(part.obj): len(part.obj) for part in list(one.outbox)}
+        assert 0 < len(held) <= hub.VERSIONS == len(made) and sum(held.values()) <= hub.VERSIONS * wire.STATUS.most
+        assert len(readers[0].next(wire.STATUS, 5)) == wire.STATUS.most             # who reads gets it whole
+        until(lambda: not server.coordinator.hub.connections, 10)                   # and nobody keeps it
+        assert Peer2(server.port).chunk(0) == 0
+        [reader.close() for reader in readers]
 
 
 @pytest.mark.parametrize("payload", [

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import egg
 import egg_config
-from cluster import auth, wire
+from cluster import auth, hub, wire
 from cluster.hub import split_address
 from cluster.wire import LOG_MESSAGE, VALIDATION
 from tools import live_page
@@ -345,6 +345,23 @@ def test_many_clients_share_what_is_made_once(tmp_path, monkeypatch):
         for sock in socks:
             sock.sendall(request("/state.json", close=False))
         assert all(receive(sock)[0] == 200 for sock in socks) and len(made) == 1
+
+
+def test_clients_that_do_not_read_share_a_few_answers(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(live_page.Figures, "state", lambda self: made.append(1) or {"x": "y" * (1 << 23)})
+    monkeypatch.setattr(live_page, "MADE_EVERY", 0.0)
+    with Server(tmp_path, http=EVERYBODY) as server:
+        socks = [connect(server) for _ in range(30)]
+        for sock in socks:
+            sock.sendall(request("/state.json", close=False))
+        until(lambda: len(server.coordinator.page.served) == 30)
+        held = {}
+        for one in list(server.coordinator.hub.connections):
+            held |= {id(part.obj): len(part.obj) for part in list(one.outbox)}
+        assert 0 < len(held) <= hub.VERSIONS == len(made) and sum(held.values()) < (hub.VERSIONS + 1) << 23
+        assert receive(socks[0])[0] == receive(socks[-1])[0] == 200
+        [sock.close() for sock in socks]
 
 
 def test_where_the_page_may_be_served():

@@ -305,7 +305,7 @@ class Client(hub.Connection):
 
     def _answer(self, response):
         self.until = time.monotonic() + SEND_SECONDS
-        self.send(response)
+        self.send(*response)
         self.hub.again.add(self)
 
     def full(self):
@@ -339,7 +339,7 @@ class Page:
         self.html = Body(HTML, html)
         self.policy = policy(html)
         self.figures = Figures(coordinator)
-        self._bodies = {}                            # by path
+        self._bodies = {}                            # by path: the newest last, before it those still on their way
         self._looked = -math.inf                     # when a browser last asked for the state
         try:
             self.address = coordinator.hub.listen(where.host, where.port, self._accept, self.newcomers.room,
@@ -361,7 +361,7 @@ class Page:
             self.coordinator.poll(0.1)
 
     def answer(self, head):
-        """(status, bytes of the response, whether it is the last one on this connection) to the head of a request."""
+        """(status, `response`, whether it is the last one on this connection) to the head of a request."""
         try:
             request = parse(head)
         except ValueError as error:
@@ -400,12 +400,15 @@ class Page:
         now = time.monotonic()
         if path == "/state.json":
             self._looked = now
-        if path not in self._bodies or now - self._bodies[path].made >= MADE_EVERY:
-            if path == "/metrics":
-                self._bodies[path] = Body(PROMETHEUS, self.figures.metrics().encode())
-            else:
-                self._bodies[path] = Body(JSON, json.dumps(self.figures.state(), separators=(",", ":")).encode())
-        return self._bodies[path]
+        bodies = self._bodies.setdefault(path, [])
+        if not bodies or now - bodies[-1].made >= MADE_EVERY:
+            sent = {*map(id, self.coordinator.hub.on_the_way([x for body in bodies for x in (body.plain, body.zipped)]))}
+            bodies[:] = [body for body in bodies if {id(body.plain), id(body.zipped)} & sent]
+            if len(bodies) < hub.VERSIONS and path == "/metrics":
+                bodies.append(Body(PROMETHEUS, self.figures.metrics().encode()))
+            elif len(bodies) < hub.VERSIONS:
+                bodies.append(Body(JSON, json.dumps(self.figures.state(), separators=(",", ":")).encode()))
+        return bodies[-1]
 
     def _host_allowed(self, host):
         """Against DNS rebinding: a page that is served to this machine only is not served under other names."""
@@ -453,7 +456,8 @@ class Body:
 
 
 def response(status, body, last=True, *fields, head=False, zipped=False):
-    """bytes of a response. body: a Body, or text; last: the connection is closed after it; head: without body."""
+    """(head, body) of a response, both bytes. body: a Body, or text; last: the connection is closed after it; head:
+    without body."""
     body = body if isinstance(body, Body) else Body(TEXT, body.encode())
     data = body.zipped if zipped else body.plain
     lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", f"Content-Type: {body.kind}",
@@ -461,7 +465,7 @@ def response(status, body, last=True, *fields, head=False, zipped=False):
              "Referrer-Policy: no-referrer", "Cross-Origin-Resource-Policy: same-origin", "Vary: Accept-Encoding",
              *fields]
     lines += ["Content-Encoding: gzip"] * zipped + ["Connection: close"] * last
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if head else data)
+    return "\r\n".join(lines).encode() + b"\r\n\r\n", b"" if head else data
 
 
 def parse(head):
