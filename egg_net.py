@@ -426,8 +426,8 @@ class RemoteWorker(Role):
     def handle(self, opcode, payload):
         """Of use are the results that it owes, a request after one of them or at a later step, a state in order."""
         coordinator, useful = self.coordinator, False
-        if self.source.hash_wanted is not None and opcode in (wire.JOB_REQUEST, wire.RESULT):
-            coordinator.collector.ignored(self)
+        if opcode in (wire.JOB_REQUEST, wire.RESULT):
+            coordinator.collector.goes_on(self)
         if opcode == wire.JOB_REQUEST:
             request = wire.JOB_REQUEST.unpack(payload)
             useful = self.has_worked or self.step is None or request.step > self.step

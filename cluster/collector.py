@@ -6,6 +6,7 @@ from cluster import snapshots
 from cluster.trust import shares
 from cluster.wire import HASH_WANTED, SNAPSHOT_DATA, SNAPSHOT_WANTED, STATE_HASH
 
+MOST_FAILED = 4096         # that are remembered
 WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of a state beside its giver
 
 
@@ -30,6 +31,7 @@ class Collector:
         self._kept, self._liar = kept, liar
         self.worker = self.upload = None
         self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one
+        self._failed = set()                         # voters whose last snapshot was refused or did not come
         self.shelf = snapshots.Shelf(cfg, run)
         self.shelf.check_start()
 
@@ -41,7 +43,9 @@ class Collector:
 
     def ask(self, worker, remember=False):
         """Asks for the state of the present step, if that is possible. remember: for `Upload.state`, without a file."""
-        if self.upload or not worker.source.sends:
+        if self.upload or not worker.source.sends or self._voice(worker) in self._failed and any(
+                other.digest and other.source.sends and self._voice(other) not in self._failed
+                for other in self.dispatcher.workers):
             return
         try:
             run = self.run
@@ -68,10 +72,14 @@ class Collector:
                 self._hashes.setdefault(stated.hash, set()).add(worker.author)
                 self.settle()
 
-    def ignored(self, worker):
-        """The worker has sent something else than the hash that it was asked for: it is of an older version."""
-        worker.source.hashes, worker.source.hash_wanted = False, None
-        self.settle()
+    def goes_on(self, worker):
+        """The worker has sent a request or a result. What it was asked for before that does not come any more; a hash
+        does not from one of an older version."""
+        if worker.source.hash_wanted is not None:
+            worker.source.hashes, worker.source.hash_wanted = False, None
+            self.settle()
+        if worker is self.worker and not self.upload.finished:
+            self._refuse("it did not come")
 
     def take(self, worker, payload):
         came, upload = SNAPSHOT_DATA.unpack(payload), self.upload
@@ -124,6 +132,7 @@ class Collector:
                 self.shelf.put(upload)
         except OSError as error:
             return self._stop(error)
+        self._failed.discard(self._voice(self.worker))
         self._end()
         self._forget()
         if not upload.remembered:
@@ -143,6 +152,7 @@ class Collector:
 
     def _refuse(self, why):
         self.worker.source.sends = False
+        self._failed = {self._voice(self.worker), *self._failed} if len(self._failed) < MOST_FAILED else set()
         step, title = self.upload.step, self.worker.session.title
         self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}", self.worker.author.host)
         self.drop()
@@ -169,9 +179,9 @@ class Collector:
         if self.upload and self.run.step >= self.upload.step + self.cfg.SNAPSHOT_EVERY:
             if self.upload.finished:
                 self.events.warn(f"the snapshot of step {self.upload.step} is not used: no second worker confirmed it")
+                self.drop()
             else:
-                self.worker.source.sends = False
-            self.drop()
+                self._refuse("it did not come")
         self.settle()
 
     def _end(self):

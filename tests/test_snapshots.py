@@ -275,6 +275,35 @@ def test_a_snapshot_is_served_once_another_host_has_stated_its_hash(tmp_path):
         until(lambda: server.coordinator.shelf.newest == 1)
 
 
+def test_who_goes_on_without_sending_its_state_is_named_and_others_are_asked_first(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=1)
+    with Server(tmp_path, cfg, save=True) as server:
+        silent, giver = (caller(f"127.0.0.{i}", server.port, cfg, name=f"w{i}") for i in (2, 3))
+        engine = first_step(server, (silent, giver), cfg)
+        silent.ask(1, engine.digest())
+        silent.next(wire.SNAPSHOT_WANTED)
+        silent.result(1, silent.answer().first)
+        until(lambda: "w2" in server.lines.text and "step 1 is not used: it did not come" in server.lines.text)
+        giver.ask(1, engine.digest())
+        giver.next(wire.SNAPSHOT_WANTED)                         # at once, in the same step
+        upload(giver, engine.state())
+        giver.result(1, giver.answer().first)
+        silent.ask(1, engine.digest())
+        silent.next(wire.HASH_WANTED)
+        hash_of(engine.state())(silent)
+        until(lambda: server.coordinator.shelf.newest == 1)
+        silent.result(1, silent.answer().first)
+        giver.ask(1, engine.digest())
+        giver.result(1, giver.answer().first)
+        until(lambda: server.run.step == 2)
+        engine.update(np.ones(cfg.N_PAIRS, np.int8))
+        again = caller("127.0.0.2", server.port, cfg, name="another name")
+        again.ask(2, engine.digest())
+        assert again.next(wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
+        giver.ask(2, engine.digest())
+        giver.next(wire.SNAPSHOT_WANTED)
+
+
 def test_workers_that_do_not_know_the_hash_serve_as_before(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:
