@@ -10,6 +10,7 @@ import time
 
 import egg_config
 from cluster import auth, greeting, history, wire
+from cluster.console import one_line
 from cluster.hub import Budget, NetError, address_text, resolve, split_address
 from cluster.session import Role, Session
 from cluster.wire import ERROR, FULL, ISLAND, ITSELF, OTHER_CONFIG, Refused, STATE, STATE_REQUEST, V2
@@ -324,7 +325,8 @@ class Peers:
         self._log(peer.author.host, line, peer.name, peer.address, state)
 
     def _log(self, host, line, name, address, state):
-        self.events.about(host, "peer", f"island: {line}", peer=name, address=address, state=state)
+        line = f"island: {one_line(line)}"           # it may quote the constants of a peer
+        self.events.about(host, "peer", line, peer=name, address=address, state=state)
 
     def status(self):
         rows = []

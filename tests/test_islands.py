@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import egg
 import egg_config
 import egg_net
-from cluster import auth, history, snapshots, wire
+from cluster import auth, greeting, history, snapshots, wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import data_files, fitness_digits, parameters, seeds, state_digest
@@ -59,6 +59,26 @@ def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(tmp_
         assert not a.island.incoming and a.island.peers.distrusted
         a.island.peers.check(time.monotonic() + 2 * peers.DISTRUST)
         assert not a.island.peers.distrusted
+
+
+def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
+    def answer():
+        sock, inbox, host = listener.accept()[0], bytearray(), greeting.Host(b"")
+        limits = wire.only(wire.limits(ISLE), {V2: (wire.HELLO, wire.JOIN)})
+        while not host.card:
+            inbox += sock.recv(1 << 16)
+            if (came := wire.next_frame(inbox, limits)) and (said := host.handle(came.opcode, came.payload)):
+                sock.sendall(frame(*said, version=V2))
+        config = {**ISLE.shared(), "SEQ_LEN": "8\nStep 999999 | Tokens: 1 B", "\nStep 888888": 1}
+        card = json.dumps({"role": "island", "id": "x", "name": "b", "config": config}).encode()
+        welcome = frame(*host.welcome(bytes(32), bytes(32), 0, 0), version=V2)
+        sock.sendall(welcome + frame(ISLAND, card, version=V2))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        with Isle(tmp_path, "a", rate=0, peers=[listener.getsockname()[1]]) as a:
+            told(a, "refuses this island")
+        assert "Step 999999" in a.lines.text and "\nStep" not in a.lines.text
 
 
 def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(tmp_path, monkeypatch):
