@@ -75,6 +75,8 @@ class Dispatcher:
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
         now, late = time.monotonic(), self.fairness.late
+        if worker.conduct.owing >= CHUNKS_HELD:
+            self.fairness.gave_up(worker, now)
         if self.fairness.must_wait(worker, self.work.accounts, now):
             return None
         held = self.work.accounts[worker].held
@@ -86,6 +88,8 @@ class Dispatcher:
             self.give_back(worker, [next(iter(held))])
         elif chunk is None and late and not held:
             chunk = self.work.copy(worker, now, late)
+        if chunk is not None:
+            self.fairness.handed_out(worker, now)
         return chunk
 
     def owes(self, worker, number, chunk):
@@ -94,6 +98,7 @@ class Dispatcher:
         if chunk not in owed:
             return False
         owed.remove(chunk)
+        worker.conduct.owing = 0
         return True
 
     def believes(self, worker, number, figure, trust):
@@ -113,6 +118,7 @@ class Dispatcher:
         account, conduct = self.work.accounts[worker], worker.conduct
         conduct.turn = time.monotonic()
         if worker.trusted:
+            self.fairness.delivers(worker)
             conduct.delivered(account.given.get(chunk), chunk in account.held)
         else:                                        # made with a state that others contradict
             self.give_back(worker, [chunk])
@@ -130,6 +136,8 @@ class Dispatcher:
     def leave(self, worker):
         """The worker has gone; its chunks are handed out again. Returns whether it was the last one of its author."""
         self.workers.discard(worker)
+        if worker.conduct.owing:
+            self.fairness.gave_up(worker, time.monotonic())
         self.known -= worker.step is not None
         for step in self.steps.values():
             step.leave(worker)
@@ -145,6 +153,7 @@ class Dispatcher:
             for expired in self.fairness.expired(worker, account.held, now) if account.held else ():
                 self.events.warn(f"worker {worker.session.title} {expired.why} {expired.seconds:.2g} s, its "
                                  f"{chunks_text(expired.chunks)} handed out again", worker.author.host)
+                self.fairness.gave_up(worker, now)
                 self.give_back(worker, expired.chunks)
         self._count_authors(now)
         for chunk, authors in self.work.disputed():

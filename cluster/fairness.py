@@ -12,6 +12,8 @@ ASK_WITHIN = 2.0           # seconds after an answer or a result in which a punc
 # least. With heartbeats it has LEASE_FACTOR times longer, but by the time that is usual for all, and STRAGGLER_TIMEOUT
 # at least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual time is known.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
+# Seconds between the chunks of those in doubt of a host, while others can be relied on: the first pause, the longest
+DOUBT, DOUBTED = (1.0, 64.0), 4096         # hosts that are remembered
 
 
 class Conduct:
@@ -22,6 +24,8 @@ class Conduct:
     stuck = False              # it let the longest lease expire, and has delivered nothing since
     turn = 0.0                 # when it was last answered after waiting, or delivered
     results = 0                # that were taken
+    owing = 0                  # chunks that it was handed since a result came
+    dropped = False            # it has given up chunks, and delivered nothing since
 
     def delivered(self, given, in_time):
         """A result has come at `turn`. given: when its chunk was handed out, None if it was not; in_time: its lease had
@@ -29,7 +33,7 @@ class Conduct:
         if given is not None:
             took = self.turn - given
             self.pace = took if self.pace is None else 0.7 * self.pace + 0.3 * took
-            self.punctual, self.stuck = in_time, False
+            self.punctual, self.stuck, self.dropped = in_time, False, False
         self.results += 1
 
 
@@ -51,6 +55,7 @@ class Fairness:
         self.late = []
         self.passed_over = False
         self._timeout = cfg.STRAGGLER_TIMEOUT
+        self._doubted = {}                           # voter: (pause, until when those in doubt get no chunk)
         self._stuck = set()                          # voters (admission.Author.voter) of workers that were stuck
 
     def step_ended(self, accounts):
@@ -69,6 +74,11 @@ class Fairness:
     def must_wait(self, worker, accounts, now):
         """Whether this worker gets no chunk now because another one, which delivers in time, is about to ask."""
         conduct = worker.conduct
+        if self.in_doubt(worker) and now < self._doubted.get(worker.author.voter, (0, 0))[1] and any(
+                other.conduct.punctual and not other.conduct.dropped and self.expects(other, now)
+                for other in self.workers if other is not worker):
+            self.passed_over = True
+            return True
         if conduct.punctual is not False and (conduct.results or worker.author.voter not in self._stuck):
             return False
         if not any(other.conduct.punctual and now - other.conduct.turn < ASK_WITHIN and not other.waiting
@@ -76,6 +86,32 @@ class Fairness:
             return False
         self.passed_over = True
         return True
+
+    def in_doubt(self, worker):
+        """Whether this worker has given up chunks, or another one of its host has and this one is new."""
+        conduct = worker.conduct
+        return conduct.dropped or not conduct.results and worker.author.voter in self._doubted
+
+    def gave_up(self, worker, now):
+        """The worker has taken chunks and does not deliver; its host pauses, longer if it was in doubt already."""
+        voter, doubted = worker.author.voter, self.in_doubt(worker)
+        worker.conduct.owing, worker.conduct.dropped = 0, True
+        pause = self._doubted.pop(voter, (DOUBT[0], 0))[0]
+        pause = min(2 * pause, DOUBT[1]) if doubted else pause
+        self._doubted[voter] = pause, now + pause
+        if len(self._doubted) > DOUBTED:
+            del self._doubted[next(iter(self._doubted))]
+
+    def handed_out(self, worker, now):
+        worker.conduct.owing += 1
+        voter = worker.author.voter
+        if self.in_doubt(worker) and voter in self._doubted:
+            self._doubted[voter] = self._doubted[voter][0], now + self._doubted[voter][0]
+
+    def delivers(self, worker):
+        """A result of the present step has come, from one that may have been in doubt."""
+        if self.in_doubt(worker):
+            self._doubted.pop(worker.author.voter, None)
 
     def expects(self, worker, now):
         """Whether a worker can be expected to do its share; one of a host that had a stuck one has to deliver first."""

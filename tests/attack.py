@@ -139,13 +139,39 @@ def slow_walk(port, _, walkers):
     return walkers
 
 
+def holders(port, _, peers):
+    """Twenty connections that take a chunk, hold it for 50 ms, leave and come again."""
+    peers = peers or []
+    peer, step = Peer2(port, CFG, name="holder"), 1 << 40        # the answer to which says the present step
+    with contextlib.suppress(TimeoutError):                      # it has to wait
+        for _ in range(9):
+            peer.ask(step, step.to_bytes(16, "little"))
+            answer = peer.answer(0.02)
+            if (answer.step, answer.packed) == (step, b""):
+                break
+            step = answer.step
+    peers.append((time.monotonic() + 0.05, peer))
+    while len(peers) > 20 or peers and peers[0][0] < time.monotonic():
+        peers.pop(0)[1].link.close()
+    return peers
+
+
+def readers(port, _, held):
+    """Connections that ask for the status and do not read it."""
+    held = held or []
+    held.append(Peer2(port, CFG, role="status"))
+    while len(held) > 200:
+        held.pop(0).link.close()
+    return held
+
+
 def nothing(*_):
     """To compare with: a process that only computes."""
     sum(range(100_000))
 
 
-FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, blanks, http, pages, logs,
-                                  slow_walk)}
+FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, blanks, http, pages, logs, slow_walk,
+                                  holders, readers)}
 
 
 def flood(kind, port, page, seconds):

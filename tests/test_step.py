@@ -133,6 +133,41 @@ def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work
         assert greedy.silent()
 
 
+def test_who_takes_chunks_and_leaves_waits_longer_and_longer_until_it_delivers(tmp_path, monkeypatch):
+    monkeypatch.setattr(fairness, "DOUBT", (0.3, 0.6))
+    cfg = changed(POPULATION_SIZE=32 * 64)
+    with Server(tmp_path, cfg) as server:
+        honest, known = caller("127.0.0.3", server.port, cfg), server.coordinator.dispatcher.fairness
+
+        def works():
+            honest.result(0, honest.chunk(0))
+
+        def newcomer():
+            peer = caller("127.0.0.2", server.port, cfg)
+            peer.ask(0)
+            return peer
+
+        works()
+        for pause in (0.3, 0.6, 0.6):
+            holder = newcomer()
+            holder.answer()                                      # the first one at once
+            holder.link.close()
+            until(lambda: known._doubted and not any(w.author.host == "127.0.0.2"
+                                                     for w in server.coordinator.dispatcher.workers))
+            assert known._doubted["127.0.0.2"][0] == pause
+            works()
+            waiting = newcomer()
+            assert waiting.silent(0.1)
+            waiting.link.close()
+        last = newcomer()
+        last.result(0, last.answer().first)                      # who delivers is like all others, and its host too
+        last.chunk(0), newcomer().answer()
+        until(lambda: not known._doubted)
+        last.chunk(0)
+        last.ask(0)                                              # three in a row without a result
+        assert last.silent(0.1)
+
+
 def test_only_chunks_that_were_handed_out_are_taken(tmp_path):
     """Else two liars could outvote whomever they like."""
     with Server(tmp_path) as server:
