@@ -95,7 +95,8 @@ class Bans:
                 self._seen, self._torn = seen, text[-1:] not in ("", "\n")
             self.unreadable = None
         except FileNotFoundError:
-            self._written, self._seen, self._torn, self.unreadable = {}, None, False, None
+            self._written, self._seen, self._torn = {}, None, False
+            self.unreadable = None
         except OSError as error:
             self.unreadable = error.strerror
 

@@ -226,12 +226,12 @@ class Hub:
 
 
 class Connection:
-    """The bytes of one peer: `inbox` has come and is not used yet, `outbox` ([memoryview]) waits to be sent. Nothing is read while
-    something waits to be sent, so that answers cannot pile up, or while `full()` says that enough waits to be used.
-    sock: non-blocking, accepted or new; tls: an ssl.SSLContext or None; call: for a new socket, the host name that
-    `address` stands for, to which a connection is begun; known: it is no stranger, see Hub. Raises OSError. A subclass
-    overrides what happens: `opened`, once; `received`, when bytes have come or all are sent; `check`, several times a
-    second; `failed`, when TLS cannot be agreed on; `broken`, when a method raised an error; `closed`, once."""
+    """The bytes of one peer: `inbox` has come and is not used yet, `outbox` ([memoryview]) waits to be sent. Nothing is
+    read while something waits to be sent, so that answers cannot pile up, or while `full()` says that enough waits to
+    be used. sock: non-blocking, accepted or new; tls: an ssl.SSLContext or None; call: for a new socket, the host name
+    that `address` stands for, to which a connection is begun; known: it is no stranger, see Hub. Raises OSError. A
+    subclass overrides what happens: `opened`, once; `received`, when bytes have come or all are sent; `check`, several
+    times a second; `failed`, when TLS cannot be agreed on; `broken`, when a method raised an error; `closed`, once."""
 
     PIECE = 1 << 16            # bytes that are read at a time
     known = False

@@ -402,8 +402,8 @@ class Page:
             self._looked = now
         bodies = self._bodies.setdefault(path, [])
         if not bodies or now - bodies[-1].made >= MADE_EVERY:
-            sent = {*map(id, self.coordinator.hub.on_the_way([x for body in bodies for x in (body.plain, body.zipped)]))}
-            bodies[:] = [body for body in bodies if {id(body.plain), id(body.zipped)} & sent]
+            way = self.coordinator.hub.on_the_way
+            bodies[:] = [body for body in bodies if way((body.plain, body.zipped))]
             if len(bodies) < hub.VERSIONS and path == "/metrics":
                 bodies.append(Body(PROMETHEUS, self.figures.metrics().encode()))
             elif len(bodies) < hub.VERSIONS:
