@@ -457,7 +457,8 @@ def prepare(cfg, args):
     prepare.need_room(args.out, args.force)
     unedited = egg_config.make().fingerprint() == egg_config.SHIPPED
     gpu = hardware.devices(cfg) != ["cpu"]
-    for_laptop = unedited and not (gpu or args.vocab_size or args.defines or chosen(args, None))
+    sizes = [name for name in egg_config.given(defines=args.defines) if egg_config.CONSTANTS[name].agree != "local"]
+    for_laptop = unedited and not (gpu or args.vocab_size or sizes or chosen(args, None))
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = 256 if for_laptop else args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
     say = Printer().line

@@ -489,7 +489,7 @@ def preset_of(saved):
 
 @functools.cache
 def _saved_presets():
-    return {name: make(**values).saved() for name, values in PRESETS.items()}
+    return {name: make(**values).saved() for name, values in PRESETS.items() if values}
 
 
 def _defaults():

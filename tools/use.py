@@ -262,7 +262,8 @@ def read_config(path):
     """{name: value}: the constants in the metadata of a safetensors file. Raises UseError."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(config := json.loads(open_tensors(path)[1].get("config", "{}")), dict):
-            return history.determining(config)
+            files = {name: path for name, path in config.items() if name in DATA_FILES and os.path.isfile(str(path))}
+            return history.determining(config) | files
     raise UseError(f"{path}: its configuration cannot be read: was it written by `egg.py export`?")
 
 
