@@ -104,11 +104,22 @@ def test_a_picture(tmp_path, monkeypatch, capsys):
     example("one"), example("two", steps=100)
     assert egg.main(["plot", "one", "two", "--x", "time", "--out", "a.png"]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert capsys.readouterr().out == "picture: a.png\n"
     assert egg.main(["plot", "one", "--out", "a.svg"]) == 0 and "<svg" in (tmp_path / "a.svg").read_text()
-    for out, line in (("no/a.png", "No such file or directory"), ("a.what", "Format 'what' is not supported")):
-        assert egg.main(["plot", "one", "--out", out]) == 1
+    for out, line in (("no/a.png", "No such file or directory"), ("a.what", "Format 'what' is not supported"),
+                      ("x", "--out x: the suffix says what to write: x.png, ")):
+        assert egg.main(["plot", "one", "--out", out]) == 1 and not (tmp_path / "x.png").exists()
         err = capsys.readouterr().err
         assert line in err and err.count("\n") == 1
+
+
+def test_references_are_shown_where_they_hold_for_every_run(tmp_path):
+    for name, values in (("a", {"uniform": 8.0, "bigram": 3.5}), ("b", {"uniform": 8.0, "bigram": 3.9}), ("c", {})):
+        example(tmp_path / name)
+        with open(tmp_path / name, "a") as file:
+            print(json.dumps({"event": "references", "values": values}), file=file)
+    for names, shown in (("a", {"uniform": 8.0, "bigram": 3.5}), ("ab", {"uniform": 8.0}), ("ac", {}), ("ca", {})):
+        assert charts([tmp_path / name for name in names])[0][0].references == shown
 
 
 def test_runs_without_data_are_named(tmp_path, monkeypatch, capsys):
@@ -172,7 +183,7 @@ def test_a_forged_log_is_a_curve_or_a_line(tmp_path, seed):
         with contextlib.suppress(event_log.WatchError):
             plot.plot([tmp_path / "log"], Printer(Stream()), x, log=log)
     with contextlib.suppress(event_log.WatchError):
-        plot.plot([tmp_path / "log"], None, out=str(tmp_path / "x.svg"))
+        plot.plot([tmp_path / "log"], Printer(Stream()), out=str(tmp_path / "x.svg"))
 
 
 def test_training_shows_and_keeps_its_course(small, tmp_path, compiled, capsys):

@@ -32,6 +32,8 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps", with `log`
     on a logarithmic axis. out: file of the picture, None: `printer` (a console.Printer) gets them in characters. Raises
     WatchError."""
+    if out is not None and not os.path.splitext(out)[1]:     # matplotlib would add one
+        raise WatchError(f"--out {out}: the suffix says what to write: {out}.png, {out}.svg or {out}.pdf")
     curves = [read_curve(run) for run in runs]
     names = [curve.name for curve in curves]
     names = [run if names.count(name) > 1 else name for name, run in zip(names, runs)]       # to tell them apart
@@ -44,6 +46,7 @@ def plot(runs, printer, x="tokens", out=None, log=False):
         printer.line(terminal(charts, names, tree, printer.stream))
     else:
         picture(charts, names, out, tree)
+        printer.line(f"picture: {out}")
 
 
 class Chart:
@@ -73,8 +76,9 @@ class Chart:
         self.high = max(ys)
         if quantity == "validation" and len(units) == 1:
             near = (self.high - self.low) / 2
-            self.references = {k: y for curve in curves for k, y in curve.references.items()
-                               if self.low - near < y < self.high + near}
+            first, *others = [curve.references for curve in curves if curve.validation]
+            self.references = {k: y for k, y in first.items() if self.low - near < y < self.high + near
+                               and all(other.get(k) == y for other in others)}       # they hold for every run
             heights = [self.low, self.high, *self.references.values()]
             self.low = min(heights)
             self.high = max(heights)
