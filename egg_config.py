@@ -334,7 +334,7 @@ LINE = re.compile(r"^(?:# --- (?P<title>.*?) -+|(?P<name>\w+) *=.*?"
 def _constants():
     """{name: Constant} of this file. Raises ConfigError for an assignment that is none."""
     with open(__file__, encoding="utf-8") as file:
-        text = file.read().partition("\nPRESETS =")[0]
+        text, presets, program = file.read().partition("\nPRESETS =")
     found, lines = {}, {}
     for match in LINE.finditer(text):
         if match["title"]:
@@ -353,6 +353,10 @@ def _constants():
     for name, line in lines.items():
         if name not in found:
             raise ConfigError(f"{_place(line)}{name}: {_no_such(name, found)}")
+    for match in re.finditer(r"^(\w+) *=", program, re.MULTILINE):
+        if (name := match[1]) in found:
+            line = (text + presets + program[:match.start()]).count("\n") + 1
+            raise ConfigError(f"{_place(line)}{name}: has no effect below PRESETS: set it in line {lines[name]}")
     return {name: constant._replace(line=lines[name]) for name, constant in found.items()}
 
 

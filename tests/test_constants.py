@@ -185,6 +185,8 @@ def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
     ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "invalid syntax"),
     ("\nPORT = 12345 ", "\nPORTS = 12346\nPORT = 12345 ",
      "PORTS: no such constant in egg_config.py; did you mean PORT?"),
+    ("\nAGREE = ", "\nPORT = 12346\nAGREE = ",
+     f"PORT: has no effect below PRESETS: set it in line {egg_config.CONSTANTS['PORT'].line}"),
     ("\nN_LAYERS = 4 ", "\nN_LAYERS = (4 ", "'(' was never closed")])
 def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message):
     text = inspect.getsource(egg_config)
