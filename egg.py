@@ -211,7 +211,7 @@ def train(cfg, args):
     invite_to_continue(args.argv, directory, console)
     if done.final is not None and directory:
         console.line("plot it: " + command_line("plot", directory))
-        console.line("try it: " + command_line("generate", "--load-dir", directory, "--prompt", "The king said"))
+        console.line("try it: " + command_line("generate", "--load-dir", directory))
 
 
 @command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),

@@ -98,20 +98,17 @@ class Console(Printer):
         self._out = None if quiet else NonBlockingWriter(self.stream)
         self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when
         self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
-        self._references, self._last_loss, self._validation = "", float("inf"), None
+        self._last_loss, self._validation = float("inf"), None
 
     def emit(self, event, line):
         """line: what is printed of the event, None for nothing."""
         kind = event["event"]
         if kind == "start":
             self._first, self._deggs = event["step"], egg_config.loss_unit(event["config"])[0]
-        elif kind == "references":
-            texts = [f"{name} {value:.2f}" for name, value in event["values"].items() if name != "uniform"]
-            self._references = f"({', '.join(texts)})"
         elif kind == "validation":
             self._validation = event
             if self.live:
-                self.line(fit("validation at step {step}: {value:.3f} {unit}".format(**event), self._references))
+                self.line(fit("validation at step {step}: {value:.3f} {unit}".format(**event)))
         elif kind == "snapshot" and self.live:
             self.line(f"snapshot of step {event['step']} kept")
         elif kind == "step" and self.live:
@@ -143,7 +140,7 @@ class Console(Printer):
         same = val and self._validation["unit"] == step["unit"]          # then it is said once
         losses = [f"{loss} {val}"] if same else [f"{loss} {step['unit']}", val]
         speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
-        return [*losses, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s"), self._references]
+        return [*losses, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s")]
 
     def _goal(self, elapsed):
         """A bar and the time of the end, "" for a run without one."""

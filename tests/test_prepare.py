@@ -31,7 +31,7 @@ def test_prepare_leads_to_text(arguments, tmp_path, monkeypatch, compiled):
     again = paste(line_with("continue it: ", trained.stdout) + " --steps 4", "continue it: ")
     assert again.returncode == 0 and "steps 3 to 4" in again.stdout, again
     written = paste(line_with("try it: ", again.stdout), "try it: ")
-    assert written.returncode == 0 and written.stdout.startswith("The king said"), written
+    assert written.returncode == 0 and written.stdout.startswith("\n"), written
     assert line_with("next: ", run("prepare", "it's mine.txt", *arguments, "--force").stdout).count("-2") == 1
 
 

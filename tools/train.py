@@ -305,7 +305,8 @@ def _sum_up(coordinator, references, final, data):
                     unit=unit)
     console.line(done.summary())
     if before is not None and after is not None:
-        console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({_listed(references)})")
+        models = _listed({name: figure for name, figure in references.items() if name != "uniform"})
+        console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({models})")
     if final is not None and final.sample is not None:
         prompt, text = final.sample.split(" >>> ", 1)
         events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
