@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import signal
 import types
 from typing import NamedTuple
 
@@ -653,4 +654,5 @@ def _row(*cells):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)    # `| head` ends us without a traceback
     print(tables())
