@@ -622,6 +622,8 @@ def parsed(argv, typed=True, program=EGG):
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     main = Parser(prog=program.name, description=program.description, epilog=aligned(program.examples), **layout)
     main.commands = program.commands
+    if argv and argv[0].startswith("-") and argv[0] not in main._option_string_actions:
+        main.error(f"options follow the command: {program.name} COMMAND {argv[0]} ...")
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for name, (function, options, saved) in program.commands.items():
         # without inspect.getdoc: that module takes long to load
