@@ -267,10 +267,10 @@ def coordinator(cfg, args):
 def worker(cfg, args):
     """evaluate for a coordinator, on a GPU if there is one
 
-    examples:
-      python egg.py worker 10.0.0.1
-      python egg.py worker 10.0.0.1 --gpu 1
-      python egg.py worker 10.0.0.1 -D DEVICE=cpu --threads 8"""
+    examples, with the preset of the coordinator:
+      python egg.py worker 10.0.0.1 --preset best
+      python egg.py worker 10.0.0.1 --preset best --gpu 1
+      python egg.py worker 10.0.0.1 --preset laptop -D DEVICE=cpu --threads 8"""
     if args.list_devices:
         print("\n".join(hardware.devices(cfg)))
         return
