@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -382,6 +383,32 @@ def test_where_the_page_may_be_served():
     for text in ("", "a", "1:2:3", "99999", "-1", ":80", "a b:80", "80 "):
         with pytest.raises(ValueError):
             split_address(text)
+
+
+@pytest.mark.parametrize("minutes, steps, least, most", [(None, None, None, None), (60, None, 3590, 3600),
+                                                        (60, 3, 0, 60), (None, 3, 0, 60)])
+def test_the_page_knows_how_long_the_run_lasts(tmp_path, minutes, steps, least, most):
+    with Server(tmp_path, changed(), minutes=minutes, steps=steps, stay=True, http=EVERYBODY) as server:
+        page = server.coordinator.page.figures
+        assert page.seconds_left() is None
+        peer = Peer(server.port, changed())
+        for position in (0, 32, 64, 96):
+            assert peer.chunk(0) == position
+            peer.result(0, position, loss=4096, updates=5)
+        until(lambda: page.step.get("step") == 0)
+        left = json.loads(ask(server, "/state.json")[2])["seconds_left"]
+        assert left is None if least is None else least <= left <= most
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_steep_beginning_does_not_flatten_the_curve():
+    source = re.search(r"^function heights.*?^}$", (HERE / "tools" / "live_page.html").read_text(), re.M | re.S)[0]
+    steep = [[k, k, 2.8 + 5.2 * 0.8 ** k] for k in range(60)]
+    straight, short = [[k, k, 8 - k / 10] for k in range(60)], steep[:3]
+    program = f"{source}; for (const points of {json.dumps([steep, straight, short])})" \
+              " console.log(JSON.stringify(heights(points, p => p[0])))"
+    said = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [json.loads(line) for line in said] == [[steep[-1][2], steep[10][2]], [straight[-1][2], 8], [short[-1][2], 8]]
 
 
 def test_a_busy_port_is_one_line(tmp_path, monkeypatch, capsys):

@@ -190,6 +190,16 @@ class Figures:
         """Tokens per second over the last steps."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
+    def seconds_left(self):
+        """Until `minutes` or `steps` end the run, the rest at the speed so far; None where nothing tells."""
+        coordinator, progress, ends = self.coordinator, self.coordinator.progress, []
+        done = coordinator.run.step - progress.first_step
+        if coordinator.minutes is not None and progress.started is not None:
+            ends.append(60 * coordinator.minutes - (time.monotonic() - progress.started))
+        if coordinator.steps is not None and done:
+            ends.append(progress.seconds / done * (coordinator.steps - coordinator.run.step))
+        return round(max(min(ends), 0.0), 1) if ends else None
+
     def state(self):
         """What the page shows, as a dict for JSON."""
         coordinator = self.coordinator
@@ -205,7 +215,8 @@ class Figures:
                 **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot", "loss_unit")},
                 "started": coordinator.progress.started is not None, "finished": self.finished,
                 "tokens": status["step"] * coordinator.progress.tokens_a_step, "seconds": round(self.seconds, 3),
-                "tokens_per_second": round(self.speed(), 1), "step_seconds": self.step.get("seconds"),
+                "seconds_left": self.seconds_left(), "tokens_per_second": round(self.speed(), 1),
+                "step_seconds": self.step.get("seconds"),
                 **{k: self.step.get(k) for k in ("loss", "learning_rate", "updates")}, "weights": coordinator.n_weights,
                 "sigma_shift": coordinator.cfg.sigma_shift(status["step"]), "sent": self.sent,
                 "received": self.received, "validation": self.best and self.last_validation, "best": self.best,
