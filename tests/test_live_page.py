@@ -408,7 +408,8 @@ def test_a_steep_beginning_does_not_flatten_the_curve():
     program = f"{source}; for (const points of {json.dumps([steep, straight, short])})" \
               " console.log(JSON.stringify(heights(points, p => p[0])))"
     said = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert [json.loads(line) for line in said] == [[steep[-1][2], steep[10][2]], [straight[-1][2], 8], [short[-1][2], 8]]
+    got = [json.loads(line) for line in said]
+    assert got == [[steep[-1][2], steep[10][2]], [straight[-1][2], 8], [short[-1][2], 8]]
 
 
 def test_a_busy_port_is_one_line(tmp_path, monkeypatch, capsys):
