@@ -11,8 +11,8 @@ import numpy as np
 
 from engine import cpu_rules
 from engine.cpu_gru import LN_1, LN_2, W_F, W_H, read, recur
-from engine.cpu_kernels import (AT_COLUMN, CLEAN, EMBEDDING, GROUP, NO_LAYER, divided, draw_norm, draw_sides, i64,
-                                largest, layer_norm, new_sides, njit, product)
+from engine.cpu_kernels import (AT_COLUMN, CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, divided, draw_norm, draw_sides,
+                                i64, largest, layer_norm, new_sides, njit, product)
 from engine.cpu_rules import clip, hash32, i32, loss, u32
 from engine.kernel_cache import inner, leaf
 from engine.simd import PANEL, ROWS, empty, exp_sum, local, tile, zeros
@@ -187,7 +187,7 @@ def read_groups(c, w, exp, windows, before, members, seed, first_group, phases, 
         first = empty(size, np.int8)
         gates_before, candidates_before = empty(size, np.int8), empty(size, np.int8)
         states = zeros((c.N_LAYERS, (groups + ROWS - 1) // ROWS * ROWS, H), np.int8)
-        read(c, w, u32(0), CLEAN, windows[:, 0:], before, states, gates_before, candidates_before, first)
+        read(c, w, u32(0), CLEAN, windows[:, 0:], SAME, before, states, gates_before, candidates_before, first)
         for layer in range(c.N_LAYERS):
             for s in range(groups * members):
                 for i in range(H):
@@ -203,7 +203,7 @@ def read_groups(c, w, exp, windows, before, members, seed, first_group, phases, 
         at = phases[5 * layer:, PLACE]
         sums_of(c, w, layer, rows, x, noise, rows * at[GATE], rows * at[CANDIDATE], seen.normed_1[layer], members * T,
                 T, gates, candidates)
-        recur(c, w, layer, u32(0), CLEAN, windows[:, before:], members, T, gates, candidates, state[layer], x,
+        recur(c, w, layer, u32(0), CLEAN, windows[:, before:], SAME, members, T, gates, candidates, state[layer], x,
               seen.state[layer])
         for r in range(groups * T):
             for i in range(H):

@@ -22,8 +22,7 @@ from model.seeds import next_seed
 from engine import cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes
 from engine.cpu_gru import Gru
-from engine.cpu_kernels import AT_COLUMN, N_FIELDS, Weights, constants, njit
-from engine.cpu_rules import f32, i32, score, share
+from engine.cpu_kernels import AT_COLUMN, N_FIELDS, Weights, chosen, constants, njit
 from engine.cpu_transformer import Transformer
 from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
@@ -33,27 +32,7 @@ WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing les
 
 @njit
 def choose_token(c, exp, z, seen, penalty, temp, floor, random):
-    """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once for each token seen, as in section 11).
-    seen uint8 [V]; exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
-    V, best = c.VOCAB_SIZE, 0
-    scores, weights = np.empty(V, f32), np.empty(V, i32)
-    for v in range(V):
-        scores[v] = score(z[v], seen[v], penalty)
-        if scores[v] > scores[best]:
-            best = v
-    if temp == f32(0):
-        return best
-    total, running = np.int64(0), np.int64(0)
-    for v in range(V):
-        weights[v] = share(exp, exp.size - 1, scores[v], scores[best], temp, floor)
-        total += weights[v]
-    threshold = np.int64(random) % total
-    for lane in range(c.HIDDEN_DIM):
-        for v in range(lane, V, c.HIDDEN_DIM):
-            running += weights[v]
-            if running > threshold:
-                return v
-    return best
+    return chosen(c, exp, z, seen, penalty, temp, floor, random)
 
 
 def cut(n, threads, together=1):
@@ -356,6 +335,22 @@ class CpuEngine:
 
         self._spread(len(windows), 1 << 30, work, together=2 * self._model.together)
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
+
+    def write(self, texts, lengths, seeds, s, first_pair=None):
+        """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1 and
+        below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling. first_pair: sequences 2 i
+        and 2 i + 1 are written by the members of pair first_pair + i of this step; None: by the unperturbed model."""
+        members = 1 if first_pair is None else 2
+        together = members * self._model.together if members == 2 else 2 * self._model.together
+
+        def work(a, b):
+            for at in range(a, b, together):
+                end = min(b, at + together)
+                seed = None if first_pair is None else self.seed + first_pair + at // 2
+                self._model.write(self._w, texts[at:end], lengths[at:end], seeds[at:end], s, seed,
+                                  self.cfg.noise_shift(self.step) if members == 2 else 0)
+
+        ParallelJob(self._pool, self.threads, cut(len(texts), self.threads, together), work).finish()
 
     def choose(self, logits, seen, s, random):
         """int: the token that `choose_token` draws with the sampling.Settings s."""

@@ -7,8 +7,8 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
-from engine.cpu_kernels import (CLEAN, GROUP, CpuModel, Scoring, divided, draw_norm, draw_sides, embed, i64, layer_norm,
-                                mlp, new_sides, njit, perturbed, product, score_rows)
+from engine.cpu_kernels import (CLEAN, GROUP, SAME, CpuModel, Scoring, divided, draw_norm, draw_sides, embed, i64,
+                                layer_norm, mlp, new_sides, njit, perturbed, product, score_rows, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
 from engine.kernel_cache import inner, leaf
 from engine.simd import PANEL, ROWS, empty, local, zeros
@@ -29,7 +29,7 @@ TOGETHER = 8                # pairs that go through the positions together: thei
 
 
 @leaf
-def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x, kept):
+def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, kept):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
     H] goes on. gates, candidates int8 or int16 [sequences * n, H]: W_f n and W_h n. kept uint8 [2, windows * n, H]
     takes what u_f and u_h multiply in the first sequence of every window; or it has room for none."""
@@ -47,7 +47,7 @@ def recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, h, x, ke
     open_, y = local((padded, H), i32), local((padded, H), i32)
     for t in range(n):
         for s in range(sequences):
-            if tokens[s // members, t] == 0:
+            if tokens[s // members, s % members * apart + t] == 0:
                 for i in range(H):
                     h[s, i] = 0
             for i in range(H):
@@ -98,18 +98,19 @@ def gates_of(c, w, layer, S, noisy, rows, per_member, x, gates, candidates):
 
 
 @leaf
-def read(c, w, S, noisy, tokens, n, state, gates, candidates, x):
+def read(c, w, S, noisy, tokens, apart, n, state, gates, candidates, x):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
-    noise, >= n]; state int8 [L, sequences padded to ROWS, H] goes on; gates and candidates, as large as x, are
+    noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates and candidates, as large as x, are
     overwritten. S: seed of the first pair."""
     members, nothing = 2 if noisy else 1, local((2, 0, 0), np.uint8)
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
-        embed(c, w, NO_TRANSFORM, u32(S + q), noisy, tokens[q], n, 0, members * n, x[q * members * n:])
+        embed(c, w, NO_TRANSFORM, u32(S + q), noisy, tokens[q], apart, n, 0, members * n,
+              x[q * members * n:])
     for layer in range(c.N_LAYERS):
         for q in range(units):
             gates_of(c, w, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:])
-        recur(c, w, layer, S, noisy, tokens, members, n, gates, candidates, state[layer], x, nothing)
+        recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, nothing)
         for q in range(units):
             mlp(c, w, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:])
 
@@ -129,12 +130,12 @@ def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pai
         for i in range(n):
             for t in range(before):
                 of_groups[(first_pair + i) // c.per_group - first, t] = windows[i, t]
-        read(c, w, u32(0), CLEAN, of_groups[:, 0:], before, states, gates, candidates, x)
+        read(c, w, u32(0), CLEAN, of_groups[:, 0:], SAME, before, states, gates, candidates, x)
         for layer in range(c.N_LAYERS):
             for s in range(2 * n):
                 for i in range(c.HIDDEN_DIM):
                     state[layer, s, i] = states[layer, (first_pair + s // 2) // c.per_group - first, i]
-    read(c, w, S, noisy, windows[:, before:], T, state, gates, candidates, x)
+    read(c, w, S, noisy, windows[:, before:], SAME, T, state, gates, candidates, x)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
         score_rows(c, w, exp, scoring, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z)
@@ -159,17 +160,46 @@ def run_windows(c, w, exp, scoring, windows, before, state, S, noisy, first_pair
     return z
 
 
+@njit
+def write_texts(c, w, exp, writing, texts, room, state, S, noisy):
+    """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts. state int8 [L,
+    sequences padded to ROWS, H], zeros, for all of them."""
+    members = 2 if noisy else 1
+    sequences, t = texts.shape[0] * members, i64(0)
+    least = writing.lengths.min()
+    size = (sequences * least, c.HIDDEN_DIM)
+    x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
+    h, z = empty((sequences, c.HIDDEN_DIM), np.int8), empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
+    flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
+    for s in range(sequences):
+        for p in range(least):
+            writing.seen[s, flat[s * room + p]] = 1
+    while t + 1 < room:
+        n = max(i64(1), least - t)
+        read(c, w, S, noisy, texts[:, t:], room, n, state, gates, candidates, x)
+        t += n
+        for s in range(sequences):
+            for i in range(c.HIDDEN_DIM):
+                h[s, i] = x[s * n + n - 1, i]
+        for q in range(0, sequences, each):
+            write_next(c, w, exp, writing, q, u32(S + q // each), noisy, flat[q * room:(q + each) * room], t - 1, room,
+                       h[q:], z)
+
+
 class Gru(CpuModel):
     """The recurrent model."""
 
     together = TOGETHER
 
     def __init__(self, cfg, constants, exp):
-        super().__init__(cfg, constants, exp, run_windows)
+        super().__init__(cfg, constants, exp, run_windows, write_texts)
 
     def _memory(self, members, windows, positions):
         sequences = min(2 * TOGETHER, members * windows)
         return np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)
+
+    def _writing(self, members, sequences, room):
+        return self._tables, np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)
 
     def reader(self, w, total):
         state = self._memory(1, 1, total)

@@ -12,7 +12,8 @@ import numpy as np
 from engine import kernel_cache, simd
 from engine.kernel_cache import inlined, leaf
 from engine.cpu_rules import (clip, divide, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term,
-                              loss, normed, quotient, scaled, shift_right, table_term, u32)
+                              loss, normed, quotient, scaled, share, shift_right, table_term, u32)
+from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, dot, exp_sum, gelu, local, noisy_tile
 from model import integer_tables, parameters, transforms
 
@@ -36,6 +37,7 @@ i64 = np.int64
 # the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
+SAME = i64(0)               # distance of the tokens of a pair's members where both read the same
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
 # Constants of the configuration that the kernels see unchanged
@@ -52,6 +54,9 @@ Weights = namedtuple("Weights", "weights columns packed correction overlay table
 # What `score` adds to: losses int64 [pairs, 2]; nats float64 [windows] or [0], the cross-entropies of softmax(logits *
 # unit), for which there is exp64[d] = exp(-d * unit).
 Scoring = namedtuple("Scoring", "losses nats exp64 unit")
+# What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, seen uint8
+# [sequences, V]: the tokens that they have; penalty, temp float32 and floor int64: of model.sampling.Sampling
+Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
 # The noise of a matrix for one or more pairs: columns int32 [pairs, cols], trunc(noise(A, c) * f_col(c)); inputs int8
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
 # rows] as `input_term` takes them, in modes 1 and 2 only.
@@ -193,9 +198,10 @@ def sign(m):
 
 
 @leaf
-def embed(c, w, ntt, S, noisy, tokens, n, start, rows, h):
+def embed(c, w, ntt, S, noisy, tokens, apart, n, start, rows, h):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
-    [>= start + n]; n rows a member, from position `start` on; ntt int64 [T, T]: model.transforms.basis."""
+    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on; ntt int64 [T, T]:
+    model.transforms.basis."""
     H, T = c.HIDDEN_DIM, ntt.shape[0]
     tables = 4 if c.ntt else 1
     bias = local((2, H), i32)
@@ -210,15 +216,15 @@ def embed(c, w, ntt, S, noisy, tokens, n, start, rows, h):
         hidden_side(c, w, w.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
     for r in range(rows):
         m = member(r, n)
-        position, number = start + r - n * m, i64(0)
-        for i in range(min(T, tokens.size - position + position % T) if c.ntt else 0):
-            number += i64(tokens[position - position % T + i]) * ntt[position % T, i]
+        position, own, number = start + r - n * m, apart * m, i64(0)
+        for i in range(min(T, tokens.size - own - position + position % T) if c.ntt else 0):
+            number += i64(tokens[own + position - position % T + i]) * ntt[position % T, i]
         if c.ntt_prime:
             number %= c.ntt_prime
         for i in range(H):
             total[i] = bias[m, i]
         for k in range(tables):
-            column = (number >> (8 * k)) & 255 if k else i64(tokens[position])
+            column = (number >> (8 * k)) & 255 if k else i64(tokens[own + position])
             look_up(c, w, w.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
                 total[i] += shift_right(one[i], 2 if k else 0)
@@ -400,37 +406,102 @@ def score(c, exp, scoring, noisy, z, windows, q, first, count, start, T):
 
 
 @leaf
+def logits(c, w, noisy, norm, sides, h, count, left, z):
+    """z int32 [>= count, V padded]: the logits of `count` rows of h int8, the `left` first of which belong to the even
+    member; norm, sides: of ln_f and the head."""
+    x = local((GROUP, c.HIDDEN_DIM), np.uint8)
+    layer_norm(c, h, count, left, norm, x)
+    product(c, w, c.head, NO_LAYER, sides, noisy, x, count, left, z)
+    if c.gru:
+        divided(z, count, i32(c.divisor), -127, 0, z)
+    else:
+        for r in range(count):
+            for v in range(c.VOCAB_SIZE):
+                z[r, v] = shift_right(z[r, v], c.SHIFT_LOGIT)
+
+
+@leaf
+def chosen(c, exp, z, seen, penalty, temp, floor, random):
+    """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once for each token seen, as in section 11).
+    seen uint8 [V]; exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
+    V, best = c.VOCAB_SIZE, 0
+    scores, weights = local(V, f32), local(V, i32)
+    for v in range(V):
+        scores[v] = drawn_score(z[v], seen[v], penalty)
+        if scores[v] > scores[best]:
+            best = v
+    if temp == f32(0):
+        return best
+    total, running = i64(0), i64(0)
+    for v in range(V):
+        weights[v] = share(exp, exp.size - 1, scores[v], scores[best], temp, floor)
+        total += weights[v]
+    threshold = i64(random) % total
+    for lane in range(c.HIDDEN_DIM):
+        for v in range(lane, V, c.HIDDEN_DIM):
+            running += weights[v]
+            if running > threshold:
+                return v
+    return best
+
+
+@leaf
+def write_next(c, w, exp, writing, q, S, noisy, texts, t, room, h, z):
+    """Puts the token at position t + 1 of the sequences that share their noise, where their prompts have ended: texts
+    int32 [sequences * room], flat, the first of which is sequence q; h int8: their last hidden states at position
+    t."""
+    norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1], c.HIDDEN_DIM * c.scaled)
+    draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
+    draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
+    sequences = texts.size // room
+    for first in range(0, sequences, GROUP):
+        count = min(GROUP, sequences - first)
+        logits(c, w, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, z)
+        for r in range(count):
+            s, at = q + first + r, (first + r) * room + t
+            writing.seen[s, texts[at]] = 1
+            if t + 1 >= writing.lengths[s]:
+                random = hash32(u32(writing.seeds[s] + u32(999 + 555 * t)), u32(0))
+                texts[at + 1] = chosen(c, exp, z[r], writing.seen[s], writing.penalty, writing.temp, writing.floor,
+                                       random)
+
+
+@leaf
 def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
     """`score` from the last hidden state on: h int8 [rows, H], rows that share their noise. z int32 [GROUP, V padded]
     has the logits of the last rows then."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1], c.HIDDEN_DIM * c.scaled)
-    x = local((GROUP, c.HIDDEN_DIM), np.uint8)
     draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
-        layer_norm(c, h[first:], count, T - first, norm, x)
-        product(c, w, c.head, NO_LAYER, sides, noisy, x, count, T - first, z)
-        if c.gru:
-            divided(z, count, i32(c.divisor), -127, 0, z)
-        else:
-            for r in range(count):
-                for v in range(c.VOCAB_SIZE):
-                    z[r, v] = shift_right(z[r, v], c.SHIFT_LOGIT)
+        logits(c, w, noisy, norm, sides, h[first:], count, T - first, z)
         score(c, exp, scoring, noisy, z, windows, q, first, count, start, T)
 
 
 class CpuModel:
     """A model as the engine uses it. run_windows: its kernel; tables: what the kernel reads besides the weights. A
     subclass has `together`, the number of pairs that share work: the engine divides a job at multiples of it; _memory,
-    what run_windows keeps from position to position; and reader(w, total), a function that takes the next tokens of a
+    what run_windows keeps from position to position; _writing, tables and memory of write_texts; and reader(w, total), a function that takes the next tokens of a
     sequence of at most `total` tokens and returns int32 logits [>= V]."""
 
-    def __init__(self, cfg, constants, tables, run_windows):
+    def __init__(self, cfg, constants, tables, run_windows, write_texts):
         self.cfg = cfg
         self._constants = constants
         self._tables = tables
-        self._run_windows = run_windows
+        self._run_windows, self._write_texts = run_windows, write_texts
+
+    def write(self, w, texts, lengths, seeds, s, seed=None, shift=0):
+        """Fills texts int32 [sequences, room] behind their prompts of `lengths` tokens: int64, at least 1, below room.
+        seeds uint32 [sequences]: of the draws; s: sampling.Sampling. seed: of the pair whose members the first two
+        sequences are; sequences go on with the following pairs. None: all are the unperturbed model's."""
+        noisy, (sequences, room) = int(seed is not None), texts.shape
+        writing = Writing(lengths, seeds, np.zeros((sequences, self.cfg.VOCAB_SIZE), np.uint8), s.penalty, s.temp,
+                          np.int64(s.floor))
+        tables, memory = self._writing(1 + noisy, sequences, room)
+        rows = texts.reshape(-1, (1 + noisy) * room)
+        self._write_texts(self._constants._replace(matrix_shift=shift), w, tables, writing, rows, room, memory,
+                          np.uint32((seed or 0) & 0xFFFFFFFF), noisy)
 
     def run(self, w, windows, memory=None, start=0, seed=0, noisy=0, first_pair=0, shift=0,
             losses=np.empty((0, 2), i64), nats=np.empty(0), exp64=np.empty(0), unit=0.0):

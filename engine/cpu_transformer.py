@@ -5,8 +5,8 @@ from collections import namedtuple
 
 import numpy as np
 
-from engine.cpu_kernels import (GROUP, NO_LAYER, CpuModel, add_residual, amax, draw_norm, draw_sides, embed, i64,
-                                largest, layer_norm, mlp, new_sides, njit, product, score_rows)
+from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, CpuModel, add_residual, amax, draw_norm, draw_sides, embed, i64,
+                                largest, layer_norm, mlp, new_sides, njit, product, score_rows, write_next)
 from engine.cpu_rules import clip, f64, i32, shift_right, u32
 from engine.kernel_cache import inlined, inner, leaf
 from engine.simd import PANEL, ROWS, empty, exp_sum, local, tile
@@ -194,13 +194,40 @@ def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
     z, h = empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32), room.h
     for q in range(windows.shape[0]):
         seed = u32(S + q)
-        embed(c, w, tb.ntt, seed, noisy, windows[q], T, start, rows, h)
+        embed(c, w, tb.ntt, seed, noisy, windows[q], SAME, T, start, rows, h)
         mlp(c, w, LN_INIT, NO_LAYER, seed, noisy, rows, T, h)
         for layer in range(c.N_LAYERS):
             attention(c, w, tb, layer, seed, noisy, members, T, start, room)
             mlp(c, w, LN_2, layer, seed, noisy, rows, T, h)
         score_rows(c, w, tb.exp, scoring, windows, q, seed, noisy, start, T, h, rows, z)
     return z
+
+
+@njit
+def write_texts(c, w, tb, writing, texts, room, cache, S, noisy):
+    """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, one row after the
+    other. cache int8 [2, L, members * room, H]; tb: for `room` positions."""
+    members, z = 2 if noisy else 1, empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
+    last = empty((2, c.HIDDEN_DIM), np.int8)
+    for q in range(texts.shape[0]):
+        seed, t, first = u32(S + q) if noisy else u32(0), i64(0), q * members
+        least = writing.lengths[first:first + members].min()
+        memory = new_room(c, members * least, room, cache[0], cache[1])
+        for m in range(members):
+            for p in range(least):
+                writing.seen[first + m, texts[q, m * room + p]] = 1
+        while t + 1 < room:
+            n = max(i64(1), least - t)
+            embed(c, w, tb.ntt, seed, noisy, texts[q], room, n, t, members * n, memory.h)
+            mlp(c, w, LN_INIT, NO_LAYER, seed, noisy, members * n, n, memory.h)
+            for layer in range(c.N_LAYERS):
+                attention(c, w, tb, layer, seed, noisy, members, n, t, memory)
+                mlp(c, w, LN_2, layer, seed, noisy, members * n, n, memory.h)
+            t += n
+            for m in range(members):
+                for i in range(c.HIDDEN_DIM):
+                    last[m, i] = memory.h[m * n + n - 1, i]
+            write_next(c, w, tb.exp, writing, first, seed, noisy, texts[q], t - 1, room, last, z)
 
 
 def tables_for(cfg, exp, positions, causal):
@@ -216,10 +243,13 @@ class Transformer(CpuModel):
     together = 1
 
     def __init__(self, cfg, constants, exp):
-        super().__init__(cfg, constants, tables_for(cfg, exp, cfg.SEQ_LEN, cfg.NTT_CAUSAL), run_windows)
+        super().__init__(cfg, constants, tables_for(cfg, exp, cfg.SEQ_LEN, cfg.NTT_CAUSAL), run_windows, write_texts)
 
     def _memory(self, members, windows, positions, layers=1):
         return np.zeros((2, layers, members * positions, self.cfg.HIDDEN_DIM), np.int8)
+
+    def _writing(self, members, sequences, room):
+        return tables_for(self.cfg, self._tables.exp, room, True), self._memory(members, 1, room, self.cfg.N_LAYERS)
 
     def reader(self, w, total):
         model, sequence = copy.copy(self), np.zeros((1, 0), np.int32)
