@@ -11,6 +11,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import argparse
 import difflib
+import hashlib
 import importlib
 import os
 import re
@@ -114,6 +115,8 @@ COMMON = dict([
     option("--tls-key FILE", "key of that certificate"),
     option("--tls-ca FILE", "certificate of the other side, or of its signer; a coordinator with this option refuses "
            "workers without a certificate"),
+    option("--objective FILE", "a Python file whose function reward(prompts, completions) judges what members write "
+           "(docs/OBJECTIVES.md); with --load-dir a new run begins from that model"),
     option("--verbose", "print a line for every step, in the format of d-eggs, also on a terminal"),
     option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
@@ -159,7 +162,8 @@ def of_directory(args):
     from cluster import history
     for directory in filter(None, (args.save_dir, args.load_dir)):
         if history.holds_run(directory):
-            return history.configuration(directory), directory
+            begins = args.objective and directory != args.save_dir           # only the model goes on
+            return history.configuration(directory), None if begins else directory
     return {}, None
 
 
@@ -184,6 +188,20 @@ def of_directory_or_machine(args):
     return saved, run
 
 
+def with_objective(cfg, args):
+    """Checks that a run with an objective has it. With --load-dir and an objective its --save-dir begins with that
+    model."""
+    if cfg.OBJECTIVE and not args.objective:
+        raise egg_config.UsageError(f"{args.run or 'this configuration'} is a run with an objective: give --objective "
+                                    "FILE too")
+    if args.objective and args.load_dir and not args.run:
+        from tools import use
+        if not args.save_dir:
+            raise egg_config.UsageError("--objective begins a run of its own: give --save-dir DIR for it")
+        use.begin(cfg, args.load_dir, args.save_dir, args.threads, Printer(sys.stderr))
+        args.load_dir = None
+
+
 def what_suits(cfg, args, presets):
     """A line for a coordinator or a worker, which need the same settings, that has the slow ones as nothing chose; or
     None."""
@@ -191,13 +209,14 @@ def what_suits(cfg, args, presets):
         return f"no preset: the slow settings of d-eggs; {presets} (coordinator and workers alike)"
 
 
-@command("--save-dir", *RUN, "--threads", OPEN_PAGE, saved=of_directory_or_machine)
+@command("--save-dir", *RUN, "--objective", "--threads", OPEN_PAGE, saved=of_directory_or_machine)
 def train(cfg, args):
     """train on this machine: coordinator and workers in one command, until Ctrl-C
 
     examples:
       python egg.py train --minutes 1 --save-dir ckpt
-      python egg.py train --save-dir ckpt --http 8080       continue that run, with a live page"""
+      python egg.py train --save-dir ckpt --http 8080       continue that run, with a live page
+      python egg.py train --objective examples/words.py --load-dir ckpt --save-dir ckpt-words"""
     from tools import train
     console = run_console(args)
     if args.taken:
@@ -205,8 +224,9 @@ def train(cfg, args):
         console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
+    with_objective(cfg, args)
     done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, page(args),
-                       args.log_json, args.tensorboard)
+                       args.log_json, args.tensorboard, args.objective)
     directory = done.progress.run.directory
     invite_to_continue(args.argv, directory, console)
     if done.final is not None and directory:
@@ -215,7 +235,7 @@ def train(cfg, args):
 
 
 @command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
-         "--port", "--save-dir", *RUN, *TLS,
+         "--port", "--save-dir", *RUN, "--objective", *TLS,
          option("--insecure", "let in everybody who can reach the port, also C++ peers of protocol 1"),
          "islands: coordinators that compare their models; the worse one takes over the other's (docs/ISLANDS.md)",
          option("--island NAME", "be an island with this name; each island needs its own -D ISLAND_SEED=N, which its "
@@ -239,6 +259,7 @@ def coordinator(cfg, args):
       python egg.py coordinator --save-dir a --port 5001 --island a --peer 127.0.0.1:5002 -D ISLAND_SEED=1"""
     import egg_net
     from cluster import auth
+    with_objective(cfg, args)
     access = auth.Access(auth.read_secret(args.secret_file), auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
                          args.insecure)
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
@@ -259,7 +280,7 @@ def coordinator(cfg, args):
 
 
 @command(option("host HOST", "name or address of the coordinator"),
-         "--port", "--threads", "--gpu", "--secret-file", *TLS,
+         "--port", "--threads", "--gpu", "--secret-file", "--objective", *TLS,
          option("--name NAME", "name of this worker at the coordinator (default: its host and device)"),
          option("--protocol {1,2}", "1: for C++ coordinators (default: 2, or 1 where 2 is not understood)",
                 int, choices=(1, 2), default=0),
@@ -279,7 +300,8 @@ def worker(cfg, args):
     if hint := what_suits(cfg, args, f"--preset {hardware.preset(cfg)} suits this machine"):
         console.line(hint)
     from tools import train
-    train.work(cfg, args.host, args.port, device, args.threads, console, access, args.protocol, args.name)
+    train.work(cfg, args.host, args.port, device, args.threads, console, access, args.protocol, args.name,
+               args.objective)
 
 
 @command(option("--save-dir DIR", "keep the run in DIR on the node whose DIR holds a run, else on this node",
@@ -357,7 +379,8 @@ def generate(cfg, args):
     use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, Printer(), **settings)
 
 
-@command(*SAVED_RUN, option("file FILE", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", nargs="?"),
+@command(*SAVED_RUN, option("--objective FILE", "measure the mean reward on held-out prompts by this file, instead", str),
+         option("file FILE", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", nargs="?"),
          option("--tokens N", "read at most N tokens, in evenly spread windows (default: all)", COUNT, default=0),
          saved=of_run)
 def eval_(cfg, args):
@@ -365,8 +388,11 @@ def eval_(cfg, args):
 
     examples:
       python egg.py eval --load-dir ckpt
-      python egg.py eval --load-dir ckpt --best other.txt"""
+      python egg.py eval --load-dir ckpt --best other.txt
+      python egg.py eval --load-dir ckpt --objective examples/words.py"""
     from tools import use
+    if args.objective:
+        return use.evaluate_objective(cfg, load(cfg, args), args.objective, Printer())
     use.evaluate(cfg, load(cfg, args), args.file, args.tokens, Printer())
 
 
@@ -661,7 +687,7 @@ def main(argv=None, program=EGG):
         args = parsed(argv, program=program)
         args.argv = argv
         saved, args.run = args.saved(args)
-        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run)
+        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args))
         if vars(args).get("port", 0) is None:
             args.port = cfg.PORT
         args.function(cfg, args)
@@ -672,6 +698,13 @@ def main(argv=None, program=EGG):
     except Exception as error:
         # libraries that are being imported turn a Ctrl-C into errors of their own
         return 130 if interrupted else failed(error)
+
+
+def objective_of(args):
+    """(file, its SHA-256, whether it begins a run) of --objective, None without."""
+    if args.function is not eval_ and (path := vars(args).get("objective")):
+        with egg_config.explained(EggError, path, "give --objective the path of a Python file"), open(path, "rb") as file:
+            return path, hashlib.sha256(file.read()).hexdigest(), not args.run
 
 
 def interrupt_again(unraisable):

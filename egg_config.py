@@ -136,6 +136,13 @@ MUON_LR_SCALE = 1.0              # 0.0 to 1000.0 | run     | factor on the learn
 MUON_NS = "quintic"              # quintic, cubic | run    | Newton-Schulz iteration: `quintic` (fast, singular values
 #                                                            to 0.7 .. 1.2) or `cubic` (slow, to 1, as in d-eggs)
 
+# --- rewards ---------------------------------------------------------------------------------------------------------
+OBJECTIVE = ""                   #               | run     | SHA-256 of the file of --objective, which sets it
+OBJECTIVE_PROMPTS = 2            # 1 to 1024     | run     | prompts that a member answers
+TEXT_SHARE = 0.5                 # 0.0 to 1.0    | run     | with an objective: share of the pairs that are judged by
+#                                                            their loss on text, so that the model keeps its language
+OBJECTIVE_SECONDS = 10.0         # 0.001 to 1e6  | local   | most seconds that the reward of a text may take
+
 # --- islands ---------------------------------------------------------------------------------------------------------
 ISLAND_SEED = 0                  # 0 to 4294967295 | run   | selects the noise; every island needs another number, all
 #                                                            its workers the same
@@ -253,6 +260,13 @@ PRESETS["best-bytes-weights"] = {
     "LR_SCHEDULE": ((0, 1.5), (60, 1.05), (150, 0.75), (300, 0.5), (600, 0.37), (1200, 0.22), (2500, 0.15),
                     (5500, 0.09), (9000, 0.06), (12500, 0.035), (14800, 0.018)), "SNAPSHOT_EVERY": 1000}
 
+# What a run with --objective sets where nothing else was said: noise on weights, pairs of their own windows, few members
+# that write, a rate at which a model that has learnt keeps what it knows.
+OBJECTIVE_SETTINGS = dict(
+    PERTURB="weights", CHUNK_SIZE=512, POPULATION_SIZE=1024, GROUP_SIZE=2, SIGMA_SHIFT_VECTOR=8, DEVICE_GAUSSIAN=1,
+    LOSS="exact", ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
+    LR_SCHEDULE=((0, 0.1), (200, 0.07), (1000, 0.05), (3000, 0.03)), VALIDATE_EVERY=20, SAMPLE_EVERY=20)
+
 SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
 
 # --- the program: nothing to edit from here on -----------------------------------------------------------------------
@@ -262,7 +276,8 @@ DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
 UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
-         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8}
+         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
+         "OBJECTIVE_PROMPTS": 2, "TEXT_SHARE": 0.5}
 
 
 class EggError(Exception):
@@ -449,14 +464,19 @@ class Config(types.SimpleNamespace):
         return self.FIXED_POINT + self.sigma_shift(step)
 
 
-def given(preset=None, defines=(), environ=os.environ):
-    """{name: (source, value)}: the constants that are set for one run, preset < EGG_* in `environ` < `defines`
-    ("NAME=VALUE" strings); source: as the user wrote it. Raises ConfigError."""
+def given(preset=None, defines=(), environ=os.environ, objective=None):
+    """{name: (source, value)}: the constants that are set for one run, preset < OBJECTIVE_SETTINGS < EGG_* in `environ`
+    < `defines` ("NAME=VALUE" strings); source: as the user wrote it. objective: (file, its SHA-256, whether it begins a
+    run), or None. Raises ConfigError."""
     source = f"--preset {preset}" if preset else "EGG_PRESET"
     preset = preset or environ.get("EGG_PRESET")
     if preset and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
     found = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
+    if objective:
+        source, digest, begins = objective
+        values = {**(OBJECTIVE_SETTINGS if begins else {}), "OBJECTIVE": digest}
+        found.update((name, (f"--objective {source}", value)) for name, value in values.items())
     for key, text in environ.items():
         if key.startswith("EGG_") and key not in ("EGG_PRESET", "EGG_SECRET"):
             found[key[4:]] = key, _parse(key[4:], text, key)
@@ -468,12 +488,12 @@ def given(preset=None, defines=(), environ=os.environ):
     return found
 
 
-def load(preset=None, defines=(), environ=os.environ, saved=(), run=None):
+def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, objective=None):
     """A Config with the overrides of `given`. saved: the constants of a saved run, as JSON returns them, in place of
     this file's; run: its directory if it must continue with them. Raises ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
               **{name: _tuples(value) for name, value in dict(saved).items()}}
-    found, differ = given(preset, defines, environ), {}
+    found, differ = given(preset, defines, environ, objective), {}
     for name, (source, value) in found.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
@@ -560,6 +580,7 @@ def validate(cfg):
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
+    need(not cfg.OBJECTIVE or cfg.PERTURB == "weights", "PERTURB", "must be weights with --objective")
     if cfg.PERTURB == "activations":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")

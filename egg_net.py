@@ -67,11 +67,12 @@ class Worker:
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
     chunks = answers = 0
 
-    def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None):
+    def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None,
+                 objective=None):
         self.cfg, self.engine, self.console = cfg, engine, console
         self.tokens, self.validation, self.decoding = tokens, validation, decoding
         self.validate_next = validate_first
-        self.inspect = inspect
+        self.inspect, self.objective = inspect, objective
         self.predictor = ChunkPredictor(cfg)
         self.digests = {}                    # {step: digest of the state} of the present step
         self.done = {}                       # {first member: fitness} of the chunks of this step that are done here
@@ -125,6 +126,11 @@ class Worker:
         if first == 0 and self.engine.step != self.reported_step:
             self._report(link)
             self.reported_step = self.engine.step
+        if self.objective:
+            started = time.perf_counter()
+            fitness, loss = self.objective.chunk(self.engine, first, link.check)
+            self.speed = self.cfg.CHUNK_SIZE / (time.perf_counter() - started)
+            return self._result(link, first, fitness, loss)
         self.predictor.handed_out(self.engine.step, first)
         following = self.predictor.following(self.engine.step)
         parts, at, end = [], first, first + self.cfg.CHUNK_SIZE
@@ -146,6 +152,10 @@ class Worker:
         else:
             losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
             fitness, loss = fitness_digits.chunk_fitness(losses, self.cfg), int(losses.sum())
+        return self._result(link, first, fitness, loss)
+
+    def _result(self, link, first, fitness, loss):
+        """The RESULT frame of a chunk."""
         self._note(first, fitness)
         packed = self.packed[first] = ternary.pack(fitness.tobytes())
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
@@ -217,9 +227,17 @@ class Worker:
             nats, tokens = self.engine.validate(self.validation.windows)
             n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
             link.send(link.frame(wire.VALIDATION, step, tokens, n_bytes, nats))
-        if self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
-            text = sample(cfg, self.engine, self.tokens, self.decoding).replace("\n", "\u23ce")    # one line of the log
-            link.send(link.frame(wire.LOG_MESSAGE, f"sample at step {step}: {text}".encode()[:wire.LOG_MESSAGE.most]))
+            if self.objective:
+                link.send(link.frame(wire.REWARD, step, len(self.objective.held), self.objective.measured(self.engine)))
+        if self.objective and due(cfg.SAMPLE_EVERY, step):
+            self._send_sample(link, step, self.objective.sample(self.engine, step))
+        elif self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
+            self._send_sample(link, step, sample(cfg, self.engine, self.tokens, self.decoding))
+
+    @staticmethod
+    def _send_sample(link, step, text):
+        line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                       # one line of the log
+        link.send(link.frame(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most]))
 
     def _state_digest(self):
         step = self.engine.step
@@ -319,19 +337,21 @@ def sample(cfg, engine, tokens, decoding):
 
 
 def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True,
-               validate_first=False, console=None, access=auth.Access(), protocol=0, name=None, inspect=None):
+               validate_first=False, console=None, access=auth.Access(), protocol=0, name=None, inspect=None,
+               objective=None):
     """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the
     coordinator closes, and returns the number of chunks done. The engine keeps the state it has come to. tokens: the
     training data, for samples; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None;
     validate_first: with the first chunk 0, whatever the step; access: an auth.Access; protocol: 1, 2, or 0 for 2 and
     then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's lines, default
-    host and device; inspect(engine): called before chunk 0 of a step is evaluated. Raises NetError where no coordinator
+    host and device; inspect(engine): called before chunk 0 of a step is evaluated; objective: a tools.objective.Objective, by which
+    members are judged. Raises NetError where no coordinator
     can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
     if protocol == V1 and (access.secret or access.tls):
         raise NetError("protocol 1 has neither secret nor TLS: leave --protocol 1 out, or the secret")
-    worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console, inspect)
+    worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console, inspect, objective)
     card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": cfg.saved(), "data": snapshots.data_digest(tokens).hex(),
@@ -440,6 +460,8 @@ class RemoteWorker(Role):
             coordinator.take_result(self, result)
         elif opcode == wire.VALIDATION:
             coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
+        elif opcode == wire.REWARD and self.version == V2:
+            coordinator.take_reward(self, *wire.REWARD.unpack(payload))
         elif opcode == wire.LOG_MESSAGE and coordinator.events.allows(self.author.host):
             text = printable(payload.decode("utf-8", "replace"))
             line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
@@ -684,6 +706,12 @@ class Coordinator:
         if self.dispatcher.believes(worker, step, stated, self.trust) and self.progress.validated(step, figure):
             self.shelf.validated(step, figure[0])
             self.island.validated(step, *figure)
+
+    def take_reward(self, worker, step, texts, reward):
+        if not (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE):
+            raise FrameError(f"wrong reward: {reward} of {texts} texts")
+        if worker.trusted and worker.author in self.dispatcher.work.validators:
+            self.progress.rewarded(step, texts, reward)
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, waits, or is banned."""

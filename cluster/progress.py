@@ -19,13 +19,14 @@ def median(values):
 class Progress:
     """started: when the first chunk was handed out (time.monotonic), None before; loss, speed (tokens/s): of the last
     step; bits: of one unit of this loss, that of d-eggs, in `unit`, in which losses are shown; validations: [(step,
-    figure, unit)], the first and the last three."""
+    figure, unit)], the first and the last three; rewards: [(step, mean on held-out prompts)], the first and the last
+    two."""
 
     def __init__(self, cfg, run, events):
         self.cfg, self.run, self.events = cfg, run, events
         self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
         self.first_step, self.started, self._completed = run.step, None, None
-        self.loss, self.speed, self.validations = None, 0.0, []
+        self.loss, self.speed, self.validations, self.rewards = None, 0.0, [], []
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
         self.bits, self.unit = egg_config.loss_unit(cfg.constants())
 
@@ -84,6 +85,15 @@ class Progress:
         value, unit = figure
         self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(value, 6), unit=unit)
         return True
+
+    def rewarded(self, step, texts, reward):
+        """Notes the mean reward on held-out prompts of a step, the first of each step."""
+        if self.rewards[-1:] and self.rewards[-1][0] >= step or step > self.run.step:
+            return
+        del self.rewards[1:-1]
+        self.rewards.append((step, reward))
+        self.texts = texts
+        self.events.emit("reward", step=step, tokens=step * self.tokens_a_step, value=round(reward, 6), texts=texts)
 
     @property
     def seconds(self):

@@ -80,6 +80,7 @@ STATUS = Frame(42, "json", 1 << 22)
 PROVE = Frame(47)                                    # the worker wants the coordinator to prove itself first
 PROVED = Frame(48, "proof:32s")
 HASH_WANTED = Frame(49, "step:Q")                    # workers that do not know this and the next one ignore them
+REWARD = Frame(51, "step:Q texts:Q reward:d")        # of the unperturbed model on held-out prompts, with an objective
 STATE_HASH = Frame(50, "step:Q hash:32s")            # BLAKE2b of the state (cluster.snapshots.state_hash)
 # between islands; sha256: of a state; offset, total: in its snapshot file (total 0: not here)
 ISLAND = Frame(43, "card", JOIN.most)
@@ -160,7 +161,7 @@ FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, W
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}
 FROM_WORKER = {V1: {V1: FROM_WORKERS},
-               V2: {V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATE_HASH)}}
+               V2: {V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATE_HASH, REWARD)}}
 FROM_CALLED = {V2: (CHALLENGE, PROVED, WELCOME, ISLAND, ERROR)}
 FROM_ISLAND = {V2: (STANDING, STATE_REQUEST, STATE, ERROR)}
 

@@ -402,6 +402,8 @@ def warm_up(cfg, say=print, verbs=STEP):
         engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
         arguments = dict(evaluate=(0, 2), update=(np.ones(small.STEP_DIGITS, np.int8),),
                          validate=(np.zeros((1, 9), np.int32),), digest=(), generate=([1], 1, 0),
+                         write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
+                                sampling.settings(small), 0),
                          choose=(np.zeros(256, np.int32), np.zeros(256, np.uint8), sampling.settings(small),
                                  sampling.random(0, 0)))
         for verb in sorted(verbs, key=(*APART, "generate").__contains__):

@@ -33,8 +33,9 @@ class TrainError(EggError):
 
 # tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None
 Data = namedtuple("Data", "tokens validation decoding")
-# The last measurement of the first worker: step; figure: of the validation, or None; sample: str or None
-Final = namedtuple("Final", "step figure sample")
+# The last measurement of the first worker: step; figure: of the validation, sample: str, reward: the mean on held-out
+# prompts, each or None
+Final = namedtuple("Final", "step figure sample reward")
 # The result of `train`. progress: a cluster.progress.Progress; before, after: validation figures in `unit`, or None;
 # references: {simple model: figure}; final: a Final, None if no worker was alive at the end
 TrainSummary = namedtuple("TrainSummary", "progress before after unit references final")
@@ -64,12 +65,27 @@ def print_references(cfg, data, console):
 def start_engine(cfg, data, device, threads, log):
     """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines
     about compiling. Raises EngineError."""
-    verbs = ["digest"] + ["validate"] * (data.validation is not None) + ["generate"] * (cfg.SAMPLE_EVERY > 0)
+    if cfg.OBJECTIVE and device != "cpu":
+        raise engines.EngineError("with --objective members write on the CPU engine alone so far: add -D DEVICE=cpu")
+    verbs = ["digest"] + ["validate"] * (data.validation is not None) + ["generate"] * (cfg.SAMPLE_EVERY > 0) \
+        + ["write"] * bool(cfg.OBJECTIVE)
     engine = engines.make(cfg, data.tokens, device, threads, verbs)
     if device == "cpu":
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, log, ["evaluate", "update", *verbs])
     return engine
+
+
+@contextlib.contextmanager
+def opened_objective(cfg, path, data):
+    """The Objective of the file `path`, None without one. Raises ObjectiveError."""
+    if not path:
+        yield None
+        return
+    from tools import objective
+    held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
+    with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out)) as opened:
+        yield opened
 
 
 def members_a_second(cfg, engine):
@@ -85,9 +101,10 @@ def members_a_second(cfg, engine):
         count = min(4 * count, cfg.CHUNK_SIZE)
 
 
-def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=auth.Access(), protocol=0, name=None):
+def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=auth.Access(), protocol=0, name=None,
+         objective=None):
     """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port (default
-    cfg.PORT) for ever. access, protocol, name: see egg_net.run_worker."""
+    cfg.PORT) for ever. access, protocol, name: see egg_net.run_worker. objective: the file of --objective."""
     console = console or egg_net.Console()
     port = cfg.PORT if port is None else port
     check_address(host, port)
@@ -96,8 +113,9 @@ def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=
     engine = start_engine(cfg, data, device, threads, console.line)
     name = name or f"{socket.gethostname()}/{device}"        # a ban shall not hit the other GPUs of this host
     try:
-        egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol, name=name,
-                           inspect=inspector(cfg, data.tokens))
+        with opened_objective(cfg, objective, data) as judge:
+            egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol,
+                               name=name, inspect=inspector(cfg, data.tokens), objective=judge)
     finally:
         console.clear()                              # a prompt, or an error, begins a line
 
@@ -113,7 +131,7 @@ def inspector(cfg, tokens):
 
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
-def _worker_process(device, cfg, port, threads, first, access, pipe):
+def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
     """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
     name of the engine), ("slow", seconds of a step), ("final", Final), ("error", line). When the coordinator has
     closed, it waits for "finish" or for the end of the pipe."""
@@ -122,15 +140,17 @@ def _worker_process(device, cfg, port, threads, first, access, pipe):
     try:
         data = open_data(cfg, lambda line: None)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
-        pipe.send(("ready", engine.name))
-        if device == "cpu" and (seconds := cfg.POPULATION_SIZE / members_a_second(cfg, engine)) > SLOW_SECONDS:
-            pipe.send(("slow", seconds))
-        egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
-                           name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens))
-        if pipe.recv() == "finish":
-            figure = data.validation and data.validation.bits(engine.validate(data.validation.windows)[0])
-            text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
-            pipe.send(("final", Final(engine.step, figure, text)))
+        with opened_objective(cfg, objective, data) as judge:
+            pipe.send(("ready", engine.name))
+            if device == "cpu" and (seconds := cfg.POPULATION_SIZE / members_a_second(cfg, engine)) > SLOW_SECONDS:
+                pipe.send(("slow", seconds))
+            egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
+                               name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens),
+                               objective=judge)
+            if pipe.recv() == "finish":
+                figure = data.validation and data.validation.bits(engine.validate(data.validation.windows)[0])
+                text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
+                pipe.send(("final", Final(engine.step, figure, text, judge and judge.measured(engine))))
     except (EOFError, BrokenPipeError):
         pass                                        # the parent has ended, or needs no Final
     except EggError as error:
@@ -150,8 +170,9 @@ class Child:
         self.pipe, theirs = context.Pipe()
         self.ready = None
         self.started = time.monotonic()
+        # a daemon may not have processes that judge
         self.process = context.Process(target=_worker_process, args=(self.device, *self._arguments, theirs),
-                                       daemon=True)
+                                       daemon=not self._arguments[-1])
         multiprocessing.resource_tracker.ensure_running()                       # which would unblock SIGINT later
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the parent
         self.process.start()
@@ -168,12 +189,13 @@ class Child:
 class Training:
     """The worker processes of one `train`."""
 
-    def __init__(self, cfg, coordinator, devices, threads, console):
+    def __init__(self, cfg, coordinator, devices, threads, console, objective):
         self.console, self.coordinator = console, coordinator
         self.started = time.monotonic()
         self.status = "the workers ..."
         console.line(f"starting: {len(devices)} worker{'s' * (len(devices) > 1)} on {', '.join(devices)} ...")
-        self.children = [Child(device, cfg, coordinator.address[1], threads, i == 0, coordinator.access)
+        self.children = [Child(device, cfg, coordinator.address[1], threads, i == 0, coordinator.access,
+                               objective)
                          for i, device in enumerate(devices)]
 
     def watch(self):
@@ -244,10 +266,10 @@ class Training:
 
 
 def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=None, console=None, http=None,
-          log_json=None, tensorboard=None):
+          log_json=None, tensorboard=None, objective=None):
     """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or
     Ctrl-C; prints a summary and returns a TrainSummary. save_dir, load_dir: see cluster.history.open_run. threads:
-    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator. Raises DataError,
+    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator; objective: the file of --objective. Raises DataError,
     EngineError, HistoryError, NetError, TrainError; the completed steps are kept in every case."""
     console = console or egg_net.Console()
     devices = hardware.devices(cfg)
@@ -275,7 +297,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             if coordinator.page:
                 console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
-                training = Training(cfg, coordinator, devices, threads, console)
+                training = Training(cfg, coordinator, devices, threads, console, objective)
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
                     training.watch()
@@ -307,6 +329,9 @@ def _sum_up(coordinator, references, final, data):
     if before is not None and after is not None:
         models = _listed({name: figure for name, figure in references.items() if name != "uniform"})
         console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({models})")
+    if final is not None and final.reward is not None:
+        done.rewarded(final.step, done.texts, final.reward)
+        console.line(f"reward: {done.rewards[0][1]:.4f} before, {final.reward:.4f} after, on held-out prompts")
     if final is not None and final.sample is not None:
         prompt, text = final.sample.split(" >>> ", 1)
         events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)

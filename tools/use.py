@@ -13,6 +13,7 @@ import numpy as np
 from model import data_files, optimizers, parameters, seeds
 from cluster import history, snapshots
 from engine import engines
+import egg_config
 from egg_config import DATA_FILES, EggError, explained
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
@@ -267,6 +268,38 @@ def read_config(path):
     raise UseError(f"{path}: its configuration cannot be read: was it written by `egg.py export`?")
 
 
+def evaluate_objective(cfg, engine, path, console):
+    """Prints the mean reward of the model on the held-out prompts of a file of --objective, and one of its texts.
+    Raises EggError."""
+    from tools import train
+    with train.opened_objective(cfg, path, train.open_data(cfg.changed(VALIDATE_EVERY=0), console.line)) as judge:
+        console.line(f"step {engine.step}: mean reward {judge.measured(engine):.4f} of {len(judge.held)} held-out "
+                     f"prompts\n{judge.sample(engine, 0)}")
+
+
+def begin(cfg, source, directory, threads, console):
+    """Makes a save directory that begins with the model of the saved run `source`, whose shape cfg has. Its optimizer
+    begins anew, as it begins to learn something else. Raises EggError."""
+    engine = load(egg_config.load(saved=history.configuration(source)), source, False, "cpu", threads, console)
+    old = engine.state()
+    state = parameters.initial_state(cfg)
+    if old.weights.size != state.weights.size:
+        raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
+    # not step 0: there a worker would begin with the random initial model
+    state.weights, state.step, state.seed = old.weights, 1, seeds.next_seed(seeds.first_seed(cfg), 0)
+    _begin(cfg, state, directory)
+    console.line(f"egg: {directory} begins with the model of {source}, step {old.step}")
+
+
+def _begin(cfg, state, directory):
+    if history.holds_run(directory):
+        raise UseError(f"{directory} holds a run already: give a new --save-dir")
+    with explained(UseError, directory, "give a --save-dir that can be written"):
+        os.makedirs(directory, exist_ok=True)
+        sha256 = snapshots.save(cfg, state, directory)
+    history.open_directory(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
+
+
 def import_(cfg, path, directory):
     """Makes a save directory that begins with a safetensors file; returns a line about it. Raises EggError."""
     file, metadata = open_tensors(path)
@@ -283,11 +316,6 @@ def import_(cfg, path, directory):
             raise ValueError
     except (ValueError, KeyError):
         raise UseError(f"{path}: its step and seed cannot be read: was it written by `egg.py export`?") from None
-    if history.holds_run(directory):
-        raise UseError(f"{directory} holds a run already: give a new --save-dir")
-    with explained(UseError, directory, "give a --save-dir that can be written"):
-        os.makedirs(directory, exist_ok=True)
-        sha256 = snapshots.save(cfg, state, directory)
-    history.open_directory(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
+    _begin(cfg, state, directory)
     what = "with the optimizer's state" if full else "its optimizer and noise scales begin anew"
     return f"{directory}: a run at step {state.step}, {what}"

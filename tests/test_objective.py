@@ -1,0 +1,237 @@
+"""Rewards: members write texts together, a file judges them, and runs learn from that (docs/OBJECTIVES.md)."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import egg
+import egg_config
+from coordinators import Server, work_in_thread
+from engine import cpu_engine
+from fakes import Lines
+from model import data_files, fitness_digits, sampling
+from model.reading import Reading
+from readings import drawn, random_config
+from tools import objective
+
+HERE = egg.ROOT
+CFG = egg_config.make(
+    MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=16, POPULATION_SIZE=32,
+    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0, OBJECTIVE="x",
+    OBJECTIVE_PROMPTS=2, OBJECTIVE_SECONDS=5.0)
+TOKENS = np.frombuffer(b"the king said that the queen was here. " * 20, np.uint8)
+BYTES = data_files.Decoding([bytes([b]) for b in range(256)])
+LETTERS = """
+TOKENS = 6
+def reward(prompts, completions, **columns):
+    return [sum(letter.isalpha() for letter in text) for text in completions]
+"""
+
+
+def written(engine, prompts, room, seeds, settings, first_pair=None):
+    lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+    texts = np.zeros((len(prompts), room), np.int32)
+    for text, prompt in zip(texts, prompts):
+        text[:len(prompt)] = prompt
+    engine.write(texts, lengths, np.array(seeds, np.uint32), sampling.settings(engine.cfg, **settings), first_pair)
+    return texts
+
+
+def continued(cfg, state, prompt, room, seed, settings, member=None):
+    """The same text by the plain reading, read anew for every token."""
+    text = list(prompt)
+    noise = () if member is None else ((state.seed + member // 2) & 0xFFFFFFFF, 1 - 2 * (member % 2))
+    while len(text) < room:
+        z = Reading(cfg, state, *noise).logits(text)[-1]
+        text.append(drawn(cfg, z, sorted(set(text)), len(text) - 1, seed, **settings))
+    return text
+
+
+@pytest.mark.parametrize("model", ["gru", "transformer"])
+@pytest.mark.parametrize("seed", range(3))
+def test_members_write_together_what_the_plain_reading_writes(model, seed):
+    rng = np.random.default_rng(seed)
+    cfg = random_config(rng) if model == "transformer" else CFG.changed(
+        N_LAYERS=1 + seed % 2, HIDDEN_DIM=64 + 32 * seed, VOCAB_SIZE=256 + 45 * seed, MLP_RELU=seed % 2, OBJECTIVE="",
+        ADAPTIVE_NOISE_MODE=seed % 3)
+    engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint32) % 256, threads=1 + seed % 2)
+    state, pairs, room = engine.state(), int(rng.integers(1, 12)), int(rng.integers(9, 14))
+    settings = dict(temp=float(rng.choice([0.0, 0.7, 5.0])), min_p=float(rng.choice([0.0, 0.2])), penalty=0.3)
+    prompts = [rng.integers(0, 5, rng.integers(1, 8)) for _ in range(pairs)]
+    seeds, first = rng.integers(0, 1 << 32, pairs), int(rng.integers(0, 9))
+    twice = [prompt for prompt in prompts for _ in range(2)]
+    texts = written(engine, twice, room, seeds.repeat(2), settings, first)
+    for s in rng.permutation(2 * pairs)[:6]:
+        want = continued(cfg, state, twice[s], room, int(seeds[s // 2]), settings, 2 * first + s)
+        assert texts[s].tolist() == want
+    texts = written(engine, prompts, room, seeds, settings)
+    for text, prompt, number in zip(texts, prompts, seeds):
+        more = engine.generate(prompt, room - len(prompt), int(number), **settings)
+        assert text.tolist() == [*prompt, *more]
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """A function that opens an Objective with the text of a file."""
+    with contextlib.ExitStack() as opened:
+        def make(text, cfg=CFG, name="own.py", processes=1):
+            (tmp_path / name).write_text(text)
+            made = objective.Objective(cfg, str(tmp_path / name), BYTES, TOKENS, processes=processes)
+            return opened.enter_context(contextlib.closing(made))
+        yield make
+
+
+def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged):
+    cfg = CFG.changed(TEXT_SHARE=0.25)
+    own, engine, seen = judged(LETTERS, cfg), cpu_engine.CpuEngine(cfg, TOKENS, threads=1), []
+    write = engine.write
+    engine.write = lambda texts, lengths, seeds, *more: (seen.append((texts.copy(), seeds)),
+                                                         write(texts, lengths, seeds, *more))
+    fitness, loss = own.chunk(engine, 16, lambda: None)
+    assert len(seen) == 2 and [len(texts) for texts, _ in seen] == [12, 12]     # six of eight pairs, two prompts each
+    for texts, seeds in seen:
+        assert (texts[::2] == texts[1::2]).all() and (seeds[::2] == seeds[1::2]).all()
+        assert len(np.unique(seeds)) == 6
+    losses = engine.evaluate(16, 4)
+    assert np.array_equal(fitness[:2], fitness_digits.chunk_fitness(losses, cfg))
+    assert loss == int(losses.sum()) * 4
+    again = own.rewards(engine, 8 + 2, 6, lambda: None)
+    better = np.sign(again[:, 0] - again[:, 1])
+    assert fitness[2:].any() and (fitness[2:] * better >= 0).all() and not fitness[2:][better == 0].any()
+    assert again.max() > 0 and again.max() % objective.REWARD_UNIT == 0
+
+
+def test_equal_rewards_are_no_votes(judged):
+    cfg = CFG.changed(TEXT_SHARE=0.0)
+    own = judged("def reward(completions):\n    return [1] * len(completions)\n", cfg)
+    fitness, loss = own.chunk(cpu_engine.CpuEngine(cfg, TOKENS, threads=1), 0, lambda: None)
+    assert not fitness.any() and loss == 0
+
+
+def test_a_reward_function_of_trl_runs_as_it_is(judged, tmp_path):
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "kind": "sum"} for a in range(5) for b in range(4)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = judged("""
+DATA = "sums.jsonl"
+TOKENS = 3
+STOP = "."
+def reward(completions, answer, **kwargs):
+    assert len(completions) == len(answer) == len(kwargs["prompts"]) == len(kwargs["kind"])
+    assert not any("." in text for text in completions)
+    return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
+""")
+    assert len(own.held) == 2 and len(own.rows) == 18                           # every tenth is held out
+    assert own.measured(cpu_engine.CpuEngine(CFG, TOKENS, threads=1)) == 10.0
+
+
+@pytest.mark.parametrize("text, words", [
+    ("def reward(completions)\n    pass\n", "own.py:1: expected ':'"),
+    ("import nowhere\n", "ModuleNotFoundError: No module named 'nowhere'"),
+    ("x = 1\n", "has no function reward"),
+    (LETTERS + "STOP = 3\n", "STOP = 3: must be a text"),
+    (LETTERS + "TOKENS = 0\n", "TOKENS = 0: must be a number from 1"),
+    (LETTERS + "DATA = [{'text': 'x'}]\n", "DATA is to be a list of dicts"),
+    (LETTERS + "DATA = [{'prompt': ''}]\n", "DATA is to be a list of dicts"),
+    (LETTERS + "DATA = 'nowhere.jsonl'\n", "nowhere.jsonl: No such file"),
+    (LETTERS + "DATA = [{'prompt': 'x' * 5000}]\n", "has 5000 tokens, with TOKENS = 6 more than 4096"),
+    ("def reward(completions):\n    return [float('nan')] * len(completions)\n", "returned nan for"),
+    ("def reward(completions):\n    return [1e300] * len(completions)\n", "returned 1e.300 for"),
+    ("def reward(completions):\n    return 3\n", "returned '3', which is no list of numbers"),
+    ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
+    ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
+    ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
+    ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s a text"),
+])
+def test_what_a_file_does_wrong_is_one_line(judged, text, words):
+    cfg = CFG.changed(OBJECTIVE_SECONDS=0.05 if "sleep" in text else 5.0)
+    with pytest.raises(objective.ObjectiveError, match=words) as error:
+        own = judged(text, cfg)
+        own.write = 6
+        own.rewards(cpu_engine.CpuEngine(cfg, TOKENS, threads=1), 0, 3, lambda: None)
+    assert "\n" not in str(error.value)
+
+
+def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, tmp_path):
+    cfg = CFG.changed(AUDIT_RATE=1.0, VALIDATE_EVERY=2)
+    own = [judged(LETTERS, cfg, f"own{i}.py") for i in range(2)]
+    validation = data_files.held_out(cfg, TOKENS, "text", BYTES, 64)
+    engines = [cpu_engine.CpuEngine(cfg, TOKENS, threads=1) for _ in own]
+    with Server(tmp_path, cfg, steps=6, drain=15) as server:
+        threads = [work_in_thread(server.port, engine, cfg, tokens=TOKENS, validation=validation, decoding=BYTES,
+                                  objective=judge, name=str(i))
+                   for i, (engine, judge) in enumerate(zip(engines, own))]
+        for thread in threads:
+            thread.join(60)
+    assert engines[0].step == 6 and engines[0].digest() == engines[1].digest()
+    assert "banned" not in server.lines.text
+    assert "reward at step 2: " in server.lines.text and "the mean of 256 held-out prompts" in server.lines.text
+
+
+def test_another_file_is_another_configuration(tmp_path):
+    cfg, lines = CFG.changed(OBJECTIVE="a" * 64), Lines()
+    with Server(tmp_path, cfg, steps=1) as server:
+        engine = cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
+        with pytest.raises(egg_config.EggError, match="OBJECTIVE"):
+            from egg_net import Console, run_worker
+            run_worker(CFG, "127.0.0.1", server.port, engine, retry=False, console=Console(lines))
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def run(tmp_path):
+    """A function that runs a command in a directory with a text, and a saved run `ckpt` of one step."""
+    TOKENS.tofile(tmp_path / "input.bin")
+    TOKENS.tofile(tmp_path / "val.bin")
+    (tmp_path / "own.py").write_text(LETTERS)
+
+    def run(*words, status=0):
+        small = ["-D", "DEVICE=cpu"] if "train" in words else []
+        done = subprocess.run([sys.executable, os.path.join(HERE, "egg.py"), *words, *small], cwd=tmp_path,
+                              capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr + done.stdout
+        return done.stdout + done.stderr
+    run("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1", "--save-dir", "ckpt")
+    return run
+
+
+def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
+    kept = {name: (tmp_path / "ckpt" / name).read_bytes() for name in ("history.egg",)}
+    small = "-D", "CHUNK_SIZE=16", "-D", "POPULATION_SIZE=32", "-D", "VALIDATE_EVERY=1"
+    said = run("train", "--objective", "own.py", "--load-dir", "ckpt", "--save-dir", "new", "--steps", "3", *small)
+    assert "new begins with the model of ckpt, step 1" in said and "before, " in said and "on held-out prompts" in said
+    assert {name: (tmp_path / "ckpt" / name).read_bytes() for name in kept} == kept
+    assert "new is a run with an objective: give --objective FILE too" in run("train", "--save-dir", "new", status=2)
+    run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "4")
+    events = [json.loads(line) for line in (tmp_path / "new" / "events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "reward"][:2] == [1, 2]
+    assert any(" (reward " in e["text"] for e in events if e["event"] == "sample")
+    said = run("eval", "--load-dir", "new", "--objective", "own.py")
+    assert "mean reward" in said and "of 256 held-out prompts" in said and " >>> " in said
+    run("generate", "--load-dir", "new", "--prompt", "the", "--tokens", "3")
+    (tmp_path / "own.py").write_text(LETTERS + "# changed\n")
+    said = run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "5", status=2)
+    assert "another configuration: --objective own.py: OBJECTIVE = " in said
+
+
+def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
+    (tmp_path / "own.py").write_text("def reward(completions):\n    raise ValueError('no such thing')\n")
+    said = run("train", "--objective", "own.py", "--load-dir", "ckpt", "--save-dir", "new", "--steps", "3", status=1)
+    assert "own.py: reward raised ValueError: no such thing, for the prompt" in said and "Traceback" not in said
+    assert "give --save-dir DIR" in run("train", "--objective", "own.py", "--load-dir", "ckpt", status=2)
+    assert "no.py: No such file" in run("train", "--objective", "no.py", "--save-dir", "x", status=1)
+
+
+@pytest.mark.parametrize("name", ["words", "sums", "json_array"])
+def test_examples_judge(name):
+    found = objective.read(os.path.join(HERE, "examples", name + ".py"))
+    good = {"words": "the king said", "sums": "7", "json_array": "[1, 2, 3]"}[name]
+    texts = {"prompts": ["", ""], "completions": [good, "qzx"], "answer": ["7", "7"]}
+    accepted = None if name != "sums" else {"prompts", "completions", "answer"}
+    better, worse = objective.judged(found["reward"], accepted, texts)
+    assert better > 0.7 > 0.3 > worse >= 0

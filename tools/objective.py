@@ -1,0 +1,308 @@
+"""Rewards: what a Python function of the user thinks of what members write (docs/OBJECTIVES.md).
+
+A file of --objective has reward(prompts, completions, **columns): lists of str of one length; it returns as many
+numbers, more is better. This is the form of the reward functions of TRL. Optional in the file: DATA and HELD_OUT, lists
+of dicts or the names of JSON-lines files with "prompt" and further columns; TOKENS to write after a prompt; STOP, a
+text that ends a completion; TEMPERATURE.
+"""
+
+import inspect
+import json
+import math
+import multiprocessing
+import os
+import runpy
+import sys
+
+import numpy as np
+
+from egg_config import EggError, explained
+from engine import hardware
+from model import fitness_digits, sampling
+from model.soft_targets import hash32
+
+PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
+HELD_OUT_TEXTS = 256         # on which the unperturbed model is measured, at most
+LONGEST = 4096               # tokens of a prompt and its completion
+REWARD_UNIT = 1 << 16        # of a reward in fixed point, in which it takes the place of a loss
+MOST_REWARD = 1 << 30
+SLICE = 256                  # texts that are written before they are judged, while the next ones are written
+# first hashes of a pair's choice of prompts and of its seeds of draws: behind those of noise, before those of targets
+PROMPT_STREAM, DRAW_STREAM = 1 << 28, 1 << 29
+
+
+class ObjectiveError(EggError):
+    """About a file of --objective or what its function returns."""
+
+
+def read(path):
+    """{name: value}: what the file defines. Raises ObjectiveError for one that has an error or no function reward."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    try:
+        found = runpy.run_path(path)
+    except OSError as error:
+        raise ObjectiveError(f"{path}: {_said(error)}") from None
+    except SyntaxError as error:
+        raise ObjectiveError(f"{path}:{error.lineno}: {error.msg}") from None
+    except Exception as error:
+        raise ObjectiveError(f"{path}: {_said(error)}: it must run by itself, as `python {path}` does") from None
+    finally:
+        del sys.path[0]
+    if not callable(found.get("reward")):
+        raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns): it is to return a list "
+                             "of numbers")
+    return found
+
+
+def _said(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _rows(path, name, value):
+    """[{column: value}] of DATA or HELD_OUT. Raises ObjectiveError."""
+    if isinstance(value, str):
+        place = os.path.join(os.path.dirname(os.path.abspath(path)), value)
+        with explained(ObjectiveError, place, f"{name} of {path} names it"), open(place, encoding="utf-8") as file:
+            lines = [line for line in file if line.strip()]
+        try:
+            value = [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise ObjectiveError(f"{place}: {_said(error)}: every line is to be a JSON object") from None
+    if not (isinstance(value, list) and value and all(
+            isinstance(row, dict) and isinstance(row.get("prompt"), str) and row["prompt"] for row in value)):
+        raise ObjectiveError(f"{path}: {name} is to be a list of dicts, each with a text as \"prompt\", or the name of "
+                             "a JSON-lines file of such")
+    return value
+
+
+def _number(path, found, name, default, low, high):
+    value = found.get(name, default)
+    if not (isinstance(value, (int, float)) and low <= value <= high):
+        raise ObjectiveError(f"{path}: {name} = {value!r}: must be a number from {low} to {high}")
+    return type(default)(value)
+
+
+# --- judging ---------------------------------------------------------------------------------------------------------
+
+def judged(reward, accepted, texts):
+    """[float]: the rewards of `texts`, a dict of lists. Raises ValueError with the reason."""
+    given = {name: values for name, values in texts.items() if accepted is None or name in accepted}
+    rewards = reward(**given)
+    try:
+        rewards = [float(value) for value in rewards]
+    except (TypeError, ValueError):
+        raise ValueError(f"reward returned {str(rewards)[:80]!r}, which is no list of numbers") from None
+    if len(rewards) != len(texts["completions"]):
+        raise ValueError(f"reward returned {len(rewards)} numbers for {len(texts['completions'])} completions")
+    for value, text in zip(rewards, texts["completions"]):
+        if not abs(value) <= MOST_REWARD:
+            raise ValueError(f"reward returned {value} for {text[:80]!r}: must be from -2^30 to 2^30")
+    return rewards
+
+
+def _judge(path, pipe):
+    """The main function of a process that judges: takes dicts of lists, answers with lists of rewards or a str."""
+    try:
+        reward = read(path)["reward"]
+        parameters = inspect.signature(reward).parameters.values()
+        accepted = None if any(p.kind == p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+        while True:
+            texts = pipe.recv()
+            try:
+                pipe.send(judged(reward, accepted, texts))
+            except Exception as error:
+                pipe.send(_blamed(reward, accepted, texts, error))
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        pass
+    except EggError as error:
+        pipe.send(str(error))
+
+
+def _blamed(reward, accepted, texts, error):
+    """str: the error, with the first text for which the function fails alone."""
+    why = str(error) if isinstance(error, ValueError) and str(error).startswith("reward returned") else \
+        f"reward raised {_said(error)}"
+    for i, text in enumerate(texts["completions"]):
+        try:
+            judged(reward, accepted, {name: values[i:i + 1] for name, values in texts.items()})
+        except Exception:
+            return f"{why}, for the prompt {texts['prompts'][i][-60:]!r} and the text {text[:60]!r}"
+    return why
+
+
+class Judge:
+    """Processes that call the function of a file on lists of texts, while the engine writes the next ones."""
+
+    def __init__(self, path, processes, seconds):
+        self._path, self._seconds = path, seconds
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for _ in range(processes):
+            ours, theirs = context.Pipe()
+            self._processes.append(context.Process(target=_judge, args=(path, theirs), daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._pipes.append(ours)
+        self._busy = 0                               # pipes from which an answer is expected
+
+    def begin(self, texts):
+        """Hands a dict of lists out to the processes, which must have nothing to do."""
+        count = len(texts["completions"])
+        ends = [count * i // len(self._pipes) for i in range(len(self._pipes) + 1)]
+        self._busy = [(pipe, a, b) for pipe, a, b in zip(self._pipes, ends, ends[1:]) if b > a]
+        for pipe, a, b in self._busy:
+            try:
+                pipe.send({name: values[a:b] for name, values in texts.items()})
+            except OSError:
+                pass                                 # `finish` says why
+
+    def finish(self):
+        """[float]: the rewards of what was handed out. Raises ObjectiveError."""
+        rewards = []
+        for pipe, a, b in self._busy:
+            try:
+                if not pipe.poll(self._seconds * (b - a)):
+                    raise ObjectiveError(f"{self._path}: reward did not return within {self._seconds:g} s a text "
+                                         "(OBJECTIVE_SECONDS)")
+                answer = pipe.recv()
+            except (EOFError, OSError):
+                raise ObjectiveError(f"{self._path}: a process that judges has ended: does reward end Python, or need "
+                                     "more memory than there is?") from None
+            if isinstance(answer, str):
+                raise ObjectiveError(answer if answer.startswith(self._path) else f"{self._path}: {answer}")
+            rewards += answer
+        self._busy = []
+        return rewards
+
+    def close(self):
+        for process in self._processes:
+            process.kill()
+
+
+# --- the objective of a worker ---------------------------------------------------------------------------------------
+
+class Objective:
+    """The file of --objective at a worker. decoding: data_files.Decoding; tokens: the training data, held_out: tokens
+    of VAL_FILE or None. Raises ObjectiveError."""
+
+    def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None):
+        found = read(path)
+        self.cfg, self.path, self.decoding, self.tokens = cfg, path, decoding, tokens
+        self.write = _number(path, found, "TOKENS", 64, 1, LONGEST - 1)
+        self.stop = found.get("STOP", "")
+        if not isinstance(self.stop, str):
+            raise ObjectiveError(f"{path}: STOP = {self.stop!r}: must be a text")
+        self.settings = sampling.settings(cfg, _number(path, found, "TEMPERATURE", 1.0, 0.0, 100.0), 0.0, 0.0)
+        if decoding is None:
+            raise ObjectiveError(f"{cfg.DECODING_FILE} is missing, and without it tokens are no text")
+        rows = _rows(path, "DATA", found["DATA"]) if "DATA" in found else []
+        held = _rows(path, "HELD_OUT", found["HELD_OUT"]) if "HELD_OUT" in found else rows[::10]
+        self.rows = rows if "HELD_OUT" in found or len(rows) < 10 else [row for i, row in enumerate(rows) if i % 10]
+        self.columns = sorted({name for row in rows + held for name in row} - {"prompt", "completions", "prompts"})
+        self._prompts = [self._encoded(row["prompt"]) for row in self.rows]
+        self.held = self._held(held, held_out if held_out is not None else tokens)
+        self.judge = Judge(path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS)
+
+    def _encoded(self, text):
+        """int32: the tokens of a prompt. Raises ObjectiveError for one that is too long."""
+        prompt = self.decoding.encode(text.encode())
+        if len(prompt) + self.write > LONGEST:
+            raise ObjectiveError(f"{self.path}: the prompt {text[:40]!r} ... has {len(prompt)} tokens, with TOKENS = "
+                                 f"{self.write} more than {LONGEST}: shorten it")
+        return sampling.checked_prompt(self.cfg, prompt)
+
+    def _held(self, rows, tokens):
+        """[(prompt, row)]: what the unperturbed model is measured on."""
+        if rows:
+            chosen = [rows[i * len(rows) // HELD_OUT_TEXTS] for i in range(HELD_OUT_TEXTS)][:len(rows)] \
+                if len(rows) > HELD_OUT_TEXTS else rows
+            return [(self._encoded(row["prompt"]), row) for row in chosen]
+        starts = np.arange(HELD_OUT_TEXTS) * (len(tokens) - PROMPT_TOKENS) // HELD_OUT_TEXTS
+        return [(np.array(tokens[at:at + PROMPT_TOKENS], np.int32), {}) for at in starts]
+
+    def _prompt(self, number):
+        """(tokens, row) of the prompt that a uint32 chooses."""
+        if self._prompts:
+            return self._prompts[number % len(self._prompts)], self.rows[number % len(self._prompts)]
+        at = number % (len(self.tokens) - PROMPT_TOKENS)
+        return np.array(self.tokens[at:at + PROMPT_TOKENS], np.int32), {}
+
+    def _written(self, engine, given, seeds, first_pair=None):
+        """A dict of lists for the function, from [(prompt, row)] that the engine continues."""
+        lengths = np.array([len(prompt) for prompt, _ in given], np.int64)
+        texts = np.zeros((len(given), lengths.max() + self.write), np.int32)
+        for text, (prompt, _) in zip(texts, given):
+            text[:len(prompt)] = prompt
+        engine.write(texts, lengths, seeds, self.settings, first_pair)
+        completions = [self._text(text[n:n + self.write]) for text, n in zip(texts, lengths)]
+        if self.stop:
+            completions = [text.partition(self.stop)[0] for text in completions]
+        return {"prompts": [row.get("prompt") or self._text(prompt) for prompt, row in given],
+                "completions": completions,
+                **{name: [row.get(name) for _, row in given] for name in self.columns}}
+
+    def _text(self, tokens):
+        return self.decoding.expand(tokens).tobytes().decode("utf-8", "replace")
+
+    def rewards(self, engine, first, pairs, check):
+        """int64 [pairs, 2]: the rewards of the members of pairs first.. of this step in fixed point, summed over their
+        OBJECTIVE_PROMPTS prompts. Both members of a pair have the same prompts and the same draws. check(): called
+        between slices."""
+        total = np.zeros((pairs, 2), np.int64)
+        waiting = None
+
+        def take():
+            if waiting is not None:
+                got = np.rint(np.array(self.judge.finish()) * REWARD_UNIT).astype(np.int64)
+                total[waiting] += got.reshape(-1, 2)
+
+        for k in range(self.cfg.OBJECTIVE_PROMPTS):
+            for at in range(0, pairs, SLICE // 2):
+                count = min(SLICE // 2, pairs - at)
+                of_pair = (np.uint64(engine.seed) + np.arange(first + at, first + at + count, dtype=np.uint64)).astype(
+                    np.uint32)
+                numbers, seeds = (hash32(of_pair, np.full(count, stream + k, np.uint32))
+                                  for stream in (PROMPT_STREAM, DRAW_STREAM))
+                given = [self._prompt(int(number)) for number in numbers for _ in range(2)]
+                texts = self._written(engine, given, seeds.repeat(2), first + at)
+                take()
+                self.judge.begin(texts)
+                waiting = slice(at, at + count)
+                check()
+        take()
+        return total
+
+    def chunk(self, engine, first, check):
+        """(fitness int8 [pairs], sum of losses) of the chunk that begins with member `first`: the first TEXT_SHARE of
+        its pairs are judged by their losses on text, the others by their rewards."""
+        cfg = self.cfg
+        pairs = cfg.CHUNK_SIZE // 2
+        on_text = round(cfg.TEXT_SHARE * pairs)
+        loss, parts = 0, []
+        if on_text:
+            losses = engine.evaluate(first, 2 * on_text)
+            loss = int(losses.sum()) * pairs // on_text
+            parts.append(fitness_digits.chunk_fitness(losses, cfg))
+        if on_text < pairs:
+            rewards = self.rewards(engine, first // 2 + on_text, pairs - on_text, check)
+            # equal rewards are no vote, whatever the threshold
+            parts.append(fitness_digits.chunk_fitness(-rewards.ravel(), cfg) * (rewards[:, 0] != rewards[:, 1]))
+        return np.concatenate(parts).astype(np.int8), loss
+
+    def measured(self, engine):
+        """The mean reward of the unperturbed model on the held-out prompts, with the same draws every time."""
+        rewards = self._judged(engine, self.held)[1]
+        return math.fsum(rewards) / len(rewards)
+
+    def sample(self, engine, number):
+        """str: a held-out prompt, what the unperturbed model writes, its reward."""
+        texts, rewards = self._judged(engine, self.held[number % len(self.held):][:1])
+        return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f})"
+
+    def _judged(self, engine, given):
+        texts = self._written(engine, given, np.arange(len(given), dtype=np.uint32))
+        self.judge.begin(texts)
+        return texts, self.judge.finish()
+
+    def close(self):
+        self.judge.close()
