@@ -379,7 +379,7 @@ def generate(cfg, args):
     use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, Printer(), **settings)
 
 
-@command(*SAVED_RUN, option("--objective FILE", "measure the mean reward on held-out prompts by this file, instead", str),
+@command(*SAVED_RUN, option("--objective FILE", "measure instead the mean reward by this file", str),
          option("file FILE", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", nargs="?"),
          option("--tokens N", "read at most N tokens, in evenly spread windows (default: all)", COUNT, default=0),
          saved=of_run)
@@ -703,7 +703,8 @@ def main(argv=None, program=EGG):
 def objective_of(args):
     """(file, its SHA-256, whether it begins a run) of --objective, None without."""
     if args.function is not eval_ and (path := vars(args).get("objective")):
-        with egg_config.explained(EggError, path, "give --objective the path of a Python file"), open(path, "rb") as file:
+        advice = "give --objective the path of a Python file"
+        with egg_config.explained(EggError, path, advice), open(path, "rb") as file:
             return path, hashlib.sha256(file.read()).hexdigest(), not args.run
 
 

@@ -260,8 +260,8 @@ PRESETS["best-bytes-weights"] = {
     "LR_SCHEDULE": ((0, 1.5), (60, 1.05), (150, 0.75), (300, 0.5), (600, 0.37), (1200, 0.22), (2500, 0.15),
                     (5500, 0.09), (9000, 0.06), (12500, 0.035), (14800, 0.018)), "SNAPSHOT_EVERY": 1000}
 
-# What a run with --objective sets where nothing else was said: noise on weights, pairs of their own windows, few members
-# that write, a rate at which a model that has learnt keeps what it knows.
+# What a run with --objective sets where nothing else was said: noise on weights, a window of its own for every pair,
+# few members, which write, and rates at which a model that has learnt keeps what it knows.
 OBJECTIVE_SETTINGS = dict(
     PERTURB="weights", CHUNK_SIZE=512, POPULATION_SIZE=1024, GROUP_SIZE=2, SIGMA_SHIFT_VECTOR=8, DEVICE_GAUSSIAN=1,
     LOSS="exact", ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,

@@ -26,7 +26,8 @@ class Progress:
         self.cfg, self.run, self.events = cfg, run, events
         self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
         self.first_step, self.started, self._completed = run.step, None, None
-        self.loss, self.speed, self.validations, self.rewards = None, 0.0, [], []
+        self.loss, self.speed = None, 0.0
+        self.validations, self.rewards = [], []
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
         self.bits, self.unit = egg_config.loss_unit(cfg.constants())
 
@@ -87,7 +88,9 @@ class Progress:
         return True
 
     def rewarded(self, step, texts, reward):
-        """Notes the mean reward on held-out prompts of a step, the first of each step."""
+        """Notes the mean reward on held-out prompts of a step, the first of each step. Raises FrameError."""
+        if not (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE):
+            raise FrameError(f"wrong reward: {reward} of {texts} texts")
         if self.rewards[-1:] and self.rewards[-1][0] >= step or step > self.run.step:
             return
         del self.rewards[1:-1]

@@ -100,8 +100,8 @@ def gates_of(c, w, layer, S, noisy, rows, per_member, x, gates, candidates):
 @leaf
 def read(c, w, S, noisy, tokens, apart, n, state, gates, candidates, x):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
-    noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates and candidates, as large as x, are
-    overwritten. S: seed of the first pair."""
+    noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates
+    and candidates, as large as x, are overwritten. S: seed of the first pair."""
     members, nothing = 2 if noisy else 1, local((2, 0, 0), np.uint8)
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):

@@ -482,8 +482,9 @@ def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
 class CpuModel:
     """A model as the engine uses it. run_windows: its kernel; tables: what the kernel reads besides the weights. A
     subclass has `together`, the number of pairs that share work: the engine divides a job at multiples of it; _memory,
-    what run_windows keeps from position to position; _writing, tables and memory of write_texts; and reader(w, total), a function that takes the next tokens of a
-    sequence of at most `total` tokens and returns int32 logits [>= V]."""
+    what run_windows keeps from position to position; _writing, the tables and memory of write_texts; and reader(w,
+    total), a function that takes the next tokens of a sequence of at most `total` tokens and returns int32 logits [>=
+    V]."""
 
     def __init__(self, cfg, constants, tables, run_windows, write_texts):
         self.cfg = cfg

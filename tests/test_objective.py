@@ -22,8 +22,8 @@ from tools import objective
 HERE = egg.ROOT
 CFG = egg_config.make(
     MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=16, POPULATION_SIZE=32,
-    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0, OBJECTIVE="x",
-    OBJECTIVE_PROMPTS=2, OBJECTIVE_SECONDS=5.0)
+    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
+    OBJECTIVE="x", OBJECTIVE_PROMPTS=2, OBJECTIVE_SECONDS=5.0)
 TOKENS = np.frombuffer(b"the king said that the queen was here. " * 20, np.uint8)
 BYTES = data_files.Decoding([bytes([b]) for b in range(256)])
 LETTERS = """
@@ -196,7 +196,8 @@ def run(tmp_path):
                               capture_output=True, text=True, timeout=120)
         assert done.returncode == status, done.stderr + done.stdout
         return done.stdout + done.stderr
-    run("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1", "--save-dir", "ckpt")
+    run("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1", "--save-dir",
+        "ckpt")
     return run
 
 

@@ -187,7 +187,8 @@ class Objective:
 
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None):
         found = read(path)
-        self.cfg, self.path, self.decoding, self.tokens = cfg, path, decoding, tokens
+        self.cfg, self.path = cfg, path
+        self.decoding, self.tokens = decoding, tokens
         self.write = _number(path, found, "TOKENS", 64, 1, LONGEST - 1)
         self.stop = found.get("STOP", "")
         if not isinstance(self.stop, str):

@@ -269,8 +269,9 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
           log_json=None, tensorboard=None, objective=None):
     """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or
     Ctrl-C; prints a summary and returns a TrainSummary. save_dir, load_dir: see cluster.history.open_run. threads:
-    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator; objective: the file of --objective. Raises DataError,
-    EngineError, HistoryError, NetError, TrainError; the completed steps are kept in every case."""
+    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator; objective: the file of
+    --objective. Raises DataError, EngineError, HistoryError, NetError, ObjectiveError, TrainError; the completed steps
+    are kept in every case."""
     console = console or egg_net.Console()
     devices = hardware.devices(cfg)
     data = open_data(cfg, lambda line: console.line("warning: " + line))
