@@ -339,7 +339,8 @@ class CpuEngine:
     def write(self, texts, lengths, seeds, s, first_pair=None):
         """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
         and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling. first_pair: sequences
-        2 i and 2 i + 1 are written by the members of pair first_pair + i of this step; None: by the unperturbed model."""
+        2 i and 2 i + 1 are written by the members of pair first_pair + i of this step; None: by the unperturbed
+        model."""
         members = 1 if first_pair is None else 2
         together = members * self._model.together if members == 2 else 2 * self._model.together
 

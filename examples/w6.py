@@ -1,0 +1,16 @@
+"""Reward: the share of letters that stand in different words of a list. Saying one word again and again earns little."""
+import os
+import re
+
+with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.txt")) as file:
+    WORDS = set(file.read().split())
+TOKENS = 64
+TEMPERATURE = 0.6
+
+
+def reward(completions, **columns):
+    scores = []
+    for text in completions:
+        found = set(re.findall("[a-z]+", text.lower()))
+        scores.append(sum(len(word) for word in found if word in WORDS) / max(1, len(text)))
+    return scores
