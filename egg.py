@@ -162,7 +162,7 @@ def of_directory(args):
     from cluster import history
     for directory in filter(None, (args.save_dir, args.load_dir)):
         if history.holds_run(directory):
-            begins = args.objective and directory != args.save_dir           # only the model goes on
+            begins = vars(args).get("objective") and directory != args.save_dir      # only the model goes on
             return history.configuration(directory), None if begins else directory
     return {}, None
 
@@ -191,10 +191,11 @@ def of_directory_or_machine(args):
 def with_objective(cfg, args):
     """Checks that a run with an objective has it. With --load-dir and an objective its --save-dir begins with that
     model."""
-    if cfg.OBJECTIVE and not args.objective:
-        raise egg_config.UsageError(f"{args.run or 'this configuration'} is a run with an objective: give --objective "
-                                    "FILE too")
-    if args.objective and args.load_dir and not args.run:
+    objective = vars(args).get("objective")
+    if cfg.OBJECTIVE and not objective:
+        raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it by `train` or "
+                                    "`coordinator` with --objective FILE")
+    if objective and args.load_dir and not args.run:
         from tools import use
         if not args.save_dir:
             raise egg_config.UsageError("--objective begins a run of its own: give --save-dir DIR for it")
@@ -318,6 +319,7 @@ def ray(cfg, args):
     examples:
       python egg.py ray --save-dir ckpt --preset best
       ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
+    with_objective(cfg, args)
     from cluster import auth
     from deploy import ray
     console, secret = run_console(args), auth.read_secret(args.secret_file)

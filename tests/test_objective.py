@@ -207,7 +207,8 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     said = run("train", "--objective", "own.py", "--load-dir", "ckpt", "--save-dir", "new", "--steps", "3", *small)
     assert "new begins with the model of ckpt, step 1" in said and "before, " in said and "on held-out prompts" in said
     assert {name: (tmp_path / "ckpt" / name).read_bytes() for name in kept} == kept
-    assert "new is a run with an objective: give --objective FILE too" in run("train", "--save-dir", "new", status=2)
+    assert "new is a run with an objective: continue it by" in run("train", "--save-dir", "new", status=2)
+    assert "new is a run with an objective: continue it by" in run("ray", "--save-dir", "new", status=2)
     run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "4")
     events = [json.loads(line) for line in (tmp_path / "new" / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "reward"][:2] == [1, 2]
