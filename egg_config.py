@@ -139,7 +139,7 @@ MUON_NS = "quintic"              # quintic, cubic | run    | Newton-Schulz itera
 # --- rewards ---------------------------------------------------------------------------------------------------------
 OBJECTIVE = ""                   #               | run     | SHA-256 of the file of --objective, which sets it
 OBJECTIVE_PROMPTS = 2            # 1 to 1024     | run     | prompts that a member answers
-TEXT_SHARE = 0.5                 # 0.0 to 1.0    | run     | with an objective: share of the pairs that are judged by
+TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the pairs that are judged by
 #                                                            their loss on text, so that the model keeps its language
 OBJECTIVE_SECONDS = 10.0         # 0.001 to 1e6  | local   | most seconds that the reward of a text may take
 
@@ -277,7 +277,7 @@ KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
 UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
          "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
-         "OBJECTIVE_PROMPTS": 2, "TEXT_SHARE": 0.5}
+         "OBJECTIVE_PROMPTS": 2, "TEXT_SHARE": 0.35}
 
 
 class EggError(Exception):

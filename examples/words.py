@@ -4,7 +4,8 @@ import re
 
 with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.txt")) as file:
     WORDS = set(file.read().split())
-TOKENS = 64                                            # to write after a prompt
+TOKENS = 64
+TEMPERATURE = 0.6
 
 
 def reward(completions, **columns):
