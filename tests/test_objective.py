@@ -193,7 +193,7 @@ def run(tmp_path):
     def run(*words, status=0):
         small = ["-D", "DEVICE=cpu"] if "train" in words else []
         done = subprocess.run([sys.executable, os.path.join(HERE, "egg.py"), *words, *small], cwd=tmp_path,
-                              capture_output=True, text=True, timeout=120)
+                              capture_output=True, text=True, errors="replace", timeout=120)
         assert done.returncode == status, done.stderr + done.stdout
         return done.stdout + done.stderr
     run("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1", "--save-dir",
