@@ -143,7 +143,7 @@ class Judge:
             self._processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
-        self._busy = 0                               # pipes from which an answer is expected
+        self._busy = []                              # (pipe, first text, end) of the answers that are expected
 
     def begin(self, texts):
         """Hands a dict of lists out to the processes, which must have nothing to do."""
@@ -215,8 +215,8 @@ class Objective:
     def _held(self, rows, tokens):
         """[(prompt, row)]: what the unperturbed model is measured on."""
         if rows:
-            chosen = [rows[i * len(rows) // HELD_OUT_TEXTS] for i in range(HELD_OUT_TEXTS)][:len(rows)] \
-                if len(rows) > HELD_OUT_TEXTS else rows
+            count = min(len(rows), HELD_OUT_TEXTS)
+            chosen = [rows[i * len(rows) // count] for i in range(count)]
             return [(self._encoded(row["prompt"]), row) for row in chosen]
         starts = np.arange(HELD_OUT_TEXTS) * (len(tokens) - PROMPT_TOKENS) // HELD_OUT_TEXTS
         return [(np.array(tokens[at:at + PROMPT_TOKENS], np.int32), {}) for at in starts]
