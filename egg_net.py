@@ -222,13 +222,14 @@ class Worker:
         cfg, step = self.cfg, self.engine.step
         if self.inspect:
             self.inspect(self.engine)
-        if self.validation and (self.validate_next or due(cfg.VALIDATE_EVERY, step)):
+        if self.validate_next or due(cfg.VALIDATE_EVERY, step):
             self.validate_next = False
-            nats, tokens = self.engine.validate(self.validation.windows)
-            n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
-            link.send(link.frame(wire.VALIDATION, step, tokens, n_bytes, nats))
+            if self.validation:
+                nats, tokens = self.engine.validate(self.validation.windows)
+                n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
+                link.send(link.frame(wire.VALIDATION, step, tokens, n_bytes, nats))
             if self.objective:
-                link.send(link.frame(wire.REWARD, step, len(self.objective.held), self.objective.measured(self.engine)))
+                link.send(link.frame(wire.REWARD, step, *self.objective.measured(self.engine)))
         if self.objective and due(cfg.SAMPLE_EVERY, step):
             self._send_sample(link, step, self.objective.sample(self.engine, step))
         elif self.tokens is not None and due(cfg.SAMPLE_EVERY, step):

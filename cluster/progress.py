@@ -95,7 +95,6 @@ class Progress:
             return
         del self.rewards[1:-1]
         self.rewards.append((step, reward))
-        self.texts = texts
         self.events.emit("reward", step=step, tokens=step * self.tokens_a_step, value=round(reward, 6), texts=texts)
 
     @property

@@ -1,4 +1,5 @@
-"""Reward: the share of letters that stand in different words of a list. Saying one word again and again earns little."""
+"""Reward: the share of letters that stand in different words of a list, so that one word again and again earns little.
+"""
 import os
 import re
 

@@ -126,7 +126,7 @@ def reward(completions, answer, **kwargs):
     return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
 """)
     assert len(own.held) == 2 and len(own.rows) == 18                           # every tenth is held out
-    assert own.measured(cpu_engine.CpuEngine(CFG, TOKENS, threads=1)) == 10.0
+    assert own.measured(cpu_engine.CpuEngine(CFG, TOKENS, threads=1)) == (2, 10.0)
 
 
 @pytest.mark.parametrize("text, words", [
@@ -219,6 +219,15 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     (tmp_path / "own.py").write_text(LETTERS + "# changed\n")
     said = run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "5", status=2)
     assert "another configuration: --objective own.py: OBJECTIVE = " in said
+
+
+def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_validations(run, tmp_path):
+    (tmp_path / "val.bin").unlink()
+    small = "-D", "CHUNK_SIZE=16", "-D", "POPULATION_SIZE=32", "--objective", "own.py", "--load-dir", "ckpt"
+    said = run("train", *small, "-D", "VALIDATE_EVERY=1", "--save-dir", "a", "--steps", "3")
+    assert "reward at step 2: " in said and "val.bin is missing: no validation" in said
+    said = run("train", *small, "-D", "VALIDATE_EVERY=0", "--save-dir", "b", "--steps", "3")
+    assert "reward at step 3: " in said and "reward at step 2: " not in said and "after, on held-out prompts" in said
 
 
 def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):

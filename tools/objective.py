@@ -1,4 +1,4 @@
-"""Rewards: what a Python function of the user thinks of what members write (docs/OBJECTIVES.md).
+"""Rewards: what a Python function of the user thinks of what members write (SPEC 22, docs/OBJECTIVES.md).
 
 A file of --objective has reward(prompts, completions, **columns): lists of str of one length; it returns as many
 numbers, more is better. This is the form of the reward functions of TRL. Optional in the file: DATA and HELD_OUT, lists
@@ -291,9 +291,9 @@ class Objective:
         return np.concatenate(parts).astype(np.int8), loss
 
     def measured(self, engine):
-        """The mean reward of the unperturbed model on the held-out prompts, with the same draws every time."""
+        """(number of held-out prompts, mean reward of the unperturbed model on them); the same draws every time."""
         rewards = self._judged(engine, self.held)[1]
-        return math.fsum(rewards) / len(rewards)
+        return len(rewards), math.fsum(rewards) / len(rewards)
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""

@@ -33,8 +33,8 @@ class TrainError(EggError):
 
 # tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None
 Data = namedtuple("Data", "tokens validation decoding")
-# The last measurement of the first worker: step; figure: of the validation, sample: str, reward: the mean on held-out
-# prompts, each or None
+# The last measurement of the first worker: step; figure: of the validation, sample: str, reward: (number of held-out
+# prompts, mean), each or None
 Final = namedtuple("Final", "step figure sample reward")
 # The result of `train`. progress: a cluster.progress.Progress; before, after: validation figures in `unit`, or None;
 # references: {simple model: figure}; final: a Final, None if no worker was alive at the end
@@ -331,8 +331,8 @@ def _sum_up(coordinator, references, final, data):
         models = _listed({name: figure for name, figure in references.items() if name != "uniform"})
         console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({models})")
     if final is not None and final.reward is not None:
-        done.rewarded(final.step, done.texts, final.reward)
-        console.line(f"reward: {done.rewards[0][1]:.4f} before, {final.reward:.4f} after, on held-out prompts")
+        done.rewarded(final.step, *final.reward)
+        console.line(f"reward: {done.rewards[0][1]:.4f} before, {final.reward[1]:.4f} after, on held-out prompts")
     if final is not None and final.sample is not None:
         prompt, text = final.sample.split(" >>> ", 1)
         events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)

@@ -273,8 +273,9 @@ def evaluate_objective(cfg, engine, path, console):
     Raises EggError."""
     from tools import train
     with train.opened_objective(cfg, path, train.open_data(cfg.changed(VALIDATE_EVERY=0), console.line)) as judge:
-        console.line(f"step {engine.step}: mean reward {judge.measured(engine):.4f} of {len(judge.held)} held-out "
-                     f"prompts\n{judge.sample(engine, 0)}")
+        count, mean = judge.measured(engine)
+        console.line(f"step {engine.step}: mean reward {mean:.4f} of {count} held-out prompts\n"
+                     f"{judge.sample(engine, 0)}")
 
 
 def begin(cfg, source, directory, threads, console):
