@@ -7,7 +7,7 @@ What the CUDA engine uses:
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        {verb: [kernels.host.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its
-                        first launch; "load": pack, "step": evaluate, "validate", "generate": token
+                        first launch; "load": pack, "step": evaluate, "validate", "write": read
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
@@ -26,11 +26,12 @@ What the CUDA engine uses:
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
-        .cache_bytes(positions), .token_scratch_bytes
-        .token(stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits)
-                        logits (int32 [V]) after tokens[at[0]] (int32 arrays on the device) at position at[0], without
-                        noise; `cache` must hold the positions 0..at[0] - 1, and gets that of at[0].
-                        rope: device copy of model.integer_tables.rope_table(cfg, positions), int32, flat
+        .writing_bytes(count, room)         size of the int8 device array `memory` below
+        .read(stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits)
+                        logits (int32 [count, V]) after the token at position at[0] of `count` sequences, tokens int32
+                        [count, room], for which `memory` must hold what the positions 0..at[0] - 1 left there.
+                        Sequences 2 i and 2 i + 1 are the members of pair job[1] + i, or with job[2] = 0 without noise.
+                        rope: device copy of model.integer_tables.rope_table(cfg, room), int32, flat
 
 Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous
 device arrays.
@@ -42,9 +43,9 @@ import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver
 
-from kernels import activations, gru, gru_narrow, single_token, transformer
+from kernels import activations, gru, gru_narrow, transformer, writing
 from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, padded_rows
-from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing
+from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
 from kernels.product import THREADS, padded_length
 from model import integer_tables
@@ -59,16 +60,16 @@ class Forward:
 
     votes = None
 
-    def __init__(self, cfg, packing, plan, kernels, token):
+    def __init__(self, cfg, packing, plan, kernels, reader, gpu):
         self.cfg = cfg
         self._packing = packing
         self._plan = plan
         self._kernels = kernels
-        self._token = token
-        self._logits = single_token.logits_kernel(cfg)
-        self.packed_bytes, self.token_scratch_bytes = packing.bytes, cfg.HIDDEN_DIM
+        self._most_tiles, self._row_bytes = writing.most_tiles(cfg, gpu), writing.row_bytes(cfg, gpu)
+        self._reader, self._logits = reader, writing.logits_kernel(cfg, gpu)
+        self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
-                        "generate": [token, self._logits]}
+                        "write": [reader, self._logits]}
 
     def tables(self, **more):
         """Uploads the constant tables, `more` among them."""
@@ -89,13 +90,34 @@ class Forward:
         return {**given, **arrays, **more, "plan": tables.plan, "exps": tables.exps,
                 "packed": given["packed"].view(np.int32), "at_columns": self._kernels.at_columns}
 
-    def token(self, stream, weights, packed, tokens, at, positions, rope, cache, scratch, logits):
-        given = dict(stream=stream, plan=self._tables.plan, weights=weights, tokens=tokens,
-                     packed=packed.view(np.int32), at=at, positions=positions, rope=rope, exps=self._tables.exps)
-        self._token(1, 1024, given | self._cache(cache, positions), out=scratch)
-        head = "head" if self.cfg.MODEL == "gru" else "embedding"
-        self._logits(blocks(self.cfg.VOCAB_SIZE, 64), 256, given, at=self._packing.at[head, 0],
-                     x=scratch.view(np.int32), z=logits)
+    def _tiles(self, count):
+        """(blocks, tiles of 16 rows a block, tiles that have sequences) of the kernel that reads."""
+        every = blocks(count, 16)
+        tiles = min(self._most_tiles, blocks(every, processors()))
+        return blocks(every, tiles), tiles, every
+
+    def _layout(self, count, room):
+        grid, tiles, _ = self._tiles(count)
+        rows = 16 * grid * tiles
+        return ranges({**self._cache(count, room, rows), "out": rows * self.cfg.HIDDEN_DIM, "sums": 4 * rows})
+
+    def writing_bytes(self, count, room):
+        return self._layout(count, room)[1] if count else 0
+
+    def read(self, stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits):
+        cfg, tables, (grid, tiles, every) = self.cfg, self._tables, self._tiles(count)
+        arrays = {name: memory[first:end] for name, (first, end) in self._layout(count, room)[0].items()}
+        bytes_of = {name: array for name, array in arrays.items() if name in ("states", "keys", "values")}
+        words_of = {name: array.view(np.int32) for name, array in arrays.items() if name in ("y", "out", "sums")}
+        words_of |= {f"{name[:-1]}_words": array.view(np.int32) for name, array in bytes_of.items()}
+        given = dict(vars(tables), stream=stream, weights=weights, packed=packed.view(np.int32), overlay=overlay,
+                     job=job, tokens=tokens, at=at, room=room, count=count, rope=rope, tiles=tiles, every=every,
+                     **bytes_of, **words_of)
+        self._reader(grid, writing.THREADS, given, shared=16 * tiles * self._row_bytes)
+        across = blocks(cfg.VOCAB_SIZE, writing.LOGIT_WARPS * writing.COLUMNS)
+        each = min(writing.LOGIT_TILES, blocks(every * across, 2 * processors()))
+        self._logits((across, blocks(every, each)), 32 * writing.LOGIT_WARPS, given, call=self._plan.head, each=each,
+                     z=logits)
 
 
 class Transformer(Forward):
@@ -104,7 +126,7 @@ class Transformer(Forward):
     def __init__(self, cfg, gpu, silent):
         packing = Packing(cfg)
         super().__init__(cfg, packing, transformer.Plan(cfg, packing),
-                         transformer.Kernels(cfg, packing, gpu, silent), single_token.transformer_token_kernel(cfg))
+                         transformer.Kernels(cfg, packing, gpu, silent), writing.transformer_kernel(cfg, gpu), gpu)
 
     def tables(self):
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
@@ -166,15 +188,10 @@ class Transformer(Forward):
         head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n, length=cfg.SEQ_LEN,
              at_tiles=kernels.matrices["embedding", 0], exps=self._tables.clean_exps if clean else self._tables.exps)
 
-    def cache_bytes(self, positions):
+    def _cache(self, count, room, rows):
         cfg = self.cfg
-        return 2 * cfg.N_LAYERS * positions * cfg.HIDDEN_DIM + 4 * cfg.N_HEADS * positions
-
-    def _cache(self, cache, positions):
-        half = self.cfg.N_LAYERS * positions * self.cfg.HIDDEN_DIM
-        return dict(calls=self._tables.calls, gelu=self._tables.gelu, keys=cache[:half],
-                    key_words=cache[:half].view(np.int32), values=cache[half:2 * half],
-                    scores=cache[2 * half:].view(np.int32))
+        size = cfg.N_LAYERS * count * room * cfg.HIDDEN_DIM
+        return dict(keys=size, values=size, y=4 * rows * 3 * cfg.HIDDEN_DIM)
 
 
 class Recurrent(Forward):
@@ -184,7 +201,7 @@ class Recurrent(Forward):
     def __init__(self, cfg, gpu, silent):
         packing = Packing(cfg)
         super().__init__(cfg, packing, gru.Plan(cfg, packing), gru.kernels_of(cfg, packing, gpu, silent),
-                         single_token.recurrent_token_kernel(cfg))
+                         writing.recurrent_kernel(cfg, gpu), gpu)
         if cfg.PERTURB == "activations":
             self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP, gpu.wgmma)
             self.kernels["step"] = [*self.kernels["step"], *self.votes.all_kernels()]
@@ -324,11 +341,8 @@ class Recurrent(Forward):
         warps = self._kernels.sizes[name].warps
         return min(processors(), blocks(work, warps)), 32 * warps
 
-    def cache_bytes(self, positions):
-        return self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM
-
-    def _cache(self, cache, positions):
-        return dict(states=cache)
+    def _cache(self, count, room, rows):
+        return dict(states=self.cfg.N_LAYERS * count * self.cfg.HIDDEN_DIM)
 
 
 def build_forward(cfg, cc, shared_limit, silent=False):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import egg_config
-from engine import cpu_engine, cpu_rules
+from engine import cpu_engine, cpu_kernels, cpu_rules
 from model import fitness_digits, integer_tables, parameters, rules, sampling, seeds
 from model.reading import Reading
-from readings import callable_by_python, member_loss, population_fitness, random_config
+from readings import callable_by_python, drawn, member_loss, population_fitness, random_config
 from recordings import HERE, PART_OF_E, digest_of_part, golden, in_part, recorded_generation, recorded_updates
 
 STEPS = 6
@@ -76,16 +76,15 @@ def test_recorded_updates_of_the_default_configuration():
 
 
 def hold_against_recorded_generation(engine, step):
+    """By the logits of the plain reading, which the engine's texts are held against elsewhere (tests/test_objective.py,
+    tests/test_saved_runs.py)."""
     cfg, (recorded, prompt) = engine.cfg, recorded_generation(engine, step)
-    c, s, unseen = engine._constants, sampling.settings(cfg), np.zeros(cfg.VOCAB_SIZE, np.uint8)
-    read, begun = engine._model.reader(engine._w, len(recorded)), 0
+    z = Reading(cfg, engine.state()).logits(recorded)
     for t in range(prompt - 1, len(recorded) - 1):
-        logits, begun = read(recorded[begun:t + 1])[:cfg.VOCAB_SIZE].copy(), t + 1
-        np.subtract.at(logits, recorded[:t + 1], 51)
+        np.subtract.at(z[t], recorded[:t + 1], 51)
         # penalised already: nothing is left for the engine's own penalty
-        token = cpu_engine.choose_token(c, engine._exp, logits, unseen, s.penalty, s.temp, s.floor,
-                                        sampling.random(engine.seed, t))
-        assert token == recorded[t + 1], t
+        settings = dict(temp=cfg.SAMPLING_TEMP, min_p=cfg.SAMPLING_MIN_P, penalty=0.0)
+        assert drawn(cfg, z[t], recorded[:0], t, engine.seed, **settings) == recorded[t + 1], t
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -158,10 +157,11 @@ def test_sampling():
     cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2)
     engine = cpu_engine.CpuEngine(cfg)
     c, exp, unseen = engine._constants, engine._exp, np.zeros(256, np.uint8)
+    chosen = callable_by_python(cpu_kernels.chosen)
 
     def choose(z, seen=unseen, random=0, **settings):
         s = sampling.settings(cfg, **settings)
-        return cpu_engine.choose_token(c, exp, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
+        return chosen(c, exp, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
 
     z = np.full(256, -1000, np.int32)
     z[[7, 99, 200]] = 10, 8, 4

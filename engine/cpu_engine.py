@@ -22,17 +22,12 @@ from model.seeds import next_seed
 from engine import cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes
 from engine.cpu_gru import Gru
-from engine.cpu_kernels import AT_COLUMN, N_FIELDS, Weights, chosen, constants, njit
+from engine.cpu_kernels import AT_COLUMN, N_FIELDS, Weights, constants
 from engine.cpu_transformer import Transformer
 from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
 
 WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing less to a thread costs more than it saves
-
-
-@njit
-def choose_token(c, exp, z, seen, penalty, temp, floor, random):
-    return chosen(c, exp, z, seen, penalty, temp, floor, random)
 
 
 def cut(n, threads, together=1):
@@ -353,26 +348,15 @@ class CpuEngine:
 
         ParallelJob(self._pool, self.threads, cut(len(texts), self.threads, together), work).finish()
 
-    def choose(self, logits, seen, s, random):
-        """int: the token that `choose_token` draws with the sampling.Settings s."""
-        return int(choose_token(self._constants, self._exp, logits, seen, s.penalty, s.temp, s.floor, random))
-
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
-        s = sampling.settings(self.cfg, temp, min_p, penalty)
-        new = sampling.checked_prompt(self.cfg, prompt)
-        read, seen = self._model.reader(self._w, len(new) + count), np.zeros(self.cfg.VOCAB_SIZE, np.uint8)
-        position = len(new) - 1
-        for _ in range(count):
-            seen[new] = 1
-            token = self.choose(read(new), seen, s, sampling.random(seed, position))
-            yield token
-            new, position = np.array([token], np.int32), position + 1
+        yield from self._model.generate(self._w, sampling.checked_prompt(self.cfg, prompt), count, seed,
+                                        sampling.settings(self.cfg, temp, min_p, penalty))
 
 
 STEP = ("evaluate", "update")                      # the verbs of a training step
-VERBS = *STEP, "validate", "digest", "generate"
-APART = ("update", "digest", "choose")             # have nothing in common with the forward pass
+VERBS = *STEP, "validate", "digest", "write"
+APART = ("update", "digest")                       # have nothing in common with the forward pass
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
 HELPER = f"import pickle, sys; sys.path.insert(0, {ROOT!r}); from engine import cpu_engine\n" \
          "cpu_engine.warm_up(*pickle.load(sys.stdin.buffer))"
@@ -383,7 +367,7 @@ def warm_up(cfg, say=print, verbs=STEP):
     `say` takes a line if anything is compiled. If there is another core, a second process meanwhile compiles the verbs
     that have nothing in common with the forward pass."""
     started, helper = time.monotonic(), None
-    apart = [verb for verb in APART if verb in verbs or verb == "choose" and "generate" in verbs]
+    apart = [verb for verb in APART if verb in verbs]
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
                             SEEN_VOTES=cfg.SEEN_VOTES, PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0)
@@ -402,15 +386,11 @@ def warm_up(cfg, say=print, verbs=STEP):
     try:
         engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
         arguments = dict(evaluate=(0, 2), update=(np.ones(small.STEP_DIGITS, np.int8),),
-                         validate=(np.zeros((1, 9), np.int32),), digest=(), generate=([1], 1, 0),
+                         validate=(np.zeros((1, 9), np.int32),), digest=(),
                          write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
-                                sampling.settings(small), 0),
-                         choose=(np.zeros(256, np.int32), np.zeros(256, np.uint8), sampling.settings(small),
-                                 sampling.random(0, 0)))
-        for verb in sorted(verbs, key=(*APART, "generate").__contains__):
-            done = getattr(engine, verb)(*arguments[verb])
-            if verb == "generate":
-                list(done)
+                                sampling.settings(small), 0))
+        for verb in sorted(verbs, key=APART.__contains__):
+            getattr(engine, verb)(*arguments[verb])
     finally:
         gc.enable()
         kernel_cache.CpuCache.before_next = None

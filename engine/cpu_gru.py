@@ -161,20 +161,20 @@ def run_windows(c, w, exp, scoring, windows, before, state, S, noisy, first_pair
 
 
 @njit
-def write_texts(c, w, exp, writing, texts, room, state, S, noisy):
-    """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts. state int8 [L,
-    sequences padded to ROWS, H], zeros, for all of them."""
+def write_texts(c, w, exp, writing, texts, start, end, room, state, S, noisy):
+    """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`;
+    `start` of their tokens are read already. state int8 [L, sequences padded to ROWS, H] goes on from zeros."""
     members = 2 if noisy else 1
-    sequences, t = texts.shape[0] * members, i64(0)
-    least = writing.lengths.min()
-    size = (sequences * least, c.HIDDEN_DIM)
+    sequences, t = texts.shape[0] * members, start
+    least = start if start else writing.lengths.min()
+    size = (sequences * max(i64(1), least - start), c.HIDDEN_DIM)
     x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
     h, z = empty((sequences, c.HIDDEN_DIM), np.int8), empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
     flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
     for s in range(sequences):
-        for p in range(least):
+        for p in range(start, least):
             writing.seen[s, flat[s * room + p]] = 1
-    while t + 1 < room:
+    while t + 1 < end:
         n = max(i64(1), least - t)
         read(c, w, S, noisy, texts[:, t:], room, n, state, gates, candidates, x)
         t += n
@@ -200,12 +200,3 @@ class Gru(CpuModel):
 
     def _writing(self, members, sequences, room):
         return self._tables, np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)
-
-    def reader(self, w, total):
-        state = self._memory(1, 1, total)
-
-        def read(tokens):
-            windows = np.append(tokens, 0)[None].astype(np.int32)
-            return self.run(w, windows, state)[(len(tokens) - 1) % GROUP]
-
-        return read

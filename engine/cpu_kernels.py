@@ -482,9 +482,7 @@ def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
 class CpuModel:
     """A model as the engine uses it. run_windows: its kernel; tables: what the kernel reads besides the weights. A
     subclass has `together`, the number of pairs that share work: the engine divides a job at multiples of it; _memory,
-    what run_windows keeps from position to position; _writing, the tables and memory of write_texts; and reader(w,
-    total), a function that takes the next tokens of a sequence of at most `total` tokens and returns int32 logits [>=
-    V]."""
+    what run_windows keeps from position to position; and _writing, the tables and memory of write_texts."""
 
     def __init__(self, cfg, constants, tables, run_windows, write_texts):
         self.cfg = cfg
@@ -497,12 +495,29 @@ class CpuModel:
         seeds uint32 [sequences]: of the draws; s: sampling.Sampling. seed: of the pair whose members the first two
         sequences are; sequences go on with the following pairs. None: all are the unperturbed model's."""
         noisy, (sequences, room) = int(seed is not None), texts.shape
-        writing = Writing(lengths, seeds, np.zeros((sequences, self.cfg.VOCAB_SIZE), np.uint8), s.penalty, s.temp,
-                          np.int64(s.floor))
         tables, memory = self._writing(1 + noisy, sequences, room)
-        rows = texts.reshape(-1, (1 + noisy) * room)
-        self._write_texts(self._constants._replace(matrix_shift=shift), w, tables, writing, rows, room, memory,
+        self._write_texts(self._constants._replace(matrix_shift=shift), w, tables, self._of(lengths, seeds, s),
+                          texts.reshape(-1, (1 + noisy) * room), 0, room, room, memory,
                           np.uint32((seed or 0) & 0xFFFFFFFF), noisy)
+
+    def generate(self, w, prompt, count, seed, s):
+        """Yields `count` tokens that continue prompt int32 [n]: what `write` writes, one by one."""
+        text, memory, total = prompt[None], np.zeros(0, np.int8), prompt.size + count
+        writing = self._of(np.array([prompt.size]), np.array([seed & 0xFFFFFFFF], np.uint32), s)
+        for end in range(prompt.size + 1, total + 1):
+            if end > text.size or not memory.size:           # room for twice as much
+                known, text = text, np.zeros((1, min(total, 2 * end + 64)), np.int32)
+                text[:, :known.size] = known
+                known, (tables, memory) = memory, self._writing(1, 1, text.size)
+                if known.size:
+                    memory[tuple(map(slice, known.shape))] = known
+            start = end - 2 if end > prompt.size + 1 else 0
+            self._write_texts(self._constants, w, tables, writing, text, start, end, text.size, memory, np.uint32(0), 0)
+            yield int(text[0, end - 1])
+
+    def _of(self, lengths, seeds, s):
+        return Writing(lengths, seeds, np.zeros((lengths.size, self.cfg.VOCAB_SIZE), np.uint8), s.penalty, s.temp,
+                       np.int64(s.floor))
 
     def run(self, w, windows, memory=None, start=0, seed=0, noisy=0, first_pair=0, shift=0,
             losses=np.empty((0, 2), i64), nats=np.empty(0), exp64=np.empty(0), unit=0.0):

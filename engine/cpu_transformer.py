@@ -1,6 +1,5 @@
 """The transformer on the CPU (SPEC 5, 7)."""
 
-import copy
 from collections import namedtuple
 
 import numpy as np
@@ -204,19 +203,20 @@ def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
 
 
 @njit
-def write_texts(c, w, tb, writing, texts, room, cache, S, noisy):
-    """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, one row after the
-    other. cache int8 [2, L, members * room, H]; tb: for `room` positions."""
+def write_texts(c, w, tb, writing, texts, start, end, room, cache, S, noisy):
+    """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`,
+    one row after the other; `start` tokens of a single row may be read already. cache int8 [2, L, members * room, H];
+    tb: for `room` positions."""
     members, z = 2 if noisy else 1, empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
     last = empty((2, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
-        seed, t, first = u32(S + q) if noisy else u32(0), i64(0), q * members
-        least = writing.lengths[first:first + members].min()
-        memory = new_room(c, members * least, room, cache[0], cache[1])
+        seed, t, first = u32(S + q) if noisy else u32(0), start, q * members
+        least = start if start else writing.lengths[first:first + members].min()
+        memory = new_room(c, members * max(i64(1), least - start), room, cache[0], cache[1])
         for m in range(members):
-            for p in range(least):
+            for p in range(start, least):
                 writing.seen[first + m, texts[q, m * room + p]] = 1
-        while t + 1 < room:
+        while t + 1 < end:
             n = max(i64(1), least - t)
             embed(c, w, tb.ntt, seed, noisy, texts[q], room, n, t, members * n, memory.h)
             mlp(c, w, LN_INIT, NO_LAYER, seed, noisy, members * n, n, memory.h)
@@ -250,24 +250,3 @@ class Transformer(CpuModel):
 
     def _writing(self, members, sequences, room):
         return tables_for(self.cfg, self._tables.exp, room, True), self._memory(members, 1, room, self.cfg.N_LAYERS)
-
-    def reader(self, w, total):
-        model, sequence = copy.copy(self), np.zeros((1, 0), np.int32)
-        start = 0
-        cache = self._memory(1, 1, 0, self.cfg.N_LAYERS)     # grows as it fills
-
-        def read(tokens):
-            nonlocal cache, sequence, start
-            n, room = len(tokens), cache.shape[2]
-            if start + n > room:
-                room = min(total, max(2 * room, start + n + 64))
-                old, cache = cache, self._memory(1, 1, room, self.cfg.N_LAYERS)
-                cache[:, :, :start] = old[:, :, :start]
-                sequence = np.concatenate([sequence, np.zeros((1, room + 1 - sequence.size), np.int32)], 1)
-                model._tables = tables_for(self.cfg, self._tables.exp, room, True)
-            sequence[0, start:start + n] = tokens
-            z = model.run(w, sequence[:, :start + n + 1], cache, start)
-            start += n
-            return z[(n - 1) % GROUP]
-
-        return read

@@ -40,10 +40,12 @@ if KNOWN_NUMBA:
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
 BLOCK = 256                 # threads of the small kernels
-CHOOSERS = 1024             # threads that choose a token: at least HIDDEN_DIM, whose residues order the draw
+CHOOSERS = 1024             # threads that choose a token, at most
+MANY_TEXTS = 1024           # that keep a GPU busy with fewer threads for each
 DIGESTERS = 1024            # blocks that make a digest, at most
 NOISY = (1 << 32) - 1       # mask of the noise in a job
 AHEAD = 16                  # tokens enqueued at once while generating
+ROOM = 16                   # of a text in device memory: a multiple of it
 SHARE = 8                   # the operands of an update take at most 1 / SHARE of the free memory
 OPERANDS = 1 << 30          # and at most this number of bytes
 COMPILERS = 8               # processes that compile kernels at once, at most
@@ -53,7 +55,7 @@ COMPILERS = 8               # processes that compile kernels at once, at most
 
 def kernels(cfg, cc, shared_limit, token_type, silent=False):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): the last are the kernels that a verb
-    launches. Verbs: "load", "step" (evaluate and update), "validate", "generate" and "digest".
+    launches. Verbs: "load", "step" (evaluate and update), "validate", "write" and "digest".
 
     silent: evaluation without noise (kernels.rules.build_noise)."""
     forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
@@ -62,7 +64,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
         name = function.__name__
         made[name] = cuda.jit(function)
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
-        every[{"digest": "digest", "choose": "generate"}.get(name, "step")].append(kernel)
+        every[{"digest": "digest", "choose": "write"}.get(name, "step")].append(kernel)
     return forward, made, every
 
 
@@ -178,70 +180,88 @@ def _windows_kernel(cfg, TOKENS):
     return cut_windows
 
 
+@device
+def in_order(bits):
+    """int32 in the order of the floats that have these bits, and back."""
+    return int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
 def _choose_kernel(cfg):
     V, H = cfg.VOCAB_SIZE, cfg.HIDDEN_DIM
     last = cfg.SOFTMAX_LUT_SIZE - 1
     hash32, rule = rules.draw_rules(device, 0).hash32, rules.sampling_rules(device, TARGET)
     score, share = rule.score, rule.share
 
-    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, at: A32, seen: B1):
-        """Advances by one position: marks tokens[at[0]] as seen and, after the prompt, writes tokens[at[0] + 1] as
-        SPEC 10 draws it from logits z. One block. exps int32: EXP; settings float32 [2]: temperature, penalty in logit
-        units; floor int64 [1]: smallest d kept; draw uint32 [2]: prompt length, seed; seen uint8 [V]."""
-        top_of, sums = cuda.shared.array(CHOOSERS, float32), cuda.shared.array(CHOOSERS, int64)
+    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, at: A32, seen: B1):
+        """Advances all sequences by one position: marks the token at position at[0] as seen and, after the prompt,
+        writes the next one as SPEC 10 draws it from logits z [sequences, V]. A block, of a power of two up to CHOOSERS
+        threads, for each of tokens [sequences, room]. exps int32: EXP; settings float32 [2]: temperature, penalty in
+        logit units; floor int64 [1]: smallest d kept; draw uint32 [sequences, 2]: prompt length, seed; seen uint8
+        [sequences, V]; at[1]: number of blocks that have read at[0]."""
+        tops, sums = cuda.shared.array(32, int32), cuda.shared.array(32, int64)      # of warps
         best = cuda.shared.array(1, int32)
-        t, position = cuda.threadIdx.x, at[0]
+        t, threads, position = int64(cuda.threadIdx.x), int64(cuda.blockDim.x), at[0]
+        text, first = int64(cuda.blockIdx.x), int64(cuda.blockIdx.x) * V
+        here, lane, warp, warps = text * room + position, t & 31, t >> 5, threads >> 5
         if t == 0:
-            seen[tokens[position]] = 1
+            seen[first + tokens[here]] = 1
             best[0] = V
+        if t < 32:
+            tops[t], sums[t] = -2 ** 31, 0
         cuda.syncthreads()
-        if position + 1 >= draw[0]:
+        if position + 1 >= draw[2 * text]:
             temp, penalty = settings[0], settings[1]
             least = floor[0]
             top = float32(-np.inf)
-            for v in range(t, V, CHOOSERS):
-                top = max(top, score(z[v], seen[v], penalty))
-            top_of[t] = top
-            half = CHOOSERS // 2
-            while half > 0:
-                cuda.syncthreads()
-                if t < half:
-                    top_of[t] = max(top_of[t], top_of[t + half])
-                half //= 2
+            for v in range(t, V, threads):
+                top = max(top, score(z[uint64(first + v)], seen[uint64(first + v)], penalty))
+            ordered = ptx.warp_max(in_order(ptx.float_bits(top)))
+            if lane == 0:
+                tops[warp] = ordered
             cuda.syncthreads()
-            top = top_of[0]
-            for v in range(t, V, CHOOSERS):
-                if score(z[v], seen[v], penalty) == top:
-                    cuda.atomic.min(best, 0, v)
-                    break
-            total = int64(0)
-            if t < H and temp > 0:
-                for v in range(t, V, H):
-                    total += share(exps, last, score(z[v], seen[v], penalty), top, temp, least)
-            sums[t] = total
-            step = 1
-            while step < CHOOSERS:                           # running sums over the residues
+            top = ptx.bits_float(in_order(ptx.warp_max(tops[lane])))
+            if temp == 0:
+                for v in range(t, V, threads):
+                    if score(z[uint64(first + v)], seen[uint64(first + v)], penalty) == top:
+                        cuda.atomic.min(best, 0, v)
+                        break
                 cuda.syncthreads()
-                before = sums[t - step] if t >= step else int64(0)
+                if t == 0:
+                    tokens[here + 1] = best[0]
+            else:
+                # a thread has neighbouring residues modulo H, whose order is that of the draw
+                each = (H + threads - 1) // threads
+                mine = t * each
+                after = min(mine + each, H)
+                total = int64(0)
+                for residue in range(mine, after):
+                    for v in range(residue, V, H):
+                        total += share(exps, last, score(z[uint64(first + v)], seen[uint64(first + v)], penalty), top,
+                                       temp, least)
+                running = total
+                for step in range(5):                        # sums of the warp up to this thread
+                    below = cuda.shfl_up_sync(0xFFFFFFFF, running, 1 << step)
+                    running += below if lane >= 1 << step else int64(0)
+                if lane == 31:
+                    sums[warp] = running
                 cuda.syncthreads()
-                sums[t] += before
-                step *= 2
-            cuda.syncthreads()
-            if temp > 0:
-                random = hash32(uint32(draw[1] + uint32(999) + uint32(555) * uint32(position)), 0)
-                threshold = int64(random) % sums[CHOOSERS - 1]
-                running = sums[t] - total
-                if running <= threshold and threshold < sums[t]:
-                    for v in range(t, V, H):
-                        running += share(exps, last, score(z[v], seen[v], penalty), top, temp, least)
-                        if running > threshold:
-                            tokens[position + 1] = v
-                            break
-            elif t == 0:
-                tokens[position + 1] = best[0]
-        cuda.syncthreads()
-        if t == 0:
-            at[0] = position + 1
+                every = int64(0)
+                for other in range(warps):
+                    running += sums[other] if other < warp else int64(0)
+                    every += sums[other]
+                random = hash32(uint32(draw[2 * text + 1] + uint32(999) + uint32(555) * uint32(position)), 0)
+                threshold = int64(random) % every
+                if running - total <= threshold and threshold < running:
+                    running -= total
+                    for residue in range(mine, after):
+                        for v in range(residue, V, H):
+                            if running <= threshold:
+                                running += share(exps, last, score(z[uint64(first + v)], seen[uint64(first + v)],
+                                                                   penalty), top, temp, least)
+                                if running > threshold:
+                                    tokens[here + 1] = v
+        if t == 0 and cuda.atomic.add(at, 1, 1) == cuda.gridDim.x - 1:
+            at[0], at[1] = position + 1, 0
 
     return choose
 
@@ -505,6 +525,7 @@ class CudaEngine:
         # page-locked; an update that is begun and not wanted may read the fitness of the next one
         self._given_fitness = cuda.pinned_array(cfg.STEP_DIGITS, np.int8)
         self._rate = None                                    # the learning rate that is on the device
+        self._texts = self._wanted = None                    # Texts of the last `write`, and for what
         self._update_steps = self._launches_of_update()
         self._update = Replay(self.stream, self._launch_update)
         self._add_up = Replay(self.stream, self._launch_digest)
@@ -713,45 +734,103 @@ class CudaEngine:
 
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
-        self._ready("generate")
+        yield from continuation(self, sampling.checked_prompt(self.cfg, prompt), count, seed,
+                                sampling.settings(self.cfg, temp, min_p, penalty))
+
+    def write(self, texts, lengths, seeds, s, first_pair=None):
+        """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
+        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling. first_pair: sequences
+        2 i and 2 i + 1 are written by the members of pair first_pair + i of this step; None: by the unperturbed
+        model."""
+        count, room = texts.shape
         self._undo_update()
-        settings = sampling.settings(self.cfg, temp, min_p, penalty)
-        yield from continuation(self, sampling.checked_prompt(self.cfg, prompt), count, seed, settings)
+        wanted = count, -(-room // ROOM) * ROOM              # prompts of similar lengths then share a graph
+        if self._wanted != wanted:
+            self._texts = None                               # frees its memory
+            self._texts, self._wanted = texts_for(self, *wanted), wanted
+        most = self._texts.count
+        for at in range(0, count, most):
+            pair = None if first_pair is None else first_pair + at // 2
+            self._texts.begin(texts[at:at + most], lengths[at:at + most], seeds[at:at + most], s, pair)
+            texts[at:at + most] = self._texts.until(room)[:count - at, :room]
 
 
 def continuation(engine, prompt, count, seed, s):
-    """CudaEngine.generate, with sampling.settings `s`. The sequence lives on the device; the host enqueues AHEAD
-    positions at a time and fetches the tokens that were chosen."""
-    cfg, stream = engine.cfg, engine.stream
-    forward = engine._forward
-    total = len(prompt) + count
-    if forward.cache_bytes(total) + 4 * total * (cfg.HEAD_DIM + 1) > memory().free:
-        raise MemoryError(f"{engine.name}: not enough free GPU memory for {total} positions")
-    sequence = np.zeros(total, np.int32)
-    sequence[:len(prompt)] = prompt
-    tokens, at = cuda.to_device(sequence), cuda.to_device(np.zeros(1, np.int32))
-    rope = cuda.to_device(integer_tables.rope_table(cfg, total).ravel())
-    cache = cuda.device_array(forward.cache_bytes(total), np.int8)
-    scratch = cuda.device_array(forward.token_scratch_bytes, np.int8)
-    z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
-    settings = cuda.to_device(np.array([s.temp, s.penalty], np.float32))
-    floor = cuda.to_device(np.array([s.floor], np.int64))
-    draw = cuda.to_device(np.array([len(prompt), seed & 0xFFFFFFFF], np.uint32))
+    """CudaEngine.generate, with sampling.settings `s`: AHEAD positions are enqueued at a time."""
+    room, given = len(prompt) + count, len(prompt)
+    texts = texts_for(engine, 1, room)
+    texts.begin(prompt[None], given, seed & 0xFFFFFFFF, s)
+    while given < room:
+        reach = min(room, given + AHEAD)
+        yield from map(int, texts.until(reach)[0, given:reach])
+        given = reach
 
-    def enqueue():
-        forward.token(stream, engine._weights, engine._packed, tokens, at, total, rope, cache, scratch, z)
-        engine._kernels["choose"][1, CHOOSERS, stream](z, engine._exps, settings, floor, draw, tokens, at, seen)
 
-    advance = Replay(stream, enqueue)                    # lives as long as this generator
-    done, given = 0, len(prompt)
-    while given < total:
-        reach = min(total, given + AHEAD)
-        for _ in range(done, reach - 1):
-            advance()
-        new = tokens.copy_to_host(stream=stream)
-        stream.synchronize()
-        yield from map(int, new[given:reach])
-        done, given = reach - 1, reach
+def texts_for(engine, count, room):
+    """Texts with room for `count` sequences, or for the even number of them that fits."""
+    engine._ready("write")
+    engine._undo_update()
+    most = largest(lambda n: Texts.bytes_needed(engine, n, room), count, memory().free // 2)
+    most = most if most == count else most // 2 * 2
+    if not most:
+        raise MemoryError(f"{engine.name}: not enough free GPU memory for {room} positions")
+    return Texts(engine, most, room)
+
+
+class Texts:
+    """`count` sequences of up to `room` tokens that are written together, in device memory."""
+
+    def __init__(self, engine, count, room):
+        cfg, self._engine = engine.cfg, engine
+        self.count, self.room = count, room
+        self._tokens, self._at = cuda.device_array(count * room, np.int32), cuda.device_array(2, np.int32)
+        self._draw, self._job = cuda.device_array(2 * count, np.uint32), cuda.device_array(4, np.uint32)
+        self._settings, self._floor = cuda.device_array(2, np.float32), cuda.device_array(1, np.int64)
+        self._seen = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
+        rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
+        scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
+        z = cuda.device_array(count * cfg.VOCAB_SIZE, np.int32)
+        few = 4 if count < MANY_TEXTS else 32                # tokens of the vocabulary that a thread has
+        threads = min(CHOOSERS, max(32, 1 << (cfg.VOCAB_SIZE // few).bit_length() - 1))
+        choose = engine._kernels["choose"][count, threads, engine.stream]
+
+        def enqueue():
+            engine._forward.read(engine.stream, engine._weights, engine._packed, engine._overlay, self._job,
+                                 self._tokens, self._at, room, count, rope, scratch, z)
+            choose(z, engine._exps, self._settings, self._floor, self._draw, self._tokens, room, self._at, self._seen)
+
+        self._advance = Replay(engine.stream, enqueue)
+
+    @staticmethod
+    def bytes_needed(engine, count, room):
+        cfg = engine.cfg
+        return engine._forward.writing_bytes(count, room) + count * (4 * room + 5 * cfg.VOCAB_SIZE + 8) \
+            + 4 * room * cfg.HEAD_DIM
+
+    def begin(self, texts, lengths, seeds, s, first_pair=None):
+        """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
+        engine, stream = self._engine, self._engine.stream
+        tokens = np.zeros((self.count, self.room), np.int32)
+        tokens[:len(texts), :texts.shape[1]] = texts
+        draw = np.full((self.count, 2), self.room, np.uint32)            # of those that are too many nothing is drawn
+        draw[:len(texts), 0], draw[:len(texts), 1] = lengths, seeds
+        noisy = first_pair is not None
+        job = engine.seed, first_pair or 0, NOISY * noisy, engine.cfg.noise_shift(engine.step)
+        for array, values in ((self._tokens, tokens.ravel()), (self._draw, draw.ravel()),
+                              (self._job, np.array(job, np.uint32)), (self._floor, np.array([s.floor], np.int64)),
+                              (self._settings, np.array([s.temp, s.penalty], np.float32)),
+                              (self._at, np.zeros(2, np.int32)), (self._seen, np.zeros(self._seen.size, np.uint8))):
+            array.copy_to_device(values, stream)
+        self._reached = 1
+
+    def until(self, end):
+        """int32 [count, room]: the tokens, those before position `end` being written."""
+        for _ in range(self._reached, end):
+            self._advance()
+        self._reached = end
+        tokens = self._tokens.copy_to_host(stream=self._engine.stream)
+        self._engine.stream.synchronize()
+        return tokens.reshape(self.count, self.room)
 
 
 def largest(size, most, budget):

@@ -5,8 +5,8 @@ from engine.hardware import EngineError
 
 def make(cfg, tokens, device="cpu", threads=None, verbs=()):
     """The engine for `device`: cpu_engine.CpuEngine or cuda_engine.CudaEngine, which have the same verbs. tokens: 1-D
-    array, or None if nothing is evaluated. threads: CPU cores, default all. verbs: "digest", "validate" or "generate",
-    if a GPU shall compile them now, together with those of a step. Raises EngineError."""
+    array, or None if nothing is evaluated. threads: CPU cores, default all. verbs: "digest", "validate" or "write", if
+    a GPU shall compile them now, together with those of a step. Raises EngineError."""
     try:
         if device == "cpu":
             from engine import cpu_engine

@@ -24,10 +24,11 @@ class Kernel:
         self._names = list(inspect.signature(dispatcher.py_func).parameters)
         self.signature = tuple(dispatcher.py_func.__annotations__.get(name, int64) for name in self._names)
 
-    def __call__(self, grid, threads, given, **more):
-        """Enqueues it on the stream given["stream"]; its arguments are taken by name from `more` or from `given`."""
-        given = given | more
-        self.dispatcher[grid, threads, given["stream"], self.shared](*[given[name] for name in self._names])
+    def __call__(self, grid, threads, given, shared=None, **more):
+        """Enqueues it on the stream given["stream"]; its arguments are taken by name from `more` or from `given`.
+        shared: bytes of shared memory where it needs less than its most."""
+        given, shared = given | more, self.shared if shared is None else shared
+        self.dispatcher[grid, threads, given["stream"], shared](*[given[name] for name in self._names])
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------

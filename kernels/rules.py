@@ -46,6 +46,7 @@ def build_noise(cfg, silent=False):
     input_coefficient(overlay, seed, i) -> int32    the noise of input i as the next two want it
     input_term(x, c, f) -> int32             a term of sb: trunc(x * noise * factor); c: input_coefficient; f: the
                                              factor (mode 2)
+    table_term(a, f, b, g) -> int32          trunc(a * b * f * g), of tables that are looked up; f, g: factors
     input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
     whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
     shift(job) -> int32                      NOISE_SHIFT of the job's step; with SIGMA_SCHEDULE it is job[3]
@@ -85,7 +86,8 @@ def build_noise(cfg, silent=False):
 
     return SimpleNamespace(hash32=hash32, noise=noise, factor=scale.factor, scaled=scale.scaled,
                            input_coefficient=input_coefficient, input_term=scale.input_term,
-                           input_fold=scale.input_fold, whole=whole, shift=shift, unit=unit, silent=silent)
+                           input_fold=scale.input_fold, table_term=scale.table_term,
+                           whole=whole, shift=shift, unit=unit, silent=silent)
 
 
 def loss_function(cfg):

@@ -636,8 +636,9 @@ class Plan(host.Plan):
         self.head = self.add({MATRIX: self.matrix("embedding", 0)})
 
     def token_calls(self):
-        """Rows in the order of the kernel of single-token generation."""
-        calls = [(layer.ln_1, layer.qkv, layer.o, layer.ln_2, layer.mlp.up, layer.mlp.down) for layer in self.layers]
+        """Rows in the order of kernels.writing."""
+        calls = [(layer.ln_1, layer.qkv, layer.attention, layer.o, layer.ln_2, layer.mlp.up, layer.mlp.down)
+                 for layer in self.layers]
         return np.array([self.embed, self.embedding_mlp.up, self.embedding_mlp.down, *sum(calls, ()), self.ln_f],
                         np.int32)
 

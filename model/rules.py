@@ -300,8 +300,9 @@ def sampling_rules(jit, ops):
     @jit
     def share(exps, last, score, top, temp, floor):
         """int64: the weight of a token in the draw; exps: EXP, whose last index is `last`; floor: `Sampling.floor`."""
-        d = i64(trunc(div(sub(score, top), temp)))
-        return i64(exps[min(i64(last), -d)]) if d >= floor else i64(0)
+        less = sub(score, top)
+        d = i64(trunc(less if temp == f32(1) else div(less, temp)))
+        return i64(exps[u64(min(i64(last), -d))]) if d >= floor else i64(0)
 
     return SimpleNamespace(score=score, share=share)
 

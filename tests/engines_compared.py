@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 
 import egg_config
-from model import fitness_digits, parameters
+from model import fitness_digits, parameters, sampling
 from compiling import CARDS
 from coordinators import until
 
@@ -15,9 +15,10 @@ SEED = 20240607
 OTHER_INSTRUCTIONS = [{"TENSOR_CORES": "mma"}] if "TENSOR_CORES" in egg_config.CONSTANTS else []
 
 
-def course(engine, start, windows, prompt, count, seed, settings):
-    """({what: value}, the State at the end): what an engine gives over three steps from the State `start`, a validation
-    and a generation. Its own losses make the fitness, so that engines can be compared that do not run side by side."""
+def course(engine, start, windows, prompt, count, seed, settings, texts, lengths):
+    """({what: value}, the State at the end): what an engine gives over three steps from the State `start`, a
+    validation, a generation, and texts that members and the unperturbed model write behind prompts of these lengths.
+    Its own losses make the fitness, so that engines can be compared that do not run side by side."""
     cfg, seen = engine.cfg, {}
     engine.load(start)
     for step in range(3):
@@ -29,6 +30,10 @@ def course(engine, start, windows, prompt, count, seed, settings):
         seen[f"digest after update {step}"] = engine.digest()
     seen["validation"] = engine.validate(windows)
     seen["tokens"] = list(engine.generate(prompt, count, seed, **settings))
+    for first_pair, number in (5, len(texts)), (None, len(texts) - 1):
+        written, seeds = texts[:number].copy(), np.arange(seed, seed + number, dtype=np.uint32) // 2
+        engine.write(written, lengths[:number], seeds, sampling.settings(cfg, **settings), first_pair)
+        seen[f"texts from pair {first_pair}"] = written.tolist()
     return seen, engine.state()
 
 
@@ -50,9 +55,11 @@ def compare(constants, seed, ready):
     prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
     settings = {name: float(rng.choice(values)) for name, values in
                 dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
+    texts = rng.integers(0, cfg.VOCAB_SIZE, (2 * int(rng.integers(1, 20)), 24)).astype(np.int32)
+    texts[::3, 1] = 0                                           # which resets the recurrent model
     # often beyond SEQ_LEN
     verbs = dict(start=start, windows=windows, prompt=prompt, count=24 + min(2 * cfg.SEQ_LEN, 100), seed=seed + 1,
-                 settings=settings)
+                 settings=settings, texts=texts, lengths=rng.integers(1, 12, len(texts)))
 
     def timed(part, call, *arguments, **more):
         began = time.monotonic()

@@ -11,7 +11,7 @@ import numpy as np
 
 import egg_config
 from engine import cuda_engine
-from model import rules
+from model import rules, sampling
 
 # Every path, small enough for tools that slow it down a hundred times. The products of the transformer have BLOCKS
 # blocks, so that few members give each a second tile.
@@ -51,6 +51,9 @@ def digest_of(name):
     engine.update(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
     engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])
     list(engine.generate([1, 2, 3], 20, 1))
+    texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)
+    engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), sampling.settings(cfg), 2)
+    losses.append(texts.ravel().astype(np.int64))
     engine.load(engine.state())
     losses.append(engine.evaluate(0, cfg.CHUNK_SIZE))
     return hashlib.sha256(np.concatenate(losses).tobytes()).hexdigest()[:32] + engine.digest().hex()

@@ -33,7 +33,8 @@ def test_every_kernel_compiles(compiled_kernels):
     """All of them for every card; cc 10.0 has the code of 12.0 in larger tiles, and its own test."""
     hold_against_cards(compiled_kernels)
     for made in compiled_kernels.values():
-        assert {"operands", "products", "optimize", "digest", "choose", "token", "head"} <= {name for name, *_ in made}
+        assert {"operands", "products", "optimize", "digest", "choose", "read_transformer", "head"} <= {
+            name for name, *_ in made}
 
 
 @pytest.mark.compiles({}, [(10, 0)], names=("head",))
@@ -84,7 +85,7 @@ def test_kernels_that_differ_are_told_apart():
     base, mask, newer = keys(), keys(DEVICE_MASK=7), keys((9, 0))
     falling = [keys(SIGMA_SCHEDULE=schedule) for schedule in (((0, 2), (9, 5)), ((5, 2), (7, 3), (8, 4)))]
     assert falling[0] == falling[1] and {name for name in base if base[name] != falling[0][name]} == {
-        "embed", "up", "full_width_product", "head"}
+        "embed", "up", "full_width_product", "head", "read_transformer", "logits"}
     assert base == keys(VALIDATE_EVERY=7)
     assert "operands" in {name for name in base if base[name] != mask[name]}
     assert base["digest"] == mask["digest"] == newer["digest"] and base["products"] != newer["products"]
@@ -225,7 +226,7 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
     tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
     for given in tokens, None:
         engine = cuda_engine.CudaEngine(cfg, given, silent=given is None)
-        later = {"validate", "generate", "digest"}           # compiled at their first use
+        later = {"validate", "write", "digest"}           # compiled at their first use
         assert set(engine._waiting) == (later if given is not None else later | {"step"})
         if given is not None:
             engine.begin(8, 8)
@@ -283,6 +284,8 @@ def every_verb(cfg, engine, tokens):
     engine.update(any_fitness(cfg, SEED))
     assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
+    for pair, texts in (None, np.ones((3, 9), np.int32)), (4, np.ones((6, 9), np.int32)):
+        engine.write(texts, np.arange(len(texts)) + 1, np.zeros(len(texts), np.uint32), sampling.settings(cfg), pair)
     assert len(engine.digest()) == 16
     state = engine.state()
     engine.load(state)
@@ -298,20 +301,22 @@ def test_what_the_sanitizers_are_given(name, no_gpu):
 
 @pytest.mark.parametrize("verb, says", [
     ("", ""), ("evaluate", "losses of step 0"), ("update", "update 0"), ("digest", "digest after update 0"),
-    ("validate", "validation"), ("generate", "tokens")])
+    ("validate", "validation"), ("generate", "tokens"),
+    ("write", "texts from pair 5")])
 def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, compiled, verb, says):
     """compare, with the CPU engine in the place of the CUDA engine and one verb that is wrong."""
     from engine import cpu_engine
-    wrong = {"evaluate": lambda losses: losses + (losses[0] == losses), "update": lambda changed: changed + 1,
-             "digest": lambda digest: digest[::-1], "validate": lambda found: (found[0] * (1 + 1e-6), found[1]),
-             "generate": lambda tokens: (token ^ 1 for token in tokens)}
+    wrong = {"evaluate": lambda losses, *_: losses + (losses[0] == losses), "update": lambda changed, *_: changed + 1,
+             "digest": lambda digest: digest[::-1], "validate": lambda found, *_: (found[0] * (1 + 1e-6), found[1]),
+             "generate": lambda tokens, *_: (token ^ 1 for token in tokens),
+             "write": lambda _, texts, *more: np.bitwise_xor(texts, 1, texts)}
 
     class Wrong(cpu_engine.CpuEngine):
         compile_seconds = 0.0
 
     if verb:
         monkeypatch.setattr(Wrong, verb, lambda self, *args, **more: wrong[verb](
-            getattr(cpu_engine.CpuEngine, verb)(self, *args, **more)))
+            getattr(cpu_engine.CpuEngine, verb)(self, *args, **more), *args))
     monkeypatch.setattr(cuda_engine, "CudaEngine", Wrong)
     (tmp_path / "transformer").touch()
     constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8,
@@ -549,25 +554,22 @@ def test_recorded_generation(step):
     every occurrence."""
     engine = cuda_engine.CudaEngine(*recordings.golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
-    cfg, s = engine.cfg, sampling.settings(engine.cfg)
-    forward, stream, total = engine._forward, engine.stream, len(recorded)
-    engine._ready("generate")
-    sequence, at = cuda.to_device(recorded), cuda.to_device(np.zeros(1, np.int32))
-    rope = cuda.to_device(integer_tables.rope_table(cfg, total).ravel())
-    cache, scratch = (cuda.device_array(n, np.int8) for n in (forward.cache_bytes(total), forward.token_scratch_bytes))
-    z, seen = cuda.device_array(cfg.VOCAB_SIZE, np.int32), cuda.to_device(np.zeros(cfg.VOCAB_SIZE, np.uint8))
-    settings, floor = cuda.to_device(np.array([s.temp, 0], np.float32)), cuda.to_device(np.array([s.floor], np.int64))
-    draw = cuda.to_device(np.array([prompt, engine.seed], np.uint32))
-    for t in range(total - 1):
-        forward.token(stream, engine._weights, engine._packed, sequence, at, total, rope, cache, scratch, z)
-        stream.synchronize()
-        logits = z.copy_to_host()
-        np.subtract.at(logits, recorded[:t + 1], 51)
-        z.copy_to_device(logits)
-        choose = engine._kernels["choose"][1, cuda_engine.CHOOSERS, stream]
-        choose(z, engine._exps, settings, floor, draw, sequence, at, seen)
-        stream.synchronize()
-        assert np.array_equal(sequence.copy_to_host(), recorded), t
+    cfg, s = engine.cfg, sampling.settings(engine.cfg)._replace(penalty=np.float32(0))
+    z, read = cuda.device_array(cfg.VOCAB_SIZE, np.int32), engine._forward.read
+
+    def penalised(*arguments):
+        """Instead of a reading: its logits, penalised."""
+        read(*arguments[:-1], z)
+        engine.stream.synchronize()
+        at, logits = int(arguments[6].copy_to_host()[0]), z.copy_to_host()
+        np.subtract.at(logits, recorded[:at + 1], 51)
+        arguments[-1].copy_to_device(logits, engine.stream)
+
+    engine._forward.read = penalised
+    texts = cuda_engine.texts_for(engine, 1, len(recorded))
+    texts._advance = texts._advance._enqueue                 # no graph has this function
+    texts.begin(recorded[None, :prompt], prompt, engine.seed & 0xFFFFFFFF, s)
+    assert np.array_equal(texts.until(len(recorded))[0], recorded)
 
 
 @pytest.mark.gpu

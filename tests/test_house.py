@@ -31,7 +31,6 @@ LONG_KERNELS = {
     "kernels/gru.py": {"_product_kernel", "recur_kernel"},
     "kernels/head.py": {"head_kernel"},
     "kernels/product.py": {"product_functions"},
-    "kernels/single_token.py": {"transformer_token_kernel"},
     "kernels/transformer.py": {"_full_width_kernel", "_up_kernel"},
 }
 

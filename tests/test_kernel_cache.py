@@ -60,13 +60,14 @@ def test_a_run_compiles_what_its_verbs_use(preset):
     from engine import cuda_engine
     cfg = egg_config.load(preset, environ={})
     every = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[2]
-    assert set(every) == {"load", "step", "validate", "generate", "digest"} and all(every.values())
+    assert set(every) == {"load", "step", "validate", "write", "digest"} and all(every.values())
     names = {verb: {kernel.name for kernel in kernels} for verb, kernels in every.items()}
-    assert names["digest"] == {"digest"} and {"choose", "token", "logits"} <= names["generate"]
+    assert names["digest"] == {"digest"} and names["write"] == {
+        "choose", "read_recurrent" if cfg.MODEL == "gru" else "read_transformer", "logits"}
     votes = "count_digits" if cfg.PERTURB == "activations" else "operands"
     assert {votes, "optimize", "cut_windows"} <= names["step"]
     assert not any("muon" in name for name in names["step"])
-    assert not names["step"] & (names["digest"] | names["generate"])
+    assert not names["step"] & (names["digest"] | names["write"])
 
 
 def checkout(to):
@@ -378,7 +379,7 @@ def compiled():
 
 cpu_engine.warm_up(egg_config.make())
 assert compiled() >= {"run_windows", "panel_votes", "apply_votes", "pack"}, compiled()
-assert not compiled() & {"word_sums", "choose_token", "muon_start", "muon_panels"}, compiled()
+assert not compiled() & {"word_sums", "write_texts", "muon_start", "muon_panels"}, compiled()
 cpu_engine.warm_up(egg_config.make(), verbs=("digest",))
 assert "word_sums" in compiled()
 """
@@ -420,7 +421,7 @@ def test_a_cold_start_compiles_each_function_once(tmp_path, others_wait):
     assert done.returncode == 0 and not done.stderr, done.stderr
     lines = [line.split() for line in (tmp_path / "compiled").read_text().splitlines()]
     names = [name for _, name in lines]
-    assert sorted(names) == sorted(set(names)) and {"run_windows", "apply_votes", "choose_token"} <= {*names}
+    assert sorted(names) == sorted(set(names)) and {"run_windows", "apply_votes", "write_texts"} <= {*names}
     assert len({pid for pid, name in lines}) == 2, "the second process took part"
     files = list((tmp_path / "egg" / "kernels").iterdir())
     assert sorted(path.name.rpartition("-")[0] for path in files) == sorted(f"cpu-{name}" for name in names)

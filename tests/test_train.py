@@ -174,11 +174,11 @@ for verb in json.loads(sys.argv[3]):
         engine.digest()
     if verb == "validate":
         engine.validate(data.validation.windows[:1])
-    if verb == "generate":
+    if verb == "write":
         list(engine.generate([1, 2, 3], 2, 1))
 print(json.dumps([sorted(ready), later]))
 """
-STEP, REPORT = ["evaluate", "update", "digest"], ["validate", "generate"]
+STEP, REPORT = ["evaluate", "update", "digest"], ["validate", "write"]
 
 
 def warmed(preset, defines, verbs):
@@ -201,7 +201,7 @@ def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, comp
 def test_nothing_is_compiled_that_the_run_does_not_use(compiled):
     everything, later = warmed("laptop", [], STEP + REPORT)
     no_report, later_too = warmed("laptop", ["VALIDATE_EVERY=0", "SAMPLE_EVERY=0"], STEP)
-    assert later == later_too == [] and no_report < everything and "choose_token" in everything - no_report
+    assert later == later_too == [] and no_report < everything and "write_texts" in everything - no_report
 
 
 def test_without_samples_the_end_has_none(bytes_here, compiled):

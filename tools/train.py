@@ -65,10 +65,8 @@ def print_references(cfg, data, console):
 def start_engine(cfg, data, device, threads, log):
     """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines
     about compiling. Raises EngineError."""
-    if cfg.OBJECTIVE and device != "cpu":
-        raise engines.EngineError("with --objective members write on the CPU engine alone so far: add -D DEVICE=cpu")
-    verbs = ["digest"] + ["validate"] * (data.validation is not None) + ["generate"] * (cfg.SAMPLE_EVERY > 0) \
-        + ["write"] * bool(cfg.OBJECTIVE)
+    verbs = ["digest"] + ["validate"] * (data.validation is not None) \
+        + ["write"] * bool(cfg.OBJECTIVE or cfg.SAMPLE_EVERY)
     engine = engines.make(cfg, data.tokens, device, threads, verbs)
     if device == "cpu":
         from engine import cpu_engine

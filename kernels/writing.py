@@ -1,0 +1,683 @@
+"""Writing: the logits after the next token of many sequences, with the noise of members or without (SPEC 10, 22).
+
+Rows        A sequence is a row. Rows g and g + 8 of a tile of 16 are the even and the odd member of a pair, so that a
+            thread of a product (ptx.mma_s8) has both and hashes the noise of a column once. Sequences 2 i and 2 i + 1
+            are pair i, also without noise.
+Memory      A block has some tiles. The vectors of their rows lie in shared memory, in regions
+            one after the other. The vector of an MLP, four times as long, takes the place of regions 2 to 5.
+Phases      In turn a warp takes a pair (norms, sums of input noise) or 16 rows times 32 columns of a product.
+"""
+
+from typing import NamedTuple
+
+from numba import cuda, float32, int32, int64, int8, uint32, uint64
+
+from kernels import gru_parts, ptx, transformer
+from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM_2, RECUR, TABLE, U_F, U_H, U_INPUT,
+                               W_DOWN_INPUT, W_F, W_H, W_UP)
+from kernels.host import Kernel
+from kernels.pairs import I_OVERLAY, I_SEED, ntt_functions, pair_functions, source_of, stream_of
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, amax_scale, byte, clip, quotient_function, rounded)
+from kernels.rules import NORMS, build_noise, device, divide
+from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
+from model import parameters
+
+WARPS = 16
+THREADS = 32 * WARPS
+LOGIT_WARPS = 8              # of a block of logits; each takes COLUMNS at a time
+LOGIT_TILES = 8              # that such a block takes one after the other, at most
+COLUMNS = 32                 # of a product that a warp makes at a time
+# regions of shared memory: activations, what a norm makes of them; then the inner vector of an MLP, or of the recurrent
+# model gates, candidates, gated states and states, of the transformer queries
+X, N, INSIDE = 0, 1, 2
+GATE, CANDIDATE, GATED, STATE = 2, 3, 4, 5
+REGIONS = 6
+SUMS = 3                     # of input noise that a row has at a time
+
+
+class Block(NamedTuple):
+    """What the phases of a block share."""
+    words: object           # shared memory as int32
+    vector: object          # shared memory as int8
+    packed: object          # matrices, PLAIN (kernels.host)
+    weights: object
+    tiles: int              # of 16 rows
+    first: int              # pair
+    count: int              # sequences of all blocks
+    shift: int              # of the noise
+
+
+def stride_words(K, gpu, H):
+    """From one row to the next of vectors of K entries in a model of width H. Where they fit, 32 bytes more make it an
+    odd multiple of 32 bytes: then the loads of a warp have no bank conflicts."""
+    return (K + (32 if H % 64 == 0 and 16 * (REGIONS * (H + 32) + 4 * SUMS) <= gpu.shared else 0)) // 4
+
+
+def row_bytes(cfg, gpu):
+    """Of shared memory."""
+    return 4 * (REGIONS * stride_words(cfg.HIDDEN_DIM, gpu, cfg.HIDDEN_DIM) + SUMS)
+
+
+def most_tiles(cfg, gpu):
+    """Of a block, by its shared memory."""
+    return gpu.shared // (16 * row_bytes(cfg, gpu))
+
+
+@device
+def of_member(both, odd):
+    return both[1] if odd else both[0]
+
+
+def multiply_function(gpu, K):
+    """The device function. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and
+    16 + 4 q... of ptx.mma_s8: the order of inputs is free, and so a load has eight of them."""
+    STEPS = K // 32
+
+    @gpu.device
+    def multiply(acc, words, x, below, packed, at):
+        """acc int32 [16] = 16 rows x COLUMNS. words[x]: the first word of row g, `below` words before that of row
+        g + 8; packed[at]: the first word of the columns. acc[4 j + 2 h + e]: row g + 8 h, column 8 j + 2 q + e."""
+        lane = cuda.threadIdx.x & 31
+        x = x + 2 * (lane & 3)
+        at = at + ((lane & 2) << 4) + (lane >> 2) * 4 + (lane & 1) * 2
+        now, coming = cuda.local.array(8, int32), cuda.local.array(8, int32)
+        for i in range(16):
+            acc[i] = 0
+        for j in range(4):
+            coming[2 * j], coming[2 * j + 1] = ptx.load2(packed, at + j * (2 * K))
+        for step in range(STEPS):
+            for i in range(8):
+                now[i] = coming[i]
+            ahead = min(step + 1, STEPS - 1)
+            for j in range(4):
+                coming[2 * j], coming[2 * j + 1] = ptx.load2(packed, at + ahead * 64 + j * (2 * K))
+            even, odd = ptx.load2(words, x + 8 * step), ptx.load2(words, x + 8 * step + below)
+            for j in range(4):
+                c = acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]
+                c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), now[2 * j], now[2 * j + 1], c)
+                for half in range(4):
+                    acc[4 * j + half] = c[half]
+    return multiply
+
+
+def product_function(gpu, pairs, H, K, columns, finish, bias=None):
+    """Device function: the product of vectors of K entries with a matrix, with its noise. finish(block, unit, row,
+    column, even, odd, more, where) takes the results of both members of a pair; more: the entry of the vector at
+    plan[bias] that belongs to the column, as both see it."""
+    multiply, column_side, column_noise = multiply_function(gpu, K), pairs.column_side, pairs.column_noise
+    vector_side, vector_entry = pairs.vector_side, pairs.vector_entry
+    GROUPS = columns // COLUMNS
+    STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
+
+    @gpu.device
+    def product(block, source, at, x, stream, where):
+        """Of region x with the matrix at plan[at]; stream: number of its sums."""
+        acc = cuda.local.array(16, int32)
+        t, rows = cuda.threadIdx.x, 16 * block.tiles
+        g, q = (t & 31) >> 2, t & 3
+        for task in range(t >> 5, block.tiles * GROUPS, WARPS):
+            tile, first = task % block.tiles, task // block.tiles * COLUMNS
+            row, unit = 16 * tile + g, 8 * tile + g
+            multiply(acc, block.words, x * rows * NARROW + row * STRIDE, 8 * STRIDE, block.packed,
+                     source.plan[source.p + at] + first * (K // 4))
+            sums = REGIONS * rows * NARROW + stream * rows + row
+            even, odd = block.words[uint64(sums)], block.words[uint64(sums + 8)]
+            side = column_side(source, unit, at)
+            if bias is not None:
+                bias_side = vector_side(source, bias, unit)
+            for j in range(4):
+                for e in range(2):
+                    c = first + 8 * j + 2 * q + e
+                    n, more = column_noise(source, side, c), (int32(0), int32(0))
+                    if bias is not None:
+                        more = vector_entry(source, bias_side, c)
+                    finish(block, unit, row, c, int32(acc[4 * j + e] + (int32(even * n) >> block.shift)),
+                           int32(acc[4 * j + 2 + e] + (int32(odd * n) >> block.shift)), more, where)
+        cuda.syncthreads()
+    return product
+
+
+def sums_function(gpu, nz, H, K, folded):
+    """Device function: the sums of input noise of a pair over a vector of K entries. `folded` of them, K / folded
+    apart, share a running integer (SPEC 4)."""
+    EACH = K // folded
+    STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
+    input_coefficient, input_fold, factor = nz.input_coefficient, nz.input_fold, nz.factor
+
+    @gpu.device
+    def add_up(block, source, at, unit, x, stream):
+        """Of region x, for the matrix whose input side is at plan[at]. The odd member's has the sign of its noise."""
+        lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
+        row = (unit >> 3) * 16 + (unit & 7)
+        here = x * rows * NARROW + row * STRIDE
+        seed, overlay = stream_of(source, at + I_SEED, unit), source.plan[source.p + at + I_OVERLAY]
+        even, odd = int32(0), int32(0)
+        if source.job[2]:
+            for w in range(lane, EACH // 4, 32):
+                for k in range(4):
+                    a, b = int32(0), int32(0)
+                    for sub in range(folded):
+                        i = sub * EACH + 4 * w + k
+                        entry = source.overlay[uint64(overlay + i)]
+                        c, f = input_coefficient(entry, seed, i), factor(entry, seed, i)
+                        a = input_fold(a, byte(block.words[uint64(here + (i >> 2))], k), c, f)
+                        b = input_fold(b, byte(block.words[uint64(here + 8 * STRIDE + (i >> 2))], k), c, f)
+                    even, odd = int32(even + a), int32(odd + b)
+            even, odd = ptx.warp_sum(even), ptx.warp_sum(odd)
+        if lane == 0:
+            sums = REGIONS * rows * NARROW + stream * rows + row
+            block.words[sums], block.words[sums + 8] = even, int32(-odd)
+    return add_up
+
+
+def norm_function(gpu, cfg, pairs):
+    """Device function: region N = ln(X) of a pair, by the layer norm at plan[LN]."""
+    H = cfg.HIDDEN_DIM
+    STRIDE = stride_words(H, gpu, H)
+    GRU = cfg.MODEL == "gru"
+    divided = NORMS.quotient
+    side, entry = pairs.vector_side, pairs.vector_entry
+
+    @gpu.device
+    def normed(x, w, bias, mean):
+        """An entry of ln(x); mean: of the |x|."""
+        if GRU:
+            return divided(int32(x * clip(w)), mean, float32(float32(1) / float32(mean)))
+        return clip(int32(divide(int32(x * w), mean) + bias))
+
+    @gpu.device
+    def norm(block, source, unit):
+        lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
+        here = ((unit >> 3) * 16 + (unit & 7)) * STRIDE
+        even, odd = int32(0), int32(0)
+        for w in range(lane, H // 4, 32):
+            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+            for k in range(4):
+                even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
+        even = int32(max(uint32(ptx.warp_sum(even)) // uint32(H), 1))
+        odd = int32(max(uint32(ptx.warp_sum(odd)) // uint32(H), 1))
+        weights = side(source, LN, unit)
+        if not GRU:
+            biases = side(source, LN_BIAS, unit)
+        for w in range(lane, H // 4, 32):
+            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+            for k in range(4):
+                at, both, bias = 4 * (rows * STRIDE + here + w) + k, entry(source, weights, 4 * w + k), (0, 0)
+                if not GRU:
+                    bias = entry(source, biases, 4 * w + k)
+                block.vector[uint64(at)] = normed(byte(a, k), both[0], bias[0], even)
+                block.vector[uint64(at + 32 * STRIDE)] = normed(byte(b, k), both[1], bias[1], odd)
+    return norm
+
+
+def embed_function(gpu, cfg, nz, pairs):
+    """Device function: region X of a pair, for the tokens at `position` of its sequences of `room` tokens (SPEC 7,
+    13)."""
+    H = cfg.HIDDEN_DIM
+    STRIDE = stride_words(H, gpu, H)
+    GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
+    table = next(t for t in parameters.tensors(cfg) if t.name == "embedding")
+    SEED_A, SEED_B = table.seed_a, table.seed_b
+    OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
+    noise, factor, disturbance = nz.noise, nz.factor, nz.table_term
+    side, vector_entry = pairs.vector_side, pairs.vector_entry
+    coefficient, look_up = ntt_functions(cfg, nz, True, True)
+
+    @gpu.device
+    def embed(block, source, at, tokens, position, room, unit):
+        """at: word of the packed table."""
+        lane, mask, shift = cuda.threadIdx.x & 31, int32(source.job[2]), block.shift
+        row, sequence = (unit >> 3) * 16 + (unit & 7), 2 * (block.first + unit)
+        first, second = sequence * room, min(sequence + 1, block.count - 1) * room
+        a, b, seed = tokens[first + position], tokens[second + position], uint32(source.seed + uint32(unit))
+        seed_a, seed_b = uint32(seed + uint32(SEED_A)), uint32(seed + uint32(SEED_B))
+        of_a, of_b = int32(noise(seed_a, a) & mask), int32(-(noise(seed_a, b) & mask))
+        factor_a = factor(source.overlay[OVERLAY_A + a], seed_a, a)
+        factor_b = factor(source.overlay[OVERLAY_A + b], seed_a, b)
+        c_a = coefficient(tokens, first, position) if NTT else int32(0)
+        c_b = coefficient(tokens, second, position) if NTT else int32(0)
+        if not GRU:
+            biases = side(source, BIAS, unit)
+        for w in range(lane, H // 4, 32):
+            word = at + (w >> 2) * 32 + (w & 3)
+            entry_a = block.packed[uint64(word + (a >> 3) * (2 * H) + (a & 7) * 4)]
+            entry_b = block.packed[uint64(word + (b >> 3) * (2 * H) + (b & 7) * 4)]
+            for k in range(4):
+                i = 4 * w + k
+                n, f = noise(seed_b, i), factor(source.overlay[uint64(OVERLAY_B + i)], seed_b, i)
+                even = int32(byte(entry_a, k) + (disturbance(of_a, factor_a, n, f) >> shift))
+                odd = int32(byte(entry_b, k) + (disturbance(of_b, factor_b, n, f) >> shift))
+                if not GRU:
+                    bias = vector_entry(source, biases, i)
+                    even, odd = int32(even + bias[0]), int32(odd + bias[1])
+                if NTT:
+                    even = int32(even + look_up(block.weights, source.overlay, seed, shift, mask, c_a, i)[0])
+                    odd = int32(odd + look_up(block.weights, source.overlay, seed, shift, mask, c_b, i)[1])
+                block.vector[uint64(row * (4 * STRIDE) + i)] = clip(even)
+                block.vector[uint64((row + 8) * (4 * STRIDE) + i)] = clip(odd)
+    return embed
+
+
+def hand_over_function(gpu, H):
+    """Device function: what the logits of a block's rows are made of."""
+    STRIDE = stride_words(H, gpu, H)
+
+    @gpu.device
+    def hand_over(block, out, sums):
+        rows = 16 * block.tiles
+        first = int64(cuda.blockIdx.x) * rows
+        for i in range(cuda.threadIdx.x, rows * (H // 4), THREADS):
+            row, w = i // (H // 4), i % (H // 4)
+            out[first * (H // 4) + i] = block.words[(N * rows + row) * STRIDE + w]
+        for row in range(cuda.threadIdx.x, rows, THREADS):
+            sums[first + row] = block.words[REGIONS * rows * STRIDE + row]
+    return hand_over
+
+
+# --- the recurrent model ----------------------------------------------------------------------------------------------
+
+def gate_functions(gpu, cfg):
+    """(place, keep, open_gates, move_states): the place of an entry of a region; and what products with the matrices of
+    a layer's gates finish with: gates and candidates of its input, gates and gated states, states and X."""
+    H = cfg.HIDDEN_DIM
+    STRIDE = stride_words(H, gpu, H)
+    _, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, False)
+    open_gate, gated, next_state = NORMS.gate, NORMS.gated, NORMS.next_state
+
+    @gpu.device
+    def place(block, region, row, c):
+        return uint64(region * (64 * STRIDE) * block.tiles + row * (4 * STRIDE) + c)
+
+    @gpu.device
+    def keep(block, unit, row, c, even, odd, more, region):
+        block.vector[place(block, region, row, c)] = quotient(even) - BITS
+        block.vector[place(block, region, row + 8, c)] = quotient(odd) - BITS
+
+    @gpu.device
+    def open_one(block, row, c, y, bias):
+        at, state = place(block, GATE, row, c), place(block, STATE, row, c)
+        f = open_gate(int32(block.vector[at]), int32(quotient(y) - BITS + clip(bias)))
+        block.vector[at] = f - 127
+        block.vector[place(block, GATED, row, c)] = gated(f, int32(block.vector[state]))
+
+    @gpu.device
+    def open_gates(block, unit, row, c, even, odd, bias, where):
+        open_one(block, row, c, even, bias[0])
+        open_one(block, row + 8, c, odd, bias[1])
+
+    @gpu.device
+    def move_one(block, row, c, y, bias, sequence, states, at):
+        new = clip(int32(block.vector[place(block, CANDIDATE, row, c)] + quotient(y) - BITS + clip(bias)))
+        f, h = int32(block.vector[place(block, GATE, row, c)] + 127), block.vector[place(block, STATE, row, c)]
+        h = next_state(f, int32(h), new)
+        x = place(block, X, row, c)
+        block.vector[x] = clip(int32(block.vector[x] + h))
+        if sequence < block.count:
+            states[uint64(at + int64(sequence) * H + c)] = h
+
+    @gpu.device
+    def move_states(block, unit, row, c, even, odd, bias, where):
+        """where: (states, the first of this layer)."""
+        sequence = 2 * (block.first + unit)
+        move_one(block, row, c, even, bias[0], sequence, where[0], where[1])
+        move_one(block, row + 8, c, odd, bias[1], sequence + 1, where[0], where[1])
+
+    return place, keep, open_gates, move_states
+
+
+def recurrent_kernel(cfg, gpu):
+    """The hidden states after the tokens at position at[0], as normed for the head: out int8 [tiles of all blocks, 16,
+    H], and their sums for its input noise: sums int32 [tiles, 16]. tokens int32 [count, room]; states int8 [L, count,
+    H]: of the layers, before and after."""
+    H = cfg.HIDDEN_DIM
+    L = cfg.N_LAYERS
+    LOWEST = 0 if cfg.MLP_RELU else -127
+    STRIDE, INNER_STRIDE = stride_words(H, gpu, H), 4 * stride_words(4 * H, gpu, H)
+    nz = build_noise(cfg)
+    pairs = pair_functions(cfg, nz)
+    job_shift = nz.shift
+    _, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, False)
+    _, quotient_down = quotient_function(parameters.divisor(cfg, 4 * H), MAGIC, False)
+    place, keep, open_gates, move_states = gate_functions(gpu, cfg)
+
+    @gpu.device
+    def inner(block, unit, row, c, even, odd, more, where):
+        at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
+        block.vector[uint64(at)] = max(quotient(even) - BITS, LOWEST)
+        block.vector[uint64(at + 8 * INNER_STRIDE)] = max(quotient(odd) - BITS, LOWEST)
+
+    @gpu.device
+    def add(block, unit, row, c, even, odd, more, where):
+        at, below = place(block, X, row, c), place(block, X, row + 8, c)
+        block.vector[at] = clip(int32(block.vector[at] + quotient_down(even) - BITS))
+        block.vector[below] = clip(int32(block.vector[below] + quotient_down(odd) - BITS))
+
+    to_keep, to_gates, to_states = (product_function(gpu, pairs, H, H, H, finish, bias) for finish, bias in (
+        (keep, None), (open_gates, B_F), (move_states, B_H)))
+    up, down = product_function(gpu, pairs, H, H, 4 * H, inner), product_function(gpu, pairs, H, 4 * H, H, add)
+    norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
+    hand_over = hand_over_function(gpu, H)
+    add_up, add_up_inner = sums_function(gpu, nz, H, H, 1), sums_function(gpu, nz, H, 4 * H, 1)
+
+    @cuda.jit(launch_bounds=THREADS)
+    @gpu.unroll
+    def read_recurrent(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, tokens: A32, at: A32, room, count,
+                       tiles, states: A8, state_words: A32, out: A32, sums: A32):
+        words, int8s = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int8, 128)
+        lane, warp, rows = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5, 16 * tiles
+        block = Block(words, int8s, packed, weights, tiles, int64(cuda.blockIdx.x) * 8 * tiles, count, job_shift(job))
+        position, units = at[0], min(8 * tiles, (count + 1) // 2 - block.first)
+        for layer in range(L + 1):
+            p = 1 + layer * LAYER
+            source = source_of(plan, (p + NORM_1) * PLAN, weights, overlay, job, block.first)
+            for unit in range(warp, units, WARPS):
+                if layer == 0:
+                    embed(block, source, plan[TABLE], tokens, position, room, unit)
+                norm(block, source, unit)
+                add_up(block, source, gru_parts.INPUTS, unit, N, 0)
+                if layer < L:
+                    add_up(block, source, gru_parts.INPUTS + 2, unit, N, 1)
+                    for odd in range(2):
+                        sequence, row = 2 * (block.first + unit) + odd, (unit >> 3) * 16 + (unit & 7) + 8 * odd
+                        known = sequence < count and position > 0 and tokens[sequence * room + position] != 0
+                        first = (layer * count + sequence) * (H // 4)
+                        for w in range(lane, H // 4, 32):
+                            old = state_words[uint64(first + w)] if known else 0
+                            words[uint64((STATE * rows + row) * STRIDE + w)] = old
+                    add_up(block, source_of(plan, (p + RECUR) * PLAN, weights, overlay, job, block.first),
+                           U_F + U_INPUT, unit, STATE, 2)
+            cuda.syncthreads()
+            if layer < L:
+                source = source_of(plan, (p + GATES) * PLAN, weights, overlay, job, block.first)
+                to_keep(block, source, W_F, N, 0, GATE)
+                to_keep(block, source, W_H, N, 1, CANDIDATE)
+                source = source_of(plan, (p + RECUR) * PLAN, weights, overlay, job, block.first)
+                to_gates(block, source, U_F, STATE, 2, 0)
+                for unit in range(warp, units, WARPS):
+                    add_up(block, source, U_H + U_INPUT, unit, GATED, 0)
+                cuda.syncthreads()
+                to_states(block, source, U_H, GATED, 0, (states, int64(layer) * count * H))
+                source = source_of(plan, (p + NORM_2) * PLAN, weights, overlay, job, block.first)
+                for unit in range(warp, units, WARPS):
+                    norm(block, source, unit)
+                    add_up(block, source, gru_parts.INPUTS, unit, N, 0)
+                cuda.syncthreads()
+                source = source_of(plan, (p + INNER) * PLAN, weights, overlay, job, block.first)
+                up(block, source, W_UP, N, 0, 0)
+                for unit in range(warp, units, WARPS):
+                    add_up_inner(block, source, W_DOWN_INPUT, unit, INSIDE, 0)
+                cuda.syncthreads()
+                down(block, source_of(plan, (p + DOWN) * PLAN, weights, overlay, job, block.first), 0, INSIDE, 0, 0)
+        hand_over(block, out, sums)
+
+    return Kernel(read_recurrent, most_tiles(cfg, gpu) * 16 * row_bytes(cfg, gpu))
+
+
+# --- the transformer --------------------------------------------------------------------------------------------------
+
+def settle_function(gpu, cfg, pairs):
+    H = cfg.HIDDEN_DIM
+    STRIDE = stride_words(H, gpu, H)
+    side, vector_entry = pairs.vector_side, pairs.vector_entry
+
+    @gpu.device
+    def settle(block, source, unit, y, first, shift, biased):
+        """X = amax(X + (y >> shift) + the bias) of a pair."""
+        lane = cuda.threadIdx.x & 31
+        if biased:
+            biases = side(source, BIAS, unit)
+        for odd in range(2):
+            row, top = (unit >> 3) * 16 + (unit & 7) + 8 * odd, int32(0)
+            here = first + row * (3 * H)
+            for w in range(lane, H // 4, 32):
+                for k in range(4):
+                    at = uint64(here + 4 * w + k)
+                    v = int32(byte(block.words[uint64(row * STRIDE + w)], k) + (y[at] >> shift))
+                    if biased:
+                        v = int32(v + of_member(vector_entry(source, biases, 4 * w + k), odd))
+                    y[at] = v
+                    top = max(top, int32(abs(v)))
+            scale = amax_scale(ptx.warp_max(top))
+            for w in range(lane, H // 4, 32):
+                for k in range(4):
+                    v = rounded(y[uint64(here + 4 * w + k)], scale)
+                    block.vector[uint64(row * (4 * STRIDE) + 4 * w + k)] = byte(v, 1)
+    return settle
+
+
+def attention_functions(gpu, cfg):
+    """(turn, attend), device functions of a row."""
+    H = cfg.HIDDEN_DIM
+    D = cfg.HEAD_DIM
+    SCALE_BIT = cfg.ROPE_SCALE_BIT
+    SHIFT_ATTN = cfg.SHIFT_ATTN
+    STRIDE = stride_words(H, gpu, H)
+    W = D // 4                                               # words of a head
+
+    @gpu.device
+    def turn(block, row, y, first, rope, position, keys, values, cached):
+        """Queries to their region, keys and values of a row to the cache, from byte `cached` on."""
+        lane, here = cuda.threadIdx.x & 31, first + row * (3 * H)
+        for which in range(3):
+            top = int32(0)
+            for i in range(2 * lane, H, 64):
+                at, after = uint64(here + which * H + i), uint64(here + which * H + i + 1)
+                a, b = y[at], y[after]
+                if which < 2:
+                    turned = position * D + i % D
+                    cos, sin = int64(rope[uint64(turned)]), int64(rope[uint64(turned + 1)])
+                    half = int64(1) << int64(SCALE_BIT - 1)
+                    a, b = (int32((int64(a) * cos - int64(b) * sin + half) >> int64(SCALE_BIT)),
+                            int32((int64(a) * sin + int64(b) * cos + half) >> int64(SCALE_BIT)))
+                    y[at], y[after] = a, b
+                top = max(top, max(int32(abs(a)), int32(abs(b))))
+            scale = amax_scale(ptx.warp_max(top))
+            for i in range(2 * lane, H, 64):
+                for e in range(2):
+                    v = byte(rounded(y[uint64(here + which * H + i + e)], scale), 1)
+                    if which == 0:
+                        block.vector[uint64((INSIDE * 16 * block.tiles + row) * (4 * STRIDE) + i + e)] = v
+                    elif which == 1:
+                        keys[uint64(cached + i + e)] = v
+                    else:
+                        values[uint64(cached + i + e)] = v
+
+    @gpu.device
+    def score(block, key_words, at_query, at_key):
+        s = int32(0)
+        for i in range(W // 4):
+            key, query = ptx.load4(key_words, at_key + 4 * i), ptx.load4(block.words, at_query + 4 * i)
+            for k in range(4):
+                s = ptx.dp4a(key[k], query[k], s)
+        return s
+
+    @gpu.device
+    def attend(block, row, head, position, key_words, value_words, first, exps):
+        """Region N of a head of a row: the mean of the values at `position` and before, which begin at word `first`. A
+        lane has a position's score, then a word of the values of every (32 / W)-th position."""
+        lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
+        query, top = (INSIDE * rows + row) * STRIDE + head * W, int32(-2 ** 31)
+        for past in range(lane, position + 1, 32):
+            top = max(top, score(block, key_words, query, first + past * (H // 4)))
+        top = ptx.warp_max(top) >> SHIFT_ATTN
+        total, sums, part = int64(0), cuda.local.array(4, int64), cuda.local.array(4, int32)
+        for k in range(4):
+            sums[k] = 0
+        for start in range(0, position + 1, 32):
+            weight = int32(0)
+            if start + lane <= position:
+                s = score(block, key_words, query, first + (start + lane) * (H // 4))
+                weight = exps[uint64(min(int32(top - (s >> SHIFT_ATTN)), 255))]
+            total += weight
+            for k in range(4):                               # 32 weights of 19 bits at most times a byte
+                part[k] = 0
+            for i in range(min(W, (position - start) // (32 // W) + 1)):
+                past = i * (32 // W) + lane // W
+                w = cuda.shfl_sync(0xFFFFFFFF, weight, past)
+                value = value_words[uint64(first + min(start + past, position) * (H // 4) + lane % W)]
+                for k in range(4):
+                    part[k] = int32(part[k] + int32(w * byte(value, k)))
+            for k in range(4):
+                sums[k] += part[k]
+        for d in range(5):
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1 << d)
+            if 1 << d >= W:
+                for k in range(4):
+                    sums[k] += cuda.shfl_xor_sync(0xFFFFFFFF, sums[k], 1 << d)
+        if lane < W:
+            for k in range(4):
+                v = clip(int32(float(sums[k]) / float(total)))
+                block.vector[uint64((N * rows + row) * (4 * STRIDE) + head * D + 4 * lane + k)] = v
+
+    return turn, attend
+
+
+def transformer_kernel(cfg, gpu):
+    """The same for the transformer: out, sums as in `recurrent_kernel`.
+
+    calls int32: rows of the plan in order: embed, then up and down of the first MLP, then for each layer ln_1, qkv,
+    attention, o, ln_2, up, down, then ln_f. keys, values: int8 [layers, count, room, H]; y int32 [tiles of all blocks,
+    16, 3 H]: results of a product before their row's largest is known."""
+    H = cfg.HIDDEN_DIM
+    L = cfg.N_LAYERS
+    HEADS = cfg.N_HEADS
+    WORDS = cfg.HEAD_DIM // 4
+    SHIFT_OUT = cfg.SHIFT_OUT
+    SHIFT_UP = cfg.SHIFT_MLP_UP
+    SHIFT_DOWN = cfg.SHIFT_MLP_DOWN
+    STRIDE, INNER_STRIDE = stride_words(H, gpu, H), 4 * stride_words(4 * H, gpu, H)
+    nz = build_noise(cfg)
+    pairs, job_shift = pair_functions(cfg, nz), nz.shift
+
+    @gpu.device
+    def store(block, unit, row, c, even, odd, more, where):
+        """where: (y, the first of this matrix in this block)."""
+        at = where[1] + row * (3 * H) + c
+        where[0][uint64(at)], where[0][uint64(at + 24 * H)] = even, odd
+
+    @gpu.device
+    def inner(block, unit, row, c, even, odd, bias, gelu):
+        at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
+        block.vector[uint64(at)] = gelu[uint64(clip(int32((even >> SHIFT_UP) + bias[0])) & 255)]
+        block.vector[uint64(at + 8 * INNER_STRIDE)] = gelu[uint64(clip(int32((odd >> SHIFT_UP) + bias[1])) & 255)]
+
+    to_y, down_to_y = product_function(gpu, pairs, H, H, H, store), product_function(gpu, pairs, H, 4 * H, H, store)
+    up = product_function(gpu, pairs, H, H, 4 * H, inner, MATRIX_BIAS)
+    settle, (turn, attend) = settle_function(gpu, cfg, pairs), attention_functions(gpu, cfg)
+    norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
+    hand_over = hand_over_function(gpu, H)
+    add_up, add_up_inner = sums_function(gpu, nz, H, H, 1), sums_function(gpu, nz, H, 4 * H, 4)
+
+    @cuda.jit(launch_bounds=THREADS)
+    @gpu.unroll
+    def read_transformer(calls: A32, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, tokens: A32, at: A32,
+                         room, count, tiles, rope: A32, exps: A32, gelu: A8, keys: A8, values: A8, key_words: A32,
+                         value_words: A32, y: A32, out: A32, sums: A32):
+        words, int8s = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int8, 128)
+        warp, rows = cuda.threadIdx.x >> 5, 16 * tiles
+        block = Block(words, int8s, packed, weights, tiles, int64(cuda.blockIdx.x) * 8 * tiles, count, job_shift(job))
+        position, units = at[0], min(8 * tiles, (count + 1) // 2 - block.first)
+        own, call = int64(cuda.blockIdx.x) * rows * (3 * H), 0
+        for layer in range(-1, L + 1):
+            source = source_of(plan, calls[call] * PLAN, weights, overlay, job, block.first)
+            for unit in range(warp, units, WARPS):
+                if layer < 0:
+                    embed(block, source, plan[source.p + transformer.TABLE], tokens, position, room, unit)
+                else:
+                    settle(block, source, unit, y, own, SHIFT_DOWN, True)
+                norm(block, source, unit)
+                add_up(block, source, transformer.INPUTS, unit, N, 0)
+                if 0 <= layer < L:
+                    add_up(block, source, transformer.INPUTS + 2, unit, N, 1)
+                    add_up(block, source, transformer.INPUTS + 4, unit, N, 2)
+            cuda.syncthreads()
+            if 0 <= layer < L:
+                source = source_of(plan, calls[call + 1] * PLAN, weights, overlay, job, block.first)
+                for which in range(3):
+                    to_y(block, source, which * NEXT_MATRIX, N, which, (y, own + which * H))
+                for row in range(warp, rows, WARPS):
+                    sequence = 2 * (block.first + (row >> 4) * 8 + (row & 7)) + ((row >> 3) & 1)
+                    if sequence < count:
+                        turn(block, row, y, own, rope, position, keys, values,
+                             ((int64(layer) * count + sequence) * room + position) * H)
+                cuda.syncthreads()
+                for task in range(warp, rows * HEADS, WARPS):
+                    row, head = task // HEADS, task % HEADS
+                    sequence = 2 * (block.first + (row >> 4) * 8 + (row & 7)) + ((row >> 3) & 1)
+                    if sequence < count:
+                        attend(block, row, head, position, key_words, value_words,
+                               (int64(layer) * count + sequence) * room * (H // 4) + head * WORDS,
+                               exps)
+                cuda.syncthreads()
+                source = source_of(plan, calls[call + 2] * PLAN, weights, overlay, job, block.first)
+                for unit in range(warp, units, WARPS):
+                    add_up(block, source, 0, unit, N, 0)
+                cuda.syncthreads()
+                source = source_of(plan, calls[call + 3] * PLAN, weights, overlay, job, block.first)
+                to_y(block, source, MATRIX, N, 0, (y, own))
+                source = source_of(plan, calls[call + 4] * PLAN, weights, overlay, job, block.first)
+                for unit in range(warp, units, WARPS):
+                    settle(block, source, unit, y, own, SHIFT_OUT, False)
+                    norm(block, source, unit)
+                    add_up(block, source, transformer.INPUTS, unit, N, 0)
+                cuda.syncthreads()
+                call += 4
+            if layer < L:
+                source = source_of(plan, calls[call + 1] * PLAN, weights, overlay, job, block.first)
+                up(block, source, MATRIX, N, 0, gelu)
+                for unit in range(warp, units, WARPS):
+                    add_up_inner(block, source, INPUT, unit, INSIDE, 0)
+                cuda.syncthreads()
+                source = source_of(plan, calls[call + 2] * PLAN, weights, overlay, job, block.first)
+                down_to_y(block, source, MATRIX, INSIDE, 0, (y, own))
+                call += 3
+        hand_over(block, out, sums)
+
+    return Kernel(read_transformer, most_tiles(cfg, gpu) * 16 * row_bytes(cfg, gpu))
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+def logits_kernel(cfg, gpu):
+    """z = logits int32 [count, V] of out, sums of the kernels above, in `every` tiles. Launch [columns of the
+    vocabulary / (LOGIT_WARPS * COLUMNS), tiles / each], LOGIT_WARPS warps; call: row of the plan of the head."""
+    H = cfg.HIDDEN_DIM
+    V = cfg.VOCAB_SIZE
+    SHIFT = cfg.SHIFT_LOGIT
+    GRU = cfg.MODEL == "gru"
+    nz = build_noise(cfg)
+    pairs, job_shift = pair_functions(cfg, nz), nz.shift
+    column_side, column_noise = pairs.column_side, pairs.column_noise
+    multiply = multiply_function(gpu, H)
+    _, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, False)
+
+    @gpu.device
+    def logit(total):
+        return int32(quotient(total) - BITS) if GRU else int32(total >> SHIFT)
+
+    @cuda.jit(launch_bounds=32 * LOGIT_WARPS)
+    @gpu.unroll
+    def logits(call, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, count, every, each, out: A32,
+               sums: A32, z: A32):
+        acc = cuda.local.array(16, int32)
+        t = cuda.threadIdx.x
+        g, q = (t & 31) >> 2, t & 3
+        first = (cuda.blockIdx.x * LOGIT_WARPS + (t >> 5)) * COLUMNS
+        source = source_of(plan, call * PLAN, weights, overlay, job, 0)
+        shift = job_shift(job)
+        if first < V:
+            for tile in range(cuda.blockIdx.y * each, min(every, (cuda.blockIdx.y + 1) * each)):
+                row, unit = 16 * tile + g, 8 * tile + g
+                multiply(acc, out, row * (H // 4), 2 * H, packed, plan[call * PLAN] + first * (H // 4))
+                even, odd, side = sums[uint64(row)], sums[uint64(row + 8)], column_side(source, unit)
+                for j in range(4):
+                    for e in range(2):
+                        v = first + 8 * j + 2 * q + e
+                        if v < V and 2 * unit < count:
+                            n = column_noise(source, side, v)
+                            at = int64(2 * unit) * V + v
+                            z[uint64(at)] = logit(int32(acc[4 * j + e] + (int32(even * n) >> shift)))
+                            if 2 * unit + 1 < count:
+                                z[uint64(at + V)] = logit(int32(acc[4 * j + 2 + e] + (int32(odd * n) >> shift)))
+
+    return Kernel(logits)
