@@ -115,7 +115,7 @@ class Forward:
                      **bytes_of, **words_of)
         self._reader(grid, writing.THREADS, given, shared=16 * tiles * self._row_bytes)
         across = blocks(cfg.VOCAB_SIZE, writing.LOGIT_WARPS * writing.COLUMNS)
-        each = min(writing.LOGIT_TILES, blocks(every * across, 2 * processors()))
+        each = min(writing.LOGIT_TILES, blocks(every * across, 4 * processors()))
         self._logits((across, blocks(every, each)), 32 * writing.LOGIT_WARPS, given, call=self._plan.head, each=each,
                      z=logits)
 

@@ -232,12 +232,16 @@ def _choose_kernel(cfg):
                 # a thread has neighbouring residues modulo H, whose order is that of the draw
                 each = (H + threads - 1) // threads
                 mine = t * each
-                after = min(mine + each, H)
+                after = min(mine + each, min(H, V))
                 total = int64(0)
-                for residue in range(mine, after):
-                    for v in range(residue, V, H):
-                        total += share(exps, last, score(z[uint64(first + v)], seen[uint64(first + v)], penalty), top,
-                                       temp, least)
+                residue, v = mine, mine
+                while residue < after:                       # a range with steps would count its turns by a division
+                    total += share(exps, last, score(z[uint64(first + v)], seen[uint64(first + v)], penalty), top, temp,
+                                   least)
+                    v += H
+                    if v >= V:
+                        residue += 1
+                        v = residue
                 running = total
                 for step in range(5):                        # sums of the warp up to this thread
                     below = cuda.shfl_up_sync(0xFFFFFFFF, running, 1 << step)
@@ -253,13 +257,15 @@ def _choose_kernel(cfg):
                 threshold = int64(random) % every
                 if running - total <= threshold and threshold < running:
                     running -= total
-                    for residue in range(mine, after):
-                        for v in range(residue, V, H):
-                            if running <= threshold:
-                                running += share(exps, last, score(z[uint64(first + v)], seen[uint64(first + v)],
-                                                                   penalty), top, temp, least)
-                                if running > threshold:
-                                    tokens[here + 1] = v
+                    residue, v = mine, mine
+                    while running <= threshold:
+                        tokens[here + 1] = v
+                        running += share(exps, last, score(z[uint64(first + v)], seen[uint64(first + v)], penalty), top,
+                                         temp, least)
+                        v += H
+                        if v >= V:
+                            residue += 1
+                            v = residue
         if t == 0 and cuda.atomic.add(at, 1, 1) == cuda.gridDim.x - 1:
             at[0], at[1] = position + 1, 0
 

@@ -69,9 +69,24 @@ def of_member(both, odd):
 
 
 def multiply_function(gpu, K):
-    """The device function. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and
-    16 + 4 q... of ptx.mma_s8: the order of inputs is free, and so a load has eight of them."""
+    """The device function. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8:
+    the order of inputs is free, and so a load has eight of them."""
     STEPS = K // 32
+
+    @gpu.device
+    def fetch(columns, packed, at, step):
+        here = at + min(step, STEPS - 1) * 64
+        for j in range(4):
+            columns[2 * j], columns[2 * j + 1] = ptx.load2(packed, here + j * (2 * K))
+
+    @gpu.device
+    def add_product(acc, words, x, below, columns):
+        even, odd = ptx.load2(words, x), ptx.load2(words, x + below)
+        for j in range(4):
+            c = acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]
+            c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), columns[2 * j], columns[2 * j + 1], c)
+            for half in range(4):
+                acc[4 * j + half] = c[half]
 
     @gpu.device
     def multiply(acc, words, x, below, packed, at):
@@ -80,23 +95,18 @@ def multiply_function(gpu, K):
         lane = cuda.threadIdx.x & 31
         x = x + 2 * (lane & 3)
         at = at + ((lane & 2) << 4) + (lane >> 2) * 4 + (lane & 1) * 2
-        now, coming = cuda.local.array(8, int32), cuda.local.array(8, int32)
+        one, other = cuda.local.array(8, int32), cuda.local.array(8, int32)
         for i in range(16):
             acc[i] = 0
-        for j in range(4):
-            coming[2 * j], coming[2 * j + 1] = ptx.load2(packed, at + j * (2 * K))
-        for step in range(STEPS):
-            for i in range(8):
-                now[i] = coming[i]
-            ahead = min(step + 1, STEPS - 1)
-            for j in range(4):
-                coming[2 * j], coming[2 * j + 1] = ptx.load2(packed, at + ahead * 64 + j * (2 * K))
-            even, odd = ptx.load2(words, x + 8 * step), ptx.load2(words, x + 8 * step + below)
-            for j in range(4):
-                c = acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]
-                c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), now[2 * j], now[2 * j + 1], c)
-                for half in range(4):
-                    acc[4 * j + half] = c[half]
+        fetch(one, packed, at, 0)
+        step = 0
+        while step < STEPS:                                  # the columns of a step are on their way during another one
+            fetch(other, packed, at, step + 1)
+            add_product(acc, words, x + 8 * step, below, one)
+            fetch(one, packed, at, step + 2)
+            if STEPS % 2 == 0 or step + 1 < STEPS:
+                add_product(acc, words, x + 8 * step + 8, below, other)
+            step += 2
     return multiply
 
 
@@ -655,7 +665,7 @@ def logits_kernel(cfg, gpu):
     def logit(total):
         return int32(quotient(total) - BITS) if GRU else int32(total >> SHIFT)
 
-    @cuda.jit(launch_bounds=32 * LOGIT_WARPS)
+    @cuda.jit(launch_bounds=(32 * LOGIT_WARPS, 3))
     @gpu.unroll
     def logits(call, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, count, every, each, out: A32,
                sums: A32, z: A32):
