@@ -20,53 +20,11 @@ CFG = egg_config.make(
 TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
 
 
-def random_configuration(seed, widest=128):
-    """(Config, training tokens) drawn by a seed."""
-    rng = np.random.default_rng(seed)
-
-    def one_of(*values):
-        return values[rng.integers(len(values))]
-
-    members, groups = one_of(2, 4, 6, 8, 10, 16, 34), one_of(1, 2, 3, 5)
-    loss = one_of("exact", "exact", "deggs")
-    cfg = CFG.changed(
-        HIDDEN_DIM=one_of(*range(64, widest + 1, 32)), N_LAYERS=one_of(1, 1, 2, 4), SEQ_LEN=int(rng.integers(8, 60)),
-        VOCAB_SIZE=one_of(256, 256, 301, 1000), STATE_TOKENS=one_of(0, 0, 5, 17), MLP_RELU=one_of(0, 1),
-        GROUP_SIZE=members, CHUNK_SIZE=members * groups, POPULATION_SIZE=2 * members * groups, LOSS=loss,
-        SOFTMAX_EXP_SCALE=one_of(6.0, 23.0), NOISE_EMBEDDING=one_of(0, 1, 3), NOISE_GATE=one_of(7, 15, 63),
-        NOISE_CANDIDATE=one_of(0, 1, 7), NOISE_UP=one_of(3, 7, 31), NOISE_DOWN=one_of(0, 1, 3),
-        CREDIT=int(rng.integers(0, 16)), ADAPTIVE_THRESHOLD_ALPHA=one_of(0.77, 0.1, 1.5),
-        USE_ADAPTIVE_THRESHOLD=one_of(1, 1, 0), LR_SCHEDULE=((0, 1.5),),
-        SOFT_TARGETS=one_of((), ((0, 1),), ((0, 2),)) if loss == "exact" else ())
-    tokens = rng.integers(0, 5, 400) * 50 % cfg.VOCAB_SIZE
-    return cfg, tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
-
-
-def chunks(cfg):
-    return range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
-
-
-def step_of(engine):
-    """([(digits, loss) of a chunk], weights changed): a whole step of an engine."""
-    found = [engine.evaluate(first, engine.cfg.CHUNK_SIZE) for first in chunks(engine.cfg)]
-    return found, engine.update(np.concatenate([digits for digits, _ in found]))
-
-
-def equal(some, others):
-    return all(np.array_equal(a[0], b[0]) and a[1] == b[1] for a, b in zip(some, others, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_cpu_engine_votes_as_the_plain_reading(seed):
-    from engine import cpu_engine
-    cfg, tokens = random_configuration(seed)
-    engine = cpu_engine.CpuEngine(cfg, tokens, threads=1 + seed % 2)
-    for step in range(2):
-        known, state = soft_targets.Tables(cfg, tokens).of(step), engine.state()
-        want = [reading.chunk_votes(cfg, state, tokens, known, first) for first in chunks(cfg)]
-        found, _ = step_of(engine)
-        assert equal(found, want)
-        assert any(digits.any() for digits, _ in found)
+@pytest.mark.parametrize("seed", CHEAP)
+def test_the_cpu_engine_steps_as_the_plain_reading(seed):
+    """The votes, and what the update makes of them. Sixty configurations, with every instruction set of this machine:
+    python -m tests.activations_compared."""
+    assert course(engine_of("auto", seed), 2) == course(engine_of("plain", seed), 2)
 
 
 def test_an_update_takes_the_sum_of_the_chunks_and_leaves_norms_alone():
@@ -222,12 +180,5 @@ def test_kernels_compile_for_every_card_without_local_memory(compiled_kernels):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_random_configurations_on_the_gpu(seed):
-    from engine import cpu_engine, cuda_engine
-    cfg, tokens = random_configuration(seed, 256)
-    cpu = cpu_engine.CpuEngine(cfg, tokens)
-    found = [[step_of(cpu), cpu.digest()] for _ in range(3)]
-    for constants in {}, {"TENSOR_CORES": "mma"}:
-        gpu = cuda_engine.CudaEngine(cfg.changed(**constants), tokens)
-        for (want, changed), digest in found:
-            got, moved = step_of(gpu)
-            assert equal(got, want) and moved == changed and gpu.digest() == digest
+    want = course(engine_of("auto", seed))
+    assert course(engine_of("wgmma" if cuda_engine.card(0)[0] else "mma", seed)) == want

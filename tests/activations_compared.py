@@ -1,0 +1,191 @@
+"""Noise on activations in random configurations: the plain reading, its update included, against every instruction set
+of the CPU engine that this machine has; on a machine with a GPU the CPU engine against the CUDA engine with each of its
+instructions. By hand: python -m tests.activations_compared, with --part I/N the I-th of N shares."""
+
+import argparse
+import concurrent.futures
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+
+import egg_config
+from engine import hardware, simd
+from model import optimizers, parameters, reading, seeds, soft_targets, state_digest
+from recordings import HERE
+
+SEEDS = range(1000, 1060)
+STEPS = 3
+GPU_KINDS = "wgmma", "mma"
+
+
+def random_configuration(seed, widest=128):
+    """(Config, training tokens) drawn by a seed: few enough sequences for the plain reading."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    widths = [H for H in (64, 64, 96, 128, 160, 192, 256, 320, 512, 768, 1024) if H <= widest]
+    H, loss = one_of(*widths), one_of("exact", "exact", "deggs")
+    members, groups = one_of((2, 1), (2, 5), (4, 3), (6, 2), (8, 3), (10, 2), (16, 2), (34, 1), (66, 1))
+    if H > 320:
+        members, groups = min(members, 6), min(groups, 2)
+    cfg = egg_config.make(
+        MODEL="gru", PERTURB="activations", HIDDEN_DIM=H, N_LAYERS=one_of(1, 1, 2, 3, 4) if H <= 320 else one_of(1, 2),
+        SEQ_LEN=int(rng.integers(8, 40)), VOCAB_SIZE=one_of(256, 256, 257, 301, 1000), STATE_TOKENS=one_of(0, 0, 5, 17),
+        MLP_RELU=one_of(0, 1), GROUP_SIZE=members, CHUNK_SIZE=members * groups,
+        POPULATION_SIZE=one_of(1, 2, 3) * members * groups, LOSS=loss, HOST_GAUSSIAN=1, HOST_MASK=one_of(7, 15, 42),
+        ADAPTIVE_NOISE_MODE=0, SOFTMAX_EXP_SCALE=one_of(6.0, 12.0, 23.0), FIXED_POINT=one_of(4, 4, 3),
+        NOISE_EMBEDDING=one_of(0, 1, 3), NOISE_GATE=one_of(7, 15, 63), NOISE_CANDIDATE=one_of(0, 1, 7),
+        NOISE_UP=one_of(3, 7, 31), NOISE_DOWN=one_of(0, 1, 3), CREDIT=int(rng.integers(0, 16)),
+        ADAPTIVE_THRESHOLD_ALPHA=one_of(0.77, 0.1, 1.5), USE_ADAPTIVE_THRESHOLD=one_of(1, 1, 0),
+        LR_SCHEDULE=((0, 1.5), (1, one_of(0.3, 1.0))), ADAM_BETA1=one_of(0.5, 0.9), ADAM_WEIGHT_DECAY=one_of(0.0, 0.01),
+        RARE_TOKENS=one_of(0.0, 0.0, 0.3), NOISE_REUSE=one_of(1, 1, 2), USE_SAME_DATA=one_of(0, 0, 1),
+        SOFT_TARGETS=one_of((), ((0, 1),), ((0, 2),)) if loss == "exact" else ())
+    tokens = rng.integers(0, 5, 400) * 50 % cfg.VOCAB_SIZE
+    return cfg, tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+
+
+def step_of(engine):
+    """([(digits, loss) of a chunk], weights changed): a whole step of an engine."""
+    cfg = engine.cfg
+    found = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
+    return found, engine.update(np.concatenate([digits for digits, _ in found]))
+
+
+def fma(a, b, c):
+    """float32, rounded once (in extended precision, where the product is exact, first)."""
+    return (np.asarray(a, np.longdouble) * b + c).astype(np.float32)
+
+
+class PlainEngine:
+    """The plain reading of SPEC 9 (AdamW) and 21, with the verbs of an engine."""
+
+    def __init__(self, cfg, tokens):
+        self.cfg, self.tokens, self.whole = cfg, tokens, parameters.initial_state(cfg)
+        self._followers = soft_targets.Tables(cfg, tokens)
+
+    def evaluate(self, first, count):
+        state, read = self.whole, reading.Reading.stored
+
+        @functools.cache                                     # a member would read them anew at every position
+        def stored(t):
+            return read(reading.Reading(self.cfg, state), t).astype(np.float64 if t.product else np.int64)
+
+        with mock.patch.object(reading.Reading, "stored", lambda _, t: stored(t)):
+            return reading.chunk_votes(self.cfg, state, self.tokens, self._followers.of(state.step), first)
+
+    def update(self, digits):
+        cfg, state, changed = self.cfg, self.whole, 0
+        votes = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
+        f, rate = np.float32, np.float32(cfg.learning_rate(state.step))
+        b1, b2 = f(cfg.ADAM_BETA1), f(cfg.ADAM_BETA2)
+        for t in parameters.tensors(cfg):
+            g, w = -votes[t.span].astype(f), state.weights[t.span].astype(np.int32)
+            m, v, acc = state.moments[t.span].T
+            m = fma(m, b1, g * (f(1) - b1))
+            v = fma(g * g, f(1) - b2, v * b2)
+            u = fma(w.astype(f), f(cfg.ADAM_WEIGHT_DECAY) if t.matrix else f(0), m / (np.sqrt(v) + f(cfg.ADAM_EPS)))
+            share = f(1)
+            if cfg.RARE_TOKENS and t.by_token:               # canonical: [rows / 4, cols, 4]
+                share = np.broadcast_to(optimizers.token_rates(cfg, self.tokens)[:, None], (t.rows // 4, t.cols, 4))
+                share = share.ravel()
+            acc = fma(-(rate * share), u, acc)
+            moved = np.clip(w + (acc >= 1).astype(np.int32) - (acc <= -1), -127, 127)
+            state.weights[t.span] = moved
+            acc = np.where(moved != w, acc - (moved - w).astype(f), np.clip(acc, f(-1), f(1)))
+            state.moments[t.span] = np.stack([m, v, acc], 1)
+            changed += np.count_nonzero(moved != w)
+        state.seed, state.step = seeds.next_seed(state.seed, state.step, cfg.NOISE_REUSE), state.step + 1
+        return changed
+
+    def digest(self):
+        return state_digest.of_state(self.whole)
+
+
+def course(engine, steps=STEPS):
+    """[what each step gave]: of every chunk a hash of its digits and its loss; weights changed; digest of the state."""
+    told = []
+    for _ in range(steps):
+        found, changed = step_of(engine)
+        told.append([[hashlib.sha256(np.ascontiguousarray(digits, np.int8)).hexdigest()[:16], int(loss)]
+                     for digits, loss in found] + [int(changed), engine.digest().hex()])
+    return told
+
+
+def engine_of(kind, seed):
+    """kind: "plain", or an instruction set."""
+    cfg, tokens = random_configuration(seed, 1024)
+    if kind == "plain":
+        return PlainEngine(cfg, tokens)
+    if kind in GPU_KINDS:
+        from engine import cuda_engine
+        cuda_engine.COMPILERS = 1                            # this process is one of many
+        return cuda_engine.CudaEngine(cfg.changed(TENSOR_CORES=kind), tokens)
+    from engine import cpu_engine
+    return cpu_engine.CpuEngine(cfg.changed(SIMD=kind), tokens, threads=1 + seed % min(2, hardware.cores()))
+
+
+def kinds_here():
+    """Those to compare on this machine: the first one is right."""
+    if not hardware.driver()[1]:
+        return ["plain", *simd.available()]
+    from engine import cuda_engine
+    return [simd.available()[0], *GPU_KINDS[not cuda_engine.card(0)[0]:]]
+
+
+def told_by(kind, chosen):
+    """{seed: course} of a kind, in a process of its own, because numba compiles for one kind."""
+    command = [sys.executable, "-m", "tests.activations_compared", "--kind", kind, *map(str, chosen)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "tests")])}
+    with subprocess.Popen(command, cwd=HERE, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        found = {}
+        for line in process.stdout:
+            seed, told = json.loads(line)
+            found[seed] = told
+            print(f"{kind}: {len(found)} of {len(chosen)}", file=sys.stderr, flush=True)
+    return found
+
+
+def compare(chosen):
+    """Prints a line for each seed; how many of them differ or are missing."""
+    kinds, wrong = kinds_here(), 0
+    with concurrent.futures.ThreadPoolExecutor(min(len(kinds), hardware.cores())) as pool:
+        right, *others = pool.map(lambda kind: told_by(kind, chosen), kinds)
+    for seed in chosen:
+        cfg, _ = random_configuration(seed, 1024)
+        text = " ".join(f"{name}={getattr(cfg, name)}" for name in (
+            "HIDDEN_DIM", "N_LAYERS", "SEQ_LEN", "VOCAB_SIZE", "STATE_TOKENS", "GROUP_SIZE", "CHUNK_SIZE", "N_CHUNKS",
+            "LOSS", "MLP_RELU", "TARGETS"))
+        bad = [kind for kind, told in zip(kinds[1:], others) if seed not in right or told.get(seed) != right[seed]]
+        wrong += bool(bad)
+        print(f"{seed}: {text}: {' and '.join(bad) + f' NOT as {kinds[0]}' if bad else 'equal'}", flush=True)
+        for kind, told in zip(kinds, (right, *others)):
+            if bad:
+                print(f"    {kind}: {told.get(seed)}")
+    print(f"{', '.join(kinds)}: {len(chosen) - wrong} of {len(chosen)} configurations equal in {STEPS} steps")
+    return wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.activations_compared", description=__doc__)
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="the I-th of N shares of the configurations")
+    parser.add_argument("--kind", help="print what this kind gives (plain, or an instruction set), compare nothing")
+    parser.add_argument("seeds", type=int, nargs="*", help=f"only these (default: {SEEDS[0]} to {SEEDS[-1]})")
+    args = parser.parse_args()
+    part, parts = map(int, args.part.split("/"))
+    chosen = (args.seeds or SEEDS)[part - 1::parts]
+    if not args.kind:
+        return int(compare(chosen) > 0)
+    for seed in chosen:
+        print(json.dumps([seed, course(engine_of(args.kind, seed))]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
