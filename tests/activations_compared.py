@@ -17,7 +17,6 @@ import numpy as np
 import egg_config
 from engine import hardware, simd
 from model import optimizers, parameters, reading, seeds, soft_targets, state_digest
-from recordings import HERE
 
 SEEDS = range(1000, 1060)
 STEPS = 3
@@ -33,7 +32,7 @@ def random_configuration(seed, widest=128):
 
     widths = [H for H in (64, 64, 96, 128, 160, 192, 256, 320, 512, 768, 1024) if H <= widest]
     H, loss = one_of(*widths), one_of("exact", "exact", "deggs")
-    members, groups = one_of((2, 1), (2, 5), (4, 3), (6, 2), (8, 3), (10, 2), (16, 2), (34, 1), (66, 1))
+    members, groups = one_of((2, 1), (2, 5), (4, 3), (6, 2), (8, 3), (10, 2), (16, 2), (34, 1))
     if H > 320:
         members, groups = min(members, 6), min(groups, 2)
     cfg = egg_config.make(
@@ -143,8 +142,8 @@ def kinds_here():
 def told_by(kind, chosen):
     """{seed: course} of a kind, in a process of its own, because numba compiles for one kind."""
     command = [sys.executable, "-m", "tests.activations_compared", "--kind", kind, *map(str, chosen)]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "tests")])}
-    with subprocess.Popen(command, cwd=HERE, env=environ, stdout=subprocess.PIPE, text=True) as process:
+    environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}    # small products, and every kind has a core
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
         found = {}
         for line in process.stdout:
             seed, told = json.loads(line)
