@@ -250,7 +250,7 @@ class Run:
         then nothing has changed."""
         first, end = self._offsets[step - self.start.step], self._offsets[-1]
         seed = self.seed if step == self.step else Record(*RECORD.unpack(self._pread(RECORD.size, first))).seed
-        origin = self.start.origin and {**self.start.origin, "digest": digest.hex()}
+        origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
         start = Start(step, seed, state.hex(), origin)
         header = _header(self.cfg, start)
         file = write_file(self.directory, FILE, header + self._pread(end - first, first))

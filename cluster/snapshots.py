@@ -246,7 +246,8 @@ class Shelf:
         for match in found:
             self._take(match)
         first = self.files.get(start.step) if start.epoch else None
-        earlier = [match[0] for match in found if first and int(match[1]) <= start.step and match[0] != first]
+        earlier = [match[0] for match in found
+                   if first and int(match[1]) <= start.step and match[0] not in self.files.values()]
         parts = [name for name in names if name.startswith("snapshot-") and name.endswith(".part")]
         for name in [*earlier, *parts] if self.run.owned else ():      # otherwise a part may be an upload in progress
             self.remove(name)
@@ -257,13 +258,23 @@ class Shelf:
             head = read_head(file.read(HEAD_SIZE))
             step, start = head.step, self.run.start
             if (step == int(match[1]) and head.config == config_digest(self.cfg)
-                    and max(1, start.step) <= step <= self.run.step
+                    and (self._begun < step < start.step or max(1, start.step) <= step <= self.run.step)
                     and os.fstat(file.fileno()).st_size == HEAD_SIZE + head.size
-                    and (head.sha256.hex() == start.state if step == start.step and start.state else
-                         head.before == hashlib.sha256(self.run.fitness(step - 1)).digest())):
+                    and (step < start.step or (
+                        head.sha256.hex() == start.state if step == start.step and start.state else
+                        head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()))):
                 self.files[step], self.sha256[step] = match[0], head.sha256
                 if match[2]:
                     self.figures[step] = float(match[2])
+
+    @property
+    def _begun(self):
+        """The step with which this epoch began. With noise on activations the run's history may begin later: of the
+        snapshots between, the best stays."""
+        start = self.run.start
+        if self.cfg.PERTURB == "weights":
+            return start.step
+        return start.origin.get("since", start.step) if start.origin else 0
 
     @property
     def newest(self):

@@ -1,6 +1,8 @@
 """Noise on activations (SPEC 21): both engines against the plain reading, runs and clusters."""
 
 import contextlib
+import functools
+import os
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from compiling import hold_against_cards
 from coordinators import Peer, Server, cluster, until, work_in_thread
 from fakes import Lines
 from model import activations, parameters, reading, rules
+from tools import use
 
 CFG = egg_config.make(
     MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact",
@@ -133,6 +136,26 @@ def test_a_run_is_rebuilt_from_its_first_snapshot(tmp_path):
         engine.load(shelf.state(shelf.newest))
         history.replay(run, engine)
     assert engine.digest() == alone(8).digest()
+
+
+def test_the_best_snapshot_stays_and_one_that_a_kill_left_goes(tmp_path):
+    cfg = CFG.changed(SNAPSHOT_EVERY=2)
+
+    def trained(steps):
+        cluster(tmp_path, engines(1, cfg), steps, cfg, save=True)
+        return sorted(path.name for path in tmp_path.glob("snapshot-*"))
+
+    load = functools.partial(use.load, cfg, tmp_path, threads=1, console=egg_net.Console(Lines()))
+    rated = "snapshot-00000002-1.5000.egg"
+    (tmp_path / trained(6)[0]).rename(tmp_path / rated)
+    best, left, _ = trained(12)
+    assert best == os.readlink(tmp_path / "best.egg") == rated
+    assert load(best=True).digest() == alone(2, cfg).digest()
+    assert load().digest() == alone(12, cfg).digest()
+    data = (tmp_path / left).read_bytes()
+    assert left not in trained(16)
+    (tmp_path / left).write_bytes(data)                      # as if killed before it was removed
+    assert trained(20)[0] == rated and not (tmp_path / left).exists()
 
 
 class LyingEngine:

@@ -49,7 +49,7 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
 def _state(cfg, run, best, warn):
     """The State to begin with: of the newest readable snapshot, else the initial one; `warn` takes lines."""
     shelf = snapshots.Shelf(cfg, run)
-    steps = [shelf.best] if best else sorted(shelf.files, reverse=True)
+    steps = [shelf.best] if best else sorted((s for s in shelf.files if s >= run.start.step), reverse=True)
     if steps == [None]:
         raise UseError(f"{run.directory} has no best snapshot: snapshots are taken every SNAPSHOT_EVERY steps, and "
                        "rated if the step has a validation; leave --best out")
