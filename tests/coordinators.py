@@ -167,7 +167,7 @@ def filled(directory, steps=5, cfg=CFG):
 
 
 def whole(run):
-    return [run.fitness(k) for k in range(run.step)]
+    return [run.fitness(k) for k in range(run.start.step, run.step)]
 
 
 def coordinator_process(directory, port=0, cfg=CFG):

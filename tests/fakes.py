@@ -16,6 +16,11 @@ from model import fitness_digits, parameters, seeds, state_digest
 CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
                       POPULATION_SIZE=128, VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3,
                       AUDIT_RATE=0.0)
+# the same with noise on activations, where a chunk gives a digit for every weight
+ACTIVATIONS = egg_config.make(**{name: getattr(CFG, name) for name in (
+    "HIDDEN_DIM", "N_LAYERS", "SEQ_LEN", "VOCAB_SIZE", "CHUNK_SIZE", "POPULATION_SIZE", "VALIDATE_EVERY",
+    "SAMPLE_EVERY", "SAMPLE_PROMPT", "SAMPLE_TOKENS", "AUDIT_RATE")}, MODEL="gru", PERTURB="activations", GROUP_SIZE=8,
+    LOSS="exact", HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0)
 
 
 def any_fitness(cfg, rng):
@@ -24,7 +29,8 @@ def any_fitness(cfg, rng):
 
 
 class FakeEngine:
-    """Follows the engines' interface; losses depend on seed, member and on all fitness so far."""
+    """Follows the engines' interface; losses (or the digits of a chunk) depend on seed, member and on all fitness so
+    far."""
 
     name = "fake"
 
@@ -53,8 +59,13 @@ class FakeEngine:
         assert first % 2 == count % 2 == 0 and count > 0
         self.evaluated.append((self.step, first, count))
         time.sleep(self.pause)
-        x = seeds.hash32(self.seed + zlib.crc32(self.weights), np.arange(first, first + count, dtype=np.uint64))
-        return (x % 1000).astype(np.int64)
+        seed, size = self.seed + zlib.crc32(self.weights), parameters.n_weights(self.cfg)
+        losses = (seeds.hash32(seed, np.arange(first, first + count, dtype=np.uint64)) % 1000).astype(np.int64)
+        if self.cfg.PERTURB == "weights":
+            return losses
+        digits = (seeds.hash32(seed + first, np.arange(self.cfg.CHUNK_DIGITS)) % 3).astype(np.int8) - np.int8(1)
+        digits[size:] = 0
+        return digits, int(losses.sum())
 
     def begin(self, first, count):
         pass
@@ -63,7 +74,7 @@ class FakeEngine:
         return False
 
     def update(self, fitness):
-        assert fitness.shape == (self.cfg.N_PAIRS,) and fitness.dtype == np.int8
+        assert fitness.shape == (self.cfg.STEP_DIGITS,) and fitness.dtype == np.int8
         digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
         self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
         self.seed, self.step = seeds.next_seed(self.seed, self.step), self.step + 1
@@ -80,8 +91,8 @@ def expected(steps, cfg=CFG, kind=None):
     """([packed fitness of each step], digests) as one engine, of the class `kind`, without a network does it."""
     engine, packed = (kind or FakeEngine)(cfg), []
     for _ in range(steps):
-        losses = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
-        chunks = [fitness_digits.chunk_fitness(x, cfg) for x in losses]
+        found = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
+        chunks = [fitness_digits.chunk_fitness(x, cfg) if cfg.PERTURB == "weights" else x[0] for x in found]
         packed.append(fitness_digits.pack_ternary(np.concatenate(chunks)))
         engine.update(np.concatenate(chunks))
     return packed, engine.state().digests()
@@ -141,6 +152,11 @@ def card(cfg=CFG, **values):
             "config": cfg.saved(), "data": "", **values}
 
 
+def lie(found):
+    """What `evaluate` found, the other way round."""
+    return (-found[0], found[1]) if isinstance(found, tuple) else found[::-1].copy()
+
+
 class Liar(FakeEngine):
     """Evaluates wrongly from some step on."""
 
@@ -149,8 +165,8 @@ class Liar(FakeEngine):
         self.start = start
 
     def evaluate(self, first, count):
-        losses = super().evaluate(first, count)
-        return losses[::-1].copy() if self.step >= self.start else losses
+        found = super().evaluate(first, count)
+        return lie(found) if self.step >= self.start else found
 
 
 class Drifting(FakeEngine):

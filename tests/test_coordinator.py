@@ -21,10 +21,10 @@ from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import fitness_digits, seeds, state_digest
 from maintenance import load
 from tools import train
-from chaos_cluster import chaos
+from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, free_port, refused_by, until,
                           whole, work_in_thread)
-from fakes import CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected
 
 
 # --- what the disk, a kill and chaos do -------------------------------------------------------------------------------
@@ -119,8 +119,9 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
     assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
 
 
-def test_chaos_changes_no_bit(tmp_path):
-    steps, kills = chaos(tmp_path, 1, steps=25, kills=5)
+@pytest.mark.parametrize("cfg", [CHAOS, ACTIVATIONS.changed(**OFTEN)], ids=["weights", "activations"])
+def test_chaos_changes_no_bit(tmp_path, cfg):
+    steps, kills = chaos(tmp_path, 1, steps=25, kills=5, cfg=cfg)
     assert steps >= 25 and kills >= 5
 
 
