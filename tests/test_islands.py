@@ -29,7 +29,7 @@ from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import data_files, fitness_digits, parameters, seeds, state_digest
 from coordinators import Coordinator, Server, caller, free_port, until, work_in_thread
-from fakes import CFG, FakeEngine, Lines, SECRET, any_fitness, differing
+from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, SECRET, any_fitness, differing
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE
 
@@ -489,6 +489,28 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     with pytest.raises(history.HistoryError, match=r"missing or damaged.*mv .*history-\d+.egg"):
         egg_net.run_coordinator(b.cfg, port=0, save_dir=tmp_path / "b", island=gossip.IslandSettings("b", []),
                                 console=egg_net.Console(Lines()))
+
+
+def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_path):
+    """It begins with a snapshot then; a late worker, a restart and a replay lead to the same state."""
+    cfg = ACTIVATIONS.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0)
+    RATES.update({97: 30, 98: 3})
+    with Isle(tmp_path / "a", "a", 30, cfg=cfg, settings=dict(accept=False)) as a, \
+            Isle(tmp_path / "b", "b", 3, [a], cfg=cfg) as b:
+        until(lambda: b.told("merge"))
+        a.stop()
+        until(lambda: b.run.start.epoch and b.run.start.step > b.run.start.origin.get("since", math.inf))
+        late = Learner(b.cfg, 3)
+        b.work(late)
+        until(lambda: late.step > b.run.start.step)
+    start = b.run.start
+    assert start.origin["since"] == b.told("merge")[-1]["step"] < start.step and start.origin["founder"] == "a"
+    with Isle(tmp_path / "b", "b", engine=Learner(b.cfg, 3), cfg=cfg) as again:
+        until(lambda: again.run.step > b.run.step + 12 and again.run.start.step > start.step)
+        again.stop()
+    at_end = replayed(b.cfg, tmp_path / "b", until_step=again.engine.step)
+    assert state_digest.of_state(at_end) == again.engine.digest() and again.engine.step > start.step
+    assert "state at step" not in b.lines.text + again.lines.text        # all replicas stayed equal
 
 
 @pytest.mark.parametrize("constants", [dict(MERGE="recombine"), dict(OPTIMIZER_MERGE="interpolate"),
