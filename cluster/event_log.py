@@ -37,6 +37,7 @@ class Events(contextlib.AbstractContextManager):
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
         self._of_all, self._of_host, self._left_out = Budget(OF_ALL[1], OF_ALL[0]), {}, 0
         self._reports = Budget(0.1, 1)               # lines about events that were left out
+        self._sampled = None                         # (step, texts) of the last sample
         warn, advice, self.files = console.line, "give a --save-dir that can be written", []
         try:
             self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))
@@ -82,12 +83,14 @@ class Events(contextlib.AbstractContextManager):
             self.emit("warning", line, text=line)
 
     def message(self, worker, text, line):
-        """Logs a printable message of a worker. A message that holds a sample becomes a sample event."""
+        """Logs a printable message of a worker. A message that holds a sample becomes a sample event,
+        once where several workers have the chunk that brings it."""
         _, step, *texts = sample_parts(text) or (text, None)
-        if step is not None:
+        if step is not None and (step, texts) != self._sampled:
+            self._sampled = step, texts
             prompt, sample = (x.replace("\u23ce", "\n") for x in texts)
             self.emit("sample", line, worker=worker, step=step, prompt=prompt, text=sample)
-        else:
+        elif step is None:
             self.emit("message", line, worker=worker, text=text)
 
     def close(self):

@@ -57,6 +57,17 @@ def test_no_message_takes_long(text, tmp_path):
     events.close(), run.close()
 
 
+def test_a_sample_that_two_workers_send_is_one_event(tmp_path):
+    """Where chunk 0 is evaluated twice, its worker samples twice."""
+    run = history.open_run(CFG)
+    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines()), tmp_path / "log") as log:
+        for worker, step, text in ("w", 0, "a"), ("v", 0, "a"), ("v", 1, "a"), ("w", 1, "b"):
+            log.message(worker, line := f"sample at step {step}: p >>> {text}", line)
+    run.close()
+    found = [(event["worker"], event["step"], event["text"]) for event in of_kind("sample", events(tmp_path / "log"))]
+    assert found == [("w", 0, "a"), ("v", 1, "a"), ("w", 1, "b")]
+
+
 def test_what_is_a_sample():
     for text, parts in (("  sample at step 5: >>> a: >>> b", ("  sample at step 5: ", 5, ">>> a:", "b")),
                         ("sample at step 5:  >>> b", ("sample at step 5: ", 5, "", "b")),

@@ -117,6 +117,12 @@ def test_the_page_its_state_and_metrics(tmp_path):
         peer.link.close()
 
 
+def test_there_is_no_shift_of_noise_on_activations(tmp_path):
+    with Server(tmp_path, egg_config.load("laptop", environ={}), http=EVERYBODY) as server:
+        assert json.loads(ask(server, "/state.json")[2])["sigma_shift"] is None
+        assert b"egg_sigma_shift" not in ask(server, "/metrics")[2]
+
+
 def test_the_page_tells_of_the_end(tmp_path):
     """While somebody looks, the end is served for a moment; else the coordinator leaves at once."""
     for looks in (True, False):

@@ -202,7 +202,7 @@ class Figures:
 
     def state(self):
         """What the page shows, as a dict for JSON."""
-        coordinator = self.coordinator
+        coordinator, cfg = self.coordinator, self.coordinator.cfg
         status = coordinator.status()
         directory = coordinator.run.directory
         island = status["island"]
@@ -218,7 +218,7 @@ class Figures:
                 "seconds_left": self.seconds_left(), "tokens_per_second": round(self.speed(), 1),
                 "step_seconds": self.step.get("seconds"),
                 **{k: self.step.get(k) for k in ("loss", "learning_rate", "updates")}, "weights": coordinator.n_weights,
-                "sigma_shift": coordinator.cfg.sigma_shift(status["step"]), "sent": self.sent,
+                "sigma_shift": cfg.sigma_shift(status["step"]) if cfg.PERTURB == "weights" else None, "sent": self.sent,
                 "received": self.received, "validation": self.best and self.last_validation, "best": self.best,
                 "references": self.curve.references, "unit": self.curve.unit,
                 "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
