@@ -310,3 +310,24 @@ def test_what_is_made_once_is_no_time_of_a_step():
             time.sleep(0.5 if self.calls == 1 else count / 1000)
 
     assert 100 < train.members_a_second(egg_config.make(CHUNK_SIZE=4096), Engine()) < 1010
+
+
+def test_a_worker_without_the_state_of_the_run_has_no_final():
+    """After an early Ctrl-C: step 0 of the continued run would stand in its log."""
+    def child(step):
+        told = [("final", train.Final(step, 9.6, None, None))]
+        gone = types.SimpleNamespace(send=lambda word: (_ for _ in ()).throw(BrokenPipeError))
+        return types.SimpleNamespace(ready="cpu", pipe=gone, reports=lambda: told,
+                                     process=types.SimpleNamespace(is_alive=iter((True, True, False)).__next__))
+
+    training = train.Training.__new__(train.Training)
+    training.coordinator = types.SimpleNamespace(dismiss=lambda: None, poll=lambda seconds: None,
+                                                 progress=types.SimpleNamespace(first_step=1300))
+    training.children = [child(0), child(1300)]
+    assert training.final().step == 1300
+
+
+def test_a_worker_whose_parent_has_gone_says_nothing(monkeypatch):
+    pipe = types.SimpleNamespace(send=lambda report: (_ for _ in ()).throw(BrokenPipeError))
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    train._worker_process("cpu", egg_config.make(INPUT_FILE="none"), 1, 1, False, None, None, pipe)

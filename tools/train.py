@@ -152,7 +152,8 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
     except (EOFError, BrokenPipeError):
         pass                                        # the parent has ended, or needs no Final
     except EggError as error:
-        pipe.send(("error", str(error)))
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send(("error", str(error)))
 
 
 class Child:
@@ -240,16 +241,17 @@ class Training:
         child.start()
 
     def final(self):
-        """The Final of the first worker that is alive, None without one."""
+        """The Final of the first worker that is alive and has come to the state of the run, None without one."""
         for child in self.children:
             if child.ready and child.process.is_alive():
-                child.pipe.send("finish")
+                with contextlib.suppress(BrokenPipeError):
+                    child.pipe.send("finish")
                 until = time.monotonic() + FINAL_SECONDS
                 while child.process.is_alive() and time.monotonic() < until:
                     self.coordinator.dismiss()               # also a worker that came too late
                     self.coordinator.poll(0.05)              # the page is still served
                     for kind, value in child.reports():
-                        if kind == "final":
+                        if kind == "final" and value.step >= self.coordinator.progress.first_step:
                             return value
         return None
 
