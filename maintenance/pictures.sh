@@ -44,7 +44,7 @@ page() {
         sleep 1
     done
     nice chromium --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
-        --user-data-dir="$work/browser" --window-size=1185,1560 --virtual-time-budget=4000 \
+        --user-data-dir="$work/browser" --window-size=1185,1604 --virtual-time-budget=4000 \
         --screenshot="$root/docs/live-page.png" http://localhost:8765/ 2>browser.log
     kill $run
     wait $run || true
@@ -53,7 +53,7 @@ page() {
 plot() {
     "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 --save-dir soft-targets >plot.log 2>&1
     "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 -D SOFT_TARGETS= --save-dir one-target >plot.log 2>&1
-    "${egg[@]}" plot soft-targets one-target --out "$root/docs/plot.png"
+    "${egg[@]}" plot soft-targets one-target --log --out "$root/docs/plot.png"
 }
 
 islands() {
@@ -62,9 +62,10 @@ islands() {
     "${egg[@]}" plot north south east west --x steps --out "$root/docs/islands.png"
 }
 
-# validations RUN NAME: the validations of a run as a curve of this name
+# validations RUN NAME: the validations of a run as a curve of this name, beside the references of their common text
 validations() {
-    grep '"event": "\(references\|validation\)"' "$1/events.jsonl" >"$2.jsonl"
+    grep -h '"event": "references"' one-population/events.jsonl >"$2.jsonl"
+    grep -h '"event": "validation"' "$1/events.jsonl" >>"$2.jsonl"
 }
 
 # equal work: 601 steps of 1,024 members in all
@@ -85,7 +86,7 @@ worth() {
     for setup in one-population */[1-8]; do
         echo "$setup: $(grep '"event": "validation"' "$setup/events.jsonl" | grep '"step": 600,')"
     done
-    "${egg[@]}" plot "one population.jsonl" "1 of 8 islands, "*.jsonl --x steps --out "$root/docs/islands-worth.png"
+    "${egg[@]}" plot "one population.jsonl" "1 of 8 islands, "*.jsonl --x steps --log --out "$root/docs/islands-worth.png"
 }
 
 for part in "$@"; do
