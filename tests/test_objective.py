@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -133,6 +134,8 @@ def reward(completions, answer, **kwargs):
     ("def reward(completions)\n    pass\n", "own.py:1: expected ':'"),
     ("import nowhere\n", "ModuleNotFoundError: No module named 'nowhere'"),
     ("x = 1\n", "has no function reward"),
+    ("x = '\0'\n", "own.py:1: source code .*null bytes"),
+    ("import sys\nsys.exit(0)\n", "SystemExit: 0: it must run by itself"),
     (LETTERS + "STOP = 3\n", "STOP = 3: must be a text"),
     (LETTERS + "TOKENS = 0\n", "TOKENS = 0: must be a number from 1"),
     (LETTERS + "DATA = [{'text': 'x'}]\n", "DATA is to be a list of dicts"),
@@ -154,6 +157,12 @@ def test_what_a_file_does_wrong_is_one_line(judged, text, words):
         own.write = 6
         own.rewards(cpu_engine.CpuEngine(cfg, TOKENS, threads=1), 0, 3, lambda: None)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, why", [("none.py", "No such file or directory"), (".", "Is a directory")])
+def test_a_file_that_cannot_be_read_is_named_as_it_was_given(name, why):
+    with pytest.raises(objective.ObjectiveError, match=f"^{re.escape(name)}: {why}: name a Python file$"):
+        objective.read(name)
 
 
 def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, tmp_path):

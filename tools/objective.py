@@ -37,14 +37,16 @@ class ObjectiveError(EggError):
 
 def read(path):
     """{name: value}: what the file defines. Raises ObjectiveError for one that has an error or no function reward."""
+    with explained(ObjectiveError, path, "name a Python file"), open(path, "rb"):
+        pass
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
         found = runpy.run_path(path)
     except OSError as error:
         raise ObjectiveError(f"{path}: {_said(error)}") from None
     except SyntaxError as error:
-        raise ObjectiveError(f"{path}:{error.lineno}: {error.msg}") from None
-    except Exception as error:
+        raise ObjectiveError(f"{path}:{error.lineno or 1}: {error.msg}") from None
+    except (Exception, SystemExit) as error:
         raise ObjectiveError(f"{path}: {_said(error)}: it must run by itself, as `python {path}` does") from None
     finally:
         del sys.path[0]
