@@ -393,7 +393,9 @@ def eval_(cfg, args):
       python egg.py eval --load-dir ckpt --best other.txt
       python egg.py eval --load-dir ckpt --objective examples/words.py"""
     from tools import use
-    if args.objective:
+    if args.objective is not None:
+        if args.file or args.tokens:
+            raise egg_config.UsageError("--objective brings its own prompts: leave FILE and --tokens out")
         return use.evaluate_objective(cfg, load(cfg, args), args.objective, Printer())
     use.evaluate(cfg, load(cfg, args), args.file, args.tokens, Printer())
 
@@ -704,7 +706,7 @@ def main(argv=None, program=EGG):
 
 def objective_of(args):
     """(file, its SHA-256, whether it begins a run) of --objective, None without."""
-    if args.function is not eval_ and (path := vars(args).get("objective")):
+    if args.function is not eval_ and (path := vars(args).get("objective")) is not None:
         advice = "give --objective the path of a Python file"
         with egg_config.explained(EggError, path, advice), open(path, "rb") as file:
             return path, hashlib.sha256(file.read()).hexdigest(), not args.run

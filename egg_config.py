@@ -498,7 +498,7 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
         if name in DETERMINING and value != values[name]:
-            differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name])}")
+            differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name]) or 'unset'}")
     if differ:
         differences = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
                                 for source, texts in differ.items())

@@ -86,7 +86,8 @@ worth() {
     for setup in one-population */[1-8]; do
         echo "$setup: $(grep '"event": "validation"' "$setup/events.jsonl" | grep '"step": 600,')"
     done
-    "${egg[@]}" plot "one population.jsonl" "1 of 8 islands, "*.jsonl --x steps --log --out "$root/docs/islands-worth.png"
+    "${egg[@]}" plot "one population.jsonl" "1 of 8 islands, "*.jsonl --x steps --log \
+        --out "$root/docs/islands-worth.png"
 }
 
 for part in "$@"; do

@@ -161,7 +161,7 @@ def test_what_a_file_does_wrong_is_one_line(judged, text, words):
 
 @pytest.mark.parametrize("name, why", [("none.py", "No such file or directory"), (".", "Is a directory")])
 def test_a_file_that_cannot_be_read_is_named_as_it_was_given(name, why):
-    with pytest.raises(objective.ObjectiveError, match=f"^{re.escape(name)}: {why}: name a Python file$"):
+    with pytest.raises(objective.ObjectiveError, match=f"^{re.escape(name)}: {why}: give --objective the path"):
         objective.read(name)
 
 
@@ -245,6 +245,12 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     assert "own.py: reward raised ValueError: no such thing, for the prompt" in said and "Traceback" not in said
     assert "give --save-dir DIR" in run("train", "--objective", "own.py", "--load-dir", "ckpt", status=2)
     assert "no.py: No such file" in run("train", "--objective", "no.py", "--save-dir", "x", status=1)
+    assert "give --objective the path" in run("train", "--objective", "", "--steps", "1", status=1)
+    for more in (["own.txt"], ["--tokens", "5"]):
+        said = run("eval", "--load-dir", "ckpt", "--objective", "own.py", *more, status=2)
+        assert "leave FILE and --tokens out" in said
+    said = run("train", "--objective", "own.py", "--save-dir", "ckpt", status=2)
+    assert "there it is unset; leave that out" in said
 
 
 @pytest.mark.parametrize("name", ["words", "sums"])

@@ -37,7 +37,7 @@ class ObjectiveError(EggError):
 
 def read(path):
     """{name: value}: what the file defines. Raises ObjectiveError for one that has an error or no function reward."""
-    with explained(ObjectiveError, path, "name a Python file"), open(path, "rb"):
+    with explained(ObjectiveError, path, "give --objective the path of a Python file"), open(path, "rb"):
         pass
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
