@@ -7,6 +7,7 @@ to this process, the driver: they end with it, and the same command continues fr
 
 import collections
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -30,12 +31,14 @@ from model import data_files
 try:
     import ray
     from ray.util import metrics
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ModuleNotFoundError as missing:
     raise EggError(f"{missing.name} is missing: pip install -r requirements/ray.txt") from None
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NOT_CARRIED = [".git", ".venv", "/tests", "/docs", "*.bin", "/ckpt*"]       # data travels as objects
 CONNECT_SECONDS = 10.0
+MOST_PATH = 26             # bytes of a directory in which the paths of Ray's sockets are not too long (107)
 POLL_SECONDS = 0.25        # between two requests for news of the coordinator
 NODES_SECONDS = 2.0        # between two searches for new nodes
 WAIT_MINUTES = 5.0         # limit for resources of the first worker
@@ -51,9 +54,11 @@ class RayError(EggError):
     """About the Ray cluster, or an actor on it."""
 
 
-def connect(address):
-    """Connects this process to a cluster. address: "auto" or None (RAY_ADDRESS, or a cluster on this machine), "local"
-    (a new one, which ends with this process) or HOST:PORT. Raises RayError."""
+@contextlib.contextmanager
+def connected(address):
+    """A block in which this process is connected to a cluster. address: "auto" or None (RAY_ADDRESS, or a cluster on
+    this machine), "local" (a new one, which ends with the block) or HOST:PORT. Raises RayError, also for a node where
+    another user could replace the code that Ray unpacks."""
     address = address or "auto"
     if address.startswith("ray://"):
         raise UsageError(f"--address {address}: the driver must run inside the cluster: run the command on a node, or "
@@ -61,15 +66,65 @@ def connect(address):
     host, colon, port = address.rpartition(":")
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env", {})
     environment = None if "working_dir" in job else {"working_dir": ROOT, "excludes": NOT_CARRIED}
+    start = functools.partial(ray.init, address, log_to_driver=False, logging_level=logging.ERROR)
     os.environ["RAY_COLOR_PREFIX"] = "0"
-    try:
-        if colon:                    # Ray itself would try for minutes
-            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-        ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR,
-                 include_dashboard=False if address == "local" else None)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise RayError(f"no Ray cluster to use at --address {address} ({one_line(str(error), 200)}): start one with "
-                       "`ray start --head`, or give --address local for one on this machine") from None
+    with contextlib.ExitStack() as stack:
+        try:
+            if address == "local":
+                start = functools.partial(start, _temp_dir=private_directory(stack), include_dashboard=False)
+            stack.callback(disconnect)
+            if address == "local":
+                os.environ.setdefault("RAY_AUTH_TOKEN", os.urandom(32).hex())    # or every local user may give it jobs
+            else:
+                if colon:            # Ray itself would try for minutes
+                    socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+                start()              # without our code
+                check_nodes()
+                ray.shutdown()
+            start(runtime_env=environment)
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise RayError(f"no Ray cluster to use at --address {address} ({one_line(str(error), 200)}): start one "
+                           "with `ray start --head`, or give --address local for one on this machine") from None
+        yield
+
+
+def disconnect():
+    rest = io.StringIO()                                     # Ray repeats reports here whose first lines were shown
+    with contextlib.redirect_stdout(rest), contextlib.redirect_stderr(rest):
+        ray.shutdown()
+
+
+def private_directory(stack):
+    """A path for Ray's files that no other user reaches, until `stack` closes. Ray lets everybody write into its
+    directories, so they lie in one of mode 0700. Raises RayError."""
+    place = tempfile.gettempdir()
+    private = stack.enter_context(tempfile.TemporaryDirectory(
+        prefix="egg-", dir=place if len(place) <= MOST_PATH else "/tmp", ignore_cleanup_errors=True))
+    refuse_replaceable("this machine", os.getuid(), auth.way(private))
+    return os.path.join(private, "ray")
+
+
+def check_nodes():
+    """Raises RayError where another user of a node could replace what Ray unpacks there."""
+    way = auth.way
+
+    def look():
+        from ray._private import worker
+        return os.getuid(), way(worker._global_node.get_runtime_env_dir_path())
+
+    ray.cloudpickle.register_pickle_by_value(auth)           # the nodes do not have our modules yet
+    for node in ray.nodes():
+        if node["Alive"]:
+            place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            asked = ray.remote(look).options(num_cpus=0, scheduling_strategy=place).remote()
+            refuse_replaceable(f"Ray node {node['NodeManagerAddress']}", *ray.get(asked))
+    ray.cloudpickle.unregister_pickle_by_value(auth)
+
+
+def refuse_replaceable(where, user, way):
+    if found := auth.replaceable(user, way):
+        raise RayError(f"on {where} other users may replace the code of a run, which Ray unpacks in {way[-1][0]} (see "
+                       f"{found}): `mkdir -m 700 ~/ray` there, and start Ray with --temp-dir ~/ray/tmp")
 
 
 def absolute(directory):
@@ -267,8 +322,7 @@ def train(cfg, args, secret, http, console):
     load_dir, log_json, tensorboard = (path and os.path.abspath(path)
                                        for path in (args.load_dir, args.log_json, args.tensorboard))
     data_files.open_tokens(cfg, cfg.INPUT_FILE)              # an error is reported once, not by every node
-    connect(args.address)
-    try:
+    with connected(args.address):
         files = {name: ray.put(np.fromfile(getattr(cfg, name), np.uint8)) for name in egg_config.DATA_FILES
                  if os.path.isfile(getattr(cfg, name))}
         cfg = cfg.changed(**{name: os.path.abspath(getattr(cfg, name)) for name in files})
@@ -290,10 +344,6 @@ def train(cfg, args, secret, http, console):
         console.line(summary)
         if validations:
             console.line("validation: {1:.3f} {2} at step {0}".format(*validations[-1]))
-    finally:
-        rest = io.StringIO()                                 # Ray repeats reports here whose first lines were shown
-        with contextlib.redirect_stdout(rest), contextlib.redirect_stderr(rest):
-            ray.shutdown()
     return save_dir
 
 

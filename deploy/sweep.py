@@ -184,18 +184,16 @@ def sweep(path, preset, defines, directory, address):
     count = table.samples * math.prod(len(v) for v in table.constants.values() if isinstance(v, list))
     os.environ |= {"TUNE_DISABLE_SIGINT_HANDLER": "1", "RAY_AIR_NEW_OUTPUT": "0"}
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)         # Progress has a line for each error
-    cluster.connect(address)
-    try:
+    with cluster.connected(address):
         if not any(node["CPU"] >= table.cpus and node["GPU"] >= table.gpus for node in cluster.nodes()):
             raise cluster.RayError(f"no node has the {table.cpus} CPUs and {table.gpus} GPUs of a trial: set cpus and "
                                    "gpus in the table, or add a node")
-        tuner = make_tuner(trainable, table, directory, count, functools.partial(title, names=names))
-        with interruptible() as stopped:
-            results = tuner.fit()
-    except (ray.exceptions.RayError, tune.TuneError) as error:
-        raise cluster.RayError(f"{cluster.problem(error)}; the same command continues") from None
-    finally:
-        ray.shutdown()
+        try:
+            tuner = make_tuner(trainable, table, directory, count, functools.partial(title, names=names))
+            with interruptible() as stopped:
+                results = tuner.fit()
+        except (ray.exceptions.RayError, tune.TuneError) as error:
+            raise cluster.RayError(f"{cluster.problem(error)}; the same command continues") from None
     if stopped:
         print("interrupted: the same command continues")
     ranked = rank(directory, names)

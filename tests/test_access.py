@@ -368,3 +368,19 @@ def test_the_key_of_a_user_stays_and_is_private(tmp_path, monkeypatch):
     assert auth.user_key() != auth.user_key()
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     assert len(auth.user_key()) == 32
+
+
+@pytest.mark.parametrize("modes, found", [
+    ((0o1777, 0o755, 0o755), None), ((0o1777, 0o755, 0o1777), 2), ((0o777, 0o700, 0o777), 0), ((0o755, 0o770, 0o700), 1),
+    ((0o1777, 0o700, 0o777), None), ((0o755, 0o711, 0o777), 2), ((0o1777, 0o1777, 0o755), None)])
+def test_what_others_may_replace(modes, found):
+    way = [(f"/{k}", 7, mode) for k, mode in enumerate(modes)]
+    assert auth.replaceable(7, way) == (None if found is None else f"/{found}")
+    assert auth.replaceable(8, way) == "/0" and auth.replaceable(7, [("/", 0, 0o1777)]) == "/"
+
+
+def test_a_way_follows_links(tmp_path):
+    (tmp_path / "a").mkdir(mode=0o750)
+    (tmp_path / "b").symlink_to("a")
+    (path, user, mode), first = auth.way(tmp_path / "b")[-1], auth.way(tmp_path / "b")[0]
+    assert (path, user, mode & 0o777) == (str(tmp_path / "a"), os.getuid(), 0o750) and first[0] == "/"

@@ -58,6 +58,7 @@ def ray_cluster():
         try:
             for _ in range(2):
                 cluster.add_node(num_cpus=1)
+            cluster.root = root
             yield cluster
         finally:
             cluster.shutdown()
@@ -177,6 +178,27 @@ def test_a_killed_driver_and_an_interrupted_one_go_on(place, three_nodes):
     assert driver.returncode == 0 and "continue it: " in said and "Traceback" not in said, said
     (step, ours), plain = digests(run, place / "plain")
     assert step >= 20 and (step, ours) == plain
+
+
+def test_nobody_else_can_replace_the_code_of_a_run(place, three_nodes, monkeypatch):
+    os.chmod(three_nodes.root, 0o755)                        # below, Ray lets everybody write
+    refused = drive(place, three_nodes, place / "open", *DEFINES)
+    said = refused.communicate(timeout=120)[0]
+    os.chmod(three_nodes.root, 0o700)
+    assert refused.returncode == 1 and "other users may replace" in said and said.count("\n") == 1, said
+    assert not (place / "open").exists()
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        os.chmod(root, 0o755)
+        monkeypatch.setenv("TMPDIR", root)
+        run = place / "local"
+        driver = egg(place, "ray", "--address", "local", "--save-dir", run, "--cpus", 1, "--port", 0, *DEFINES)
+        wait_for(driver, lambda: step_of(run) >= 10)
+        [private] = pathlib.Path(root).glob("egg-*")
+        assert private.stat().st_mode & 0o777 == 0o700 and [*private.glob("ray/session_*/runtime_resources")]
+        driver.send_signal(signal.SIGINT)
+        said = driver.communicate()[0]
+        assert driver.returncode == 0 and not private.exists(), said
 
 
 @pytest.mark.parametrize("arguments, status, words", [
