@@ -113,12 +113,12 @@ def check_nodes():
         return os.getuid(), way(worker._global_node.get_runtime_env_dir_path())
 
     ray.cloudpickle.register_pickle_by_value(auth)           # the nodes do not have our modules yet
-    for node in ray.nodes():
-        if node["Alive"]:
-            place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked = ray.remote(look).options(num_cpus=0, scheduling_strategy=place).remote()
-            refuse_replaceable(f"Ray node {node['NodeManagerAddress']}", *ray.get(asked))
+    asked = {ray.remote(look).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(
+        node["NodeID"], soft=False)).remote(): node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     ray.cloudpickle.unregister_pickle_by_value(auth)
+    for reference, address in asked.items():
+        with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError):       # it is gone
+            refuse_replaceable(f"Ray node {address}", *ray.get(reference))
 
 
 def refuse_replaceable(where, user, way):

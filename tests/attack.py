@@ -1,11 +1,15 @@
 """Floods on a coordinator, over loopback: `python tests/attack.py [KIND ...] [--seconds N]`.
 
-A coordinator process serves one honest worker that takes 2 ms for a chunk. Another process floods it. Prints for each
-kind: steps/s and CPU of the coordinator before, during and after; the longest time that a worker which arrives
-meanwhile needs to be let in; the most memory of the coordinator; bytes written to the save directory."""
+A coordinator process serves honest workers, each of its own host, that take 2 ms for a chunk. Another process floods
+it. Prints for each kind: steps/s and CPU of the coordinator before, during and after; the longest time that an honest
+worker was without an answer, and that a worker which arrives meanwhile needs to be let in; the most memory of the
+coordinator; what the flood left in the save directory; how many of the snapshots that were due were kept."""
 
 import argparse
 import contextlib
+import functools
+import itertools
+import json
 import pathlib
 import random
 import re
@@ -20,16 +24,35 @@ import time
 HERE = pathlib.Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "tests")]
 
-from cluster import wire                                                             # noqa: E402
+from cluster import admission, history, snapshots, wire                   # noqa: E402
 from cluster.link import OldCoordinator                                              # noqa: E402
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, V2  # noqa: E402
 from egg_config import EggError                                                      # noqa: E402
 from coordinators import Peer2, caller
 from fakes import GOOD, changed                                                 # noqa: E402
 from maintenance import load                                                         # noqa: E402
+from model import parameters, state_digest                                           # noqa: E402
 
-CFG = changed(SNAPSHOT_EVERY=0, VALIDATE_EVERY=0, POPULATION_SIZE=256)
+CFG = changed(SNAPSHOT_EVERY=32, VALIDATE_EVERY=0, POPULATION_SIZE=256)
 GONE = OSError, EggError, OldCoordinator
+ONE_AT_A_TIME = threading.Lock()                                 # see `caller`
+
+
+@functools.lru_cache(4)
+def state(step, seed):
+    """What all here say that the state is, which nobody computes."""
+    return parameters.initial_state(CFG)._replace(step=step, seed=seed)
+
+
+@functools.lru_cache(64)
+def digest(step, seed):
+    due = step % CFG.SNAPSHOT_EVERY == 0
+    return state_digest.of_state(state(step, seed)) if due else step.to_bytes(wire.DIGEST, "little")
+
+
+def arrive(host, port, name):
+    with ONE_AT_A_TIME:
+        return caller(host, port, CFG, name=name)
 
 
 # --- floods: each is called again and again, with what it returned ---------------------------------------------------
@@ -133,23 +156,29 @@ def logs(port, _, held):
 def slow_walk(port, _, walkers):
     """Six workers of another host: each takes 1.4 times the time that it usually took, so that none is ever late."""
     if walkers is None:
-        walkers = [Walker(port) for _ in range(6)]
+        walkers = [Walker(port, "127.0.0.2", "walker") for _ in range(6)]
         [walker.start() for walker in walkers]
     time.sleep(0.05)
     return walkers
 
 
+def takes_a_chunk(peer):
+    """(step, first member) of a chunk that a peer is handed at once, None where the run was faster than it."""
+    step = seed = 1 << 40                                        # the answer to which says the present ones
+    for _ in range(9):
+        peer.ask(step, digest(step, seed))
+        answer = peer.answer(0.02)
+        if (answer.step, answer.packed) == (step, b""):
+            return step, answer.first
+        step, seed = answer.step, answer.seed
+    return None
+
+
 def holders(port, _, peers):
     """Twenty connections that take a chunk, hold it for 50 ms, leave and come again."""
-    peers = peers or []
-    peer, step = Peer2(port, CFG, name="holder"), 1 << 40        # the answer to which says the present step
+    peers, peer = peers or [], Peer2(port, CFG, name="holder")
     with contextlib.suppress(TimeoutError):                      # it has to wait
-        for _ in range(9):
-            peer.ask(step, step.to_bytes(16, "little"))
-            answer = peer.answer(0.02)
-            if (answer.step, answer.packed) == (step, b""):
-                break
-            step = answer.step
+        takes_a_chunk(peer)
     peers.append((time.monotonic() + 0.05, peer))
     while len(peers) > 20 or peers and peers[0][0] < time.monotonic():
         peers.pop(0)[1].link.close()
@@ -165,13 +194,48 @@ def readers(port, _, held):
     return held
 
 
+def uploads(port, _, peers):
+    """Workers that do a chunk, so that they are not in doubt, and leave instead of sending the snapshot that is wanted,
+    or hold it back for 50 ms."""
+    peers, peer = peers or [], Peer2(port, CFG, name="taker")
+    with contextlib.suppress(TimeoutError):
+        if chunk := takes_a_chunk(peer):
+            peer.result(*chunk)
+            takes_a_chunk(peer)
+    peers.append((time.monotonic() + random.choice((0, 0.05)), peer))
+    while len(peers) > 20 or peers and peers[0][0] < time.monotonic():
+        peers.pop(0)[1].link.close()
+    return peers
+
+
+def warnings(port, _, number):
+    """Under one new name after another: a wrong state, which is rebuilt to another wrong one; a wrong chunk; a frame
+    that cannot be right. Each makes a warning or a refusal, the first a ban."""
+    number = itertools.count() if number is None else number
+    peer = Peer2(port, CFG, name=f"liar {next(number)} " + "x" * 40)
+    with contextlib.closing(peer.link), contextlib.suppress(TimeoutError):
+        peer.ask(1 << 40)
+        answer = peer.answer(0.05)
+        how = random.choice(("state", "state", "chunk", "frame"))
+        if how == "state":
+            for k in range(3):
+                peer.ask(answer.step, random.randbytes(16))
+                peer.next(wire.REBUILD, wire.JOB_RESPONSE, timeout=0.05)
+        elif how == "chunk":
+            peer.result(answer.step, 32)
+        else:
+            peer.link.send(wire.frame(wire.RESULT, 0, answer.step, 0, 0, 1 << 62, 1, b"x", version=V2))
+        peer.silent(0.01)
+    return number
+
+
 def nothing(*_):
     """To compare with: a process that only computes."""
     sum(range(100_000))
 
 
 FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, blanks, http, pages, logs, slow_walk,
-                                  holders, readers)}
+                                  holders, readers, warnings, uploads)}
 
 
 def flood(kind, port, page, seconds):
@@ -188,46 +252,50 @@ def flood(kind, port, page, seconds):
 # --- the honest ------------------------------------------------------------------------------------------------------
 
 class Honest(threading.Thread):
-    """A worker that takes 2 ms for a chunk. step: of the run."""
+    """A worker that takes 2 ms for a chunk. step: of the run; lost: connections; longest: seconds without an answer
+    since that was 0."""
 
-    def __init__(self, port):
-        super().__init__(daemon=True)
-        self.port = port
-        self.step = 0
-        self.stop = False
-        self.lost = 0
+    def __init__(self, port, host="127.0.0.1", name="honest"):
+        super().__init__(daemon=True, name=name)
+        self.port, self.host = port, host
+        self.step = self.lost = self.longest = 0
+        self.stop, self.heard = False, time.monotonic()
 
     def run(self):
         while not self.stop:
-            with contextlib.suppress(*GONE):
-                self.serve(self.arrive())
-            self.lost += not self.stop
+            try:
+                with contextlib.closing(arrive(self.host, self.port, self.name).link) as link:
+                    self.serve(link)
+            except GONE:
+                self.lost += not self.stop
 
-    def serve(self, peer):
-        step, out = self.step, b""
+    def serve(self, link):
+        step, seed, out = self.step, CFG.ISLAND_SEED, b""
         while not self.stop:
-            peer.link.send(out + peer.link.frame(JOB_REQUEST, 0, step, 0, step.to_bytes(16, "little")))
-            answer = peer.link.unpack_response(peer.link.next(JOB_RESPONSE))
-            step, position, packed = answer.step, answer.first, answer.packed
-            self.step, out = max(step, self.step), b""
-            if not packed:
+            link.send(out + link.frame(JOB_REQUEST, 0, step, 0, digest(step, seed)))
+            while (frame := link.any_of((JOB_RESPONSE, wire.SNAPSHOT_WANTED, wire.HASH_WANTED))).opcode != JOB_RESPONSE:
+                self.send_state(link, frame.opcode, step, seed)
+            answer, now = link.unpack_response(frame.payload), time.monotonic()
+            self.longest, self.heard = max(self.longest, now - self.heard), now
+            step, seed, out = answer.step, answer.seed, b""
+            self.step = max(step, self.step)
+            if not answer.packed and answer.first != wire.NOTHING:
                 self.compute()
-                out = peer.link.frame(wire.RESULT, 0, step, position, 0, 5, len(GOOD), GOOD)
+                out = link.frame(wire.RESULT, 0, step, answer.first, 0, 5, len(GOOD), GOOD)
 
-
-    def arrive(self):
-        return Peer2(self.port, CFG, name="honest")
+    def send_state(self, link, opcode, step, seed):
+        if opcode == wire.HASH_WANTED:
+            return link.send(link.frame(wire.STATE_HASH, step, snapshots.state_hash(state(step, seed))))
+        body = snapshots.pack(state(step, seed))
+        for offset in range(0, len(body), wire.BLOCK):
+            link.send(link.frame(wire.SNAPSHOT_DATA, step, len(body), offset, body[offset:offset + wire.BLOCK]))
 
     def compute(self):
         time.sleep(0.002)
 
 
 class Walker(Honest):
-    usual, one_at_a_time = 0.002, threading.Lock()
-
-    def arrive(self):
-        with self.one_at_a_time:                                 # see `caller`
-            return caller("127.0.0.2", self.port, CFG, name="walker")
+    usual = 0.002
 
     def compute(self):
         time.sleep(took := 1.4 * self.usual)
@@ -246,7 +314,7 @@ class Newcomer(threading.Thread):
             began, pause = time.monotonic(), 0.1
             while not self.stop:
                 try:
-                    Peer2(self.port, CFG, name="newcomer").link.close()
+                    arrive("127.0.0.1", self.port, "newcomer").link.close()
                     break
                 except GONE:
                     time.sleep(pause * random.uniform(0.5, 1))
@@ -255,9 +323,16 @@ class Newcomer(threading.Thread):
             time.sleep(0.3)
 
 
-def attack(kind, seconds):
-    """dict of what the flood did."""
+def snapshots_of(directory):
+    """{step} of the snapshots that were kept at some time."""
+    lines = (directory / history.EVENTS).read_text().splitlines()
+    return {event["step"] for event in map(json.loads, lines) if event["event"] == "snapshot"}
+
+
+def attack(kind, seconds, workers):
+    """dict of what the flood did. workers: number of honest ones."""
     with tempfile.TemporaryDirectory() as place:
+        place = pathlib.Path(place)
         constants = [f"-D{name}={value}" for name, value in CFG.constants().items()
                      if name in ("HIDDEN_DIM", "HEAD_DIM", "N_LAYERS", "SEQ_LEN", "VOCAB_SIZE", "CHUNK_SIZE",
                                  "POPULATION_SIZE", "VALIDATE_EVERY", "SNAPSHOT_EVERY", "AUDIT_RATE")]
@@ -267,45 +342,57 @@ def attack(kind, seconds):
             port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
             page = int(re.search(r":(\d+)/", process.stdout.readline())[1])
             threading.Thread(target=process.stdout.read, daemon=True).start()
-            honest, newcomer = Honest(port), Newcomer(port)
-            honest.start()
+            honest = [Honest(port, f"127.0.0.{10 + k}", f"honest {k}") for k in range(workers)]
+            newcomer = Newcomer(port)
+            [one.start() for one in honest]
             time.sleep(1)
-            rates, did, used = [], "0", []
+            rates, did, used, absent, steps = [], "0", [], [], []
             for phase in range(3):
                 if phase == 1:
                     newcomer.start()
                     flooding = subprocess.Popen([sys.executable, __file__, "--flood", kind, str(port), str(page),
                                                  "--seconds", str(seconds)], stdout=subprocess.PIPE, text=True)
                     time.sleep(1)                                # it takes a moment to start
-                before, began, cpu = honest.step, time.monotonic(), load.cpu_seconds(process.pid)
+                for one in honest:
+                    one.longest = 0
+                before, began, cpu = (max(one.step for one in honest), time.monotonic(),
+                                      load.cpu_seconds(process.pid))
                 time.sleep(seconds - 1.5 if phase == 1 else seconds / 3)
-                took = time.monotonic() - began
-                rates.append((honest.step - before) / took)
+                took, now = time.monotonic() - began, max(one.step for one in honest)
+                steps.append(range(before, now))
+                rates.append((now - before) / took)
                 used.append((load.cpu_seconds(process.pid) - cpu) / took)
+                absent.append(max(max(one.longest, time.monotonic() - one.heard) for one in honest))
                 if phase == 1:
                     did = flooding.communicate()[0].strip()
                     newcomer.stop = True
-            honest.stop = True
+            for one in honest:
+                one.stop = True
             status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
             alive = process.poll() is None
-            written = sum(f.stat().st_size for f in pathlib.Path(place).iterdir() if f.is_file())
+            written = sum(f.stat().st_size for f in place.iterdir() if f.is_file())
+            banned = place / admission.BANNED_FILE
+            due = [{step for step in of if step and step % CFG.SNAPSHOT_EVERY == 0} for of in steps]
+            kept = [f"{len(of & snapshots_of(place))} of {len(of)}" for of in due]
         finally:
             process.kill()
             process.wait()
-    return {"kind": kind, "rounds": int(did), "steps/s": [round(rate, 1) for rate in rates],
-            "CPU %": [round(100 * x) for x in used], "let in within s": round(newcomer.longest, 2),
-            "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10, "MB written": round(written / 1e6, 2),
-            "honest worker lost": honest.lost, "alive": alive}
+        return {"kind": kind, "honest": workers, "rounds": int(did), "steps/s": [round(rate, 1) for rate in rates],
+                "CPU %": [round(100 * x) for x in used], "absent s": [round(x, 2) for x in absent],
+                "let in within s": round(newcomer.longest, 2), "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10,
+                "MB written": round(written / 1e6, 2), "bans written": banned.read_text().count("\n") if
+                banned.exists() else 0, "snapshots": kept, "lost": sum(one.lost for one in honest), "alive": alive}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", help=f"of {', '.join(FLOODS)} (default: all)")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each flood")
+    parser.add_argument("--honest", type=int, default=2, help="number of honest workers")
     parser.add_argument("--flood", nargs=3, metavar=("KIND", "PORT", "PAGE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.flood:
         flood(args.flood[0], int(args.flood[1]), int(args.flood[2]), args.seconds)
     else:
         for kind in args.kinds or FLOODS:
-            print(attack(kind, args.seconds), flush=True)
+            print(attack(kind, args.seconds, args.honest), flush=True)
