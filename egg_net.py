@@ -463,7 +463,7 @@ class RemoteWorker(Role):
             coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
         elif opcode == wire.REWARD and self.version == V2:
             coordinator.take_reward(self, *wire.REWARD.unpack(payload))
-        elif opcode == wire.LOG_MESSAGE and coordinator.events.allows(self.author.host):
+        elif opcode == wire.LOG_MESSAGE and coordinator.events.allows(self.author.host, len(payload)):
             text = printable(payload.decode("utf-8", "replace"))
             line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
             coordinator.events.message(self.author.name, text, line)
@@ -626,14 +626,14 @@ class Coordinator:
         elif worker.digest and not self._agrees(worker):
             return
         elif step < run.step:
+            self.collector.ask(worker, step)         # faster ones may have left it no chunk of that step
             session.send(self._catch_up(step, worker.version))
         elif self.island.handover:
-            self.collector.ask(worker, remember=True)
+            self.collector.ask(worker, step, remember=True)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             self.progress.chunk_handed_out()
-            if self.collector.wanted(worker, step):
-                self.collector.ask(worker)
+            self.collector.ask(worker, step)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
             self.island.chunk_handed_out()
         else:
@@ -717,7 +717,8 @@ class Coordinator:
         step, author = worker.step, worker.author
         if step <= self.run.step - trust.STEPS_KEPT:
             return True                              # it replays the run, and will be compared later
-        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step)
+        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step,
+                                                   self.dispatcher.voters)
         taken = self.shelf.digests.get(step)
         if taken and self.trust.contradicts(step, taken):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it

@@ -62,10 +62,11 @@ class Bans:
         self._torn, self.unreadable = False, None
 
     def add(self, identity, reason):
-        if identity in (known := self.all()):
+        self._read()
+        if identity in self._written or identity in self._unwritten:
             return
         line = ("\n" * self._torn + f"{identity}\t{reason}\n").encode("utf-8", "replace")
-        of_host = sum(_host_of(one) == _host_of(identity) for one in known)
+        of_host = sum(_host_of(one) == _host_of(identity) for one in self._written)
         try:
             if self.path is None or of_host >= BANS_OF_HOST or len(line) + (self._seen or (0,))[0] > MOST_WRITTEN:
                 raise OSError

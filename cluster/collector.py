@@ -1,6 +1,7 @@
 """The snapshots of a run and the upload of the next one from a worker, which a second worker confirms."""
 
 import contextlib
+import time
 
 from cluster import snapshots
 from cluster.trust import shares
@@ -13,7 +14,7 @@ WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of
 class Source:
     """What a worker can do for snapshots."""
 
-    sends = True               # its snapshots are used: none was refused or did not come
+    asked = None               # the step at which it was last asked for its state
     hashes = True              # it states the hash of its state when it is asked to; older versions do not
     hash_wanted = None         # the step of which it has been asked for that hash
 
@@ -31,27 +32,34 @@ class Collector:
         self._kept, self._liar = kept, liar
         self.worker = self.upload = None
         self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one
-        self._failed = set()                         # voters whose last snapshot was refused or did not come
+        self._failed = {}                            # voter: its snapshots that were refused or did not come in a row
         self.shelf = snapshots.Shelf(cfg, run)
         self.shelf.check_start()
 
-    def wanted(self, worker, step):
+    def _wanted(self, worker, step):
         """Whether this worker, at `step`, shall send its state for the shelf."""
         every = self.cfg.SNAPSHOT_EVERY
-        return (every and step and step % every == 0 and self.shelf.directory and step not in self.shelf.files
-                and not self.shelf.stopped and worker.digest)
+        return (every and step and step % every == 0 and self.run.step < step + every and self.shelf.directory
+                and step not in self.shelf.files and not self.shelf.stopped and worker.digest)
 
-    def ask(self, worker, remember=False):
-        """Asks for the state of the present step, if that is possible. remember: for `Upload.state`, without a file."""
-        if self.upload or not worker.source.sends or self._voice(worker) in self._failed and any(
-                other.digest and other.source.sends and self._voice(other) not in self._failed
-                for other in self.dispatcher.workers):
+    def ask(self, worker, step, remember=False):
+        """Asks a worker at `step`, once, for its state if that is wanted, and if its voter has failed no more often
+        than others at work. remember: for `Upload.state`, without a file, and whatever the step."""
+        def fails(one):
+            return self._failed.get(self._voice(one), 0)
+
+        now = time.monotonic()
+        if self.upload or worker.source.asked == step or not (remember or self._wanted(worker, step)) or any(
+                other.digest and other.source.asked != step and fails(other) < fails(worker)
+                and self.dispatcher.fairness.expects(other, now)
+                for other in (self.dispatcher.workers if fails(worker) else ())):
             return
+        worker.source.asked = step
         try:
-            run = self.run
-            self.upload = snapshots.Upload(self.cfg, run.step, run.seed, worker.digest, run.directory, None, remember)
+            self.upload = snapshots.Upload(self.cfg, step, self.run.seed_of(step), worker.digest, self.run.directory,
+                                           remember=remember)
             self.worker, self._hashes, self._asked = worker, {}, {self._voice(worker)}
-            worker.session.reply(SNAPSHOT_WANTED, run.step)
+            worker.session.reply(SNAPSHOT_WANTED, step)
         except OSError as error:
             self._stop(error)
 
@@ -132,7 +140,7 @@ class Collector:
                 self.shelf.put(upload)
         except OSError as error:
             return self._stop(error)
-        self._failed.discard(self._voice(self.worker))
+        self._failed.pop(self._voice(self.worker), None)
         self._end()
         self._forget()
         if not upload.remembered:
@@ -151,8 +159,10 @@ class Collector:
                 shelf.arrange()
 
     def _refuse(self, why):
-        self.worker.source.sends = False
-        self._failed = {self._voice(self.worker), *self._failed} if len(self._failed) < MOST_FAILED else set()
+        voice = self._voice(self.worker)
+        self._failed[voice] = self._failed.pop(voice, 0) + 1
+        if len(self._failed) > MOST_FAILED:
+            del self._failed[next(iter(self._failed))]
         step, title = self.upload.step, self.worker.session.title
         self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}", self.worker.author.host)
         self.drop()
@@ -164,7 +174,7 @@ class Collector:
     def leave(self, worker):
         """The worker has gone: without it no upload goes on, but a whole one stays."""
         if worker is self.worker and not self.upload.finished:
-            self.drop()
+            self._refuse("it left")
         self.settle()                                # perhaps nobody is left who can confirm it
 
     def drop(self, workers=None):

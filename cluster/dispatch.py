@@ -33,7 +33,7 @@ class Dispatcher:
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -math.inf
         self._hosts_at = -math.inf                   # the same for hosts
-        self._voters = set()                         # Author.voter of the authors at work
+        self.voters = set()                          # Author.voter of the authors at work
         self._workers_of = Counter()                 # author -> number of its workers
         self.known = 0                               # workers that have asked for work
 
@@ -166,14 +166,14 @@ class Dispatcher:
     def arrived(self, worker):
         """A worker asks for the first time. Authors are counted where that makes a difference: thousands may arrive."""
         self.known += 1
-        if not (self.several and (len(self._voters) > 1 or worker.author.voter in self._voters)):
+        if not (self.several and (len(self.voters) > 1 or worker.author.voter in self.voters)):
             self._count_authors(time.monotonic())
 
     def _count_authors(self, now):
         """Notes how many authors and hosts are at work: one that is alone cannot be audited."""
         active = {worker.author for worker in self.workers if self.fairness.expects(worker, now)}
-        self._voters = {author.voter for author in active}
-        self.several, hosts = len(active) > 1, len(self._voters) > 1
+        self.voters = {author.voter for author in active}
+        self.several, hosts = len(active) > 1, len(self.voters) > 1
         self._several_at = now if self.several else self._several_at
         self._hosts_at = now if hosts else self._hosts_at
         before = self.alone, self.by_host

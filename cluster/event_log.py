@@ -18,6 +18,7 @@ from egg_config import EggError, explained
 
 # Events caused by peers (burst, rate per second), per host and in all; hosts that are counted
 OF_HOST, OF_ALL, HOSTS = (64, 2.0), (1024, 32.0), 4096
+LINE = 512                 # bytes of a peer's text in an event that count as another event
 LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1, and begins anew
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
 LONGEST = 1 << 18          # bytes of one event in a log: a sample with every character escaped
@@ -60,11 +61,14 @@ class Events(contextlib.AbstractContextManager):
         for sink in self.sinks:
             sink.emit(event, line)
 
-    def allows(self, host):
-        """Whether the peers at this host may cause an event now; if so it is counted. They must not fill the disk."""
+    def allows(self, host, size=0):
+        """Whether the peers at this host may cause an event now, of `size` bytes of theirs; if so it is counted, a long
+        one as many. They must not fill the disk, and what was logged before must not rotate away."""
+        cost = 1 + size // LINE
         if host not in self._of_host and len(self._of_host) >= HOSTS:
             del self._of_host[next(iter(self._of_host))]
-        if not (self._of_host.setdefault(host, Budget(OF_HOST[1], OF_HOST[0])).take() and self._of_all.take()):
+        if not (self._of_host.setdefault(host, Budget(OF_HOST[1], OF_HOST[0])).take(cost)
+                and self._of_all.take(cost)):
             self._left_out += 1
             return False
         if self._left_out and self._reports.take():

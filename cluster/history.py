@@ -244,14 +244,18 @@ class Run:
         self._file.close()
         self._file, self._offsets, self.start = file, [os.fstat(file.fileno()).st_size], start
 
+    def seed_of(self, step):
+        """The seed of a completed step or of the next one."""
+        at = self._offsets[step - self.start.step]
+        return self.seed if step == self.step else Record(*RECORD.unpack(self._pread(RECORD.size, at))).seed
+
     def forget_before(self, step, state, digest):
         """Removes the completed steps before `step`, whose snapshot must be on the disk: with noise on activations a
         step is a digit a weight. state: SHA-256 of that state; digest: its model.state_digest, or None. Raises OSError;
         then nothing has changed."""
         first, end = self._offsets[step - self.start.step], self._offsets[-1]
-        seed = self.seed if step == self.step else Record(*RECORD.unpack(self._pread(RECORD.size, first))).seed
         origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
-        start = Start(step, seed, state.hex(), origin)
+        start = Start(step, self.seed_of(step), state.hex(), origin)
         header = _header(self.cfg, start)
         file = write_file(self.directory, FILE, header + self._pread(end - first, first))
         self._file.close()

@@ -1,7 +1,7 @@
 """Votes of the workers on the digest of a step's state, and on everything else that nobody may state alone: the figure
 of a validation, the hash of a snapshot, the training data.
-A state is right when it has more votes than any other. A worker that is outvoted, or whose state is tied with another,
-rebuilds its replica once; after that it is banned, or waits for a worker that breaks the tie."""
+A state is right when it has more votes than any other. A worker that is outvoted, or whose state is tied with another
+when all have voted, rebuilds its replica once; after that it is banned, or waits for a worker that breaks the tie."""
 
 STEPS_KEPT = 8             # steps whose digests are remembered
 CLOSE = 1e-6               # share by which two engines may differ in the nats of a validation
@@ -56,29 +56,29 @@ class Trust:
     def __init__(self):
         self.votes, self.figures = {}, {}
         self.data, self.validation = {}, {}
-        self._tied = set()                           # steps without a majority
+        self._tied = {}                              # step without a majority: whether that was told
         self._reported = False                       # an unconfirmed validation
 
-    def judge(self, step, author, digest, rebuilt):
+    def judge(self, step, author, digest, rebuilt, at_work=()):
         """Takes a vote in. Returns the verdict on it (AGREES, REBUILD, WAIT or BAN), the authors that state something
-        else, with AGREES, and whether it settles a tie (AGREES) or is the first to notice it (WAIT). rebuilt: the
-        author has rebuilt its replica at this step."""
+        else, with AGREES, and whether it settles a tie (AGREES) or is the first to tell of it (WAIT). rebuilt: the
+        author has rebuilt its replica at this step; at_work: voters. While one of them has still to vote, a tie is
+        waited out: nobody can make others rebuild who were about to outvote it."""
         votes = self.votes.setdefault(step, {})
         while len(self.votes) > STEPS_KEPT:
-            self._tied.discard(oldest := min(self.votes))
+            self._tied.pop(oldest := min(self.votes), None)
             del self.votes[oldest]
         withdraw(votes, author)
         votes.setdefault(digest, set()).add(author)
         count, others = self._count(step, digest)
         if count > others:
             outvoted = {a for d, authors in votes.items() if d != digest for a in authors}
-            settled = step in self._tied
-            self._tied.discard(step)
-            return AGREES, outvoted, settled
-        if not rebuilt or count < others:
+            return AGREES, outvoted, self._tied.pop(step, None) is not None
+        voted = {author.voter for authors in votes.values() for author in authors}
+        if count < others or not rebuilt and voted.issuperset(at_work):
             return BAN if rebuilt else REBUILD, set(), False
-        news = step not in self._tied
-        self._tied.add(step)
+        news = rebuilt and not self._tied.get(step)
+        self._tied[step] = self._tied.get(step) or rebuilt
         return WAIT, set(), news
 
     def forget(self, author):

@@ -7,6 +7,7 @@ coordinator; what the flood left in the save directory; how many of the snapshot
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -31,23 +32,28 @@ from egg_config import EggError                                                 
 from coordinators import Peer2, caller
 from fakes import GOOD, changed                                                 # noqa: E402
 from maintenance import load                                                         # noqa: E402
-from model import parameters, state_digest                                           # noqa: E402
+from model import parameters, seeds, state_digest                                        # noqa: E402
 
 CFG = changed(SNAPSHOT_EVERY=32, VALIDATE_EVERY=0, POPULATION_SIZE=256)
 GONE = OSError, EggError, OldCoordinator
+NO_STEP = 1 << 40                                                # an answer to which says the present one
+SEEDS = [seeds.first_seed(CFG)]
+ANSWERS = JOB_RESPONSE, wire.REBUILD, wire.SNAPSHOT_WANTED, wire.HASH_WANTED
 ONE_AT_A_TIME = threading.Lock()                                 # see `caller`
 
 
 @functools.lru_cache(4)
-def state(step, seed):
+def state(step):
     """What all here say that the state is, which nobody computes."""
-    return parameters.initial_state(CFG)._replace(step=step, seed=seed)
+    while len(SEEDS) <= step:
+        SEEDS.append(seeds.next_seed(SEEDS[-1], len(SEEDS) - 1, CFG.NOISE_REUSE))
+    return dataclasses.replace(parameters.initial_state(CFG), step=step, seed=SEEDS[step])
 
 
 @functools.lru_cache(64)
-def digest(step, seed):
-    due = step % CFG.SNAPSHOT_EVERY == 0
-    return state_digest.of_state(state(step, seed)) if due else step.to_bytes(wire.DIGEST, "little")
+def digest(step):
+    due = step < NO_STEP and step % CFG.SNAPSHOT_EVERY == 0
+    return state_digest.of_state(state(step)) if due else step.to_bytes(wire.DIGEST, "little")
 
 
 def arrive(host, port, name):
@@ -164,13 +170,13 @@ def slow_walk(port, _, walkers):
 
 def takes_a_chunk(peer):
     """(step, first member) of a chunk that a peer is handed at once, None where the run was faster than it."""
-    step = seed = 1 << 40                                        # the answer to which says the present ones
+    step = NO_STEP
     for _ in range(9):
-        peer.ask(step, digest(step, seed))
+        peer.ask(step, digest(step))
         answer = peer.answer(0.02)
         if (answer.step, answer.packed) == (step, b""):
             return step, answer.first
-        step, seed = answer.step, answer.seed
+        step = answer.step
     return None
 
 
@@ -194,38 +200,32 @@ def readers(port, _, held):
     return held
 
 
-def uploads(port, _, peers):
-    """Workers that do a chunk, so that they are not in doubt, and leave instead of sending the snapshot that is wanted,
-    or hold it back for 50 ms."""
-    peers, peer = peers or [], Peer2(port, CFG, name="taker")
-    with contextlib.suppress(TimeoutError):
-        if chunk := takes_a_chunk(peer):
-            peer.result(*chunk)
-            takes_a_chunk(peer)
-    peers.append((time.monotonic() + random.choice((0, 0.05)), peer))
-    while len(peers) > 20 or peers and peers[0][0] < time.monotonic():
-        peers.pop(0)[1].link.close()
-    return peers
+def uploads(port, _, takers):
+    """Eight workers of another host that need no time for a chunk, and do not send the snapshots that are wanted."""
+    if takers is None:
+        takers = [Taker(port, "127.0.0.2", "taker") for _ in range(8)]
+        [taker.start() for taker in takers]
+    time.sleep(0.05)
+    return takers
 
 
 def warnings(port, _, number):
     """Under one new name after another: a wrong state, which is rebuilt to another wrong one; a wrong chunk; a frame
     that cannot be right. Each makes a warning or a refusal, the first a ban."""
     number = itertools.count() if number is None else number
-    peer = Peer2(port, CFG, name=f"liar {next(number)} " + "x" * 40)
-    with contextlib.closing(peer.link), contextlib.suppress(TimeoutError):
-        peer.ask(1 << 40)
-        answer = peer.answer(0.05)
-        how = random.choice(("state", "state", "chunk", "frame"))
+    with contextlib.suppress(*GONE), contextlib.closing((peer := Peer2(port, CFG, name=f"{next(number)} liar")).link):
+        peer.ask(NO_STEP)
+        step, how = peer.answer(0.05).step, random.choice(("state", "state", "chunk", "frame"))
         if how == "state":
-            for k in range(3):
-                peer.ask(answer.step, random.randbytes(16))
+            for _ in range(3):
+                peer.ask(step, random.randbytes(16))
                 peer.next(wire.REBUILD, wire.JOB_RESPONSE, timeout=0.05)
         elif how == "chunk":
-            peer.result(answer.step, 32)
+            peer.ask(step, digest(step))
+            peer.result(step, 32)
         else:
-            peer.link.send(wire.frame(wire.RESULT, 0, answer.step, 0, 0, 1 << 62, 1, b"x", version=V2))
-        peer.silent(0.01)
+            peer.link.send(wire.frame(wire.RESULT, 0, step, 0, 0, 1 << 62, 1, b"x", version=V2))
+        peer.silent(0.02)
     return number
 
 
@@ -252,13 +252,13 @@ def flood(kind, port, page, seconds):
 # --- the honest ------------------------------------------------------------------------------------------------------
 
 class Honest(threading.Thread):
-    """A worker that takes 2 ms for a chunk. step: of the run; lost: connections; longest: seconds without an answer
-    since that was 0."""
+    """A worker that takes 2 ms for a chunk. step: of the run; lost: connections; rebuilt: times that it had to,
+    which takes 0.2 s; longest: seconds without an answer since that was 0."""
 
     def __init__(self, port, host="127.0.0.1", name="honest"):
         super().__init__(daemon=True, name=name)
         self.port, self.host = port, host
-        self.step = self.lost = self.longest = 0
+        self.step = self.lost = self.rebuilt = self.longest = 0
         self.stop, self.heard = False, time.monotonic()
 
     def run(self):
@@ -270,23 +270,27 @@ class Honest(threading.Thread):
                 self.lost += not self.stop
 
     def serve(self, link):
-        step, seed, out = self.step, CFG.ISLAND_SEED, b""
+        step, out = self.step, b""
         while not self.stop:
-            link.send(out + link.frame(JOB_REQUEST, 0, step, 0, digest(step, seed)))
-            while (frame := link.any_of((JOB_RESPONSE, wire.SNAPSHOT_WANTED, wire.HASH_WANTED))).opcode != JOB_RESPONSE:
-                self.send_state(link, frame.opcode, step, seed)
+            link.send(out + link.frame(JOB_REQUEST, 0, step, 0, digest(step)))
+            while (frame := link.any_of(ANSWERS)).opcode in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
+                self.send_state(link, frame.opcode, step)
+            if frame.opcode == wire.REBUILD:
+                self.rebuilt += 1
+                time.sleep(0.2)
+                continue
             answer, now = link.unpack_response(frame.payload), time.monotonic()
             self.longest, self.heard = max(self.longest, now - self.heard), now
-            step, seed, out = answer.step, answer.seed, b""
+            step, out = answer.step, b""
             self.step = max(step, self.step)
             if not answer.packed and answer.first != wire.NOTHING:
                 self.compute()
                 out = link.frame(wire.RESULT, 0, step, answer.first, 0, 5, len(GOOD), GOOD)
 
-    def send_state(self, link, opcode, step, seed):
+    def send_state(self, link, opcode, step):
         if opcode == wire.HASH_WANTED:
-            return link.send(link.frame(wire.STATE_HASH, step, snapshots.state_hash(state(step, seed))))
-        body = snapshots.pack(state(step, seed))
+            return link.send(link.frame(wire.STATE_HASH, step, snapshots.state_hash(state(step))))
+        body = snapshots.pack(state(step))
         for offset in range(0, len(body), wire.BLOCK):
             link.send(link.frame(wire.SNAPSHOT_DATA, step, len(body), offset, body[offset:offset + wire.BLOCK]))
 
@@ -300,6 +304,17 @@ class Walker(Honest):
     def compute(self):
         time.sleep(took := 1.4 * self.usual)
         self.usual = 0.7 * self.usual + 0.3 * took           # as the coordinator reckons (cluster.fairness.Conduct)
+
+
+class Taker(Honest):
+    def send_state(self, link, opcode, step):
+        """Leaves at once or after a while, or goes on as if nothing was wanted."""
+        if pause := random.choice((0, 0.001, 0.05)):
+            time.sleep(pause)
+            raise ConnectionResetError
+
+    def compute(self):
+        pass
 
 
 class Newcomer(threading.Thread):
@@ -381,7 +396,8 @@ def attack(kind, seconds, workers):
                 "CPU %": [round(100 * x) for x in used], "absent s": [round(x, 2) for x in absent],
                 "let in within s": round(newcomer.longest, 2), "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10,
                 "MB written": round(written / 1e6, 2), "bans written": banned.read_text().count("\n") if
-                banned.exists() else 0, "snapshots": kept, "lost": sum(one.lost for one in honest), "alive": alive}
+                banned.exists() else 0, "snapshots": kept, "lost": sum(one.lost for one in honest),
+                "rebuilt": sum(one.rebuilt for one in honest), "alive": alive}
 
 
 if __name__ == "__main__":

@@ -304,6 +304,40 @@ def test_who_goes_on_without_sending_its_state_is_named_and_others_are_asked_fir
         giver.next(wire.SNAPSHOT_WANTED)
 
 
+def test_who_left_or_failed_most_is_asked_last(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=1)
+    with Server(tmp_path, cfg, save=True) as server:
+        taker, giver = (caller(f"127.0.0.{i}", server.port, cfg, name=f"w{i}") for i in (2, 3))
+        engine, failed = first_step(server, (taker, giver), cfg), server.coordinator.collector._failed
+        for times in 1, 2:
+            taker.ask(1, engine.digest())
+            taker.next(wire.SNAPSHOT_WANTED)
+            taker.link.close()
+            until(lambda: failed.get("127.0.0.2") == times)
+            failed["127.0.0.3"] = 2                              # the other has failed as well, which is no end
+            taker = caller("127.0.0.2", server.port, cfg, name=f"again {times}")
+        failed["127.0.0.3"] = 1
+        taker.ask(1, engine.digest())
+        assert taker.next(wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
+        giver.ask(1, engine.digest())
+        giver.next(wire.SNAPSHOT_WANTED)
+
+
+def test_a_snapshot_comes_from_one_to_which_faster_ones_leave_no_chunk_of_its_step(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=2)
+    with Server(tmp_path, cfg, save=True) as server:
+        fast = caller("127.0.0.2", server.port, cfg, name="fast")
+        for step in range(3):
+            for _ in range(4):
+                fast.result(step, fast.chunk(step))
+            until(lambda: server.run.step == step + 1)
+        assert "step 2 is not used: it did not come" in server.lines.text
+        slow = caller("127.0.0.3", server.port, cfg, name="slow")
+        slow.ask(2)
+        slow.next(wire.SNAPSHOT_WANTED)
+        assert server.coordinator.collector.upload.seed == server.run.seed_of(2) != server.run.seed
+
+
 def test_workers_that_do_not_know_the_hash_serve_as_before(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:

@@ -404,6 +404,29 @@ def test_the_majority_of_authors_decides_which_state_is_right():
     assert min(votes.votes) == 30 - trust.STEPS_KEPT
 
 
+def test_nobody_makes_others_rebuild_who_are_about_to_outvote_it(tmp_path):
+    authors = [Holder(f"10.0.0.{k}", "w").author for k in range(3)]
+    votes, voters = trust.Trust(), {author.voter for author in authors}
+    assert votes.judge(5, authors[0], b"lie", False, voters)[0] == trust.AGREES       # the first is believed
+    assert votes.judge(5, authors[1], b"x", False, voters) == (trust.WAIT, set(), False) and not votes.decided(5)
+    assert votes.judge(5, authors[2], b"x", False, voters) == (trust.AGREES, {authors[0]}, True)
+    assert votes.judge(6, authors[0], b"lie", False, voters)[0] == trust.AGREES
+    voters.discard(authors[2].voter)                             # nobody else will vote
+    assert votes.judge(6, authors[1], b"x", False, voters)[0] == trust.REBUILD
+    assert votes.judge(6, authors[1], b"x", True, voters) == (trust.WAIT, set(), True)
+
+    with Server(tmp_path) as server:
+        peers = [caller(f"127.0.0.{k}", server.port, name=f"w{k}") for k in (2, 3, 4)]
+        for chunk in range(4):
+            peers[chunk % 3].result(0, peers[chunk % 3].chunk(0))
+        until(lambda: server.run.step == 1)
+        for peer, digest in zip(peers, (b"lie", b"x", b"x")):
+            peer.ask(1, digest)
+            time.sleep(0.1)
+        assert [peer.next(REBUILD, JOB_RESPONSE)[0] for peer in peers] == [JOB_RESPONSE] * 3
+        assert "no majority" not in server.lines.text
+
+
 def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):
     coordinator = Coordinator(CFG, history.open_run(CFG), log_dir=tmp_path, console=egg_net.Console(Lines()))
     try:
