@@ -21,7 +21,6 @@ class Conduct:
 
     pace = None                # seconds for a chunk
     punctual = None            # whether its last chunk came before others had it; None before the first
-    stuck = False              # it let the longest lease expire, and has delivered nothing since
     turn = 0.0                 # when it was last answered after waiting, or delivered
     results = 0                # that were taken
     owing = 0                  # chunks that it was handed since a result came
@@ -33,7 +32,7 @@ class Conduct:
         if given is not None:
             took = self.turn - given
             self.pace = took if self.pace is None else 0.7 * self.pace + 0.3 * took
-            self.punctual, self.stuck, self.dropped = in_time, False, False
+            self.punctual, self.dropped = in_time, False
         self.results += 1
 
 
@@ -56,7 +55,6 @@ class Fairness:
         self.passed_over = False
         self._timeout = cfg.STRAGGLER_TIMEOUT
         self._doubted = {}                           # voter: (pause, until when those in doubt get no chunk)
-        self._stuck = set()                          # voters (admission.Author.voter) of workers that were stuck
 
     def step_ended(self, accounts):
         """accounts: {worker: step.Account} of the step."""
@@ -75,11 +73,11 @@ class Fairness:
         """Whether this worker gets no chunk now because another one, which delivers in time, is about to ask."""
         conduct = worker.conduct
         if self.in_doubt(worker) and now < self._doubted.get(worker.author.voter, (0, 0))[1] and any(
-                other.conduct.punctual and not other.conduct.dropped and self.expects(other, now)
+                other.conduct.punctual and self.expects(other, now)
                 for other in self.workers if other is not worker):
             self.passed_over = True
             return True
-        if conduct.punctual is not False and (conduct.results or worker.author.voter not in self._stuck):
+        if conduct.punctual is not False:
             return False
         if not any(other.conduct.punctual and now - other.conduct.turn < ASK_WITHIN and not other.waiting
                    and not accounts[other].held and self.expects(other, now) for other in self.workers):
@@ -114,9 +112,8 @@ class Fairness:
             self._doubted.pop(worker.author.voter, None)
 
     def expects(self, worker, now):
-        """Whether a worker can be expected to do its share; one of a host that had a stuck one has to deliver first."""
-        conduct = worker.conduct
-        return (worker.trusted and not conduct.stuck and (conduct.results or worker.author.voter not in self._stuck)
+        """Whether a worker can be expected to do its share; one in doubt has to deliver first."""
+        return (worker.trusted and not self.in_doubt(worker)
                 and worker.step is not None and self.run.step - worker.step <= 1
                 and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
 
@@ -143,9 +140,6 @@ class Fairness:
             return []
         silent = [chunk for chunk, since in held.items() if now - max(since, heard) > lease]
         stuck = [chunk for chunk, since in held.items() if now - since > longest and chunk not in silent]
-        if stuck:
-            conduct.stuck = True
-            self._stuck.add(worker.author.voter)
         if silent or stuck:
             conduct.punctual = False
         found = Expired("silent for", lease, silent), Expired("has not delivered for", longest, stuck)
