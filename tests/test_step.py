@@ -427,6 +427,24 @@ def test_nobody_makes_others_rebuild_who_are_about_to_outvote_it(tmp_path):
         assert "no majority" not in server.lines.text
 
 
+def test_who_is_in_doubt_is_no_second_opinion(tmp_path, monkeypatch):
+    monkeypatch.setattr(fairness, "DOUBT", (0.3, 64.0))
+    with Server(tmp_path) as server:
+        honest, holder = (caller(f"127.0.0.{k}", server.port, name=f"w{k}") for k in (2, 3))
+        honest.result(0, honest.chunk(0))
+        holder.chunk(0)
+        dispatcher = server.coordinator.dispatcher
+        until(lambda: dispatcher.voters == {"127.0.0.2", "127.0.0.3"})
+        holder.link.close()
+        until(lambda: len(dispatcher.workers) == 1)
+        again = caller("127.0.0.3", server.port, name="another name")
+        again.ask(0)
+        position = again.answer().first                          # after a pause
+        assert dispatcher.voters == {"127.0.0.2"}
+        again.result(0, position)
+        until(lambda: dispatcher.voters == {"127.0.0.2", "127.0.0.3"})
+
+
 def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):
     coordinator = Coordinator(CFG, history.open_run(CFG), log_dir=tmp_path, console=egg_net.Console(Lines()))
     try:
