@@ -533,7 +533,7 @@ class Coordinator:
                 or self.minutes is not None and started is not None and now - started >= 60 * self.minutes)
 
     def poll(self, timeout=TICK):
-        self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else timeout)
+        self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else min(timeout, self.dispatcher.pause))
         self.collector.unpack()
         self.dispatcher.answer_waiting()
         if not self.dispatcher.busy:                 # before anything is written: workers come first

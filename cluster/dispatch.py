@@ -11,6 +11,7 @@ from cluster.step import Step
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 ANSWERS_IN_A_ROW = 16      # held requests that are answered before sockets are read again
+LEAST_PAUSE, MOST_PAUSE = 0.004, 0.05      # see Dispatcher.pause
 AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come back after a restart
 
 
@@ -27,6 +28,7 @@ class Dispatcher:
         self.fairness = Fairness(cfg, run, self.workers)
         self.steps, self.work = {}, None
         self.waiting = deque()
+        self._late_at = 0.0                          # when late chunks are searched next
         self._due = 0                                # how many of those that wait are to be answered since `changed`
         self.changed = self.several = self.by_host = self.alone = False
         self._patience = patience
@@ -40,6 +42,12 @@ class Dispatcher:
     @property
     def busy(self):
         return bool(self._due or self.changed and self.waiting)
+
+    @property
+    def pause(self):
+        """Seconds between two searches for late chunks. Where chunks are short, a host that is slow on purpose must not
+        gain the time between two checks in every step."""
+        return max(LEAST_PAUSE, min(MOST_PAUSE, self.waiting and self.fairness.usual or MOST_PAUSE))
 
     def begin_step(self):
         draws = array("I", os.urandom(4 * self.cfg.N_CHUNKS))        # nobody can know what will be audited
@@ -62,6 +70,10 @@ class Dispatcher:
     def answer_waiting(self):
         """Answers those that wait when something has changed, see Fairness.in_order. Not all at once, so that the next
         request of the first worker does not wait for a thousand others."""
+        if self.waiting and (now := time.monotonic()) >= self._late_at:
+            self._late_at = now + self.pause
+            self.fairness.find_late(self.work, now)
+            self.changed = self.changed or bool(self.fairness.late)
         if self.changed:
             self.changed = False
             self.waiting = deque(self.fairness.in_order(self.waiting))
@@ -161,7 +173,7 @@ class Dispatcher:
             self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide",
                              "")
         self.fairness.check(self.work, now)
-        self.changed = self.changed or self.fairness.passed_over or bool(self.fairness.late and self.waiting)
+        self.changed = self.changed or self.fairness.passed_over
 
     def arrived(self, worker):
         """A worker asks for the first time. Authors are counted where that makes a difference: thousands may arrive."""

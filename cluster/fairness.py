@@ -127,6 +127,9 @@ class Fairness:
                 voter = worker.author.voter
                 paces[voter] = min(pace, paces.get(voter, self._timeout))
         self.usual = sorted(paces.values())[(len(paces) - 1) // 4] if paces else self.usual
+        self.find_late(work, now)
+
+    def find_late(self, work, now):
         self.late = work.late(now, self.usual) if self.usual and not work.queue else []
 
     def expired(self, worker, held, now):

@@ -117,7 +117,7 @@ def check_nodes():
         node["NodeID"], soft=False)).remote(): node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     ray.cloudpickle.unregister_pickle_by_value(auth)
     for reference, address in asked.items():
-        with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError):       # it is gone
+        with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError):    # it is gone
             refuse_replaceable(f"Ray node {address}", *ray.get(reference))
 
 

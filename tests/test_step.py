@@ -427,6 +427,26 @@ def test_nobody_makes_others_rebuild_who_are_about_to_outvote_it(tmp_path):
         assert "no majority" not in server.lines.text
 
 
+def test_short_chunks_that_are_late_are_found_soon(tmp_path):
+    """Between two checks of the coordinator many steps could have been made."""
+    coordinator = Coordinator(CFG, history.open_run(CFG), log_dir=tmp_path, console=egg_net.Console(Lines()))
+    try:
+        dispatcher = coordinator.dispatcher
+        assert dispatcher.pause == dispatch.MOST_PAUSE
+        dispatcher.fairness.usual = 0.002
+        assert dispatcher.pause == dispatch.MOST_PAUSE           # nobody waits
+        dispatcher.work.queue.clear()
+        dispatcher.work.late, found = lambda now, usual: [0], SimpleNamespace(conduct=fairness.Conduct(), waiting=True)
+        dispatcher.waiting.append(found)
+        found.session = SimpleNamespace(hub=SimpleNamespace(guard=lambda *_: None))
+        assert dispatcher.pause == dispatch.LEAST_PAUSE
+        dispatcher.changed = False
+        dispatcher.answer_waiting()                              # without a check
+        assert not found.waiting and dispatcher.fairness.late == [0]
+    finally:
+        coordinator.close()
+
+
 def test_who_is_in_doubt_is_no_second_opinion(tmp_path, monkeypatch):
     monkeypatch.setattr(fairness, "DOUBT", (0.3, 64.0))
     with Server(tmp_path) as server:
