@@ -12,7 +12,7 @@ import pytest
 
 import egg
 import egg_config
-from coordinators import Server, work_in_thread
+from coordinators import Server, until, work_in_thread
 from engine import cpu_engine
 from fakes import Lines
 from model import data_files, fitness_digits, sampling
@@ -132,6 +132,7 @@ def reward(completions, answer, **kwargs):
 
 @pytest.mark.parametrize("text, words", [
     ("def reward(completions)\n    pass\n", "own.py:1: expected ':'"),
+    (LETTERS + "DATA = [{'prompt': 'x', 'check': lambda text: 1}]\n", "a column of DATA cannot be passed"),
     ("import nowhere\n", "ModuleNotFoundError: No module named 'nowhere'"),
     ("x = 1\n", "has no function reward"),
     ("x = '\0'\n", "own.py:1: source code .*null bytes"),
@@ -163,6 +164,35 @@ def test_what_a_file_does_wrong_is_one_line(judged, text, words):
 def test_a_file_that_cannot_be_read_is_named_as_it_was_given(name, why):
     with pytest.raises(objective.ObjectiveError, match=f"^{re.escape(name)}: {why}: give --objective the path"):
         objective.read(name)
+
+
+def test_answers_about_a_chunk_that_was_given_up_are_not_taken_for_another(judged):
+    def gone():
+        raise ConnectionError
+
+    own, engine = judged(LETTERS), cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
+    want = own.rewards(engine, 4, 4, lambda: None)
+    with pytest.raises(ConnectionError):             # the coordinator, while the texts are judged
+        own.rewards(engine, 0, 4, gone)
+    assert np.array_equal(own.rewards(engine, 4, 4, lambda: None), want) and want.any()
+
+
+def test_a_judge_ends_with_its_parent_also_in_a_function_that_never_returns(tmp_path):
+    (tmp_path / "own.py").write_text("def reward(completions):\n    while True:\n        pass\n")
+    (tmp_path / "parent.py").write_text(f"""
+import os, signal, sys
+sys.path.insert(0, {HERE!r})
+from tools import objective
+if __name__ == "__main__":
+    judge = objective.Judge("own.py", 1, 99.0)
+    judge.begin({{"prompts": [""], "completions": [""]}})
+    os.kill(judge._processes[0].pid, signal.SIGINT)      # Ctrl-C in a terminal reaches it too
+    print(judge._processes[0].pid, judge._processes[0].is_alive(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+""")
+    done = subprocess.run([sys.executable, "parent.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[1] == "True" and not done.stderr
+    until(lambda: not os.path.exists(f"/proc/{done.stdout.split()[0]}"))
 
 
 def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, tmp_path):

@@ -10,9 +10,15 @@ import inspect
 import json
 import math
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
+import pickle
 import runpy
+import signal
 import sys
+import threading
+import time
 
 import numpy as np
 
@@ -104,6 +110,7 @@ def judged(reward, accepted, texts):
 
 def _judge(path, pipe):
     """The main function of a process that judges: takes dicts of lists, answers with lists of rewards or a str."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         reward = read(path)["reward"]
         parameters = inspect.signature(reward).parameters.values()
@@ -114,10 +121,16 @@ def _judge(path, pipe):
                 pipe.send(judged(reward, accepted, texts))
             except Exception as error:
                 pipe.send(_blamed(reward, accepted, texts, error))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+    except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
         pipe.send(str(error))
+
+
+def _end_with_parent():
+    """A parent that is killed must not leave a function behind that never returns."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(0)
 
 
 def _blamed(reward, accepted, texts, error):
@@ -139,16 +152,21 @@ class Judge:
         self._path, self._seconds = path, seconds
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
+        multiprocessing.resource_tracker.ensure_running()                       # which would unblock SIGINT later
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the worker
         for _ in range(processes):
             ours, theirs = context.Pipe()
             self._processes.append(context.Process(target=_judge, args=(path, theirs), daemon=True))
             self._processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.waited = 0.0                            # seconds in `finish`
         self._busy = []                              # (pipe, first text, end) of the answers that are expected
 
     def begin(self, texts):
-        """Hands a dict of lists out to the processes, which must have nothing to do."""
+        """Hands a dict of lists out to the processes. Raises ObjectiveError."""
+        self.finish()                                # of a chunk that was given up: its answers are not for these texts
         count = len(texts["completions"])
         ends = [count * i // len(self._pipes) for i in range(len(self._pipes) + 1)]
         self._busy = [(pipe, a, b) for pipe, a, b in zip(self._pipes, ends, ends[1:]) if b > a]
@@ -157,10 +175,13 @@ class Judge:
                 pipe.send({name: values[a:b] for name, values in texts.items()})
             except OSError:
                 pass                                 # `finish` says why
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ObjectiveError(f"{self._path}: a column of DATA cannot be passed to another process "
+                                     f"({_said(error)}): give numbers and texts") from None
 
     def finish(self):
         """[float]: the rewards of what was handed out. Raises ObjectiveError."""
-        rewards = []
+        rewards, started = [], time.perf_counter()
         for pipe, a, b in self._busy:
             try:
                 if not pipe.poll(self._seconds * (b - a)):
@@ -174,6 +195,7 @@ class Judge:
                 raise ObjectiveError(answer if answer.startswith(self._path) else f"{self._path}: {answer}")
             rewards += answer
         self._busy = []
+        self.waited += time.perf_counter() - started
         return rewards
 
     def close(self):
