@@ -684,8 +684,10 @@ class Coordinator:
         self.run.sync()                              # before any worker sees the next step
         self._ended = self.progress.complete_step(step, losses)
         if names := self.trust.unconfirmed(step):
-            self.events.warn(f"step {step}: its validation is not used: two workers must state the same, "
-                             f"{' and '.join(names)} did not: give every worker the same VAL_FILE")
+            what, files = ("reward or validation", "HELD_OUT and VAL_FILE") if self.cfg.OBJECTIVE else \
+                ("validation", "VAL_FILE")
+            self.events.warn(f"step {step}: its {what} is not used: two workers must state the same, "
+                             f"{' and '.join(names)} did not: give every worker the same {files}")
         self._begin_step()
         self.island.step_completed(self.progress.loss)
         self.dispatcher.answer_waiting()
@@ -705,12 +707,16 @@ class Coordinator:
     def take_validation(self, worker, step, tokens, n_bytes, nats):
         figure, stated = self.progress.figure(tokens, n_bytes, nats), (tokens, n_bytes, nats)
         if self.dispatcher.believes(worker, step, stated, self.trust) and self.progress.validated(step, figure):
-            self.shelf.validated(step, figure[0])
-            self.island.validated(step, *figure)
+            if not self.cfg.OBJECTIVE:               # else rewards decide what is best
+                self.shelf.measured(step, figure[0])
+                self.island.validated(step, *figure)
 
     def take_reward(self, worker, step, texts, reward):
-        if worker.trusted and worker.author in self.dispatcher.work.validators:
-            self.progress.rewarded(step, texts, reward)
+        if not (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE):
+            raise FrameError(f"wrong reward: {reward} of {texts} texts")
+        if self.dispatcher.believes(worker, step, (texts, reward), self.trust) \
+                and self.progress.rewarded(step, texts, reward):
+            self.shelf.measured(step, reward)
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, waits, or is banned."""

@@ -32,8 +32,8 @@ SETTINGS = "settings.json"               # egg_config.Config.settings; names of 
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # bytes of a record up to its body
-# step, validation figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
-SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(\d{1,9}\.\d{4}))?\.egg")
+# step, whether the figure is a reward, figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
+SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(reward-)?(-?\d{1,10}\.\d{4,6}))?\.egg")
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss)-(\d{1,9}\.\d{4})\.egg")
 LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
@@ -121,9 +121,10 @@ def link_file(path, new):
     os.link(path, new)
 
 
-def snapshot_name(step, figure=None):
-    """The name of the snapshot of a step; figure: of its validation."""
-    return f"snapshot-{step:08d}.egg" if figure is None else f"snapshot-{step:08d}-{figure:.4f}.egg"
+def snapshot_name(step, figure=None, reward=False):
+    """The name of the snapshot of a step; figure: of its validation, or its held-out reward."""
+    figure = "" if figure is None else f"-reward-{figure:.6f}" if reward else f"-{figure:.4f}"
+    return f"snapshot-{step:08d}{figure}.egg"
 
 
 def with_crc(data):

@@ -19,8 +19,7 @@ def median(values):
 class Progress:
     """started: when the first chunk was handed out (time.monotonic), None before; loss, speed (tokens/s): of the last
     step; bits: of one unit of this loss, that of d-eggs, in `unit`, in which losses are shown; validations: [(step,
-    figure, unit)], the first and the last three; rewards: [(step, mean on held-out prompts)], the first and the last
-    two."""
+    figure, unit)], the first and the last three; rewards: [(step, mean on held-out prompts)], the same."""
 
     def __init__(self, cfg, run, events):
         self.cfg, self.run, self.events = cfg, run, events
@@ -78,8 +77,7 @@ class Progress:
 
     def validated(self, step, figure):
         """Notes the figure of a step; whether it is the first of that step."""
-        first = max(self.run.step - 1, self.run.start.step)
-        if not first <= step <= self.run.step or any(v[0] == step for v in self.validations[-2:]):
+        if not self._recent(step, self.validations):
             return False
         del self.validations[1:-2]
         self.validations.append((step, *figure))
@@ -88,14 +86,18 @@ class Progress:
         return True
 
     def rewarded(self, step, texts, reward):
-        """Notes the mean reward on held-out prompts of a step, the first of each step. Raises FrameError."""
-        if not (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE):
-            raise FrameError(f"wrong reward: {reward} of {texts} texts")
-        if self.rewards[-1:] and self.rewards[-1][0] >= step or step > self.run.step:
-            return
-        del self.rewards[1:-1]
+        """Notes the mean reward on held-out prompts of a step; whether it is the first of that step."""
+        if not self._recent(step, self.rewards):
+            return False
+        del self.rewards[1:-2]
         self.rewards.append((step, reward))
         self.events.emit("reward", step=step, tokens=step * self.tokens_a_step, value=round(reward, 6), texts=texts)
+        return True
+
+    def _recent(self, step, measured):
+        """Whether a step is the present one or that before, and not measured yet."""
+        first = max(self.run.step - 1, self.run.start.step)
+        return first <= step <= self.run.step and not any(found[0] == step for found in measured[-2:])
 
     @property
     def seconds(self):

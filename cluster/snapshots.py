@@ -240,7 +240,7 @@ class Shelf:
         """Finds the snapshots of this epoch; those of earlier ones are removed."""
         self.stopped = False
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
-        self.figures, self.sha256 = {}, {}               # step -> validation figure; step -> SHA-256 of the state
+        self.figures, self.sha256 = {}, {}               # step -> figure, see `best`; step -> SHA-256 of the state
         names, start = os.listdir(self.directory) if self.directory else [], self.run.start
         found = [match for match in map(history.SNAPSHOT.fullmatch, names) if match]
         for match in found:
@@ -264,8 +264,8 @@ class Shelf:
                         head.sha256.hex() == start.state if step == start.step and start.state else
                         head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()))):
                 self.files[step], self.sha256[step] = match[0], head.sha256
-                if match[2]:
-                    self.figures[step] = float(match[2])
+                if match[3] and bool(match[2]) == bool(self.cfg.OBJECTIVE):
+                    self.figures[step] = float(match[3])
 
     @property
     def _begun(self):
@@ -282,8 +282,11 @@ class Shelf:
 
     @property
     def best(self):
-        """Step of the snapshot with the best validation, None if none was validated."""
-        return min((s for s in self.files if s in self.figures), key=lambda s: (self.figures[s], -s), default=None)
+        """Step of the snapshot with the lowest validation, with an objective with the highest reward, None if none was
+        measured."""
+        sign = -1 if self.cfg.OBJECTIVE else 1
+        return min((s for s in self.files if s in self.figures), key=lambda s: (sign * self.figures[s], -s),
+                   default=None)
 
     def path(self, step):
         return os.path.join(self.directory, self.files[step]) if step in self.files else None
@@ -311,8 +314,8 @@ class Shelf:
         self.files[step], self.digests[step], self.sha256[step] = name, upload.digest, upload.sha256
         self.arrange()
 
-    def validated(self, step, figure):
-        """The figure of a validation, for the file name of the snapshot of this step, which may still be on its way."""
+    def measured(self, step, figure):
+        """The figure of a validation, or the reward, for the file name of the snapshot of this step, which may still be on its way."""
         if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
             self.figures[step] = figure
             with contextlib.suppress(OSError):
@@ -331,8 +334,8 @@ class Shelf:
     def arrange(self):
         """Adds figures to file names, removes old snapshots, updates the links `latest` and `best`."""
         for step, name in list(self.files.items()):
-            if step in self.figures and not history.SNAPSHOT.fullmatch(name)[2]:
-                new = history.snapshot_name(step, self.figures[step])
+            new = history.snapshot_name(step, self.figures.get(step), self.cfg.OBJECTIVE)
+            if step in self.figures and new != name:
                 os.replace(os.path.join(self.directory, name), os.path.join(self.directory, new))
                 self.files[step] = new
         stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start

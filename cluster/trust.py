@@ -50,8 +50,8 @@ def of_most(votes, digest, author, known):
 
 
 class Trust:
-    """votes: {step: {digest: authors}}; figures: {step: [(author, figure)]} of validations; data, validation: {digest:
-    voters} of the training and the held-out data, see `of_most`."""
+    """votes: {step: {digest: authors}}; figures: {(step, size): [(author, figure)]} of validations and rewards; data,
+    validation: {digest: voters} of the training and the held-out data, see `of_most`."""
 
     def __init__(self):
         self.votes, self.figures = {}, {}
@@ -104,19 +104,22 @@ class Trust:
             known.clear()
 
     def confirms(self, step, author, figure, several, by_host):
-        """Whether the (tokens, bytes, nats) of a validation count: of several authors two must state the same."""
-        stated = self.figures.setdefault(step, [])
-        while len(self.figures) > 2:
+        """Whether the (tokens, bytes, nats) of a validation count, or the (texts, mean) of a reward: of several authors
+        two must state the same."""
+        stated = self.figures.setdefault((step, len(figure)), [])
+        while len(self.figures) > 4:
             del self.figures[min(self.figures)]
         stated.append((author, figure))
-        same = {a for a, other in stated if other[:2] == figure[:2] and abs(other[2] - figure[2]) <= CLOSE * figure[2]}
+        same = {a for a, other in stated
+                if other[:-1] == figure[:-1] and abs(other[-1] - figure[-1]) <= CLOSE * abs(figure[-1])}
         if confirmed := not several or tally({figure: same}, by_host)[figure] > 1:
             stated.clear()
         return confirmed
 
     def unconfirmed(self, step):
-        """Names of the authors of a validation of this step that does not count, the first time that there is one."""
-        names = [] if self._reported else sorted({author.name for author, _ in self.figures.get(step, ())})
+        """Names of the authors of a figure of this step that does not count, the first time that there is one."""
+        names = [] if self._reported else sorted({author.name for (at, _), stated in self.figures.items() if at == step
+                                                  for author, _ in stated})
         self._reported = self._reported or bool(names)
         return names
 

@@ -12,9 +12,10 @@ import pytest
 
 import egg
 import egg_config
+from cluster import admission, history, snapshots, trust
 from coordinators import Server, until, work_in_thread
 from engine import cpu_engine
-from fakes import Lines
+from fakes import FakeEngine, Lines, changed
 from model import data_files, fitness_digits, sampling
 from model.reading import Reading
 from readings import drawn, random_config
@@ -209,6 +210,55 @@ def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, 
     assert engines[0].step == 6 and engines[0].digest() == engines[1].digest()
     assert "banned" not in server.lines.text
     assert "reward at step 2: " in server.lines.text and "the mean of 256 held-out prompts" in server.lines.text
+
+
+class Scripted:
+    """An objective that measures what `rewards` has for a step."""
+
+    def __init__(self, cfg, rewards):
+        self.cfg, self.rewards = cfg, rewards
+
+    def chunk(self, engine, first, check):
+        return fitness_digits.chunk_fitness(engine.evaluate(first, self.cfg.CHUNK_SIZE), self.cfg), 0
+
+    def measured(self, engine):
+        return 4, self.rewards[engine.step]
+
+    def sample(self, engine, number):
+        return f"a prompt >>> a text (reward {self.rewards[engine.step]:.4f})"
+
+
+FAKE = changed(OBJECTIVE="x", SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=2)
+REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
+
+
+def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path):
+    validation = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")    # a FakeEngine's rises
+    with Server(tmp_path, FAKE, save=True, steps=11, stay=True) as server:
+        work_in_thread(server.port, FakeEngine(FAKE, 0.003), FAKE, validation=validation,
+                       objective=Scripted(FAKE, REWARDS))
+        until(lambda: server.run.step == 11 and server.coordinator.shelf.newest == 10)
+    names = ["snapshot-00000004-reward--0.125000.egg", "snapshot-00000008-reward--0.250000.egg",
+             "snapshot-00000010-reward--0.200000.egg"]
+    assert sorted(path.name for path in tmp_path.glob("snapshot*")) == names
+    assert os.readlink(tmp_path / "best.egg") == names[0]
+    os.rename(tmp_path / names[1], tmp_path / "snapshot-00000008-0.9000.egg")          # of a validation
+    with contextlib.closing(history.read_run(FAKE, tmp_path)) as run:
+        shelf = snapshots.Shelf(FAKE, run)
+        assert (shelf.best, shelf.figures) == (4, {4: -0.125, 10: -0.2})
+    plain = FAKE.changed(OBJECTIVE="")
+    assert snapshots.Shelf(plain, history.open_run(plain)).best is None
+
+
+def test_a_reward_counts_if_two_workers_state_it():
+    asked, (liar, one, two) = trust.Trust(), (admission.Author(host, host, host) for host in "abc")
+
+    def counts(author, *figure):
+        return asked.confirms(6, author, figure, True, True)
+
+    assert not counts(liar, 4, 0.5) and not counts(liar, 4, 0.5) and not counts(one, 4, -0.5)
+    assert not counts(one, 4, 300, 9.5) and asked.unconfirmed(6) == ["a", "b"]
+    assert counts(two, 4, -0.5) and counts(two, 4, 300, 9.5)
 
 
 def test_another_file_is_another_configuration(tmp_path):
