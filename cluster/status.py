@@ -29,11 +29,13 @@ def report(coordinator):
     run, bans, progress = coordinator.run, coordinator.admission.bans, coordinator.progress
     workers = sorted((w.status() for w in coordinator.dispatcher.workers), key=lambda w: (w["name"], w["address"]))
     last = progress.validations[-1] if progress.validations else None
+    reward = progress.rewards[-1] if progress.rewards else None
     return {"step": run.step, "steps": coordinator.steps, "chunks_done": len(coordinator.dispatcher.work.done),
             "chunks": coordinator.cfg.N_CHUNKS, "tokens_per_second": progress.speed,
             "loss": None if progress.loss is None else progress.loss * progress.bits, "loss_unit": progress.unit,
             "seconds": round(time.monotonic() - progress.started, 1) if progress.started else 0.0,
-            "validation": last and dict(zip(("step", "figure", "unit"), last)), "snapshot": coordinator.shelf.newest,
+            "validation": last and dict(zip(("step", "figure", "unit"), last)),
+            "reward": reward and dict(zip(("step", "value"), reward)), "snapshot": coordinator.shelf.newest,
             "save_dir": run.directory and path_text(run.directory), "banned": dict(list(bans.all().items())[-BANS:]),
             "ban_file": bans.path and path_text(bans.path), "connected": len(workers), "workers": workers[:WORKERS],
             "island": coordinator.island.status()}
@@ -75,6 +77,8 @@ def describe_status(status):
         first += f", loss {status['loss']:.3f} {status.get('loss_unit', 'units of d-eggs')}"
     if status["validation"]:
         first += ", validation {figure:.3f} {unit} at step {step}".format(**status["validation"])
+    if status.get("reward"):
+        first += ", reward {value:.4f} at step {step}".format(**status["reward"])
     newest = f", newest snapshot of step {status['snapshot']}" if status["snapshot"] else ""
     lines = [first, f"kept in {status['save_dir']}{newest}" if status["save_dir"] else "not kept",
              *(f"banned: {who}: {why}" for who, why in status["banned"].items())]

@@ -13,9 +13,12 @@ import pytest
 import egg
 import egg_config
 from cluster import admission, history, snapshots, trust
+from cluster.status import describe_status
 from coordinators import Server, until, work_in_thread
 from engine import cpu_engine
 from fakes import FakeEngine, Lines, changed
+from pages import EVERYBODY, ask, parse_metrics
+from run_logs import example
 from model import data_files, fitness_digits, sampling
 from model.reading import Reading
 from readings import drawn, random_config
@@ -248,6 +251,28 @@ def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path)
         assert (shelf.best, shelf.figures) == (4, {4: -0.125, 10: -0.2})
     plain = FAKE.changed(OBJECTIVE="")
     assert snapshots.Shelf(plain, history.open_run(plain)).best is None
+
+
+def test_page_metrics_status_and_plots_have_the_reward(tmp_path, capsys):
+    with Server(tmp_path, FAKE, save=True, steps=5, stay=True, http=EVERYBODY) as server:
+        work_in_thread(server.port, FakeEngine(FAKE, 0.003), FAKE, objective=Scripted(FAKE, REWARDS))
+        until(lambda: server.run.step == 5 and server.coordinator.page.figures.step.get("step") == 4)
+        state = json.loads(ask(server, "/state.json")[2])
+        values = parse_metrics(ask(server, "/metrics")[2].decode())
+        assert describe_status(server.status()).splitlines()[0].endswith("reward -0.1250 at step 4")
+    assert state["reward"] == state["best_reward"] == {"step": 4, "value": -0.125} and state["validation"] is None
+    assert [point[2] for point in state["curves"]["reward"]] == [-0.5, -0.25, -0.125]
+    assert state["samples"][0]["text"] == "a text (reward -0.1250)"
+    assert (values["egg_reward"], values["egg_reward_best"], values["egg_reward_step"]) == (-0.125, -0.125, 4)
+    with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:        # a run that is resumed
+        assert json.loads(ask(server, "/state.json")[2])["best_reward"] == {"step": 4, "value": -0.125}
+    example(tmp_path / "plain")
+    assert egg.main(["plot", str(tmp_path), str(tmp_path / "plain"), "--out", str(tmp_path / "a.svg")]) == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    assert egg.main(["plot", str(tmp_path)]) == 0 and egg.main(["plot", str(tmp_path / "plain")]) == 0
+    first, second = capsys.readouterr().out.removeprefix("picture").split("* plain")
+    assert "reward, mean on held-out prompts\n" in first and ": reward -0.125, training loss" in first
+    assert "reward" not in first.partition("training loss ")[2].partition("\n")[2] + second
 
 
 def test_a_reward_counts_if_two_workers_state_it():

@@ -1,5 +1,5 @@
-"""Curves of runs, read from their JSON logs: loss and validation by step, tokens and time; for islands also their
-merges."""
+"""Curves of runs, read from their JSON logs: loss, validation and reward by step, tokens and time; for islands also
+their merges."""
 
 import bisect
 import collections
@@ -21,7 +21,7 @@ POINTS = 1 << 16           # most points of a curve: of a longer one pairs of ne
 MERGES, NAMES = 1024, 16   # newest merges that are kept; simple models
 TEXT = 64                  # characters of a name, a unit or a digest
 # of numbers but 0 in a log: a forged one must not break the arithmetic of charts
-LEAST, MOST, MOST_VALUE = 1e-9, 1e15, 1e9
+LEAST, MOST, MOST_VALUE = 1e-9, 1e15, 1 << 30
 
 # raised by an event that is incomplete or of another program
 INCOMPLETE = ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
@@ -53,8 +53,8 @@ class Rejuvenation(NamedTuple):
 
 
 class Curve:
-    """The course of a run, built event by event. loss, validation: [Point]; loss_unit, unit: their units, "" and None
-    if not known; references: {simple model: its validation}; island: its name, or ""; merges: [Merge]; rejuvenations:
+    """The course of a run, built event by event. loss, validation, reward: [Point]; loss_unit, unit: of the first two,
+    "" and None if not known; references: {simple model: its validation}; island: its name, or ""; merges: [Merge]; rejuvenations:
     [Rejuvenation]; samples: the last events of that kind."""
 
     def __init__(self, name):
@@ -62,6 +62,7 @@ class Curve:
         self.loss = []
         self.loss_unit = ""
         self.validation = []
+        self.reward = []
         self.unit = None
         self.references = {}
         self.island = ""
@@ -87,7 +88,7 @@ class Curve:
     def cut(self, step):
         """Keeps what there was after `step` completed steps."""
         _cut(self.loss, step)
-        for points in self.validation, self.merges, self.rejuvenations:
+        for points in self.validation, self.reward, self.merges, self.rejuvenations:
             _cut(points, step + 1)
 
     def add(self, event):
@@ -102,13 +103,11 @@ class Curve:
             before = self.loss[-1].seconds if self.loss else 0.0
             _append(self.loss, Point(int(step), tokens, before + seconds, value))
         elif kind == "validation":
-            step, tokens, value = _numbers(event, "step", "tokens", "value")
-            value, unit = _value(value), _text(event["unit"])
-            _cut(self.validation, step)
-            seconds = next((point.seconds for point in reversed(self.loss) if point.step < step), 0.0)
-            seconds = _numbers(event, "seconds")[0] if "seconds" in event else seconds      # in a log without steps
-            _append(self.validation, Point(int(step), tokens, seconds, value))
+            unit = _text(event["unit"])
+            self._measured(self.validation, event, *_numbers(event, "value"))
             self.unit = unit
+        elif kind == "reward":
+            self._measured(self.reward, event, float(event["value"]))
         elif kind == "references":
             values = itertools.islice(event["values"].items(), NAMES)
             self.references = {_text(k): _value(float(v)) for k, v in values}
@@ -130,6 +129,14 @@ class Curve:
         elif kind == "rejuvenated":
             self.rejuvenations.append(Rejuvenation(int(*_numbers(event, "step"))))
             del self.rejuvenations[:-MERGES]
+
+    def _measured(self, points, event, value):
+        step, tokens = _numbers(event, "step", "tokens")
+        value = _value(value)
+        seconds = next((point.seconds for point in reversed(self.loss) if point.step < step), 0.0)
+        seconds = _numbers(event, "seconds")[0] if "seconds" in event else seconds      # in a log without steps
+        _cut(points, step)
+        _append(points, Point(int(step), tokens, seconds, value))
 
 
 def read_curve(path):

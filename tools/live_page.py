@@ -120,7 +120,7 @@ class Figures:
         self.coordinator = coordinator
         self.step = {}
         self.finished = False
-        self.best = None
+        self.best = self.reward = self.best_reward = None
         self.lines = deque(maxlen=LINES)
         self.merges = deque(maxlen=MERGES)
         self.counts = dict.fromkeys(self.COUNTED, 0)
@@ -137,8 +137,11 @@ class Figures:
         self.curve.add({"event": "start", "config": coordinator.cfg.constants()})
         self.loss = curves.Thinned(POINTS, (point[1:] for point in self.curve.loss))       # without the step
         self.validation = curves.Thinned(POINTS)
+        self.rewards = curves.Thinned(POINTS)
         for point in self.curve.validation:
             self._add_validation(point)
+        for point in self.curve.reward:
+            self._add_reward(point)
         for merge in self.curve.merges:
             self._add_merge(merge)
         coordinator.events.sinks.append(self)
@@ -154,6 +157,12 @@ class Figures:
         if self.best is None or point.value < self.best["value"]:
             self.best = self.last_validation
 
+    def _add_reward(self, point):
+        self.rewards.add(*point[1:])
+        self.reward = {"step": point.step, "value": point.value}
+        if self.best_reward is None or point.value > self.best_reward["value"]:
+            self.best_reward = self.reward
+
     def _add_merge(self, merge):
         self.merges.append({"step": merge.step, "tokens": merge.step * self.coordinator.progress.tokens_a_step,
                             "seconds": round(self.curve.at(merge.step).seconds, 3), "peer": merge.peer,
@@ -166,6 +175,8 @@ class Figures:
             self._add_step(event)
         elif kind == "validation":
             self._add_validation(curve.validation[-1])
+        elif kind == "reward":
+            self._add_reward(curve.reward[-1])
         elif kind in self.LISTED or line and kind in self.LISTED_WITH_LINE:
             text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
             self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
@@ -174,7 +185,7 @@ class Figures:
         if kind in self.counts:
             self.counts[kind] += 1
         self.finished = self.finished or kind == "stop"
-        for points in (curve.loss, curve.validation, curve.merges, curve.rejuvenations):
+        for points in (curve.loss, curve.validation, curve.reward, curve.merges, curve.rejuvenations):
             del points[:-POINTS]                     # what is older is in the thinned curves
 
     def _add_step(self, event):
@@ -220,8 +231,10 @@ class Figures:
                 **{k: self.step.get(k) for k in ("loss", "learning_rate", "updates")}, "weights": coordinator.n_weights,
                 "sigma_shift": cfg.sigma_shift(status["step"]) if cfg.PERTURB == "weights" else None, "sent": self.sent,
                 "received": self.received, "validation": self.best and self.last_validation, "best": self.best,
+                "reward": self.reward, "best_reward": self.best_reward,
                 "references": self.curve.references, "unit": self.curve.unit,
-                "curves": {"loss": self.loss.all(), "validation": self.validation.all()},
+                "curves": {"loss": self.loss.all(), "validation": self.validation.all(),
+                           "reward": self.rewards.all()},
                 "workers": workers[:WORKERS], "n_workers": len(workers), "island": island,
                 "merges": list(self.merges), "samples": [*reversed(self.curve.samples)], "lines": list(self.lines)}
 
@@ -239,6 +252,10 @@ class Figures:
             rows += [("egg_validation", "the last validation", self.last_validation["value"], unit),
                      ("egg_validation_best", "the lowest validation", self.best["value"], unit),
                      ("egg_validation_step", "step of the last validation", self.last_validation["step"])]
+        if self.reward:
+            rows += [("egg_reward", "the last mean reward on held-out prompts", self.reward["value"]),
+                     ("egg_reward_best", "the highest of them", self.best_reward["value"]),
+                     ("egg_reward_step", "step of the last one", self.reward["step"])]
         rows += [(name, text, worker[field], {k: worker[k] for k in ("name", "address", "device")})
                  for name, text, field in WORKER_METRICS for worker in state["workers"]]
         if island:

@@ -1,4 +1,4 @@
-"""Draws loss and validation of runs, and the descent of islands, in the terminal or as a picture with matplotlib."""
+"""Draws loss, validation and reward of runs, and the descent of islands, in the terminal or as a picture with matplotlib."""
 
 import collections
 import math
@@ -37,7 +37,7 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     curves = [read_curve(run) for run in runs]
     names = [curve.name for curve in curves]
     names = [run if names.count(name) > 1 else name for name, run in zip(names, runs)]       # to tell them apart
-    charts = [chart for chart in (Chart(quantity, curves, x, log) for quantity in ("validation", "loss"))
+    charts = [chart for chart in (Chart(quantity, curves, x, log) for quantity in ("reward", "validation", "loss"))
               if chart.lines]
     if not charts:
         raise WatchError("no step has a place on a logarithmic axis yet: leave --log out")
@@ -55,11 +55,14 @@ class Chart:
     def __init__(self, quantity, curves, x, log=False):
         self.field = {"steps": "step", "tokens": "tokens", "time": "seconds"}[x]         # of a curves.Point
         units = {curve.unit for curve in curves if curve.validation}
-        if quantity == "loss":
+        if quantity == "reward":
+            self.title = "reward, mean on held-out prompts"
+        elif quantity == "loss":
             self.title = ", ".join(["training loss", *_either({curve.loss_unit for curve in curves if curve.loss})])
         else:
             self.title = ", ".join([quantity, *_either(units)])
-        furthest = max(self.at(points[-1]) for curve in curves for points in (curve.loss, curve.validation) if points)
+        furthest = max(self.at(points[-1]) for curve in curves
+                       for points in (curve.loss, curve.validation, curve.reward) if points)
         # up to two minutes are shown in seconds, but two million tokens in millions
         scales, least = (TIME[:1] if log else TIME, 2) if x == "time" else (COUNT, 1)
         self.size, unit = max([scale for scale in scales if least * scale[0] <= furthest] or scales[:1])
