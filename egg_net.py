@@ -130,6 +130,7 @@ class Worker:
             started = time.perf_counter()
             fitness, loss = self.objective.chunk(self.engine, first, link.check)
             self.speed = self.cfg.CHUNK_SIZE / (time.perf_counter() - started)
+            self.console.spent(self.objective.pace)
             return self._result(link, first, fitness, loss)
         self.predictor.handed_out(self.engine.step, first)
         following = self.predictor.following(self.engine.step)

@@ -99,6 +99,7 @@ class Console(Printer):
         self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when
         self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
         self._last_loss, self._validation = float("inf"), None
+        self._pace = ()
 
     def emit(self, event, line):
         """line: what is printed of the event, None for nothing."""
@@ -125,13 +126,17 @@ class Console(Printer):
             before, newline, text = line.rpartition("\n")    # a sample is one line
             self.line(before + newline + self.sample(text) if kind == "sample" else line)
 
+    def spent(self, pace):
+        """pace: texts, of which the status line shows the first that fits: what a step with an objective takes."""
+        self._pace = pace
+
     def clear(self):
-        self._step = None
+        self._step, self._pace = None, ()
         super().clear()
 
     def _parts(self):
         if self._step is None:
-            return []
+            return [self._pace]
         elapsed = self._step["elapsed"] + time.monotonic() - self._step_at
         goal = self._goal(elapsed) if shutil.get_terminal_size().columns >= 80 else ""
         return [clock(elapsed) + goal, f"step {self._step['step']}", *self._figures()]
@@ -142,7 +147,7 @@ class Console(Printer):
         same = val and self._validation["unit"] == step["unit"]          # then it is said once
         losses = [f"{loss} {val}"] if same else [f"{loss} {step['unit']}", val]
         speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
-        return [*losses, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s")]
+        return [*losses, self._pace, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s")]
 
     def _goal(self, elapsed):
         """A bar and the time of the end, "" for a run without one."""

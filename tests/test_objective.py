@@ -12,6 +12,7 @@ import pytest
 
 import egg
 import egg_config
+import egg_net
 from cluster import admission, history, snapshots, trust
 from cluster.status import describe_status
 from coordinators import Server, until, work_in_thread
@@ -109,6 +110,29 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
     better = np.sign(again[:, 0] - again[:, 1])
     assert fitness[2:].any() and (fitness[2:] * better >= 0).all() and not fitness[2:][better == 0].any()
     assert again.max() > 0 and again.max() % objective.REWARD_UNIT == 0
+
+
+def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
+    engine = cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
+    own = judged("import time\ndef reward(completions):\n    time.sleep(0.3)\n    return [1] * len(completions)\n")
+    own.chunk(engine, 0, lambda: None)
+    assert own.pace == () and own.seconds[1] > 0.5 > own.seconds[0]             # two slices, written one after the other
+    engine.step += 1
+    own.chunk(engine, 0, lambda: None)
+    pace, short = own.pace
+    assert re.fullmatch(r"a step: writing 0\.\d\d s, waiting [0-9.]+ s for reward\(\)", pace) and short in pace.replace(
+        " for reward()", "")
+    for columns, shown in ((200, pace), (80, short)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        stream = Lines()
+        stream.isatty = lambda: True
+        console = egg_net.Console(stream)
+        console.emit({"event": "step", "elapsed": 65, "step": 3, "loss": 2.5, "unit": "bits/byte", "tokens": 1,
+                      "tokens_per_second": 2.5e6}, None)
+        console.spent(own.pace)
+        console._next = 0
+        console.progress()
+        assert f"loss 2.50 bits/byte  {shown}" in stream.text.split("\x1b")[-1]
 
 
 def test_equal_rewards_are_no_votes(judged):
@@ -217,6 +241,8 @@ def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, 
 
 class Scripted:
     """An objective that measures what `rewards` has for a step."""
+
+    pace = ()
 
     def __init__(self, cfg, rewards):
         self.cfg, self.rewards = cfg, rewards

@@ -227,6 +227,8 @@ class Objective:
         self._prompts = [self._encoded(row["prompt"]) for row in self.rows]
         self.held = self._held(held, held_out if held_out is not None else tokens)
         self.judge = Judge(path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS)
+        self.step, self.seconds = None, [0.0, 0.0]               # see `pace`
+        self.pace = ()
 
     def _encoded(self, text):
         """int32: the tokens of a prompt. Raises ObjectiveError for one that is too long."""
@@ -300,7 +302,7 @@ class Objective:
     def chunk(self, engine, first, check):
         """(fitness int8 [pairs], sum of losses) of the chunk that begins with member `first`: the first TEXT_SHARE of
         its pairs are judged by their losses on text, the others by their rewards."""
-        cfg = self.cfg
+        cfg, started, waited = self.cfg, time.perf_counter(), self.judge.waited
         pairs = cfg.CHUNK_SIZE // 2
         on_text = round(cfg.TEXT_SHARE * pairs)
         loss, parts = 0, []
@@ -312,7 +314,19 @@ class Objective:
             rewards = self.rewards(engine, first // 2 + on_text, pairs - on_text, check)
             # equal rewards are no vote, whatever the threshold
             parts.append(fitness_digits.chunk_fitness(-rewards.ravel(), cfg) * (rewards[:, 0] != rewards[:, 1]))
+        self._note(engine.step, time.perf_counter() - started, self.judge.waited - waited)
         return np.concatenate(parts).astype(np.int8), loss
+
+    def _note(self, step, took, waited):
+        """Keeps in `pace` what the last whole step of this worker was spent on, for people: a long and a short text."""
+        if step != self.step:
+            if self.step is not None:
+                writing, waiting = (f"{seconds:.2f} s" for seconds in self.seconds)
+                self.pace = (f"a step: writing {writing}, waiting {waiting} for reward()",
+                             f"writing {writing}, waiting {waiting}")
+            self.step, self.seconds = step, [0.0, 0.0]
+        self.seconds[0] += took - waited
+        self.seconds[1] += waited
 
     def measured(self, engine):
         """(number of held-out prompts, mean reward of the unperturbed model on them); the same draws every time."""

@@ -127,11 +127,19 @@ def inspector(cfg, tokens):
     return inspect if cfg.DEBUG else None
 
 
+class Quiet(egg_net.Console):
+    """The console of a worker process: the parent shows what a step takes."""
+
+    def __init__(self, pipe):
+        super().__init__(quiet=True)
+        self.spent = lambda pace: pipe.send(("spent", pace))
+
+
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
 def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
     """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
-    name of the engine), ("slow", seconds of a step), ("final", Final), ("error", line). When the coordinator has
+    name of the engine), ("slow", seconds of a step), ("spent", texts for Console.spent), ("final", Final), ("error", line). When the coordinator has
     closed, it waits for "finish" or for the end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
@@ -143,7 +151,7 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
             if device == "cpu" and (seconds := cfg.POPULATION_SIZE / members_a_second(cfg, engine)) > SLOW_SECONDS:
                 pipe.send(("slow", seconds))
             egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
-                               name=device, console=egg_net.Console(quiet=True), inspect=inspector(cfg, data.tokens),
+                               name=device, console=Quiet(pipe), inspect=inspector(cfg, data.tokens),
                                objective=judge)
             if pipe.recv() == "finish":
                 figure = data.validation and data.validation.bits(engine.validate(data.validation.windows)[0])
@@ -225,6 +233,8 @@ class Training:
                 f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {takes} here: train on a GPU, "
                 "or begin a run with --preset laptop, with a smaller POPULATION_SIZE and CHUNK_SIZE, or with a smaller "
                 "model")
+        elif kind == "spent":
+            self.console.spent(value)
         elif kind == "ready":
             child.ready = value
             self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
