@@ -189,17 +189,22 @@ def of_directory_or_machine(args):
 
 
 def with_objective(cfg, args):
-    """Checks that a run with an objective has it. With --load-dir and an objective its --save-dir begins with that
-    model."""
+    """Checks that a run with an objective has it. With --load-dir and an objective its --save-dir, by default a new
+    directory, begins with that model."""
     objective = vars(args).get("objective")
     if cfg.OBJECTIVE and not objective:
         raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it by `train` or "
                                     "`coordinator` with --objective FILE")
-    if objective and args.load_dir and not args.run:
-        from tools import use
-        if not args.save_dir:
-            raise egg_config.UsageError("--objective begins a run of its own: give --save-dir DIR for it")
-        use.begin(cfg, args.load_dir, args.save_dir, args.threads, Printer(sys.stderr))
+    if objective and args.load_dir:
+        from cluster import history
+        from tools import train as training, use
+        if args.run:
+            Printer(sys.stderr).line(f"egg: {args.run} holds a run already: it goes on, --load-dir is not used")
+        else:
+            if args.function is train:               # a coordinator only needs its digest
+                training.try_objective(cfg, objective)
+            args.save_dir = args.save_dir or history.beside(args.load_dir)
+            use.begin(cfg, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr))
         args.load_dir = None
 
 

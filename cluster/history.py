@@ -344,10 +344,8 @@ def open_run(cfg, save_dir=None, load_dir=None):
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
         return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
-    own, target = _holds_own(load_dir), save_dir
-    if save_dir is None:
-        target = unused(os.path.abspath(load_dir))
-        target = target if os.path.isabs(load_dir) else os.path.relpath(target)
+    own = _holds_own(load_dir)
+    target = save_dir or beside(load_dir)
     if own and os.path.isdir(target) and os.path.samefile(target, load_dir):
         return open_directory(cfg, load_dir)
     with contextlib.closing(read_run(cfg, load_dir)) as source, contextlib.ExitStack() as undo:
@@ -358,6 +356,12 @@ def open_run(cfg, save_dir=None, load_dir=None):
     if own:
         _copy_rest(cfg, load_dir, target)
     return run
+
+
+def beside(directory):
+    """The first of directory-2, directory-3, ... that is not there, for a run that begins with that of `directory`."""
+    target = unused(os.path.abspath(directory))
+    return target if os.path.isabs(directory) else os.path.relpath(target)
 
 
 def unused(path):

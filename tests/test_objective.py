@@ -370,11 +370,24 @@ def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_valid
     assert "reward at step 3: " in said and "reward at step 2: " not in said and "after, on held-out prompts" in said
 
 
+def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
+    before = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
+    small = "--objective", "own.py", "--load-dir", "ckpt", "-D", "CHUNK_SIZE=16", "-D", "POPULATION_SIZE=32"
+    said = run("train", *small, "--steps", "2")
+    assert "egg: ckpt-2 begins with the model of ckpt, step 1; ckpt stays as it is\n" in said
+    assert "kept in ckpt-2\n" in said and "--save-dir ckpt-2 --objective own.py" in said
+    assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()} == before
+    said = run("train", *small, "--save-dir", "ckpt-2", "--steps", "3")               # the same once more
+    assert "egg: ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
+    said = run("coordinator", *small, "--steps", "1", "--port", "0")
+    assert "ckpt-3 begins with the model of ckpt, step 1; ckpt stays" in said and "kept in ckpt-3, " in said
+
+
 def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     (tmp_path / "own.py").write_text("def reward(completions):\n    raise ValueError('no such thing')\n")
     said = run("train", "--objective", "own.py", "--load-dir", "ckpt", "--save-dir", "new", "--steps", "3", status=1)
     assert "own.py: reward raised ValueError: no such thing, for the prompt" in said and "Traceback" not in said
-    assert "give --save-dir DIR" in run("train", "--objective", "own.py", "--load-dir", "ckpt", status=2)
+    assert not (tmp_path / "new").exists()
     assert "no.py: No such file" in run("train", "--objective", "no.py", "--save-dir", "x", status=1)
     assert "give --objective the path" in run("train", "--objective", "", "--steps", "1", status=1)
     for more in (["own.txt"], ["--tokens", "5"]):

@@ -264,6 +264,9 @@ class Objective:
         completions = [self._text(text[n:n + self.write]) for text, n in zip(texts, lengths)]
         if self.stop:
             completions = [text.partition(self.stop)[0] for text in completions]
+        return self._given(given, completions)
+
+    def _given(self, given, completions):
         return {"prompts": [row.get("prompt") or self._text(prompt) for prompt, row in given],
                 "completions": completions,
                 **{name: [row.get(name) for _, row in given] for name in self.columns}}
@@ -337,6 +340,13 @@ class Objective:
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
         texts, rewards = self._judged(engine, self.held[number % len(self.held):][:1])
         return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f})"
+
+    def try_out(self):
+        """Lets the function judge an empty text and a prompt. Raises ObjectiveError."""
+        given = self.held[:1] * 2
+        texts = self._given(given, ["", self._text(given[0][0])])
+        self.judge.begin(texts)
+        self.judge.finish()
 
     def _judged(self, engine, given):
         texts = self._written(engine, given, np.arange(len(given), dtype=np.uint32))

@@ -75,15 +75,22 @@ def start_engine(cfg, data, device, threads, log):
 
 
 @contextlib.contextmanager
-def opened_objective(cfg, path, data):
-    """The Objective of the file `path`, None without one. Raises ObjectiveError."""
+def opened_objective(cfg, path, data, processes=None):
+    """The Objective of the file `path`, None without one. processes: that judge. Raises ObjectiveError."""
     if not path:
         yield None
         return
     from tools import objective
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
-    with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out)) as opened:
+    with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out,
+                                                processes)) as opened:
         yield opened
+
+
+def try_objective(cfg, path):
+    """Raises an EggError for a file of --objective with which no run can begin, before anything is made."""
+    with opened_objective(cfg, path, open_data(cfg, lambda line: None), 1) as judge:
+        judge.try_out()
 
 
 def members_a_second(cfg, engine):

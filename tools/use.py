@@ -289,7 +289,7 @@ def begin(cfg, source, directory, threads, console):
     # not step 0: there a worker would begin with the random initial model
     state.weights, state.step, state.seed = old.weights, 1, seeds.next_seed(seeds.first_seed(cfg), 0)
     _begin(cfg, state, directory)
-    console.line(f"egg: {directory} begins with the model of {source}, step {old.step}")
+    console.line(f"egg: {directory} begins with the model of {source}, step {old.step}; {source} stays as it is")
 
 
 def _begin(cfg, state, directory):
