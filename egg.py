@@ -126,7 +126,8 @@ LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--steps", "--minutes", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file", "--verbose"
 SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*); its configuration is used"),
-             option("--best", "the snapshot with the best validation (with an objective: reward), not the newest state"), "--threads", "--gpu")
+             option("--best", "the snapshot with the best validation (with an objective: reward), not the newest state"),
+             "--threads", "--gpu")
 OPEN_PAGE = option("--insecure", "show the page of --http to anybody who can reach it")
 CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, "
                  "or local: a new one on this machine (default: auto)")

@@ -137,7 +137,7 @@ MUON_NS = "quintic"              # quintic, cubic | run    | Newton-Schulz itera
 #                                                            to 0.7 .. 1.2) or `cubic` (slow, to 1, as in d-eggs)
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
-OBJECTIVE = ""                   #               | run     | SHA-256 of the file of --objective, which sets it
+OBJECTIVE = ""                   #               | all     | SHA-256 of the file of --objective, which sets it
 OBJECTIVE_PROMPTS = 2            # 1 to 1024     | run     | prompts that a member answers
 TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the pairs that are judged by
 #                                                            their loss on text, so that the model keeps its language

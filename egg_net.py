@@ -421,7 +421,7 @@ class Hook:
     state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
     chunk_handed_out = nothing     # (): a worker has begun with a chunk
     step_completed = nothing   # (loss): a step is in the history and no chunk of the next one handed out
-    validated = nothing        # (step, value, unit): a worker has measured the state of this step
+    validated = nothing        # (step, value, unit): a worker has measured the state of this step; less is better
     status = nothing           # its part of `egg.py status`, for JSON
     close = nothing            # the coordinator ends; can be called more than once
 
@@ -718,6 +718,7 @@ class Coordinator:
         if self.dispatcher.believes(worker, step, (texts, reward), self.trust) \
                 and self.progress.rewarded(step, texts, reward):
             self.shelf.measured(step, reward)
+            self.island.validated(step, -reward, "reward")                      # of a fitness less is better
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, waits, or is banned."""

@@ -114,8 +114,9 @@ class Dispatcher:
         return True
 
     def believes(self, worker, number, figure, trust):
-        """Whether a validation or a reward counts: of a worker that was handed chunk 0 of this step, if nobody is there to state
-        the same or somebody has; if not, a second worker shall evaluate chunk 0. figure: see trust.Trust.confirms."""
+        """Whether a validation or a reward counts: of a worker that was handed chunk 0 of this step, if nobody is there
+        to state the same or somebody has; if not, a second worker shall evaluate chunk 0. figure: see
+        trust.Trust.confirms."""
         step, author = self.steps.get(number), worker.author
         if not (worker.trusted and step and author in step.validators):
             return False

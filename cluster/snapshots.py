@@ -315,7 +315,8 @@ class Shelf:
         self.arrange()
 
     def measured(self, step, figure):
-        """The figure of a validation, or the reward, for the file name of the snapshot of this step, which may still be on its way."""
+        """The figure of a validation, or the reward, for the file name of the snapshot of this step, which may still be
+        on its way."""
         if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
             self.figures[step] = figure
             with contextlib.suppress(OSError):

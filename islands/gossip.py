@@ -20,9 +20,11 @@ from islands import merging, transfer
 from islands.peers import ASK_EVERY, NAME, Peers, peers_from_slurm
 from model import state_digest
 
-KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",)}      # of fitness: their units
-WEIGHT = {"validation": 0.8, "loss": 0.05}   # of the newest measure in the exponential mean; validation is hardly noisy
-SURE = {"validation": 1, "loss": 10}         # number of measures after which a new epoch is judged
+# kinds of fitness, of which less is better: their units; of a reward it is the negative
+KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",), "reward": ("reward",)}
+# of the newest measure in the exponential mean; validation and reward are hardly noisy
+WEIGHT = {"validation": 0.8, "loss": 0.05, "reward": 0.8}
+SURE = {"validation": 1, "loss": 10, "reward": 1}            # number of measures after which a new epoch is judged
 REGRET = {"clone": 0.03, "recombine": 0.1}   # an epoch that is worse than the previous one by more than this is undone
 HANDOVER_SECONDS = 30.0    # limit for a worker to send our state; the next step waits for it
 LINEAGE = 200              # most epochs in `status`
@@ -80,7 +82,8 @@ def read_standing(payload):
         if not (all(type(x) is int and 0 <= x < 1 << 48 for x in counts) and type(standing.ask) is bool
                 and standing.unit in KINDS[standing.kind] and NAME.fullmatch(standing.founder)
                 and (state is None or len(state) == 32)
-                and (fitness is None or type(fitness) in (int, float) and 0 <= fitness < 1e9)):
+                and (fitness is None or type(fitness) in (int, float) and abs(fitness) <= 1 << 30
+                     and (fitness >= 0 or standing.kind == "reward"))):
             raise ValueError
     except (ValueError, TypeError, KeyError):
         raise FrameError("wrong standing: it cannot be read") from None
@@ -88,7 +91,8 @@ def read_standing(payload):
 
 
 class Fitness:
-    """The exponential mean of the measures in this epoch: of validation, or of the loss until there is validation."""
+    """The exponential mean of the measures in this epoch: of validation, or of the loss until there is validation; with
+    an objective of the reward."""
 
     def __init__(self):
         self.kind = "loss"
@@ -214,7 +218,7 @@ class Island(Hook):
             self.incoming.drop()
 
     def validated(self, step, value, unit):
-        self.fitness.add("validation", unit, value, step)
+        self.fitness.add("reward" if unit == "reward" else "validation", unit, value, step)
         self._offer_elite(step)
 
     def _offer_elite(self, step):
@@ -230,7 +234,8 @@ class Island(Hook):
 
     def step_completed(self, loss):
         """Between two steps it may change to another state, or begin a tournament."""
-        self.fitness.add("loss", KINDS["loss"][0], loss, self.run.step)
+        if not self.cfg.OBJECTIVE:
+            self.fitness.add("loss", KINDS["loss"][0], loss, self.run.step)
         if self.coordinator.finished or self.coordinator.closing or self.run.step <= self.run.start.step:
             return
         self.handover = self._due()
@@ -270,7 +275,9 @@ class Island(Hook):
                 "peers": self.peers.status(), "lineage": self.lineage[-LINEAGE:]}
 
     def shown(self, fitness, kind):
-        """A fitness for people: a loss in the unit in which losses are shown; None of None."""
+        """A fitness for people: a loss in the unit in which losses are shown, a reward as it is; None of None."""
+        if kind == "reward" and fitness is not None:
+            return _rounded(-fitness)
         return _rounded(fitness * self.coordinator.progress.bits if fitness and kind == "loss" else fitness)
 
     def handle(self, peer, opcode, payload):
@@ -375,11 +382,12 @@ class Island(Hook):
             return False
         self.on_trial = None
         if origin.get("fitness_kind") != fitness.kind or origin["kind"] not in REGRET \
-                or fitness.value <= (1 + REGRET[origin["kind"]]) * origin["ours"]:
+                or fitness.value - origin["ours"] <= REGRET[origin["kind"]] * abs(origin["ours"]):
             return False
         giver = origin["from"]
-        why = (f"with the state of {giver}, which promised {origin['theirs']:.4f}, this island has {fitness.value:.4f} "
-               f"{fitness.unit} after {origin['ours']:.4f} before")
+        sign = -1 if fitness.kind == "reward" else 1
+        why = (f"with the state of {giver}, which promised {sign * origin['theirs']:.4f}, this island has "
+               f"{sign * fitness.value:.4f} {fitness.unit} after {sign * origin['ours']:.4f} before")
         if giver in self.peers.known:
             self.peers.distrust(self.peers.known[giver], why)
         else:

@@ -25,7 +25,7 @@ def needs_ours(cfg):
 def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     """The State with which an island continues, with the step and seed of `ours`. The arguments are neither changed nor
     kept. ours may be None if `needs_ours` is False: the result then has the step and seed of `theirs`. The fitnesses
-    are losses of one kind, 0 or more; if they are equal, ours counts as the better. Raises ValueError (one line) for a
+    are of one kind, less is better; if they are equal, ours counts as the better. Raises ValueError (one line) for a
     fitness or a state that no training produces: a state may come from a stranger."""
     share = worse_share(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
     for state in (ours, theirs):
@@ -56,9 +56,13 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
 def worse_share(alpha, fitness_ours, fitness_theirs):
     """The share of the worse state in a mix, an integer in units of 2^-SHARE_BITS. Raises ValueError."""
     better, worse = sorted((fitness_ours, fitness_theirs))
-    if not (math.isfinite(better) and math.isfinite(worse) and better >= 0):
-        raise ValueError(f"a fitness of {fitness_ours} against {fitness_theirs}: finite losses of 0 or more are needed")
-    return round((1 - alpha) * (better / worse if worse else 1.0) * (1 << SHARE_BITS))
+    if not (math.isfinite(better) and math.isfinite(worse)):
+        raise ValueError(f"a fitness of {fitness_ours} against {fitness_theirs}: finite numbers are needed")
+    if better < 0:                                   # the negative of a reward
+        ratio = max(worse / better, 0.0)
+    else:
+        ratio = better / worse if worse else 1.0
+    return round((1 - alpha) * ratio * (1 << SHARE_BITS))
 
 
 def rejuvenate(cfg, state):

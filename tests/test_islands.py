@@ -304,6 +304,44 @@ def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_pat
         until(lambda: any(peer["fitness"] for peer in b.status()["island"]["peers"]))
 
 
+class Rewarded(Learner):
+    """Its validation rises with what it learns, and so does its reward: that decides."""
+
+    pace = ()
+
+    def bits(self):
+        return 1 + self.level / 1250
+
+    def chunk(self, engine, first, check):
+        return fitness_digits.chunk_fitness(self.evaluate(first, self.cfg.CHUNK_SIZE), self.cfg), 0
+
+    def measured(self, engine):
+        return 4, self.level / 1250 - 4
+
+
+def test_islands_with_an_objective_compare_rewards_and_refuse_another_one(tmp_path):
+    cfg = ISLE.changed(OBJECTIVE="a" * 64)
+
+    class Island(Isle):
+        def work(self, engine):
+            return work_in_thread(self.port, engine, self.cfg, validation=VALIDATION, objective=engine)
+
+    def isle(name, rate, peers=()):
+        seeded = cfg.changed(ISLAND_SEED=sum(name.encode()))
+        return Island(tmp_path / name, name, peers=peers, cfg=cfg, engine=Rewarded(seeded, rate))
+
+    with isle("a", 30) as a, isle("b", 3, [a]) as b:
+        until(lambda: b.told("merge"))
+        merge = b.told("merge")[0]
+        assert merge["peer"] == "a" and merge["fitness_kind"] == "reward" and merge["theirs"] < merge["ours"]
+        until(lambda: "is better" in b.lines.text)
+        theirs, ours = map(float, re.search(r"a is better, (\S+) against (\S+) reward: ", b.lines.text).groups())
+        assert theirs > ours and not a.told("merge") and a.status()["island"]["fitness"] > ours
+        with pytest.raises(egg_net.NetError, match="must be the same on all islands: OBJECTIVE"):
+            Stranger(a.port, "c", cfg=cfg.changed(OBJECTIVE="b" * 64))
+    assert any("-reward-" in path.name for path in (tmp_path / "a").glob("elite-*"))
+
+
 # --- who is a peer ----------------------------------------------------------------------------------------------------
 
 class Stranger:

@@ -106,8 +106,10 @@ def test_the_worse_ones_part():
              for alpha in (0.0, 0.5, 0.75, 1.0)}
     assert parts == {0.0: [65536, 49152, 49152, 655, 65536, 0], 0.5: [32768, 24576, 24576, 328, 32768, 0],
                      0.75: [16384, 12288, 12288, 164, 16384, 0], 1.0: [0] * 6}
-    for wrong in ((float("nan"), 1.0), (1.0, float("inf")), (-0.1, 1.0), (1.0, float("-inf"))):
-        with pytest.raises(ValueError, match="^a fitness of .* against .*: finite losses of 0 or more are needed$"):
+    negative = (-4.0, -3.0), (-3.0, -3.0), (-3.0, 0.0), (-0.1, 1.0)              # of rewards of 4 and 3, ...
+    assert [merging.worse_share(0.5, *pair) for pair in negative] == [24576, 32768, 0, 0]
+    for wrong in ((float("nan"), 1.0), (1.0, float("inf")), (1.0, float("-inf"))):
+        with pytest.raises(ValueError, match="^a fitness of .* against .*: finite numbers are needed$"):
             merging.worse_share(0.5, *wrong)
 
 

@@ -116,7 +116,7 @@ def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
     engine = cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
     own = judged("import time\ndef reward(completions):\n    time.sleep(0.3)\n    return [1] * len(completions)\n")
     own.chunk(engine, 0, lambda: None)
-    assert own.pace == () and own.seconds[1] > 0.5 > own.seconds[0]             # two slices, written one after the other
+    assert own.pace == () and own.seconds[1] > 0.5 > own.seconds[0]             # two slices
     engine.step += 1
     own.chunk(engine, 0, lambda: None)
     pace, short = own.pace

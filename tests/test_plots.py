@@ -163,7 +163,8 @@ def test_what_is_no_regular_file_or_too_large_for_a_log_is_one_line(tmp_path, mo
 ODD = [None, True, -1, 0, 3, 1e-320, 1e-9, 1e9, 1e15, 1e308, 10 ** 400, float("nan"), float("inf"), "", "5", "$\\frac{",
        "x" * 5000, [], {}, {"a": "$_"}, {"uniform": float("nan")}, [[[]]]]
 KINDS = {"step": ["step", "tokens", "loss", "seconds", "unit"], "island": ["name"], "rejuvenated": ["step"],
-         "validation": ["step", "tokens", "value", "unit", "seconds"], "reward": ["step", "tokens", "value"], "references": ["values"], "start": ["config"],
+         "validation": ["step", "tokens", "value", "unit", "seconds"], "reward": ["step", "tokens", "value"],
+         "references": ["values"], "start": ["config"],
          "merge": ["step", "time", "peer", "peer_step", "kind", "ours", "theirs", "parent_theirs", "digest"],
          "sample": ["step", "worker", "prompt", "text"]}
 

@@ -54,8 +54,8 @@ class Rejuvenation(NamedTuple):
 
 class Curve:
     """The course of a run, built event by event. loss, validation, reward: [Point]; loss_unit, unit: of the first two,
-    "" and None if not known; references: {simple model: its validation}; island: its name, or ""; merges: [Merge]; rejuvenations:
-    [Rejuvenation]; samples: the last events of that kind."""
+    "" and None if not known; references: {simple model: its validation}; island: its name, or ""; merges:
+    [Merge]; rejuvenations: [Rejuvenation]; samples: the last events of that kind."""
 
     def __init__(self, name):
         self.name = name
@@ -191,7 +191,7 @@ def merged_share(event, alpha):
     """The share, 0 to 1, of the peer's state in the result of a merge event; alpha: RECOMBINE_ALPHA."""
     if event["kind"] != "recombine":                 # "clone", or "undo": a complete state
         return 1.0
-    ours, theirs = _numbers(event, "ours", "theirs")
+    ours, theirs = (_value(float(event[name])) for name in ("ours", "theirs"))
     worse = merging.worse_share(alpha, ours, theirs) / (1 << merging.SHARE_BITS)
     return worse if ours <= theirs else 1 - worse
 

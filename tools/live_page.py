@@ -261,7 +261,8 @@ class Figures:
         if island:
             up, kind = sum(peer["state"] == "up" for peer in island["peers"]), {"kind": island["kind"]}
             rows += [("egg_island_epoch", "starts of the history: merges and rejuvenations so far", island["epoch"]),
-                     ("egg_island_fitness", "what is compared with peers, lower is better", island["fitness"], kind),
+                     ("egg_island_fitness", "what is compared with peers: lower is better, of a reward higher",
+                      island["fitness"], kind),
                      ("egg_island_peers", "islands that are known", len(island["peers"])),
                      ("egg_island_peers_up", "islands that can be reached", up),
                      *((name, text, peer[field], {k: peer[k] for k in ("name", *labels)})

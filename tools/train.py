@@ -146,8 +146,8 @@ class Quiet(egg_net.Console):
 
 def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
     """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
-    name of the engine), ("slow", seconds of a step), ("spent", texts for Console.spent), ("final", Final), ("error", line). When the coordinator has
-    closed, it waits for "finish" or for the end of the pipe."""
+    name of the engine), ("slow", seconds of a step), ("spent", texts for Console.spent), ("final", Final),
+    ("error", line). When the coordinator has closed, it waits for "finish" or for the end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:

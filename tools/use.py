@@ -28,7 +28,8 @@ class UseError(EggError):
 
 def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
     """An engine in the state of a saved run: the newest snapshot and a replay of the steps after it, or (best) the
-    snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError, UseError, EngineError, DataError."""
+    snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError, UseError, EngineError,
+    DataError."""
     with contextlib.closing(history.read_run(cfg, directory)) as run:
         state = _state(cfg, run, best, console.line)
         until, tokens = state.step if best else run.step, None
