@@ -126,7 +126,7 @@ LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--steps", "--minutes", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file", "--verbose"
 SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*); its configuration is used"),
-             option("--best", "the snapshot with the best validation (with an objective: reward), not the newest state"),
+             option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
              "--threads", "--gpu")
 OPEN_PAGE = option("--insecure", "show the page of --http to anybody who can reach it")
 CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, "
@@ -194,8 +194,8 @@ def with_objective(cfg, args):
     directory, begins with that model."""
     objective = vars(args).get("objective")
     if cfg.OBJECTIVE and not objective:
-        raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it by `train` or "
-                                    "`coordinator` with --objective FILE")
+        raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it with "
+                                    "--objective FILE")
     if objective and args.load_dir:
         from cluster import history
         from tools import train as training, use
@@ -312,7 +312,7 @@ def worker(cfg, args):
 
 
 @command(option("--save-dir DIR", "keep the run in DIR on the node whose DIR holds a run, else on this node",
-                required=True), *RUN, "--port", CLUSTER, OPEN_PAGE,
+                required=True), *RUN, "--objective", "--port", CLUSTER, OPEN_PAGE,
          option("--workers N", "number of workers, or all: as many as the nodes have room for (default: all)",
                 number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
          option("--cpus N", "cores of a worker on a node without GPUs; a cluster with GPUs uses such nodes only with "

@@ -221,8 +221,9 @@ class WorkerActor:
     def placed(self):
         """Answers as soon as Ray has found a place for this actor."""
 
-    def run(self, cfg, files, address, secret, number, threads):
-        """Serves the coordinator for ever. files: {constant: object with the bytes}. Raises EggError."""
+    def run(self, cfg, files, address, secret, objective, number, threads):
+        """Serves the coordinator for ever. files: {constant: object with the bytes}; objective: a path on this node, or
+        None. Raises EggError."""
         from engine import hardware
         from tools import train
         gpus, opened = ray.get_gpu_ids(), {name: tempfile.TemporaryFile() for name in files}
@@ -234,7 +235,7 @@ class WorkerActor:
         name = f"{socket.gethostname()}/" + (f"cuda:{gpus[0]}" if gpus else f"cpu-{number}")
         try:
             train.work(cfg, *address, hardware.one_device(cfg), None if gpus else threads,
-                       access=auth.Access(secret), name=name)
+                       access=auth.Access(secret), name=name, objective=objective)
         except EggError:
             raise
         except Exception:               # Ray starts another process
@@ -319,8 +320,8 @@ def train(cfg, args, secret, http, console):
     """The command `egg.py ray`; args: its arguments. Returns the directory of the run. Raises UsageError, RayError,
     DataError, HistoryError, NetError; the completed steps are kept in every case."""
     save_dir = absolute(args.save_dir)
-    load_dir, log_json, tensorboard = (path and os.path.abspath(path)
-                                       for path in (args.load_dir, args.log_json, args.tensorboard))
+    load_dir, log_json, tensorboard, objective = (path and os.path.abspath(path) for path in (
+        args.load_dir, args.log_json, args.tensorboard, args.objective))
     data_files.open_tokens(cfg, cfg.INPUT_FILE)              # an error is reported once, not by every node
     with connected(args.address):
         files = {name: ray.put(np.fromfile(getattr(cfg, name), np.uint8)) for name in egg_config.DATA_FILES
@@ -336,7 +337,7 @@ def train(cfg, args, secret, http, console):
                                   tensorboard=tensorboard)
         console.line(f"the coordinator is on {node}, port {port}")
         workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
-            cfg, files, (node, port), secret, number, threads), console)
+            cfg, files, (node, port), secret, objective, number, threads), console)
         try:
             summary, validations = follow(actor, finish, workers, args.wait or WAIT_MINUTES, console)
         finally:

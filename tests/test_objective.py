@@ -1,6 +1,7 @@
 """Rewards: members write texts together, a file judges them, and runs learn from that (docs/OBJECTIVES.md)."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from run_logs import example
 from model import data_files, fitness_digits, sampling
 from model.reading import Reading
 from readings import drawn, random_config
-from tools import objective
+from tools import objective, train
 
 HERE = egg.ROOT
 CFG = egg_config.make(
@@ -239,6 +240,19 @@ def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, 
     assert "reward at step 2: " in server.lines.text and "the mean of 256 held-out prompts" in server.lines.text
 
 
+def test_a_worker_takes_no_other_file_than_that_of_the_run(tmp_path):
+    (tmp_path / "own.py").write_text(LETTERS)
+    cfg = CFG.changed(OBJECTIVE=hashlib.sha256(LETTERS.encode()).hexdigest(), VAL_FILE="none")
+    data = train.Data(TOKENS, None, BYTES)
+    with train.opened_objective(cfg, str(tmp_path / "own.py"), data, 1) as own:
+        assert own.write == 6
+    for name, words in (("own.py", "own.py is not the file with which the coordinator began"),
+                        ("none.py", "none.py: No such file or directory: a worker needs the file of --objective on")):
+        with pytest.raises(objective.ObjectiveError, match=words):
+            with train.opened_objective(CFG.changed(OBJECTIVE="b" * 64), str(tmp_path / name), data, 1):
+                pass
+
+
 class Scripted:
     """An objective that measures what `rewards` has for a step."""
 
@@ -314,7 +328,7 @@ def test_a_reward_counts_if_two_workers_state_it():
 
 def test_another_file_is_another_configuration(tmp_path):
     cfg, lines = CFG.changed(OBJECTIVE="a" * 64), Lines()
-    with Server(tmp_path, cfg, steps=1) as server:
+    with Server(tmp_path, cfg) as server:
         engine = cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
         with pytest.raises(egg_config.EggError, match="OBJECTIVE"):
             from egg_net import Console, run_worker
@@ -347,8 +361,8 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     said = run("train", "--objective", "own.py", "--load-dir", "ckpt", "--save-dir", "new", "--steps", "3", *small)
     assert "new begins with the model of ckpt, step 1" in said and "before, " in said and "on held-out prompts" in said
     assert {name: (tmp_path / "ckpt" / name).read_bytes() for name in kept} == kept
-    assert "new is a run with an objective: continue it by" in run("train", "--save-dir", "new", status=2)
-    assert "new is a run with an objective: continue it by" in run("ray", "--save-dir", "new", status=2)
+    assert "new is a run with an objective: continue it with --objective FILE" in run("train", "--save-dir", "new", status=2)
+    assert "new is a run with an objective: continue it with --objective FILE" in run("ray", "--save-dir", "new", status=2)
     run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "4")
     events = [json.loads(line) for line in (tmp_path / "new" / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "reward"][:2] == [1, 2]
@@ -356,6 +370,7 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     said = run("eval", "--load-dir", "new", "--objective", "own.py")
     assert "mean reward" in said and "of 256 held-out prompts" in said and " >>> " in said
     run("generate", "--load-dir", "new", "--prompt", "the", "--tokens", "3")
+    run("eval", "--load-dir", "new", "--objective", os.path.join(HERE, "examples", "words.py"))
     (tmp_path / "own.py").write_text(LETTERS + "# changed\n")
     said = run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "5", status=2)
     assert "another configuration: --objective own.py: OBJECTIVE = " in said

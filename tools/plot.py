@@ -1,4 +1,5 @@
-"""Draws loss, validation and reward of runs, and the descent of islands, in the terminal or as a picture with matplotlib."""
+"""Draws loss, validation and reward of runs, and the descent of islands, in the terminal or as a picture with
+matplotlib."""
 
 import collections
 import math

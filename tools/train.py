@@ -2,6 +2,7 @@
 worker: it opens the data, makes the engine, prints the references."""
 
 import contextlib
+import hashlib
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
@@ -14,7 +15,7 @@ import egg_net
 from cluster import auth, event_log, history
 from cluster.console import printable, stop_signals
 from cluster.link import check_address
-from egg_config import EggError
+from egg_config import EggError, explained
 from engine import engines, hardware
 from model import data_files, parameters
 
@@ -76,11 +77,16 @@ def start_engine(cfg, data, device, threads, log):
 
 @contextlib.contextmanager
 def opened_objective(cfg, path, data, processes=None):
-    """The Objective of the file `path`, None without one. processes: that judge. Raises ObjectiveError."""
+    """The Objective of the file `path`, None without one. processes: that judge. Raises ObjectiveError, also where the
+    file is not that of OBJECTIVE: of another node, or changed since the run began."""
     if not path:
         yield None
         return
     from tools import objective
+    advice = "a worker needs the file of --objective on its own disk"
+    with explained(objective.ObjectiveError, path, advice), open(path, "rb") as file:
+        if cfg.OBJECTIVE not in ("", hashlib.file_digest(file, "sha256").hexdigest()):
+            raise objective.ObjectiveError(f"{path} is not the file with which the coordinator began: copy that one here")
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
     with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out,
                                                 processes)) as opened:

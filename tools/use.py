@@ -273,7 +273,8 @@ def evaluate_objective(cfg, engine, path, console):
     """Prints the mean reward of the model on the held-out prompts of a file of --objective, and one of its texts.
     Raises EggError."""
     from tools import train
-    with train.opened_objective(cfg, path, train.open_data(cfg.changed(VALIDATE_EVERY=0), console.line)) as judge:
+    cfg = cfg.changed(VALIDATE_EVERY=0, OBJECTIVE="")            # any file will do
+    with train.opened_objective(cfg, path, train.open_data(cfg, console.line)) as judge:
         count, mean = judge.measured(engine)
         console.line(f"step {engine.step}: mean reward {mean:.4f} of {count} held-out prompts\n"
                      f"{judge.sample(engine, 0)}")
