@@ -684,11 +684,7 @@ class Coordinator:
         self.run.append(work.fitness(), sum(losses), self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
         self._ended = self.progress.complete_step(step, losses)
-        if names := self.trust.unconfirmed(step):
-            what, files = ("reward or validation", "HELD_OUT and VAL_FILE") if self.cfg.OBJECTIVE else \
-                ("validation", "VAL_FILE")
-            self.events.warn(f"step {step}: its {what} is not used: two workers must state the same, "
-                             f"{' and '.join(names)} did not: give every worker the same {files}")
+        self.trust.report_unconfirmed(step, self.cfg.OBJECTIVE, self.events.warn)
         self._begin_step()
         self.island.step_completed(self.progress.loss)
         self.dispatcher.answer_waiting()
@@ -708,16 +704,14 @@ class Coordinator:
     def take_validation(self, worker, step, tokens, n_bytes, nats):
         figure, stated = self.progress.figure(tokens, n_bytes, nats), (tokens, n_bytes, nats)
         if self.dispatcher.believes(worker, step, stated, self.trust) and self.progress.validated(step, figure):
-            if not self.cfg.OBJECTIVE:               # else rewards decide what is best
-                self.shelf.measured(step, figure[0])
-                self.island.validated(step, *figure)
+            self.shelf.measured(step, *figure)
+            self.island.validated(step, *figure)
 
     def take_reward(self, worker, step, texts, reward):
-        if not (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE):
-            raise FrameError(f"wrong reward: {reward} of {texts} texts")
+        self.progress.check_reward(texts, reward)
         if self.dispatcher.believes(worker, step, (texts, reward), self.trust) \
                 and self.progress.rewarded(step, texts, reward):
-            self.shelf.measured(step, reward)
+            self.shelf.measured(step, reward, "reward")
             self.island.validated(step, -reward, "reward")                      # of a fitness less is better
 
     def _agrees(self, worker):

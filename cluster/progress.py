@@ -85,6 +85,11 @@ class Progress:
         self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(value, 6), unit=unit)
         return True
 
+    def check_reward(self, texts, reward):
+        """Raises FrameError for a reward that no worker of this run can have."""
+        if not (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE):
+            raise FrameError(f"wrong reward: {reward} of {texts} texts")
+
     def rewarded(self, step, texts, reward):
         """Notes the mean reward on held-out prompts of a step; whether it is the first of that step."""
         if not self._recent(step, self.rewards):

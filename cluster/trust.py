@@ -116,12 +116,16 @@ class Trust:
             stated.clear()
         return confirmed
 
-    def unconfirmed(self, step):
-        """Names of the authors of a figure of this step that does not count, the first time that there is one."""
+    def report_unconfirmed(self, step, objective, warn):
+        """Warns of the authors of a figure of this step that does not count, the first time that there is one.
+        objective: whether the run has one; warn: takes a line."""
         names = [] if self._reported else sorted({author.name for (at, _), stated in self.figures.items() if at == step
                                                   for author, _ in stated})
         self._reported = self._reported or bool(names)
-        return names
+        what, files = ("reward or validation", "HELD_OUT and VAL_FILE") if objective else ("validation", "VAL_FILE")
+        if names:
+            warn(f"step {step}: its {what} is not used: two workers must state the same, "
+                 f"{' and '.join(names)} did not: give every worker the same {files}")
 
     def _count(self, step, digest):
         """(votes for this digest, most votes for another); (1, 0) if all state this one, however many they are."""
