@@ -368,7 +368,8 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "4")
     events = [json.loads(line) for line in (tmp_path / "new" / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "reward"][:2] == [1, 2]
-    assert any(" (reward " in e["text"] for e in events if e["event"] == "sample")
+    samples = [e["text"] for e in events if e["event"] == "sample"]
+    assert samples and all(re.search(r" \(reward \S+\)$", text) for text in samples)            # also at the end
     said = run("eval", "--load-dir", "new", "--objective", "own.py")
     assert "mean reward" in said and "of 256 held-out prompts" in said and " >>> " in said
     run("generate", "--load-dir", "new", "--prompt", "the", "--tokens", "3")

@@ -168,7 +168,8 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
                                objective=judge)
             if pipe.recv() == "finish":
                 figure = data.validation and data.validation.bits(engine.validate(data.validation.windows)[0])
-                text = egg_net.sample(cfg, engine, data.tokens, data.decoding) if cfg.SAMPLE_EVERY else None
+                text = None if not cfg.SAMPLE_EVERY else judge.sample(engine, engine.step) if judge else \
+                    egg_net.sample(cfg, engine, data.tokens, data.decoding)
                 pipe.send(("final", Final(engine.step, figure, text, judge and judge.measured(engine))))
     except (EOFError, BrokenPipeError):
         pass                                        # the parent has ended, or needs no Final
@@ -355,7 +356,8 @@ def _sum_up(coordinator, references, final, data):
         console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({models})")
     if final is not None and final.reward is not None:
         done.rewarded(final.step, *final.reward)
-        console.line(f"reward: {done.rewards[0][1]:.4f} before, {final.reward[1]:.4f} after, on held-out prompts")
+        before_it = done.rewards[0][1] if done.rewards else final.reward[1]
+        console.line(f"reward: {before_it:.4f} before, {final.reward[1]:.4f} after, on held-out prompts")
     if final is not None and final.sample is not None:
         prompt, text = final.sample.split(" >>> ", 1)
         events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
