@@ -201,6 +201,15 @@ def test_nobody_else_can_replace_the_code_of_a_run(place, three_nodes, monkeypat
         assert driver.returncode == 0 and not private.exists(), said
 
 
+def test_members_are_judged_by_the_file_on_the_node(place, three_nodes):
+    (place / "own.py").write_text("TOKENS = 3\ndef reward(completions):\n    return [len(set(t)) for t in completions]\n")
+    driver = drive(place, three_nodes, "judged", "--objective", "own.py", "--steps", 3, "--workers", 1, *DEFINES)
+    said = driver.communicate(timeout=120)[0]
+    assert driver.returncode == 0 and "reward at step 0: " in said and "--objective own.py" in said, said
+    driver = drive(place, three_nodes, "judged", "--steps", 4)
+    assert "continue it with --objective FILE" in driver.communicate(timeout=120)[0] and driver.returncode == 2
+
+
 @pytest.mark.parametrize("arguments, status, words", [
     (["--save-dir", "x", "-D", "HIDDEN_DIM=65"], 2, "HIDDEN_DIM"), ([], 2, "--save-dir"),
     (["--save-dir", "x", "-D", "INPUT_FILE=none.bin"], 1, "none.bin is missing"),
