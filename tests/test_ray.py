@@ -202,7 +202,7 @@ def test_nobody_else_can_replace_the_code_of_a_run(place, three_nodes, monkeypat
 
 
 def test_members_are_judged_by_the_file_on_the_node(place, three_nodes):
-    (place / "own.py").write_text("TOKENS = 3\ndef reward(completions):\n    return [len(set(t)) for t in completions]\n")
+    (place / "own.py").write_text("TOKENS = 3\ndef reward(completions):\n    return [len(t) for t in completions]\n")
     driver = drive(place, three_nodes, "judged", "--objective", "own.py", "--steps", 3, "--workers", 1, *DEFINES)
     said = driver.communicate(timeout=120)[0]
     assert driver.returncode == 0 and "reward at step 0: " in said and "--objective own.py" in said, said
