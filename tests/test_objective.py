@@ -159,6 +159,39 @@ def reward(completions, answer, **kwargs):
     assert own.measured(cpu_engine.CpuEngine(CFG, TOKENS, threads=1)) == (2, 10.0)
 
 
+GAME = """
+DATA = [{"prompt": "ab", "secret": "x"}, {"prompt": "abcd", "secret": "y"}]
+HELD_OUT, TOKENS, TURNS = DATA, 2, 3
+def reply(prompts, texts, secret, **columns):
+    return [f"<{hidden}{len(prompt + text)}>" for prompt, text, hidden in zip(prompts, texts, secret)]
+def reward(prompts, completions):
+    return [float(prompt in ("ab", "abcd") and text.count("<") == 2) for prompt, text in zip(prompts, completions)]
+"""
+
+
+def test_the_other_side_replies_after_each_text_but_the_last(judged):
+    engine, writes = cpu_engine.CpuEngine(CFG, TOKENS, threads=1), []
+
+    def write(texts, lengths, seeds, *more):
+        for text, n, seed in zip(texts, lengths, seeds):
+            text[n:n + 2] = 65 + seed % 2, 66 + len(writes)
+        writes.append((seeds, [bytes(text[:n].astype(np.uint8)).decode() for text, n in zip(texts, lengths)]))
+    engine.write = write
+    own = judged(GAME)
+    texts, rewards = own._judged(engine, own.held * 2)
+    assert texts["prompts"] == ["ab", "abcd"] * 2 and rewards == [1.0] * 4
+    letter = "AB"
+    later = [objective.hash32(np.arange(4, dtype=np.uint32), np.full(4, turn, np.uint32)) % 2 for turn in (1, 2)]
+    assert texts["completions"][1] == f"BB<y6>{letter[later[0][1]]}C<y12>{letter[later[1][1]]}D"
+    assert writes[2][1][0] == "abAB<x4>" + letter[later[0][0]] + "C<x10>"
+    writes.clear()
+    assert own.rewards(engine, 0, 3, lambda: None).all()
+    assert len(writes) == 2 * 3
+    for seeds, prompts in writes:
+        assert (seeds[::2] == seeds[1::2]).all() and prompts[::2] == prompts[1::2]
+    assert len({int(seeds[0]) for seeds, _ in writes}) == 6
+
+
 @pytest.mark.parametrize("text, words", [
     ("def reward(completions)\n    pass\n", "own.py:1: expected ':'"),
     (LETTERS + "DATA = [{'prompt': 'x', 'check': lambda text: 1}]\n", "a column of DATA cannot be passed"),
@@ -178,6 +211,12 @@ def reward(completions, answer, **kwargs):
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
+    (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
+    (LETTERS + "TURNS = 2\n", "TURNS of 2 or more and a function reply"),
+    (GAME + "def reply(texts):\n    return 'a'\n", "reply returned 'a', which is no list of texts"),
+    (GAME + "def reply(texts):\n    return texts[:1]\n", "reply returned 1 texts for 6 completions"),
+    (GAME + "def reply(texts):\n    return [1 / 0]\n", "reply raised ZeroDivisionError: .* for the prompt 'ab"),
+    (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n", "tokens, with TOKENS = 6 more than 4096"),
     ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s a text"),
 ])
 def test_what_a_file_does_wrong_is_one_line(judged, text, words):

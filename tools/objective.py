@@ -3,9 +3,11 @@
 A file of --objective has reward(prompts, completions, **columns): lists of str of one length; it returns as many
 numbers, more is better. This is the form of the reward functions of TRL. Optional in the file: DATA and HELD_OUT, lists
 of dicts or the names of JSON-lines files with "prompt" and further columns; TOKENS to write after a prompt; STOP, a
-text that ends a completion; TEMPERATURE.
+text that ends a completion; TEMPERATURE; reply(prompts, texts, **columns), what the other side says after each text, and
+TURNS, the number of texts that a dialogue has.
 """
 
+import contextlib
 import inspect
 import json
 import math
@@ -30,6 +32,7 @@ from model.soft_targets import hash32
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # on which the unperturbed model is measured, at most
 LONGEST = 4096               # tokens of a prompt and its completion
+MOST_TURNS = 64
 REWARD_UNIT = 1 << 16        # of a reward in fixed point, in which it takes the place of a loss
 MOST_REWARD = 1 << 30
 SLICE = 256                  # texts that are written before they are judged, while the next ones are written
@@ -92,35 +95,38 @@ def _number(path, found, name, default, low, high):
 
 # --- judging ---------------------------------------------------------------------------------------------------------
 
-def judged(reward, accepted, texts):
-    """[float]: the rewards of `texts`, a dict of lists. Raises ValueError with the reason."""
+def judged(function, accepted, texts, name="reward"):
+    """[float], the rewards of `texts`, a dict of lists; or [str], of a function whose name is reply. Raises ValueError
+    with the reason."""
     given = {name: values for name, values in texts.items() if accepted is None or name in accepted}
-    rewards = reward(**given)
-    try:
-        rewards = [float(value) for value in rewards]
-    except (TypeError, ValueError):
-        raise ValueError(f"reward returned {str(rewards)[:80]!r}, which is no list of numbers") from None
-    if len(rewards) != len(texts["completions"]):
-        raise ValueError(f"reward returned {len(rewards)} numbers for {len(texts['completions'])} completions")
-    for value, text in zip(rewards, texts["completions"]):
+    answers, kind = function(**given), "numbers" if name == "reward" else "texts"
+    if name == "reward":
+        with contextlib.suppress(TypeError, ValueError):
+            answers = [float(value) for value in answers]
+    if not (isinstance(answers, list) and all(isinstance(x, float if name == "reward" else str) for x in answers)):
+        raise ValueError(f"{name} returned {str(answers)[:80]!r}, which is no list of {kind}")
+    if len(answers) != len(texts["prompts"]):
+        raise ValueError(f"{name} returned {len(answers)} {kind} for {len(texts['prompts'])} completions")
+    for value, text in zip(answers, texts["completions"]) if name == "reward" else ():
         if not abs(value) <= MOST_REWARD:
             raise ValueError(f"reward returned {value} for {text[:80]!r}: must be from -2^30 to 2^30")
-    return rewards
+    return answers
 
 
-def _judge(path, pipe):
-    """The main function of a process that judges: takes dicts of lists, answers with lists of rewards or a str."""
+def _judge(path, name, pipe):
+    """The main function of a process that judges: takes dicts of lists, answers with lists of rewards or replies, or
+    with a str, the error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        reward = read(path)["reward"]
-        parameters = inspect.signature(reward).parameters.values()
+        function = read(path)[name]
+        parameters = inspect.signature(function).parameters.values()
         accepted = None if any(p.kind == p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
         while True:
             texts = pipe.recv()
             try:
-                pipe.send(judged(reward, accepted, texts))
+                pipe.send(judged(function, accepted, texts, name))
             except Exception as error:
-                pipe.send(_blamed(reward, accepted, texts, error))
+                pipe.send(_blamed(function, accepted, texts, name, error))
     except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
@@ -133,30 +139,30 @@ def _end_with_parent():
     os._exit(0)
 
 
-def _blamed(reward, accepted, texts, error):
+def _blamed(function, accepted, texts, name, error):
     """str: the error, with the first text for which the function fails alone."""
-    why = str(error) if isinstance(error, ValueError) and str(error).startswith("reward returned") else \
-        f"reward raised {_said(error)}"
-    for i, text in enumerate(texts["completions"]):
+    why = str(error) if isinstance(error, ValueError) and str(error).startswith(f"{name} returned") else \
+        f"{name} raised {_said(error)}"
+    for i, text in enumerate(texts["completions" if name == "reward" else "texts"]):
         try:
-            judged(reward, accepted, {name: values[i:i + 1] for name, values in texts.items()})
+            judged(function, accepted, {column: values[i:i + 1] for column, values in texts.items()}, name)
         except Exception:
             return f"{why}, for the prompt {texts['prompts'][i][-60:]!r} and the text {text[:60]!r}"
     return why
 
 
 class Judge:
-    """Processes that call the function of a file on lists of texts, while the engine writes the next ones."""
+    """Processes that call the function `name` of a file on lists of texts, while the engine writes the next ones."""
 
-    def __init__(self, path, processes, seconds):
-        self._path, self._seconds = path, seconds
+    def __init__(self, path, processes, seconds, name="reward"):
+        self._path, self._seconds, self._name = path, seconds, name
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         multiprocessing.resource_tracker.ensure_running()                       # which would unblock SIGINT later
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the worker
         for _ in range(processes):
             ours, theirs = context.Pipe()
-            self._processes.append(context.Process(target=_judge, args=(path, theirs), daemon=True))
+            self._processes.append(context.Process(target=_judge, args=(path, name, theirs), daemon=True))
             self._processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
@@ -167,7 +173,7 @@ class Judge:
     def begin(self, texts):
         """Hands a dict of lists out to the processes. Raises ObjectiveError."""
         self.finish()                                # of a chunk that was given up: its answers are not for these texts
-        count = len(texts["completions"])
+        count = len(texts["prompts"])
         ends = [count * i // len(self._pipes) for i in range(len(self._pipes) + 1)]
         self._busy = [(pipe, a, b) for pipe, a, b in zip(self._pipes, ends, ends[1:]) if b > a]
         for pipe, a, b in self._busy:
@@ -180,23 +186,23 @@ class Judge:
                                      f"({_said(error)}): give numbers and texts") from None
 
     def finish(self):
-        """[float]: the rewards of what was handed out. Raises ObjectiveError."""
-        rewards, started = [], time.perf_counter()
+        """[float] or [str]: the rewards of what was handed out, or the replies. Raises ObjectiveError."""
+        answers, started = [], time.perf_counter()
         for pipe, a, b in self._busy:
             try:
                 if not pipe.poll(self._seconds * (b - a)):
-                    raise ObjectiveError(f"{self._path}: reward did not return within {self._seconds:g} s a text "
+                    raise ObjectiveError(f"{self._path}: {self._name} did not return within {self._seconds:g} s a text "
                                          "(OBJECTIVE_SECONDS)")
                 answer = pipe.recv()
             except (EOFError, OSError):
-                raise ObjectiveError(f"{self._path}: a process that judges has ended: does reward end Python, or need "
-                                     "more memory than there is?") from None
+                raise ObjectiveError(f"{self._path}: a process that judges has ended: does {self._name} end Python, or "
+                                     "need more memory than there is?") from None
             if isinstance(answer, str):
                 raise ObjectiveError(answer if answer.startswith(self._path) else f"{self._path}: {answer}")
-            rewards += answer
+            answers += answer
         self._busy = []
         self.waited += time.perf_counter() - started
-        return rewards
+        return answers
 
     def close(self):
         for process in self._processes:
@@ -217,6 +223,9 @@ class Objective:
         self.stop = found.get("STOP", "")
         if not isinstance(self.stop, str):
             raise ObjectiveError(f"{path}: STOP = {self.stop!r}: must be a text")
+        self.turns = _number(path, found, "TURNS", 1, 1, MOST_TURNS)
+        if callable(found.get("reply")) != (self.turns > 1):
+            raise ObjectiveError(f"{path}: TURNS of 2 or more and a function reply(prompts, texts) need each other")
         self.settings = sampling.settings(cfg, _number(path, found, "TEMPERATURE", 1.0, 0.0, 100.0), 0.0, 0.0)
         if decoding is None:
             raise ObjectiveError(f"{cfg.DECODING_FILE} is missing, and without it tokens are no text")
@@ -226,16 +235,19 @@ class Objective:
         self.columns = sorted({name for row in rows + held for name in row} - {"prompt", "completions", "prompts"})
         self._prompts = [self._encoded(row["prompt"]) for row in self.rows]
         self.held = self._held(held, held_out if held_out is not None else tokens)
-        self.judge = Judge(path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS)
+        processes = processes or hardware.cores()
+        self.judge = Judge(path, processes, cfg.OBJECTIVE_SECONDS)
+        self.other = Judge(path, processes, cfg.OBJECTIVE_SECONDS, "reply") if self.turns > 1 else None
         self.step, self.seconds = None, [0.0, 0.0]               # see `pace`
         self.pace = ()
 
-    def _encoded(self, text):
-        """int32: the tokens of a prompt. Raises ObjectiveError for one that is too long."""
+    def _encoded(self, text, before=0):
+        """int32: the tokens of a prompt, or of its part behind `before` tokens. Raises ObjectiveError for one that is
+        too long."""
         prompt = self.decoding.encode(text.encode())
-        if len(prompt) + self.write > LONGEST:
-            raise ObjectiveError(f"{self.path}: the prompt {text[:40]!r} ... has {len(prompt)} tokens, with TOKENS = "
-                                 f"{self.write} more than {LONGEST}: shorten it")
+        if before + len(prompt) + self.write > LONGEST:
+            raise ObjectiveError(f"{self.path}: the prompt {text[:40]!r} ... has {before + len(prompt)} tokens, with "
+                                 f"TOKENS = {self.write} more than {LONGEST}: shorten it")
         return sampling.checked_prompt(self.cfg, prompt)
 
     def _held(self, rows, tokens):
@@ -256,15 +268,29 @@ class Objective:
 
     def _written(self, engine, given, seeds, first_pair=None):
         """A dict of lists for the function, from [(prompt, row)] that the engine continues."""
-        lengths = np.array([len(prompt) for prompt, _ in given], np.int64)
-        texts = np.zeros((len(given), lengths.max() + self.write), np.int32)
-        for text, (prompt, _) in zip(texts, given):
+        prompts = [prompt for prompt, _ in given]
+        completions = texts = self._continued(engine, prompts, seeds, first_pair)
+        known = self._given(given, completions)
+        for turn in range(1, self.turns):
+            so_far = [prompt + text[:len(text) - len(last)] for prompt, text, last in
+                      zip(known["prompts"], completions, texts)]
+            self.other.begin({**{name: known[name] for name in self.columns}, "prompts": so_far, "texts": texts})
+            replies = self.other.finish()
+            prompts = [np.concatenate([prompt, self._encoded(text + reply, len(prompt))])
+                       for prompt, text, reply in zip(prompts, texts, replies)]
+            texts = self._continued(engine, prompts, hash32(seeds, np.full(len(seeds), turn, np.uint32)), first_pair)
+            completions = ["".join(parts) for parts in zip(completions, replies, texts)]
+        return {**known, "completions": completions}
+
+    def _continued(self, engine, prompts, seeds, first_pair):
+        """[str]: what the engine writes after prompts of tokens, up to STOP."""
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        texts = np.zeros((len(prompts), lengths.max() + self.write), np.int32)
+        for text, prompt in zip(texts, prompts):
             text[:len(prompt)] = prompt
         engine.write(texts, lengths, seeds, self.settings, first_pair)
-        completions = [self._text(text[n:n + self.write]) for text, n in zip(texts, lengths)]
-        if self.stop:
-            completions = [text.partition(self.stop)[0] for text in completions]
-        return self._given(given, completions)
+        written = [self._text(text[n:n + self.write]) for text, n in zip(texts, lengths)]
+        return [text.partition(self.stop)[0] for text in written] if self.stop else written
 
     def _given(self, given, completions):
         return {"prompts": [row.get("prompt") or self._text(prompt) for prompt, row in given],
@@ -354,4 +380,5 @@ class Objective:
         return texts, self.judge.finish()
 
     def close(self):
-        self.judge.close()
+        for judge in filter(None, (self.judge, self.other)):
+            judge.close()
