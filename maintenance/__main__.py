@@ -35,15 +35,21 @@ def shapes(cfg, args):
          option("--batch N", "windows of SEQ_LEN tokens in a step (default: 32, good for small models on a CPU)", COUNT,
                 default=32),
          option("--rate X", "the highest learning rate (default: 0.006)", number(float, 1e-9, 10), default=0.006),
-         program=PROGRAM)
+         "--objective",
+         option("--objective-minutes N", "then trains with rewards (default: 3)", number(float, 1e-9, 1e6), default=3.0),
+         option("--objective-rate X", "the highest learning rate with rewards (default: 0.002)", number(float, 1e-9, 10),
+                default=0.002), program=PROGRAM)
 def backprop(cfg, args):
-    """train the same shape by back-propagation on the same text (needs PyTorch; default: one minute)
+    """train the same shape by back-propagation on the same text (needs PyTorch; default: one minute), and then, with an
+    objective, by REINFORCE with the mean of a group as baseline, the core of GRPO
 
     examples:
       python -m maintenance backprop --preset laptop --minutes 1 --log-json backprop.jsonl
-      python egg.py plot ckpt backprop.jsonl --x time"""
+      python egg.py plot ckpt backprop.jsonl --x time
+      python -m maintenance backprop --preset laptop --objective examples/words.py"""
     from maintenance import backprop
-    backprop.train(cfg, args.minutes or 1.0, args.batch, args.rate, args.threads, Printer(), args.log_json)
+    backprop.train(cfg, args.minutes or 1.0, args.batch, args.rate, args.threads, Printer(), args.log_json,
+                   args.objective and (args.objective, args.objective_minutes, args.objective_rate))
 
 
 @command(option("--workers N", "workers that are simulated (default: 1000)", COUNT, default=1000),

@@ -5,6 +5,8 @@ import contextlib
 import math
 import time
 
+import numpy as np
+
 import egg_config
 from cluster import event_log
 from model import parameters
@@ -15,16 +17,18 @@ LAST_RATE = 0.05           # to this share
 WEIGHT_DECAY = 0.1
 MOMENTS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)     # seconds after which it validates; and ten times, a hundred times ...
 AT_ONCE = 1 << 14          # tokens of validation in one forward pass
+PROMPTS, GROUP = 16, 16    # of a step with rewards, and the texts after each
 
 
 class BackpropError(egg_config.EggError):
     """About PyTorch, or a device that it does not have."""
 
 
-def train(cfg, minutes, batch, rate, threads, console, log_json=None):
+def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=None):
     """Trains for `minutes`, validation not counted, on `batch` windows a step at random places. rate: the highest
     learning rate; threads: cores of a CPU, default all. Prints every validation and appends it to the file log_json.
-    Raises BackpropError, DataError, WatchError."""
+    objective: (file, minutes, learning rate) of a second part, with rewards, or None. Raises BackpropError, DataError,
+    ObjectiveError, WatchError."""
     try:
         import torch
     except ImportError:
@@ -39,6 +43,7 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None):
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_float32_matmul_precision("high")       # TF32 on a GPU
     torch.manual_seed(cfg.ISLAND_SEED)
+    model = _model(torch, cfg, "cuda" if gpu else "cpu")
     before, unit = 0.0, egg_config.loss_unit(cfg.constants())[1]
     with contextlib.ExitStack() as stack:
         log = log_json and stack.enter_context(contextlib.closing(
@@ -50,20 +55,27 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None):
 
         emit("start", step=0, directory=None, config=cfg.constants())
         emit("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
-        for step, seconds, loss, value in _run(torch, cfg, data, "cuda" if gpu else "cpu", 60 * minutes, batch, rate):
+        for step, seconds, loss, value in _run(torch, cfg, data, *model, 60 * minutes, batch, rate):
             tokens = step * batch * cfg.SEQ_LEN
             if step:
                 emit("step", step=step - 1, tokens=tokens, loss=loss, unit=unit, seconds=round(seconds - before, 6))
             emit("validation", step=step, tokens=tokens, value=round(value, 6), unit=data.validation.unit)
             console.line(f"{seconds:8.1f} s  step {step:7,}  {value:.3f} {data.validation.unit}")
             before = seconds
+        if objective:
+            path, minutes, rate = objective
+            own = stack.enter_context(training.opened_objective(cfg, path, data))
+            for step, seconds, _, (value, texts, mean) in _run(torch, cfg, data, *model, 60 * minutes, batch, rate, own):
+                emit("reward", step=step, value=mean, texts=texts)
+                console.line(f"{seconds:8.1f} s  step {step:7,}  {value:.3f} {data.validation.unit}  reward {mean:.4f}")
 
 
-def _run(torch, cfg, data, device, until, batch, rate):
-    """Yields (step, seconds of training, mean training loss since the last one in bits/token, validation)."""
+def _run(torch, cfg, data, learned, logits, until, batch, rate, own=None):
+    """Yields (step, seconds of training, mean training loss since the last one in bits/token, validation). own: an
+    Objective; then a validation is (value, number of held-out prompts, mean reward)."""
+    device = learned[0].device
     text = torch.from_numpy(data.tokens.astype("i4")).to(device)
     held_out = torch.from_numpy(data.validation.windows).to(device).split(AT_ONCE // cfg.SEQ_LEN + 1)
-    learned, logits = _model(torch, cfg, device)
     optimizer = torch.optim.AdamW(learned, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
     offsets = torch.arange(cfg.SEQ_LEN + 1, device=device)
 
@@ -74,11 +86,32 @@ def _run(torch, cfg, data, device, until, batch, rate):
     def loss_of_a_batch():
         return loss_of(text[torch.randint(len(text) - cfg.SEQ_LEN, (batch, 1), device=device) + offsets])
 
+    def loss_with_rewards():
+        """REINFORCE with the mean of a group as its baseline, the core of GRPO, and a share of text."""
+        prompts = [own.prompt(int(n)) for n in torch.randint(1 << 31, (PROMPTS,)) for _ in range(GROUP)]
+        writer.written.clear()
+        of_file = own.settings
+        temp = float(of_file.temp) or 1.0                   # at 0 all texts of a group would be equal
+        own.settings = of_file._replace(temp=temp)
+        rewards = torch.tensor(own.judged(writer, prompts)[1]).view(PROMPTS, GROUP)
+        own.settings = of_file
+        better = (rewards - rewards.mean(1, keepdim=True)).flatten() / (rewards.std() + 1e-6)
+        total, count = 0.0, 0
+        for texts, judged in writer.written:                # one for every turn
+            scores = (logits(texts[:, :-1]) / temp).log_softmax(-1).gather(-1, texts[:, 1:, None])[..., 0]
+            total = total - (scores * better.to(device)[:, None])[judged[:, 1:]].sum()
+            count += int(judged.sum())
+        return (1 - cfg.TEXT_SHARE) * total / max(1, count) + cfg.TEXT_SHARE * loss_of_a_batch()
+
     def validation():
         with torch.no_grad():
-            return data.validation.bits(sum(loss_of(windows, "sum").item() for windows in held_out))
+            value = data.validation.bits(sum(loss_of(windows, "sum").item() for windows in held_out))
+        return (value, *own.measured(writer)) if own else value
 
-    loss_of_a_batch().backward()                           # what is prepared at the first call is no time of training
+    writer = Writer(torch, logits, own, device)
+    loss_of_a_step = loss_with_rewards if own else loss_of_a_batch
+
+    loss_of_a_step().backward()                            # what is prepared at the first call is no time of training
     yield 0, 0.0, None, validation()
     step, seconds = 0, 0.0
     while seconds < until:
@@ -89,7 +122,7 @@ def _run(torch, cfg, data, device, until, batch, rate):
         while now < moment:
             optimizer.param_groups[0]["lr"] = rate * min((step + 1) / WARM_UP, 1) * max(LAST_RATE, 1 - now / until)
             optimizer.zero_grad()
-            loss = loss_of_a_batch()
+            loss = loss_of_a_step()
             loss.backward()
             optimizer.step()
             step, total = step + 1, total + loss.detach()
@@ -99,9 +132,38 @@ def _run(torch, cfg, data, device, until, batch, rate):
         yield step, seconds, mean, validation()
 
 
+class Writer:
+    """Takes the place of the engine that an Objective lets write. written: a list of (texts int64 [sequences, room],
+    bool of the same shape, which tokens were written and judged)."""
+
+    def __init__(self, torch, logits, own, device):
+        self._torch, self._logits, self._own, self._device, self.written = torch, logits, own, device, []
+
+    def write(self, texts, lengths, seeds, s, first_pair=None):
+        """As engine.cpu_engine; the draws are those of torch."""
+        torch, states, first = self._torch, {}, int(lengths.min())
+        found, begin = torch.from_numpy(texts).long().to(self._device), torch.from_numpy(lengths).to(self._device)
+        with torch.no_grad():
+            for i in range(first, found.shape[1]):
+                z = self._logits(found[:, :i] if i == first else found[:, i - 1:i], states)[:, -1]
+                drawn = torch.multinomial((z / float(s.temp)).softmax(-1), 1)[:, 0] if s.temp else z.argmax(-1)
+                found[:, i] = torch.where(begin <= i, drawn, found[:, i])
+        texts[:] = found.cpu().numpy()
+        judged = np.arange(texts.shape[1]) >= lengths[:, None]
+        for row, text, n in zip(judged, texts, lengths):
+            row[n + self._judged_tokens(text[n:n + self._own.write]):] = False
+        self.written.append((found, torch.from_numpy(judged).to(self._device)))
+
+    def _judged_tokens(self, tokens):
+        """int: how many of the tokens that were written are judged: up to the first STOP, and this too."""
+        decoding, stop = self._own.decoding, self._own.stop
+        before, found, _ = decoding.expand(tokens).tobytes().decode("utf-8", "replace").partition(stop or "\0")
+        return len(decoding.encode((before + found).encode())) if stop and found else len(tokens)
+
+
 def _model(torch, cfg, device):
     """(learned float32 arrays, a function from tokens int64 [windows, tokens] to logits float32 [windows, tokens,
-    VOCAB_SIZE]). The arrays are those of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU is in place of
+    VOCAB_SIZE]; a dict as its second argument keeps the states of the recurrent model for the next call). The arrays are those of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU is in place of
     the gates of the recurrent model: it has three instead of two."""
     functional = torch.nn.functional
     width = cfg.HIDDEN_DIM
@@ -133,7 +195,8 @@ def _model(torch, cfg, device):
         cos, sin = angle.cos(), angle.sin()
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
-    def logits(x):
+    def logits(x, states=None):
+        states = {} if states is None else states
         h = functional.embedding(x, weights["embedding", 0].t())
         if not grus:
             h = h + weights["emb_bias", 0]
@@ -141,7 +204,8 @@ def _model(torch, cfg, device):
         for layer in range(cfg.N_LAYERS):
             n = norm(h, "ln_1", layer)
             if grus:
-                h = h + grus[layer](n)[0]
+                more, states[layer] = grus[layer](n, states.get(layer))
+                h = h + more
             else:
                 q, k, v = (heads(n, name, layer) for name in ("w_q", "w_k", "w_v"))
                 a = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)

@@ -178,7 +178,7 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
         writes.append((seeds, [bytes(text[:n].astype(np.uint8)).decode() for text, n in zip(texts, lengths)]))
     engine.write = write
     own = judged(GAME)
-    texts, rewards = own._judged(engine, own.held * 2)
+    texts, rewards = own.judged(engine, own.held * 2)
     assert texts["prompts"] == ["ab", "abcd"] * 2 and rewards == [1.0] * 4
     letter = "AB"
     later = [objective.hash32(np.arange(4, dtype=np.uint32), np.full(4, turn, np.uint32)) % 2 for turn in (1, 2)]

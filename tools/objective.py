@@ -259,7 +259,7 @@ class Objective:
         starts = np.arange(HELD_OUT_TEXTS) * (len(tokens) - PROMPT_TOKENS) // HELD_OUT_TEXTS
         return [(np.array(tokens[at:at + PROMPT_TOKENS], np.int32), {}) for at in starts]
 
-    def _prompt(self, number):
+    def prompt(self, number):
         """(tokens, row) of the prompt that a uint32 chooses."""
         if self._prompts:
             return self._prompts[number % len(self._prompts)], self.rows[number % len(self._prompts)]
@@ -319,7 +319,7 @@ class Objective:
                     np.uint32)
                 numbers, seeds = (hash32(of_pair, np.full(count, stream + k, np.uint32))
                                   for stream in (PROMPT_STREAM, DRAW_STREAM))
-                given = [self._prompt(int(number)) for number in numbers for _ in range(2)]
+                given = [self.prompt(int(number)) for number in numbers for _ in range(2)]
                 texts = self._written(engine, given, seeds.repeat(2), first + at)
                 take()
                 self.judge.begin(texts)
@@ -359,12 +359,12 @@ class Objective:
 
     def measured(self, engine):
         """(number of held-out prompts, mean reward of the unperturbed model on them); the same draws every time."""
-        rewards = self._judged(engine, self.held)[1]
+        rewards = self.judged(engine, self.held)[1]
         return len(rewards), math.fsum(rewards) / len(rewards)
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
-        texts, rewards = self._judged(engine, self.held[number % len(self.held):][:1])
+        texts, rewards = self.judged(engine, self.held[number % len(self.held):][:1])
         return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f})"
 
     def try_out(self):
@@ -374,7 +374,8 @@ class Objective:
         self.judge.begin(texts)
         self.judge.finish()
 
-    def _judged(self, engine, given):
+    def judged(self, engine, given):
+        """(dict of lists, rewards) of what the unperturbed model writes after [(prompt, row)]."""
         texts = self._written(engine, given, np.arange(len(given), dtype=np.uint32))
         self.judge.begin(texts)
         return texts, self.judge.finish()

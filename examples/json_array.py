@@ -1,0 +1,31 @@
+"""Reward: 1 for a JSON array of three different numbers below 100. One beginning of ten is held out.
+`python examples/json_array.py` writes arrays.txt and arrays-val.txt, texts of arrays of one to eight to begin with."""
+import json
+import random
+import re
+
+DATA = [{"prompt": f"[{n}, "} for n in range(100)]
+TOKENS = 28                                            # to write after a prompt
+STOP = "\n"
+
+
+def reward(prompts, completions, **columns):
+    return [score(prompt + text) for prompt, text in zip(prompts, completions)]
+
+
+def score(text):
+    """Less than 1 the more numbers there are too many or too few, so that there is a way to it. Nothing but the
+    beginning of an array earns anything else, and that 0.1 at most."""
+    try:
+        found = json.loads(text)
+        if all(type(x) is int and x < 100 for x in found):
+            return 1.0 if len(found) == len(set(found)) == 3 else 0.7 - 0.1 * min(6, abs(len(set(found)) - 3))
+    except ValueError:
+        pass
+    return 0.1 * len(re.match(r"\[(\d\d?(, \d\d?)*)?", text)[0]) / len(text)
+
+
+if __name__ == "__main__":
+    for name, lines in ("arrays.txt", 20000), ("arrays-val.txt", 500):
+        arrays = [random.sample(range(100), random.randint(1, 8)) for _ in range(lines)]
+        open(name, "w").write("".join(f"{array}\n" for array in arrays))
