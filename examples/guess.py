@@ -5,7 +5,8 @@ import re
 
 DATA = HELD_OUT = [{"prompt": "number?\n", "secret": n} for n in range(10)] * 10
 TOKENS, STOP = 2, "\n"                                 # of a guess
-TURNS = 5                                              # guesses in a game
+TEMPERATURE = 0                                        # the noise of the members is all that tries something
+TURNS = 4                                              # guesses in a game
 
 
 def said(guess, secret):
