@@ -1,5 +1,5 @@
 """A game: guess a number from 0 to 9. The other side says "higher" or "lower". The reward is 1 for the first guess, and
-less for every further one; `python examples/guess.py` writes games.txt, a text of games of a player who only guesses."""
+less for every further one; `python examples/guess.py` writes games.txt, long games of a player who only guesses."""
 import random
 import re
 
@@ -25,6 +25,6 @@ def reward(completions, secret, **columns):
 
 
 if __name__ == "__main__":
-    games = [(random.randrange(10), random.choices("0123456789", k=TURNS)) for _ in range(6000)]
+    games = [(random.randrange(10), random.choices("0123456789", k=50)) for _ in range(600)]
     open("games.txt", "w").write("".join("number?\n" + "".join(guess + said(guess, secret) for guess in guesses)
                                          for secret, guesses in games))

@@ -6,7 +6,7 @@ import re
 
 DATA = [{"prompt": f"[{n}, "} for n in range(100)]
 TOKENS = 28                                            # to write after a prompt
-STOP = "\n"
+STOP, TEMPERATURE = "\n", 0                            # the noise of the members is all that tries something
 
 
 def reward(prompts, completions, **columns):
@@ -14,11 +14,10 @@ def reward(prompts, completions, **columns):
 
 
 def score(text):
-    """Less than 1 the more numbers there are too many or too few, so that there is a way to it. Nothing but the
-    beginning of an array earns anything else, and that 0.1 at most."""
+    """Less the more numbers there are too many or too few, so that there is a way to 1; no array: 0.1 at most."""
     try:
         found = json.loads(text)
-        if all(type(x) is int and x < 100 for x in found):
+        if all(x < 100 for x in found):
             return 1.0 if len(found) == len(set(found)) == 3 else 0.7 - 0.1 * min(6, abs(len(set(found)) - 3))
     except ValueError:
         pass

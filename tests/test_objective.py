@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -454,11 +455,23 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     assert "there it is unset; leave that out" in said
 
 
-@pytest.mark.parametrize("name", ["words", "sums"])
-def test_examples_judge(name):
-    found = objective.read(os.path.join(HERE, "examples", name + ".py"))
-    good = {"words": "the king said", "sums": "7"}[name]
-    texts = {"prompts": ["", ""], "completions": [good, "qzx"], "answer": ["7", "7"]}
-    accepted = None if name != "sums" else {"prompts", "completions", "answer"}
-    better, worse = objective.judged(found["reward"], accepted, texts)
-    assert better > 0.7 > 0.3 > worse >= 0
+@pytest.mark.parametrize("name, prompt, texts, low", [
+    ("words", "", ["the king said", "qzx"], 0.0), ("sums", "3+4=", ["7", "8", "7 "], 0.0),
+    ("json_array", "[5, ", ["71, 8]", "71, 71]", "71, 8, 9, 10]", "7, 100]", "           "], 0.1),
+    ("guess", "number?\n", ["7\nright\n7\nright\n7", "5\nhigher\n7\nright\n1", "1\nhigher\n17\nwhat\n2"], 0.0)])
+def test_examples_judge(name, prompt, texts, low, tmp_path, monkeypatch):
+    path = os.path.join(HERE, "examples", name + ".py")
+    found = objective.read(path)
+    given = {"prompts": [prompt] * len(texts), "completions": texts, "answer": ["7"] * len(texts),
+             "secret": [7] * len(texts)}
+    accepted = {"json_array": {"prompts", "completions"}, "sums": {"completions", "answer"},
+                "guess": {"completions", "secret"}}.get(name, {"completions"})
+    scores = objective.judged(found["reward"], accepted, given)
+    assert scores[0] == max(scores) > max(scores[1:]) and 0.7 < scores[0] <= 1 and min(scores) <= low
+    if name != "words":
+        monkeypatch.chdir(tmp_path)
+        runpy.run_path(path, run_name="__main__")
+        written = {"sums": "sums.txt", "json_array": "arrays.txt", "guess": "games.txt"}[name]
+        assert len((tmp_path / written).read_text().splitlines()) > 10000
+    if name == "guess":
+        assert found["reply"]([""] * 4, ["7", "8", "3", "x"], [7] * 4) == ["\nright\n", "\nlower\n", "\nhigher\n", "\nwhat\n"]
