@@ -1,30 +1,32 @@
-"""A game: guess a number from 0 to 9. The other side says "higher" or "lower". The reward is 1 for the first guess, and
-less for every further one; `python examples/guess.py` writes games.txt, long games of a player who only guesses."""
+"""A game: guess a number from 0 to 9. The other side says whether it is more, less or equal; the fewer guesses, the more
+reward. `python examples/guess.py` writes games.txt and games-val.txt, of one who guesses what is still possible."""
 import random
-import re
 
-DATA = HELD_OUT = [{"prompt": "number?\n", "secret": n} for n in range(10)] * 10
-TOKENS, STOP = 2, "\n"                                 # of a guess
+DATA = HELD_OUT = [{"prompt": "?", "secret": n} for n in range(10)]
+TOKENS, TURNS = 1, 4                                   # of a guess, guesses in a game
 TEMPERATURE = 0                                        # the noise of the members is all that tries something
-TURNS = 4                                              # guesses in a game
 
 
 def said(guess, secret):
-    if not re.fullmatch("[0-9]", guess):
-        return "\nwhat\n"
-    return f"\n{['lower', 'right', 'higher'][(secret >= int(guess)) + (secret > int(guess))]}\n"
+    return "!" if guess not in "0123456789" else "<" if secret < int(guess) else ">" if secret > int(guess) else "="
 
 
-def reply(prompts, texts, secret, **columns):
+def reply(texts, secret, **columns):
     return [said(guess, number) for guess, number in zip(texts, secret)]
 
 
 def reward(completions, secret, **columns):
-    games = [(text.split("\n")[::2], str(number)) for text, number in zip(completions, secret)]
-    return [1 - guesses.index(number) / TURNS if number in guesses else 0.0 for guesses, number in games]
+    found = [text[::2].find(str(number)) for text, number in zip(completions, secret)]
+    return [1 - guesses / TURNS if guesses >= 0 else 0.0 for guesses in found]
 
 
 if __name__ == "__main__":
-    games = [(random.randrange(10), random.choices("0123456789", k=50)) for _ in range(600)]
-    open("games.txt", "w").write("".join("number?\n" + "".join(guess + said(guess, secret) for guess in guesses)
-                                         for secret, guesses in games))
+    parts = []
+    for secret in random.choices(range(10), k=60000):
+        guess, low, high = parts.append("?"), 0, 9
+        while guess != secret:
+            guess = random.randint(low, high)
+            low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
+            parts.append(str(guess) + said(str(guess), secret))
+    open("games.txt", "w").write("".join(parts[5000:]))
+    open("games-val.txt", "w").write("".join(parts[:5000]))

@@ -458,7 +458,7 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
 @pytest.mark.parametrize("name, prompt, texts, low", [
     ("words", "", ["the king said", "qzx"], 0.0), ("sums", "3+4=", ["7", "8", "7 "], 0.0),
     ("json_array", "[5, ", ["71, 8]", "71, 71]", "71, 8, 9, 10]", "7, 100]", "           "], 0.1),
-    ("guess", "number?\n", ["7\nright\n7\nright\n7", "5\nhigher\n7\nright\n1", "1\nhigher\n17\nwhat\n2"], 0.0)])
+    ("guess", "?", ["7=7=7=7", "5>7=7=7", "1>x!3>4"], 0.0)])
 def test_examples_judge(name, prompt, texts, low, tmp_path, monkeypatch):
     path = os.path.join(HERE, "examples", name + ".py")
     found = objective.read(path)
@@ -472,6 +472,6 @@ def test_examples_judge(name, prompt, texts, low, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         runpy.run_path(path, run_name="__main__")
         written = {"sums": "sums.txt", "json_array": "arrays.txt", "guess": "games.txt"}[name]
-        assert len((tmp_path / written).read_text().splitlines()) > 10000
+        assert len((tmp_path / written).read_text()) > 100000
     if name == "guess":
-        assert found["reply"]([""] * 4, ["7", "8", "3", "x"], [7] * 4) == ["\nright\n", "\nlower\n", "\nhigher\n", "\nwhat\n"]
+        assert found["reply"](["7", "8", "3", "x"], [7] * 4) == ["=", "<", ">", "!"]
