@@ -1,10 +1,9 @@
-"""A game: guess a number from 0 to 9. The other side says whether it is more, less or equal; the fewer guesses, the more
-reward. `python examples/guess.py` writes games.txt and games-val.txt, of one who guesses what is still possible."""
+"""A game: guess a number from 0 to 9; the other side says whether it is more, less or equal. Fewer guesses earn more.
+`python examples/guess.py` writes games.txt and games-val.txt, of a player who guesses what is still possible."""
 import random
 
 DATA = HELD_OUT = [{"prompt": "?", "secret": n} for n in range(10)]
-TOKENS, TURNS = 1, 4                                   # of a guess, guesses in a game
-TEMPERATURE = 0                                        # the noise of the members is all that tries something
+TOKENS, TURNS, TEMPERATURE = 1, 4, 0                   # of a guess; guesses in a game; members try by their noise
 
 
 def said(guess, secret):
@@ -16,8 +15,7 @@ def reply(texts, secret, **columns):
 
 
 def reward(completions, secret, **columns):
-    found = [text[::2].find(str(number)) for text, number in zip(completions, secret)]
-    return [1 - guesses / TURNS if guesses >= 0 else 0.0 for guesses in found]
+    return [1 - (text[::2] + str(number)).index(str(number)) / TURNS for text, number in zip(completions, secret)]
 
 
 if __name__ == "__main__":
@@ -28,5 +26,5 @@ if __name__ == "__main__":
             guess = random.randint(low, high)
             low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
             parts.append(str(guess) + said(str(guess), secret))
-    open("games.txt", "w").write("".join(parts[5000:]))
-    open("games-val.txt", "w").write("".join(parts[:5000]))
+    for name, some in ("games.txt", parts[5000:]), ("games-val.txt", parts[:5000]):
+        open(name, "w").write("".join(some))
