@@ -36,9 +36,10 @@ def shapes(cfg, args):
                 default=32),
          option("--rate X", "the highest learning rate (default: 0.006)", number(float, 1e-9, 10), default=0.006),
          "--objective",
-         option("--objective-minutes N", "then trains with rewards (default: 3)", number(float, 1e-9, 1e6), default=3.0),
-         option("--objective-rate X", "the highest learning rate with rewards (default: 0.002)", number(float, 1e-9, 10),
-                default=0.002), program=PROGRAM)
+         option("--objective-minutes N", "then trains with rewards (default: 3)", number(float, 1e-9, 1e6),
+                default=3.0),
+         option("--objective-rate X", "the highest learning rate with rewards (default: 0.002)",
+                number(float, 1e-9, 10), default=0.002), program=PROGRAM)
 def backprop(cfg, args):
     """train the same shape by back-propagation on the same text (needs PyTorch; default: one minute), and then, with an
     objective, by REINFORCE with the mean of a group as baseline, the core of GRPO

@@ -65,7 +65,8 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=
         if objective:
             path, minutes, rate = objective
             own = stack.enter_context(training.opened_objective(cfg, path, data))
-            for step, seconds, _, (value, texts, mean) in _run(torch, cfg, data, *model, 60 * minutes, batch, rate, own):
+            parts = _run(torch, cfg, data, *model, 60 * minutes, batch, rate, own)
+            for step, seconds, _, (value, texts, mean) in parts:
                 emit("reward", step=step, value=mean, texts=texts)
                 console.line(f"{seconds:8.1f} s  step {step:7,}  {value:.3f} {data.validation.unit}  reward {mean:.4f}")
 
@@ -163,8 +164,9 @@ class Writer:
 
 def _model(torch, cfg, device):
     """(learned float32 arrays, a function from tokens int64 [windows, tokens] to logits float32 [windows, tokens,
-    VOCAB_SIZE]; a dict as its second argument keeps the states of the recurrent model for the next call). The arrays are those of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU is in place of
-    the gates of the recurrent model: it has three instead of two."""
+    VOCAB_SIZE]; a dict as its second argument keeps the states of the recurrent model for the next call). The arrays
+    are those of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU is in place of the gates of the
+    recurrent model: it has three instead of two."""
     functional = torch.nn.functional
     width = cfg.HIDDEN_DIM
     grus = []

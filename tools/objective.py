@@ -3,8 +3,8 @@
 A file of --objective has reward(prompts, completions, **columns): lists of str of one length; it returns as many
 numbers, more is better. This is the form of the reward functions of TRL. Optional in the file: DATA and HELD_OUT, lists
 of dicts or the names of JSON-lines files with "prompt" and further columns; TOKENS to write after a prompt; STOP, a
-text that ends a completion; TEMPERATURE; reply(prompts, texts, **columns), what the other side says after each text, and
-TURNS, the number of texts that a dialogue has.
+text that ends a completion; TEMPERATURE; reply(prompts, texts, **columns), what the other side says after each text,
+and TURNS, the number of texts that a dialogue has.
 """
 
 import contextlib
