@@ -138,7 +138,8 @@ class Writer:
     bool of the same shape, which tokens were written and judged)."""
 
     def __init__(self, torch, logits, own, device):
-        self._torch, self._logits, self._own, self._device, self.written = torch, logits, own, device, []
+        self._torch, self._device, self._logits = torch, device, logits
+        self._own, self.written = own, []
 
     def write(self, texts, lengths, seeds, s, first_pair=None):
         """As engine.cpu_engine; the draws are those of torch."""
