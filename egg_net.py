@@ -709,18 +709,17 @@ class Coordinator:
 
     def take_reward(self, worker, step, texts, reward):
         self.progress.check_reward(texts, reward)
-        if self.dispatcher.believes(worker, step, (texts, reward), self.trust) \
-                and self.progress.rewarded(step, texts, reward):
+        believed = self.dispatcher.believes(worker, step, (texts, reward), self.trust)
+        if believed and self.progress.rewarded(step, texts, reward):
             self.shelf.measured(step, reward, "reward")
             self.island.validated(step, -reward, "reward")                      # of a fitness less is better
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, waits, or is banned."""
-        step, author = worker.step, worker.author
+        step, author, rebuilt = worker.step, worker.author, worker.rebuilt_at == worker.step
         if step <= self.run.step - trust.STEPS_KEPT:
             return True                              # it replays the run, and will be compared later
-        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step,
-                                                   self.dispatcher.voters)
+        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, rebuilt, self.dispatcher.voters)
         taken = self.shelf.digests.get(step)
         if taken and self.trust.contradicts(step, taken):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it

@@ -202,7 +202,7 @@ def _choose_kernel(cfg):
         best = cuda.shared.array(1, int32)
         t, threads, position = int64(cuda.threadIdx.x), int64(cuda.blockDim.x), at[0]
         text, first = int64(cuda.blockIdx.x), int64(cuda.blockIdx.x) * V
-        here, lane, warp, warps = text * room + position, t & 31, t >> 5, threads >> 5
+        here, lane, warp = text * room + position, t & 31, t >> 5
         if t == 0:
             seen[first + tokens[here]] = 1
             best[0] = V
@@ -250,7 +250,7 @@ def _choose_kernel(cfg):
                     sums[warp] = running
                 cuda.syncthreads()
                 every = int64(0)
-                for other in range(warps):
+                for other in range(threads >> 5):
                     running += sums[other] if other < warp else int64(0)
                     every += sums[other]
                 random = hash32(uint32(draw[2 * text + 1] + uint32(999) + uint32(555) * uint32(position)), 0)
@@ -468,6 +468,8 @@ class CudaEngine:
     tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
     where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. verbs: see
     engine.engines.make. Raises ValueError (one line) where the device is missing or too small."""
+
+    TEXTS_AT_ONCE = 4096         # as in CpuEngine: 16 or 32 a multiprocessor
 
     def __init__(self, cfg, tokens=None, device=0, silent=False, verbs=()):
         try:
@@ -751,7 +753,7 @@ class CudaEngine:
         count, room = texts.shape
         self._undo_update()
         wanted = count, -(-room // ROOM) * ROOM              # prompts of similar lengths then share a graph
-        if self._wanted != wanted:
+        if not (self._wanted and self._wanted[1] == wanted[1] and self._wanted[0] // 2 < count <= self._wanted[0]):
             self._texts = None                               # frees its memory
             self._texts, self._wanted = texts_for(self, *wanted), wanted
         most = self._texts.count

@@ -78,15 +78,15 @@ def pair_functions(cfg, nz):
         plan = source.plan
         at = source.p + at
         seed = uint32(source.seed + uint32(pair))
-        return (plan[at + W_FIRST], uint32(seed + uint32(plan[at + W_SEED_A])),
-                uint32(seed + uint32(plan[at + W_SEED_B])), plan[at + W_OVERLAY], int32(source.job[2]))
+        seeds = uint32(seed + uint32(plan[at + W_SEED_A])), uint32(seed + uint32(plan[at + W_SEED_B]))
+        return plan[at + W_FIRST], seeds, (plan[at + W_OVERLAY], int32(source.job[2]))
 
     @device
     def vector_entry(source, side, i):
-        first, seed_a, seed_b, overlay, mask = side
+        first, seeds, (overlay, mask) = side
         w = int32(source.weights[uint64(first + i)])
-        product = int32(noise(seed_a, i) * noise(seed_b, i))
-        p = int32(scaled(product, source.overlay[uint64(overlay + i)], seed_a, i) & mask)
+        product = int32(noise(seeds[0], i) * noise(seeds[1], i))
+        p = int32(scaled(product, source.overlay[uint64(overlay + i)], seeds[0], i) & mask)
         return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
 
     @device

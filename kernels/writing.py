@@ -30,7 +30,10 @@ COLUMNS = 32                 # of a product that a warp makes at a time
 # regions of shared memory: activations, what a norm makes of them; then the inner vector of an MLP, or of the recurrent
 # model gates, candidates, gated states and states, of the transformer queries
 X, N, INSIDE = 0, 1, 2
-GATE, CANDIDATE, GATED, STATE = 2, 3, 4, 5
+GATE = 2
+CANDIDATE = 3
+GATED = 4
+STATE = 5
 REGIONS = 6
 SUMS = 3                     # of input noise that a row has at a time
 
@@ -348,7 +351,7 @@ def recurrent_kernel(cfg, gpu):
     job_shift = nz.shift
     _, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, False)
     _, quotient_down = quotient_function(parameters.divisor(cfg, 4 * H), MAGIC, False)
-    place, keep, open_gates, move_states = gate_functions(gpu, cfg)
+    place, *finish_gates = gate_functions(gpu, cfg)
 
     @gpu.device
     def inner(block, unit, row, c, even, odd, more, where):
@@ -362,8 +365,8 @@ def recurrent_kernel(cfg, gpu):
         block.vector[at] = clip(int32(block.vector[at] + quotient_down(even) - BITS))
         block.vector[below] = clip(int32(block.vector[below] + quotient_down(odd) - BITS))
 
-    to_keep, to_gates, to_states = (product_function(gpu, pairs, H, H, H, finish, bias) for finish, bias in (
-        (keep, None), (open_gates, B_F), (move_states, B_H)))
+    to_keep, to_gates, to_states = (product_function(gpu, pairs, H, H, H, finish, bias)
+                                    for finish, bias in zip(finish_gates, (None, B_F, B_H)))
     up, down = product_function(gpu, pairs, H, H, 4 * H, inner), product_function(gpu, pairs, H, 4 * H, H, add)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)

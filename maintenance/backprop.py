@@ -89,7 +89,7 @@ def _run(torch, cfg, data, learned, logits, until, batch, rate, own=None):
 
     def loss_with_rewards():
         """REINFORCE with the mean of a group as its baseline, the core of GRPO, and a share of text."""
-        prompts = [own.prompt(int(n)) for n in torch.randint(1 << 31, (PROMPTS,)) for _ in range(GROUP)]
+        prompts = own.prompts(torch.randint(1 << 31, (PROMPTS,)).repeat_interleave(GROUP).numpy())
         writer.written.clear()
         of_file = own.settings
         temp = float(of_file.temp) or 1.0                   # at 0 all texts of a group would be equal

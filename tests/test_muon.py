@@ -220,7 +220,7 @@ SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, SEEN_VOTES=
     pytest.param(names, marks=pytest.mark.compiles({**SWITCHED, **more}, cards, names=names), id=f"cc{cards[0][0]}")
     for more, cards, names in (
         (dict(NTT_MODE=1, NTT_CAUSAL=0), [(8, 0)], (*MUONS, "embed")),
-        (dict(NTT_MODE=3, NTT_CAUSAL=1), [(9, 0)], (*MUONS, "embed", "token")),
+        (dict(NTT_MODE=3, NTT_CAUSAL=1), [(9, 0)], (*MUONS, "embed", "read_transformer")),
         (dict(NTT_MODE=3, NTT_CAUSAL=1), [cc for cc in CARDS if cc not in ((8, 0), (9, 0))], MUONS))])
 def test_their_kernels_compile(names, compiled_kernels):
     """Muon's and that of SEEN_VOTES for every card, the look-ups of evaluation and validation for the oldest one, those

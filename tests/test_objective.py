@@ -156,7 +156,7 @@ def reward(completions, answer, **kwargs):
     assert not any("." in text for text in completions)
     return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
 """)
-    assert len(own.held) == 2 and len(own.rows) == 18                           # every tenth is held out
+    assert len(own.held.rows) == 2 and len(own.rows) == 18                           # every tenth is held out
     assert own.measured(cpu_engine.CpuEngine(CFG, TOKENS, threads=1)) == (2, 10.0)
 
 
@@ -179,7 +179,8 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
         writes.append((seeds, [bytes(text[:n].astype(np.uint8)).decode() for text, n in zip(texts, lengths)]))
     engine.write = write
     own = judged(GAME)
-    texts, rewards = own.judged(engine, own.held * 2)
+    texts, rewards = own.judged(engine, objective.Prompts(*(np.concatenate([of, of]) for of in own.held)))
+    texts = objective.readable(own.reader, *texts)
     assert texts["prompts"] == ["ab", "abcd"] * 2 and rewards == [1.0] * 4
     letter = "AB"
     later = [objective.hash32(np.arange(4, dtype=np.uint32), np.full(4, turn, np.uint32)) % 2 for turn in (1, 2)]
@@ -253,7 +254,7 @@ import os, signal, sys
 sys.path.insert(0, {HERE!r})
 from tools import objective
 if __name__ == "__main__":
-    judge = objective.Judge("own.py", 1, 99.0)
+    judge = objective.Judge("own.py", 1, 99.0, None)
     judge.begin({{"prompts": [""], "completions": [""]}})
     os.kill(judge._processes[0].pid, signal.SIGINT)      # Ctrl-C in a terminal reaches it too
     print(judge._processes[0].pid, judge._processes[0].is_alive(), flush=True)

@@ -9,6 +9,7 @@ and TURNS, the number of texts that a dialogue has.
 
 import contextlib
 import inspect
+import itertools
 import json
 import math
 import multiprocessing
@@ -21,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+from collections import namedtuple
 
 import numpy as np
 
@@ -35,7 +37,11 @@ LONGEST = 4096               # tokens of a prompt and its completion
 MOST_TURNS = 64
 REWARD_UNIT = 1 << 16        # of a reward in fixed point, in which it takes the place of a loss
 MOST_REWARD = 1 << 30
-SLICE = 256                  # texts that are written before they are judged, while the next ones are written
+# What texts begin with: rows int64 [n], numbers of the rows of DATA and HELD_OUT, or -1 for a window of the data;
+# tokens int32 [n, longest]; lengths int64 [n]
+Prompts = namedtuple("Prompts", "rows tokens lengths")
+# Makes texts of tokens: data_files.Decoding, [row], the names of further columns, STOP
+Reader = namedtuple("Reader", "decoding rows columns stop")
 # first hashes of a pair's choice of prompts and of its seeds of draws: behind those of noise, before those of targets
 PROMPT_STREAM, DRAW_STREAM = 1 << 28, 1 << 29
 
@@ -93,6 +99,14 @@ def _number(path, found, name, default, low, high):
     return type(default)(value)
 
 
+def _padded(sequences):
+    """int32 [n, longest] of sequences of tokens."""
+    out = np.zeros((len(sequences), max(map(len, sequences), default=0)), np.int32)
+    for row, sequence in zip(out, sequences):
+        row[:len(sequence)] = sequence
+    return out
+
+
 # --- judging ---------------------------------------------------------------------------------------------------------
 
 def judged(function, accepted, texts, name="reward"):
@@ -113,9 +127,24 @@ def judged(function, accepted, texts, name="reward"):
     return answers
 
 
-def _judge(path, name, pipe):
-    """The main function of a process that judges: takes dicts of lists, answers with lists of rewards or replies, or
-    with a str, the error."""
+def readable(reader, prompts, completions):
+    """The dict of lists for a function. completions: int32 [n, TOKENS], or the texts."""
+    def text(tokens):
+        return reader.decoding.expand(tokens).tobytes().decode("utf-8", "replace")
+
+    if not isinstance(completions, list):
+        completions = list(map(text, completions))
+        if reader.stop:
+            completions = [written.partition(reader.stop)[0] for written in completions]
+    rows = [reader.rows[row] if row >= 0 else {} for row in prompts.rows]
+    first = [row.get("prompt") or text(tokens[:n]) for row, tokens, n in zip(rows, prompts.tokens, prompts.lengths)]
+    return {"prompts": first, "completions": completions,
+            **{name: [row.get(name) for row in rows] for name in reader.columns}}
+
+
+def _judge(path, name, reader, pipe):
+    """The main function of a process that judges: takes dicts of lists, or arguments of `readable`; answers with lists
+    of rewards or replies, or with a str, the error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         function = read(path)[name]
@@ -123,6 +152,7 @@ def _judge(path, name, pipe):
         accepted = None if any(p.kind == p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
         while True:
             texts = pipe.recv()
+            texts = texts if isinstance(texts, dict) else readable(reader, *texts)
             try:
                 pipe.send(judged(function, accepted, texts, name))
             except Exception as error:
@@ -154,7 +184,7 @@ def _blamed(function, accepted, texts, name, error):
 class Judge:
     """Processes that call the function `name` of a file on lists of texts, while the engine writes the next ones."""
 
-    def __init__(self, path, processes, seconds, name="reward"):
+    def __init__(self, path, processes, seconds, reader, name="reward"):
         self._path, self._seconds, self._name = path, seconds, name
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
@@ -162,28 +192,35 @@ class Judge:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the worker
         for _ in range(processes):
             ours, theirs = context.Pipe()
-            self._processes.append(context.Process(target=_judge, args=(path, name, theirs), daemon=True))
-            self._processes[-1].start()
+            self._processes.append(context.Process(target=_judge, args=(path, name, reader, theirs), daemon=True))
+            self._start(self._processes[-1])
             theirs.close()
             self._pipes.append(ours)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.waited = 0.0                            # seconds in `finish`
         self._busy = []                              # (pipe, first text, end) of the answers that are expected
 
+    def _start(self, process):
+        try:
+            process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            self._processes.pop()
+            self.close()
+            raise ObjectiveError(f"{self._path}: a column of DATA cannot be passed to another process "
+                                 f"({_said(error)}): give numbers and texts") from None
+
     def begin(self, texts):
-        """Hands a dict of lists out to the processes. Raises ObjectiveError."""
+        """Hands out a dict of lists, or (Prompts, completions), to the processes. Raises ObjectiveError."""
         self.finish()                                # of a chunk that was given up: its answers are not for these texts
-        count = len(texts["prompts"])
+        count = len(texts["prompts"] if isinstance(texts, dict) else texts[1])
         ends = [count * i // len(self._pipes) for i in range(len(self._pipes) + 1)]
         self._busy = [(pipe, a, b) for pipe, a, b in zip(self._pipes, ends, ends[1:]) if b > a]
         for pipe, a, b in self._busy:
-            try:
-                pipe.send({name: values[a:b] for name, values in texts.items()})
-            except OSError:
-                pass                                 # `finish` says why
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise ObjectiveError(f"{self._path}: a column of DATA cannot be passed to another process "
-                                     f"({_said(error)}): give numbers and texts") from None
+            with contextlib.suppress(OSError):       # `finish` says why
+                if isinstance(texts, dict):
+                    pipe.send({name: values[a:b] for name, values in texts.items()})
+                else:
+                    pipe.send((Prompts(*(values[a:b] for values in texts[0])), texts[1][a:b]))
 
     def finish(self):
         """[float] or [str]: the rewards of what was handed out, or the replies. Raises ObjectiveError."""
@@ -232,12 +269,15 @@ class Objective:
         rows = _rows(path, "DATA", found["DATA"]) if "DATA" in found else []
         held = _rows(path, "HELD_OUT", found["HELD_OUT"]) if "HELD_OUT" in found else rows[::10]
         self.rows = rows if "HELD_OUT" in found or len(rows) < 10 else [row for i, row in enumerate(rows) if i % 10]
-        self.columns = sorted({name for row in rows + held for name in row} - {"prompt", "completions", "prompts"})
-        self._prompts = [self._encoded(row["prompt"]) for row in self.rows]
-        self.held = self._held(held, held_out if held_out is not None else tokens)
+        columns = sorted({name for row in rows + held for name in row} - {"prompt", "completions", "prompts"})
+        self.reader = Reader(decoding, self.rows + held, columns, self.stop)
+        encoded = [self._encoded(row["prompt"]) for row in self.reader.rows]
+        self._lengths = np.array([len(prompt) for prompt in encoded], np.int64)
+        self._encodings = _padded(encoded)
+        self.held = self._held(len(held), held_out if held_out is not None else tokens)
         processes = processes or hardware.cores()
-        self.judge = Judge(path, processes, cfg.OBJECTIVE_SECONDS)
-        self.other = Judge(path, processes, cfg.OBJECTIVE_SECONDS, "reply") if self.turns > 1 else None
+        self.judge = Judge(path, processes, cfg.OBJECTIVE_SECONDS, self.reader)
+        self.other = Judge(path, processes, cfg.OBJECTIVE_SECONDS, self.reader, "reply") if self.turns > 1 else None
         self.step, self.seconds = None, [0.0, 0.0]               # see `pace`
         self.pace = ()
 
@@ -251,54 +291,56 @@ class Objective:
         return sampling.checked_prompt(self.cfg, prompt)
 
     def _held(self, rows, tokens):
-        """[(prompt, row)]: what the unperturbed model is measured on."""
+        """The Prompts on which the unperturbed model is measured: of `rows` rows, the last ones, or of the tokens."""
+        count = min(rows or HELD_OUT_TEXTS, HELD_OUT_TEXTS)
         if rows:
-            count = min(len(rows), HELD_OUT_TEXTS)
-            chosen = [rows[i * len(rows) // count] for i in range(count)]
-            return [(self._encoded(row["prompt"]), row) for row in chosen]
-        starts = np.arange(HELD_OUT_TEXTS) * (len(tokens) - PROMPT_TOKENS) // HELD_OUT_TEXTS
-        return [(np.array(tokens[at:at + PROMPT_TOKENS], np.int32), {}) for at in starts]
+            return self._of_rows(len(self.rows) + np.arange(count) * rows // count)
+        return self._windows(tokens, np.arange(count) * (len(tokens) - PROMPT_TOKENS) // count)
 
-    def prompt(self, number):
-        """(tokens, row) of the prompt that a uint32 chooses."""
-        if self._prompts:
-            return self._prompts[number % len(self._prompts)], self.rows[number % len(self._prompts)]
-        at = number % (len(self.tokens) - PROMPT_TOKENS)
-        return np.array(self.tokens[at:at + PROMPT_TOKENS], np.int32), {}
+    def _of_rows(self, rows):
+        return Prompts(rows, self._encodings[rows], self._lengths[rows])
 
-    def _written(self, engine, given, seeds, first_pair=None):
-        """A dict of lists for the function, from [(prompt, row)] that the engine continues."""
-        prompts = [prompt for prompt, _ in given]
-        completions = texts = self._continued(engine, prompts, seeds, first_pair)
-        known = self._given(given, completions)
+    @staticmethod
+    def _windows(tokens, starts):
+        windows = np.asarray(tokens)[starts[:, None] + np.arange(PROMPT_TOKENS)].astype(np.int32)
+        return Prompts(np.full(len(starts), -1), windows, np.full(len(starts), PROMPT_TOKENS))
+
+    def prompts(self, numbers):
+        """The Prompts that uint32 [n] choose."""
+        numbers = numbers.astype(np.int64)
+        if self.rows:
+            return self._of_rows(numbers % len(self.rows))
+        return self._windows(self.tokens, numbers % (len(self.tokens) - PROMPT_TOKENS))
+
+    def _written(self, engine, prompts, seeds, first_pair=None):
+        """(prompts, completions), as Judge.begin takes them: what the engine writes behind Prompts."""
+        completions = self._continued(engine, prompts.tokens, prompts.lengths, seeds, first_pair)
+        if self.turns == 1:
+            return prompts, completions
+        known, so_far = readable(self.reader, prompts, completions), prompts
+        completions = texts = known["completions"]
         for turn in range(1, self.turns):
-            so_far = [prompt + text[:len(text) - len(last)] for prompt, text, last in
-                      zip(known["prompts"], completions, texts)]
-            self.other.begin({**{name: known[name] for name in self.columns}, "prompts": so_far, "texts": texts})
+            dialogues = [prompt + text[:len(text) - len(last)] for prompt, text, last in
+                         zip(known["prompts"], completions, texts)]
+            self.other.begin({**{name: known[name] for name in self.reader.columns}, "prompts": dialogues,
+                              "texts": texts})
             replies = self.other.finish()
-            prompts = [np.concatenate([prompt, self._encoded(text + reply, len(prompt))])
-                       for prompt, text, reply in zip(prompts, texts, replies)]
-            texts = self._continued(engine, prompts, hash32(seeds, np.full(len(seeds), turn, np.uint32)), first_pair)
+            longer = [np.concatenate([tokens[:n], self._encoded(text + reply, int(n))])
+                      for tokens, n, text, reply in zip(so_far.tokens, so_far.lengths, texts, replies)]
+            so_far = Prompts(prompts.rows, _padded(longer), np.array([len(one) for one in longer], np.int64))
+            more = self._continued(engine, so_far.tokens, so_far.lengths,
+                                   hash32(seeds, np.full(len(seeds), turn, np.uint32)), first_pair)
+            texts = readable(self.reader, so_far, more)["completions"]
             completions = ["".join(parts) for parts in zip(completions, replies, texts)]
-        return {**known, "completions": completions}
+        return prompts, completions
 
-    def _continued(self, engine, prompts, seeds, first_pair):
-        """[str]: what the engine writes after prompts of tokens, up to STOP."""
-        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-        texts = np.zeros((len(prompts), lengths.max() + self.write), np.int32)
-        for text, prompt in zip(texts, prompts):
-            text[:len(prompt)] = prompt
+    def _continued(self, engine, tokens, lengths, seeds, first_pair):
+        """int32 [n, TOKENS]: what the engine writes after prompts of tokens."""
+        longest = lengths.max()
+        texts = np.zeros((len(tokens), longest + self.write), np.int32)
+        texts[:, :longest] = tokens[:, :longest]
         engine.write(texts, lengths, seeds, self.settings, first_pair)
-        written = [self._text(text[n:n + self.write]) for text, n in zip(texts, lengths)]
-        return [text.partition(self.stop)[0] for text in written] if self.stop else written
-
-    def _given(self, given, completions):
-        return {"prompts": [row.get("prompt") or self._text(prompt) for prompt, row in given],
-                "completions": completions,
-                **{name: [row.get(name) for _, row in given] for name in self.columns}}
-
-    def _text(self, tokens):
-        return self.decoding.expand(tokens).tobytes().decode("utf-8", "replace")
+        return np.take_along_axis(texts, lengths[:, None] + np.arange(self.write), 1)
 
     def rewards(self, engine, first, pairs, check):
         """int64 [pairs, 2]: the rewards of the members of pairs first.. of this step in fixed point, summed over their
@@ -313,17 +355,17 @@ class Objective:
                 total[waiting] += got.reshape(-1, 2)
 
         for k in range(self.cfg.OBJECTIVE_PROMPTS):
-            for at in range(0, pairs, SLICE // 2):
-                count = min(SLICE // 2, pairs - at)
+            slices = -(-2 * pairs // engine.TEXTS_AT_ONCE)
+            for at, end in itertools.pairwise(pairs * i // slices for i in range(slices + 1)):
+                count = end - at
                 of_pair = (np.uint64(engine.seed) + np.arange(first + at, first + at + count, dtype=np.uint64)).astype(
                     np.uint32)
                 numbers, seeds = (hash32(of_pair, np.full(count, stream + k, np.uint32))
                                   for stream in (PROMPT_STREAM, DRAW_STREAM))
-                given = [self.prompt(int(number)) for number in numbers for _ in range(2)]
-                texts = self._written(engine, given, seeds.repeat(2), first + at)
+                texts = self._written(engine, self.prompts(numbers.repeat(2)), seeds.repeat(2), first + at)
                 take()
                 self.judge.begin(texts)
-                waiting = slice(at, at + count)
+                waiting = slice(at, end)
                 check()
         take()
         return total
@@ -364,19 +406,21 @@ class Objective:
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
-        texts, rewards = self.judged(engine, self.held[number % len(self.held):][:1])
+        number %= len(self.held.rows)
+        texts, rewards = self.judged(engine, Prompts(*(values[number:number + 1] for values in self.held)))
+        texts = readable(self.reader, *texts)
         return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f})"
 
     def try_out(self):
         """Lets the function judge an empty text and a prompt. Raises ObjectiveError."""
-        given = self.held[:1] * 2
-        texts = self._given(given, ["", self._text(given[0][0])])
-        self.judge.begin(texts)
+        once = Prompts(*(values[:1] for values in self.held))
+        prompt = readable(self.reader, once, [""])["prompts"][0]
+        self.judge.begin((Prompts(*(values.repeat(2, 0) for values in once)), ["", prompt]))
         self.judge.finish()
 
-    def judged(self, engine, given):
-        """(dict of lists, rewards) of what the unperturbed model writes after [(prompt, row)]."""
-        texts = self._written(engine, given, np.arange(len(given), dtype=np.uint32))
+    def judged(self, engine, prompts):
+        """((Prompts, completions), rewards) of what the unperturbed model writes."""
+        texts = self._written(engine, prompts, np.arange(len(prompts.rows), dtype=np.uint32))
         self.judge.begin(texts)
         return texts, self.judge.finish()
 
