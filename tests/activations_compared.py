@@ -125,7 +125,6 @@ def engine_of(kind, seed):
         return PlainEngine(cfg, tokens)
     if kind in GPU_KINDS:
         from engine import cuda_engine
-        cuda_engine.COMPILERS = 1                            # this process is one of many
         return cuda_engine.CudaEngine(cfg.changed(TENSOR_CORES=kind), tokens)
     from engine import cpu_engine
     return cpu_engine.CpuEngine(cfg.changed(SIMD=kind), tokens, threads=1 + seed % min(2, hardware.cores()))
@@ -182,6 +181,9 @@ def main():
     chosen = (args.seeds or SEEDS)[part - 1::parts]
     if not args.kind:
         return int(compare(chosen) > 0)
+    if args.kind in GPU_KINDS:
+        from engine import cuda_engine
+        cuda_engine.COMPILERS = 1                            # this process is one of many
     for seed in chosen:
         print(json.dumps([seed, course(engine_of(args.kind, seed))]), flush=True)
 
