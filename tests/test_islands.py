@@ -197,7 +197,7 @@ class Isle(Server):
     def __enter__(self):
         super().__enter__()
         if self.engine:
-            self.work(self.engine)
+            self.worker = self.work(self.engine)
         return self
 
     def __exit__(self, kind, *rest):
@@ -546,6 +546,7 @@ def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_
     with Isle(tmp_path / "b", "b", engine=Learner(b.cfg, 3), cfg=cfg) as again:
         until(lambda: again.run.step > b.run.step + 12 and again.run.start.step > start.step)
         again.stop()
+    again.worker.join(20)                                    # it may still be about an update
     at_end = replayed(b.cfg, tmp_path / "b", until_step=again.engine.step)
     assert state_digest.of_state(at_end) == again.engine.digest() and again.engine.step > start.step
     assert "state at step" not in b.lines.text + again.lines.text        # all replicas stayed equal
