@@ -24,15 +24,16 @@ def path_of(forward):
 
 
 def kernels_of(constants, cc):
-    """{part: [Kernel]} of engine.cuda_engine.kernels for a configuration on a card: "all", of these the "forward" pass,
-    and of it the "noisy" one."""
+    """{part: [Kernel]} of engine.cuda_engine.kernels for a configuration on a card: "all", those that do not "write",
+    the "forward" pass, and of it the "noisy" one."""
     from numba import uint32
 
     from engine import cuda_engine
     forward, own, by_verb = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
     every = {(id(kernel.dispatcher), repr(kernel.signature)): kernel for some in by_verb.values() for kernel in some}
     noisy, every = [kernel.dispatcher for kernel in forward.kernels["step"]], list(every.values())
-    return {"all": every, "forward": [kernel for kernel in every if kernel.dispatcher not in own.values()],
+    return {"all": every, "not writing": [kernel for kernel in every if kernel not in by_verb["write"]],
+            "forward": [kernel for kernel in every if kernel.dispatcher not in own.values()],
             "noisy": [kernel for kernel in every if kernel.dispatcher in noisy]}
 
 
