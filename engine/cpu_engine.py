@@ -174,7 +174,7 @@ class CpuEngine:
         def work(a, b):
             pair = first // 2 + a
             windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
-            self._model.run(self._w, windows, None, cfg.STATE_TOKENS, seed, 1, pair, shift, losses[a:b])
+            self._model.run(self._w, windows, cfg.STATE_TOKENS, seed, 1, pair, shift, losses[a:b])
 
         job = ParallelJob(self._pool, self.threads, cut(count // 2, self.threads, self._model.together), work)
         self._begun[first, count] = Evaluation(losses, job)

@@ -117,7 +117,7 @@ def read(c, w, S, noisy, tokens, apart, n, state, gates, candidates, x):
 
 @inner
 def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pair, z):
-    """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]."""
+    """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]: overwritten."""
     n, T = windows.shape[0], (windows.shape[1] - 1 - before) // (c.TARGETS if noisy else 1)
     size = (n * (2 if noisy else 1) * max(T, before), c.HIDDEN_DIM)
     x = empty(size, np.int8)
@@ -143,12 +143,11 @@ def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pai
 
 @njit
 def run_windows(c, w, exp, scoring, windows, before, state, S, noisy, first_pair):
-    """Evaluates windows int32 [n, before + T + 1] with `score`; int32 [GROUP, V padded], whose row (T - 1) % GROUP has
-    the logits after the last token of a single window. noisy: window i is read by the two members of pair seed S + i,
-    and `before` tokens make the state with which it begins, by the unperturbed model, once for the pairs of a group
-    (pair i of the step is in group i // c.per_group). Else it is read by the unperturbed model. state int8 [L, members
-    * windows padded to ROWS, H] goes on. If it has no room for all windows, they go through the positions in parts that
-    it has room for, each from a state of 0."""
+    """Evaluates windows int32 [n, before + T + 1] with `score`. noisy: window i is read by the two members of pair seed
+    S + i, and `before` tokens make the state with which it begins, by the unperturbed model, once for the pairs of a
+    group (pair i of the step is in group i // c.per_group). Else it is read by the unperturbed model. state int8 [L,
+    members * windows padded to ROWS, H] goes on. If it has no room for all windows, they go through the positions in
+    parts that it has room for, each from a state of 0."""
     z = empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
     together = state.shape[1] // (2 if noisy else 1)
     for at in range(0, windows.shape[0], together):
@@ -157,7 +156,6 @@ def run_windows(c, w, exp, scoring, windows, before, state, S, noisy, first_pair
         end = min(at + together, windows.shape[0])
         part = Scoring(scoring.losses[at:end], scoring.nats[at:end], scoring.exp64, scoring.unit)
         run_together(c, w, exp, part, windows[at:end], before, state, u32(S + at), noisy, first_pair + at, z)
-    return z
 
 
 @njit

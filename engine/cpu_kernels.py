@@ -519,13 +519,12 @@ class CpuModel:
         return Writing(lengths, seeds, np.zeros((lengths.size, self.cfg.VOCAB_SIZE), np.uint8), s.penalty, s.temp,
                        np.int64(s.floor))
 
-    def run(self, w, windows, memory=None, start=0, seed=0, noisy=0, first_pair=0, shift=0,
+    def run(self, w, windows, start=0, seed=0, noisy=0, first_pair=0, shift=0,
             losses=np.empty((0, 2), i64), nats=np.empty(0), exp64=np.empty(0), unit=0.0):
-        """Adds up what Scoring says; int32 [GROUP, V padded]: logits. noisy: windows int32 are those of
-        model.soft_targets for pairs first_pair.. of a step with this seed and noise shift."""
-        if memory is None:
-            positions = (windows.shape[1] - 1 - start) // (self.cfg.TARGETS if noisy else 1)
-            memory = self._memory(2 if noisy else 1, len(windows), positions)
-        return self._run_windows(self._constants._replace(matrix_shift=shift), w, self._tables,
-                                 Scoring(losses, nats, exp64, unit), windows, start, memory,
-                                 np.uint32(seed + first_pair & 0xFFFFFFFF), noisy, first_pair)
+        """Adds up what Scoring says. noisy: windows int32 are those of model.soft_targets for pairs first_pair.. of a
+        step with this seed and noise shift."""
+        positions = (windows.shape[1] - 1 - start) // (self.cfg.TARGETS if noisy else 1)
+        memory = self._memory(2 if noisy else 1, len(windows), positions)
+        self._run_windows(self._constants._replace(matrix_shift=shift), w, self._tables,
+                          Scoring(losses, nats, exp64, unit), windows, start, memory,
+                          np.uint32(seed + first_pair & 0xFFFFFFFF), noisy, first_pair)

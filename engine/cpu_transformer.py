@@ -183,10 +183,9 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
 
 @njit
 def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
-    """Evaluates windows int32 [n, start + T + 1] with `score`, one after the other, from position `start` on; int32
-    [GROUP, V padded], whose row (T - 1) % GROUP has the logits after the last token. noisy: window i is read by the two
-    members of pair seed S + i, else by the unperturbed model; drawn targets follow it. cache int8 [2, 1 or L, members *
-    (start + T), H]: keys and values; one layer's worth is enough where nothing follows."""
+    """Evaluates windows int32 [n, start + T + 1] with `score`, one after the other, from position `start` on.
+    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model; drawn targets follow
+    it. cache int8 [2, 1, members * (start + T), H]: keys and values of a layer."""
     T, members = (windows.shape[1] - 1 - start) // (c.TARGETS if noisy else 1), 2 if noisy else 1
     rows = members * T
     room = new_room(c, rows, start + T, cache[0], cache[1])
@@ -199,7 +198,6 @@ def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
             attention(c, w, tb, layer, seed, noisy, members, T, start, room)
             mlp(c, w, LN_2, layer, seed, noisy, rows, T, h)
         score_rows(c, w, tb.exp, scoring, windows, q, seed, noisy, start, T, h, rows, z)
-    return z
 
 
 @njit

@@ -3,8 +3,8 @@
 Rows        A sequence is a row. Rows g and g + 8 of a tile of 16 are the even and the odd member of a pair, so that a
             thread of a product (ptx.mma_s8) has both and hashes the noise of a column once. Sequences 2 i and 2 i + 1
             are pair i, also without noise.
-Memory      A block has some tiles. The vectors of their rows lie in shared memory, in regions
-            one after the other. The vector of an MLP, four times as long, takes the place of regions 2 to 5.
+Memory      A block has some tiles. The vectors of their rows lie in shared memory, in regions one after the other. The
+            vector of an MLP, four times as long, takes the place of regions 2 to 5.
 Phases      In turn a warp takes a pair (norms, sums of input noise) or 16 rows times 32 columns of a product.
 """
 
@@ -429,6 +429,7 @@ def recurrent_kernel(cfg, gpu):
 # --- the transformer --------------------------------------------------------------------------------------------------
 
 def settle_function(gpu, cfg, pairs):
+    """Device function: what follows a product whose row's largest result had to be known."""
     H = cfg.HIDDEN_DIM
     STRIDE = stride_words(H, gpu, H)
     side, vector_entry = pairs.vector_side, pairs.vector_entry

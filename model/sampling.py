@@ -1,10 +1,8 @@
-"""The settings of generation in the units of the kernels, and its random numbers (SPEC 10)."""
+"""The settings of generation in the units of the kernels (SPEC 10)."""
 
 from collections import namedtuple
 
 import numpy as np
-
-from model.seeds import hash32
 
 
 # temp float32, 0 is greedy; floor int: smallest trunc((z - top) / temp) that is kept; penalty float32: logit units
@@ -28,8 +26,3 @@ def checked_prompt(cfg, prompt):
     if not prompt.size or prompt.min() < 0 or prompt.max() >= cfg.VOCAB_SIZE:
         raise ValueError(f"a prompt must be one token or more, each below VOCAB_SIZE = {cfg.VOCAB_SIZE}")
     return prompt.astype(np.int32)
-
-
-def random(seed, position):
-    """The uint32 that draws the token after `position` of a sequence sampled under `seed` (SPEC 10)."""
-    return np.uint32(hash32(seed + 999 + 555 * position, 0))

@@ -161,11 +161,17 @@ def logs(port, _, held):
 
 def slow_walk(port, _, walkers):
     """Six workers of another host: each takes 1.4 times the time that it usually took, so that none is ever late."""
-    if walkers is None:
-        walkers = [Walker(port, "127.0.0.2", "walker") for _ in range(6)]
-        [walker.start() for walker in walkers]
+    return of_another_host(Walker, port, "walker", 6, walkers)
+
+
+def of_another_host(kind, port, name, count, running):
+    """`count` workers, which are started once and go on by themselves."""
+    if running is None:
+        running = [kind(port, "127.0.0.2", name) for _ in range(count)]
+        for worker in running:
+            worker.start()
     time.sleep(0.05)
-    return walkers
+    return running
 
 
 def takes_a_chunk(peer):
@@ -202,11 +208,7 @@ def readers(port, _, held):
 
 def uploads(port, _, takers):
     """Eight workers of another host that need no time for a chunk, and do not send the snapshots that are wanted."""
-    if takers is None:
-        takers = [Taker(port, "127.0.0.2", "taker") for _ in range(8)]
-        [taker.start() for taker in takers]
-    time.sleep(0.05)
-    return takers
+    return of_another_host(Taker, port, "taker", 8, takers)
 
 
 def warnings(port, _, number):
