@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import pathlib
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import egg_config
-from cluster import history
+from cluster import fairness, history, step
 from model import fitness_digits, parameters, seeds
 from coordinators import Server, fast, filled, free_port, until, whole, work_in_thread
 from fakes import CFG, any_fitness
@@ -300,7 +301,9 @@ def start_golden_worker(*arguments):
     return process, ours
 
 
-def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_path, compiled):
+def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_path, compiled, monkeypatch):
+    monkeypatch.setattr(step, "COPY_AFTER", math.inf)         # only the kill hands the victim's chunk to another,
+    monkeypatch.setattr(fairness, "LEAST_LEASE", 60)          # however slow this machine is
     cfg, recorded = golden_a()
     port, flag = free_port(), tmp_path / "stuck"
     server = Server(tmp_path / "run", cfg, port=port, save=True, steps=4)
