@@ -1,8 +1,7 @@
 """The architecture of a configuration, for people (`egg.py arch`)."""
 
-from model import activations
-from model import optimizers
-from model import parameters
+from cluster.console import table
+from model import activations, optimizers, parameters
 
 
 def describe(cfg):
@@ -70,17 +69,15 @@ def _by_step(schedule):
 
 def _table(cfg, arrays, size):
     """[line]: a row for every parameter."""
-    rows = [("component", "dimensions", "parameters", "layers", "total", "size")]
+    rows = []
     for t in arrays:
         if t.layer == 0:
             layers = cfg.N_LAYERS if t.per_layer else 1
             rows.append((t.name, f"{t.rows} x {t.cols}" if t.matrix else str(t.cols), f"{t.size:,}",
                          str(layers) if t.per_layer else "", f"{layers * t.size:,}", _bytes(layers * t.size)))
     rows.append(("all", "", "", "", f"{size:,}", _bytes(size)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    head, *body, total = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w)
-                                    for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
-    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    head, *body, total = table(("component", "dimensions", "parameters", "layers", "total", "size"), rows, 2)
+    rule = "-" * len(head)
     return [head, rule, *body, rule, total]
 
 
