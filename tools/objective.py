@@ -8,6 +8,7 @@ and TURNS, the number of texts that a dialogue has.
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import json
@@ -29,7 +30,7 @@ import numpy as np
 from egg_config import EggError, explained
 from engine import hardware
 from model import fitness_digits, sampling
-from model.soft_targets import hash32
+from model.seeds import hash32
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # on which the unperturbed model is measured, at most
@@ -37,9 +38,6 @@ LONGEST = 4096               # tokens of a prompt and its completion
 MOST_TURNS = 64
 REWARD_UNIT = 1 << 16        # of a reward in fixed point, in which it takes the place of a loss
 MOST_REWARD = 1 << 30
-# What texts begin with: rows int64 [n], numbers of the rows of DATA and HELD_OUT, or -1 for a window of the data;
-# tokens int32 [n, longest]; lengths int64 [n]
-Prompts = namedtuple("Prompts", "rows tokens lengths")
 # Makes texts of tokens: data_files.Decoding, [row], the names of further columns, STOP
 Reader = namedtuple("Reader", "decoding rows columns stop")
 # first hashes of a pair's choice of prompts and of its seeds of draws: behind those of noise, before those of targets
@@ -48,6 +46,15 @@ PROMPT_STREAM, DRAW_STREAM = 1 << 28, 1 << 29
 
 class ObjectiveError(EggError):
     """About a file of --objective or what its function returns."""
+
+
+class Prompts(namedtuple("Prompts", "rows tokens lengths")):
+    """What texts begin with. rows: int64 [n], numbers of the rows of DATA and HELD_OUT, or -1 for a window of the data;
+    tokens: int32 [n, longest]; lengths: int64 [n]."""
+
+    def part(self, which):
+        """The Prompts of these numbers, or of a slice."""
+        return Prompts(*(values[which] for values in self))
 
 
 def read(path):
@@ -75,8 +82,11 @@ def _said(error):
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _rows(path, name, value):
-    """[{column: value}] of DATA or HELD_OUT. Raises ObjectiveError."""
+def _rows(path, found, name):
+    """[{column: value}] of DATA or HELD_OUT, [] without it. Raises ObjectiveError."""
+    if name not in found:
+        return []
+    value = found[name]
     if isinstance(value, str):
         place = os.path.join(os.path.dirname(os.path.abspath(path)), value)
         with explained(ObjectiveError, place, f"{name} of {path} names it"), open(place, encoding="utf-8") as file:
@@ -99,31 +109,42 @@ def _number(path, found, name, default, low, high):
     return type(default)(value)
 
 
-def _padded(sequences):
-    """int32 [n, longest] of sequences of tokens."""
-    out = np.zeros((len(sequences), max(map(len, sequences), default=0)), np.int32)
-    for row, sequence in zip(out, sequences):
+def _begun(rows, sequences):
+    """The Prompts of rows (numbers) with these sequences of tokens."""
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    tokens = np.zeros((len(sequences), lengths.max(initial=0)), np.int32)
+    for row, sequence in zip(tokens, sequences):
         row[:len(sequence)] = sequence
-    return out
+    return Prompts(rows, tokens, lengths)
+
+
+def _windows(tokens, starts):
+    """The Prompts that begin at these places of the tokens."""
+    windows = np.asarray(tokens)[starts[:, None] + np.arange(PROMPT_TOKENS)].astype(np.int32)
+    return Prompts(np.full(len(starts), -1), windows, np.full(len(starts), PROMPT_TOKENS))
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
 
+# what a function of this name returns: the type of an answer, and its name in the plural
+ANSWERS = {"reward": (float, "numbers"), "reply": (str, "texts")}
+
+
 def judged(function, accepted, texts, name="reward"):
-    """[float], the rewards of `texts`, a dict of lists; or [str], of a function whose name is reply. Raises ValueError
-    with the reason."""
-    given = {name: values for name, values in texts.items() if accepted is None or name in accepted}
-    answers, kind = function(**given), "numbers" if name == "reward" else "texts"
-    if name == "reward":
+    """[float], the rewards of `texts`, a dict of lists; or [str], of a function whose name is reply. accepted: the
+    names that it takes, None: all. Raises ObjectiveError with the reason."""
+    answers = function(**{column: values for column, values in texts.items() if accepted is None or column in accepted})
+    kind, kinds = ANSWERS[name]
+    if kind is float:
         with contextlib.suppress(TypeError, ValueError):
             answers = [float(value) for value in answers]
-    if not (isinstance(answers, list) and all(isinstance(x, float if name == "reward" else str) for x in answers)):
-        raise ValueError(f"{name} returned {str(answers)[:80]!r}, which is no list of {kind}")
+    if not (isinstance(answers, list) and all(isinstance(x, kind) for x in answers)):
+        raise ObjectiveError(f"{name} returned {str(answers)[:80]!r}, which is no list of {kinds}")
     if len(answers) != len(texts["prompts"]):
-        raise ValueError(f"{name} returned {len(answers)} {kind} for {len(texts['prompts'])} completions")
-    for value, text in zip(answers, texts["completions"]) if name == "reward" else ():
+        raise ObjectiveError(f"{name} returned {len(answers)} {kinds} for {len(texts['prompts'])} completions")
+    for value, text in zip(answers, texts["completions"]) if kind is float else ():
         if not abs(value) <= MOST_REWARD:
-            raise ValueError(f"reward returned {value} for {text[:80]!r}: must be from -2^30 to 2^30")
+            raise ObjectiveError(f"reward returned {value} for {text[:80]!r}: must be from -2^30 to 2^30")
     return answers
 
 
@@ -171,8 +192,7 @@ def _end_with_parent():
 
 def _blamed(function, accepted, texts, name, error):
     """str: the error, with the first text for which the function fails alone."""
-    why = str(error) if isinstance(error, ValueError) and str(error).startswith(f"{name} returned") else \
-        f"{name} raised {_said(error)}"
+    why = str(error) if isinstance(error, ObjectiveError) else f"{name} raised {_said(error)}"
     for i, text in enumerate(texts["completions" if name == "reward" else "texts"]):
         try:
             judged(function, accepted, {column: values[i:i + 1] for column, values in texts.items()}, name)
@@ -220,7 +240,7 @@ class Judge:
                 if isinstance(texts, dict):
                     pipe.send({name: values[a:b] for name, values in texts.items()})
                 else:
-                    pipe.send((Prompts(*(values[a:b] for values in texts[0])), texts[1][a:b]))
+                    pipe.send((texts[0].part(slice(a, b)), texts[1][a:b]))
 
     def finish(self):
         """[float] or [str]: the rewards of what was handed out, or the replies. Raises ObjectiveError."""
@@ -240,6 +260,11 @@ class Judge:
         self._busy = []
         self.waited += time.perf_counter() - started
         return answers
+
+    def answers(self, texts):
+        """`begin` and `finish`."""
+        self.begin(texts)
+        return self.finish()
 
     def close(self):
         for process in self._processes:
@@ -266,18 +291,17 @@ class Objective:
         self.settings = sampling.settings(cfg, _number(path, found, "TEMPERATURE", 1.0, 0.0, 100.0), 0.0, 0.0)
         if decoding is None:
             raise ObjectiveError(f"{cfg.DECODING_FILE} is missing, and without it tokens are no text")
-        rows = _rows(path, "DATA", found["DATA"]) if "DATA" in found else []
-        held = _rows(path, "HELD_OUT", found["HELD_OUT"]) if "HELD_OUT" in found else rows[::10]
-        self.rows = rows if "HELD_OUT" in found or len(rows) < 10 else [row for i, row in enumerate(rows) if i % 10]
+        rows, held = (_rows(path, found, name) for name in ("DATA", "HELD_OUT"))
+        self.rows = rows if held or len(rows) < 10 else [row for i, row in enumerate(rows) if i % 10]
+        held = held or rows[::10]
         columns = sorted({name for row in rows + held for name in row} - {"prompt", "completions", "prompts"})
         self.reader = Reader(decoding, self.rows + held, columns, self.stop)
         encoded = [self._encoded(row["prompt"]) for row in self.reader.rows]
-        self._lengths = np.array([len(prompt) for prompt in encoded], np.int64)
-        self._encodings = _padded(encoded)
-        self.held = self._held(len(held), held_out if held_out is not None else tokens)
-        processes = processes or hardware.cores()
-        self.judge = Judge(path, processes, cfg.OBJECTIVE_SECONDS, self.reader)
-        self.other = Judge(path, processes, cfg.OBJECTIVE_SECONDS, self.reader, "reply") if self.turns > 1 else None
+        self._of_rows = _begun(np.arange(len(encoded)), encoded)
+        self.held = self._held(len(held), tokens if held_out is None else held_out)
+        judge = functools.partial(Judge, path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS, self.reader)
+        self.judge = judge()
+        self.other = judge("reply") if self.turns > 1 else None
         self.step, self.seconds = None, [0.0, 0.0]               # see `pace`
         self.pace = ()
 
@@ -294,27 +318,19 @@ class Objective:
         """The Prompts on which the unperturbed model is measured: of `rows` rows, the last ones, or of the tokens."""
         count = min(rows or HELD_OUT_TEXTS, HELD_OUT_TEXTS)
         if rows:
-            return self._of_rows(len(self.rows) + np.arange(count) * rows // count)
-        return self._windows(tokens, np.arange(count) * (len(tokens) - PROMPT_TOKENS) // count)
-
-    def _of_rows(self, rows):
-        return Prompts(rows, self._encodings[rows], self._lengths[rows])
-
-    @staticmethod
-    def _windows(tokens, starts):
-        windows = np.asarray(tokens)[starts[:, None] + np.arange(PROMPT_TOKENS)].astype(np.int32)
-        return Prompts(np.full(len(starts), -1), windows, np.full(len(starts), PROMPT_TOKENS))
+            return self._of_rows.part(len(self.rows) + np.arange(count) * rows // count)
+        return _windows(tokens, np.arange(count) * (len(tokens) - PROMPT_TOKENS) // count)
 
     def prompts(self, numbers):
-        """The Prompts that uint32 [n] choose."""
-        numbers = numbers.astype(np.int64)
+        """The Prompts that int64 [n] choose."""
         if self.rows:
-            return self._of_rows(numbers % len(self.rows))
-        return self._windows(self.tokens, numbers % (len(self.tokens) - PROMPT_TOKENS))
+            return self._of_rows.part(numbers % len(self.rows))
+        return _windows(self.tokens, numbers % (len(self.tokens) - PROMPT_TOKENS))
 
     def _written(self, engine, prompts, seeds, first_pair=None):
-        """(prompts, completions), as Judge.begin takes them: what the engine writes behind Prompts."""
-        completions = self._continued(engine, prompts.tokens, prompts.lengths, seeds, first_pair)
+        """(prompts, completions), as Judge.begin takes them: what the engine writes behind Prompts. seeds: int64 [n],
+        of the draws."""
+        completions = self._continued(engine, prompts, seeds, first_pair)
         if self.turns == 1:
             return prompts, completions
         known, so_far = readable(self.reader, prompts, completions), prompts
@@ -322,25 +338,21 @@ class Objective:
         for turn in range(1, self.turns):
             dialogues = [prompt + text[:len(text) - len(last)] for prompt, text, last in
                          zip(known["prompts"], completions, texts)]
-            self.other.begin({**{name: known[name] for name in self.reader.columns}, "prompts": dialogues,
-                              "texts": texts})
-            replies = self.other.finish()
-            longer = [np.concatenate([tokens[:n], self._encoded(text + reply, int(n))])
-                      for tokens, n, text, reply in zip(so_far.tokens, so_far.lengths, texts, replies)]
-            so_far = Prompts(prompts.rows, _padded(longer), np.array([len(one) for one in longer], np.int64))
-            more = self._continued(engine, so_far.tokens, so_far.lengths,
-                                   hash32(seeds, np.full(len(seeds), turn, np.uint32)), first_pair)
+            replies = self.other.answers({**{name: known[name] for name in self.reader.columns}, "prompts": dialogues,
+                                          "texts": texts})
+            so_far = _begun(prompts.rows, [
+                np.concatenate([tokens[:n], self._encoded(text + reply, int(n))])
+                for tokens, n, text, reply in zip(so_far.tokens, so_far.lengths, texts, replies)])
+            more = self._continued(engine, so_far, hash32(seeds, turn), first_pair)
             texts = readable(self.reader, so_far, more)["completions"]
             completions = ["".join(parts) for parts in zip(completions, replies, texts)]
         return prompts, completions
 
-    def _continued(self, engine, tokens, lengths, seeds, first_pair):
-        """int32 [n, TOKENS]: what the engine writes after prompts of tokens."""
-        longest = lengths.max()
-        texts = np.zeros((len(tokens), longest + self.write), np.int32)
-        texts[:, :longest] = tokens[:, :longest]
-        engine.write(texts, lengths, seeds, self.settings, first_pair)
-        return np.take_along_axis(texts, lengths[:, None] + np.arange(self.write), 1)
+    def _continued(self, engine, prompts, seeds, first_pair):
+        """int32 [n, TOKENS]: what the engine writes behind Prompts."""
+        texts = np.pad(prompts.tokens[:, :prompts.lengths.max()], ((0, 0), (0, self.write)))
+        engine.write(texts, prompts.lengths, seeds.astype(np.uint32), self.settings, first_pair)
+        return np.take_along_axis(texts, prompts.lengths[:, None] + np.arange(self.write), 1)
 
     def rewards(self, engine, first, pairs, check):
         """int64 [pairs, 2]: the rewards of the members of pairs first.. of this step in fixed point, summed over their
@@ -357,11 +369,8 @@ class Objective:
         for k in range(self.cfg.OBJECTIVE_PROMPTS):
             slices = -(-2 * pairs // engine.TEXTS_AT_ONCE)
             for at, end in itertools.pairwise(pairs * i // slices for i in range(slices + 1)):
-                count = end - at
-                of_pair = (np.uint64(engine.seed) + np.arange(first + at, first + at + count, dtype=np.uint64)).astype(
-                    np.uint32)
-                numbers, seeds = (hash32(of_pair, np.full(count, stream + k, np.uint32))
-                                  for stream in (PROMPT_STREAM, DRAW_STREAM))
+                of_pair = engine.seed + np.arange(first + at, first + end)
+                numbers, seeds = (hash32(of_pair, stream + k) for stream in (PROMPT_STREAM, DRAW_STREAM))
                 texts = self._written(engine, self.prompts(numbers.repeat(2)), seeds.repeat(2), first + at)
                 take()
                 self.judge.begin(texts)
@@ -406,23 +415,20 @@ class Objective:
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
-        number %= len(self.held.rows)
-        texts, rewards = self.judged(engine, Prompts(*(values[number:number + 1] for values in self.held)))
-        texts = readable(self.reader, *texts)
+        written, rewards = self.judged(engine, self.held.part([number % len(self.held.rows)]))
+        texts = readable(self.reader, *written)
         return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f})"
 
     def try_out(self):
         """Lets the function judge an empty text and a prompt. Raises ObjectiveError."""
-        once = Prompts(*(values[:1] for values in self.held))
-        prompt = readable(self.reader, once, [""])["prompts"][0]
-        self.judge.begin((Prompts(*(values.repeat(2, 0) for values in once)), ["", prompt]))
-        self.judge.finish()
+        twice = self.held.part([0, 0])
+        prompt = readable(self.reader, twice, ["", ""])["prompts"][0]
+        self.judge.answers((twice, ["", prompt]))
 
     def judged(self, engine, prompts):
         """((Prompts, completions), rewards) of what the unperturbed model writes."""
-        texts = self._written(engine, prompts, np.arange(len(prompts.rows), dtype=np.uint32))
-        self.judge.begin(texts)
-        return texts, self.judge.finish()
+        texts = self._written(engine, prompts, np.arange(len(prompts.rows)))
+        return texts, self.judge.answers(texts)
 
     def close(self):
         for judge in filter(None, (self.judge, self.other)):
