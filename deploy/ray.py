@@ -104,6 +104,13 @@ def private_directory(stack):
     return os.path.join(private, "ray")
 
 
+def on_every_node(function, *arguments):
+    """[(address, reference)]: calls the function on every live node."""
+    remote = ray.remote(function)
+    return [(node["NodeManagerAddress"], remote.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(
+        node["NodeID"], soft=False)).remote(*arguments)) for node in live_nodes()]
+
+
 def check_nodes():
     """Raises RayError where another user of a node could replace what Ray unpacks there."""
     way = auth.way
@@ -113,10 +120,9 @@ def check_nodes():
         return os.getuid(), way(worker._global_node.get_runtime_env_dir_path())
 
     ray.cloudpickle.register_pickle_by_value(auth)           # the nodes do not have our modules yet
-    asked = {ray.remote(look).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(
-        node["NodeID"], soft=False)).remote(): node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    asked = on_every_node(look)
     ray.cloudpickle.unregister_pickle_by_value(auth)
-    for reference, address in asked.items():
+    for address, reference in asked:
         with contextlib.suppress(ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError):    # it is gone
             refuse_replaceable(f"Ray node {address}", *ray.get(reference))
 
@@ -135,10 +141,13 @@ def absolute(directory):
     return os.path.abspath(directory)
 
 
+def live_nodes():
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
 def nodes():
     """[{"CPU": number, "GPU": number}] of the live nodes."""
-    return [{kind: int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU")}
-            for node in ray.nodes() if node["Alive"]]
+    return [{kind: int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU")} for node in live_nodes()]
 
 
 def ready(references, timeout=0):
@@ -306,10 +315,8 @@ class Workers:
 
 def home(save_dir):
     """Address of the node for the coordinator: where save_dir holds a run, else this node. Raises RayError."""
-    here, look = ray.util.get_node_ip_address(), ray.remote(history.holds_run)
-    asked = {address: look.options(num_cpus=0, resources={f"node:{address}": 0.001}).remote(save_dir)
-             for address in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}}
-    holding = sorted(address for address, reference in asked.items() if result(reference))
+    here = ray.util.get_node_ip_address()
+    holding = sorted({address for address, found in on_every_node(history.holds_run, save_dir) if result(found)})
     if len(holding) > 1 and here not in holding:
         raise RayError(f"{save_dir} holds a run on {', '.join(holding)}: give this command on the node that shall "
                        "continue")

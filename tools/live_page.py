@@ -13,6 +13,7 @@ import http
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import time
@@ -107,6 +108,8 @@ PEER_METRICS = (
     ("egg_island_peer_step", "step that a peer states", "step"),
     ("egg_island_given_total", "states given to a peer", "given"),
     ("egg_island_taken_total", "states taken from a peer", "taken"))
+CURVES = {"step": "loss", "validation": "validation", "reward": "reward"}      # the events that add to a curve
+BEST = {"validation": min, "reward": max}
 
 
 class Figures:
@@ -120,7 +123,8 @@ class Figures:
         self.coordinator = coordinator
         self.step = {}
         self.finished = False
-        self.best = self.reward = self.best_reward = None
+        self.last = {}                               # what was measured, and the best of it, by the name of its curve
+        self.best = {}
         self.lines = deque(maxlen=LINES)
         self.merges = deque(maxlen=MERGES)
         self.counts = dict.fromkeys(self.COUNTED, 0)
@@ -135,33 +139,23 @@ class Figures:
                 self.curve = curves.read_curve(run.directory)
         self.curve.cut(run.step)
         self.curve.add({"event": "start", "config": coordinator.cfg.constants()})
-        self.loss = curves.Thinned(POINTS, (point[1:] for point in self.curve.loss))       # without the step
-        self.validation = curves.Thinned(POINTS)
-        self.rewards = curves.Thinned(POINTS)
-        for point in self.curve.validation:
-            self._add_validation(point)
-        for point in self.curve.reward:
-            self._add_reward(point)
+        self.curves = {}
+        for name in CURVES.values():
+            self.curves[name] = curves.Thinned(POINTS)
+            for point in getattr(self.curve, name):
+                self._add(name, point)
         for merge in self.curve.merges:
             self._add_merge(merge)
         coordinator.events.sinks.append(self)
 
-    @property
-    def seconds(self):
-        """Seconds of training."""
-        return self.curve.loss[-1].seconds if self.curve.loss else 0.0
-
-    def _add_validation(self, point):
-        self.validation.add(*point[1:])
-        self.last_validation = {"step": point.step, "value": point.value, "unit": self.curve.unit}
-        if self.best is None or point.value < self.best["value"]:
-            self.best = self.last_validation
-
-    def _add_reward(self, point):
-        self.rewards.add(*point[1:])
-        self.reward = {"step": point.step, "value": point.value}
-        if self.best_reward is None or point.value > self.best_reward["value"]:
-            self.best_reward = self.reward
+    def _add(self, name, point):
+        self.curves[name].add(*point[1:])            # without the step
+        if name in BEST:
+            found = {"step": point.step, "value": point.value}
+            if name == "validation":
+                found["unit"] = self.curve.unit
+            self.last[name] = found
+            self.best[name] = BEST[name](self.best.get(name, found), found, key=operator.itemgetter("value"))
 
     def _add_merge(self, merge):
         self.merges.append({"step": merge.step, "tokens": merge.step * self.coordinator.progress.tokens_a_step,
@@ -171,12 +165,10 @@ class Figures:
     def emit(self, event, line):
         kind, curve = event["event"], self.curve
         curve.add(event)
+        if kind in CURVES:
+            self._add(CURVES[kind], getattr(curve, CURVES[kind])[-1])
         if kind == "step":
             self._add_step(event)
-        elif kind == "validation":
-            self._add_validation(curve.validation[-1])
-        elif kind == "reward":
-            self._add_reward(curve.reward[-1])
         elif kind in self.LISTED or line and kind in self.LISTED_WITH_LINE:
             text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
             self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
@@ -192,14 +184,9 @@ class Figures:
         self.step = event
         self.sent += event["sent"]
         self.received += event["received"]
-        self.loss.add(*self.curve.loss[-1][1:])
         fade = math.exp(-event["seconds"] / SPEED_SECONDS)
         self._seconds = fade * self._seconds + event["seconds"]
         self._tokens = fade * self._tokens + event["tokens_per_second"] * event["seconds"]
-
-    def speed(self):
-        """Tokens per second over the last steps."""
-        return self._tokens / self._seconds if self._seconds else 0.0
 
     def seconds_left(self):
         """Until `minutes` or `steps` end the run, the rest at the speed so far; None where nothing tells."""
@@ -218,6 +205,7 @@ class Figures:
         directory = coordinator.run.directory
         island = status["island"]
         workers = status["workers"]
+        seconds = self.curve.loss[-1].seconds if self.curve.loss else 0.0        # of training
         if island:
             island = {**{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")},
                       "peers": island["peers"][:WORKERS], "n_peers": len(island["peers"])}
@@ -225,16 +213,17 @@ class Figures:
                 "name": os.path.basename(os.path.abspath(directory)) if directory else None,
                 **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot", "loss_unit")},
                 "started": coordinator.progress.started is not None, "finished": self.finished,
-                "tokens": status["step"] * coordinator.progress.tokens_a_step, "seconds": round(self.seconds, 3),
-                "seconds_left": self.seconds_left(), "tokens_per_second": round(self.speed(), 1),
+                "tokens": status["step"] * coordinator.progress.tokens_a_step,
+                "seconds": round(seconds, 3), "seconds_left": self.seconds_left(),
+                "tokens_per_second": round(self._tokens / self._seconds, 1) if self._seconds else 0.0,
                 "step_seconds": self.step.get("seconds"),
                 **{k: self.step.get(k) for k in ("loss", "learning_rate", "updates")}, "weights": coordinator.n_weights,
                 "sigma_shift": cfg.sigma_shift(status["step"]) if cfg.PERTURB == "weights" else None, "sent": self.sent,
-                "received": self.received, "validation": self.best and self.last_validation, "best": self.best,
-                "reward": self.reward, "best_reward": self.best_reward,
+                "received": self.received, "validation": self.last.get("validation"),
+                "best": self.best.get("validation"), "reward": self.last.get("reward"),
+                "best_reward": self.best.get("reward"),
                 "references": self.curve.references, "unit": self.curve.unit,
-                "curves": {"loss": self.loss.all(), "validation": self.validation.all(),
-                           "reward": self.rewards.all()},
+                "curves": {name: points.all() for name, points in self.curves.items()},
                 "workers": workers[:WORKERS], "n_workers": len(workers), "island": island,
                 "merges": list(self.merges), "samples": [*reversed(self.curve.samples)], "lines": list(self.lines)}
 
@@ -248,14 +237,14 @@ class Figures:
                   {"unit": state["loss_unit"]})]
         rows += [("egg_events_total", "events since the start, by kind", n, {"event": k})
                  for k, n in self.counts.items()]
-        if self.best:
-            rows += [("egg_validation", "the last validation", self.last_validation["value"], unit),
-                     ("egg_validation_best", "the lowest validation", self.best["value"], unit),
-                     ("egg_validation_step", "step of the last validation", self.last_validation["step"])]
-        if self.reward:
-            rows += [("egg_reward", "the last mean reward on held-out prompts", self.reward["value"]),
-                     ("egg_reward_best", "the highest of them", self.best_reward["value"]),
-                     ("egg_reward_step", "step of the last one", self.reward["step"])]
+        if found := state["validation"]:
+            rows += [("egg_validation", "the last validation", found["value"], unit),
+                     ("egg_validation_best", "the lowest validation", state["best"]["value"], unit),
+                     ("egg_validation_step", "step of the last validation", found["step"])]
+        if found := state["reward"]:
+            rows += [("egg_reward", "the last mean reward on held-out prompts", found["value"]),
+                     ("egg_reward_best", "the highest of them", state["best_reward"]["value"]),
+                     ("egg_reward_step", "step of the last one", found["step"])]
         rows += [(name, text, worker[field], {k: worker[k] for k in ("name", "address", "device")})
                  for name, text, field in WORKER_METRICS for worker in state["workers"]]
         if island:
@@ -396,29 +385,24 @@ class Page:
         except ValueError as error:
             return error.args[0], response(error.args[0], error.args[1] + "\n"), True
         fields = request.fields
-        last = request.version == "HTTP/1.0" or "close" in fields.get("connection", "").lower()
-        extra = ()
-        zipped = False
-        if not self._host_allowed(fields.get("host", "")):
-            status = 403
-            body = "this page is for the machine it runs on: ask for it as localhost\n"
-            last = True
-        elif self.where.password and not self._knows_password(fields.get("authorization", "")):
-            status = 401
-            body = "any name will do; the coordinator prints the password when it starts\n"
-            extra = ('WWW-Authenticate: Basic realm="egg", charset="UTF-8"',)
-        elif request.method not in ("GET", "HEAD"):
-            status = 405
-            body = "GET and HEAD alone\n"
-            extra = ("Allow: GET, HEAD",)
-        elif body := self._body(request.target.partition("?")[0]):
-            status = 200
-            zipped = bool(TAKES_GZIP.search(fields.get("accept-encoding", "").lower()))
-            extra = (f"Content-Security-Policy: {self.policy}",) if body is self.html else ()
-        else:
-            status = 404
-            body = "there is /, /state.json and /metrics\n"
-        return status, response(status, body, last, *extra, head=request.method == "HEAD", zipped=zipped), last
+        status, body, *more = self._found(request)
+        last = status == 403 or request.version == "HTTP/1.0" or "close" in fields.get("connection", "").lower()
+        zipped = status == 200 and bool(TAKES_GZIP.search(fields.get("accept-encoding", "").lower()))
+        return status, response(status, body, last, *more, head=request.method == "HEAD", zipped=zipped), last
+
+    def _found(self, request):
+        """(status, Body or text, further fields of the response) for a Request."""
+        if not self._host_allowed(request.fields.get("host", "")):
+            return 403, "this page is for the machine it runs on: ask for it as localhost\n"
+        if self.where.password and not self._knows_password(request.fields.get("authorization", "")):
+            return (401, "any name will do; the coordinator prints the password when it starts\n",
+                    'WWW-Authenticate: Basic realm="egg", charset="UTF-8"')
+        if request.method not in ("GET", "HEAD"):
+            return 405, "GET and HEAD alone\n", "Allow: GET, HEAD"
+        body = self._body(request.target.partition("?")[0])
+        if body is self.html:
+            return 200, body, f"Content-Security-Policy: {self.policy}"
+        return (200, body) if body else (404, "there is /, /state.json and /metrics\n")
 
     def _body(self, path):
         """The Body of a path, None if there is none."""
@@ -433,10 +417,10 @@ class Page:
         if not bodies or now - bodies[-1].made >= MADE_EVERY:
             way = self.coordinator.hub.on_the_way
             bodies[:] = [body for body in bodies if way((body.plain, body.zipped))]
-            if len(bodies) < hub.VERSIONS and path == "/metrics":
-                bodies.append(Body(PROMETHEUS, self.figures.metrics().encode()))
-            elif len(bodies) < hub.VERSIONS:
-                bodies.append(Body(JSON, json.dumps(self.figures.state(), separators=(",", ":")).encode()))
+            if len(bodies) < hub.VERSIONS:
+                kind, text = (PROMETHEUS, self.figures.metrics()) if path == "/metrics" else \
+                    (JSON, json.dumps(self.figures.state(), separators=(",", ":")))
+                bodies.append(Body(kind, text.encode()))
         return bodies[-1]
 
     def _host_allowed(self, host):

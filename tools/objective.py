@@ -15,11 +15,9 @@ import json
 import math
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.resource_tracker
 import os
 import pickle
 import runpy
-import signal
 import sys
 import threading
 import time
@@ -31,6 +29,7 @@ from egg_config import EggError, explained
 from engine import hardware
 from model import fitness_digits, sampling
 from model.seeds import hash32
+from tools import processes
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # on which the unperturbed model is measured, at most
@@ -202,32 +201,23 @@ def _blamed(function, accepted, texts, name, error):
 
 
 class Judge:
-    """Processes that call the function `name` of a file on lists of texts, while the engine writes the next ones."""
+    """`count` processes that call the function `name` of a file on lists of texts, while the engine writes the next
+    ones."""
 
-    def __init__(self, path, processes, seconds, reader, name="reward"):
+    def __init__(self, path, count, seconds, reader, name="reward"):
         self._path, self._seconds, self._name = path, seconds, name
-        context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
-        multiprocessing.resource_tracker.ensure_running()                       # which would unblock SIGINT later
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the worker
-        for _ in range(processes):
-            ours, theirs = context.Pipe()
-            self._processes.append(context.Process(target=_judge, args=(path, name, reader, theirs), daemon=True))
-            self._start(self._processes[-1])
-            theirs.close()
-            self._pipes.append(ours)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            for _ in range(count):
+                process, pipe = processes.start(_judge, path, name, reader)
+                self._processes.append(process)
+                self._pipes.append(pipe)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            self.close()
+            raise ObjectiveError(f"{path}: a column of DATA cannot be passed to another process ({_said(error)}): give "
+                                 "numbers and texts") from None
         self.waited = 0.0                            # seconds in `finish`
         self._busy = []                              # (pipe, first text, end) of the answers that are expected
-
-    def _start(self, process):
-        try:
-            process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            self._processes.pop()
-            self.close()
-            raise ObjectiveError(f"{self._path}: a column of DATA cannot be passed to another process "
-                                 f"({_said(error)}): give numbers and texts") from None
 
     def begin(self, texts):
         """Hands out a dict of lists, or (Prompts, completions), to the processes. Raises ObjectiveError."""

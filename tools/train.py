@@ -3,8 +3,6 @@ worker: it opens the data, makes the engine, prints the references."""
 
 import contextlib
 import hashlib
-import multiprocessing
-import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -18,6 +16,7 @@ from cluster.link import check_address
 from egg_config import EggError, explained
 from engine import engines, hardware
 from model import data_files, parameters
+from tools import processes
 
 RESTARTS = 3               # of a worker process, before training gives up
 APPLY_SECONDS = 10.0       # limit for the workers to apply the last update
@@ -187,18 +186,11 @@ class Child:
         self.start()
 
     def start(self):
-        context = multiprocessing.get_context("spawn")       # a GPU's driver does not survive fork
-        self.pipe, theirs = context.Pipe()
         self.ready = None
         self.started = time.monotonic()
         # a daemon may not have processes that judge
-        self.process = context.Process(target=_worker_process, args=(self.device, *self._arguments, theirs),
-                                       daemon=not self._arguments[-1])
-        multiprocessing.resource_tracker.ensure_running()                       # which would unblock SIGINT later
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # inherited: Ctrl-C is for the parent
-        self.process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+        self.process, self.pipe = processes.start(_worker_process, self.device, *self._arguments,
+                                                  daemon=not self._arguments[-1])
 
     def reports(self):
         """Yields the (kind, value) that arrived since the last call."""

@@ -1,0 +1,20 @@
+"""Processes that a command starts: workers, and judges of rewards."""
+
+import multiprocessing
+import multiprocessing.resource_tracker
+import signal
+
+
+def start(main, *arguments, daemon=True):
+    """(process, our end of its pipe): calls main(*arguments, the other end) in a new process. Ctrl-C is for this one."""
+    context = multiprocessing.get_context("spawn")                       # a GPU's driver does not survive fork
+    ours, theirs = context.Pipe()
+    process = context.Process(target=main, args=(*arguments, theirs), daemon=daemon)
+    multiprocessing.resource_tracker.ensure_running()                    # which would unblock SIGINT later
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})   # inherited
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+    return process, ours
