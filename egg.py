@@ -10,7 +10,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)         # until `main` can catch it, Ctrl-C ends us without a traceback
 
 import argparse
-import difflib
 import hashlib
 import importlib
 import os
@@ -32,7 +31,7 @@ except Exception as error:                               # a slip in an edit of 
     print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
     sys.exit(2)
 from cluster.console import Console, Printer
-from egg_config import EggError
+from egg_config import EggError, did_you_mean
 from engine import hardware
 
 EXAMPLES = """\
@@ -329,8 +328,7 @@ def ray(cfg, args):
     from cluster import auth
     from deploy import ray
     console, secret = run_console(args), auth.read_secret(args.secret_file)
-    where = page(args, auth.Access(secret, None, args.insecure))
-    invite_to_continue(args.argv, ray.train(cfg, args, secret, where, console), console)
+    invite_to_continue(args.argv, ray.train(cfg, args, secret, page(args), console), console)
 
 
 @command(CLUSTER, option("file FILE", "the table of settings, TOML (docs/CLUSTERS.md)"),
@@ -645,12 +643,6 @@ class Parser(argparse.ArgumentParser):
             what = "no option" if word.startswith("-") else "too many arguments:"
             self.error(f"{what} {word}" + did_you_mean(word, self._option_string_actions))
         return known, unknown
-
-
-def did_you_mean(word, words, otherwise=""):
-    """The end of a message about an unknown word; `otherwise` if it is like none of `words`."""
-    near = difflib.get_close_matches(word, words, 1)
-    return f"; did you mean {near[0]}?" if near else otherwise
 
 
 def parsed(argv, typed=True, program=EGG):

@@ -396,9 +396,14 @@ def _number(text):
     return int(base) ** int(exponent or 1) if re.fullmatch(r"-?\d+", base) else float(text)
 
 
+def did_you_mean(word, words, otherwise=""):
+    """The end of a message about an unknown word; `otherwise` if it is like none of `words`."""
+    near = difflib.get_close_matches(word, words, 1)
+    return f"; did you mean {near[0]}?" if near else otherwise
+
+
 def _no_such(name, names):
-    near = difflib.get_close_matches(name.upper(), names, 1)
-    return "no such constant in egg_config.py" + (f"; did you mean {near[0]}?" if near else "")
+    return "no such constant in egg_config.py" + did_you_mean(name.upper(), names)
 
 
 CONSTANTS = _constants()
@@ -449,19 +454,24 @@ class Config(types.SimpleNamespace):
         """Learning rate (float) of the update of `step`; "ztest": share of the weights that chance would move."""
         if self.OPTIMIZER == "ztest":
             return 1 / ((2 ** self.ZTEST_ALPHA - 1) * step / 1000 + 1) if self.ZTEST_ALPHA > 1 else self.ZTEST_ALPHA
-        return [rate for first, rate in self.LR_SCHEDULE if first <= step][-1]
+        return _scheduled(self.LR_SCHEDULE, step)
 
     def sigma_shift(self, step):
         """SIGMA_SHIFT (int) of the members of `step`."""
-        return [self.SIGMA_SHIFT, *(shift for first, shift in self.SIGMA_SCHEDULE if first <= step)][-1]
+        return _scheduled(self.SIGMA_SCHEDULE, step, self.SIGMA_SHIFT)
 
     def soft_context(self, step):
         """Tokens of context (int) of the soft targets of `step`, 0: none are drawn."""
-        return [0, *(context for first, context in self.SOFT_TARGETS if first <= step)][-1]
+        return _scheduled(self.SOFT_TARGETS, step)
 
     def noise_shift(self, step):
         """Right shift (int) of the matrix noise of the members of `step`."""
         return self.FIXED_POINT + self.sigma_shift(step)
+
+
+def _scheduled(schedule, step, before=0):
+    """The value of a schedule at `step`; `before` its first entry."""
+    return [before, *(value for first, value in schedule if first <= step)][-1]
 
 
 def given(preset=None, defines=(), environ=os.environ, objective=None):
@@ -654,20 +664,23 @@ def tables():
     for name, constant in CONSTANTS.items():
         if constant.section != section:
             section = constant.section
-            lines += ["", f"### {section.capitalize()}", "", _row("constant", "default", "allowed", "agree", "meaning"),
-                      5 * "|---" + "|"]
+            lines += ["", f"### {section.capitalize()}", "",
+                      *_head("constant", "default", "allowed", "agree", "meaning")]
         meaning = f"({constant.model}) {constant.meaning}" if constant.model else constant.meaning
         lines.append(_row(name, text(constant.value), constant.limits, constant.agree, meaning))
     presets = {name: preset for name, preset in PRESETS.items() if preset}
-    lines += ["", "### Values of the presets", "", _row("constant", "default", *presets),
-              (2 + len(presets)) * "|---" + "|"]
+    lines += ["", "### Values of the presets", "", *_head("constant", "default", *presets)]
     for name, constant in CONSTANTS.items():
-        if name != "LR_SCHEDULE" and any(name in preset for preset in presets.values()):
-            values = [text(preset[name]) if name in preset else "" for preset in presets.values()]
+        values = [text(preset[name]) if name in preset else "" for preset in presets.values()]
+        if any(values) and name != "LR_SCHEDULE":
             lines.append(_row(name, text(constant.value), *values))
     lines += ["", "LR_SCHEDULE:", ""]
     lines += [f"- {name}: {text(preset['LR_SCHEDULE'])}" for name, preset in presets.items()]
     return "\n".join(lines[1:])
+
+
+def _head(*cells):
+    return _row(*cells), len(cells) * "|---" + "|"
 
 
 def _row(*cells):

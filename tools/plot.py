@@ -56,12 +56,9 @@ class Chart:
     def __init__(self, quantity, curves, x, log=False):
         self.field = {"steps": "step", "tokens": "tokens", "time": "seconds"}[x]         # of a curves.Point
         units = {curve.unit for curve in curves if curve.validation}
-        if quantity == "reward":
-            self.title = "reward, mean on held-out prompts"
-        elif quantity == "loss":
-            self.title = ", ".join(["training loss", *_either({curve.loss_unit for curve in curves if curve.loss})])
-        else:
-            self.title = ", ".join([quantity, *_either(units)])
+        self.title = {"reward": "reward, mean on held-out prompts",
+                      "validation": _with_units("validation", units),
+                      "loss": _with_units("training loss", {curve.loss_unit for curve in curves if curve.loss})}[quantity]
         furthest = max(self.at(points[-1]) for curve in curves
                        for points in (curve.loss, curve.validation, curve.reward) if points)
         # up to two minutes are shown in seconds, but two million tokens in millions
@@ -76,19 +73,15 @@ class Chart:
         self.lines = [(i, Thinned(POINTS, line).all()) for i, line in enumerate(points) if line]
         self.references = {}
         ys = [y for _, line in self.lines for _, y in line] or [0.0, 1.0]
-        self.low = min(ys)
-        self.high = max(ys)
         if quantity == "validation" and len(units) == 1:
-            near = (self.high - self.low) / 2
+            near = (max(ys) - min(ys)) / 2
             first, *others = [curve.references for curve in curves if curve.validation]
-            self.references = {k: y for k, y in first.items() if self.low - near < y < self.high + near
+            self.references = {k: y for k, y in first.items() if min(ys) - near < y < max(ys) + near
                                and all(other.get(k) == y for other in others)}       # they hold for every run
-            heights = [self.low, self.high, *self.references.values()]
-            self.low = min(heights)
-            self.high = max(heights)
-        if self.high - self.low < 1e-9:
-            self.low -= 0.05
-            self.high += 0.05
+            ys += self.references.values()
+        margin = 0.05 if max(ys) - min(ys) < 1e-9 else 0.0
+        self.low = min(ys) - margin
+        self.high = max(ys) + margin
 
     def at(self, point):
         """What the axis shows of a curves.Point."""
@@ -99,6 +92,14 @@ class Chart:
         if not self.log:
             return x / self.x_end
         return math.log(max(x, self.x_start) / self.x_start) / math.log(self.x_end / self.x_start)
+
+    def column(self, x, columns):
+        """The column of x, of so many."""
+        return _place(self.across(x), columns)
+
+    def row(self, y, rows):
+        """The row of y, of so many, from the top."""
+        return _place((self.high - y) / (self.high - self.low), rows)
 
     def x_ticks(self, count):
         """[(x, text)]: about `count` of the axis."""
@@ -176,9 +177,14 @@ class Tree:
         return f"lines that live on {len(self.runs)} islands: {shortened(lines)}{gone}"
 
 
-def _either(units):
-    """[str]: the units that are known, as one phrase; [] if none is."""
-    return [" or ".join(sorted(units - {""}))] if units - {""} else []
+def _place(share, count):
+    """The number, of `count` places, of the one at this share of the way."""
+    return min(max(round(share * (count - 1)), 0), count - 1)
+
+
+def _with_units(title, units):
+    """The title, and behind it the units that are known, as one phrase."""
+    return ", ".join([title, *filter(None, [" or ".join(sorted(units - {""}))])])
 
 
 def printable(name):
@@ -251,12 +257,9 @@ def _rows(chart, width, dots, frame, paint):
             cell[0] |= BRAILLE[x % across][y % down] if dots else 1
             cell[1] = i
 
-    def row_of(y):
-        return round((chart.high - y) / (chart.high - chart.low) * (ROWS - 1))
-
     numbers, places = ticks(chart.low, chart.high, ROWS / 3)
-    at = {row_of(y): y for y in numbers}
-    words = {row_of(y): f"{name} {y:.2f}" for name, y in chart.references.items()}
+    at = {chart.row(y, ROWS): y for y in numbers}
+    words = {chart.row(y, ROWS): f"{name} {y:.2f}" for name, y in chart.references.items()}
     out = []
     for row in range(ROWS):
         text, word = "", _beside(words.get(row, ""), {column for at, column in cells if at == row}, columns)
@@ -267,7 +270,7 @@ def _rows(chart, width, dots, frame, paint):
         out.append(label.rjust(LABEL + 1) + text.rstrip())
     axis, below = [frame[1]] * columns, [" "] * (width + LABEL)
     for x, text in chart.x_ticks(max(columns / 12, 1)):
-        column = min(round(chart.across(x) * (columns - 1)), columns - 1)
+        column = chart.column(x, columns)
         axis[column] = frame[4]
         start = min(max(LABEL + 1 + column - len(text) // 2, 0), width - len(text))
         below[start:start + len(text)] = text
@@ -285,31 +288,24 @@ def _lanes(tree, chart, width, frame, paint):
     columns = width - LABEL - 1
     lanes = {name: [(" ", 0)] * columns for name in tree.lanes}
 
-    def column(x):
-        return min(max(round(chart.across(x) * (columns - 1)), 0), columns - 1)
-
     for name, pieces in tree.lanes.items():
         for piece in pieces:
             i = tree.numbers[max(piece.shares, key=lambda origin: (piece.shares[origin], origin))]
-            for at in range(column(piece.start), column(piece.end) + 1):
+            for at in range(chart.column(piece.start, columns), chart.column(piece.end, columns) + 1):
                 lanes[name][at] = LETTERS[i % 26], i
     for gift in tree.gifts:
         i = tree.numbers[gift.giver]
-        lanes[gift.taker][column(gift.taken_at)] = LETTERS[i % 26].upper(), i
+        lanes[gift.taker][chart.column(gift.taken_at, columns)] = LETTERS[i % 26].upper(), i
     for name, x in tree.rejuvenations:
-        lanes[name][column(x)] = "!", lanes[name][column(x)][1]
+        at = chart.column(x, columns)
+        lanes[name][at] = "!", lanes[name][at][1]
     return [f"{printable(name)[:LABEL - 1]} {frame[0]}".rjust(LABEL + 1) + "".join(
         paint(text, i) if text != " " else text for text, i in cells).rstrip() for name, cells in lanes.items()]
 
 
 def _strokes(line, chart, width, height):
     """Every dot (x, y from the top) on the polygon through the points, on a grid of width x height dots."""
-    def place(point):
-        x = chart.across(point[0]) * (width - 1)
-        y = (chart.high - point[1]) / (chart.high - chart.low) * (height - 1)
-        return min(max(round(x), 0), width - 1), min(max(round(y), 0), height - 1)
-
-    dots = [place(point) for point in line]
+    dots = [(chart.column(x, width), chart.row(y, height)) for x, y in line]
     for (x0, y0), (x1, y1) in zip(dots[:1] + dots, dots):
         n = max(abs(x1 - x0), abs(y1 - y0), 1)
         yield from ((round(x0 + (x1 - x0) * k / n), round(y0 + (y1 - y0) * k / n)) for k in range(n + 1))
@@ -320,10 +316,12 @@ def _strokes(line, chart, width, height):
 def picture(charts, names, path, tree):
     """Writes the charts and the Tree to a picture, in the format of its suffix. Raises WatchError."""
     try:
+        import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         why = "--out needs matplotlib: pip install -r requirements/watch.txt; without --out the curves are drawn here"
         raise WatchError(why) from None
+    matplotlib.rcParams["text.parse_math"] = False           # names may hold a $
     heights = [3.6] * len(charts) + [0.9 + min(0.35 * len(tree.lanes), 12)] * bool(tree.runs)
     figure = Figure(figsize=(9, sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -338,8 +336,8 @@ def picture(charts, names, path, tree):
         for name, y in chart.references.items():
             ax.axhline(y, color="0.45", linewidth=0.9, linestyle=(0, (2, 3)))
             ax.annotate(f"{name} {y:.2f}", (1, y), xycoords=("axes fraction", "data"), va="center", color="0.35",
-                        xytext=(4, 0), textcoords="offset points", fontsize=9, parse_math=False)   # beside the curves
-        ax.set_ylabel(chart.title, parse_math=False)
+                        xytext=(4, 0), textcoords="offset points", fontsize=9)   # beside the curves
+        ax.set_ylabel(chart.title)
         margin = 0.08 * (chart.high - chart.low)
         if chart.log:
             ax.set_xscale("log")
@@ -352,10 +350,8 @@ def picture(charts, names, path, tree):
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel(charts[-1].x_title)
-    legend = figure.legend(*axes[len(charts) - 1].get_legend_handles_labels(), loc="outside upper left", ncols=3,
-                           frameon=False)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    figure.legend(*axes[len(charts) - 1].get_legend_handles_labels(), loc="outside upper left", ncols=3,
+                  frameon=False)
     try:
         with explained(WatchError, path, "name a file that can be written"):
             figure.savefig(path, dpi=110)
@@ -381,6 +377,6 @@ def _draw_tree(ax, tree):
         ax.annotate("", (gift.taken_at, place[gift.taker]), (gift.given_at, place[gift.giver]), arrowprops=arrow)
     for name, x in tree.rejuvenations:
         ax.plot(x, place[name], marker="*", markersize=9, color="white", markeredgecolor="0.2")
-    ax.set_yticks(list(place.values()), [printable(name) for name in place], parse_math=False)
+    ax.set_yticks(list(place.values()), [printable(name) for name in place])
     ax.set(ylabel="islands", ylim=(len(place) - 0.4, -0.6))
-    ax.set_title(textwrap.fill(tree.living(), 110), fontsize=9, color="0.35", loc="left", parse_math=False)
+    ax.set_title(textwrap.fill(tree.living(), 110), fontsize=9, color="0.35", loc="left")
