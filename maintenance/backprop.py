@@ -9,8 +9,16 @@ import numpy as np
 
 import egg_config
 from cluster import event_log
+from egg_config import EggError
 from model import parameters
 from tools import train as training
+
+try:
+    import torch
+except ImportError:
+    raise EggError("PyTorch is missing: pip install torch") from None
+
+functional = torch.nn.functional
 
 WARM_UP = 100              # steps in which the learning rate rises; then it falls linearly, by seconds,
 LAST_RATE = 0.05           # to this share
@@ -20,30 +28,21 @@ AT_ONCE = 1 << 14          # tokens of validation in one forward pass
 PROMPTS, GROUP = 16, 16    # of a step with rewards, and the texts after each
 
 
-class BackpropError(egg_config.EggError):
-    """About PyTorch, or a device that it does not have."""
-
-
 def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=None):
     """Trains for `minutes`, validation not counted, on `batch` windows a step at random places. rate: the highest
     learning rate; threads: cores of a CPU, default all. Prints every validation and appends it to the file log_json.
-    objective: (file, minutes, learning rate) of a second part, with rewards, or None. Raises BackpropError, DataError,
-    ObjectiveError, WatchError."""
-    try:
-        import torch
-    except ImportError:
-        raise BackpropError("PyTorch is missing: pip install torch") from None
+    objective: (file, minutes, learning rate) of a second part, with rewards, or None. Raises EggError."""
     gpu = cfg.DEVICE != "cpu" and torch.cuda.is_available()
     if cfg.DEVICE == "cuda" and not gpu:
-        raise BackpropError("DEVICE = cuda, but PyTorch finds no GPU here: set DEVICE=cpu")
+        raise EggError("DEVICE = cuda, but PyTorch finds no GPU here: set DEVICE=cpu")
     data = training.open_data(cfg, lambda line: console.line("warning: " + line))
     if data.validation is None:
-        raise BackpropError(f"nothing to measure: {cfg.VAL_FILE} (VAL_FILE) must exist and VALIDATE_EVERY not be 0")
+        raise EggError(f"nothing to measure: {cfg.VAL_FILE} (VAL_FILE) must exist and VALIDATE_EVERY not be 0")
     references = training.print_references(cfg, data, console)
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_float32_matmul_precision("high")       # TF32 on a GPU
     torch.manual_seed(cfg.ISLAND_SEED)
-    model = _model(torch, cfg, "cuda" if gpu else "cpu")
+    model = _model(cfg, "cuda" if gpu else "cpu")
     before, unit = 0.0, egg_config.loss_unit(cfg.constants())[1]
     with contextlib.ExitStack() as stack:
         log = log_json and stack.enter_context(contextlib.closing(
@@ -55,7 +54,7 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=
 
         emit("start", step=0, directory=None, config=cfg.constants())
         emit("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
-        for step, seconds, loss, value in _run(torch, cfg, data, *model, 60 * minutes, batch, rate):
+        for step, seconds, loss, value in _run(cfg, data, *model, 60 * minutes, batch, rate):
             tokens = step * batch * cfg.SEQ_LEN
             if step:
                 emit("step", step=step - 1, tokens=tokens, loss=loss, unit=unit, seconds=round(seconds - before, 6))
@@ -65,13 +64,13 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=
         if objective:
             path, minutes, rate = objective
             own = stack.enter_context(training.opened_objective(cfg, path, data))
-            parts = _run(torch, cfg, data, *model, 60 * minutes, batch, rate, own)
+            parts = _run(cfg, data, *model, 60 * minutes, batch, rate, own)
             for step, seconds, _, (value, texts, mean) in parts:
                 emit("reward", step=step, value=mean, texts=texts)
                 console.line(f"{seconds:8.1f} s  step {step:7,}  {value:.3f} {data.validation.unit}  reward {mean:.4f}")
 
 
-def _run(torch, cfg, data, learned, logits, until, batch, rate, own=None):
+def _run(cfg, data, learned, logits, until, batch, rate, own=None):
     """Yields (step, seconds of training, mean training loss since the last one in bits/token, validation). own: an
     Objective; then a validation is (value, number of held-out prompts, mean reward)."""
     device = learned[0].device
@@ -82,7 +81,7 @@ def _run(torch, cfg, data, learned, logits, until, batch, rate, own=None):
 
     def loss_of(windows, reduction="mean"):
         found, targets = logits(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten().long()
-        return torch.nn.functional.cross_entropy(found, targets, reduction=reduction)
+        return functional.cross_entropy(found, targets, reduction=reduction)
 
     def loss_of_a_batch():
         return loss_of(text[torch.randint(len(text) - cfg.SEQ_LEN, (batch, 1), device=device) + offsets])
@@ -109,7 +108,7 @@ def _run(torch, cfg, data, learned, logits, until, batch, rate, own=None):
             value = data.validation.bits(sum(loss_of(windows, "sum").item() for windows in held_out))
         return (value, *own.measured(writer)) if own else value
 
-    writer = Writer(torch, logits, own, device)
+    writer = Writer(logits, own, device)
     loss_of_a_step = loss_with_rewards if own else loss_of_a_batch
 
     loss_of_a_step().backward()                            # what is prepared at the first call is no time of training
@@ -137,13 +136,13 @@ class Writer:
     """Takes the place of the engine that an Objective lets write. written: a list of (texts int64 [sequences, room],
     bool of the same shape, which tokens were written and judged)."""
 
-    def __init__(self, torch, logits, own, device):
-        self._torch, self._device, self._logits = torch, device, logits
-        self._own, self.written = own, []
+    def __init__(self, logits, own, device):
+        self._logits, self._own, self._device = logits, own, device
+        self.written = []
 
     def write(self, texts, lengths, seeds, s, first_pair=None):
         """As engine.cpu_engine; the draws are those of torch."""
-        torch, states, first = self._torch, {}, int(lengths.min())
+        states, first = {}, int(lengths.min())
         found, begin = torch.from_numpy(texts).long().to(self._device), torch.from_numpy(lengths).to(self._device)
         with torch.no_grad():
             for i in range(first, found.shape[1]):
@@ -163,12 +162,11 @@ class Writer:
         return len(decoding.encode((before + found).encode())) if stop and found else len(tokens)
 
 
-def _model(torch, cfg, device):
+def _model(cfg, device):
     """(learned float32 arrays, a function from tokens int64 [windows, tokens] to logits float32 [windows, tokens,
     VOCAB_SIZE]; a dict as its second argument keeps the states of the recurrent model for the next call). The arrays
     are those of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU is in place of the gates of the
     recurrent model: it has three instead of two."""
-    functional = torch.nn.functional
     width = cfg.HIDDEN_DIM
     grus = []
     weights = {}

@@ -426,6 +426,8 @@ def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delattr("maintenance.backprop", raising=False)               # where another test has loaded it
+    monkeypatch.delitem(sys.modules, "maintenance.backprop", raising=False)
     assert egg.main(["coordinator", "--port", "0", "--tensorboard", "tb"]) == 1
     lists = egg.from_here(HERE / "requirements")
     advice = f"{egg.pip()} install -r {lists}/watch.txt"

@@ -493,8 +493,8 @@ def test_reinforce_learns_the_same_rewards(judged, tmp_path, monkeypatch):
     backprop.train(cfg, 0.001, 4, 0.006, 1, Console(Lines()), "log.jsonl", ("own.py", 0.02, 0.02))
     rewards = [json.loads(line) for line in open("log.jsonl") if '"reward"' in line]
     assert rewards[0]["texts"] == 256 and rewards[-1]["value"] > rewards[0]["value"] + 1
-    own, model = judged(LETTERS + "STOP = '.'\n", name="other.py"), backprop._model(torch, cfg, "cpu")[1]
-    writer = backprop.Writer(torch, model, own, "cpu")
+    own, model = judged(LETTERS + "STOP = '.'\n", name="other.py"), backprop._model(cfg, "cpu")[1]
+    writer = backprop.Writer(model, own, "cpu")
     text = np.frombuffer(b"ab" + b"c.defg", np.uint8).astype(np.int64)
     assert writer._judged_tokens(text[2:]) == 2 and writer._judged_tokens(text[:2]) == 2
     states, whole = {}, model(torch.from_numpy(text[None]))
