@@ -24,7 +24,7 @@ EGG = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 
 CHUNKS = 8000
 
 
-def measure(directory, workers=1000, seconds=20.0, chunk_seconds=0.2):
+def measure(directory, workers, seconds, chunk_seconds):
     """dict of results/s, answer times, memory and CPU of a coordinator process; a worker takes chunk_seconds for a
     chunk. An answer time is that from sending a result and the next request to having the next chunk. Answers that are
     held back are not counted. Those just after the end of a step, when all workers ask at once, are counted apart."""

@@ -1,6 +1,7 @@
 """`python egg.py bench`: what this machine does, as figures that can be compared: rates beside those of NumPy's matrix
 product, in one run."""
 
+import functools
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import re
 import statistics
 import tempfile
 import time
+import timeit
 
 import numpy as np
 
@@ -18,6 +20,7 @@ import egg_net
 from tools import train
 
 ROUNDS = 5
+_once = functools.partial(timeit.timeit, number=1)         # seconds of a call, for what takes long enough
 SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0,
              POPULATION_SIZE=0)
 
@@ -155,13 +158,6 @@ def median_seconds(run, seconds=0.5):
     return statistics.median(times)
 
 
-def _once(run):
-    """Time of run(), for what takes long enough."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
 def random_fitness(cfg):
     return np.random.default_rng(1).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)
 
@@ -191,11 +187,11 @@ def _members(engine, cfg, seconds):
     return max(2, min(cfg.CHUNK_SIZE, int(seconds * train.members_a_second(cfg, engine))) & ~1)
 
 
-def numpy_rate(seconds=0.5):
+def numpy_rate():
     """Multiply-adds/s of NumPy's float32 matrix product, on all threads that it uses."""
     a, b = (np.random.default_rng(i).random(shape, np.float32) for i, shape in enumerate(((2048, 1024), (1024, 1024))))
     started, done = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
+    while time.perf_counter() - started < 0.5:
         a @ b
         done += a.size * b.shape[1]
     return done / (time.perf_counter() - started)

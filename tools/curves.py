@@ -95,8 +95,7 @@ class Curve:
         """Raises one of INCOMPLETE."""
         kind = event["event"]
         if kind == "step":
-            step, tokens = _numbers(event, "step", "tokens")
-            value, seconds = _numbers(event, "loss", "seconds")
+            step, tokens, value, seconds = _numbers(event, "step", "tokens", "loss", "seconds")
             value = _value(value * (1.0 if "unit" in event else self._bits))
             self.loss_unit = _text(event.get("unit", self.loss_unit))
             self.cut(step)
@@ -118,9 +117,9 @@ class Curve:
             self.island = _text(event["name"])
         elif kind == "merge":
             step, when, peer_step = _numbers(event, "step", "time", "peer_step")
-            share = merged_share(event, self._alpha)
-            self.merges.append(Merge(int(step), when, _text(event["peer"]), int(peer_step), share,
-                                     _text(event["parent_theirs"]), _text(event["digest"])))
+            peer, theirs, digest = (_text(event[name]) for name in ("peer", "parent_theirs", "digest"))
+            self.merges.append(Merge(int(step), when, peer, int(peer_step), merged_share(event, self._alpha), theirs,
+                                     digest))
             del self.merges[:-MERGES]
         elif kind == "sample":
             worker = event["worker"] and _text(event["worker"])
@@ -132,11 +131,13 @@ class Curve:
 
     def _measured(self, points, event, value):
         step, tokens = _numbers(event, "step", "tokens")
-        value = _value(value)
-        seconds = next((point.seconds for point in reversed(self.loss) if point.step < step), 0.0)
-        seconds = _numbers(event, "seconds")[0] if "seconds" in event else seconds      # in a log without steps
+        if "seconds" in event:                       # in a log without steps
+            seconds, = _numbers(event, "seconds")
+        else:
+            seconds = self.at(step).seconds
+        point = Point(int(step), tokens, seconds, _value(value))
         _cut(points, step)
-        _append(points, Point(int(step), tokens, seconds, value))
+        _append(points, point)
 
 
 def read_curve(path):

@@ -56,9 +56,9 @@ class Chart:
     def __init__(self, quantity, curves, x, log=False):
         self.field = {"steps": "step", "tokens": "tokens", "time": "seconds"}[x]         # of a curves.Point
         units = {curve.unit for curve in curves if curve.validation}
-        self.title = {"reward": "reward, mean on held-out prompts",
-                      "validation": _with_units("validation", units),
-                      "loss": _with_units("training loss", {curve.loss_unit for curve in curves if curve.loss})}[quantity]
+        loss_units = {curve.loss_unit for curve in curves if curve.loss}
+        self.title = {"reward": "reward, mean on held-out prompts", "validation": _with_units(quantity, units),
+                      "loss": _with_units("training loss", loss_units)}[quantity]
         furthest = max(self.at(points[-1]) for curve in curves
                        for points in (curve.loss, curve.validation, curve.reward) if points)
         # up to two minutes are shown in seconds, but two million tokens in millions

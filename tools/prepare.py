@@ -31,14 +31,13 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
                         "with --val FILE")
     say(f"text: {sum(map(len, train)):,} bytes to train on, {sum(map(len, held_out)):,} held out")
 
-    if vocab_size == 256:
-        files, n_tokens = {"input.bin": train, "val.bin": held_out}, 256
-    else:
+    files, n_tokens = {"input.bin": train, "val.bin": held_out}, 256
+    if vocab_size != 256:
         bpe, pieces = _train_bpe(train, vocab_size, say)
         n_tokens = len(pieces)
-        files = {"input.bin": _encode(bpe, train, "input.bin", say), "val.bin": _encode(bpe, held_out, "val.bin", say),
-                 "decoding.bin": [len(x).to_bytes(4, "little") + x for x in pieces]}
-        files["decoding.bin"].insert(0, n_tokens.to_bytes(4, "little"))
+        files = {name: _encode(bpe, parts, name, say) for name, parts in files.items()}
+        files["decoding.bin"] = [len(pieces).to_bytes(4, "little")]
+        files["decoding.bin"] += (len(x).to_bytes(4, "little") + x for x in pieces)
     try:
         os.makedirs(out, exist_ok=True)
         with contextlib.ExitStack() as stack:        # an interruption or an error leaves the old files

@@ -6,7 +6,7 @@ import signal
 
 
 def start(main, *arguments, daemon=True):
-    """(process, our end of its pipe): calls main(*arguments, the other end) in a new process. Ctrl-C is for this one."""
+    """(process, our end of its pipe). The new process calls main(*arguments, the other end); it gets no Ctrl-C."""
     context = multiprocessing.get_context("spawn")                       # a GPU's driver does not survive fork
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(*arguments, theirs), daemon=daemon)

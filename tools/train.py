@@ -139,14 +139,6 @@ def inspector(cfg, tokens):
     return inspect if cfg.DEBUG else None
 
 
-class Quiet(egg_net.Console):
-    """The console of a worker process: the parent shows what a step takes."""
-
-    def __init__(self, pipe):
-        super().__init__(quiet=True)
-        self.spent = lambda pace: pipe.send(("spent", pace))
-
-
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
 def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
@@ -162,8 +154,10 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
             pipe.send(("ready", engine.name))
             if device == "cpu" and (seconds := cfg.POPULATION_SIZE / members_a_second(cfg, engine)) > SLOW_SECONDS:
                 pipe.send(("slow", seconds))
+            console = egg_net.Console(quiet=True)
+            console.spent = lambda pace: pipe.send(("spent", pace))      # the parent shows what a step takes
             egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
-                               name=device, console=Quiet(pipe), inspect=inspector(cfg, data.tokens),
+                               name=device, console=console, inspect=inspector(cfg, data.tokens),
                                objective=judge)
             if pipe.recv() == "finish":
                 figure = data.validation and data.validation.bits(engine.validate(data.validation.windows)[0])

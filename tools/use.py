@@ -309,10 +309,9 @@ def import_(cfg, path, directory):
     state, full = read_state(cfg, file, path)
     try:
         # not 0: there a worker would begin with the random initial model
-        step, state.seed = int(metadata.get("step", 0)), seeds.next_seed(seeds.first_seed(cfg), 0)
+        step = int(metadata.get("step", 0))
         state.step = max(1, step)
-        if step:
-            state.seed = int(metadata["seed"])
+        state.seed = int(metadata["seed"]) if step else seeds.next_seed(seeds.first_seed(cfg), 0)
         if cfg.ISLAND_SEED != read_config(path).get("ISLAND_SEED", 0):
             state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)      # islands with one model need other noise
         if not (state.step < 1 << 40 and 0 <= state.seed < 1 << 32):
