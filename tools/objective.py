@@ -176,7 +176,7 @@ def _judge(path, name, reader, pipe):
             try:
                 pipe.send(judged(function, accepted, texts, name))
             except Exception as error:
-                pipe.send(_blamed(function, accepted, texts, name, error))
+                pipe.send(f"{path}: {_blamed(function, accepted, texts, name, error)}")
     except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
@@ -220,8 +220,9 @@ class Judge:
         self._busy = []                              # (pipe, first text, end) of the answers that are expected
 
     def begin(self, texts):
-        """Hands out a dict of lists, or (Prompts, completions), to the processes. Raises ObjectiveError."""
-        self.finish()                                # of a chunk that was given up: its answers are not for these texts
+        """Hands out a dict of lists, or (Prompts, completions), to the processes; returns the answers to what was
+        handed out before. Raises ObjectiveError."""
+        before = self.finish()
         count = len(texts["prompts"] if isinstance(texts, dict) else texts[1])
         ends = [count * i // len(self._pipes) for i in range(len(self._pipes) + 1)]
         self._busy = [(pipe, a, b) for pipe, a, b in zip(self._pipes, ends, ends[1:]) if b > a]
@@ -231,9 +232,11 @@ class Judge:
                     pipe.send({name: values[a:b] for name, values in texts.items()})
                 else:
                     pipe.send((texts[0].part(slice(a, b)), texts[1][a:b]))
+        return before
 
     def finish(self):
-        """[float] or [str]: the rewards of what was handed out, or the replies. Raises ObjectiveError."""
+        """[float] or [str]: the rewards of what was handed out, or the replies; [] for nothing. Raises ObjectiveError.
+        """
         answers, started = [], time.perf_counter()
         for pipe, a, b in self._busy:
             try:
@@ -245,7 +248,7 @@ class Judge:
                 raise ObjectiveError(f"{self._path}: a process that judges has ended: does {self._name} end Python, or "
                                      "need more memory than there is?") from None
             if isinstance(answer, str):
-                raise ObjectiveError(answer if answer.startswith(self._path) else f"{self._path}: {answer}")
+                raise ObjectiveError(answer)
             answers += answer
         self._busy = []
         self.waited += time.perf_counter() - started
@@ -348,26 +351,18 @@ class Objective:
         """int64 [pairs, 2]: the rewards of the members of pairs first.. of this step in fixed point, summed over their
         OBJECTIVE_PROMPTS prompts. Both members of a pair have the same prompts and the same draws. check(): called
         between slices."""
-        total = np.zeros((pairs, 2), np.int64)
-        waiting = None
-
-        def take():
-            if waiting is not None:
-                got = np.rint(np.array(self.judge.finish()) * REWARD_UNIT).astype(np.int64)
-                total[waiting] += got.reshape(-1, 2)
-
+        self.judge.finish()                          # what is left of a chunk that was given up
+        rewards = []
         for k in range(self.cfg.OBJECTIVE_PROMPTS):
             slices = -(-2 * pairs // engine.TEXTS_AT_ONCE)
             for at, end in itertools.pairwise(pairs * i // slices for i in range(slices + 1)):
                 of_pair = engine.seed + np.arange(first + at, first + end)
                 numbers, seeds = (hash32(of_pair, stream + k) for stream in (PROMPT_STREAM, DRAW_STREAM))
-                texts = self._written(engine, self.prompts(numbers.repeat(2)), seeds.repeat(2), first + at)
-                take()
-                self.judge.begin(texts)
-                waiting = slice(at, end)
+                rewards += self.judge.begin(
+                    self._written(engine, self.prompts(numbers.repeat(2)), seeds.repeat(2), first + at))
                 check()
-        take()
-        return total
+        rewards += self.judge.finish()
+        return np.rint(np.array(rewards) * REWARD_UNIT).astype(np.int64).reshape(-1, pairs, 2).sum(0)
 
     def chunk(self, engine, first, check):
         """(fitness int8 [pairs], sum of losses) of the chunk that begins with member `first`: the first TEXT_SHARE of
