@@ -31,7 +31,7 @@ except Exception as error:                               # a slip in an edit of 
     print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
     sys.exit(2)
 from cluster.console import Console, Printer
-from egg_config import EggError, did_you_mean
+from egg_config import ROOT, EggError, did_you_mean
 from engine import hardware
 
 EXAMPLES = """\
@@ -120,7 +120,6 @@ COMMON = dict([
     option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
 UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
-ROOT = os.path.dirname(os.path.abspath(__file__))
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = "--steps", "--minutes", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file", "--verbose"
@@ -509,8 +508,7 @@ def bench(cfg, args):
     """measure this machine: evaluation, update, a whole step, generation
 
     example: python egg.py bench --preset best"""
-    if args.threads:
-        os.environ["OPENBLAS_NUM_THREADS"] = str(args.threads)      # NumPy, the reference, reads it when it is loaded
+    numpy_threads(args.threads)
     from tools import bench
     bench.bench(cfg, hardware.one_device(cfg, args.gpu), args.threads)
 
@@ -552,6 +550,12 @@ def check_size(cfg, args, place):
         raise egg_config.UsageError(f"{place} says that it holds a model of {weights:,} weights, which takes "
                                     f"{size / 1e9:.1f} GB or more: if that is right, add "
                                     f"-D HIDDEN_DIM={cfg.HIDDEN_DIM}")
+
+
+def numpy_threads(threads):
+    """Before NumPy, the reference of a measurement, is loaded: its cores, None for all."""
+    if threads:
+        os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
 
 
 def run_console(args):

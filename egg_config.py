@@ -272,6 +272,7 @@ SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"    
 # --- the program: nothing to edit from here on -----------------------------------------------------------------------
 
 AGREE = "all", "run", "islands", "free", "local"      # who must agree, as described at the top
+ROOT = os.path.dirname(os.path.abspath(__file__))
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them

@@ -25,7 +25,7 @@ import egg_config
 import egg_net
 from cluster import auth, history
 from cluster.console import one_line, stop_signals
-from egg_config import EggError, UsageError
+from egg_config import ROOT, EggError, UsageError
 from model import data_files
 
 try:
@@ -35,7 +35,6 @@ try:
 except ModuleNotFoundError as missing:
     raise EggError(f"{missing.name} is missing: pip install -r requirements/ray.txt") from None
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NOT_CARRIED = [".git", ".venv", "/tests", "/docs", "*.bin", "/ckpt*"]       # data travels as objects
 CONNECT_SECONDS = 10.0
 MOST_PATH = 26             # bytes of a directory in which the paths of Ray's sockets are not too long (107)

@@ -1,11 +1,10 @@
 """`python -m maintenance`, in the root of the repository: measurements for those who work on egg; no run needs them."""
 
-import os
 import sys
 import tempfile
 
 from cluster.console import Printer
-from egg import COUNT, Program, command, main, number, option
+from egg import COUNT, Program, command, main, number, numpy_threads, option
 from engine import hardware
 
 PROGRAM = Program("-m maintenance", "Measurements for those who work on egg.", """\
@@ -25,8 +24,7 @@ def shapes(cfg, args):
     examples:
       python -m maintenance shapes
       python -m maintenance shapes default gru-H64 --whole-steps"""
-    if args.threads:
-        os.environ["OPENBLAS_NUM_THREADS"] = str(args.threads)      # NumPy, the reference, reads it when it is loaded
+    numpy_threads(args.threads)
     from maintenance import shapes
     shapes.print_table(cfg, args.shapes, hardware.one_device(cfg, args.gpu), args.threads, args.whole_steps)
 

@@ -35,10 +35,9 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=
     gpu = cfg.DEVICE != "cpu" and torch.cuda.is_available()
     if cfg.DEVICE == "cuda" and not gpu:
         raise EggError("DEVICE = cuda, but PyTorch finds no GPU here: set DEVICE=cpu")
-    data = training.open_data(cfg, lambda line: console.line("warning: " + line))
+    data = training.open_data(cfg, console)
     if data.validation is None:
         raise EggError(f"nothing to measure: {cfg.VAL_FILE} (VAL_FILE) must exist and VALIDATE_EVERY not be 0")
-    references = training.print_references(cfg, data, console)
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_float32_matmul_precision("high")       # TF32 on a GPU
     torch.manual_seed(cfg.ISLAND_SEED)
@@ -53,7 +52,7 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=
                 log.emit({"time": round(time.time(), 3), "event": kind, **fields}, None)
 
         emit("start", step=0, directory=None, config=cfg.constants())
-        emit("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
+        training.print_references(cfg, data, console, emit)
         for step, seconds, loss, value in _run(cfg, data, *model, 60 * minutes, batch, rate):
             tokens = step * batch * cfg.SEQ_LEN
             if step:

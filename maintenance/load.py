@@ -20,7 +20,7 @@ from cluster.link import Link
 from cluster.wire import JOB_REQUEST, RESULT, V2
 from model import fitness_digits
 
-EGG = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "egg.py")
+EGG = os.path.join(egg_config.ROOT, "egg.py")
 CHUNKS = 8000
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -256,5 +257,6 @@ def test_the_form_that_sees_its_targets_is_warned_of(tmp_path, monkeypatch):
     pathlib.Path("input.bin").write_bytes(bytes(64))
     said = []
     for causal in (1, 0):
-        train.open_data(egg_config.make(**SMALL, NTT_MODE=3, NTT_CAUSAL=causal), said.append)
+        cfg = egg_config.make(**SMALL, NTT_MODE=3, NTT_CAUSAL=causal)
+        train.open_data(cfg, SimpleNamespace(line=said.append))
     assert sum("NTT_CAUSAL = 0" in line for line in said) == 1

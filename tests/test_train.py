@@ -153,7 +153,7 @@ import egg_config
 from engine import cpu_engine, kernel_cache
 from tools import train
 cfg = egg_config.load(sys.argv[1], json.loads(sys.argv[2]))
-data = train.open_data(cfg, print)
+data = train.open_data(cfg)
 engine = train.start_engine(cfg, data, "cpu", 1, lambda line: None)
 ready = {x.py_func.__name__ for name, module in sys.modules.items() if name.startswith("engine.")
          for x in list(vars(module).values()) if hasattr(x, "py_func") and getattr(x, "overloads", None)}

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from cluster import auth, hub
 from cluster.event_log import WatchError
+from egg_config import ROOT
 from tools import curves
 
 MOST_CLIENTS = 128         # connections, half of them of clients that have received nothing yet
@@ -40,7 +41,7 @@ MERGES = 200
 SPEED_SECONDS = 10.0       # over which the speed is averaged, roughly
 LOOKING_SECONDS = 6.0      # since a browser has asked for the state, in which somebody is looking
 FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at which somebody is looking
-PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "live_page.html")
+PAGE = os.path.join(ROOT, "tools", "live_page.html")
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
@@ -487,19 +488,19 @@ def parse(head):
     if not request:
         other = re.match(rb"\S+ \S+ HTTP/(?!1\.[01])[0-9]\.[0-9]\r\n", head)
         raise ValueError(*((505, "HTTP/1.1 is spoken here") if other else (400, "this is not a request")))
-    version, lines = request[3], request[4]
+    method, target, version, lines = (part.decode("latin-1") for part in request.groups())
     fields = {}
-    for line in lines.decode("latin-1").split("\r\n")[:-1]:
+    for line in lines.split("\r\n")[:-1]:
         name, _, value = line.partition(":")
         name, value = name.lower(), value.strip(" \t")
         if name in ("host", "content-length", "authorization") and name in fields:
             raise ValueError(400, f"two fields {name}")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
-    if "host" not in fields and version != b"HTTP/1.0":
+    if "host" not in fields and version != "HTTP/1.0":
         raise ValueError(400, "there is no field Host")
     if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
         raise ValueError(413, "a request here has no body")
-    return Request(request[1].decode(), request[2].decode("latin-1"), version.decode(), fields)
+    return Request(method, target, version, fields)
 
 
 def policy(html):

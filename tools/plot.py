@@ -151,9 +151,9 @@ class Tree:
             # if the peer merged at this very step itself, the digest decides between its states before and after that
             theirs = next((shares for step, digest, shares in reversed(states[m.peer])
                            if step < m.peer_step or digest == m.theirs), states[m.peer][0][2])
-            ours = states[name][-1][2]
-            mixed = {k: (1 - m.share) * ours.get(k, 0.0) + m.share * theirs.get(k, 0.0) for k in ours | theirs}
-            states[name].append((m.step, m.digest, {k: share for k, share in mixed.items() if share}))
+            kept, taken = (collections.Counter({k: part * share for k, share in shares.items()})
+                           for part, shares in ((1 - m.share, states[name][-1][2]), (m.share, theirs)))
+            states[name].append((m.step, m.digest, kept + taken))                # without those that have gone
             self.gifts.append(Gift(m.peer, x(m.peer, m.peer_step, x(name, m.step)), name, x(name, m.step)))
         self.rejuvenations = [(name, x(name, step)) for name, run in self.runs.items() for step, in run.rejuvenations]
         self.lanes = {}
@@ -254,7 +254,7 @@ def _rows(chart, width, dots, frame, paint):
     for i, line in chart.lines:
         for x, y in _strokes(line, chart, columns * across, ROWS * down):
             cell = cells.setdefault((y // down, x // across), [0, i])
-            cell[0] |= BRAILLE[x % across][y % down] if dots else 1
+            cell[0] |= BRAILLE[x % across][y % down]
             cell[1] = i
 
     numbers, places = ticks(chart.low, chart.high, ROWS / 3)

@@ -41,8 +41,12 @@ Final = namedtuple("Final", "step figure sample reward")
 TrainSummary = namedtuple("TrainSummary", "progress before after unit references final")
 
 
-def open_data(cfg, warn):
-    """The Data of cfg; `warn` takes lines. Raises DataError."""
+def open_data(cfg, console=None):
+    """The Data of cfg; the console gets warnings. Raises DataError."""
+    def warn(line):
+        if console:
+            console.line("warning: " + line)
+
     decoding = data_files.load_decoding(cfg, warn)
     if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
         warn("NTT_CAUSAL = 0: the coefficients see the tokens that are to be predicted, so losses and validation are "
@@ -50,8 +54,9 @@ def open_data(cfg, warn):
     return Data(data_files.open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding, warn), decoding)
 
 
-def print_references(cfg, data, console):
-    """Prints a line about the data and one about simple models. Returns {model: figure}, {} without validation."""
+def print_references(cfg, data, console, emit=None):
+    """Prints a line about the data and one about simple models, which are also an event for `emit`. Returns {model:
+    figure}, {} without validation."""
     units, kinds = ("bytes", "") if cfg.VOCAB_SIZE == 256 else ("tokens", f" of {cfg.VOCAB_SIZE:,} kinds")
     console.line(f"{cfg.INPUT_FILE}: {data.tokens.size:,} {units}{kinds}")
     if data.validation is None:
@@ -59,6 +64,8 @@ def print_references(cfg, data, console):
     references = data_files.references(cfg, data.tokens, data.validation)
     console.line(f"{cfg.VAL_FILE}: validation on {data.validation.windows[:, 1:].size:,} {units}\n"
                  f"for comparison, in {data.validation.unit}: {_listed(references)}")
+    if emit:
+        emit("references", unit=data.validation.unit, values={name: round(x, 4) for name, x in references.items()})
     return references
 
 
@@ -94,7 +101,7 @@ def opened_objective(cfg, path, data, processes=None):
 
 def try_objective(cfg, path):
     """Raises an EggError for a file of --objective with which no run can begin, before anything is made."""
-    with opened_objective(cfg, path, open_data(cfg, lambda line: None), 1) as judge:
+    with opened_objective(cfg, path, open_data(cfg), 1) as judge:
         judge.try_out()
 
 
@@ -118,7 +125,7 @@ def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=
     console = console or egg_net.Console()
     port = cfg.PORT if port is None else port
     check_address(host, port)
-    data = open_data(cfg, lambda line: console.line("warning: " + line))
+    data = open_data(cfg, console)
     print_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
     name = name or f"{socket.gethostname()}/{device}"        # a ban shall not hit the other GPUs of this host
@@ -148,7 +155,7 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
-        data = open_data(cfg, lambda line: None)
+        data = open_data(cfg)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
         with opened_objective(cfg, objective, data) as judge:
             pipe.send(("ready", engine.name))
@@ -284,7 +291,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
     are kept in every case."""
     console = console or egg_net.Console()
     devices = hardware.devices(cfg)
-    data = open_data(cfg, lambda line: console.line("warning: " + line))
+    data = open_data(cfg, console)
     run = history.open_run(cfg, save_dir, load_dir)
     with (contextlib.closing(run),
           event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
@@ -293,10 +300,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
                                           access=auth.Access(os.urandom(32)), events=events, http=http)
         training = None
         try:
-            references = print_references(cfg, data, console)
-            if references:
-                values = {name: round(x, 4) for name, x in references.items()}
-                events.emit("references", unit=data.validation.unit, values=values)
+            references = print_references(cfg, data, console, events.emit)
             if coordinator.finished:
                 console.line(f"the run has its {run.step} steps already: raise --steps to continue")
                 return TrainSummary(coordinator.progress, None, None, None, references, None)
