@@ -15,6 +15,7 @@ import json
 import math
 import operator
 import os
+import pathlib
 import re
 import time
 from collections import deque
@@ -353,8 +354,7 @@ class Page:
         self.traffic = SimpleNamespace(sent=0, received=0)
         self.newcomers = hub.Unproven(MOST_CLIENTS // 2)
         self.served = set()
-        with open(PAGE, "rb") as file:
-            html = file.read()
+        html = pathlib.Path(PAGE).read_bytes()
         self.html = Body(HTML, html)
         self.policy = policy(html)
         self.figures = Figures(coordinator)

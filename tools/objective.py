@@ -63,12 +63,11 @@ def read(path):
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
         found = runpy.run_path(path)
-    except OSError as error:
-        raise ObjectiveError(f"{path}: {_said(error)}") from None
     except SyntaxError as error:
         raise ObjectiveError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        raise ObjectiveError(f"{path}: {_said(error)}: it must run by itself, as `python {path}` does") from None
+        advice = "" if isinstance(error, OSError) else f": it must run by itself, as `python {path}` does"
+        raise ObjectiveError(f"{path}: {_said(error)}{advice}") from None
     finally:
         del sys.path[0]
     if not callable(found.get("reward")):

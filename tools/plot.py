@@ -170,9 +170,9 @@ class Tree:
 
     def living(self):
         """str: which lines live on, and on how many of the islands in `runs`."""
-        found = collections.Counter(origin for name in self.runs for origin, _ in self.descent(name))
+        found = collections.Counter(sorted(origin for name in self.runs for origin, _ in self.descent(name)))
         gone = [printable(name) for name in self.runs if name not in found]
-        lines = [f"{printable(k)} on {n}" for k, n in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))]
+        lines = [f"{printable(k)} on {n}" for k, n in found.most_common()]
         gone = f"; gone: {shortened(gone)}" if gone else ""
         return f"lines that live on {len(self.runs)} islands: {shortened(lines)}{gone}"
 

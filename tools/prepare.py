@@ -1,6 +1,7 @@
 """`python egg.py prepare`: makes the data files from texts. model.data_files reads them (SPEC 10)."""
 
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -97,16 +98,12 @@ def split(data):
     def cut(at):
         return data.find(b"\n", at, at + size) + 1 or at
 
-    train = []
-    held_out = []
-    done = 0
+    cuts = [0]
     for block in range(blocks):
-        first = cut((2 * block + 1) * len(data) // (2 * blocks) - size // 2)
-        after = cut(first + size)
-        train.append(data[done:first])
-        held_out.append(data[first:after])
-        done = after
-    return train + [data[done:]], held_out
+        cuts.append(cut((2 * block + 1) * len(data) // (2 * blocks) - size // 2))
+        cuts.append(cut(cuts[-1] + size))
+    parts = [data[a:b] for a, b in itertools.pairwise([*cuts, len(data)])]
+    return parts[::2], parts[1::2]
 
 
 def _blocks(parts):
@@ -147,14 +144,11 @@ def _encode(bpe, parts, name, say):
     done = 0
     out = []
     reported = time.monotonic()
-    group = []
-    for block in _blocks(parts):
-        group.append(block)
-        done += len(block)
-        if len(group) == 32 or done == total:
-            out.extend(np.array(e.ids, "<u4").tobytes() for e in bpe.encode_batch_fast(group, add_special_tokens=False))
-            group = []
-            if time.monotonic() - reported > 2:
-                reported = time.monotonic()
-                say(f"{name}: encoded {done:,} of {total:,} bytes ({done / total:.0%})")
+    blocks = _blocks(parts)
+    while group := list(itertools.islice(blocks, 32)):
+        out.extend(np.array(e.ids, "<u4").tobytes() for e in bpe.encode_batch_fast(group, add_special_tokens=False))
+        done += sum(map(len, group))
+        if time.monotonic() - reported > 2:
+            reported = time.monotonic()
+            say(f"{name}: encoded {done:,} of {total:,} bytes ({done / total:.0%})")
     return out

@@ -203,12 +203,13 @@ class Child:
 class Training:
     """The worker processes of one `train`."""
 
-    def __init__(self, cfg, coordinator, devices, threads, console, objective):
-        self.console, self.coordinator = console, coordinator
+    def __init__(self, coordinator, devices, threads, objective):
+        self.coordinator = coordinator
+        self.console = console = coordinator.console
         self.started = time.monotonic()
         self.status = "the workers ..."
         console.line(f"starting: {len(devices)} worker{'s' * (len(devices) > 1)} on {', '.join(devices)} ...")
-        self.children = [Child(device, cfg, coordinator.address[1], threads, i == 0, coordinator.access,
+        self.children = [Child(device, coordinator.cfg, coordinator.address[1], threads, i == 0, coordinator.access,
                                objective)
                          for i, device in enumerate(devices)]
 
@@ -312,7 +313,7 @@ def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=N
             if coordinator.page:
                 console.line(coordinator.page.invitation())
             with stop_signals() as stopped:
-                training = Training(cfg, coordinator, devices, threads, console, objective)
+                training = Training(coordinator, devices, threads, objective)
                 while not coordinator.finished and not stopped:
                     coordinator.poll()
                     training.watch()
