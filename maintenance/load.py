@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,26 +42,17 @@ def measure(directory, workers, seconds, chunk_seconds):
         links = [Link(cfg, "127.0.0.1", port, V2, auth.Access(), {**card, "id": str(i), "name": f"w{i}"})
                  for i in range(workers)]
         before = cpu_seconds(process.pid)
-        served = _serve(cfg, links, seconds, chunk_seconds)
+        results, took, answered, after_step = _serve(cfg, links, seconds, chunk_seconds)
         used = cpu_seconds(process.pid) - before
         with open(f"/proc/{process.pid}/status") as file:
             memory = int(re.search(r"VmHWM:\s+(\d+)", file.read())[1]) / 1024
     finally:
         process.kill()
         process.wait()
-    return {"workers": workers, "results/s": round(served.results / served.seconds),
-            "median ms": _ms(served.answered, 0.5), "99% ms": _ms(served.answered, 0.99),
-            "after a step 99% ms": _ms(served.after_step, 0.99), "MB": round(memory),
-            "CPU %": round(100 * used / served.seconds),
-            "CPU us a result": round(1e6 * used / max(served.results, 1), 1)}
-
-
-class Served(NamedTuple):
-    """answered, after_step: [seconds] of answers, those just after the end of a step apart."""
-    results: int
-    seconds: float
-    answered: list
-    after_step: list
+    return {"workers": workers, "results/s": round(results / took),
+            "median ms": _ms(answered, 0.5), "99% ms": _ms(answered, 0.99),
+            "after a step 99% ms": _ms(after_step, 0.99), "MB": round(memory), "CPU %": round(100 * used / took),
+            "CPU us a result": round(1e6 * used / max(results, 1), 1)}
 
 
 class SimulatedWorker:
@@ -85,7 +75,8 @@ def _request(step):
 
 
 def _serve(cfg, links, seconds, chunk_seconds):
-    """Lets the simulated workers work for this time; Served."""
+    """Lets the simulated workers work for this time. Returns (number of results, seconds, [seconds] of answers, the
+    same of those just after the end of a step)."""
     dice = random.Random(1)
     limits = wire.limits(cfg)
     pairs = cfg.CHUNK_SIZE // 2
@@ -127,7 +118,7 @@ def _serve(cfg, links, seconds, chunk_seconds):
             result = wire.frame(RESULT, 0, step, first, 0, 5, len(packed), packed, version=V2)
             heapq.heappush(due, (now + chunk_seconds * dice.uniform(0.5, 1.5), number, result + _request(step)))
         now = time.perf_counter()
-    return Served(results, now - started, answered, after_step)
+    return results, now - started, answered, after_step
 
 
 def cpu_seconds(pid):
