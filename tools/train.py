@@ -339,8 +339,7 @@ def _sum_up(coordinator, references, final, data):
     after = final.figure if final else None
     unit = data.validation.unit if data.validation else None
     if after is not None:
-        events.emit("validation", step=final.step, tokens=final.step * done.tokens_a_step, value=round(after, 6),
-                    unit=unit)
+        done.validated(final.step, (after, unit))
     console.line(done.summary())
     if before is not None and after is not None:
         models = _listed({name: figure for name, figure in references.items() if name != "uniform"})
