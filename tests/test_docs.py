@@ -18,7 +18,7 @@ from tools import live_page
 
 README, DOCS = HERE / "README.md", sorted((HERE / "docs").glob("*.md"))
 SOURCES = [path for path in sorted(HERE.rglob("*.py")) if ".venv" not in path.parts]
-README_BYTES, COLUMNS = 14_336, 160
+PAGE_BYTES, COLUMNS = 14_336, 160
 MENTIONED = ("make run", "make test", "egg.py coordinator", "egg.py worker", "egg.py arch", "run-workers.sh",
              "egg_config.py")
 
@@ -39,7 +39,7 @@ def headings(path):
 
 def test_the_readme_is_short_and_shows_the_way():
     text = README.read_text()
-    assert len(text.encode()) <= README_BYTES
+    assert len(text.encode()) <= PAGE_BYTES and (HERE / "docs" / "BENCHMARKS.md").stat().st_size <= PAGE_BYTES
     assert [words for words in MENTIONED if words not in text] == []
 
 
@@ -70,6 +70,13 @@ def test_lines_fit_and_links_lead_somewhere(path):
         file = path.parent / name if name else path
         assert file.exists(), target
         assert not section or section in headings(file), target
+
+
+@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+def test_files_of_the_program_exist(path):
+    folders = "|".join(sorted({file.parent.name for file in SOURCES} - {HERE.name}))
+    named = re.findall(rf"\b(?:{folders})/[\w/]+\.(?:py|sh)\b", path.read_text())
+    assert [name for name in named if not (HERE / name).exists()] == []
 
 
 def test_the_tables_of_constants_and_presets_are_those_of_the_program():
