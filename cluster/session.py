@@ -38,6 +38,7 @@ class Session(hub.Connection):
         self.idle = None                   # seconds for which it may be silent, None for ever
         self.waits = False                 # its request is still to be answered: until then no frame is taken
         self.frame_since = None            # since when it has begun a frame that is not complete
+        self._whole_frame = False          # one may have come that is not taken yet
         self.useless, self._flooding_since = hub.Budget(USELESS_A_SECOND, USELESS), None
         super().__init__(admission.coordinator.hub, sock, address, admission.coordinator.progress.traffic, tls, call)
         self.title = self.address          # with its name, once that is known
@@ -51,8 +52,12 @@ class Session(hub.Connection):
             self.role.begin()
 
     def received(self):
+        self._whole_frame = True                         # there may be one, unless none is found
         for _ in range(FRAMES_A_TURN):
-            if not self.open or self.outbox or self.paused or not (frame := next_frame(self.inbox, self.limits)):
+            if not self.open or self.outbox or self.paused:
+                break
+            if not (frame := next_frame(self.inbox, self.limits)):
+                self._whole_frame = False
                 break
             self.frame_since = None
             self.version = frame.version
@@ -60,12 +65,12 @@ class Session(hub.Connection):
                 self._flooding_since = self._flooding_since or time.monotonic()
                 self.pause()
         if self.open:
-            if not self.paused and self.full():
+            if self._whole_frame and not self.paused:
                 self.hub.again.add(self)
             self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
 
     def full(self):
-        return wire.whole_frame(self.inbox, self.limits) is not None
+        return self._whole_frame
 
     def wait(self):
         """Takes nothing more from the peer before `go_on`: its last frame still has to be answered."""

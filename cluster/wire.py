@@ -13,7 +13,6 @@ from model import ternary
 
 MAGIC, V1, V2 = b"JOBS", 1, 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
-AFTER_MAGIC = struct.Struct(">BBI")
 DIGEST = 16                              # bytes of a state's digest (model.state_digest)
 STEP_LIMIT = 1 << 48                     # no run has so many steps
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
@@ -175,14 +174,14 @@ def name(opcode):
     return NAMES.get(opcode, f"opcode {opcode}")
 
 
-def whole_frame(buffer, allowed):
-    """Bytes of the payload of the first frame in a bytearray, None while the frame is incomplete. Raises FrameError, as
-    soon as the header has come, for one that cannot be right. allowed: as `limits` gives it."""
+def next_frame(buffer, allowed):
+    """Takes the first frame out of a bytearray: a Received, or None while it is incomplete. Raises FrameError, as soon
+    as the header has come, for one that cannot be right. allowed: as `limits` gives it."""
     if len(buffer) < HEADER.size:
         return None
-    if not buffer.startswith(MAGIC):
+    magic, version, opcode, size = HEADER.unpack_from(buffer)
+    if magic != MAGIC:
         raise FrameError("wrong magic: not an egg peer")
-    version, opcode, size = AFTER_MAGIC.unpack_from(buffer, len(MAGIC))
     if version not in allowed:
         raise FrameError(f"protocol version {version}, here {' or '.join(map(str, allowed))}")
     least, most = allowed[version].get(opcode, (0, OTHER_LIMIT))
@@ -190,15 +189,9 @@ def whole_frame(buffer, allowed):
         sizes = f"{least}" if least == most else f"{least} to {most}"
         hint = " (another CHUNK_SIZE or POPULATION_SIZE there?)" if opcode in (RESULT, JOB_RESPONSE) else ""
         raise FrameError(f"wrong length: {name(opcode)} of {size} bytes, allowed {sizes}{hint}")
-    return size if len(buffer) >= HEADER.size + size else None
-
-
-def next_frame(buffer, allowed):
-    """Takes the first whole frame out of a bytearray: a Received, or None; see whole_frame."""
-    if (size := whole_frame(buffer, allowed)) is None:
-        return None
-    version, opcode, _ = AFTER_MAGIC.unpack_from(buffer, len(MAGIC))
     end = HEADER.size + size
+    if len(buffer) < end:
+        return None
     payload = bytes(buffer[HEADER.size:end])
     del buffer[:end]
     return Received(version, opcode, payload)
