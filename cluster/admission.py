@@ -10,7 +10,7 @@ from typing import NamedTuple
 import egg_config
 from cluster import auth, greeting, history, snapshots, status, wire
 from cluster.console import one_line
-from cluster.hub import NetError, Unproven, VERSIONS, reason, split_address
+from cluster.hub import NetError, Newest, Unproven, VERSIONS, reason, split_address
 from cluster.session import FRAME_SECONDS, Role, Session
 from cluster.trust import of_most
 from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
@@ -58,7 +58,8 @@ class Bans:
 
     def __init__(self, directory=None):
         self.path = os.path.join(directory, BANNED_FILE) if directory is not None else None
-        self._written, self._unwritten, self._seen = {}, {}, None    # _seen: what identifies the content of the file
+        # _seen: what identifies the content of the file
+        self._written, self._unwritten, self._seen = {}, Newest(MOST_UNWRITTEN), None
         self._torn, self.unreadable = False, None
 
     def add(self, identity, reason):
@@ -77,8 +78,6 @@ class Bans:
                 os.fsync(file.fileno())
         except OSError:
             self._unwritten[identity] = reason
-            while len(self._unwritten) > MOST_UNWRITTEN:
-                del self._unwritten[next(iter(self._unwritten))]
 
     def all(self):
         self._read()
@@ -134,7 +133,7 @@ class Admission:
         self.arrivals, self.by_host = Unproven(min(ARRIVALS, most // 4)), collections.Counter()
         self.most = most - self.arrivals.most
         self.validation = bytes(32)                  # digest of the held-out data, zeros while unknown
-        self._refused = {}                           # host -> (since when, reasons that are logged), the oldest first
+        self._refused = Newest(HOSTS_LOGGED)         # host -> (since when, reasons that are logged)
         self._statuses, self._status_until = [], 0.0
 
     def listen(self, host, port):
@@ -159,11 +158,9 @@ class Admission:
         """Logs a refusal if it is new: a peer that tries again and again must not fill the log. `why` may quote it.
         What is logged is forgotten in time, and for newer hosts: nobody can keep the refusals of others silent."""
         why, now = one_line(why), time.monotonic()
-        if now - self._refused.get(host, (now,))[0] > REFUSED_SECONDS:
-            del self._refused[host]
-        if host not in self._refused and len(self._refused) >= HOSTS_LOGGED:
-            del self._refused[next(iter(self._refused))]
-        _, logged = self._refused.setdefault(host, (now, set()))
+        if host not in self._refused or now - self._refused[host][0] > REFUSED_SECONDS:
+            self._refused[host] = now, set()
+        _, logged = self._refused[host]
         if why not in logged and len(logged) < REASONS_LOGGED and self.coordinator.events.allows(host):
             logged.add(why)
             self.coordinator.events.emit("refused", f"refused {title}: {why}", address=title, reason=why)

@@ -4,6 +4,7 @@ import contextlib
 import time
 
 from cluster import snapshots
+from cluster.hub import Newest
 from cluster.trust import shares
 from cluster.wire import HASH_WANTED, SNAPSHOT_DATA, SNAPSHOT_WANTED, STATE_HASH
 
@@ -32,7 +33,8 @@ class Collector:
         self._kept, self._liar = kept, liar
         self.worker = self.upload = None
         self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one
-        self._failed = {}                            # voter: its snapshots that were refused or did not come in a row
+        # voter: its snapshots that were refused or did not come in a row
+        self._failed = Newest(MOST_FAILED)
         self.shelf = snapshots.Shelf(cfg, run)
         self.shelf.check_start()
 
@@ -160,9 +162,7 @@ class Collector:
 
     def _refuse(self, why):
         voice = self._voice(self.worker)
-        self._failed[voice] = self._failed.pop(voice, 0) + 1
-        if len(self._failed) > MOST_FAILED:
-            del self._failed[next(iter(self._failed))]
+        self._failed[voice] = self._failed.get(voice, 0) + 1
         step, title = self.upload.step, self.worker.session.title
         self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}", self.worker.author.host)
         self.drop()

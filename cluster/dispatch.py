@@ -132,7 +132,7 @@ class Dispatcher:
         conduct.turn = time.monotonic()
         if worker.trusted:
             self.fairness.delivers(worker)
-            conduct.delivered(account.given.get(chunk), chunk in account.held)
+            conduct.delivered(account.given[chunk], chunk in account.held)
         else:                                        # made with a state that others contradict
             self.give_back(worker, [chunk])
 

@@ -13,7 +13,7 @@ import time
 import egg_config
 from cluster.console import sample_parts
 from cluster.history import EVENTS
-from cluster.hub import Budget, nothing
+from cluster.hub import Budget, Newest, nothing
 from egg_config import EggError, explained
 
 # Events caused by peers (burst, rate per second), per host and in all; hosts that are counted
@@ -36,7 +36,7 @@ class Events(contextlib.AbstractContextManager):
     a file that cannot be written or a library that is missing."""
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
-        self._of_all, self._of_host, self._left_out = Budget(OF_ALL[1], OF_ALL[0]), {}, 0
+        self._of_all, self._of_host, self._left_out = Budget(OF_ALL[1], OF_ALL[0]), Newest(HOSTS), 0
         self._reports = Budget(0.1, 1)               # lines about events that were left out
         self._sampled = None                         # (step, texts) of the last sample
         warn, advice, self.files = console.line, "give a --save-dir that can be written", []
@@ -65,10 +65,9 @@ class Events(contextlib.AbstractContextManager):
         """Whether the peers at this host may cause an event now, of `size` bytes of theirs; if so it is counted, a long
         one as many. They must not fill the disk, and what was logged before must not rotate away."""
         cost = 1 + size // LINE
-        if host not in self._of_host and len(self._of_host) >= HOSTS:
-            del self._of_host[next(iter(self._of_host))]
-        if not (self._of_host.setdefault(host, Budget(OF_HOST[1], OF_HOST[0])).take(cost)
-                and self._of_all.take(cost)):
+        if host not in self._of_host:
+            self._of_host[host] = Budget(OF_HOST[1], OF_HOST[0])
+        if not (self._of_host[host].take(cost) and self._of_all.take(cost)):
             self._left_out += 1
             return False
         if self._left_out and self._reports.take():

@@ -4,6 +4,7 @@ a late chunk, and from whom a share of the work can be expected. They follow fro
 import time
 from typing import NamedTuple
 
+from cluster.hub import Newest
 from cluster.step import COPY_AFTER
 
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
@@ -27,12 +28,10 @@ class Conduct:
     dropped = False            # it has given up chunks, and delivered nothing since
 
     def delivered(self, given, in_time):
-        """A result has come at `turn`. given: when its chunk was handed out, None if it was not; in_time: its lease had
-        not expired."""
-        if given is not None:
-            took = self.turn - given
-            self.pace = took if self.pace is None else 0.7 * self.pace + 0.3 * took
-            self.punctual, self.dropped = in_time, False
+        """A result has come at `turn`. given: when its chunk was handed out; in_time: its lease had not expired."""
+        took = self.turn - given
+        self.pace = took if self.pace is None else 0.7 * self.pace + 0.3 * took
+        self.punctual, self.dropped = in_time, False
         self.results += 1
 
 
@@ -54,7 +53,7 @@ class Fairness:
         self.late = []
         self.passed_over = False
         self._timeout = cfg.STRAGGLER_TIMEOUT
-        self._doubted = {}                           # voter: (pause, until when those in doubt get no chunk)
+        self._doubted = Newest(DOUBTED)              # voter: (pause, until when those in doubt get no chunk)
 
     def step_ended(self, accounts):
         """accounts: {worker: step.Account} of the step."""
@@ -71,19 +70,14 @@ class Fairness:
 
     def must_wait(self, worker, accounts, now):
         """Whether this worker gets no chunk now because another one, which delivers in time, is about to ask."""
-        conduct = worker.conduct
-        if self.in_doubt(worker) and now < self._doubted.get(worker.author.voter, (0, 0))[1] and any(
-                other.conduct.punctual and self.expects(other, now)
-                for other in self.workers if other is not worker):
-            self.passed_over = True
-            return True
-        if conduct.punctual is not False:
+        pauses = self.in_doubt(worker) and now < self._doubted.get(worker.author.voter, (0, 0))[1]
+        if not pauses and worker.conduct.punctual is not False:
             return False
-        if not any(other.conduct.punctual and now - other.conduct.turn < ASK_WITHIN and not other.waiting
-                   and not accounts[other].held and self.expects(other, now) for other in self.workers):
-            return False
-        self.passed_over = True
-        return True
+        found = any(other.conduct.punctual and other is not worker and self.expects(other, now)
+                    and (pauses or now - other.conduct.turn < ASK_WITHIN and not other.waiting
+                         and not accounts[other].held) for other in self.workers)
+        self.passed_over = self.passed_over or found
+        return found
 
     def in_doubt(self, worker):
         """Whether this worker has given up chunks, or another one of its host has and this one is new."""
@@ -94,17 +88,16 @@ class Fairness:
         """The worker has taken chunks and does not deliver; its host pauses, longer if it was in doubt already."""
         voter, doubted = worker.author.voter, self.in_doubt(worker)
         worker.conduct.owing, worker.conduct.dropped = 0, True
-        pause = self._doubted.pop(voter, (DOUBT[0], 0))[0]
+        pause, _ = self._doubted.get(voter, (DOUBT[0], 0))
         pause = min(2 * pause, DOUBT[1]) if doubted else pause
         self._doubted[voter] = pause, now + pause
-        if len(self._doubted) > DOUBTED:
-            del self._doubted[next(iter(self._doubted))]
 
     def handed_out(self, worker, now):
         worker.conduct.owing += 1
         voter = worker.author.voter
         if self.in_doubt(worker) and voter in self._doubted:
-            self._doubted[voter] = self._doubted[voter][0], now + self._doubted[voter][0]
+            pause, _ = self._doubted[voter]
+            self._doubted[voter] = pause, now + pause
 
     def delivers(self, worker):
         """A result of the present step has come, from one that may have been in doubt."""

@@ -94,6 +94,20 @@ class Budget:
         return True
 
 
+class Newest(dict):
+    """Remembers the `most` newest entries, so that peers cannot fill the memory."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key, value):
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self.most:
+            del self[next(iter(self))]
+
+
 class Unproven(dict):
     """{connection: True}: connections whose peers have proved nothing yet, in the order of their arrival, at most
     `most`. When it is full, the oldest connection of the host that has most of them makes room for the next, so that

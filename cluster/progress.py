@@ -19,7 +19,7 @@ def median(values):
 class Progress:
     """started: when the first chunk was handed out (time.monotonic), None before; loss, speed (tokens/s): of the last
     step; bits: of one unit of this loss, that of d-eggs, in `unit`, in which losses are shown; validations: [(step,
-    figure, unit)], the first and the last three; rewards: [(step, mean on held-out prompts)], the same."""
+    figure, unit)], the first and the last three; rewards: [(step, mean on held-out prompts, texts)], the same."""
 
     def __init__(self, cfg, run, events):
         self.cfg, self.run, self.events = cfg, run, events
@@ -77,13 +77,8 @@ class Progress:
 
     def validated(self, step, figure):
         """Notes the figure of a step; whether it is the first of that step."""
-        if not self._recent(step, self.validations):
-            return False
-        del self.validations[1:-2]
-        self.validations.append((step, *figure))
         value, unit = figure
-        self.events.emit("validation", step=step, tokens=step * self.tokens_a_step, value=round(value, 6), unit=unit)
-        return True
+        return self._measured(self.validations, "validation", step, value, unit=unit)
 
     def check_reward(self, texts, reward):
         """Raises FrameError for a reward that no worker of this run can have."""
@@ -92,17 +87,17 @@ class Progress:
 
     def rewarded(self, step, texts, reward):
         """Notes the mean reward on held-out prompts of a step; whether it is the first of that step."""
-        if not self._recent(step, self.rewards):
-            return False
-        del self.rewards[1:-2]
-        self.rewards.append((step, reward))
-        self.events.emit("reward", step=step, tokens=step * self.tokens_a_step, value=round(reward, 6), texts=texts)
-        return True
+        return self._measured(self.rewards, "reward", step, reward, texts=texts)
 
-    def _recent(self, step, measured):
-        """Whether a step is the present one or that before, and not measured yet."""
+    def _measured(self, known, kind, step, value, **more):
+        """Notes a measure of the present step, or of that before, that is not `known` yet; whether it is one."""
         first = max(self.run.step - 1, self.run.start.step)
-        return first <= step <= self.run.step and not any(found[0] == step for found in measured[-2:])
+        if not first <= step <= self.run.step or any(found[0] == step for found in known[-2:]):
+            return False
+        del known[1:-2]
+        known.append((step, value, *more.values()))
+        self.events.emit(kind, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **more)
+        return True
 
     @property
     def seconds(self):
