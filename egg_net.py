@@ -156,8 +156,13 @@ class Worker:
         return self._result(link, first, fitness, loss)
 
     def _result(self, link, first, fitness, loss):
-        """The RESULT frame of a chunk."""
-        self._note(first, fitness)
+        """The RESULT frame of a chunk. When this worker has done all chunks of the step, it expects the update to be of
+        their fitness; a disputed result changes that."""
+        import numpy as np
+        self.done[first] = fitness
+        if len(self.done) == self.cfg.N_CHUNKS:
+            self.expected = np.concatenate([self.done[first] for first in sorted(self.done)])
+            self._begin_update(self.expected)
         packed = self.packed[first] = ternary.pack(fitness.tobytes())
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
                             len(packed), packed)
@@ -165,15 +170,6 @@ class Worker:
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.SEQ_LEN / 1e3:,.0f} k tokens/s")
         return result
-
-    def _note(self, first, fitness):
-        """Notes the fitness of a chunk. When this worker has done all chunks of the step, it expects the update to be
-        of their fitness; a disputed result changes that."""
-        import numpy as np
-        self.done[first] = fitness
-        if len(self.done) == self.cfg.N_CHUNKS:
-            self.expected = np.concatenate([self.done[first] for first in sorted(self.done)])
-            self._begin_update(self.expected)
 
     def _begin_update(self, fitness):
         """Begins with an update and with the chunk that is expected after it, if the engine can."""
@@ -421,15 +417,15 @@ class Hook:
     state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
     chunk_handed_out = nothing     # (): a worker has begun with a chunk
     step_completed = nothing   # (loss): a step is in the history and no chunk of the next one handed out
-    validated = nothing        # (step, value, unit): a worker has measured the state of this step; less is better
+    validated = nothing        # (step, value, unit): a worker has measured the state of this step by what counts in this
+                               # run, the reward with an objective, else the validation; less is better
     status = nothing           # its part of `egg.py status`, for JSON
     close = nothing            # the coordinator ends; can be called more than once
 
 
 class RemoteWorker(Role):
-    """A worker as the coordinator sees it: the role of its session. device: for people; data, validation: the digests
-    of its training and its held-out data, b"" or zeros if unknown; conduct: how it has delivered so far; source: what
-    it can do for snapshots."""
+    """A worker as the coordinator sees it: the role of its session. card: its greeting.Card, one without digests with
+    protocol 1; conduct: how it has delivered so far; source: what it can do for snapshots."""
 
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
     trusted = True             # no other worker contradicts its state
@@ -438,16 +434,17 @@ class RemoteWorker(Role):
     next_block = None          # (step, offset) of a snapshot that it reads
     has_worked = False         # it has delivered a result since its last request
 
-    def __init__(self, session, coordinator, author, device, data, validation):
+    def __init__(self, session, coordinator, author, card):
         super().__init__(session)
-        self.coordinator, self.author, self.version = coordinator, author, session.version
-        self.device, self.data, self.validation = device, data, validation
+        self.coordinator, self.author, self.card, self.version = coordinator, author, card, session.version
         self.conduct, self.source = fairness.Conduct(), Source()
         coordinator.dispatcher.enter(self)
 
     def handle(self, opcode, payload):
         """Of use are the results that it owes, a request after one of them or at a later step, a state in order."""
         coordinator, useful = self.coordinator, False
+        if self.version == V1 and opcode not in wire.FROM_WORKERS:
+            return False
         if opcode in (wire.JOB_REQUEST, wire.RESULT):
             coordinator.collector.goes_on(self)
         if opcode == wire.JOB_REQUEST:
@@ -462,19 +459,19 @@ class RemoteWorker(Role):
             coordinator.take_result(self, result)
         elif opcode == wire.VALIDATION:
             coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
-        elif opcode == wire.REWARD and self.version == V2:
+        elif opcode == wire.REWARD:
             coordinator.take_reward(self, *wire.REWARD.unpack(payload))
         elif opcode == wire.LOG_MESSAGE and coordinator.events.allows(self.author.host, len(payload)):
             text = printable(payload.decode("utf-8", "replace"))
             line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
             coordinator.events.message(self.author.name, text, line)
-        elif opcode == wire.SNAPSHOT_DATA and self.version == V2:
+        elif opcode == wire.SNAPSHOT_DATA:
             useful = coordinator.collector.worker is self
             coordinator.collector.take(self, payload)
-        elif opcode == wire.STATE_HASH and self.version == V2:
+        elif opcode == wire.STATE_HASH:
             useful = self.source.hash_wanted is not None
             coordinator.collector.take_hash(self, payload)
-        elif opcode == wire.SNAPSHOT_REQUEST and self.version == V2:
+        elif opcode == wire.SNAPSHOT_REQUEST:
             step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
             total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
             useful = (step, offset) == self.next_block
@@ -491,7 +488,7 @@ class RemoteWorker(Role):
         state = ("in doubt" if not self.trusted else
                  "silent" if silent > fairness.ACTIVE_SECONDS and not self.waiting else
                  "computing" if held else "waiting" if self.waiting else "catching up")
-        return {"name": self.author.name, "address": self.session.address, "device": self.device,
+        return {"name": self.author.name, "address": self.session.address, "device": self.card.device,
                 "protocol": self.version, "step": self.step, "chunks": self.conduct.results,
                 "chunk_seconds": self.conduct.pace, "last_seen": round(silent, 3), "state": state}
 
@@ -587,8 +584,8 @@ class Coordinator:
 
     # who comes and goes (cluster.admission lets in)
 
-    def worker_joined(self, session, author, device="", data=b"", validation=b""):
-        session.role = RemoteWorker(session, self, author, device, data, validation)
+    def worker_joined(self, session, author, card):
+        session.role = RemoteWorker(session, self, author, card)
 
     def worker_left(self, worker):
         if worker.step is not None and not self.closing:
@@ -601,7 +598,7 @@ class Coordinator:
 
     def _log_worker(self, kind, worker, line):
         self.events.about(worker.author.host, kind, line if self.peers else None, worker=worker.author.name,
-                          address=worker.session.address, device=worker.device, step=worker.step)
+                          address=worker.session.address, device=worker.card.device, step=worker.step)
 
     # a step: requests, chunks, results, and its end
 
@@ -702,16 +699,17 @@ class Coordinator:
     # what else workers send
 
     def take_validation(self, worker, step, tokens, n_bytes, nats):
-        figure, stated = self.progress.figure(tokens, n_bytes, nats), (tokens, n_bytes, nats)
-        if self.dispatcher.believes(worker, step, stated, self.trust) and self.progress.validated(step, figure):
-            self.shelf.measured(step, *figure)
-            self.island.validated(step, *figure)
+        figure, unit = self.progress.figure(tokens, n_bytes, nats)
+        if (self.dispatcher.believes(worker, step, (tokens, n_bytes, nats), self.trust)
+                and self.progress.validated(step, (figure, unit)) and not self.cfg.OBJECTIVE):
+            self.shelf.measured(step, figure)
+            self.island.validated(step, figure, unit)
 
     def take_reward(self, worker, step, texts, reward):
         self.progress.check_reward(texts, reward)
         believed = self.dispatcher.believes(worker, step, (texts, reward), self.trust)
         if believed and self.progress.rewarded(step, texts, reward):
-            self.shelf.measured(step, reward, "reward")
+            self.shelf.measured(step, reward)
             self.island.validated(step, -reward, "reward")                      # of a fitness less is better
 
     def _agrees(self, worker):

@@ -175,16 +175,16 @@ class Admission:
         return Author(session.host, card.id, card.name, key, former=former)
 
     def let_in_version_1(self, session):
-        if not self.coordinator.island.takes_version_1:
-            raise Refused("an island needs workers of protocol 2: protocol 1 has no snapshots")
-        if self.cfg.PERTURB == "activations":
-            raise Refused("noise on activations (PERTURB) needs workers of protocol 2: protocol 1 has no snapshots")
+        for needed, what in ((not self.coordinator.island.takes_version_1, "an island"),
+                             (self.cfg.PERTURB == "activations", "noise on activations (PERTURB)")):
+            if needed:
+                raise Refused(f"{what} needs workers of protocol 2: protocol 1 has no snapshots")
         if self.access.secret or self.access.tls:
             raise Refused("protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2")
         author = Author(session.host, session.title, "a version 1 peer", named=False)
         self.bans.check(author)
         self._enter(session, V1)
-        self.coordinator.worker_joined(session, author)
+        self.coordinator.worker_joined(session, author, greeting.UNKNOWN)
 
     def let_in(self, session, host):
         """The peer of a finished greeting.Host. Raises Refused."""
@@ -196,7 +196,7 @@ class Admission:
         self._enter(session, V2)
         if card.role == "worker":
             session.title = f"{author.name} ({session.title}, {card.device})"
-            coordinator.worker_joined(session, author, card.device, card.data, card.validation)
+            coordinator.worker_joined(session, author, card)
         run = coordinator.run
         session.reply(*host.welcome(snapshots.config_digest(self.cfg), run.data, run.step, coordinator.shelf.newest))
         if card.role == "status":
@@ -245,7 +245,7 @@ class Admission:
     def _need_same(self, name, card, digest, why):
         """Refuses all workers, and the one with this card, that have stated other data. name: of their field."""
         for worker in list(self.coordinator.dispatcher.workers):
-            if any(getattr(worker, name)) and getattr(worker, name) != digest:
+            if any(stated := getattr(worker.card, name)) and stated != digest:
                 worker.session.refuse(why, OTHER_DATA)
         if getattr(card, name) != digest:
             raise Refused(why, OTHER_DATA)

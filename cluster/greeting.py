@@ -32,6 +32,9 @@ class Card(NamedTuple):
     validation: bytes
 
 
+UNKNOWN = Card("worker", "", "", "", {}, b"", b"")           # of a worker that speaks version 1
+
+
 def read_card(text):
     """The Card in the JSON of JOIN or ISLAND, checked and safe to print. Raises FrameError."""
     try:

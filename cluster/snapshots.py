@@ -314,11 +314,9 @@ class Shelf:
         self.files[step], self.digests[step], self.sha256[step] = name, upload.digest, upload.sha256
         self.arrange()
 
-    def measured(self, step, figure, unit):
+    def measured(self, step, figure):
         """The figure of a validation, with an objective of the reward alone, for the file name of the snapshot of this
         step, which may still be on its way."""
-        if bool(self.cfg.OBJECTIVE) != (unit == "reward"):
-            return
         if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
             self.figures[step] = figure
             with contextlib.suppress(OSError):

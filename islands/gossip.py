@@ -218,9 +218,8 @@ class Island(Hook):
             self.incoming.drop()
 
     def validated(self, step, value, unit):
-        if bool(self.cfg.OBJECTIVE) == (unit == "reward"):
-            self.fitness.add("reward" if self.cfg.OBJECTIVE else "validation", unit, value, step)
-            self._offer_elite(step)
+        self.fitness.add("reward" if self.cfg.OBJECTIVE else "validation", unit, value, step)
+        self._offer_elite(step)
 
     def _offer_elite(self, step):
         """Keeps the snapshot of this step as an elite if it is one of the best."""
