@@ -224,9 +224,9 @@ class Worker:
             if self.validation:
                 nats, tokens = self.engine.validate(self.validation.windows)
                 n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
-                link.send(link.frame(wire.VALIDATION, step, tokens, n_bytes, nats))
+                link.say(wire.VALIDATION, step, tokens, n_bytes, nats)
             if self.objective:
-                link.send(link.frame(wire.REWARD, step, *self.objective.measured(self.engine)))
+                link.say(wire.REWARD, step, *self.objective.measured(self.engine))
         if self.objective and due(cfg.SAMPLE_EVERY, step):
             self._send_sample(link, step, self.objective.sample(self.engine, step))
         elif self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
@@ -235,7 +235,7 @@ class Worker:
     @staticmethod
     def _send_sample(link, step, text):
         line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                       # one line of the log
-        link.send(link.frame(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most]))
+        link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
 
     def _state_digest(self):
         step = self.engine.step
@@ -267,7 +267,7 @@ class Worker:
         """Takes over the coordinator's snapshot of this step. Returns whether it was good; if not, replay the run."""
         data, total, most = bytearray(), 1, snapshots.most_bytes(self.cfg)
         while len(data) < total:
-            link.send(link.frame(wire.SNAPSHOT_REQUEST, step, len(data)))
+            link.say(wire.SNAPSHOT_REQUEST, step, len(data))
             came = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
             total = came.total
             if (came.step, came.offset) != (step, len(data)) or total > most or total and not came.piece:
@@ -287,11 +287,10 @@ class Worker:
             raise NetError(f"{link.name}: it wants the state of step {step}, here is step {self.engine.step}")
         state = self.engine.state()
         if opcode == wire.HASH_WANTED:
-            return link.send(link.frame(wire.STATE_HASH, step, snapshots.state_hash(state)))
+            return link.say(wire.STATE_HASH, step, snapshots.state_hash(state))
         body = snapshots.pack(state)
         for offset in range(0, len(body), wire.BLOCK):
-            piece = body[offset:offset + wire.BLOCK]
-            link.send(link.frame(wire.SNAPSHOT_DATA, step, len(body), offset, piece))
+            link.say(wire.SNAPSHOT_DATA, step, len(body), offset, body[offset:offset + wire.BLOCK])
 
 
 class ChunkPredictor:

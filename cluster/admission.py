@@ -71,10 +71,9 @@ class Bans:
         try:
             if self.path is None or of_host >= BANS_OF_HOST or len(line) + (self._seen or (0,))[0] > MOST_WRITTEN:
                 raise OSError
-            with open(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644),
-                      "ab") as file:
-                file.write(line)
-                file.flush()
+            with history.open_file(self.path, "ab") as file:
+                if file.write(line) < len(line):
+                    raise OSError
                 os.fsync(file.fileno())
         except OSError:
             self._unwritten[identity] = reason

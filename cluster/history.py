@@ -70,12 +70,13 @@ class HistoryError(EggError):
 
 
 def open_file(path, mode="rb"):
-    """An unbuffered file of a save directory, perhaps from a stranger: OSError for a link, a pipe or a device."""
+    """An unbuffered file of a save directory, perhaps from a stranger: OSError for a link, a pipe or a device. To
+    append (mode "ab"), the file need not be there."""
     # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
-    if not stat.S_ISREG(os.lstat(path).st_mode):
+    if (os.path.lexists(path) or mode != "ab") and not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     safe = os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(path, mode, buffering=0, opener=lambda name, flags: os.open(name, flags | safe))
+    return open(path, mode, buffering=0, opener=lambda name, flags: os.open(name, flags | safe, 0o644))
 
 
 def read_file(path, most):
@@ -84,6 +85,12 @@ def read_file(path, most):
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
         return file.read()
+
+
+def remove(path):
+    """Removes a file that may be gone, or that the disk does not let go: it is in nobody's way."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 @contextlib.contextmanager
@@ -97,8 +104,7 @@ def replacing(directory, name):
             os.chmod(file.name, 0o644)
             os.replace(file.name, os.path.join(directory, name))
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
+            remove(file.name)
             raise
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -201,7 +207,8 @@ class Run:
 
     def record(self, step):
         """(sum of losses, updates reported) of a completed step."""
-        return RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step]))[2:4]
+        record = self._record(step)
+        return record.sum_loss, record.updates
 
     def append(self, packed, sum_loss, updates):
         """Completes the current step, on the disk after the next `sync`. After a HistoryError nothing has changed."""
@@ -241,27 +248,18 @@ class Run:
         assert start[:2] == (self.step, self.seed) and self.step > self.start.step
         # a handover that was interrupted may have left the other name
         link_file(self._name, os.path.join(self.directory, OLD.format(self.start.epoch)))
-        file = write_file(self.directory, FILE, _header(self.cfg, start))
-        self._file.close()
-        self._file, self._offsets, self.start = file, [os.fstat(file.fileno()).st_size], start
+        self._rewrite(start)
 
     def seed_of(self, step):
         """The seed of a completed step or of the next one."""
-        at = self._offsets[step - self.start.step]
-        return self.seed if step == self.step else Record(*RECORD.unpack(self._pread(RECORD.size, at))).seed
+        return self.seed if step == self.step else self._record(step).seed
 
     def forget_before(self, step, state, digest):
         """Removes the completed steps before `step`, whose snapshot must be on the disk: with noise on activations a
         step is a digit a weight. state: SHA-256 of that state; digest: its model.state_digest, or None. Raises OSError;
         then nothing has changed."""
-        first, end = self._offsets[step - self.start.step], self._offsets[-1]
         origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
-        start = Start(step, self.seed_of(step), state.hex(), origin)
-        header = _header(self.cfg, start)
-        file = write_file(self.directory, FILE, header + self._pread(end - first, first))
-        self._file.close()
-        moved = [at - first + len(header) for at in self._offsets[step - self.start.step:]]
-        self._file, self._offsets, self.start = file, moved, start
+        self._rewrite(Start(step, self.seed_of(step), state.hex(), origin))
 
     def keep_data(self, digest):
         """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
@@ -275,6 +273,17 @@ class Run:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def _rewrite(self, start):
+        """Begins the file anew with this Start, and with the completed steps from there on."""
+        header, moved = _header(self.cfg, start), self._offsets[start.step - self.start.step:]
+        first, end = moved[0], moved[-1]
+        file = write_file(self.directory, FILE, header + self._pread(end - first, first))
+        self._file.close()
+        self._file, self._offsets, self.start = file, [at - first + len(header) for at in moved], start
+
+    def _record(self, step):
+        return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
 
     def _advance(self, size):
         self._offsets.append(self._offsets[-1] + size)
@@ -509,8 +518,7 @@ def open_directory(cfg, directory, start=None):
         undo.pop_all()
     for name in os.listdir(directory):       # of a `replacing` that was killed
         if name.startswith((FILE, SETTINGS, DATA_FILE)) and name.endswith(".part"):
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(directory, name))
+            remove(os.path.join(directory, name))
     settings = cfg.settings()
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):

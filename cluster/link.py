@@ -53,20 +53,19 @@ class Link:
 
     def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None, first=False):
         self.name, self.version, self.proves_first = f"{host}:{port}", version, first
-        self.address = host, port
+        self.address, self.card = (host, port), card
         self.frame = functools.partial(wire.frame, version=version)
         self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
         self.inbox = bytearray()
         self.most = wire.HEADER.size + max(wire.OTHER_LIMIT, *(most for _, most in self.limits[version].values()))
         self.sent_at, self.snapshot = time.monotonic(), 0
-        self.caller = "request" if card and card["role"] == "status" else card["role"] if card else "worker"
         self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         try:
             tune(self.sock)
             if access.tls:
                 self._start_tls(access.tls, host)
             if version == V2:
-                self._greet(cfg, access, card)
+                self._greet(cfg, access)
         except BaseException:
             self.sock.close()
             raise
@@ -80,12 +79,12 @@ class Link:
         except ssl.SSLError as error:
             raise NetError(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
 
-    def _greet(self, cfg, access, card):
-        caller = greeting.Caller(access.secret, card, self.proves_first)
+    def _greet(self, cfg, access):
+        caller = greeting.Caller(access.secret, self.card, self.proves_first)
         answer = caller.begin()
         try:
             while answer:
-                self.send(self.frame(*answer))
+                self.say(*answer)
                 came = self.any_of(greeting.FROM_HOST, CONNECT_TIMEOUT)
                 answer = caller.handle(came.opcode, came.payload)
         except ConnectionError:
@@ -98,7 +97,7 @@ class Link:
         except (greeting.GreetingError, FrameError) as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
         self.proves_first = caller.proves_first
-        if card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
+        if self.card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
             raise RefusedForGood(f"{self.name}: it has another configuration: is it the same version of egg?")
         self.snapshot = self._checked_step(caller.welcome.snapshot)
 
@@ -106,6 +105,9 @@ class Link:
         self.sock.settimeout(SEND_TIMEOUT)
         self.sock.sendall(data)
         self.sent_at = time.monotonic()
+
+    def say(self, opcode, *fields):
+        self.send(self.frame(opcode, *fields))
 
     def next(self, opcode, timeout=math.inf):
         """The payload of the next frame of this opcode; see `any_of`."""
@@ -124,7 +126,8 @@ class Link:
                         if code == wire.FULL:
                             raise TimeoutError(why)
                         kind = NetError if code == wire.BAD_FRAME else RefusedForGood
-                        raise kind(f"{self.name} refuses this {self.caller}: {why}")
+                        caller = "request" if self.card["role"] == "status" else self.card["role"]
+                        raise kind(f"{self.name} refuses this {caller}: {why}")
             except FrameError as error:
                 raise NetError(f"{self.name}: {error}") from None
             if (left := until - time.monotonic()) <= 0:
@@ -160,7 +163,7 @@ class Link:
             except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
                 pass
         if self.version == V2 and time.monotonic() - self.sent_at >= HEARTBEAT_EVERY:
-            self.send(self.frame(wire.HEARTBEAT))
+            self.say(wire.HEARTBEAT)
 
     def close(self):
         self.sock.close()

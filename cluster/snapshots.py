@@ -223,8 +223,7 @@ class Upload:
         if not self.remembered:
             with contextlib.suppress(OSError):       # writing the buffer may fail on a full disk
                 self._file.close()
-            with contextlib.suppress(OSError):
-                os.unlink(self._file.name)
+            history.remove(self._file.name)
 
 
 class Shelf:
@@ -329,8 +328,7 @@ class Shelf:
         self.sha256.pop(step, None)
 
     def remove(self, name):
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self.directory, name))
+        history.remove(os.path.join(self.directory, name))
 
     def arrange(self):
         """Adds figures to file names, removes old snapshots, updates the links `latest` and `best`."""

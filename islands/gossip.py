@@ -151,8 +151,7 @@ class Elites:
             return False
         history.link_file(path, os.path.join(self.directory, new.name))
         for elite in set(self.files) - set(files):
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.directory, elite.name))
+            history.remove(os.path.join(self.directory, elite.name))
         self.files = files
         return True
 
