@@ -249,14 +249,15 @@ def test_a_step_that_ends_otherwise_is_undone(engine_of, tmp_path, monkeypatch):
 
 def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path, monkeypatch):
     """Before the answer, that is; one that has done all chunks of a step, and only that, may."""
-    engines, done, note = [engine_of(), engine_of()], [], Worker._note
+    engines, done, result = [engine_of(), engine_of()], [], Worker._result
 
-    def noted(self, first, fitness):
-        note(self, first, fitness)
+    def noted(self, *chunk):
+        frame = result(self, *chunk)
         if self.engine._fitness is not None:
             done.append({first for seed, first, _ in self.engine.evaluated if seed == self.engine.seed})
+        return frame
 
-    monkeypatch.setattr(Worker, "_note", noted)
+    monkeypatch.setattr(Worker, "_result", noted)
     cluster(tmp_path, engines, 12)
     wanted = run(engine_of(), 12)
     assert {engine.state().digests() for engine in engines if engine.step == 12} <= {wanted}
