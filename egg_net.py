@@ -416,8 +416,8 @@ class Hook:
     state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
     chunk_handed_out = nothing     # (): a worker has begun with a chunk
     step_completed = nothing   # (loss): a step is in the history and no chunk of the next one handed out
-    validated = nothing        # (step, value, unit): a worker has measured the state of this step by what counts in this
-                               # run, the reward with an objective, else the validation; less is better
+    # (step, value, unit): a worker has measured the state of this step, with an objective its reward; less is better
+    validated = nothing
     status = nothing           # its part of `egg.py status`, for JSON
     close = nothing            # the coordinator ends; can be called more than once
 

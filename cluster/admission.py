@@ -2,6 +2,7 @@
 
 import collections
 import errno
+import functools
 import hashlib
 import os
 import time
@@ -135,6 +136,10 @@ class Admission:
         self._refused = Newest(HOSTS_LOGGED)         # host -> (since when, reasons that are logged)
         self._statuses, self._status_until = [], 0.0
 
+    @functools.cached_property
+    def config_digest(self):
+        return snapshots.config_digest(self.cfg)
+
     def listen(self, host, port):
         """The (host, port) that is listened on. Raises NetError."""
         try:
@@ -197,10 +202,9 @@ class Admission:
             session.title = f"{author.name} ({session.title}, {card.device})"
             coordinator.worker_joined(session, author, card)
         run = coordinator.run
-        session.reply(*host.welcome(snapshots.config_digest(self.cfg), run.data, run.step, coordinator.shelf.newest))
+        session.reply(*host.welcome(self.config_digest, run.data, run.step, coordinator.shelf.newest))
         if card.role == "status":
-            made = self._status()
-            session.send(wire.HEADER.pack(wire.MAGIC, V2, wire.STATUS, len(made)), made)
+            session.send(self._status())
         elif card.role == "island" and session.open:
             coordinator.island.peer_joined(session, card, author)
 
@@ -216,12 +220,13 @@ class Admission:
         session.become_known()
 
     def _status(self):
-        """The payload of STATUS. It is cached for ten times as long as it took to make, and for longer while too many
-        older ones are not read."""
+        """The frame with the status. It is cached for ten times as long as it took to make, and for longer while too
+        many older ones are not read."""
         if (began := time.monotonic()) >= self._status_until:
             self._statuses = self.coordinator.hub.on_the_way(self._statuses)
             if len(self._statuses) < VERSIONS:
-                self._statuses.append(status.pack_status(self.coordinator.status()))
+                text = status.pack_status(self.coordinator.status())
+                self._statuses.append(wire.frame(wire.STATUS, text, version=V2))
             self._status_until = began + 10 * (time.monotonic() - began)
         return self._statuses[-1]
 
