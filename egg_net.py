@@ -499,14 +499,15 @@ class Coordinator:
     whose attach(coordinator) returns the page, which may hold http.descriptors files and sockets open. Raises an
     EggError for what cannot be used of these."""
 
+    closing = False
+    _check_at = 0.0
+    _ended = None              # the event of the last step, until it is reported
+
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):
         self.cfg, self.run, self.peers = cfg, run, peers
         self.steps, self.minutes = steps, minutes
         self.console, self.events, self.access = console, events, access
-        self.closing = False
-        self._check_at = 0.0
-        self._ended = None                           # the event of the last step, until it is reported
         self._answers = {}                           # {key: frame}: the last one of `_catch_up`
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from array import array
-from collections import Counter, deque
+from collections import deque
 
 from cluster.fairness import Fairness
 from cluster.step import Step
@@ -21,23 +21,23 @@ class Dispatcher:
     for those that wait. several: more than one author is at work, by_host: of more than one host; alone: only one has
     been for `patience` seconds, so nobody can audit it."""
 
+    work = None
+    changed = several = by_host = alone = False
+    known = 0                  # workers that have asked for work
+    _late_at = 0.0             # when late chunks are searched next
+    _due = 0                   # how many of those that wait are to be answered since `changed`
+    _hosts_at = -math.inf      # when there was last more than one host
+
     def __init__(self, cfg, run, events, answer, patience):
         self.cfg, self.run, self.events = cfg, run, events
         self._answer = answer
         self.workers = set()
         self.fairness = Fairness(cfg, run, self.workers)
-        self.steps, self.work = {}, None
-        self.waiting = deque()
-        self._late_at = 0.0                          # when late chunks are searched next
-        self._due = 0                                # how many of those that wait are to be answered since `changed`
-        self.changed = self.several = self.by_host = self.alone = False
+        self.steps, self.waiting = {}, deque()
         self._patience = patience
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -math.inf
-        self._hosts_at = -math.inf                   # the same for hosts
         self.voters = set()                          # Author.voter of the authors at work
-        self._workers_of = Counter()                 # author -> number of its workers
-        self.known = 0                               # workers that have asked for work
 
     @property
     def busy(self):
@@ -144,7 +144,6 @@ class Dispatcher:
     def enter(self, worker):
         """The worker has been let in; `arrived` is called when it asks for work."""
         self.workers.add(worker)
-        self._workers_of[worker.author] += 1
 
     def leave(self, worker):
         """The worker has gone; its chunks are handed out again. Returns whether it was the last one of its author."""
@@ -155,10 +154,7 @@ class Dispatcher:
         for step in self.steps.values():
             step.leave(worker)
         self.changed = True
-        self._workers_of[worker.author] -= 1
-        if last := not self._workers_of[worker.author]:
-            del self._workers_of[worker.author]
-        return last
+        return not any(other.author == worker.author for other in self.workers)
 
     def check(self, now):
         """Leases, audits that nobody can do, chunks that are late; several times a second."""

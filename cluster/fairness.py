@@ -47,11 +47,12 @@ class Fairness:
     it is known; late: chunks of the present step that an idle worker may copy; passed_over: a worker waits although
     there may be a chunk for it."""
 
+    usual = None
+    passed_over = False
+
     def __init__(self, cfg, run, workers):
         self.run, self.workers = run, workers
-        self.usual = None
         self.late = []
-        self.passed_over = False
         self._timeout = cfg.STRAGGLER_TIMEOUT
         self._doubted = Newest(DOUBTED)              # voter: (pause, until when those in doubt get no chunk)
 

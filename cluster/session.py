@@ -31,15 +31,18 @@ class Role:
 class Session(hub.Connection):
     """admission: the admission.Admission that reports its refusal; frames: see `take`; others: see hub.Connection."""
 
+    role = None
+    version = None             # that of its last frame, V1 or V2
+    idle = None                # seconds for which it may be silent, None for ever
+    waits = False              # its request is still to be answered: until then no frame is taken
+    frame_since = None         # since when it has begun a frame that is not complete
+    _whole_frame = False       # one may have come that is not taken yet
+    _flooding_since = None
+
     def __init__(self, admission, sock, address, frames, tls=None, call=None):
-        self.admission, self.role = admission, None
+        self.admission = admission
         self.take(frames)
-        self.version = None                # that of its last frame, V1 or V2
-        self.idle = None                   # seconds for which it may be silent, None for ever
-        self.waits = False                 # its request is still to be answered: until then no frame is taken
-        self.frame_since = None            # since when it has begun a frame that is not complete
-        self._whole_frame = False          # one may have come that is not taken yet
-        self.useless, self._flooding_since = hub.Budget(USELESS_A_SECOND, USELESS), None
+        self.useless = hub.Budget(USELESS_A_SECOND, USELESS)
         super().__init__(admission.coordinator.hub, sock, address, admission.coordinator.progress.traffic, tls, call)
         self.title = self.address          # with its name, once that is known
 

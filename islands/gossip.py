@@ -176,23 +176,20 @@ class Island(Hook):
     """The island of an egg_net.Coordinator. lineage: [dict for JSON] of its epochs. Raises NetError, UsageError."""
 
     takes_version_1 = False
+    incoming = None
+    last_taken = None          # SHA-256 of the last state taken: it is not taken twice
+    merge_event = None         # fields of a merge whose first chunk is not handed out yet
 
     def __init__(self, coordinator, settings):
         cfg, run = coordinator.cfg, coordinator.run
         if run.directory is None or not cfg.SNAPSHOT_EVERY:
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
-        self.coordinator = coordinator
-        self.cfg = cfg
-        self.run = run
-        self.settings = settings
-        self.events = coordinator.events
-        self.peers = Peers(self, coordinator, settings.name, settings.peers, settings.tls,
-                           transfer.Bucket(settings.bandwidth))
+        self.coordinator, self.events = coordinator, coordinator.events
+        self.cfg, self.run, self.settings = cfg, run, settings
+        self.peers = Peers(self, coordinator, settings, transfer.Bucket(settings.bandwidth))
         self.admit_peer, self.peer_joined = self.peers.admit, self.peers.joined
         self.fitness, self.elites = Fitness(), Elites(run.directory, cfg.ELITES)
-        self.bandwidth_in, self.incoming = transfer.Bucket(settings.bandwidth), None
-        self.last_taken = None                       # SHA-256 of the last state taken: it is not taken twice
-        self.merge_event = None                      # fields of a merge whose first chunk is not handed out yet
+        self.bandwidth_in = transfer.Bucket(settings.bandwidth)
         self.on_trial = run.start.origin             # of the current epoch, until it has been judged
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
         self.lineage = [ancestor(start, settings.name) for start in history.epochs(run.directory)]

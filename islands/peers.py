@@ -69,6 +69,10 @@ def peers_from_slurm(port, environ=os.environ):
 class Target:
     """An address to call. addresses: [(family, address)], the next one first; is_self: the island called itself."""
 
+    name = session = None
+    is_self = logged = False
+    pause, call_at = FIRST_PAUSE, 0.0
+
     def __init__(self, host, port):
         self.host, self.title = host, address_text(host, port)
         try:
@@ -77,11 +81,6 @@ class Target:
             raise NetError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
                            "another island's coordinator") from None
         self.addresses = [(entry[0], entry[4]) for entry in found]
-        self.name = None
-        self.session = None
-        self.is_self = False
-        self.logged = False
-        self.pause, self.call_at = FIRST_PAUSE, 0.0
 
     def failed(self, longest=False):
         self.addresses.append(self.addresses.pop(0))
@@ -93,13 +92,13 @@ class Peer:
     """Another island, through all its connections. author: the admission.Author of the last connection; standing: its
     last Standing; question_at: time of the open question for it, or None; given, taken: numbers of complete states."""
 
+    address = ""
+    session = standing = question_at = None
+    next_question_at = 0.0
+    given = taken = 0
+
     def __init__(self, author):
         self.name, self.author = author.name, author
-        self.address = ""
-        self.session = self.standing = self.question_at = None
-        self.next_question_at = 0.0
-        self.given = 0
-        self.taken = 0
         self.heard = time.monotonic()
         self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # those of this peer that are answered
 
@@ -108,13 +107,12 @@ class PeerRole(Role):
     """The role of a session with another island. target: the Target that was called; caller: the greeting.Caller of the
     introduction; both None if the other island called. peer: None until both islands are introduced."""
 
+    peer = None
+    wanted = None              # the fields of STATE_REQUEST: the requested piece of a state
+
     def __init__(self, session, peers, target=None, caller=None):
         super().__init__(session)
-        self.peers = peers
-        self.target = target
-        self.caller = caller
-        self.peer = None
-        self.wanted = None                           # the fields of STATE_REQUEST: the requested piece of a state
+        self.peers, self.target, self.caller = peers, target, caller
 
     def begin(self):
         self.session.version = V2
@@ -170,21 +168,18 @@ class PeerRole(Role):
 
 class Peers:
     """Calls and introduces peers for an islands.gossip.Island: island.handle(peer, opcode, payload) takes their frames,
-    island.peer_lost(peer) follows the end of a connection. addresses: [(host, port)] to call; bandwidth: the
+    island.peer_lost(peer) follows the end of a connection. settings: an islands.gossip.IslandSettings; bandwidth: the
     transfer.Bucket of the states that they request. Raises NetError."""
 
-    def __init__(self, island, coordinator, name, addresses, tls, bandwidth):
-        self.island = island
-        self.coordinator = coordinator
-        self.cfg = coordinator.cfg
-        self.events = coordinator.events
+    def __init__(self, island, coordinator, settings, bandwidth):
+        self.island, self.coordinator = island, coordinator
+        self.cfg, self.events = coordinator.cfg, coordinator.events
         self.id = os.urandom(8).hex()
-        self.name = name
-        self.tls = tls
-        self.bandwidth = bandwidth
+        self.name, self.tls, self.bandwidth = settings.name, settings.tls, bandwidth
         # the greeting.Card of this island in JOIN and ISLAND; constants as JSON returns them
-        self.card = {"role": "island", "id": self.id, "name": name, "config": json.loads(json.dumps(self.cfg.shared()))}
-        self.targets = [Target(*address) for address in addresses]
+        self.card = {"role": "island", "id": self.id, "name": self.name,
+                     "config": json.loads(json.dumps(self.cfg.shared()))}
+        self.targets = [Target(*address) for address in settings.peers]
         self.known = {}                              # name: Peer
         self.distrusted = {}                         # identity: end of the distrust, time.monotonic()
 

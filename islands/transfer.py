@@ -43,15 +43,12 @@ class Incoming:
 
     requested = preparing = False
     upload = made = None
+    got = total = _before = 0                        # _before: bytes by the last check of the speed
 
     def __init__(self, cfg, peer, standing, directory, bucket):
-        self.cfg = cfg
-        self.peer = peer
-        self.standing = standing
-        self.directory = directory
-        self.bucket = bucket
-        self.got = self.total = 0
-        self._since, self._before = time.monotonic(), 0            # time of the last check of the speed, bytes by then
+        self.cfg, self.peer, self.standing = cfg, peer, standing
+        self.directory, self.bucket = directory, bucket
+        self._since = time.monotonic()               # of that check
 
     @property
     def finished(self):
