@@ -453,9 +453,10 @@ class RemoteWorker(Role):
             coordinator.take_request(self, request.step, request.digest or None)
         elif opcode == wire.RESULT:
             result = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
-            if coordinator.dispatcher.owes(self, result.step, result.chunk):
+            since = coordinator.dispatcher.owed_since(self, result.step, result.chunk)
+            if since is not None:
                 useful = self.has_worked = True
-            coordinator.take_result(self, result)
+            coordinator.take_result(self, result, since)
         elif opcode == wire.VALIDATION:
             coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
         elif opcode == wire.REWARD:
@@ -646,7 +647,8 @@ class Coordinator:
                                              version=version)}
         return self._answers[key]
 
-    def take_result(self, worker, result):
+    def take_result(self, worker, result, since):
+        """since: when its chunk was handed out to this worker, None where it owes no result."""
         step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
@@ -659,7 +661,9 @@ class Coordinator:
                 raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
             worker.conduct.punctual = False          # it may have been given on an earlier connection: served last
             return
-        self.dispatcher.delivered(worker, chunk)
+        if since is None:
+            return                                   # it has come before
+        self.dispatcher.delivered(worker, chunk, since)
         if worker.trusted:
             self.progress.result(result.updates)
             liars = work.result(worker, chunk, result.packed, result.sum_loss)

@@ -24,13 +24,14 @@ class Printer:
     text passes `clean` here, whoever wrote it: no escape sequence but those of COLOURS reaches a terminal."""
 
     PROGRESS_EVERY = 0.1       # seconds
+    _shown = _text = ""        # progress line: all, its last part
+    _next = 0.0                # when it may change
 
     def __init__(self, stream=None):
         self._out = self.stream = stream or sys.stdout or open(os.devnull, "w")      # it is None where it is closed
         self.terminal = self.stream.isatty()
         self.steered = takes_escapes(self.stream)
         self.coloured = self.steered and not os.environ.get("NO_COLOR")
-        self._shown, self._text, self._next = "", "", 0.0    # progress line: all, its last part, when it may change
 
     def line(self, text):
         parts = OWN_CODES.split(text)                # every second one is an own code
@@ -90,16 +91,16 @@ class Console(Printer):
 
     LINE_EVERY = 10.0
     BAR = 8                    # columns
+    _first, _deggs = 0, 1.0    # the first step; the unit of its loss
+    _step = _validation = None     # the last event of a step, of a validation
+    _step_at = _line_at = 0.0  # when that came, and when the next lasting line is due
+    _last_loss, _pace = float("inf"), ()
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
         super().__init__(stream)
         self.steps, self.minutes = steps, minutes
         self.live = self.steered and not verbose
         self._out = None if quiet else NonBlockingWriter(self.stream)
-        self._first, self._step, self._step_at = 0, None, 0.0          # the first step; the last event of a step, when
-        self._line_at, self._deggs = 0.0, 1.0                          # when the next lasting line is due; its unit
-        self._last_loss, self._validation = float("inf"), None
-        self._pace = ()
 
     def emit(self, event, line):
         """line: what is printed of the event, None for nothing."""

@@ -104,14 +104,13 @@ class Dispatcher:
             self.fairness.handed_out(worker, now)
         return chunk
 
-    def owes(self, worker, number, chunk):
-        """Whether the result of a chunk is still to come from the worker that was handed it in a step; now it has."""
-        owed = self.steps[number].accounts[worker].owed if number in self.steps else ()
-        if chunk not in owed:
-            return False
-        owed.remove(chunk)
-        worker.conduct.owing = 0
-        return True
+    def owed_since(self, worker, number, chunk):
+        """When the worker was handed this chunk in a step, if its result was still to come: now it has. Else None."""
+        given = self.steps[number].accounts[worker].given if number in self.steps else {}
+        if (since := given.get(chunk)) is not None:
+            given[chunk] = None
+            worker.conduct.owing = 0
+        return since
 
     def believes(self, worker, number, figure, trust):
         """Whether a validation or a reward counts: of a worker that was handed chunk 0 of this step, if nobody is there
@@ -126,13 +125,12 @@ class Dispatcher:
             self.changed = True
         return believed
 
-    def delivered(self, worker, chunk):
-        """A result of the present step has come."""
-        account, conduct = self.work.accounts[worker], worker.conduct
-        conduct.turn = time.monotonic()
+    def delivered(self, worker, chunk, since):
+        """A result of the present step has come, of a chunk that was handed out at this time."""
+        worker.conduct.turn = time.monotonic()
         if worker.trusted:
             self.fairness.delivers(worker)
-            conduct.delivered(account.given[chunk], chunk in account.held)
+            worker.conduct.delivered(since, chunk in self.work.accounts[worker].held)
         else:                                        # made with a state that others contradict
             self.give_back(worker, [chunk])
 

@@ -21,11 +21,13 @@ class Progress:
     step; bits: of one unit of this loss, that of d-eggs, in `unit`, in which losses are shown; validations: [(step,
     figure, unit)], the first and the last three; rewards: [(step, mean on held-out prompts, texts)], the same."""
 
+    started = loss = _completed = None
+    speed = 0.0
+
     def __init__(self, cfg, run, events):
         self.cfg, self.run, self.events = cfg, run, events
         self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
-        self.first_step, self.started, self._completed = run.step, None, None
-        self.loss, self.speed = None, 0.0
+        self.first_step = run.step
         self.validations, self.rewards = [], []
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
         self.bits, self.unit = egg_config.loss_unit(cfg.constants())

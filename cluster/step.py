@@ -20,13 +20,13 @@ class Outcome(NamedTuple):
 
 
 class Account:
-    """What one worker has been handed in a step. given: {chunk: when}, all; held: {chunk: when}, its leases; owed:
-    chunks whose results have not come."""
+    """What one worker has been handed in a step. given: {chunk: when, or None once its result has come}, all; held:
+    {chunk: when}, its leases."""
 
-    __slots__ = "given", "held", "owed"
+    __slots__ = "given", "held"
 
     def __init__(self):
-        self.given, self.held, self.owed = {}, {}, set()
+        self.given, self.held = {}, {}
 
 
 class Step:
@@ -164,7 +164,6 @@ class Step:
     def _hand_out(self, chunk, worker, now):
         account = self.accounts[worker]
         account.held[chunk] = account.given[chunk] = now
-        account.owed.add(chunk)
         self.holders.setdefault(chunk, {})[worker] = now
         if chunk == 0:
             self.validators.add(worker.author)

@@ -68,8 +68,9 @@ class Trust:
         while len(self.votes) > STEPS_KEPT:
             self._tied.pop(oldest := min(self.votes), None)
             del self.votes[oldest]
-        withdraw(votes, author)
-        votes.setdefault(digest, set()).add(author)
+        if author not in votes.get(digest, ()):
+            withdraw(votes, author)
+            votes.setdefault(digest, set()).add(author)
         count, others = self._count(step, digest)
         if count > others:
             outvoted = {a for d, authors in votes.items() if d != digest for a in authors}
