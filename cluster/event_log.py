@@ -3,7 +3,6 @@ sinks of events. docs/EVENTS.md lists the events. Every saved run has a JSON log
 """
 
 import contextlib
-import datetime
 import errno
 import json
 import os
@@ -171,9 +170,10 @@ class CoordinatorLog(Lines):
     """The log of d-eggs: the constants, then one line of figures per step, the loss in the unit of d-eggs."""
 
     def head(self, source="continued"):
-        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         constants = "".join(f"# {name} = {value}\n" for name, value in self._config.items())
-        return f"# egg, {now}, {source}\n{constants}Step,RelTime,Loss,Updates,LR"
+        # ISO 8601, whose zone has a colon; the module for that is one more that a coordinator would wait for
+        return f"# egg, {now[:-2]}:{now[-2:]}, {source}\n{constants}Step,RelTime,Loss,Updates,LR"
 
     def emit(self, event, _):
         if event["event"] == "start":
