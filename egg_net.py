@@ -500,9 +500,9 @@ class Coordinator:
     whose attach(coordinator) returns the page, which may hold http.descriptors files and sockets open. Raises an
     EggError for what cannot be used of these."""
 
-    closing = False
-    _check_at = 0.0
+    closing, _check_at = False, 0.0
     _ended = None              # the event of the last step, until it is reported
+    status = status.report
 
     def __init__(self, cfg, run, host, port, steps=None, minutes=None, *, console, events, peers=True,
                  access=auth.Access(), http=None, island=None):
@@ -512,8 +512,7 @@ class Coordinator:
         self._answers = {}                           # {key: frame}: the last one of `_catch_up`
         self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, events), trust.Trust()
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(cfg, run, events, self.dispatcher, liar=self.ban,
-                                   kept=lambda upload: self.island.state_received(upload))
+        self.collector = Collector(self)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
         self.admission = Admission(self, access, room_for_connections(http))
         self.island = island.attach(self) if island else Hook()
@@ -580,8 +579,6 @@ class Coordinator:
         self.hub.close()
         self.island.close()
         self.shelf.close_unread()
-
-    status = status.report
 
     # who comes and goes (cluster.admission lets in)
 
@@ -660,9 +657,8 @@ class Coordinator:
             if worker.version == V2:
                 raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
             worker.conduct.punctual = False          # it may have been given on an earlier connection: served last
-            return
         if since is None:
-            return                                   # it has come before
+            return                                   # or it has come before
         self.dispatcher.delivered(worker, chunk, since)
         if worker.trusted:
             self.progress.result(result.updates)
@@ -675,8 +671,7 @@ class Coordinator:
         self._complete_step()
 
     def _complete_step(self):
-        """Ends the step if all chunks are done. While workers hold different states of this step and no majority has
-        decided, nobody's results count yet."""
+        """Ends the step if all chunks are done. Without a majority among its states nobody's results count yet."""
         step, work = self.run.step, self.dispatcher.work
         if not (work.complete and self.trust.decided(step)):
             return

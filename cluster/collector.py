@@ -21,21 +21,21 @@ class Source:
 
 
 class Collector:
-    """shelf: the snapshots.Shelf; worker, upload: who sends or sent which snapshots.Upload, or None. A whole upload
-    counts once another author has stated the same hash of the state, of another host where there are any; at once where
-    nobody else can. The digest that goes with every request is too weak for that (model.state_digest). Calls
-    kept(upload) with one that counts, liar(author, why) with who sent another state than others have. Raises
-    HistoryError where the state with which an epoch began is missing."""
+    """Collects for an egg_net.Coordinator. shelf: the snapshots.Shelf; worker, upload: who sends or sent which
+    snapshots.Upload, or None. A whole upload counts once another author has stated the same hash of the state, of
+    another host where there are any; at once where nobody else can. The digest that goes with every request is too weak
+    for that (model.state_digest). Who sent another state than others have is banned. Raises HistoryError where the
+    state with which an epoch began is missing."""
 
-    def __init__(self, cfg, run, events, dispatcher, kept, liar):
-        self.cfg, self.run, self.events = cfg, run, events
-        self.dispatcher = dispatcher
-        self._kept, self._liar = kept, liar
-        self.worker = self.upload = None
+    worker = upload = None
+
+    def __init__(self, coordinator):
+        self.coordinator, self.dispatcher = coordinator, coordinator.dispatcher
+        self.cfg, self.run, self.events = coordinator.cfg, coordinator.run, coordinator.events
         self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one
         # voter: its snapshots that were refused or did not come in a row
         self._failed = Newest(MOST_FAILED)
-        self.shelf = snapshots.Shelf(cfg, run)
+        self.shelf = snapshots.Shelf(self.cfg, self.run)
         self.shelf.check_start()
 
     def _wanted(self, worker, step):
@@ -132,7 +132,7 @@ class Collector:
         own, others = shares(self._hashes, upload.hash, self.dispatcher.by_host)
         if others > max(own, 1):
             self._refuse("two others have another state with the same digest")
-            self._liar(author, f"its snapshot of step {upload.step} is not the state of two others")
+            self.coordinator.ban(author, f"its snapshot of step {upload.step} is not the state of two others")
         elif own > max(others, 1) or not others and not self.dispatcher.witnesses(author):
             self._keep(upload)
 
@@ -147,7 +147,7 @@ class Collector:
         self._forget()
         if not upload.remembered:
             self.events.emit("snapshot", step=upload.step, bytes=upload.total, overlay=upload.overlay())
-        self._kept(upload)
+        self.coordinator.island.state_received(upload)
 
     def _forget(self):
         """With noise on activations the history keeps the steps since the second newest snapshot: a step is a digit a
