@@ -57,11 +57,13 @@ class Bans:
     changed. A ban that cannot be written, or that is one too many of its host, lasts as long as this object; of these
     the newest are kept. unreadable: why the file cannot be read, None where it can."""
 
+    unreadable = None
+    _torn = False              # its last line has no end
+
     def __init__(self, directory=None):
         self.path = os.path.join(directory, BANNED_FILE) if directory is not None else None
         # _seen: what identifies the content of the file
         self._written, self._unwritten, self._seen = {}, Newest(MOST_UNWRITTEN), None
-        self._torn, self.unreadable = False, None
 
     def add(self, identity, reason):
         self._read()
@@ -215,7 +217,7 @@ class Admission:
             raise Refused(f"{most} connections from one address are open, the most (CONNECTIONS_PER_ADDRESS)", FULL)
         self.arrivals.pop(session, None)
         self.by_host[session.host] += 1
-        session.take(wire.FROM_WORKER[version])
+        session.take({version: wire.FROM_WORKER[version]})
         session.idle = self.cfg.IDLE_TIMEOUT
         session.become_known()
 

@@ -194,11 +194,11 @@ class NonBlockingWriter:
     non-blocking."""
 
     MOST = 1 << 16             # bytes that wait for room
+    file, waiting = None, b""
+    lost, reported = 0, False  # lines
 
     def __init__(self, stream):
-        self.stream, self.file = stream, None
-        self.waiting = b""
-        self.lost, self.reported = 0, False          # lines
+        self.stream = stream
         with contextlib.suppress(OSError, ValueError, AttributeError):       # streams of tests have no descriptor
             stream.flush()
             number = stream.fileno()

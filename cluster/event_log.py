@@ -34,10 +34,12 @@ class Events(contextlib.AbstractContextManager):
     tensorboard: a directory, or None. As a context manager it logs the error that ends the block. Raises WatchError for
     a file that cannot be written or a library that is missing."""
 
+    _left_out = 0              # events of peers since the last report about that
+    _sampled = None            # (step, texts) of the last sample
+
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
-        self._of_all, self._of_host, self._left_out = Budget(OF_ALL[1], OF_ALL[0]), Newest(HOSTS), 0
+        self._of_all, self._of_host = Budget(OF_ALL[1], OF_ALL[0]), Newest(HOSTS)
         self._reports = Budget(0.1, 1)               # lines about events that were left out
-        self._sampled = None                         # (step, texts) of the last sample
         warn, advice, self.files = console.line, "give a --save-dir that can be written", []
         try:
             self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))

@@ -162,11 +162,13 @@ class Hub:
     """The sockets of a process. connections: all that are open. In one turn of the loop every known peer is served
     once; strangers, connections that are not `known` and listeners, in random order, in their share of the time."""
 
+    _hears_strangers = False
+
     def __init__(self):
         self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
         self.strangers, self._share = selectors.DefaultSelector(), Budget(STRANGERS_SHARE, STRANGERS_SECONDS)
         self.again = set()                           # those with input that is not handled yet: next in the next turn
-        self._hears_strangers, self._dice = False, random.Random()
+        self._dice = random.Random()
 
     def listen(self, host, port, accept, room, backlog):
         """Listens; accept(sock, address) makes a Connection of each peer. room(): whether another one may come now;
@@ -248,7 +250,9 @@ class Connection:
     times a second; `failed`, when TLS cannot be agreed on; `broken`, when a method raised an error; `closed`, once."""
 
     PIECE = 1 << 16            # bytes that are read at a time
-    known = False
+    known = paused = False
+    open = True
+    _event = 0                 # that the selector waits for
 
     def __init__(self, hub, sock, address, traffic, tls=None, call=None):
         self.hub, self.sock, self.traffic = hub, sock, traffic
@@ -256,8 +260,6 @@ class Connection:
         self._selector = hub.strangers
         self.host, self.address = host_of(address[0]), address_text(*address[:2])
         self.inbox, self.outbox = bytearray(), collections.deque()
-        self.open, self.paused = True, False
-        self._event = 0                                  # that the selector waits for
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
         if call:
             sock.setblocking(False)

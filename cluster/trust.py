@@ -53,11 +53,12 @@ class Trust:
     """votes: {step: {digest: authors}}; figures: {(step, size): [(author, figure)]} of validations and rewards; data,
     validation: {digest: voters} of the training and the held-out data, see `of_most`."""
 
+    _reported = False          # an unconfirmed validation
+
     def __init__(self):
         self.votes, self.figures = {}, {}
         self.data, self.validation = {}, {}
         self._tied = {}                              # step without a majority: whether that was told
-        self._reported = False                       # an unconfirmed validation
 
     def judge(self, step, author, digest, rebuilt, at_work=()):
         """Takes a vote in. Returns the verdict on it (AGREES, REBUILD, WAIT or BAN), the authors that state something

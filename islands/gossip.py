@@ -94,11 +94,10 @@ class Fitness:
     """The exponential mean of the measures in this epoch: of validation, or of the loss until there is validation; with
     an objective of the reward."""
 
+    kind, unit = "loss", KINDS["loss"][0]
+    best, best_step = math.inf, 0
+
     def __init__(self):
-        self.kind = "loss"
-        self.unit = KINDS["loss"][0]
-        self.best = math.inf
-        self.best_step = 0
         self.begin()
 
     def begin(self):
