@@ -207,10 +207,8 @@ class TensorBoard:
         if kind == "step":
             names = "updates", "tokens_per_second", "learning_rate"
             values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
-        elif kind == "validation":
-            values = {f"validation/{unit}": event["value"]}
-        elif kind == "reward":
-            values = {"reward": event["value"]}
+        elif kind in ("validation", "reward"):
+            values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
         elif kind == "snapshot" and event["overlay"]:
             values = {f"overlay/{name}": value for name, value in event["overlay"].items()}
         summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])

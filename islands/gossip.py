@@ -351,7 +351,7 @@ class Island(Hook):
         if distrust:
             self.peers.distrust(incoming.peer, why)
         elif why:
-            self.events.about(incoming.peer.author.host, "warning", f"island: {why}", text=f"island: {why}")
+            self.events.warn(f"island: {why}", incoming.peer.author.host)
 
     # epochs
 
