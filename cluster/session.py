@@ -1,5 +1,5 @@
 """A connection that speaks frames (cluster.wire). What the frames mean is up to its role: that of a greeting
-(cluster.admission.Arrival) until the peer is let in, and then worker (cluster.dispatch.RemoteWorker), reader of the
+(cluster.admission.Arrival) until the peer is let in, and then worker (egg_net.RemoteWorker), reader of the
 status, or island (islands.peers.PeerRole)."""
 
 import contextlib
