@@ -435,7 +435,8 @@ class RemoteWorker(Role):
 
     def __init__(self, session, coordinator, author, card):
         super().__init__(session)
-        self.coordinator, self.author, self.card, self.version = coordinator, author, card, session.version
+        self.coordinator, self.version = coordinator, session.version
+        self.author, self.card = author, card
         self.conduct, self.source = fairness.Conduct(), Source()
         coordinator.dispatcher.enter(self)
 
