@@ -516,8 +516,8 @@ def open_directory(cfg, directory, start=None):
             where = error.filename or directory
             raise HistoryError(f"{where}: {error.strerror}: give a --save-dir that can be written") from None
         undo.pop_all()
-    for name in os.listdir(directory):       # of a `replacing` or an upload that was killed
-        if name.startswith((FILE, SETTINGS, DATA_FILE, "snapshot-")) and name.endswith(".part"):
+    for name in os.listdir(directory):       # of a `replacing` that was killed
+        if name.startswith((FILE, SETTINGS, DATA_FILE)) and name.endswith(".part"):
             remove(os.path.join(directory, name))
     settings = cfg.settings()
     for name in egg_config.DATA_FILES:

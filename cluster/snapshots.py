@@ -247,7 +247,8 @@ class Shelf:
         first = self.files.get(start.step) if start.epoch else None
         earlier = [match[0] for match in found
                    if first and int(match[1]) <= start.step and match[0] not in self.files.values()]
-        for name in earlier if self.run.owned else ():
+        parts = [name for name in names if name.startswith("snapshot-") and name.endswith(".part")]
+        for name in [*earlier, *parts] if self.run.owned else ():      # otherwise a part may be an upload in progress
             self.remove(name)
 
     def _take(self, match):
