@@ -353,12 +353,14 @@ def _constants():
     with open(__file__, encoding="utf-8") as file:
         text, presets, program = file.read().partition("\nPRESETS =")
     found, lines = {}, {}
+    line, at = 1, 0
     for match in LINE.finditer(text):
         if match["title"]:
             section = match["title"]
             continue
         name, agree = match["name"], match["agree"]
-        lines[name] = text.count("\n", 0, match.start()) + 1
+        line, at = line + text.count("\n", at, match.start()), match.start()
+        lines[name] = line
         if agree in AGREE:
             value = globals()[name]
             kind, allowed = _allowed(match["limits"])
