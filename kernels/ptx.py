@@ -6,6 +6,7 @@ rows of 16 bytes, 128 contiguous bytes; a matrix of K bytes a row is stored [row
 """
 
 import inspect
+import re
 from types import SimpleNamespace
 
 from llvmlite import ir
@@ -30,15 +31,23 @@ def _pointer(context, builder, array_type, array, index):
     return builder.gep(data, [index])
 
 
-def _instruction(text, result=void, operands=(), effect="", sets=0, adds=True):
+def _instruction(text, result=int32, operands=None, effect="", sets=0, adds=True):
     """An intrinsic f(*operands) that emits inline PTX. In the text the results come first, from $0 on.
 
     result: a numba scalar, or int n: a tuple of n int32. An operand is a numba scalar; or POINTER: an array and an
     index, in the text the 64-bit address; or int n: the first n int32 of a local array, or a tuple of n, in the text n
-    registers.
-    effect: VOLATILE (it is neither moved nor dropped) or MEMORY (nor are loads and stores moved across it).
+    registers. None: what the text names, float32 where the result is one, else int32.
+    effect: VOLATILE (it is neither moved nor dropped) or MEMORY (nor are loads and stores moved across it), which is
+    that of an instruction without a result.
     sets: instead of a result, a local array before the operands whose first `sets` int32 are written; with `adds` they
     are read as well, and are the first operands."""
+    count = sets or (result if isinstance(result, int) else 0)
+    if operands is None:
+        named = len(set(re.findall(r"\$\d", text))) - (count or result is not void)
+        operands = [float32 if result is float32 else int32] * named
+    if result is void:
+        effect = effect or MEMORY
+
     def emit(ctx, *given):
         given, wanted = list(given), [given[0]] if sets else []
         for kind in operands:
@@ -64,7 +73,6 @@ def _instruction(text, result=void, operands=(), effect="", sets=0, adds=True):
                     values.append(args[at])
                 at += 2 if kind is POINTER else 1
                 constraints += ["r"] * kind if isinstance(kind, int) else ["l" if kind is POINTER else LETTER[kind]]
-            count = sets or (result if isinstance(result, int) else 0)
             out = ir.LiteralStructType([I32] * count) if count else TYPE[result]
             outs = ["=r"] * count if count else [] if result is void else ["=" + LETTER[result]]
             clobbered = ["~{memory}"] if effect == MEMORY else []
@@ -93,55 +101,54 @@ def shift_right(ctx, a, n):
 # --- scalars, every supported card -----------------------------------------------------------------------------------
 
 trunc_f32 = _instruction("cvt.rzi.s32.f32 $0, $1;", int32, (float32,))                  # toward zero, saturating
-add_down = _instruction("add.rm.f32 $0, $1, $2;", float32, (float32,) * 2)              # rounded downward
-fma_down = _instruction("fma.rm.f32 $0, $1, $2, $3;", float32, (float32,) * 3)          # rounded once, downward
-fma_toward_zero = _instruction("fma.rz.f32 $0, $1, $2, $3;", float32, (float32,) * 3)
-fma_sat = _instruction("fma.rn.sat.f32 $0, $1, $2, $3;", float32, (float32,) * 3)       # rounded, then cut to [0, 1]
+add_down = _instruction("add.rm.f32 $0, $1, $2;", float32)   # rounded downward
+fma_down = _instruction("fma.rm.f32 $0, $1, $2, $3;", float32)   # rounded once, downward
+fma_toward_zero = _instruction("fma.rz.f32 $0, $1, $2, $3;", float32)
+fma_sat = _instruction("fma.rn.sat.f32 $0, $1, $2, $3;", float32)   # rounded, then cut to [0, 1]
 float_bits = _instruction("mov.b32 $0, $1;", int32, (float32,))
 bits_float = _instruction("mov.b32 $0, $1;", float32, (int32,))
-with_sign = _instruction("copysign.f32 $0, $2, $1;", float32, (float32,) * 2)           # a >= 0 with the sign of b
-minimum = _instruction("min.f32 $0, $1, $2;", float32, (float32,) * 2)
-maximum = _instruction("max.f32 $0, $1, $2;", float32, (float32,) * 2)
-reciprocal = _instruction("rcp.approx.ftz.f32 $0, $1;", float32, (float32,))            # to 1 ulp
+with_sign = _instruction("copysign.f32 $0, $2, $1;", float32)   # a >= 0 with the sign of b
+minimum = _instruction("min.f32 $0, $1, $2;", float32)
+maximum = _instruction("max.f32 $0, $1, $2;", float32)
+reciprocal = _instruction("rcp.approx.ftz.f32 $0, $1;", float32)   # to 1 ulp
 mad_wide = _instruction("mad.wide.s32 $0, $1, $2, $3;", int64, (int32, int32, int64))   # a * b + c in 64 bits
 # x; computations with it cannot be moved out of the loop, which saves registers
-keep_in_loop = _instruction("mov.b32 $0, $1;", int32, (int32,), MEMORY)
+keep_in_loop = _instruction("mov.b32 $0, $1;", effect=MEMORY)
 # p / 64 toward zero
-trunc_64th = _instruction("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }",
-                          int32, (int32,))
+trunc_64th = _instruction("{ .reg .b32 t; shr.s32 t, $1, 31; shr.u32 t, t, 26; add.s32 t, t, $1; shr.s32 $0, t, 6; }")
 # over the warp, cc >= 8.0
-warp_sum = _instruction("redux.sync.add.s32 $0, $1, 0xffffffff;", int32, (int32,), MEMORY)
-warp_max = _instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", int32, (int32,), MEMORY)
+warp_sum = _instruction("redux.sync.add.s32 $0, $1, 0xffffffff;", effect=MEMORY)
+warp_max = _instruction("redux.sync.max.s32 $0, $1, 0xffffffff;", effect=MEMORY)
 
 
 # --- two int16 or four bytes in a word -------------------------------------------------------------------------------
 
 # bytes picked by the nibbles of the third operand; nibble + 8 spreads the byte's sign bit
-byte_permute = _instruction("prmt.b32 $0, $1, $2, $3;", int32, (int32,) * 3)
+byte_permute = _instruction("prmt.b32 $0, $1, $2, $3;")
 # c + the dot product of four int8 pairs of a and b
-dp4a = _instruction("dp4a.s32.s32 $0, $1, $2, $3;", int32, (int32,) * 3)
+dp4a = _instruction("dp4a.s32.s32 $0, $1, $2, $3;")
 # the two int16 of a times the int8 (or uint8) 0 and 1, or 2 and 3, of b, summed
-dp2a_low = _instruction("dp2a.lo.s32.s32 $0, $1, $2, 0;", int32, (int32,) * 2)
-dp2a_high = _instruction("dp2a.hi.s32.s32 $0, $1, $2, 0;", int32, (int32,) * 2)
-dp2a_low_u8 = _instruction("dp2a.lo.s32.u32 $0, $1, $2, 0;", int32, (int32,) * 2)
-dp2a_high_u8 = _instruction("dp2a.hi.s32.u32 $0, $1, $2, 0;", int32, (int32,) * 2)
+dp2a_low = _instruction("dp2a.lo.s32.s32 $0, $1, $2, 0;")
+dp2a_high = _instruction("dp2a.hi.s32.s32 $0, $1, $2, 0;")
+dp2a_low_u8 = _instruction("dp2a.lo.s32.u32 $0, $1, $2, 0;")
+dp2a_high_u8 = _instruction("dp2a.hi.s32.u32 $0, $1, $2, 0;")
 # c + the sum of the distances of four uint8 pairs of a and b
-distance4 = _instruction("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;", int32, (int32,) * 3)
+distance4 = _instruction("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;")
 # the int8 0 and 1, or 2 and 3, of a word as two int16; four int16, two to a word, as int8
-low2 = _instruction("prmt.b32 $0, $1, 0, 0x9180;", int32, (int32,))
-high2 = _instruction("prmt.b32 $0, $1, 0, 0xB3A2;", int32, (int32,))
-bytes4 = _instruction("prmt.b32 $0, $1, $2, 0x6420;", int32, (int32,) * 2)
+low2 = _instruction("prmt.b32 $0, $1, 0, 0x9180;")
+high2 = _instruction("prmt.b32 $0, $1, 0, 0xB3A2;")
+bytes4 = _instruction("prmt.b32 $0, $1, $2, 0x6420;")
 # two int32 clipped to int16, the first low
-saturate2 = _instruction("cvt.pack.sat.s16.s32 $0, $2, $1;", int32, (int32,) * 2)
+saturate2 = _instruction("cvt.pack.sat.s16.s32 $0, $2, $1;")
 
 # of the halves, cc >= 9.0; clip2: between -127 and 127
-add2 = _instruction("add.s16x2 $0, $1, $2;", int32, (int32,) * 2)
-min2 = _instruction("min.s16x2 $0, $1, $2;", int32, (int32,) * 2)
-max2 = _instruction("max.s16x2 $0, $1, $2;", int32, (int32,) * 2)
-min2_unsigned = _instruction("min.u16x2 $0, $1, $2;", int32, (int32,) * 2)
-max2_unsigned = _instruction("max.u16x2 $0, $1, $2;", int32, (int32,) * 2)
+add2 = _instruction("add.s16x2 $0, $1, $2;")
+min2 = _instruction("min.s16x2 $0, $1, $2;")
+max2 = _instruction("max.s16x2 $0, $1, $2;")
+min2_unsigned = _instruction("min.u16x2 $0, $1, $2;")
+max2_unsigned = _instruction("max.u16x2 $0, $1, $2;")
 clip2 = _instruction("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; "
-                     "mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }", int32, (int32,))
+                     "mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }")
 
 
 def int16_pairs(cc):
@@ -151,10 +158,8 @@ def int16_pairs(cc):
     extreme = "{ .reg .b32 z; mov.b32 z, 0; v%s2.s32.s32.s32 $0, $1, $2, z; }"
     return SimpleNamespace(
         add2=_instruction("{ .reg .b32 t, u; and.b32 t, $1, 0x7FFF7FFF; and.b32 u, $2, 0x7FFF7FFF; "
-                          "add.u32 t, t, u; xor.b32 u, $1, $2; and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }",
-                          int32, (int32,) * 2),
-        min2=_instruction(extreme % "min", int32, (int32,) * 2),
-        max2=_instruction(extreme % "max", int32, (int32,) * 2))
+                          "add.u32 t, t, u; xor.b32 u, $1, $2; and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }"),
+        min2=_instruction(extreme % "min"), max2=_instruction(extreme % "max"))
 
 
 # --- loads and stores ------------------------------------------------------------------------------------------------
@@ -162,14 +167,14 @@ def int16_pairs(cc):
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 
 # Four core matrices; lane i gives the shared address of row i % 8 of matrix i // 8. 4 int32: word q of row g of each.
-load_matrix4 = _instruction(LDMATRIX + " {$0,$1,$2,$3}, [$4];", 4, (int32,), MEMORY)
+load_matrix4 = _instruction(LDMATRIX + " {$0,$1,$2,$3}, [$4];", 4, effect=MEMORY)
 # an int32 at a shared address; `load_shared` is for tables only: nothing orders it but its address
-load_shared = _instruction("ld.shared.b32 $0, [$1];", int32, (int32,))
-read_shared = _instruction("ld.shared.b32 $0, [$1];", int32, (int32,), MEMORY)
-store_shared = _instruction("st.shared.b32 [$0], $1;", void, (int32,) * 2, MEMORY)
+load_shared = _instruction("ld.shared.b32 $0, [$1];")
+read_shared = _instruction("ld.shared.b32 $0, [$1];", effect=MEMORY)
+store_shared = _instruction("st.shared.b32 [$0], $1;", void)
 # four int32 at a shared address that is a multiple of 16
-load_shared4 = _instruction("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", 4, (int32,), MEMORY)
-store_shared4 = _instruction("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void, (int32,) * 5, MEMORY)
+load_shared4 = _instruction("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", 4, effect=MEMORY)
+store_shared4 = _instruction("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void)
 # brings the line of array[index], which must exist, into the second-level cache
 prefetch = _instruction("prefetch.L2 [$0];", void, (POINTER,), VOLATILE)
 
@@ -249,7 +254,7 @@ def mma_product(columns, steps, keep=False):
                 old = _registers(here if k else count + here if keep else at_b + 1, 4)
                 text.append(f"{MMA}{_registers(here, 4)}, {_registers(at_a + 4 * k, 4)}, "
                             f"{{b{2 * half},b{2 * half + 1}}}, {old};")
-    return _instruction(" ".join(text + ["}"]), void, (4 * steps, int32, 4), MEMORY, count, keep)
+    return _instruction(" ".join(text + ["}"]), void, (4 * steps, int32, 4), sets=count, adds=keep)
 
 
 def mma_tile(columns, steps, stride):
@@ -269,31 +274,30 @@ def mma_tile(columns, steps, stride):
             for i in range(2):
                 c = _registers(8 * j + 4 * i, 4)
                 text.append(f"{MMA}{c}, {{a0, a1, a2, a3}}, {{b{2 * i}, b{2 * i + 1}}}, {c};")
-    return _instruction(" ".join(text + ["}"]), void, (int32, int32), MEMORY, count)
+    return _instruction(" ".join(text + ["}"]), void, (int32, int32), sets=count)
 
 
 # --- asynchronous copies and barriers in shared memory, cc >= 8.0 -----------------------------------------------------
 
 # f(address, source, index): 16 bytes from source[index...] (global memory, aligned) to a shared address
-copy_async16 = _instruction("cp.async.cg.shared.global [$0], [$1], 16;", void, (int32, POINTER), MEMORY)
-copy_commit = _instruction("cp.async.commit_group;", effect=MEMORY)
-copy_wait_all = _instruction("cp.async.wait_group 0;", effect=MEMORY)          # this thread's committed groups landed
-copy_wait_but_one = _instruction("cp.async.wait_group 1;", effect=MEMORY)      # all but the newest
+copy_async16 = _instruction("cp.async.cg.shared.global [$0], [$1], 16;", void, (int32, POINTER))
+copy_commit = _instruction("cp.async.commit_group;", void)
+copy_wait_all = _instruction("cp.async.wait_group 0;", void)          # this thread's committed groups landed
+copy_wait_but_one = _instruction("cp.async.wait_group 1;", void)      # all but the newest
 
 # f(address, count): a barrier at a shared address (8 bytes) for `count` arrivals
-barrier_init = _instruction("mbarrier.init.shared::cta.b64 [$0], $1;", void, (int32,) * 2, MEMORY)
-barrier_arrive = _instruction("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }", void, (int32,),
-                              MEMORY)
+barrier_init = _instruction("mbarrier.init.shared::cta.b64 [$0], $1;", void)
+barrier_arrive = _instruction("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }", void)
 # f(address, most): counts at a shared address, after `most` from 0 again; the number before
-count_round = _instruction("atom.shared::cta.inc.u32 $0, [$1], $2;", int32, (int32,) * 2, MEMORY)
+count_round = _instruction("atom.shared::cta.inc.u32 $0, [$1], $2;", effect=MEMORY)
 # one arrival when the copies that this thread has started have landed
-copy_arrive = _instruction("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", void, (int32,), MEMORY)
+copy_arrive = _instruction("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", void)
 # f(address, parity): waits until the phase of this parity is complete; barrier_wait: cc >= 9.0
 _WAIT = "{ .reg .pred p; W: mbarrier.%s_wait.parity.shared::cta.b64 p, [$0], $1; @p bra D; bra W; D: }"
-barrier_test = _instruction(_WAIT % "test", void, (int32,) * 2, MEMORY)
-barrier_wait = _instruction(_WAIT % "try", void, (int32,) * 2, MEMORY)
+barrier_test = _instruction(_WAIT % "test", void)
+barrier_wait = _instruction(_WAIT % "try", void)
 # f(id, count): barrier 1 to 15 of `count` threads
-named_barrier = _instruction("bar.sync $0, $1;", void, (int32,) * 2, MEMORY)
+named_barrier = _instruction("bar.sync $0, $1;", void)
 
 
 def shared_limit(device):
@@ -317,16 +321,16 @@ def allow_shared(kernel, signature, nbytes):
 # --- cc 9.0 only: bulk copies, warpgroup products --------------------------------------------------------------------
 
 # between ordinary stores and wgmma (or a bulk copy) reading them
-proxy_fence = _instruction("fence.proxy.async.shared::cta;", effect=MEMORY)
-barrier_fence = _instruction("fence.mbarrier_init.release.cluster;", effect=MEMORY)
+proxy_fence = _instruction("fence.proxy.async.shared::cta;", void)
+barrier_fence = _instruction("fence.mbarrier_init.release.cluster;", void)
 # f(address, bytes): one arrival that also awaits this many bytes of bulk copies
-barrier_expect = _instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void, (int32,) * 2, MEMORY)
+barrier_expect = _instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", void)
 # f(address, source, index, nbytes, barrier): nbytes (a multiple of 16) from source[index...] to a shared address;
 # completes on the barrier at shared address `barrier`. One thread issues it.
 copy_bulk = _instruction("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-                         void, (int32, POINTER, int32, int32), MEMORY)
+                         void, (int32, POINTER, int32, int32))
 # before the first product that reads accumulators just touched
-wgmma_fence = _instruction("wgmma.fence.sync.aligned;", effect=MEMORY)
+wgmma_fence = _instruction("wgmma.fence.sync.aligned;", void)
 
 
 def wgmma_descriptor_strides(k_bytes):
@@ -343,12 +347,12 @@ def wgmma_s8(columns):
     count = columns // 2
     text = (f"{{ .reg .pred p; setp.ne.s32 p, ${2 * count + 2}, 0; wgmma.mma_async.sync.aligned.m64n{columns}k32.s32."
             f"s8.s8 {_registers(0, count)}, ${2 * count}, ${2 * count + 1}, p; }}")
-    return _instruction(text, void, (int64, int64, int32), VOLATILE, count)
+    return _instruction(text, void, (int64, int64, int32), VOLATILE, sets=count)
 
 
 def wgmma_done(columns):
     """Intrinsic f(acc): commit the products issued and wait for them; acc may be read afterwards."""
-    return _instruction("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;", effect=MEMORY,
+    return _instruction("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;", void,
                         sets=columns // 2)
 
 
@@ -377,4 +381,4 @@ def wgmma_product(columns, steps, registers, keep):
                  f"setp.{'eq' if keep or i else 'ne'}.u32 p, b, b;" if i < 2 else "",
                  f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {_registers(0, count)}, {left}, bb, p;"]
     text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return _instruction(" ".join(text), void, (4 * steps if registers else int32, int32), MEMORY, count, keep)
+    return _instruction(" ".join(text), void, (4 * steps if registers else int32, int32), sets=count, adds=keep)
