@@ -10,9 +10,10 @@ product in one launch.
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64, types
+from numba import cuda, float32, int32, int64
 from numba.cuda import libdevice
 
+from kernels.parts import A2, A32, F1, F2
 from model import optimizers
 from model import parameters
 
@@ -22,13 +23,7 @@ PITCH = TILE + 1            # floats of a k there: no bank twice
 OPERAND = DEPTH * PITCH
 THREADS = 256
 # columns of Plan.matrices
-WEIGHTS = 0
-ROWS = 1
-COLS = 2
-SHORT = 3
-LONG = 4
-AT_X = 5
-AT_A = 6
+WEIGHTS, ROWS, COLS, SHORT, LONG, AT_X, AT_A = range(7)
 
 
 class Plan(NamedTuple):
@@ -61,12 +56,6 @@ def plan(cfg):
     return Plan(*(np.array(table, np.int32) for table in (matrices, squares, wides, directions)), x, a)
 
 
-A1 = types.Array(int32, 1, "C")
-A2 = types.Array(int32, 2, "C")
-F1 = types.Array(float32, 1, "C")
-F2 = types.Array(float32, 2, "C")
-
-
 def build(cfg):
     """The kernels of a configuration, as Python functions; none without USE_MUON."""
     if not cfg.USE_MUON:
@@ -74,7 +63,7 @@ def build(cfg):
     PARTS, EPS = optimizers.MUON_PARTS, float32(optimizers.MUON_EPS)
     MOMENTUM = float32(np.float32(cfg.MUON_MOMENTUM))
 
-    def muon_start(matrices: A2, votes: A1, moments: F2, x: F1):
+    def muon_start(matrices: A2, votes: A32, moments: F2, x: F1):
         """Momentum after the votes (int32, canonical), and x: the momentum of norm 1. A block of MUON_PARTS threads a
         matrix."""
         sums = cuda.shared.array(PARTS, float32)

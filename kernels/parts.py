@@ -8,7 +8,7 @@ import textwrap
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, float64, int8, int32, int64, types, uint32
+from numba import cuda, float32, float64, int8, int32, int64, types, uint8, uint32
 
 from kernels import ptx
 from kernels.rules import device
@@ -22,6 +22,10 @@ A32 = types.Array(int32, 1, "C")
 AU32 = types.Array(uint32, 1, "C")
 A64 = types.Array(int64, 1, "C")
 AF64 = types.Array(float64, 1, "C")
+B1 = types.Array(uint8, 1, "C")
+F1 = types.Array(float32, 1, "C")
+F2 = types.Array(float32, 2, "C")
+A2 = types.Array(int32, 2, "C")
 
 
 def blocks(n, size):

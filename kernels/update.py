@@ -11,14 +11,14 @@ both operands; slices of n bound the memory.
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int8, int32, int64, types, uint8, uint32
+from numba import cuda, float32, int8, int32, int64, uint32
 from numba.cuda import libdevice
 
 from model import optimizers
 from model import parameters
 from model import rules
 from kernels import muon
-from kernels.parts import A8, A32, AU32, pack4, quad_sum, wgmma_descriptor
+from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, pack4, quad_sum, wgmma_descriptor
 from kernels.rules import TARGET, build_noise, device
 from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, mma_tile, proxy_fence,
                          shared_address, wgmma_done, wgmma_fence, wgmma_s8)
@@ -37,37 +37,11 @@ THREADS = 128
 ELEMENTS = 4 * THREADS      # weights that a block of the kernel `optimize` moves
 FIT_PAD = 128               # zeros before and after the fitness
 
-# columns of Plan.rows
-INDEX = 0
-DELTA = 1
-SHIFT = 2
-LOW = 3
-HIGH = 4
-# of Plan.tiles
-PLAIN = 0
-SIGNED = 1
-PLAIN_COUNT = 2
-SIGNED_COUNT = 3
-FIRST = 4
-LAST = 5
-VOTES = 6
-COLS = 7
-SIGNED_IS_ROW = 8
-SIGNED_AT = 9
-# of Plan.vectors
-ELEMENT = 0
-OFFSET = 1
-AHEAD = 2
-VOTE = 3
-# of Plan.tensors
-WEIGHTS = 0
-SIZE = 1
-WIDTH = 2
-MATRIX = 3
-OVERLAY_A = 4
-OVERLAY_B = 5
-BY_TOKEN = 6
-DIRECTION = 7
+# columns of Plan.rows, Plan.tiles, Plan.vectors and Plan.tensors
+INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
+PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
+ELEMENT, OFFSET, AHEAD, VOTE = range(4)
+WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, BY_TOKEN, DIRECTION = range(8)
 
 
 class Plan(NamedTuple):
@@ -90,7 +64,7 @@ class Plan(NamedTuple):
 def plan(cfg):
     """The Plan of a configuration."""
     tensors, pairs = parameters.tensors(cfg), cfg.N_PAIRS
-    plain = np.zeros((-(-max(cfg.VOCAB_SIZE, 4 * cfg.HIDDEN_DIM) // 8) * 8, 5), np.int32)
+    plain = np.zeros((blocks(max(cfg.VOCAB_SIZE, 4 * cfg.HIDDEN_DIM), 8) * 8, 5), np.int32)
     plain[:, INDEX] = np.arange(len(plain))
     plain[:, SHIFT] = -1
     signed, tiles = [], []
@@ -105,7 +79,7 @@ def plan(cfg):
         signed_is_row = t.rows <= t.cols
         few, many = sorted((t.rows, t.cols))
         few_seed, many_seed = (t.seed_b, t.seed_a) if signed_is_row else (t.seed_a, t.seed_b)
-        low, high = many_seed // DEPTH * DEPTH, -(-(many_seed + pairs) // DEPTH) * DEPTH
+        low, high = many_seed // DEPTH * DEPTH, blocks(many_seed + pairs, DEPTH) * DEPTH
         plain[:many, HIGH] = np.maximum(plain[:many, HIGH], high)
         at = len(plain) + len(signed)
         signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)] + [(0,) * 5] * (-few % 8)
@@ -113,23 +87,23 @@ def plan(cfg):
                   for p in range(0, many, TILE) for s in range(0, few, TILE)]
     table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, t.by_token, direction)
              for t, direction in zip(tensors, muon.plan(cfg).directions)]
-    blocks = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
+    parts = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
     rows = np.concatenate([plain, np.array(signed, np.int32)])
-    return Plan(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, blocks)), int(rows[:, HIGH].max()))
+    return Plan(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, parts)), int(rows[:, HIGH].max()))
 
 
 @device
 def mixed(x):
     """The hash of SPEC 2 from its first sum, without its last step x ^= x >> 16."""
-    x = uint32((x ^ x >> uint32(16)) * uint32(0x85EBCA6B))
-    return uint32((x ^ x >> uint32(13)) * uint32(0xC2B2AE35))
+    x = uint32((x ^ x >> 16) * 0x85EBCA6B)
+    return uint32((x ^ x >> 13) * 0xC2B2AE35)
 
 
 @device
 def negated(word, flags):
     """The int8 bytes of a word, negated where `flags` (0 or 1 in each byte) says so; none is -128."""
-    t = uint32(word ^ ((flags << uint32(8)) - flags))
-    return uint32((t & uint32(0x7F7F7F7F)) + flags ^ t & uint32(0x80808080))
+    t = uint32(word ^ ((flags << 8) - flags))
+    return uint32((t & 0x7F7F7F7F) + flags ^ t & 0x80808080)
 
 
 @device
@@ -142,14 +116,8 @@ def shifted_word(words, at):
 @device
 def ones(fit):
     """Of a word whose bytes are -1, 0 or 1: (the flags of -1, full bytes where not 0)."""
-    some = uint32(fit & uint32(0x01010101))
-    return uint32(fit >> uint32(1) & uint32(0x01010101)), uint32((some << uint32(8)) - some)
-
-
-F1 = types.Array(float32, 1, "C")
-F2 = types.Array(float32, 2, "C")
-B1 = types.Array(uint8, 1, "C")
-A2 = types.Array(int32, 2, "C")
+    some = uint32(fit & 0x01010101)
+    return uint32(fit >> 1 & 0x01010101), uint32((some << 8) - some)
 
 
 @device
@@ -180,30 +148,29 @@ def vote_index(p, s, signed_is_row, cols):
 
 def operands_kernel(cfg):
     """The kernel that hashes noise into the operands of products."""
-    masks, gaussian = uint32(cfg.DEVICE_MASK * 0x01010101), bool(cfg.DEVICE_GAUSSIAN)
+    masks, gaussian = cfg.DEVICE_MASK * 0x01010101, bool(cfg.DEVICE_GAUSSIAN)
     signs = not cfg.USE_CLT
     noise = build_noise(cfg).noise
 
     @device
     def four_votes(x):
         """The noise of four consecutive n as votes count it, the bytes of a word; x: seed + n + index * 0x9e3779b9."""
-        one, two, three = uint32(1), uint32(2), uint32(3)
         if gaussian:
-            word = uint32(pack4(noise(x, 0), noise(x + one, 0), noise(x + two, 0), noise(x + three, 0)))
+            word = uint32(pack4(noise(x, 0), noise(x + 1, 0), noise(x + 2, 0), noise(x + 3, 0)))
         else:
             # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
-            low = byte_permute(int32(mixed(x)), int32(mixed(uint32(x + one))), 0x6240)
-            high = byte_permute(int32(mixed(uint32(x + two))), int32(mixed(uint32(x + three))), 0x6240)
+            low = byte_permute(int32(mixed(x)), int32(mixed(uint32(x + 1))), 0x6240)
+            high = byte_permute(int32(mixed(uint32(x + 2))), int32(mixed(uint32(x + 3))), 0x6240)
             p = uint32(byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632))
-            minus = uint32(~p & uint32(0x01010101))
-            m = uint32(p >> one & masks)
-            m = uint32((m ^ (minus << uint32(7)) - minus) + minus)
-            word = uint32(m ^ minus << uint32(7))
+            minus = uint32(~p & 0x01010101)
+            m = uint32(p >> 1 & masks)
+            m = uint32((m ^ (minus << 7) - minus) + minus)
+            word = uint32(m ^ minus << 7)
         if signs:                                            # 1, -1 or 0 in each byte
-            minus = uint32(word >> uint32(7) & uint32(0x01010101))
-            some = uint32(word | (word & uint32(0x7F7F7F7F)) + uint32(0x7F7F7F7F))
-            some = uint32(some >> uint32(7) & uint32(0x01010101))
-            word = uint32(some | (minus << uint32(8)) - minus)
+            minus = uint32(word >> 7 & 0x01010101)
+            some = uint32(word | (word & 0x7F7F7F7F) + 0x7F7F7F7F)
+            some = uint32(some >> 7 & 0x01010101)
+            word = uint32(some | (minus << 8) - minus)
         return word
 
     def operands(rows: A2, seed: AU32, fit: A32, start: int32, width: int32, out: A32):
@@ -219,13 +186,13 @@ def operands_kernel(cfg):
         n = int32(start + first + (lane & 3) * 4)
         low, high = rows[row, LOW], rows[row, HIGH]
         shift = rows[row, SHIFT]
-        x = uint32(seed[0] + uint32(rows[row, DELTA]) + uint32(rows[row, INDEX]) * uint32(0x9E3779B9))
+        x = uint32(seed[0] + rows[row, DELTA] + rows[row, INDEX] * 0x9E3779B9)
         steps = int32(PIECE // 64)
         if first >= width:
             steps = int32(1 if warp == 0 else 0)             # the 16 n beyond the slice
         for _ in range(steps):
             if uint32(n - low) < uint32(high - low):
-                draws = four_votes(uint32(x + uint32(n)))
+                draws = four_votes(uint32(x + n))
                 if shift >= 0:
                     minus, some = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
                     draws = negated(uint32(draws & some), minus)
@@ -345,7 +312,7 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
     for step in range(from_n, to_n, 16):
         n = int32(step + (lane & 3) * 4)
         minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
-        minus = uint32((minus << uint32(8)) - minus)                         # full bytes
+        minus = uint32((minus << 8) - minus)                                 # full bytes
         plus = uint32(some ^ minus)
         after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
         for e in range(EIGHTS):
@@ -488,14 +455,13 @@ def seen_kernel(cfg):
 
 def rescale_kernel(cfg):
     """The kernel of the noise-scale overlay."""
-    increase, decrease = int32(cfg.ADAPTIVE_NOISE_INC), int32(-cfg.ADAPTIVE_NOISE_DEC)
+    increase, decrease = cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC
 
     def rescale(touched: B1, overlay: A8):
         """The overlay's step; clears `touched`. A thread an entry."""
         i = cuda.grid(1)
         if i < overlay.size:
-            o = int32(overlay[i] + (increase if touched[i] else decrease))
-            overlay[i] = int8(max(int32(-127), min(int32(127), o)))
+            overlay[i] = int8(clip(overlay[i] + (increase if touched[i] else decrease)))
             touched[i] = 0
 
     return rescale
@@ -503,10 +469,11 @@ def rescale_kernel(cfg):
 
 def build(cfg, wgmma):
     """The kernels of a configuration, as Python functions; wgmma: see products_kernel."""
-    if cfg.PERTURB == "activations":
-        return [count_kernel(cfg), optimize_kernel(cfg), *muon.build(cfg)]
-    kernels = [operands_kernel(cfg), products_kernel(wgmma), vector_products, optimize_kernel(cfg), rescale_kernel(cfg)]
-    return kernels + [seen_kernel(cfg)] * (cfg.SEEN_VOTES > 1) + muon.build(cfg)
+    own = [count_kernel(cfg), optimize_kernel(cfg)]
+    if cfg.PERTURB == "weights":
+        own = [operands_kernel(cfg), products_kernel(wgmma), vector_products, optimize_kernel(cfg), rescale_kernel(cfg),
+               *[seen_kernel(cfg)] * (cfg.SEEN_VOTES > 1)]
+    return own + muon.build(cfg)
 
 
 def window_bytes(cfg):
@@ -524,7 +491,7 @@ class Update:
     def __init__(self, cfg, kernels, budget):
         p = plan(cfg)
         rows = len(p.rows) if "operands" in kernels else 0   # with noise on activations nothing is hashed
-        self.width = max(1, min(-(-p.span // SPLIT), int(budget) // (max(1, rows) * SPLIT) - 1)) * SPLIT
+        self.width = max(1, min(blocks(p.span, SPLIT), int(budget) // (max(1, rows) * SPLIT) - 1)) * SPLIT
         self.kernels = kernels
         self.starts = range(0, p.span, self.width) if rows else ()
         self.tables = Plan(*map(cuda.to_device, p[:5]), p.span)
@@ -532,7 +499,7 @@ class Update:
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
-        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + -(-cfg.STEP_DIGITS // 4) * 4, np.int8))
+        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.STEP_DIGITS, 4) * 4, np.int8))
         self.rates = cuda.device_array(len(p.tensors), np.float32)
         self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
@@ -566,15 +533,15 @@ class Update:
                 self.operands)
             add("products", len(tables.tiles) * (self.width // SPLIT), tables.tiles, self.operands, rows, start,
                 self.votes, shared=SHARED)
-            add("vector_products", -(-len(tables.vectors) * splits // (THREADS // 32)), tables.vectors, self.operands,
+            add("vector_products", blocks(len(tables.vectors) * splits, THREADS // 32), tables.vectors, self.operands,
                 fit, rows, start, splits, np.int32(self.pairs), self.votes)
         if "count_digits" in self.kernels:
-            add("count_digits", -(-self.votes.size // THREADS), self.fit[FIT_PAD:], self.votes)
+            add("count_digits", blocks(self.votes.size, THREADS), self.fit[FIT_PAD:], self.votes)
         if "seen" in self.kernels:
             add("seen", self.pairs * len(self.seen), self.windows, self.seen, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
         add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.token_rates, self.votes,
             self.muon.x, weights, moments, self.touched, self.changed)
         if self.adapt:
-            add("rescale", -(-overlay.size // THREADS), self.touched, overlay)
+            add("rescale", blocks(overlay.size, THREADS), self.touched, overlay)
         return out
