@@ -33,7 +33,7 @@ def attention_kernel(cfg, nz, gpu):
     SHIFT = cfg.SHIFT_ATTN
     MODE = cfg.ADAPTIVE_NOISE_MODE
     LENGTH, POSITIONS = padded_length(cfg), value_length(cfg)
-    (MOST, COPIES) = exp_sizes(cfg)
+    MOST, COPIES = exp_sizes(cfg)
     LIMBS = (cfg.SOFTMAX_SCALE_BIT + 8) // 8
     LOWEST = -2 ** 31
     EXPS = (MOST + 1) * COPIES

@@ -31,7 +31,6 @@ def head_kernel(cfg, nz, gpu, clean=False):
     The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
     `slot_of`."""
     H = cfg.HIDDEN_DIM
-    T = cfg.SEQ_LEN
     V = cfg.VOCAB_SIZE
     LENGTH = padded_length(cfg)
     TARGETS = cfg.TARGETS
@@ -57,10 +56,9 @@ def head_kernel(cfg, nz, gpu, clean=False):
               and cfg.NOISE_SHIFTS[0] > 1)
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
     EXPS = (MOST + 1) * STRIDE
-    SLOTS = members_of(32, T) if PAIRED else members_of(64, LENGTH)
+    SLOTS = members_of(32, cfg.SEQ_LEN) if PAIRED else members_of(64, LENGTH)
     TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
     shape = wide_shape(gpu.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, gpu.wgmma)
-    RG = shape.RG
     CG = shape.CG
     TILES = shape.passes
     STEPS, APART = 2 * shape.steps(), shape.apart()
@@ -68,18 +66,15 @@ def head_kernel(cfg, nz, gpu, clean=False):
     AT_TABLES = shape.bytes // 4
     AT_PARTS = AT_TABLES + TABLES
     ENTRY = 4 * COPIES
-    place_of = place_function(cfg, RG, PAIRED)
-    functions = product_functions(gpu, shape, 2)
-    open_ring, wait_rows = functions.open_ring, functions.wait_rows
-    multiply, finish = functions.multiply, functions.finish
+    place_of = place_function(cfg, shape.RG, PAIRED)
+    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
     job_shift, column = nz.shift, pair_functions(cfg, nz).column
-    noisy = begin_functions(cfg, nz, H)
-    as_row, as_column, BASE = noisy.row, noisy.column, noisy.BASE
+    as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
     quotient = None
     if PAIRED:
         BASE, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, BASE)
     HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
-    begin_tile = begin_tile_function(gpu, nz, noisy.begin, BASE)
+    begin_tile = begin_tile_function(gpu, nz, begin, BASE)
     position_loss = loss_function(cfg)
 
     @gpu.device

@@ -15,6 +15,7 @@ Product     512 threads are four warpgroups: RG groups of 64 rows by CG groups o
 """
 
 import math
+from collections import namedtuple
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ TALLEST = 64 * GROUPS                       # rows of the tallest tile: arrays o
 # int64 of shared memory for barriers: full and empty of 12 stages and of the rows, and turns where stages are few
 BARRIER_WORDS = 32
 ZEROS = (np.int32(0),) * 4
+Begin = namedtuple("Begin", "row column begin BASE")
+Product = namedtuple("Product", "open_ring wait_rows multiply finish")
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -47,8 +50,8 @@ def members_of(rows, length):
 # --- noise in the accumulators ---------------------------------------------------------------------------------------
 
 def begin_functions(cfg, nz, inputs, most=0):
-    """Device functions that put the noise of a product over `inputs` inputs into the accumulators before the product
-    starts:
+    """A Begin: device functions that put the noise of a product over `inputs` inputs into the accumulators before the
+    product starts:
 
     row(s, shift), column(n)    a signed sb and a column noise (int32) as `begin` wants them, int32
     begin(s, n, c, shift)       c + (s * n >> shift), where c = BASE + an int32 of at most `most` in size
@@ -78,7 +81,7 @@ def begin_functions(cfg, nz, inputs, most=0):
             return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
         return int32(c + ptx.shift_right(int32(s * n), shift))
 
-    return SimpleNamespace(row=row, column=column, begin=begin, BASE=BITS if FITS else 0)
+    return Begin(row, column, begin, BITS if FITS else 0)
 
 
 def begin_tile_function(gpu, nz, begin, base, at_bias=0, columns=128):
@@ -126,8 +129,9 @@ class Shape(SimpleNamespace):
     def traffic(self):
         """Bytes that a row brings from the second-level cache, half as much again for sums that wait there, and a tenth
         for epilogues beside which the tensor cores rest."""
-        weights = 0 if self.resident else self.columns() * self.K / (64 * self.RG)
-        bytes_ = weights + self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
+        bytes_ = self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
+        if not self.resident:
+            bytes_ += self.columns() * self.K / (64 * self.RG)
         return bytes_ if self.resident or self.turns else 1.1 * bytes_
 
 
@@ -183,8 +187,8 @@ class Ring(NamedTuple):
 
 
 def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=False):
-    """Device functions of the product of a Shape whose passes come round `repeat` times for every tile of rows, and are
-    those of `matrices` matrices, one behind the other:
+    """A Product: device functions of that of a Shape whose passes come round `repeat` times for every tile of rows, and
+    are those of `matrices` matrices, one behind the other:
 
     open_ring(steps, first, every, x, w, at)    the Ring of the block, with a barrier of the block; starts the first
                                                 copies. The kernel makes the rows itself with `own_rows`
@@ -407,7 +411,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
             leave_rows(ring, more, turn, coming)
         return int32(step + 1 + ((CG - 1) * PIECES if TURNS else 0))
 
-    return SimpleNamespace(open_ring=open_ring, wait_rows=wait_rows, multiply=multiply, finish=finish)
+    return Product(open_ring, wait_rows, multiply, finish)
 
 
 class Place(NamedTuple):

@@ -249,7 +249,6 @@ def _up_kernel(cfg, nz, gpu, KP):
         shape = wide_shape(gpu.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, gpu.wgmma)
         if shape and (shape.resident or not shape.stream and shape.stages * shape.KP * (1 + shape.turns) >= H):
             break
-    RG = shape.RG
     CG = shape.CG
     PASSES = shape.passes
     STEPS, APART = shape.steps(), shape.apart()
@@ -259,10 +258,8 @@ def _up_kernel(cfg, nz, gpu, KP):
     PIECE = max(KP // 128, 1)
     WORDS = 16 * max(KP, 128)
     STEP = KP // 16
-    place_of = place_function(cfg, RG)
-    functions = product_functions(gpu, shape)
-    open_ring, wait_rows = functions.open_ring, functions.wait_rows
-    multiply, finish = functions.multiply, functions.finish
+    place_of = place_function(cfg, shape.RG)
+    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     noise = nz.noise
     factor = nz.factor
     whole_factor = nz.whole
@@ -270,9 +267,9 @@ def _up_kernel(cfg, nz, gpu, KP):
     input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
     of_pair = pair_functions(cfg, nz)
     column, vector = of_pair.column, of_pair.vector
-    noisy = begin_functions(cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
-    as_row, as_column, BASE = noisy.row, noisy.column, noisy.BASE
-    begin_tile = begin_tile_function(gpu, nz, noisy.begin, 0, 4 * BIAS if BASE else 0)
+    as_row, as_column, begin, BASE = begin_functions(
+        cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
+    begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * BIAS if BASE else 0)
     # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
     UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
     # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
@@ -449,9 +446,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     AT_TABLES, place_of = shape.bytes // 4, place_function(cfg, RG)
     AT_TOPS = AT_TABLES + TABLES
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
-    functions = product_functions(gpu, shape, fresh=True)
-    open_ring, wait_rows = functions.open_ring, functions.wait_rows
-    multiply, finish = functions.multiply, functions.finish
+    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
     job_shift, of_pair = nz.shift, pair_functions(cfg, nz)
     column, vector = of_pair.column, of_pair.vector
 
@@ -597,11 +592,8 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 ahead = PASSES - 1 - back
                 if back > 0:
                     for i in range(0, ACC, 4):
-                        a = ptx.load4(spill, at_spill + (ahead * ACC + i) * THREADS)
-                        acc[i] = a[0]
-                        acc[i + 1] = a[1]
-                        acc[i + 2] = a[2]
-                        acc[i + 3] = a[3]
+                        acc[i], acc[i + 1], acc[i + 2], acc[i + 3] = ptx.load4(
+                            spill, at_spill + (ahead * ACC + i) * THREADS)
                 quantised(acc, scales)
                 col = ahead * (CG * N) + side * N
                 if QKV and which == 2:
@@ -645,9 +637,8 @@ class Plan(host.Plan):
     def _norm(self, name, layer, bias, matrices, more={}):
         """A norm before products with matrices; bias: of the product before it, or of the embedding, which generation
         adds here."""
-        inputs = sum((self.input(matrix, layer) for matrix in matrices), [])
         return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer), BIAS: bias,
-                         INPUTS: inputs, **more})
+                         INPUTS: sum((self.input(matrix, layer) for matrix in matrices), []), **more})
 
     def _mlp(self, up, bias_up, down, bias_down, layer):
         return SimpleNamespace(up=self.add({MATRIX: self.matrix(up, layer), MATRIX_BIAS: self.vector(bias_up, layer),
@@ -670,10 +661,9 @@ class Kernels:
         self.head, self.clean_head = head_kernel(cfg, nz, gpu), head_kernel(cfg, build_noise(cfg, True), gpu, True)
         both = [self.embed, *self.norms.values(), *self.full_width.values(), self.up, self.attention]
         self.noisy, self.clean = [*both, self.head], [*both, self.clean_head]
-        used = {"embedding": (PLAIN, self.head), "w_o": (QUADS, self.full_width["o"])}
-        used |= {name: (QUADS, self.full_width["qkv"]) for name in ("w_q", "w_k", "w_v")}
-        used |= {name: (UP, self.up) for name in ("w_up", "w_emb_mlp_up")}
-        used |= {name: (DOWN, self.full_width["down"]) for name in ("w_down", "w_emb_mlp_down")}
+        qkv, up, down = (QUADS, self.full_width["qkv"]), (UP, self.up), (DOWN, self.full_width["down"])
+        used = dict(embedding=(PLAIN, self.head), w_q=qkv, w_k=qkv, w_v=qkv, w_o=(QUADS, self.full_width["o"]),
+                    w_up=up, w_emb_mlp_up=up, w_down=down, w_emb_mlp_down=down)
         self.matrices = {}
         for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):
             order, kernel = used[t.name]
@@ -683,12 +673,12 @@ class Kernels:
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the arrays in the scratch memory of `pairs` pairs, bytes of all)."""
-        length, H = padded_length(self.cfg), self.cfg.HIDDEN_DIM
-        rows = padded_rows(self.cfg, pairs)
-        members, shapes = blocks(rows, length), [kernel.shape for kernel in self.full_width.values()]
-        spill = max(4 * MOST_BLOCKS * (shape.passes - 1) * (shape.N // 2) * THREADS for shape in shapes)
-        out, end = host.ranges(dict(h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, queries=(2 * rows + 64) * H,
-                                    values=members * H * value_length(self.cfg), spill=max(spill, 4)))
+        rows, H = padded_rows(self.cfg, pairs), self.cfg.HIDDEN_DIM
+        spill = max(2 * MOST_BLOCKS * (kernel.shape.passes - 1) * kernel.shape.N * THREADS
+                    for kernel in self.full_width.values())
+        out, end = host.ranges(dict(
+            h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, queries=(2 * rows + 64) * H,
+            values=blocks(rows, padded_length(self.cfg)) * H * value_length(self.cfg), spill=max(spill, 4)))
         out["keys"] = (out["queries"][0] + rows * H, out["queries"][1])      # behind the queries
         return out, end
 
