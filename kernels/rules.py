@@ -1,7 +1,5 @@
 """The rules of `model.rules` as device functions, with the constants of a configuration frozen (SPEC 2, 4, 7)."""
 
-from types import SimpleNamespace
-
 from numba import cuda, float32, int32, uint32
 from numba.cuda import libdevice
 
@@ -84,10 +82,9 @@ def build_noise(cfg, silent=False):
     def whole(overlay):
         return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
 
-    return SimpleNamespace(hash32=hash32, noise=noise, factor=scale.factor, scaled=scale.scaled,
-                           input_coefficient=input_coefficient, input_term=scale.input_term,
-                           input_fold=scale.input_fold, table_term=scale.table_term,
-                           whole=whole, shift=shift, unit=unit, silent=silent)
+    vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient, whole=whole, shift=shift,
+                       unit=unit, silent=silent)
+    return scale
 
 
 def loss_function(cfg):
