@@ -60,16 +60,17 @@ class Forward:
 
     votes = None
 
-    def __init__(self, cfg, packing, plan, kernels, reader, gpu):
+    def __init__(self, cfg, gpu, silent, plan, kernels, reader):
+        """plan, kernels, reader: what makes those of the model."""
         self.cfg = cfg
-        self._packing = packing
-        self._plan = plan
-        self._kernels = kernels
+        self._packing = packing = Packing(cfg)
+        self._plan = plan(cfg, packing)
+        self._kernels = kernels = kernels(cfg, packing, gpu, silent)
         self._most_tiles, self._row_bytes = writing.most_tiles(cfg, gpu), writing.row_bytes(cfg, gpu)
-        self._reader, self._logits = reader, writing.logits_kernel(cfg, gpu)
+        self._reader, self._logits = reader(cfg, gpu), writing.logits_kernel(cfg, gpu)
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
-                        "write": [reader, self._logits]}
+                        "write": [self._reader, self._logits]}
 
     def tables(self, **more):
         """Uploads the constant tables, `more` among them."""
@@ -83,12 +84,11 @@ class Forward:
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
 
-    def _given(self, given, layout, scratch, **more):
+    def _given(self, layout, scratch, packed, **given):
         """What all kernels of a pass are given, by the names of their parameters; layout: of arrays in scratch."""
         arrays = {name: scratch[first:end].view(np.int32) for name, (first, end) in layout.items()}
-        tables = self._tables
-        return {**given, **arrays, **more, "plan": tables.plan, "exps": tables.exps,
-                "packed": given["packed"].view(np.int32), "at_columns": self._kernels.at_columns}
+        return dict(vars(self._tables), packed=packed.view(np.int32), at_columns=self._kernels.at_columns, **arrays,
+                    **given)
 
     def _tiles(self, count):
         """(blocks, tiles of 16 rows a block, tiles that have sequences) of the kernel that reads."""
@@ -105,16 +105,15 @@ class Forward:
         return self._layout(count, room)[1] if count else 0
 
     def read(self, stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits):
-        cfg, tables, (grid, tiles, every) = self.cfg, self._tables, self._tiles(count)
-        arrays = {name: memory[first:end] for name, (first, end) in self._layout(count, room)[0].items()}
-        bytes_of = {name: array for name, array in arrays.items() if name in ("states", "keys", "values")}
-        words_of = {name: array.view(np.int32) for name, array in arrays.items() if name in ("y", "out", "sums")}
-        words_of |= {f"{name[:-1]}_words": array.view(np.int32) for name, array in bytes_of.items()}
-        given = dict(vars(tables), stream=stream, weights=weights, packed=packed.view(np.int32), overlay=overlay,
-                     job=job, tokens=tokens, at=at, room=room, count=count, rope=rope, tiles=tiles, every=every,
-                     **bytes_of, **words_of)
+        grid, tiles, every = self._tiles(count)
+        given = dict(vars(self._tables), stream=stream, weights=weights, packed=packed.view(np.int32), overlay=overlay,
+                     job=job, tokens=tokens, at=at, room=room, count=count, rope=rope, tiles=tiles, every=every)
+        for name, (first, end) in self._layout(count, room)[0].items():
+            given[name] = words = memory[first:end].view(np.int32)
+            if name in ("states", "keys", "values"):
+                given |= {name: memory[first:end], f"{name[:-1]}_words": words}
         self._reader(grid, writing.THREADS, given, shared=16 * tiles * self._row_bytes)
-        across = blocks(cfg.VOCAB_SIZE, writing.LOGIT_WARPS * writing.COLUMNS)
+        across = blocks(self.cfg.VOCAB_SIZE, writing.LOGIT_WARPS * writing.COLUMNS)
         each = min(writing.LOGIT_TILES, blocks(every * across, 4 * processors()))
         self._logits((across, blocks(every, each)), 32 * writing.LOGIT_WARPS, given, call=self._plan.head, each=each,
                      z=logits)
@@ -124,9 +123,7 @@ class Transformer(Forward):
     """The embedding and its MLP; layers of attention and MLP; a norm and the head."""
 
     def __init__(self, cfg, gpu, silent):
-        packing = Packing(cfg)
-        super().__init__(cfg, packing, transformer.Plan(cfg, packing),
-                         transformer.Kernels(cfg, packing, gpu, silent), writing.transformer_kernel(cfg, gpu), gpu)
+        super().__init__(cfg, gpu, silent, transformer.Plan, transformer.Kernels, writing.transformer_kernel)
 
     def tables(self):
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
@@ -138,23 +135,18 @@ class Transformer(Forward):
     def clean_scratch_bytes(self, windows, length):
         return self.scratch_bytes(windows)
 
-    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
-        self._launch(pairs, scratch, stream=stream, weights=weights, packed=packed, overlay=overlay, windows=windows,
-                     job=job, offset=offset, losses=losses)
-
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._launch(count, scratch, True, stream=stream, weights=weights, packed=packed, overlay=weights,
-                     windows=windows, job=self._tables.no_job, offset=0, losses=nats)
+        self.evaluate(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats, True)
 
-    def _launch(self, pairs, scratch, clean=False, **given):
-        """The pass over `pairs` pairs; clean: over as many windows, with job[2] = 0, so that both members of a pair are
-        the unperturbed model."""
+    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, clean=False):
+        """clean: over as many windows, with job[2] = 0, so that both members of a pair are the unperturbed model."""
         cfg = self.cfg
         plan = self._plan
         kernels = self._kernels
-        length = padded_length(self.cfg)
-        given = self._given(given, kernels.layout(pairs)[0], scratch, rope=self._tables.rope,
-                            gelu=self._tables.gelu, stride=transformer.padded_rows(cfg, pairs), count=pairs)
+        length = padded_length(cfg)
+        given = self._given(kernels.layout(pairs)[0], scratch, packed, stream=stream, weights=weights, overlay=overlay,
+                            windows=windows, job=job, offset=offset, losses=losses,
+                            stride=transformer.padded_rows(cfg, pairs), count=pairs)
         rows = 2 * pairs * length
         n = given["n"]
         most = min(processors(), transformer.MOST_BLOCKS)
@@ -172,7 +164,7 @@ class Transformer(Forward):
             product(kernels.full_width["down"], rows.down, down, layer, given["u"])
 
         kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed,
-                      width=cfg.SEQ_LEN + 1 if clean else cfg.WINDOW, losses=given["losses"].view(np.int64))
+                      width=cfg.SEQ_LEN + 1 if clean else cfg.WINDOW, losses=losses.view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
@@ -199,9 +191,7 @@ class Recurrent(Forward):
     windows gives the states with which pairs begin."""
 
     def __init__(self, cfg, gpu, silent):
-        packing = Packing(cfg)
-        super().__init__(cfg, packing, gru.Plan(cfg, packing), gru.kernels_of(cfg, packing, gpu, silent),
-                         writing.recurrent_kernel(cfg, gpu), gpu)
+        super().__init__(cfg, gpu, silent, gru.Plan, gru.kernels_of, writing.recurrent_kernel)
         if cfg.PERTURB == "activations":
             self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP, gpu.wgmma)
             self.kernels["step"] = [*self.kernels["step"], *self.votes.all_kernels()]
@@ -223,13 +213,12 @@ class Recurrent(Forward):
         """keep, more: of `_launch`."""
         cfg = self.cfg
         states = None
-        before = self.cfg.STATE_TOKENS
+        before = cfg.STATE_TOKENS
         given = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, tokens=windows, width=cfg.WINDOW)
         work = scratch[self._state_bytes(pairs):]
         if before:
             states = scratch[:pairs * cfg.N_LAYERS * cfg.HIDDEN_DIM]
-            self._launch(pairs, before, work, True, states, **given, job=self._tables.no_job, offset=0, skip=0, begin=0,
-                         keep=1, losses=None)
+            self._launch(pairs, before, work, True, states, **given, keep=1)
         self._launch(pairs, cfg.SEQ_LEN, work, False, states, **given, job=job, offset=offset, skip=before,
                      begin=int(before > 0), keep=keep, losses=losses, **more)
 
@@ -251,19 +240,20 @@ class Recurrent(Forward):
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._launch(count, length, scratch, True, stream=stream, weights=weights, packed=packed, overlay=weights,
-                     tokens=windows, width=length + 1, job=self._tables.no_job, offset=0, skip=0, begin=0, keep=0,
-                     losses=nats)
+                     tokens=windows, width=length + 1, losses=nats)
 
     def _launch(self, units, n, scratch, clean, states=None, **given):
         """The pass over `units` pairs or, clean, without noise, windows. It reads n positions from `skip` on of
         rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the
         states at the end go there. losses: None, or int64 [units, 2], with noise on activations [units, 2, n]; clean:
         float64 [units, n]. Where `keep` is KEEP_INPUTS, self.votes keeps what the matrices multiply, and the units are
-        groups from `offset` on; kept: room for it; chunk: the job of their chunk."""
+        groups from `offset` on; kept: room for it; chunk: the job of their chunk. What is not given is that of a pass
+        without noise from the first token on, whose states and losses nobody wants."""
         plan, size = self._plan, units * self.cfg.HIDDEN_DIM
-        given = self._given(given, self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n,
-                            length=n, stride=padded_rows(units * n), rows_at=self._kernels.rows_at)
-        given.setdefault("kept", given["plan"])
+        given = dict(job=self._tables.no_job, offset=0, skip=0, begin=0, keep=0, losses=None,
+                     kept=self._tables.plan) | given
+        given = self._given(self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n, length=n,
+                            stride=padded_rows(units * n), rows_at=self._kernels.rows_at, **given)
         if given["keep"] == gru.KEEP_INPUTS:
             given["kept"] = given["kept"][:2 * units * n * self.cfg.HIDDEN_DIM // 4]
         layer = self._general_layer if isinstance(self._kernels, gru.GeneralKernels) else self._register_layer
@@ -277,7 +267,6 @@ class Recurrent(Forward):
     def _general_layer(self, given, row, i, units, n):
         kernels = self._kernels
         normed = given["normed"]
-        gates = given["gates"]
 
         def norm(kernel, row):
             kernel((units, blocks(n, 64)), 256, given, call=row, out=normed)
@@ -285,7 +274,7 @@ class Recurrent(Forward):
         def product(kind, row, matrix, x, out, matrices=1):
             tiles = blocks(2 * units * n, 64 * kernels.shapes[kind].RG)
             kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, given, call=row,
-                                   at=kernels.matrices[matrix, i], x=x, out=out, beyond=gates.size)
+                                   at=kernels.matrices[matrix, i], x=x, out=out, beyond=given["gates"].size)
 
         def keep(name, source):
             if given["keep"] == gru.KEEP_INPUTS:
@@ -306,16 +295,16 @@ class Recurrent(Forward):
 
     def _register_layer(self, given, row, i, units, n):
         kernels, matrices = self._kernels, self._kernels.matrices
-        kernels.gates[min(i, 1)](*self._warps("gates", units), given, call=row, at=matrices["w_f", i])
+        tiles, groups = blocks(units * 2 * n, gru_narrow.TILE_ROWS), gru_narrow.GROUPS
+        each = blocks(tiles, groups * processors())
         if kernels.wgmma:
-            tiles, groups = blocks(units * 2 * n, gru_narrow.TILE_ROWS), gru_narrow.GROUPS
-            each = blocks(tiles, groups * processors())
-            kernels.recur(blocks(units, kernels.state_rows // 2), THREADS, given, call=row, at=matrices["u_f", i])
-            kernels.mlp(blocks(tiles, groups * each), 128 * groups, given, call=row, at=matrices["w_up", i],
-                        tiles=tiles, each=each)
+            recur = blocks(units, kernels.state_rows // 2), THREADS
+            mlp = blocks(tiles, groups * each), 128 * groups
         else:
-            kernels.recur(*self._warps("recur", blocks(units, 8)), given, call=row, at=matrices["u_f", i])
-            kernels.mlp(*self._warps("mlp", units), given, call=row, at=matrices["w_up", i])
+            recur, mlp = self._warps("recur", blocks(units, 8)), self._warps("mlp", units)
+        kernels.gates[min(i, 1)](*self._warps("gates", units), given, call=row, at=matrices["w_f", i])
+        kernels.recur(*recur, given, call=row, at=matrices["u_f", i])
+        kernels.mlp(*mlp, given, call=row, at=matrices["w_up", i], tiles=tiles, each=each)
 
     def _head(self, given, units, n, clean):
         """Norm and head. Gates and candidates are needed no more: the rows of ln_f and their sums take their place."""
