@@ -9,6 +9,7 @@ import bisect
 import collections
 import contextlib
 import fcntl
+import functools
 import os
 import struct
 import time
@@ -26,9 +27,8 @@ from engine import hardware, kernel_cache
 from engine.kernel_cache import show, tell
 from kernels import ptx, update
 from kernels.host import Kernel
-from kernels.parts import A8, A32, A64, AU32
+from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
-from kernels.update import B1, F1
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 
@@ -192,6 +192,10 @@ def _choose_kernel(cfg):
     hash32, rule = rules.draw_rules(device, 0).hash32, rules.sampling_rules(device, TARGET)
     score, share = rule.score, rule.share
 
+    @device
+    def score_at(z, seen, at, penalty):
+        return score(z[uint64(at)], seen[uint64(at)], penalty)
+
     def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, at: A32, seen: B1):
         """Advances all sequences by one position: marks the token at position at[0] as seen and, after the prompt,
         writes the next one as SPEC 10 draws it from logits z [sequences, V]. A block, of a power of two up to CHOOSERS
@@ -214,7 +218,7 @@ def _choose_kernel(cfg):
             least = floor[0]
             top = float32(-np.inf)
             for v in range(t, V, threads):
-                top = max(top, score(z[uint64(first + v)], seen[uint64(first + v)], penalty))
+                top = max(top, score_at(z, seen, first + v, penalty))
             ordered = ptx.warp_max(in_order(ptx.float_bits(top)))
             if lane == 0:
                 tops[warp] = ordered
@@ -222,7 +226,7 @@ def _choose_kernel(cfg):
             top = ptx.bits_float(in_order(ptx.warp_max(tops[lane])))
             if temp == 0:
                 for v in range(t, V, threads):
-                    if score(z[uint64(first + v)], seen[uint64(first + v)], penalty) == top:
+                    if score_at(z, seen, first + v, penalty) == top:
                         cuda.atomic.min(best, 0, v)
                         break
                 cuda.syncthreads()
@@ -236,8 +240,7 @@ def _choose_kernel(cfg):
                 total = int64(0)
                 residue, v = mine, mine
                 while residue < after:                       # a range with steps would count its turns by a division
-                    total += share(exps, last, score(z[uint64(first + v)], seen[uint64(first + v)], penalty), top, temp,
-                                   least)
+                    total += share(exps, last, score_at(z, seen, first + v, penalty), top, temp, least)
                     v += H
                     if v >= V:
                         residue += 1
@@ -253,15 +256,14 @@ def _choose_kernel(cfg):
                 for other in range(threads >> 5):
                     running += sums[other] if other < warp else int64(0)
                     every += sums[other]
-                random = hash32(uint32(draw[2 * text + 1] + uint32(999) + uint32(555) * uint32(position)), 0)
+                random = hash32(uint32(draw[2 * text + 1] + 999 + 555 * position), 0)
                 threshold = int64(random) % every
                 if running - total <= threshold and threshold < running:
                     running -= total
                     residue, v = mine, mine
                     while running <= threshold:
                         tokens[here + 1] = v
-                        running += share(exps, last, score(z[uint64(first + v)], seen[uint64(first + v)], penalty), top,
-                                         temp, least)
+                        running += share(exps, last, score_at(z, seen, first + v, penalty), top, temp, least)
                         v += H
                         if v >= V:
                             residue += 1
@@ -375,7 +377,7 @@ class Pairs:
         self._most, self._scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
         self._windows = cuda.device_array(chunk * cfg.WINDOW, np.int32)
         self._losses = cuda.device_array(2 * chunk, np.int64)
-        self._made = {}                                      # {members: Evaluation}
+        self.evaluation = functools.cache(self._evaluation)
 
     @staticmethod
     def fetched(cfg):
@@ -385,26 +387,19 @@ class Pairs:
     def result(fetched):
         return fetched.copy()
 
-    def evaluation(self, members):
+    def _evaluation(self, members):
         """The Evaluation of so many members."""
-        if members not in self._made:
-            self._made[members] = self._make(members // 2)
-        return self._made[members]
-
-    def _make(self, pairs):
-        engine, most = self._engine, self._most
+        engine, most, pairs = self._engine, self._most, members // 2
         width = engine.cfg.WINDOW
         windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
-        cut = engine._cutting(windows, width) if engine._tokens is not None else None
+        cut = engine._cutting(windows, width)
 
         def enqueue():
-            if cut:
-                cut()
+            cut()
             for at in range(0, pairs, most):
                 end = min(pairs, at + most)
-                engine._forward.evaluate(engine.stream, engine._weights, engine._packed, engine._overlay,
-                                         windows[at * width:end * width], engine._job, at, end - at, self._scratch,
-                                         losses[2 * at:2 * end])
+                engine._forward.evaluate(*engine._model, windows[at * width:end * width], engine._job, at, end - at,
+                                         self._scratch, losses[2 * at:2 * end])
 
         return Evaluation([(windows, cut_pairs)], losses, Replay(engine.stream, enqueue))
 
@@ -423,14 +418,13 @@ class Chunks:
         windows = cuda.device_array(pairs * cfg.WINDOW, np.int32)
         of_groups = cuda.device_array(groups * cfg.WINDOW, np.int32)
         out = cuda.to_device(np.zeros(self.HEAD + cfg.CHUNK_DIGITS, np.int8))
-        cuts = [engine._cutting(windows, cfg.WINDOW), engine._cutting(of_groups, cfg.WINDOW, cfg.GROUP_SIZE // 2)]
-        cuts = cuts if engine._tokens is not None else []
+        cut = engine._cutting(windows, cfg.WINDOW)
+        cut_of_groups = engine._cutting(of_groups, cfg.WINDOW, cfg.GROUP_SIZE // 2)
 
         def enqueue():
-            for cut in cuts:
-                cut()
-            forward.vote(engine.stream, engine._weights, engine._packed, engine._overlay, windows, of_groups,
-                         engine._job, most, scratch, out[self.HEAD:])
+            cut()
+            cut_of_groups()
+            forward.vote(*engine._model, windows, of_groups, engine._job, most, scratch, out[self.HEAD:])
             out[:self.HEAD].view(np.int64).copy_to_device(forward.votes.arrays.totals[:2], engine.stream)
 
         self._scale = cfg.GROUP_SIZE
@@ -517,14 +511,15 @@ class CudaEngine:
         self._moments = cuda.device_array((n, 3), np.float32)
         self._packed = cuda.device_array(self._forward.packed_bytes, np.int8)
         self._state = self._weights, self._moments, self._overlay
+        self._model = self.stream, self._weights, self._packed, self._overlay
         self._saved = None                                   # a copy of the state, see _save
         self._given = cuda.device_array(32, np.uint8)        # job and place, see _set_job
         self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
         self._sent = None                                    # the bytes that are there
         self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
-        kind = Chunks if cfg.PERTURB == "activations" else Pairs
-        self._results = [kind.fetched(cfg), kind.fetched(cfg)]
-        self._members = None                                 # Pairs or Chunks, made by the first evaluation
+        self._kind = Chunks if cfg.PERTURB == "activations" else Pairs
+        self._results = [self._kind.fetched(cfg), self._kind.fetched(cfg)]
+        self._members = None                                 # of this kind, made by the first evaluation
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
@@ -546,8 +541,10 @@ class CudaEngine:
         if cfg.SEEN_VOTES > 1 and self._tokens is not None:
             launches.append(("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
         launches += votes.launches(self.stream, self._job, *self._state)
-        launches.append(("pack", lambda: self._forward.pack(self.stream, self._weights, self._packed)))
-        return launches
+        return [*launches, ("pack", self._pack)]
+
+    def _pack(self):
+        self._forward.pack(self.stream, self._weights, self._packed)
 
     def _launch_update(self):
         self._votes.changed.copy_to_device(self._zeros.view(np.int32)[:1], self.stream)
@@ -557,9 +554,9 @@ class CudaEngine:
 
     def _launch_digest(self):
         weights, moments = (array.ravel().view(np.uint64) for array in (self._weights, self._moments))
-        blocks = min(DIGESTERS, -(-(weights.size + moments.size) // BLOCK))
+        grid = min(DIGESTERS, blocks(weights.size + moments.size, BLOCK))
         self._sums.copy_to_device(self._zeros, self.stream)
-        self._kernels["digest"][blocks, BLOCK, self.stream](weights, moments, self._overlay, self._sums)
+        self._kernels["digest"][grid, BLOCK, self.stream](weights, moments, self._overlay, self._sums)
         self._digest.copy(self._sums, self.stream)
 
     def load(self, state):
@@ -570,9 +567,8 @@ class CudaEngine:
         self.stream.synchronize()
 
     def _set_state(self, arrays):
-        for array, values in zip(self._state, arrays):
-            array.copy_to_device(values, self.stream)
-        self._forward.pack(self.stream, self._weights, self._packed)
+        copy_all(self._state, arrays, self.stream)
+        self._pack()
         self._fitness = None                                 # of the update that is begun
         self._at = self.step, self.seed                      # after that update, else now
         self._begun = {}                                     # {(first, count): Fetched} of evaluations there
@@ -618,7 +614,7 @@ class CudaEngine:
         """The Fetched losses of an evaluation, which is begun."""
         self._ready("step")
         if self._members is None:
-            self._members = (Chunks if self._forward.votes else Pairs)(self)
+            self._members = self._kind(self)
         evaluation = self._members.evaluation(count)
         self._set_job(first)
         step, seed = self._at
@@ -631,8 +627,7 @@ class CudaEngine:
             self._known = known
             n = self.tokens.size
             themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(self.tokens)
-            for array, values in zip(self._followers, known or themselves):
-                array.copy_to_device(values, self.stream)
+            copy_all(self._followers, known or themselves, self.stream)
         evaluation.launch()
         free = next(fetched for fetched in self._results if fetched not in self._begun.values())
         return free.copy(evaluation.result, self.stream).record(self.stream)
@@ -650,10 +645,11 @@ class CudaEngine:
 
     def _cutting(self, windows, length, each=1):
         """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job, or every `each`-th."""
+        if self._tokens is None:
+            return lambda: None                              # the host cuts them
         followers = self._followers or (self._job, self._job, self._tokens)          # without SOFT_TARGETS not read
-        kernel = self._kernels["cut_windows"][-(-windows.size // BLOCK), BLOCK, self.stream]
-        given = self._tokens, self._place, self._job, *followers, length, each, windows
-        return lambda: kernel(*given)
+        return functools.partial(self._kernels["cut_windows"][blocks(windows.size, BLOCK), BLOCK, self.stream],
+                                 self._tokens, self._place, self._job, *followers, length, each, windows)
 
     def _slices(self, size, count, what):
         """(n, scratch): the number, at most `count`, whose scratch of size(n) bytes fits half of the free memory."""
@@ -683,8 +679,7 @@ class CudaEngine:
 
     def _save(self):
         """Copies the state, to which `_undo_update` returns; early, so that the next update needs not wait for it."""
-        for copy, array in zip(self._saved or (), self._state):
-            copy.copy_to_device(array, self.stream)
+        copy_all(self._saved or (), self._state, self.stream)
 
     def _undo_update(self):
         if self._fitness is not None:
@@ -752,7 +747,7 @@ class CudaEngine:
         model."""
         count, room = texts.shape
         self._undo_update()
-        wanted = count, -(-room // ROOM) * ROOM              # prompts of similar lengths then share a graph
+        wanted = count, blocks(room, ROOM) * ROOM             # prompts of similar lengths then share a graph
         if not (self._wanted and self._wanted[1] == wanted[1] and self._wanted[0] // 2 < count <= self._wanted[0]):
             self._texts = None                               # frees its memory
             self._texts, self._wanted = texts_for(self, *wanted), wanted
@@ -791,10 +786,11 @@ class Texts:
     def __init__(self, engine, count, room):
         cfg, self._engine = engine.cfg, engine
         self.count, self.room = count, room
-        self._tokens, self._at = cuda.device_array(count * room, np.int32), cuda.device_array(2, np.int32)
-        self._draw, self._job = cuda.device_array(2 * count, np.uint32), cuda.device_array(4, np.uint32)
-        self._settings, self._floor = cuda.device_array(2, np.float32), cuda.device_array(1, np.int64)
-        self._seen = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
+        sizes = dict(tokens=(count * room, np.int32), at=(2, np.int32), draw=(2 * count, np.uint32),
+                     job=(4, np.uint32), settings=(2, np.float32), floor=(1, np.int64),
+                     seen=(count * cfg.VOCAB_SIZE, np.uint8))
+        self._arrays = {name: cuda.device_array(size, kind) for name, (size, kind) in sizes.items()}
+        tokens, at, draw, job, settings, floor, seen = self._arrays.values()
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
         scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
         z = cuda.device_array(count * cfg.VOCAB_SIZE, np.int32)
@@ -803,9 +799,8 @@ class Texts:
         choose = engine._kernels["choose"][count, threads, engine.stream]
 
         def enqueue():
-            engine._forward.read(engine.stream, engine._weights, engine._packed, engine._overlay, self._job,
-                                 self._tokens, self._at, room, count, rope, scratch, z)
-            choose(z, engine._exps, self._settings, self._floor, self._draw, self._tokens, room, self._at, self._seen)
+            engine._forward.read(*engine._model, job, tokens, at, room, count, rope, scratch, z)
+            choose(z, engine._exps, settings, floor, draw, tokens, room, at, seen)
 
         self._advance = Replay(engine.stream, enqueue)
 
@@ -817,18 +812,16 @@ class Texts:
 
     def begin(self, texts, lengths, seeds, s, first_pair=None):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
-        engine, stream = self._engine, self._engine.stream
+        engine = self._engine
         tokens = np.zeros((self.count, self.room), np.int32)
         tokens[:len(texts), :texts.shape[1]] = texts
         draw = np.full((self.count, 2), self.room, np.uint32)            # of those that are too many nothing is drawn
         draw[:len(texts), 0], draw[:len(texts), 1] = lengths, seeds
-        noisy = first_pair is not None
-        job = engine.seed, first_pair or 0, NOISY * noisy, engine.cfg.noise_shift(engine.step)
-        for array, values in ((self._tokens, tokens.ravel()), (self._draw, draw.ravel()),
-                              (self._job, np.array(job, np.uint32)), (self._floor, np.array([s.floor], np.int64)),
-                              (self._settings, np.array([s.temp, s.penalty], np.float32)),
-                              (self._at, np.zeros(2, np.int32)), (self._seen, np.zeros(self._seen.size, np.uint8))):
-            array.copy_to_device(values, stream)
+        job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
+        values = dict(tokens=tokens, draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty), at=0, seen=0)
+        for name, given in values.items():
+            array = self._arrays[name]
+            array.copy_to_device(np.full(array.size, np.ravel(given), array.dtype), engine.stream)
         self._reached = 1
 
     def until(self, end):
@@ -836,7 +829,7 @@ class Texts:
         for _ in range(self._reached, end):
             self._advance()
         self._reached = end
-        tokens = self._tokens.copy_to_host(stream=self._engine.stream)
+        tokens = self._arrays["tokens"].copy_to_host(stream=self._engine.stream)
         self._engine.stream.synchronize()
         return tokens.reshape(self.count, self.room)
 
@@ -849,6 +842,12 @@ def largest(size, most, budget):
 def memory():
     """(free, total): bytes of the memory of the current GPU."""
     return cuda.current_context().get_memory_info()
+
+
+def copy_all(arrays, values, stream):
+    """Enqueues the copies of values to arrays on the device."""
+    for array, value in zip(arrays, values):
+        array.copy_to_device(value, stream)
 
 
 class Fetched:
