@@ -141,7 +141,7 @@ def attention_kernel(cfg, nz, gpu):
                     total = cuda.fma(float32(high[m]), float32(65536), total)
                     num = int32((high[m] << 16) + num)           # its remainder fits int32, so it need not
                 size = int32(num if total >= float32(0) else int32(-num))
-                q = int32(ptx.float_bits(ptx.fma_down(abs(total), reciprocals[half], float32(1 << 23)))
+                q = int32(ptx.float_bits(ptx.fma_down(abs(total), reciprocals[half], 1 << 23))
                           - int32(0x4B000000))
                 q = int32(q + 1) if int32(size - q * den) >= den else q
                 x[k] = q if total >= float32(0) else -q
@@ -234,7 +234,7 @@ def attention_kernel(cfg, nz, gpu):
                 if r == per_head - 1:
                     for half in range(2):
                         dens[half] = quad_sum(dens[half])
-                        reciprocals[half] = float32(float32(BELOW_ONE) / float32(dens[half]))
+                        reciprocals[half] = float32(BELOW_ONE) / float32(dens[half])
                     for d in range(D // 16):
                         if not MANY:
                             for n in range(2):

@@ -103,8 +103,8 @@ def head_kernel(cfg, nz, gpu, clean=False):
             return ptx.load_shared(top - quotient(a) * ENTRY)
         below = min(uint32(top - a), uint32(last))
         if PLACED:
-            return ptx.load_shared(int32(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at))
-        return ptx.load_shared(int32(int32(int32(below >> uint32(LOGIT)) * int32(ENTRY)) + at))
+            return ptx.load_shared(int32(below & uint32(~ONES & 0xFFFFFFFF)) | at)
+        return ptx.load_shared(int32(below >> uint32(LOGIT)) * ENTRY + at)
 
     @device
     def settled(top, table):

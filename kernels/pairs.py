@@ -155,8 +155,8 @@ def ntt_functions(cfg, nz, noisy, causal):
                 stream = uint32(seed + uint32(SEED + k * SEEDS))
                 other = uint32(stream + uint32(H))
                 p = float32(int32((noise(stream, value) * noise(other, i)) & mask))
-                p = float32(p * factor(overlay[OVER_A + k * OVERS + value], stream, value))
-                d = ptx.trunc_f32(float32(p * factor(overlay[OVER_B + k * OVERS + i], other, i)))
+                p *= factor(overlay[OVER_A + k * OVERS + value], stream, value)
+                d = ptx.trunc_f32(p * factor(overlay[OVER_B + k * OVERS + i], other, i))
             even = int32(even + (int32(w + (d >> shift)) >> 2))
             odd = int32(odd + (int32(w + (int32(-d) >> shift)) >> 2))
         return even, odd

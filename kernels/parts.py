@@ -167,8 +167,8 @@ def rounded(v, scale):
     what lies below 0 goes to the float32 below, so that a half is rounded down there as well; then x + 1/2 rounded down
     to 256ths by the size of the sum.
     Equal for every float32 up to 128."""
-    x = float32(float32(v) * scale)
-    return ptx.float_bits(ptx.add_down(ptx.fma_down(x, float32(2.0 ** -25), x), float32(49152.5)))
+    x = float32(v) * scale
+    return ptx.float_bits(ptx.add_down(ptx.fma_down(x, 2.0 ** -25, x), 49152.5))
 
 
 @device
@@ -178,7 +178,7 @@ def pack_rounded(a, b, c, d):
 
 @device
 def amax_scale(top):
-    return float32(float32(127) / float32(float32(top) + float32(1e-9)))
+    return float32(127) / (float32(top) + float32(1e-9))
 
 
 def wgmma_descriptor(K=256):
@@ -229,7 +229,7 @@ def quotient_function(d, base, floats, lowest=-127):
     @device
     def quotient(v):
         v = min(max(int32(v), int32(LEAST)), int32(MOST))
-        return ptx.float_bits(ptx.fma_down(ptx.bits_float(int32(v + (START - BASE))), float32(A), float32(C)))
+        return ptx.float_bits(ptx.fma_down(ptx.bits_float(v + (START - BASE)), A, C))
     return BASE, quotient
 
 

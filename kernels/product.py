@@ -67,7 +67,7 @@ def begin_functions(cfg, nz, inputs, most=0):
 
     @device
     def row(s, shift):
-        return ptx.float_bits(float32(float32(s) * unit(shift))) if FITS else s
+        return ptx.float_bits(float32(s) * unit(shift)) if FITS else s
 
     @device
     def column(n):
@@ -79,7 +79,7 @@ def begin_functions(cfg, nz, inputs, most=0):
             return c
         if FITS:
             return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
-        return int32(c + ptx.shift_right(int32(s * n), shift))
+        return int32(c + ptx.shift_right(s * n, shift))
 
     return Begin(row, column, begin, BITS if FITS else 0)
 

@@ -66,7 +66,7 @@ def build_noise(cfg, silent=False):
 
     @device
     def unit(shift):
-        return ptx.bits_float(int32((127 - shift) << 23)) if VARIES else float32(UNIT)
+        return ptx.bits_float((127 - shift) << 23) if VARIES else float32(UNIT)
 
     @device
     def noise(seed, i):

@@ -94,7 +94,7 @@ def _embed_kernel(cfg, nz, gpu):
                 c = ptx.load_shared4(address + piece * 64 + 8 * H)
                 for k in range(4):
                     i = piece * 16 + q * 4 + k
-                    d = ptx.trunc_f32(float32(float32(float32(int32(n * c[k])) * f) * factors[i]))
+                    d = ptx.trunc_f32(float32(int32(n * c[k])) * f * factors[i])
                     e = byte(word, k)
                     more = int32(0)
                     more_odd = int32(0)
@@ -130,7 +130,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
     @gpu.device
     def shared_bias(b):
         """A bias as `normed` wants it."""
-        return ptx.float_bits(float32(float32(int32(b + 127)) * float32(1 / 254))) if FLOAT else b
+        return ptx.float_bits(float32(int32(b + 127)) * float32(1 / 254)) if FLOAT else b
 
     @gpu.device
     def normed(p, mean, reciprocal, b):
@@ -138,9 +138,9 @@ def _norm_kernel(cfg, nz, gpu, streams):
         whole numbers, takes the quotient, rounded toward zero; then what is cut to [0, 1] stands for -127 to 127."""
         if FLOAT:
             f = float32(p)
-            whole = ptx.with_sign(float32(1 << 23), f)
-            quotient = float32(ptx.fma_toward_zero(f, reciprocal, whole) - whole)
-            share = ptx.fma_sat(quotient, float32(1 / 254), ptx.bits_float(b))
+            whole = ptx.with_sign(1 << 23, f)
+            quotient = ptx.fma_toward_zero(f, reciprocal, whole) - whole
+            share = ptx.fma_sat(quotient, 1 / 254, ptx.bits_float(b))
             return ptx.float_bits(cuda.fma(share, float32(254), float32(12582912 - 127)))
         return clip(int32(divide(p, mean) + b))
 
@@ -189,7 +189,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
             for half in range(2):
                 means[half] = int32(max(int32(uint32(quad_sum(totals[half])) // uint32(H)), int32(1)))
                 # so that a quotient is never below the whole number that it is
-                reciprocals[half] = float32(float32(1 + 2.0 ** -22) / float32(means[half]))
+                reciprocals[half] = float32(1 + 2.0 ** -22) / float32(means[half])
             address = ptx.shared_address(table, (lane & 3) * 4)
             at_w = address + member * (4 * H)
             for piece in range(H // 16):
@@ -280,8 +280,8 @@ def _up_kernel(cfg, nz, gpu, KP):
     def unit_address(a, bias, at):
         """Where GELU of a hidden unit lies."""
         if BASE:
-            share = ptx.fma_sat(ptx.bits_float(a), float32(UNIT), float32(MIDDLE))
-            return int32(int32(int32(ptx.float_bits(ptx.fma_down(share, float32(4), float32(INDEX))) - int32(LESS))
+            share = ptx.fma_sat(ptx.bits_float(a), UNIT, MIDDLE)
+            return int32(int32(int32(ptx.float_bits(ptx.fma_down(share, 4, INDEX)) - int32(LESS))
                                * int32(4 * COPIES)) + at)
         return int32(min(max(int32((a >> SHIFT) + bias), int32(0)), int32(256)) * (4 * COPIES)
                      + at)
@@ -564,7 +564,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                             word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                             for k in range(4):
                                 i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
-                                v = int32(acc[i] + ptx.shift_right(int32(s[half] * n[k]), shift))
+                                v = int32(acc[i] + ptx.shift_right(s[half] * n[k], shift))
                                 if not QKV:
                                     v = int32((v >> SHIFT) + byte(word, k))
                                 if DOWN:

@@ -110,7 +110,7 @@ def negated(word, flags):
 def shifted_word(words, at):
     """The four bytes from byte `at` on of an int32 array, as a word."""
     first = at >> 2
-    return uint32(byte_permute(words[first], words[first + 1], int32(0x3210 + 0x1111 * (at & 3))))
+    return uint32(byte_permute(words[first], words[first + 1], 0x3210 + 0x1111 * (at & 3)))
 
 
 @device
@@ -159,8 +159,8 @@ def operands_kernel(cfg):
             word = uint32(pack4(noise(x, 0), noise(x + 1, 0), noise(x + 2, 0), noise(x + 3, 0)))
         else:
             # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
-            low = byte_permute(int32(mixed(x)), int32(mixed(uint32(x + 1))), 0x6240)
-            high = byte_permute(int32(mixed(uint32(x + 2))), int32(mixed(uint32(x + 3))), 0x6240)
+            low = byte_permute(mixed(x), mixed(uint32(x + 1)), 0x6240)
+            high = byte_permute(mixed(uint32(x + 2)), mixed(uint32(x + 3)), 0x6240)
             p = uint32(byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632))
             minus = uint32(~p & 0x01010101)
             m = uint32(p >> 1 & masks)
@@ -196,7 +196,7 @@ def operands_kernel(cfg):
                 if shift >= 0:
                     minus, some = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
                     draws = negated(uint32(draws & some), minus)
-                out[to] = int32(draws)
+                out[to] = draws
             n = int32(n + 64)
             to += 128
 
@@ -317,9 +317,9 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
         after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
         for e in range(EIGHTS):
             x = uint32(operand[here + e * (SPLIT * 2)])
-            y = byte_permute(int32(x), operand[after + e * (SPLIT * 2)], selector)
-            forth[e] = dp4a(int32(x & plus), y, forth[e])
-            back[e] = dp4a(int32(x & minus), y, back[e])
+            y = byte_permute(x, operand[after + e * (SPLIT * 2)], selector)
+            forth[e] = dp4a(x & plus, y, forth[e])
+            back[e] = dp4a(x & minus, y, back[e])
         here += 32
     for e in range(EIGHTS):
         total = quad_sum(int32(forth[e] - back[e]))
@@ -334,9 +334,8 @@ def optimize_kernel(cfg):
     by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
     muon_size = float32(np.float32(optimizers.MUON_SIZE))
     o = optimizers.constants(cfg, 1.0, parameters.tensors(cfg)[0])
-    beta1, one_less_beta1 = float32(o.beta1), float32(o.one_less_beta1)
-    beta2, one_less_beta2 = float32(o.beta2), float32(o.one_less_beta2)
-    eps, decay = float32(o.eps), float32(o.decay)
+    beta1, one_less_beta1, beta2, one_less_beta2, eps, decay = map(
+        float32, (o.beta1, o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay))
     all_decay = cfg.PERTURB == "weights"                     # see optimizers.decays
     rule = rules.update_rules(device, TARGET)
     adamw, whole_step = rule.adamw, rule.whole_step
