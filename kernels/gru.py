@@ -16,7 +16,7 @@ Where the weights of each kernel fit shared memory, rows stay in registers (Regi
 Validation, and the states before the windows of members, are the same pass with the noise masked out, and a window
 instead of a pair, whose members are the same then."""
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, types
 
@@ -25,12 +25,12 @@ from kernels import gru_parts
 from kernels import host
 from kernels import ptx
 from kernels.gru_parts import (B_APART, B_F, B_H, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, padded_rows, row_of)
+                               W_DOWN_INPUT, W_F, W_H, W_UP, int32s, norm_kernel, padded_rows, row_of)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
 from kernels.pairs import I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, clip, pack_rounded, quad_sum, quotient_function,
-                           unroll, unrolled)
+from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, clip, quad_sum, quotient_function, unroll,
+                           unrolled)
 from kernels.product import (GROUPS, THREADS, begin_functions, begin_tile_function, full_shape, members_of,
                              place_function, product_functions, shapes, wide_shape)
 from kernels.rules import build_noise, device
@@ -49,26 +49,25 @@ def unroll_registers(gpu, long=False):
 
 
 def early_noise_quotients(cfg, nz, inputs, lowest=-127):
-    """Device functions of a product over `inputs` whose accumulators begin with their noise:
+    """(row, column, begin, BASE, pairs) of a product over `inputs` whose accumulators begin with their noise:
 
     row(s, shift), column(n)    a signed sb and a column noise as `begin` wants them; shift: nz.shift
     begin(s, n, BASE, shift)    the accumulator before the product
-    word(acc, i)                four columns from acc[i] on as bytes: the quotients, rounded down and clipped
-    pairs(acc, i)               the same as two words of two int16
+    pairs(acc, i)               four columns from acc[i] on as two words of two int16: the quotients, rounded down and
+                                clipped
     """
     noisy = begin_functions(cfg, nz, inputs)
     BASE, divided = quotient_function(parameters.divisor(cfg, inputs), gru_parts.BASE, noisy.BASE, lowest)
 
     @device
-    def word(acc, i):
-        return pack_rounded(divided(acc[i]), divided(acc[i + 1]), divided(acc[i + 4]), divided(acc[i + 5]))
+    def two(acc, i):
+        return ptx.byte_permute(divided(acc[i]), divided(acc[i + 1]), 0xD591)
 
     @device
     def pairs(acc, i):
-        return (ptx.byte_permute(divided(acc[i]), divided(acc[i + 1]), 0xD591),
-                ptx.byte_permute(divided(acc[i + 4]), divided(acc[i + 5]), 0xD591))
+        return two(acc, i), two(acc, i + 4)
 
-    return SimpleNamespace(row=noisy.row, column=noisy.column, begin=noisy.begin, BASE=BASE, word=word, pairs=pairs)
+    return noisy.row, noisy.column, noisy.begin, BASE, pairs
 
 
 # --- products over all positions --------------------------------------------------------------------------------------
@@ -128,14 +127,11 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     LOWEST = 0 if INNER and cfg.MLP_RELU else -127
     DISTURBED = MASK != 0
     LEAST = gru_parts.both(LOWEST)
-    noisy = early_noise_quotients(cfg, nz, K, -127 if DISTURBED else LOWEST)
-    as_row, as_column = noisy.row, noisy.column
-    quotients, pairs = noisy.word, noisy.pairs
-    begin_tile = begin_tile_function(gpu, nz, noisy.begin, noisy.BASE, columns=N)
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, -127 if DISTURBED else LOWEST)
+    begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
-    disturbance = gru_parts.disturbance_functions(cfg, gpu.cc)
-    noise_word, disturbed = disturbance.word, disturbance.disturbed
+    noise_word, disturbed = gru_parts.disturbance_functions(cfg, gpu.cc)
 
     @gpu.device
     def prepare(words, bytes_, at, c, column, unit, source, p):
@@ -162,15 +158,14 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
         for j in range(N // 32):
             if not RAGGED or col + 32 * j < COLUMNS:
                 for half in range(2):
-                    at, i = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, 16 * j + 2 * half
+                    at, new = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, int32s(2)
+                    first = position * COLUMNS + (col + 32 * j + q * 4)
                     if DOWN:
                         old = ptx.load2(out, at)
-                        first = position * COLUMNS + (col + 32 * j + q * 4)
-                        left = words_of(acc, i, source, p, pair, half, first)
-                        right = words_of(acc, i + 8, source, p, pair, half, first + 16)
-                        ptx.store2(out, at, added(old[0], left[0], left[1]), added(old[1], right[0], right[1]))
-                    else:
-                        ptx.store2(out, at, quotients(acc, i), quotients(acc, i + 8))
+                    for g in range(2):
+                        y, z = words_of(acc, 16 * j + 2 * half + 8 * g, source, p, pair, half, first + 16 * g)
+                        new[g] = added(old[g], y, z) if DOWN else ptx.bytes4(y, z)
+                    ptx.store2(out, at, new[0], new[1])
 
     @registers
     def store_inner(acc, out, row, col, q, at_noise, sums, source, p, pair, position):
@@ -180,11 +175,8 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
             if not RAGGED or col + 16 * j < COLUMNS:
                 c = col + 16 * j
                 for d in range(2):
-                    if DISTURBED:
-                        y, z = words_of(acc, 8 * j + 2 * d, source, p, pair, d, position * COLUMNS + c + q * 4)
-                        word = ptx.bytes4(y, z)
-                    else:
-                        word = quotients(acc, 8 * j + 2 * d)
+                    y, z = words_of(acc, 8 * j + 2 * d, source, p, pair, d, position * COLUMNS + c + q * 4)
+                    word = ptx.bytes4(y, z)
                     out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
                     sums[d] = add(word, at_noise, j, q, sums[d])
 
@@ -210,8 +202,7 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
         side = group % CG
         source = source_of(plan, 0, weights, overlay, job, offset)
         tables, shift = AT_TABLES + group * (2 * BUFFER), job_shift(job)
-        acc = cuda.local.array(ACC, int32)
-        s, sums = cuda.local.array(2, int32), cuda.local.array(2, int32)
+        acc, s, sums = int32s(ACC), int32s(2), int32s(2)
         for i in range(ACC):
             acc[i] = 0
         step, odd = 0, 0
@@ -240,12 +231,13 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
                 step = finish(acc, ring, step, last, turn + 1 < count, turn, tile + every)
                 col = (ahead * CG + side) * N
                 if ptx.keep_in_loop(int32(number)) < places:  # the branch stays out of the loop of products
+                    pair = unit + slot
+                    position = number - pair * n
                     if INNER:
-                        store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums, source, p,
-                                    unit + slot, number - (unit + slot) * n)
+                        store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums, source, p, pair,
+                                    position)
                     else:
-                        store_rows(acc, out, int64(row) * (H // 4) + which * beyond, col, q, source, p, unit + slot,
-                                   number - (unit + slot) * n)
+                        store_rows(acc, out, int64(row) * (H // 4) + which * beyond, col, q, source, p, pair, position)
                 odd = 1 - odd
                 if INNER:
                     ptx.named_barrier(1 + group, 128)        # the tables just read are the next to be overwritten
@@ -261,6 +253,25 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
 # --- the recurrence ---------------------------------------------------------------------------------------------------
 
 KEEP_INPUTS = 2              # see recur_kernel
+
+
+class Thread(NamedTuple):
+    """What a thread has in a running recurrence: rows g and g + 8 are the members of a pair."""
+    ring: object
+    tables: object
+    source: object
+    p: int                  # the recurrence's row of the plan
+    pair: int
+    shift: int              # of the noise
+    at_word: int            # shared address of the first word of its states
+    works: bool             # whether it has rows
+    acc: object             # local arrays: accumulators, gates, sums of what both rows' new vectors add to sb
+    f: object
+    sums: object
+    gates: object
+    candidates: object
+    x: object
+    kept: object
 
 
 def _recurrence(cfg, gpu):
@@ -328,36 +339,32 @@ def recur_kernel(cfg, nz, gpu):
     input_coefficient = nz.input_coefficient
     input_term = nz.input_term
     job_shift = nz.shift
-    noisy = early_noise_quotients(cfg, nz, H)
-    as_row, as_column = noisy.row, noisy.column
-    begin, pairs, BASE = noisy.begin, noisy.pairs, noisy.BASE
-    states_of = gru_parts.state_functions(gpu.cc)
-    gated, next_state = states_of.gated, states_of.next_state
-    opened, candidates_of = states_of.opened, states_of.candidates
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, H)
+    gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu)
-    disturbance = gru_parts.disturbance_functions(cfg, gpu.cc)
-    noise_word, add2 = disturbance.word, ptx.int16_pairs(gpu.cc).add2
+    noise_word, _ = gru_parts.disturbance_functions(cfg, gpu.cc)
+    plus, _ = gru_parts.int16_functions(gpu.cc)
     GATE, CANDIDATE = activations.mask_of(cfg, "gate"), activations.mask_of(cfg, "candidate")
     APART = activations.WORDS_APART * 4
     KEEPS = cfg.PERTURB == "activations"
 
     @device
-    def place_of(base, which, k, t):
+    def place_of(own, which, k):
         if RESIDENT:
-            return int32(base + AT_OWN + (which * ALL + k) * (THREADS * 16) + t * 16)
-        return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + t * 4
+            return int32(own.ring.base + AT_OWN + (which * ALL + k) * (THREADS * 16) + own.ring.t * 16)
+        return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + own.ring.t * 4
 
     @device
-    def load_table(base, tables, which, k, t):
-        at = place_of(base, which, k, t)
-        return ptx.load_shared4(at) if RESIDENT else ptx.load4(tables, at)
+    def load_table(own, which, k):
+        at = place_of(own, which, k)
+        return ptx.load_shared4(at) if RESIDENT else ptx.load4(own.tables, at)
 
     @device
-    def store_table(base, tables, which, k, t, w):
+    def store_table(own, which, k, w):
         if RESIDENT:
-            ptx.store_shared4(place_of(base, which, k, t), w[0], w[1], w[2], w[3])
+            ptx.store_shared4(place_of(own, which, k), w[0], w[1], w[2], w[3])
         else:
-            ptx.store4(tables, place_of(base, which, k, t), w[0], w[1], w[2], w[3])
+            ptx.store4(own.tables, place_of(own, which, k), w[0], w[1], w[2], w[3])
 
     @device
     def column_of(k, t):
@@ -365,17 +372,15 @@ def recur_kernel(cfg, nz, gpu):
         return (k // KS) * (GROUPS * N) + (t >> 7) * N + (k % KS) * 16 + (t & 3) * 4
 
     @device
-    def make_table(source, p, pair, which, k, t):
+    def make_table(own, which, k):
         """The four words of 16 columns."""
-        a = stream_of(source, p + U_F + M_SEED + which * U_APART, pair)
-        b = stream_of(source, p + U_H + U_INPUT + I_SEED - which * U_APART, pair)
-        column = min(column_of(k, t), H - 4)
-        w0 = int32(0)
-        w1 = int32(0)
-        w2 = int32(0)
-        w3 = int32(0)
+        source = own.source
+        a = stream_of(source, own.p + U_F + M_SEED + which * U_APART, own.pair)
+        b = stream_of(source, own.p + U_H + U_INPUT + I_SEED - which * U_APART, own.pair)
+        column = min(column_of(k, own.ring.t), H - 4)
+        w0, w1, w2, w3 = int32(0), int32(0), int32(0), int32(0)
         for e in range(4):
-            even, odd = vector(source, p + B_F + which * B_APART, pair, column + e)
+            even, odd = vector(source, own.p + B_F + which * B_APART, own.pair, column + e)
             more, shift = int32(127 * (1 - which)), int32(8 * e)     # b_f + 127, without a sign
             n = int32(noise(a, column + e) & source.job[2])
             w0 = int32(w0 | ((n + 128) << shift))
@@ -385,31 +390,33 @@ def recur_kernel(cfg, nz, gpu):
         return w0, w1, w2, w3
 
     @device
-    def column_noise(word, e, source, p, pair, column):
-        """Of a column of the matrix that begins at plan[p], as begin_acc wants it."""
+    def column_noise(own, word, e, at, column):
+        """Of a column of the matrix that begins at plan[at], as begin_acc wants it."""
+        source = own.source
         if MODE == 0:
             return as_column(int32(byte(int32(word ^ SIGNS), e)))
         noise, column = byte(int32(word ^ SIGNS), e), column + e
-        return as_column(scaled(noise, source.overlay[source.plan[p + M_OVERLAY] + column],
-                                stream_of(source, p + M_SEED, pair), column))
+        return as_column(scaled(noise, source.overlay[source.plan[at + M_OVERLAY] + column],
+                                stream_of(source, at + M_SEED, own.pair), column))
 
     @device
-    def add_inputs(total, word, noises, source, p, pair, column):
-        """total + what four inputs of the matrix that begins at plan[p] add to sb."""
+    def add_inputs(own, total, word, noises, at, column):
+        """total + what four inputs of the matrix that begins at plan[at] add to sb."""
         if MODE == 0:
             return ptx.dp4a(word, noises, total)
-        stream = stream_of(source, p + U_INPUT + I_SEED, pair)
+        source = own.source
+        stream = stream_of(source, at + U_INPUT + I_SEED, own.pair)
         for e in range(4):
-            entry, i = source.overlay[source.plan[p + U_INPUT + I_OVERLAY] + column + e], column + e
+            entry, i = source.overlay[source.plan[at + U_INPUT + I_OVERLAY] + column + e], column + e
             f = factor(entry, stream, i) if MODE == 2 else float32(0)
             total = int32(total + input_term(byte(word, e), input_coefficient(entry, stream, i), f))
         return total
 
     @device
-    def store_sums(sums, which, row, side, s0, s1, q):
-        s0, s1 = quad_sum(s0), quad_sum(s1)
+    def store_sums(parts, which, row, side, sums, q):
+        s0, s1 = quad_sum(sums[0]), quad_sum(sums[1])
         if q == 0:
-            sums[(which * 64 + row) * GROUPS + side], sums[(which * 64 + row + 8) * GROUPS + side] = s0, s1
+            parts[(which * 64 + row) * GROUPS + side], parts[(which * 64 + row + 8) * GROUPS + side] = s0, s1
 
     @device
     def whole_sum(address, which, row):
@@ -417,98 +424,89 @@ def recur_kernel(cfg, nz, gpu):
         return int32(s[0] + s[1] + (s[2] + s[3]))
 
     @registers
-    def product(ahead, acc, which, ring, step, s0, s1, shift, tables, source, p, pair):
+    def product(own, ahead, which, step, s0, s1):
         """acc = the product of a pass, with its noise."""
+        acc, ring = own.acc, own.ring
         for j in range(KS):
             column = min(column_of(ahead * KS + j, ring.t), H - 4)
-            noises = load_table(ring.base, tables, which + TABLES - 2, ahead * KS + j, ring.t)
+            noises = load_table(own, which + TABLES - 2, ahead * KS + j)
             for g in range(4):
                 i = 8 * j + (g >> 1) * 4 + (g & 1)
-                n = noises[g] if SCALED else column_noise(noises[0], g, source, p + U_F + which * U_APART, pair, column)
-                acc[i], acc[i + 2] = begin(s0, n, int32(BASE), shift), begin(s1, n, int32(BASE), shift)
+                n = noises[g] if SCALED else column_noise(own, noises[0], g, own.p + U_F + which * U_APART, column)
+                acc[i], acc[i + 2] = begin(s0, n, int32(BASE), own.shift), begin(s1, n, int32(BASE), own.shift)
         finish(acc, ring, multiply(acc, ring, step, which * PAST), False, False, 0, 0)
 
     @registers
-    def gate(ahead, acc, f, sums, base, tables, source, p, pair, t, gates, row0, at_word, works, position, to_kept,
-             kept):
+    def gate(own, ahead, row0, position, to_kept):
         """f, and the gated states of both rows to shared memory."""
-        q = t & 3
+        q = own.ring.t & 3
         for j in range(KS // 2):
-            column = column_of(ahead * KS + 2 * j, t)
+            column = column_of(ahead * KS + 2 * j, own.ring.t)
             if not RAGGED or column < H:
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
-                old0, old1 = ptx.load2(gates, at_row), ptx.load2(gates, at_row + 2 * H)
+                old0, old1 = ptx.load2(own.gates, at_row), ptx.load2(own.gates, at_row + 2 * H)
                 for g in range(2):
                     i = 2 * j + g
-                    w = load_table(base, tables, 0, ahead * KS + i, t)
-                    at_h = int32(at_word + (column - q * 4 + g * 16) * 8)
+                    w = load_table(own, 0, ahead * KS + i)
+                    at_h = int32(own.at_word + (column - q * 4 + g * 16) * 8)
                     for d in range(2):
-                        y, z = pairs(acc, 8 * i + 2 * d)
+                        y, z = pairs(own.acc, 8 * i + 2 * d)
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
                         if GATE:
-                            drawn = noise_word(source, p + STREAM, pair, d, position * H + (column + g * 16), GATE)
-                            y, z = add2(y, ptx.low2(drawn)), add2(z, ptx.high2(drawn))
+                            y, z = plus(y, z, noise_word(own.source, own.p + STREAM, own.pair, d,
+                                                         position * H + (column + g * 16), GATE))
                         y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
-                        f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
+                        own.f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
                         past = gated(y, z, ptx.read_shared(at_h + d * (8 * H)))
                         if KEEPS and d == 0 and to_kept >= 0:
                             at_kept = to_kept + (column + g * 16) // 4
-                            kept[at_kept], kept[kept.size // 2 + at_kept] = ptx.read_shared(at_h), past
-                        if works:
+                            own.kept[at_kept], own.kept[own.kept.size // 2 + at_kept] = ptx.read_shared(at_h), past
+                        if own.works:
                             ptx.store_shared(at_h + AT_PAST + d * (8 * H), past)
                         if not SCALED:
-                            sums[d] = add_inputs(sums[d], past, w[3], source, p + U_H, pair, column + g * 16)
+                            own.sums[d] = add_inputs(own, own.sums[d], past, w[3], own.p + U_H, column + g * 16)
 
     @registers
-    def advance(ahead, acc, f, sums, base, tables, source, p, pair, t, candidates, x, row0, at_word, works, live,
-                keeps, position):
+    def advance(own, ahead, row0, position, live, keeps):
         """The new states of both rows, and x."""
-        q = t & 3
+        q = own.ring.t & 3
         for j in range(KS // 2):
-            column = column_of(ahead * KS + 2 * j, t)
+            column = column_of(ahead * KS + 2 * j, own.ring.t)
             if not RAGGED or column < H:
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
-                w0 = load_table(base, tables, 1, ahead * KS + 2 * j, t)
-                w1 = load_table(base, tables, 1, ahead * KS + 2 * j + 1, t)
+                w0, w1 = load_table(own, 1, ahead * KS + 2 * j), load_table(own, 1, ahead * KS + 2 * j + 1)
                 for d in range(2):
-                    old, both_x = ptx.load2(candidates, at_row + d * (2 * H)), ptx.load2(x, at_row + d * (2 * H))
-                    out = cuda.local.array(2, int32)
+                    at, out = at_row + d * (2 * H), int32s(2)
+                    old, both_x = ptx.load2(own.candidates, at), ptx.load2(own.x, at)
                     for g in range(2):
                         i = 2 * j + g
-                        bias = w0[1] if d == 0 else w0[2]
-                        noises = w0[3]
-                        if g == 1:
-                            bias, noises = w1[1] if d == 0 else w1[2], w1[3]
-                        at_h = int32(at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
-                        y, z = pairs(acc, 8 * i + 2 * d)
+                        w = w0 if g == 0 else w1
+                        bias = w[1] if d == 0 else w[2]
+                        at_h = int32(own.at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
+                        y, z = pairs(own.acc, 8 * i + 2 * d)
                         if CANDIDATE:
-                            drawn = noise_word(source, p + STREAM, pair, d, APART + position * H + (column + g * 16),
-                                               CANDIDATE)
-                            y, z = add2(y, ptx.low2(drawn)), add2(z, ptx.high2(drawn))
+                            y, z = plus(y, z, noise_word(own.source, own.p + STREAM, own.pair, d,
+                                                         APART + position * H + (column + g * 16), CANDIDATE))
                         y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
-                        y, z = next_state(f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
+                        y, z = next_state(own.f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
                         h, out[g] = ptx.bytes4(y, z), added(both_x[g], y, z)
                         h = h if keeps else int32(0)
-                        if works:
+                        if own.works:
                             ptx.store_shared(at_h, h)
                         if not SCALED:
-                            sums[d] = add_inputs(sums[d], h, noises, source, p + U_F, pair, column + g * 16)
+                            own.sums[d] = add_inputs(own, own.sums[d], h, w[3], own.p + U_F, column + g * 16)
                     if live:
-                        ptx.store2(x, at_row + d * (2 * H), out[0], out[1])
+                        ptx.store2(own.x, at, out[0], out[1])
 
     @unrolled
-    def columns(which, acc, f, sums, ring, step, s0, s1, shift, tables, source, p, pair, gates, candidates, x, row0,
-                at_word, works, live, keeps, position, to_kept, kept):
+    def columns(own, which, step, s0, s1, row0, position, live, keeps, to_kept):
         """All passes of a matrix."""
-        base, t = ring.base, ring.t
         for d in range(PER):
-            product(d, acc, which, ring, step + d * PIECES, s0, s1, shift, tables, source, p, pair)
+            product(own, d, which, step + d * PIECES, s0, s1)
             if which == 0:
-                gate(d, acc, f, sums, base, tables, source, p, pair, t, gates, row0, at_word, works, position, to_kept,
-                     kept)
+                gate(own, d, row0, position, to_kept)
             else:
-                advance(d, acc, f, sums, base, tables, source, p, pair, t, candidates, x, row0, at_word, works, live,
-                        keeps, position)
+                advance(own, d, row0, position, live, keeps)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -516,7 +514,6 @@ def recur_kernel(cfg, nz, gpu):
               offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, kept: A32, begin, keep):
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
         ring = open_ring(n * (2 * PER * PIECES), 0, 1, packed, packed, at)
-        base = ring.base
         t = ring.t
         p = (call + RECUR) * PLAN
         group = t >> 7
@@ -528,33 +525,31 @@ def recur_kernel(cfg, nz, gpu):
         live = int32(1) if works and pair < units else int32(0)
         pair = min(pair, units - 1)
         source, at_token = source_of(plan, 0, weights, overlay, job, offset), int64(pair) * width + skip
-        at_word = int32(base + warp * (16 * H) + (lane >> 2) * 16 + q * 4)
-        acc = cuda.local.array(ACC, int32)
-        f = cuda.local.array(WORDS, int32)
-        sums = cuda.local.array(2, int32)
+        at_word = int32(ring.base + warp * (16 * H) + (lane >> 2) * 16 + q * 4)
+        acc, f, sums = int32s(ACC), int32s(WORDS), int32s(2)
         sums[0] = 0
         sums[1] = 0
         shift = job_shift(job)
+        own = Thread(ring, tables, source, p, pair, shift, at_word, works, acc, f, sums, gates, candidates, x, kept)
         for k in range(ALL):
             column = column_of(k, t)
             for which in range(2):
-                w = make_table(source, p, pair, which, k, t)
-                store_table(base, tables, which, k, t, w)
+                w = make_table(own, which, k)
+                store_table(own, which, k, w)
                 if SCALED:
-                    at_matrix, first = p + U_F + which * U_APART, min(column, H - 4)
-                    store_table(base, tables, which + 2, k, t, (column_noise(w[0], 0, source, at_matrix, pair, first),
-                                                           column_noise(w[0], 1, source, at_matrix, pair, first),
-                                                           column_noise(w[0], 2, source, at_matrix, pair, first),
-                                                           column_noise(w[0], 3, source, at_matrix, pair, first)))
+                    n4 = int32s(4)
+                    for e in range(4):
+                        n4[e] = column_noise(own, w[0], e, p + U_F + which * U_APART, min(column, H - 4))
+                    store_table(own, which + 2, k, n4)
                 if which == 1 and works and (not RAGGED or column < H):
                     at_h, state = int32(at_word + (column - q * 4) * 8), int32(0)
                     if begin and tokens[at_token] != 0:
                         state = states[int64(pair) * (H // 4) + column // 4]
                     ptx.store_shared(at_h, state)
                     ptx.store_shared(at_h + 8 * H, state)
-                    sums[0] = add_inputs(sums[0], state, w[3], source, p + U_F, pair, column)
+                    sums[0] = add_inputs(own, sums[0], state, w[3], p + U_F, column)
         sums[1] = sums[0]
-        store_sums(parts, 0, row, group, sums[0], sums[1], q)
+        store_sums(parts, 0, row, group, sums, q)
         if BULK:
             ptx.proxy_fence()
         cuda.syncthreads()
@@ -569,20 +564,18 @@ def recur_kernel(cfg, nz, gpu):
                 s0 = as_row(whole_sum(at_parts, which, row), shift)
                 s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)), shift)
                 sums[0], sums[1] = 0, 0
-                columns(which, acc, f, sums, ring, (2 * position + which) * (PER * PIECES), s0, s1, shift, tables,
-                        source, p, pair, gates, candidates, x, row0, at_word, works, writes, keeps, position, to_kept,
-                        kept)
+                columns(own, which, (2 * position + which) * (PER * PIECES), s0, s1, row0, position, writes, keeps,
+                        to_kept)
                 if SCALED and works:                         # once, not in every pass: it is long
-                    other = p + U_H - which * U_APART
                     for k in range(ALL):
                         column = column_of(k, t)
                         if not RAGGED or column < H:
                             at_h = int32(at_word + (column - q * 4) * 8 + (1 - which) * AT_PAST)
-                            w3 = load_table(base, tables, which, k, t)[3]
-                            sums[0] = add_inputs(sums[0], ptx.read_shared(at_h), w3, source, other, pair, column)
-                            sums[1] = add_inputs(sums[1], ptx.read_shared(at_h + 8 * H), w3, source, other, pair,
-                                                 column)
-                store_sums(parts, 1 - which, row, group, sums[0], sums[1], q)
+                            w3 = load_table(own, which, k)[3]
+                            for half in range(2):
+                                sums[half] = add_inputs(own, sums[half], ptx.read_shared(at_h + half * (8 * H)), w3,
+                                                        p + U_H - which * U_APART, column)
+                store_sums(parts, 1 - which, row, group, sums, q)
                 if BULK:
                     ptx.proxy_fence()
                 cuda.syncthreads()

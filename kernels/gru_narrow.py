@@ -19,9 +19,9 @@ from typing import NamedTuple
 from numba import cuda, int8, int32, int64, uint32
 
 from kernels import gru_parts, ptx
-from kernels.gru_parts import (B_APART, B_F, DOWN, GATES, INNER, NORM_1, NORM_2, OFFSET, RECUR, U_APART, U_F, U_INPUT,
-                               W_DOWN_INPUT, W_H, added_function, begin_with, both, input_bytes, late_noise_quotients,
-                               norm_functions, row_functions, row_of)
+from kernels.gru_parts import (B_APART, B_F, DOWN, GATES, HIGHEST, INNER, LOWEST, NORM_1, NORM_2, OFFSET, RECUR,
+                               U_APART, U_F, U_INPUT, W_DOWN_INPUT, W_H, added_function, begin_with, both, input_bytes,
+                               int32s, late_noise_quotients, norm_functions, row_functions, row_of)
 from kernels.host import Kernel
 from kernels.pairs import pair_functions, source_of
 from kernels.parts import A32, A64, A8, AU32, PLAN, clip, quad_sum, thread, unrolled, weight
@@ -120,15 +120,11 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
     AT_EMBEDDING = 24 * H + 2 * input_bytes(cfg, H, 4)
     job_shift = nz.shift
     column = pair_functions(cfg, nz).column
-    norms = norm_functions(cfg, nz, cc, 2)
-    fill_norm, norm = norms.fill, norms.norm
-    embedding = gru_parts.embedding_functions(cfg, nz, cc)
-    fill_columns, of_token, embedded = embedding.fill, embedding.of_token, embedding.embedded
-    load_rows = row_functions(H).load
+    fill_norm, norm = norm_functions(cfg, nz, cc, 2)
+    fill_columns, of_token, embedded = gru_parts.embedding_functions(cfg, nz, cc)
+    load_rows, _ = row_functions(H)
     enter = enter_function(size)
-    noisy = late_noise_quotients(cfg, nz, cc, H)
-    word_of, factor, pairs = noisy.word, noisy.factor, noisy.pairs
-    START = noisy.START
+    START, word_of, factor, pairs = late_noise_quotients(cfg, nz, cc, H)
     origin, product = gru_parts.warp_product_functions(COLUMNS, H // 32, wgmma=TOGETHER > 1)
 
     @unrolled
@@ -142,7 +138,8 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
 
     @device
     def multiply(acc, y, at_weights, start, out, row, s0, s1, shift, at_noise, q):
-        """out = the quotients of both rows."""
+        """out = the quotients of both rows. s0, s1: sums sb."""
+        s0, s1 = factor(s0, 0, shift), factor(s1, 1, shift)
         for b in range(H // COLUMNS):
             product(acc, y, at_weights, b * (COLUMNS * H), start)
             for j in range(COLUMNS // 32):
@@ -162,11 +159,8 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
         q = warp.q
         table = warp.table
         at_weights = origin(warp.base, warp.t)
-        acc = cuda.local.array(ACC, int32)
-        start = cuda.local.array(4, int32)
         shift = job_shift(job)
-        row_x, y = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
-        begin_with(start, START)
+        acc, row_x, y, start = int32s(ACC), int32s(WORDS), int32s(WORDS), begin_with(START)
         turns = (n - 1) // 8 + 1
         steps = ((units - 1) // TOGETHER + 1) * turns
         each = (steps - 1) // (cuda.gridDim.x * GROUPS) + 1
@@ -192,12 +186,10 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
                       int32(table + AT_EMBEDDING), token_noise, token_factor, shift, q)
             else:
                 load_rows(row_x, x, row * (H // 4), q)
-            f0, h0 = norm(row_x, y, 0, 0, int32(table + AT_LN), q)
-            f1, h1 = norm(row_x, y, 0, 1, int32(table + AT_LN), q)
-            multiply(acc, y, at_weights, start, gates, row, factor(f0, 0, shift), factor(f1, 1, shift), shift,
-                     int32(table + q * 16), q)
-            multiply(acc, y, at_weights + H * H, start, candidates, row, factor(h0, 0, shift), factor(h1, 1, shift),
-                     shift, int32(table + 4 * H + q * 16), q)
+            (f0, h0), (f1, h1) = norm(row_x, y, int32(table + AT_LN), q)
+            multiply(acc, y, at_weights, start, gates, row, f0, f1, shift, int32(table + q * 16), q)
+            multiply(acc, y, at_weights + H * H, start, candidates, row, h0, h1, shift,
+                     int32(table + 4 * H + q * 16), q)
             first += 8
             if first >= n:
                 unit, first = min(unit + TOGETHER, units - 1), 0
@@ -227,15 +219,10 @@ def register_recur_kernel(cfg, nz, cc, size):
     noise_of, vector = of_pair.column, of_pair.vector
     fill_input, add = gru_parts.input_functions(cfg, nz, H, 32)
     enter = enter_function(size)
-    noisy = late_noise_quotients(cfg, nz, cc, H)
-    word_of, factor, pairs = noisy.word, noisy.factor, noisy.pairs
-    START = noisy.START
+    START, word_of, factor, pairs = late_noise_quotients(cfg, nz, cc, H)
     origin, product = gru_parts.warp_product_functions(32, STEPS)
-    states_of = gru_parts.state_functions(cc)
-    gated, next_state = states_of.gated, states_of.next_state
-    opened, candidates_of = states_of.opened, states_of.candidates
-    rows = row_functions(H)
-    load_rows, store_rows = rows.load, rows.store
+    gated, next_state, opened, candidates_of = gru_parts.state_functions(cc)
+    load_rows, store_rows = row_functions(H)
     added = added_function(cc)
 
     @device
@@ -247,22 +234,24 @@ def register_recur_kernel(cfg, nz, cc, size):
         return factor(quad_sum(s0), 0, shift), factor(quad_sum(s1), 1, shift)
 
     @unrolled
-    def columns(which, acc, left, at_weights, start, table, lane, s0, s1, shift, old, h, f, past, x):
+    def columns(which, acc, left, at_weights, start, table, lane, shift, old, h, f, past, x):
         """which = 0: f and the gated states; 1: the new states and x. left: what U_f or U_h multiplies."""
+        s0, s1 = sums(left, int32(table + AT_B + which * OWN_B), lane, shift)
         for d in range(STEPS):
             product(acc, left, at_weights, which * (H * H) + d * (32 * H), start)
             for i in range(2):
                 k, at = 2 * d + i, int32(table + (2 * d + i) * 512 + lane * 16)
                 n, bias = ptx.load_shared4(at + which * A_H), ptx.load_shared4(at + BIAS_F + which * BIAS)
                 for m in range(2):
+                    row = 2 * k + m
                     y, z = pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
                     if which == 0:
-                        y, z = opened(y, z, old[2 * k + m], bias[2 * m], bias[2 * m + 1])
-                        f[2 * k + m], past[2 * k + m] = ptx.bytes4(y, z), gated(y, z, h[2 * k + m])
+                        y, z = opened(y, z, old[row], bias[2 * m], bias[2 * m + 1])
+                        f[row], past[row] = ptx.bytes4(y, z), gated(y, z, h[row])
                     else:
-                        y, z = candidates_of(y, z, old[2 * k + m], bias[2 * m], bias[2 * m + 1])
-                        y, z = next_state(f[2 * k + m], h[2 * k + m], y, z)
-                        h[2 * k + m], x[2 * k + m] = ptx.bytes4(y, z), added(x[2 * k + m], y, z)
+                        y, z = candidates_of(y, z, old[row], bias[2 * m], bias[2 * m + 1])
+                        y, z = next_state(f[row], h[row], y, z)
+                        h[row], x[row] = ptx.bytes4(y, z), added(x[row], y, z)
 
     @cuda.jit(launch_bounds=32 * W)
     def recur(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, n, units, job: AU32,
@@ -276,14 +265,8 @@ def register_recur_kernel(cfg, nz, cc, size):
         table = warp.table
         at_weights = origin(warp.base, warp.t)
         p = (call + RECUR) * PLAN
-        acc = cuda.local.array(16, int32)
-        h = cuda.local.array(WORDS, int32)
-        past = cuda.local.array(WORDS, int32)
-        f = cuda.local.array(WORDS, int32)
-        old = cuda.local.array(WORDS, int32)
-        both_x = cuda.local.array(WORDS, int32)
-        start = cuda.local.array(4, int32)
-        begin_with(start, START)
+        acc, start = int32s(16), begin_with(START)
+        h, past, f, old, both_x = int32s(WORDS), int32s(WORDS), int32s(WORDS), int32s(WORDS), int32s(WORDS)
         shift = job_shift(job)
         for eight in range(cuda.blockIdx.x * W + (warp.t >> 5), (units + 7) >> 3, cuda.gridDim.x * W):
             pair = min(eight * 8 + warp.g, units - 1)
@@ -312,12 +295,10 @@ def register_recur_kernel(cfg, nz, cc, size):
                 at_row = row_of(pair, position, n) * (H // 4)
                 load_rows(old, gates, at_row, q)
                 following = tokens[at_token + min(position + 1, n - 1)]
-                s0, s1 = sums(h, int32(table + AT_B), lane, shift)
-                columns(0, acc, h, at_weights, start, table, lane, s0, s1, shift, old, h, f, past, both_x)
+                columns(0, acc, h, at_weights, start, table, lane, shift, old, h, f, past, both_x)
                 load_rows(old, candidates, at_row, q)
                 load_rows(both_x, x, at_row, q)
-                s0, s1 = sums(past, int32(table + AT_B + OWN_B), lane, shift)
-                columns(1, acc, past, at_weights, start, table, lane, s0, s1, shift, old, h, f, past, both_x)
+                columns(1, acc, past, at_weights, start, table, lane, shift, old, h, f, past, both_x)
                 store_rows(both_x, x, at_row, q)
                 if following == 0 and position + 1 < n:
                     for k in range(2 * KS):
@@ -332,13 +313,15 @@ def register_recur_kernel(cfg, nz, cc, size):
 # --- the MLP ----------------------------------------------------------------------------------------------------------
 
 def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
-    """Device functions of the MLP for 16 rows whose inner values stay in registers, `columns` of them at a time; and
-    `bytes` of a pair's tables: column noise of W_up, norm, column noise and input noise of W_down. up, down: word,
-    factor and pairs as late_noise_quotients has them; those of down are `offset` too large. table: a shared address.
+    """(bytes, fill, norm, inner, finish): bytes of a pair's tables, which are column noise of W_up, norm, column noise
+    and input noise of W_down; and device functions of the MLP for 16 rows whose inner values stay in registers,
+    `columns` of them at a time. up, down: word, factor and pairs as late_noise_quotients has them; those of down are
+    `offset` too large. table: a shared address.
 
     fill(words, bytes_, at, source, call, pair, first, threads)     the tables at byte `at`, by `threads` threads
-    inner(acc, u, chunk, s0, s1, shift, table, q, t0, t1)           u = inner values; t0, t1 + their sums with noise
-    finish(sums, x, m, s, shift, table, q)                          x of row m + the quotients of W_down
+    norm(x, y, shift, table, q)                     y = ln(x) of both rows; the factors of their sums
+    inner(acc, u, chunk, s, sb, shift, table, q)    u = inner values, s: what norm returned; sb + their sums with noise
+    finish(sums, x, sb, shift, table, q)            x + the quotients of W_down
     """
     H = cfg.HIDDEN_DIM
     H4 = 4 * H
@@ -347,11 +330,10 @@ def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
     AT_DOWN = 4 * H4 + 16 * H + input_bytes(cfg, H, 4)
     KS = columns // 16
     AT_INNER, added = AT_DOWN + 4 * H, added_function(cc, offset)
-    norms = norm_functions(cfg, nz, cc, 1)
-    fill_norm, normed = norms.fill, norms.norm
+    fill_norm, normed = norm_functions(cfg, nz, cc, 1)
     fill_inner, add = gru_parts.input_functions(cfg, nz, H4, 4)
-    up_word, up_pairs = up.word, up.pairs
-    down_word, down_pairs = down.word, down.pairs
+    up_word, up_factor, up_pairs = up
+    down_word, down_factor, down_pairs = down
 
     @device
     def fill(words, bytes_, at, source, call, pair, first, threads):
@@ -363,29 +345,31 @@ def mlp_functions(cfg, nz, cc, columns, up, down, offset=0):
             words[(at + AT_DOWN) // 4 + i] = down_word(column(source, pair, i, (call + DOWN) * PLAN))
 
     @device
-    def norm(x, y, m, table, q):
-        return normed(x, y, 0, m, int32(table + AT_LN), q)[0]
+    def norm(x, y, shift, table, q):
+        (s0, _), (s1, _) = normed(x, y, int32(table + AT_LN), q)
+        return up_factor(s0, 0, shift), up_factor(s1, 1, shift)
 
     @device
-    def inner(acc, u, chunk, s0, s1, shift, table, q, t0, t1):
+    def inner(acc, u, chunk, s, sb, shift, table, q):
         for i in range(KS):
             k = KS * chunk + i
             n = ptx.load_shared4(table + k * 64 + q * 16)
             for m in range(2):
-                y, z = up_pairs(acc, 8 * i + 2 * m, s1 if m else s0, n, shift)
+                y, z = up_pairs(acc, 8 * i + 2 * m, s[1] if m else s[0], n, shift)
                 u[2 * i + m] = ptx.bytes4(y, z)
-            t0 = add(u[2 * i], int32(table + AT_INNER), k, q, t0)
-            t1 = add(u[2 * i + 1], int32(table + AT_INNER), k, q, t1)
-        return t0, t1
+            for m in range(2):
+                sb[m] = add(u[2 * i + m], int32(table + AT_INNER), k, q, sb[m])
 
-    @device
-    def finish(sums, x, m, s, shift, table, q):
-        for k in range(H // 16):
-            n = ptx.load_shared4(table + AT_DOWN + k * 64 + q * 16)
-            y, z = down_pairs(sums, 8 * k + 2 * m, s, n, shift)
-            x[2 * k + m] = added(x[2 * k + m], y, z)
+    @unrolled
+    def finish(sums, x, sb, shift, table, q):
+        for d in range(2):
+            s = down_factor(quad_sum(sb[d]), d, shift)
+            for k in range(H // 16):
+                n = ptx.load_shared4(table + AT_DOWN + k * 64 + q * 16)
+                y, z = down_pairs(sums, 8 * k + 2 * d, s, n, shift)
+                x[2 * k + d] = added(x[2 * k + d], y, z)
 
-    return SimpleNamespace(fill=fill, norm=norm, inner=inner, finish=finish, bytes=AT_INNER + input_bytes(cfg, H4, 4))
+    return AT_INNER + input_bytes(cfg, H4, 4), fill, norm, inner, finish
 
 
 def mlp_kernel(cfg, nz, cc, size):
@@ -397,16 +381,11 @@ def mlp_kernel(cfg, nz, cc, size):
     W = size.warps
     job_shift = nz.shift
     SUMS, WORDS = H // 2, H // 8
-    rows = row_functions(H)
-    load_rows, store_rows = rows.load, rows.store
+    load_rows, store_rows = row_functions(H)
     enter = enter_function(size)
-    of_up = late_noise_quotients(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
-    of_down = late_noise_quotients(cfg, nz, cc, H4)
-    UP_START, DOWN_START = of_up.START, of_down.START
-    up_factor, down_factor = of_up.factor, of_down.factor
-    functions = mlp_functions(cfg, nz, cc, 32, of_up, of_down, OFFSET)
-    fill, norm = functions.fill, functions.norm
-    inner, finish = functions.inner, functions.finish
+    UP_START, *of_up = late_noise_quotients(cfg, nz, cc, H, lowest=0 if cfg.MLP_RELU else -127)
+    DOWN_START, *of_down = late_noise_quotients(cfg, nz, cc, H4)
+    _, fill, norm, inner, finish = mlp_functions(cfg, nz, cc, 32, of_up, of_down, OFFSET)
     origin, up = gru_parts.warp_product_functions(32, H // 32)
     origin_down, down = gru_parts.warp_product_functions(H, 1, True)
 
@@ -417,13 +396,8 @@ def mlp_kernel(cfg, nz, cc, size):
         q = warp.q
         at_weights = origin(warp.base, warp.t)
         at_down = origin_down(int32(warp.base + H4 * H), warp.t)
-        acc = cuda.local.array(16, int32)
-        sums = cuda.local.array(SUMS, int32)
-        u = cuda.local.array(4, int32)
-        row_x = cuda.local.array(WORDS, int32)
-        y = cuda.local.array(WORDS, int32)
-        start = cuda.local.array(4, int32)
-        begin_with(start, UP_START)
+        acc, sums, u, row_x, y = int32s(16), int32s(SUMS), int32s(4), int32s(WORDS), int32s(WORDS)
+        start, sb = begin_with(UP_START), int32s(2)
         shift = job_shift(job)
         for unit in range(cuda.blockIdx.x * W + (warp.t >> 5), units, cuda.gridDim.x * W):
             cuda.syncwarp()                                  # no lane reads the tables any more
@@ -432,17 +406,15 @@ def mlp_kernel(cfg, nz, cc, size):
             for first in range(0, n, 8):
                 row = row_of(unit, min(first + warp.g, n - 1), n) * (H // 4)
                 load_rows(row_x, x, row, q)
-                s0, s1 = norm(row_x, y, 0, table, q), norm(row_x, y, 1, table, q)
-                s0, s1 = up_factor(s0, 0, shift), up_factor(s1, 1, shift)
-                t0, t1 = int32(0), int32(0)
+                s = norm(row_x, y, shift, table, q)
+                sb[0], sb[1] = 0, 0
                 for i in range(SUMS):
                     sums[i] = DOWN_START
                 for chunk in range(H4 // 32):
                     up(acc, y, at_weights, chunk * (32 * H), start)
-                    t0, t1 = inner(acc, u, chunk, s0, s1, shift, table, q, t0, t1)
+                    inner(acc, u, chunk, s, sb, shift, table, q)
                     down(sums, u, at_down, chunk * (32 * H), start)
-                finish(sums, row_x, 0, down_factor(quad_sum(t0), 0, shift), shift, table, q)
-                finish(sums, row_x, 1, down_factor(quad_sum(t1), 1, shift), shift, table, q)
+                finish(sums, row_x, sb, shift, table, q)
                 cuda.syncwarp()                              # at the end of the window lanes have the same row
                 store_rows(row_x, x, row, q)
 
@@ -457,7 +429,6 @@ WGMMA_H, LEAST_SEQ_LEN = 256, 32            # then the 32 positions of a tile be
 WGMMA_SHARED = 227 * 1024
 TILE_ROWS, LINE = 64, 32                         # rows of a warpgroup; words of a line of the cache
 GROUPS = 2                                  # warpgroups of a block
-HIGHEST, LOWEST = both(127), both(-127)
 
 
 def wgmma_fits(cfg, cc, shared_limit):
@@ -469,7 +440,7 @@ def wgmma_fits(cfg, cc, shared_limit):
 
 
 def integer_quotients(cfg):
-    """For sums of integers word, factor and pairs of W_up and of W_down, as late_noise_quotients has them. A quotient
+    """For sums of integers (word, factor, pairs) of W_up and of W_down, as late_noise_quotients has them. A quotient
     of W_up is (acc * 2^(16 - D) + s * n * 2^(16 - D - N)) >> 16, for accumulator, sum sb with the member's sign, column
     noise, divisor 2^D = 2^8 and noise shift N: the upper half of a word, and two of them are clipped by one
     instruction. Instead of a shift its pairs are given 256 (of a constant ptxas would make shifts, which the busier
@@ -496,8 +467,7 @@ def integer_quotients(cfg):
         return (ptx.clip2(ptx.saturate2(quotient(acc[i], s, n[0], shift), quotient(acc[i + 1], s, n[1], shift))),
                 ptx.clip2(ptx.saturate2(quotient(acc[i + 4], s, n[2], shift), quotient(acc[i + 5], s, n[3], shift))))
 
-    return (SimpleNamespace(word=gru_parts.unchanged, factor=up_factor, pairs=up_pairs),
-            SimpleNamespace(word=gru_parts.unchanged, factor=gru_parts.signed, pairs=pairs))
+    return (gru_parts.unchanged, up_factor, up_pairs), (gru_parts.unchanged, gru_parts.signed, pairs)
 
 
 def wgmma_mlp_kernel(cfg, nz):
@@ -513,15 +483,10 @@ def wgmma_mlp_kernel(cfg, nz):
     STAGE = 128 * H
     LEFT = 8 * STAGES
     BARRIERS = 2 * STAGES
-    of_up, of_down = integer_quotients(cfg)
-    up_factor, down_factor = of_up.factor, of_down.factor
-    functions = mlp_functions(cfg, nz, (9, 0), 128, of_up, of_down)
-    fill, norm = functions.fill, functions.norm
-    inner, finish = functions.inner, functions.finish
-    TABLE = functions.bytes                                  # of a pair: a warpgroup has an even and an odd one
+    # TABLE: of a pair; a warpgroup has an even and an odd one
+    TABLE, fill, norm, inner, finish = mlp_functions(cfg, nz, (9, 0), 128, *integer_quotients(cfg))
     AT_LEFT, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * TILE_ROWS * H
-    rows = row_functions(H)
-    load_rows, store_rows = rows.load, rows.store
+    load_rows, store_rows = row_functions(H)
     up, down = ptx.wgmma_product(128, H // 32, False, False), ptx.wgmma_product(256, 4, True, True)
 
     @device
@@ -569,10 +534,7 @@ def wgmma_mlp_kernel(cfg, nz):
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
         # the last blocks go through the motions beyond the last tile, for the other warpgroup
         step, steps = int32(0), int32(each * STEPS)
-        sums = cuda.local.array(128, int32)
-        acc = cuda.local.array(64, int32)
-        u = cuda.local.array(16, int32)
-        row_x, y = cuda.local.array(64, int32), cuda.local.array(64, int32)
+        sums, acc, u, row_x, y, sb = int32s(128), int32s(64), int32s(16), int32s(64), int32s(64), int32s(2)
         for turn in range(each):
             tile, live = int32(min(first + turn, tiles - 1)), first + turn < tiles
             row = tile * TILE_ROWS + (c >> 5) * 16 + (lane >> 2)
@@ -591,27 +553,25 @@ def wgmma_mlp_kernel(cfg, nz):
             load_rows(row_x, x, int64(row) * (H // 4), q)
             ptx.prefetch(x, int64(min(tile + 1, tiles - 1)) * (TILE_ROWS * H // 4) + c * LINE)
             table = int32(base + mine + odd * TABLE)
-            s0, s1 = norm(row_x, y, 0, table, q), norm(row_x, y, 1, table, q)
-            s0, s1 = up_factor(s0, 0, shift), up_factor(s1, 1, shift)
+            s = norm(row_x, y, shift, table, q)
             to = int32(at_left + (c >> 5) * (16 * H) + lane * 4)
             for k in range(16):
                 ptx.store_shared(to + k * 128, y[2 * k])
                 ptx.store_shared(to + k * 128 + 8 * H, y[2 * k + 1])
             ptx.proxy_fence()
             ptx.named_barrier(1 + group, 128)
-            t0, t1 = int32(0), int32(0)
+            sb[0], sb[1] = 0, 0
             for i in range(128):
                 sums[i] = 0
             for chunk in range(CHUNKS):
                 up(acc, int32(at_left), weights_of(base, bar, step))
                 leave(base, bar, packed, at, step, steps, lane)
-                t0, t1 = inner(acc, u, chunk, s0, s1, unit, table, q, t0, t1)
+                inner(acc, u, chunk, s, sb, unit, table, q)
                 down(sums, u, weights_of(base, bar, int32(step + 1)))
                 leave(base, bar, packed, at, int32(step + 1), steps, lane)
                 step = int32(step + 2)
             load_rows(row_x, x, int64(row) * (H // 4), q)
-            finish(sums, row_x, 0, down_factor(quad_sum(t0), 0, shift), shift, table, q)
-            finish(sums, row_x, 1, down_factor(quad_sum(t1), 1, shift), shift, table, q)
+            finish(sums, row_x, sb, shift, table, q)
             if live:
                 store_rows(row_x, x, int64(row) * (H // 4), q)
 
@@ -631,12 +591,9 @@ def register_head_kernel(cfg, nz, cc, size):
     AT_EXPS = size.weights                                   # [entry][lane]: a look-up has no bank conflicts
     AT_LN, AT_Z = 4 * V, 4 * V + 16 * H + input_bytes(cfg, H, 4)
     enter, column = enter_function(size), pair_functions(cfg, nz).column
-    norms = norm_functions(cfg, nz, cc, 1)
-    fill_norm, norm = norms.fill, norms.norm
-    load_rows, job_shift = row_functions(H).load, nz.shift
-    noisy = late_noise_quotients(cfg, nz, cc, H, add=128)
-    word_of, START = noisy.word, noisy.START
-    factor, pairs = noisy.factor, noisy.pairs
+    fill_norm, norm = norm_functions(cfg, nz, cc, 1)
+    (load_rows, _), job_shift = row_functions(H), nz.shift
+    START, word_of, factor, pairs = late_noise_quotients(cfg, nz, cc, H, add=128)
     origin, product = gru_parts.warp_product_functions(COLUMNS, H // 32, wgmma=size.together > 1)
     position_loss = loss_function(cfg)
     max2, LOWEST = ptx.int16_pairs(cc).max2, both(OFFSET + 1)
@@ -681,10 +638,8 @@ def register_head_kernel(cfg, nz, cc, size):
             words[AT_EXPS // 4 + i] = exps[i >> 5]
         cuda.syncthreads()
         at_exps, at_z = int32(warp.base + AT_EXPS + lane * 4), int32(table + AT_Z + lane * 16)
-        acc, shift = cuda.local.array(ACC, int32), job_shift(job)
-        z, start = cuda.local.array(4, int32), cuda.local.array(4, int32)
-        row_x, n = cuda.local.array(WORDS, int32), cuda.local.array(WORDS, int32)
-        begin_with(start, START)
+        acc, z, row_x, n = int32s(ACC), int32s(4), int32s(WORDS), int32s(WORDS)
+        shift, start = job_shift(job), begin_with(START)
         for begin in range(cuda.blockIdx.x * W, units, cuda.gridDim.x * W):
             unit = min(begin + (warp.t >> 5), units - 1)     # the warps of a product stay together
             cuda.syncwarp()                                  # no lane reads the tables any more
@@ -700,8 +655,7 @@ def register_head_kernel(cfg, nz, cc, size):
             for first in range(0, T, 8):
                 position = min(first + warp.g, T - 1)
                 load_rows(row_x, x, row_of(unit, position, T) * (H // 4), q)
-                s0, _ = norm(row_x, n, 0, 0, int32(table + AT_LN), q)
-                s1, _ = norm(row_x, n, 0, 1, int32(table + AT_LN), q)
+                (s0, _), (s1, _) = norm(row_x, n, int32(table + AT_LN), q)
                 s0, s1 = factor(s0, 0, shift), factor(s1, 1, shift)
                 token = tokens[int64(unit) * width + skip + position + 1]
                 top0, top1 = int32(LOWEST), int32(LOWEST)

@@ -12,8 +12,6 @@ bytes 1 and 2 are 0x4000 + the quotient rounded down. Where sums are too large f
 than LIMIT_K inputs), integers add the noise first.
 """
 
-from types import SimpleNamespace
-
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
@@ -66,15 +64,16 @@ def both(x):
     return word - (1 << 32) if word >> 31 else word
 
 
+HIGHEST, LOWEST = both(127), both(-127)
+
+
 def clip_function(cc, base, lowest, highest, within=True):
     """Device function that clips four floats base + k to lowest..highest and returns two words of two int16. They hold
     k where `base` is MAGIC, and OFFSET + k where it is BASE and the floats may have a fraction; within: no k is beyond
     OFFSET."""
     CHOSEN, OFF = (0x5410, 0) if base == MAGIC else (0x6521, OFFSET)
-    LOW = float(base + lowest)
-    HIGH = float(base + highest)
-    LOW2 = both(OFF + lowest)
-    HIGH2 = both(OFF + highest)
+    LOW, HIGH = float(base + lowest), float(base + highest)
+    LOW2, HIGH2 = both(OFF + lowest), both(OFF + highest)
     NATIVE, pairs = cc[0] >= 9 and within, ptx.int16_pairs(cc)
     min2, max2 = (pairs.min2, pairs.max2) if base == MAGIC else (ptx.min2_unsigned, ptx.max2_unsigned)
 
@@ -93,6 +92,12 @@ def clip_function(cc, base, lowest, highest, within=True):
     return clipped
 
 
+@device
+def int32s(count):
+    """A local array, in registers where the compiler knows every index; count: a constant."""
+    return cuda.local.array(count, int32)
+
+
 # word and factor of quotients in integers
 @device
 def unchanged(n):
@@ -105,7 +110,8 @@ def signed(total, member, shift):
 
 
 def late_noise_quotients(cfg, nz, cc, inputs, add=0, lowest=-127):
-    """Of a product over `inputs` START, the number with which accumulators begin, and device functions:
+    """(START, word, factor, pairs) of a product over `inputs`: the number with which accumulators begin, and device
+    functions:
 
     word(n)                         the entry of a column in the table of column noise
     factor(sum, member, shift)      the sum sb with the member's sign, as `pairs` wants it; shift: nz.shift
@@ -148,7 +154,7 @@ def late_noise_quotients(cfg, nz, cc, inputs, add=0, lowest=-127):
         return clipped(quotient(acc[i], s, n[0], shift), quotient(acc[i + 1], s, n[1], shift),
                        quotient(acc[i + 4], s, n[2], shift), quotient(acc[i + 5], s, n[3], shift))
 
-    return SimpleNamespace(START=START if floats else 0, word=word, factor=factor, pairs=pairs)
+    return START if floats else 0, word, factor, pairs
 
 
 def input_bytes(cfg, inputs, lanes):
@@ -222,8 +228,15 @@ def normed_function(cfg, cc):
     return normed
 
 
+@device
+def reciprocal_mean(total, H):
+    """1 / the mean of H sizes, from the sums of four lanes."""
+    mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
+    return ptx.reciprocal(float32(mean))
+
+
 def norm_functions(cfg, nz, cc, streams):
-    """fill, norm: device functions of a layer norm whose output meets `streams` input noises.
+    """(fill, norm), device functions of a layer norm whose output meets `streams` input noises.
 
     The table, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them, 16 H bytes; then the
     input noises. plan[p...]: as norm_kernel."""
@@ -245,22 +258,25 @@ def norm_functions(cfg, nz, cc, streams):
             fill_input(words, bytes_, at + 16 * H + s * SIZE, i, source, p + INPUTS + 2 * s, pair, i)
 
     @device
-    def norm(x, n, at_n, m, address, q):
-        """n[at_n + ...] = ln of row m of x, both words [16 columns k][row]; the sums sb."""
+    def norm_row(x, n, m, address, q):
         total = int32(0)
         for k in range(2 * STEPS):
             total = ptx.distance4(x[2 * k + m], SIGNS, total)
-        mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
-        reciprocal = ptx.reciprocal(float32(mean))
+        reciprocal = reciprocal_mean(total, H)
         first, second = int32(0), int32(0)
         for k in range(2 * STEPS):
-            n[at_n + 2 * k + m] = normed(x[2 * k + m], m, k, address, q, reciprocal)
-            first = add(n[at_n + 2 * k + m], int32(address + 16 * H), k, q, first)
+            n[2 * k + m] = normed(x[2 * k + m], m, k, address, q, reciprocal)
+            first = add(n[2 * k + m], int32(address + 16 * H), k, q, first)
             if streams > 1:
-                second = add(n[at_n + 2 * k + m], int32(address + 16 * H + SIZE), k, q, second)
+                second = add(n[2 * k + m], int32(address + 16 * H + SIZE), k, q, second)
         return quad_sum(first), quad_sum(second) if streams > 1 else int32(0)
 
-    return SimpleNamespace(fill=fill, norm=norm)
+    @device
+    def norm(x, n, address, q):
+        """n = ln(x) of both rows; of each the sums sb."""
+        return norm_row(x, n, 0, address, q), norm_row(x, n, 1, address, q)
+
+    return fill, norm
 
 
 def warp_product_functions(columns, steps, keep=False, wgmma=False):
@@ -292,7 +308,7 @@ def warp_product_functions(columns, steps, keep=False, wgmma=False):
 
 
 def row_functions(H):
-    """load, store: device functions of a lane's words of two rows, x[2 k + row], that begin at word `at` and 2 H
+    """(load, store), device functions of a lane's words of two rows, x[2 k + row], that begin at word `at` and 2 H
     words further, in the order of kernels.gru_narrow."""
     @device
     def load(x, source, at, q):
@@ -307,42 +323,54 @@ def row_functions(H):
             for b in range(H // 32):
                 ptx.store2(out, at + m * (2 * H) + b * 8 + q * 2, x[4 * b + m], x[4 * b + 2 + m])
 
-    return SimpleNamespace(load=load, store=store)
+    return load, store
+
+
+def int16_functions(cc):
+    """(plus, within), device functions of two words of two int16, y and z:
+
+    plus(y, z, word)            plus four int8
+    within(y, z, low, high)     clipped; low, high: as `both` has them
+    """
+    two = ptx.int16_pairs(cc)
+    add2, min2, max2 = two.add2, two.min2, two.max2
+
+    @device
+    def plus(y, z, word):
+        return add2(y, ptx.low2(word)), add2(z, ptx.high2(word))
+
+    @device
+    def within(y, z, low, high):
+        return max2(min2(y, high), low), max2(min2(z, high), low)
+
+    return plus, within
 
 
 def added_function(cc, offset=0):
     """Device function: a word of x (bytes + 128) plus two words of two int16, which are `offset` too large."""
-    two = ptx.int16_pairs(cc)
-    HIGHEST = both(offset + 255)
-    LOWEST = both(offset + 1)
-    add2 = two.add2
-    min2 = two.min2
-    max2 = two.max2
+    add2, (_, within) = ptx.int16_pairs(cc).add2, int16_functions(cc)
+    LOW, HIGH = both(offset + 1), both(offset + 255)
 
     @device
     def added(x, y, z):
         y, z = add2(ptx.byte_permute(x, 0, 0x4140), y), add2(ptx.byte_permute(x, 0, 0x4342), z)
-        return ptx.bytes4(max2(min2(y, HIGHEST), LOWEST), max2(min2(z, HIGHEST), LOWEST))
+        y, z = within(y, z, LOW, HIGH)
+        return ptx.bytes4(y, z)
     return added
 
 
 def state_functions(cc):
-    """Device functions of the rules of model.rules on four columns: h, f, `word` are words of bytes; y,
-    z two int16 each. A product of bytes is a dot product of which all but one term is hidden by a mask, which serves
-    two of four.
+    """(gated, next_state, opened, candidates), device functions of the rules of model.rules on four columns: h, f,
+    `word` are words of bytes; y, z two int16 each. A product of bytes is a dot product of which all but one term is
+    hidden by a mask, which serves two of four.
 
     gated(y, z, h)                  a word of bytes; y, z: the gate
     next_state(f, h, y, z)          two words of int16; y, z: the candidates
     opened(y, z, word, b, c)        the gate as two words of int16: quotients y, z, those of the input, biases b, c
     candidates(y, z, word, b, c)    the candidates from the same
     """
-    two = ptx.int16_pairs(cc)
     FULL = both(254)
-    HIGHEST = both(127)
-    LOWEST = both(-127)
-    add2 = two.add2
-    min2 = two.min2
-    max2 = two.max2
+    add2, (_, within) = ptx.int16_pairs(cc).add2, int16_functions(cc)
 
     @device
     def gated(y, z, h):
@@ -364,24 +392,29 @@ def state_functions(cc):
                 add2(h_high, ptx.byte_permute(ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd), 0x6521)))
 
     @device
+    def summed(y, z, word, b, c):
+        return add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c)
+
+    @device
     def opened(y, z, word, b, c):
-        y, z = add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c)
-        return max2(min2(y, FULL), 0), max2(min2(z, FULL), 0)
+        y, z = summed(y, z, word, b, c)
+        return within(y, z, 0, FULL)
 
     @device
     def candidates(y, z, word, b, c):
-        y, z = add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c)
-        return max2(min2(y, HIGHEST), LOWEST), max2(min2(z, HIGHEST), LOWEST)
+        y, z = summed(y, z, word, b, c)
+        return within(y, z, LOWEST, HIGHEST)
 
-    return SimpleNamespace(gated=gated, next_state=next_state, opened=opened, candidates=candidates)
+    return gated, next_state, opened, candidates
 
 
 @device
-def begin_with(start, value):
-    """start = four times value, by sums that the compiler cannot know to be equal (see ptx.mma_product)."""
-    zero = int32(cuda.gridDim.z - 1)
+def begin_with(value):
+    """Four times value, by sums that the compiler cannot know to be equal (see ptx.mma_product)."""
+    start, zero = int32s(4), int32(cuda.gridDim.z - 1)
     for i in range(4):
         start[i] = int32(value + zero * (i + 1))
+    return start
 
 
 @device
@@ -392,8 +425,8 @@ def row_of(unit, position, n):
 
 
 def embedding_functions(cfg, nz, cc):
-    """Device functions of the embedding; row 0 of the plan has the TABLE_...: of the token's side A and of the
-    hidden side B:
+    """(fill, of_token, embedded), device functions of the embedding; row 0 of the plan has the TABLE_...: of the
+    token's side A and of the hidden side B:
 
     fill(words, at, source, pair, i)        sets the noise of column i in the table that begins at word `at`, H words or
                                             with adaptive noise 2 H
@@ -447,23 +480,19 @@ def embedding_functions(cfg, nz, cc):
                 y, z = clipped(u[0], u[1], u[2], u[3])
                 x[to + 2 * i + m] = ptx.bytes4(y, z)
 
-    return SimpleNamespace(fill=fill, of_token=of_token, embedded=embedded)
+    return fill, of_token, embedded
 
 
 def disturbance_functions(cfg, cc):
-    """Device functions of the noise on activations (SPEC 21):
+    """(word, disturbed), device functions of the noise on activations (SPEC 21):
 
     word(source, at, pair, odd, index, mask)    four noise values as int8: of the even or odd member of a pair, from
                                                 output `index` of its window on, a multiple of 4; plan[at]: the stream;
                                                 mask: an amplitude, four times
     disturbed(y, z, word, lowest)               two words of two int16, from -127 to 127, plus the noise, clipped
     """
-    two = ptx.int16_pairs(cc)
     hash32, draws = rules.draw_rules(device, 0).hash32, rules.activation_rules(device).draws
-    HIGHEST = both(127)
-    add2 = two.add2
-    min2 = two.min2
-    max2 = two.max2
+    plus, within = int16_functions(cc)
 
     @device
     def word(source, at, pair, odd, index, mask):
@@ -474,10 +503,10 @@ def disturbance_functions(cfg, cc):
 
     @device
     def disturbed(y, z, word, lowest):
-        y, z = add2(y, ptx.low2(word)), add2(z, ptx.high2(word))
-        return max2(min2(y, HIGHEST), lowest), max2(min2(z, HIGHEST), lowest)
+        y, z = plus(y, z, word)
+        return within(y, z, lowest, HIGHEST)
 
-    return SimpleNamespace(word=word, disturbed=disturbed)
+    return word, disturbed
 
 
 def norm_kernel(cfg, nz, cc, streams, embeds=False):
@@ -491,11 +520,11 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     STEPS = H // 32
     SIZE = input_bytes(cfg, cfg.HIDDEN_DIM, 4)
     AT_NOISE, job_shift = 16 * H + streams * SIZE, nz.shift
-    fill_norm = norm_functions(cfg, nz, cc, streams).fill
+    fill_norm, _ = norm_functions(cfg, nz, cc, streams)
     _, add = input_functions(cfg, nz, H, 4)
-    normed, embedding = normed_function(cfg, cc), embedding_functions(cfg, nz, cc)
-    fill_columns, of_token, embedded = embedding.fill, embedding.of_token, embedding.embedded
-    noise_word, added = disturbance_functions(cfg, cc).word, added_function(cc)
+    normed, added = normed_function(cfg, cc), added_function(cc)
+    fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
+    noise_word, _ = disturbance_functions(cfg, cc)
     MASK = activations.mask_of(cfg, "embedding")
     DISTURBED = MASK != 0
 
@@ -519,7 +548,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
         if embeds:
             token = tokens[pair * width + skip + position]
             shift = job_shift(job)
-            e = cuda.local.array(4, int32)
+            e = int32s(4)
             token_noise, token_factor = of_token(source, pair, token, shift)
             for b in range(STEPS):
                 embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
@@ -536,8 +565,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             for b in range(STEPS):
                 word = ptx.load2(x, at_x + member * (2 * H) + b * 8)
                 total = ptx.distance4(word[1], SIGNS, ptx.distance4(word[0], SIGNS, total))
-            mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
-            reciprocal = ptx.reciprocal(float32(mean))
+            reciprocal = reciprocal_mean(total, H)
             sum0, sum1 = int32(0), int32(0)
             at_n = (to >> 3) * (2 * H) + member * (2 * H) + (to & 7) * 4 + q
             for b in range(STEPS):
