@@ -14,9 +14,9 @@ from numba import cuda, float32, int32, int64, int8, uint32, uint64
 
 from kernels import gru_parts, ptx, transformer
 from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM_2, RECUR, TABLE, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP)
+                               W_DOWN_INPUT, W_F, W_H, W_UP, int32s)
 from kernels.host import Kernel
-from kernels.pairs import I_OVERLAY, I_SEED, ntt_functions, pair_functions, source_of, stream_of
+from kernels.pairs import I_OVERLAY, I_SEED, Source, ntt_functions, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, amax_scale, byte, clip, quotient_function, rounded)
 from kernels.rules import NORMS, build_noise, device, divide
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
@@ -46,6 +46,7 @@ class Block(NamedTuple):
     weights: object
     tiles: int              # of 16 rows
     first: int              # pair
+    units: int              # pairs that have sequences
     count: int              # sequences of all blocks
     shift: int              # of the noise
 
@@ -67,8 +68,43 @@ def most_tiles(cfg, gpu):
 
 
 @device
+def block_of(packed, weights, tiles, count, shift):
+    """The Block of this thread."""
+    words, vector = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int8, 128)
+    first = int64(cuda.blockIdx.x) * 8 * tiles
+    return Block(words, vector, packed, weights, tiles, first, min(8 * tiles, (count + 1) // 2 - first), count, shift)
+
+
+@device
+def moved(source, row):
+    """The Source of a row of the plan."""
+    return Source(source.plan, row * PLAN, source.weights, source.overlay, source.job, source.seed)
+
+
+@device
+def row_of(unit):
+    """The even member's row of a pair in its block; the odd member's is 8 further."""
+    return (unit >> 3) * 16 + (unit & 7)
+
+
+@device
+def sequence_of(block, row):
+    return 2 * (block.first + (row >> 4) * 8 + (row & 7)) + ((row >> 3) & 1)
+
+
+@device
 def of_member(both, odd):
     return both[1] if odd else both[0]
+
+
+def divided_function(cfg, inputs):
+    """Device function: a result of a product over `inputs`, divided, rounded down and clipped."""
+    _, quotient = quotient_function(parameters.divisor(cfg, inputs), MAGIC, False)
+
+    @device
+    def divided(total):
+        return quotient(total) - BITS
+    return divided
 
 
 def multiply_function(gpu, K):
@@ -98,7 +134,7 @@ def multiply_function(gpu, K):
         lane = cuda.threadIdx.x & 31
         x = x + 2 * (lane & 3)
         at = at + ((lane & 2) << 4) + (lane >> 2) * 4 + (lane & 1) * 2
-        one, other = cuda.local.array(8, int32), cuda.local.array(8, int32)
+        one, other = int32s(8), int32s(8)
         for i in range(16):
             acc[i] = 0
         fetch(one, packed, at, 0)
@@ -114,9 +150,9 @@ def multiply_function(gpu, K):
 
 
 def product_function(gpu, pairs, H, K, columns, finish, bias=None):
-    """Device function: the product of vectors of K entries with a matrix, with its noise. finish(block, unit, row,
-    column, even, odd, more, where) takes the results of both members of a pair; more: the entry of the vector at
-    plan[bias] that belongs to the column, as both see it."""
+    """Device function: the product of vectors of K entries with a matrix, with its noise. finish(block, member, row,
+    column, total, more, where) takes a result of a member of the block; more: the entry of the vector at plan[bias]
+    that belongs to the column, as the member sees it."""
     multiply, column_side, column_noise = multiply_function(gpu, K), pairs.column_side, pairs.column_noise
     vector_side, vector_entry = pairs.vector_side, pairs.vector_entry
     GROUPS = columns // COLUMNS
@@ -125,7 +161,7 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     @gpu.device
     def product(block, source, at, x, stream, where):
         """Of region x with the matrix at plan[at]; stream: number of its sums."""
-        acc = cuda.local.array(16, int32)
+        acc, sums = int32s(16), int32s(2)
         t, rows = cuda.threadIdx.x, 16 * block.tiles
         g, q = (t & 31) >> 2, t & 3
         for task in range(t >> 5, block.tiles * GROUPS, WARPS):
@@ -133,9 +169,9 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
             row, unit = 16 * tile + g, 8 * tile + g
             multiply(acc, block.words, x * rows * NARROW + row * STRIDE, 8 * STRIDE, block.packed,
                      source.plan[source.p + at] + first * (K // 4))
-            sums = REGIONS * rows * NARROW + stream * rows + row
-            even, odd = block.words[uint64(sums)], block.words[uint64(sums + 8)]
             side = column_side(source, unit, at)
+            for half in range(2):
+                sums[half] = block.words[uint64(REGIONS * rows * NARROW + stream * rows + row + 8 * half)]
             if bias is not None:
                 bias_side = vector_side(source, bias, unit)
             for j in range(4):
@@ -144,8 +180,9 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
                     n, more = column_noise(source, side, c), (int32(0), int32(0))
                     if bias is not None:
                         more = vector_entry(source, bias_side, c)
-                    finish(block, unit, row, c, int32(acc[4 * j + e] + (int32(even * n) >> block.shift)),
-                           int32(acc[4 * j + 2 + e] + (int32(odd * n) >> block.shift)), more, where)
+                    for half in range(2):
+                        total = int32(acc[4 * j + 2 * half + e] + (int32(sums[half] * n) >> block.shift))
+                        finish(block, 2 * unit + half, row + 8 * half, c, total, of_member(more, half), where)
         cuda.syncthreads()
     return product
 
@@ -161,7 +198,7 @@ def sums_function(gpu, nz, H, K, folded):
     def add_up(block, source, at, unit, x, stream):
         """Of region x, for the matrix whose input side is at plan[at]. The odd member's has the sign of its noise."""
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
-        row = (unit >> 3) * 16 + (unit & 7)
+        row = row_of(unit)
         here = x * rows * NARROW + row * STRIDE
         seed, overlay = stream_of(source, at + I_SEED, unit), source.plan[source.p + at + I_OVERLAY]
         even, odd = int32(0), int32(0)
@@ -201,25 +238,29 @@ def norm_function(gpu, cfg, pairs):
     @gpu.device
     def norm(block, source, unit):
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
-        here = ((unit >> 3) * 16 + (unit & 7)) * STRIDE
-        even, odd = int32(0), int32(0)
+        x, mean, here = int32s(2), int32s(2), row_of(unit) * STRIDE
+        mean[0], mean[1] = 0, 0
         for w in range(lane, H // 4, 32):
-            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
-            for k in range(4):
-                even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
-        even = int32(max(uint32(ptx.warp_sum(even)) // uint32(H), 1))
-        odd = int32(max(uint32(ptx.warp_sum(odd)) // uint32(H), 1))
+            for half in range(2):
+                x[half] = block.words[uint64(here + half * (8 * STRIDE) + w)]
+                for k in range(4):
+                    mean[half] = int32(mean[half] + abs(byte(x[half], k)))
+        for half in range(2):
+            mean[half] = int32(max(uint32(ptx.warp_sum(mean[half])) // uint32(H), 1))
         weights = side(source, LN, unit)
         if not GRU:
             biases = side(source, LN_BIAS, unit)
         for w in range(lane, H // 4, 32):
-            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+            for half in range(2):
+                x[half] = block.words[uint64(here + half * (8 * STRIDE) + w)]
             for k in range(4):
-                at, both, bias = 4 * (rows * STRIDE + here + w) + k, entry(source, weights, 4 * w + k), (0, 0)
+                both, bias = entry(source, weights, 4 * w + k), (0, 0)
                 if not GRU:
                     bias = entry(source, biases, 4 * w + k)
-                block.vector[uint64(at)] = normed(byte(a, k), both[0], bias[0], even)
-                block.vector[uint64(at + 32 * STRIDE)] = normed(byte(b, k), both[1], bias[1], odd)
+                for half in range(2):
+                    at = 4 * (rows * STRIDE + here + half * (8 * STRIDE) + w) + k
+                    block.vector[uint64(at)] = normed(byte(x[half], k), of_member(both, half), of_member(bias, half),
+                                                      mean[half])
     return norm
 
 
@@ -237,37 +278,40 @@ def embed_function(gpu, cfg, nz, pairs):
     coefficient, look_up = ntt_functions(cfg, nz, True, True)
 
     @gpu.device
+    def look(block, source, seed, tokens, first, position):
+        """Of a token of the sequence that begins at tokens[first]: noise, factor, word in the table, coefficient."""
+        token, stream = tokens[first + position], uint32(seed + uint32(SEED_A))
+        n, f = noise(stream, token), factor(source.overlay[OVERLAY_A + token], stream, token)
+        c = coefficient(tokens, first, position) if NTT else int32(0)
+        return n, f, (token >> 3) * (2 * H) + (token & 7) * 4, c
+
+    @gpu.device
     def embed(block, source, at, tokens, position, room, unit):
         """at: word of the packed table."""
         lane, mask, shift = cuda.threadIdx.x & 31, int32(source.job[2]), block.shift
-        row, sequence = (unit >> 3) * 16 + (unit & 7), 2 * (block.first + unit)
-        first, second = sequence * room, min(sequence + 1, block.count - 1) * room
-        a, b, seed = tokens[first + position], tokens[second + position], uint32(source.seed + uint32(unit))
-        seed_a, seed_b = uint32(seed + uint32(SEED_A)), uint32(seed + uint32(SEED_B))
-        of_a, of_b = int32(noise(seed_a, a) & mask), int32(-(noise(seed_a, b) & mask))
-        factor_a = factor(source.overlay[OVERLAY_A + a], seed_a, a)
-        factor_b = factor(source.overlay[OVERLAY_A + b], seed_a, b)
-        c_a = coefficient(tokens, first, position) if NTT else int32(0)
-        c_b = coefficient(tokens, second, position) if NTT else int32(0)
+        seed, sequence = uint32(source.seed + uint32(unit)), 2 * (block.first + unit)
+        stream = uint32(seed + uint32(SEED_B))
+        even = look(block, source, seed, tokens, sequence * room, position)
+        odd = look(block, source, seed, tokens, min(sequence + 1, block.count - 1) * room, position)
         if not GRU:
             biases = side(source, BIAS, unit)
         for w in range(lane, H // 4, 32):
             word = at + (w >> 2) * 32 + (w & 3)
-            entry_a = block.packed[uint64(word + (a >> 3) * (2 * H) + (a & 7) * 4)]
-            entry_b = block.packed[uint64(word + (b >> 3) * (2 * H) + (b & 7) * 4)]
+            x = block.packed[uint64(word + even[2])], block.packed[uint64(word + odd[2])]
             for k in range(4):
                 i = 4 * w + k
-                n, f = noise(seed_b, i), factor(source.overlay[uint64(OVERLAY_B + i)], seed_b, i)
-                even = int32(byte(entry_a, k) + (disturbance(of_a, factor_a, n, f) >> shift))
-                odd = int32(byte(entry_b, k) + (disturbance(of_b, factor_b, n, f) >> shift))
+                n, f = noise(stream, i), factor(source.overlay[uint64(OVERLAY_B + i)], stream, i)
                 if not GRU:
                     bias = vector_entry(source, biases, i)
-                    even, odd = int32(even + bias[0]), int32(odd + bias[1])
-                if NTT:
-                    even = int32(even + look_up(block.weights, source.overlay, seed, shift, mask, c_a, i)[0])
-                    odd = int32(odd + look_up(block.weights, source.overlay, seed, shift, mask, c_b, i)[1])
-                block.vector[uint64(row * (4 * STRIDE) + i)] = clip(even)
-                block.vector[uint64((row + 8) * (4 * STRIDE) + i)] = clip(odd)
+                for half in range(2):
+                    of_token, other, _, c = of_member((even, odd), half)
+                    of_token = int32(int32(of_token & mask) * (1 - 2 * half))
+                    v = int32(byte(of_member(x, half), k) + (disturbance(of_token, other, n, f) >> shift))
+                    if not GRU:
+                        v = int32(v + of_member(bias, half))
+                    if NTT:
+                        v = int32(v + of_member(look_up(block.weights, source.overlay, seed, shift, mask, c, i), half))
+                    block.vector[uint64((row_of(unit) + 8 * half) * (4 * STRIDE) + i)] = clip(v)
     return embed
 
 
@@ -294,7 +338,7 @@ def gate_functions(gpu, cfg):
     a layer's gates finish with: gates and candidates of its input, gates and gated states, states and X."""
     H = cfg.HIDDEN_DIM
     STRIDE = stride_words(H, gpu, H)
-    _, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, False)
+    divided = divided_function(cfg, H)
     open_gate, gated, next_state = NORMS.gate, NORMS.gated, NORMS.next_state
 
     @gpu.device
@@ -302,38 +346,26 @@ def gate_functions(gpu, cfg):
         return uint64(region * (64 * STRIDE) * block.tiles + row * (4 * STRIDE) + c)
 
     @gpu.device
-    def keep(block, unit, row, c, even, odd, more, region):
-        block.vector[place(block, region, row, c)] = quotient(even) - BITS
-        block.vector[place(block, region, row + 8, c)] = quotient(odd) - BITS
+    def keep(block, member, row, c, total, more, region):
+        block.vector[place(block, region, row, c)] = divided(total)
 
     @gpu.device
-    def open_one(block, row, c, y, bias):
+    def open_gates(block, member, row, c, total, bias, where):
         at, state = place(block, GATE, row, c), place(block, STATE, row, c)
-        f = open_gate(int32(block.vector[at]), int32(quotient(y) - BITS + clip(bias)))
+        f = open_gate(int32(block.vector[at]), int32(divided(total) + clip(bias)))
         block.vector[at] = f - 127
         block.vector[place(block, GATED, row, c)] = gated(f, int32(block.vector[state]))
 
     @gpu.device
-    def open_gates(block, unit, row, c, even, odd, bias, where):
-        open_one(block, row, c, even, bias[0])
-        open_one(block, row + 8, c, odd, bias[1])
-
-    @gpu.device
-    def move_one(block, row, c, y, bias, sequence, states, at):
-        new = clip(int32(block.vector[place(block, CANDIDATE, row, c)] + quotient(y) - BITS + clip(bias)))
+    def move_states(block, member, row, c, total, bias, where):
+        """where: (states, the first of this layer)."""
+        new = clip(int32(block.vector[place(block, CANDIDATE, row, c)] + divided(total) + clip(bias)))
         f, h = int32(block.vector[place(block, GATE, row, c)] + 127), block.vector[place(block, STATE, row, c)]
         h = next_state(f, int32(h), new)
-        x = place(block, X, row, c)
+        x, sequence = place(block, X, row, c), 2 * block.first + member
         block.vector[x] = clip(int32(block.vector[x] + h))
         if sequence < block.count:
-            states[uint64(at + int64(sequence) * H + c)] = h
-
-    @gpu.device
-    def move_states(block, unit, row, c, even, odd, bias, where):
-        """where: (states, the first of this layer)."""
-        sequence = 2 * (block.first + unit)
-        move_one(block, row, c, even, bias[0], sequence, where[0], where[1])
-        move_one(block, row + 8, c, odd, bias[1], sequence + 1, where[0], where[1])
+            where[0][uint64(where[1] + int64(sequence) * H + c)] = h
 
     return place, keep, open_gates, move_states
 
@@ -349,21 +381,18 @@ def recurrent_kernel(cfg, gpu):
     nz = build_noise(cfg)
     pairs = pair_functions(cfg, nz)
     job_shift = nz.shift
-    _, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, False)
-    _, quotient_down = quotient_function(parameters.divisor(cfg, 4 * H), MAGIC, False)
+    divided, divided_down = divided_function(cfg, H), divided_function(cfg, 4 * H)
     place, *finish_gates = gate_functions(gpu, cfg)
 
     @gpu.device
-    def inner(block, unit, row, c, even, odd, more, where):
+    def inner(block, member, row, c, total, more, where):
         at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
-        block.vector[uint64(at)] = max(quotient(even) - BITS, LOWEST)
-        block.vector[uint64(at + 8 * INNER_STRIDE)] = max(quotient(odd) - BITS, LOWEST)
+        block.vector[uint64(at)] = max(divided(total), LOWEST)
 
     @gpu.device
-    def add(block, unit, row, c, even, odd, more, where):
-        at, below = place(block, X, row, c), place(block, X, row + 8, c)
-        block.vector[at] = clip(int32(block.vector[at] + quotient_down(even) - BITS))
-        block.vector[below] = clip(int32(block.vector[below] + quotient_down(odd) - BITS))
+    def add(block, member, row, c, total, more, where):
+        at = place(block, X, row, c)
+        block.vector[at] = clip(int32(block.vector[at] + divided_down(total)))
 
     to_keep, to_gates, to_states = (product_function(gpu, pairs, H, H, H, finish, bias)
                                     for finish, bias in zip(finish_gates, (None, B_F, B_H)))
@@ -376,13 +405,13 @@ def recurrent_kernel(cfg, gpu):
     @gpu.unroll
     def read_recurrent(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, tokens: A32, at: A32, room, count,
                        tiles, states: A8, state_words: A32, out: A32, sums: A32):
-        words, int8s = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int8, 128)
         lane, warp, rows = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5, 16 * tiles
-        block = Block(words, int8s, packed, weights, tiles, int64(cuda.blockIdx.x) * 8 * tiles, count, job_shift(job))
-        position, units = at[0], min(8 * tiles, (count + 1) // 2 - block.first)
+        block, position = block_of(packed, weights, tiles, count, job_shift(job)), at[0]
+        words, units = block.words, block.units
+        row_0 = source_of(plan, 0, weights, overlay, job, block.first)
         for layer in range(L + 1):
             p = 1 + layer * LAYER
-            source = source_of(plan, (p + NORM_1) * PLAN, weights, overlay, job, block.first)
+            source = moved(row_0, p + NORM_1)
             for unit in range(warp, units, WARPS):
                 if layer == 0:
                     embed(block, source, plan[TABLE], tokens, position, room, unit)
@@ -391,36 +420,35 @@ def recurrent_kernel(cfg, gpu):
                 if layer < L:
                     add_up(block, source, gru_parts.INPUTS + 2, unit, N, 1)
                     for odd in range(2):
-                        sequence, row = 2 * (block.first + unit) + odd, (unit >> 3) * 16 + (unit & 7) + 8 * odd
+                        sequence, row = 2 * (block.first + unit) + odd, row_of(unit) + 8 * odd
                         known = sequence < count and position > 0 and tokens[sequence * room + position] != 0
                         first = (layer * count + sequence) * (H // 4)
                         for w in range(lane, H // 4, 32):
                             old = state_words[uint64(first + w)] if known else 0
                             words[uint64((STATE * rows + row) * STRIDE + w)] = old
-                    add_up(block, source_of(plan, (p + RECUR) * PLAN, weights, overlay, job, block.first),
-                           U_F + U_INPUT, unit, STATE, 2)
+                    add_up(block, moved(row_0, p + RECUR), U_F + U_INPUT, unit, STATE, 2)
             cuda.syncthreads()
             if layer < L:
-                source = source_of(plan, (p + GATES) * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, p + GATES)
                 to_keep(block, source, W_F, N, 0, GATE)
                 to_keep(block, source, W_H, N, 1, CANDIDATE)
-                source = source_of(plan, (p + RECUR) * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, p + RECUR)
                 to_gates(block, source, U_F, STATE, 2, 0)
                 for unit in range(warp, units, WARPS):
                     add_up(block, source, U_H + U_INPUT, unit, GATED, 0)
                 cuda.syncthreads()
                 to_states(block, source, U_H, GATED, 0, (states, int64(layer) * count * H))
-                source = source_of(plan, (p + NORM_2) * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, p + NORM_2)
                 for unit in range(warp, units, WARPS):
                     norm(block, source, unit)
                     add_up(block, source, gru_parts.INPUTS, unit, N, 0)
                 cuda.syncthreads()
-                source = source_of(plan, (p + INNER) * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, p + INNER)
                 up(block, source, W_UP, N, 0, 0)
                 for unit in range(warp, units, WARPS):
                     add_up_inner(block, source, W_DOWN_INPUT, unit, INSIDE, 0)
                 cuda.syncthreads()
-                down(block, source_of(plan, (p + DOWN) * PLAN, weights, overlay, job, block.first), 0, INSIDE, 0, 0)
+                down(block, moved(row_0, p + DOWN), 0, INSIDE, 0, 0)
         hand_over(block, out, sums)
 
     return Kernel(read_recurrent, most_tiles(cfg, gpu) * 16 * row_bytes(cfg, gpu))
@@ -441,7 +469,7 @@ def settle_function(gpu, cfg, pairs):
         if biased:
             biases = side(source, BIAS, unit)
         for odd in range(2):
-            row, top = (unit >> 3) * 16 + (unit & 7) + 8 * odd, int32(0)
+            row, top = row_of(unit) + 8 * odd, int32(0)
             here = first + row * (3 * H)
             for w in range(lane, H // 4, 32):
                 for k in range(4):
@@ -514,7 +542,7 @@ def attention_functions(gpu, cfg):
         for past in range(lane, position + 1, 32):
             top = max(top, score(block, key_words, query, first + past * (H // 4)))
         top = ptx.warp_max(top) >> SHIFT_ATTN
-        total, sums, part = int64(0), cuda.local.array(4, int64), cuda.local.array(4, int32)
+        total, sums, part = int64(0), cuda.local.array(4, int64), int32s(4)
         for k in range(4):
             sums[k] = 0
         for start in range(0, position + 1, 32):
@@ -564,16 +592,14 @@ def transformer_kernel(cfg, gpu):
     pairs, job_shift = pair_functions(cfg, nz), nz.shift
 
     @gpu.device
-    def store(block, unit, row, c, even, odd, more, where):
+    def store(block, member, row, c, total, more, where):
         """where: (y, the first of this matrix in this block)."""
-        at = where[1] + row * (3 * H) + c
-        where[0][uint64(at)], where[0][uint64(at + 24 * H)] = even, odd
+        where[0][uint64(where[1] + row * (3 * H) + c)] = total
 
     @gpu.device
-    def inner(block, unit, row, c, even, odd, bias, gelu):
+    def inner(block, member, row, c, total, bias, gelu):
         at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
-        block.vector[uint64(at)] = gelu[uint64(clip(int32((even >> SHIFT_UP) + bias[0])) & 255)]
-        block.vector[uint64(at + 8 * INNER_STRIDE)] = gelu[uint64(clip(int32((odd >> SHIFT_UP) + bias[1])) & 255)]
+        block.vector[uint64(at)] = gelu[uint64(clip(int32((total >> SHIFT_UP) + bias)) & 255)]
 
     to_y, down_to_y = product_function(gpu, pairs, H, H, H, store), product_function(gpu, pairs, H, 4 * H, H, store)
     up = product_function(gpu, pairs, H, H, 4 * H, inner, MATRIX_BIAS)
@@ -587,13 +613,12 @@ def transformer_kernel(cfg, gpu):
     def read_transformer(calls: A32, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, tokens: A32, at: A32,
                          room, count, tiles, rope: A32, exps: A32, gelu: A8, keys: A8, values: A8, key_words: A32,
                          value_words: A32, y: A32, out: A32, sums: A32):
-        words, int8s = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int8, 128)
         warp, rows = cuda.threadIdx.x >> 5, 16 * tiles
-        block = Block(words, int8s, packed, weights, tiles, int64(cuda.blockIdx.x) * 8 * tiles, count, job_shift(job))
-        position, units = at[0], min(8 * tiles, (count + 1) // 2 - block.first)
+        block, position = block_of(packed, weights, tiles, count, job_shift(job)), at[0]
+        units, row_0 = block.units, source_of(plan, 0, weights, overlay, job, block.first)
         own, call = int64(cuda.blockIdx.x) * rows * (3 * H), 0
         for layer in range(-1, L + 1):
-            source = source_of(plan, calls[call] * PLAN, weights, overlay, job, block.first)
+            source = moved(row_0, calls[call])
             for unit in range(warp, units, WARPS):
                 if layer < 0:
                     embed(block, source, plan[source.p + transformer.TABLE], tokens, position, room, unit)
@@ -606,30 +631,30 @@ def transformer_kernel(cfg, gpu):
                     add_up(block, source, transformer.INPUTS + 4, unit, N, 2)
             cuda.syncthreads()
             if 0 <= layer < L:
-                source = source_of(plan, calls[call + 1] * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, calls[call + 1])
                 for which in range(3):
                     to_y(block, source, which * NEXT_MATRIX, N, which, (y, own + which * H))
                 for row in range(warp, rows, WARPS):
-                    sequence = 2 * (block.first + (row >> 4) * 8 + (row & 7)) + ((row >> 3) & 1)
+                    sequence = sequence_of(block, row)
                     if sequence < count:
                         turn(block, row, y, own, rope, position, keys, values,
                              ((int64(layer) * count + sequence) * room + position) * H)
                 cuda.syncthreads()
                 for task in range(warp, rows * HEADS, WARPS):
                     row, head = task // HEADS, task % HEADS
-                    sequence = 2 * (block.first + (row >> 4) * 8 + (row & 7)) + ((row >> 3) & 1)
+                    sequence = sequence_of(block, row)
                     if sequence < count:
                         attend(block, row, head, position, key_words, value_words,
                                (int64(layer) * count + sequence) * room * (H // 4) + head * WORDS,
                                exps)
                 cuda.syncthreads()
-                source = source_of(plan, calls[call + 2] * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, calls[call + 2])
                 for unit in range(warp, units, WARPS):
                     add_up(block, source, 0, unit, N, 0)
                 cuda.syncthreads()
-                source = source_of(plan, calls[call + 3] * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, calls[call + 3])
                 to_y(block, source, MATRIX, N, 0, (y, own))
-                source = source_of(plan, calls[call + 4] * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, calls[call + 4])
                 for unit in range(warp, units, WARPS):
                     settle(block, source, unit, y, own, SHIFT_OUT, False)
                     norm(block, source, unit)
@@ -637,12 +662,12 @@ def transformer_kernel(cfg, gpu):
                 cuda.syncthreads()
                 call += 4
             if layer < L:
-                source = source_of(plan, calls[call + 1] * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, calls[call + 1])
                 up(block, source, MATRIX, N, 0, gelu)
                 for unit in range(warp, units, WARPS):
                     add_up_inner(block, source, INPUT, unit, INSIDE, 0)
                 cuda.syncthreads()
-                source = source_of(plan, calls[call + 2] * PLAN, weights, overlay, job, block.first)
+                source = moved(row_0, calls[call + 2])
                 down_to_y(block, source, MATRIX, INSIDE, 0, (y, own))
                 call += 3
         hand_over(block, out, sums)
@@ -663,18 +688,17 @@ def logits_kernel(cfg, gpu):
     pairs, job_shift = pair_functions(cfg, nz), nz.shift
     column_side, column_noise = pairs.column_side, pairs.column_noise
     multiply = multiply_function(gpu, H)
-    _, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, False)
+    divided = divided_function(cfg, H)
 
     @gpu.device
     def logit(total):
-        return int32(quotient(total) - BITS) if GRU else int32(total >> SHIFT)
+        return int32(divided(total)) if GRU else int32(total >> SHIFT)
 
     @cuda.jit(launch_bounds=(32 * LOGIT_WARPS, 3))
     @gpu.unroll
     def logits(call, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, count, every, each, out: A32,
                sums: A32, z: A32):
-        acc = cuda.local.array(16, int32)
-        t = cuda.threadIdx.x
+        acc, t = int32s(16), cuda.threadIdx.x
         g, q = (t & 31) >> 2, t & 3
         first = (cuda.blockIdx.x * LOGIT_WARPS + (t >> 5)) * COLUMNS
         source = source_of(plan, call * PLAN, weights, overlay, job, 0)
@@ -683,15 +707,15 @@ def logits_kernel(cfg, gpu):
             for tile in range(cuda.blockIdx.y * each, min(every, (cuda.blockIdx.y + 1) * each)):
                 row, unit = 16 * tile + g, 8 * tile + g
                 multiply(acc, out, row * (H // 4), 2 * H, packed, plan[call * PLAN] + first * (H // 4))
-                even, odd, side = sums[uint64(row)], sums[uint64(row + 8)], column_side(source, unit)
+                both, side = (sums[uint64(row)], sums[uint64(row + 8)]), column_side(source, unit)
                 for j in range(4):
                     for e in range(2):
                         v = first + 8 * j + 2 * q + e
                         if v < V and 2 * unit < count:
                             n = column_noise(source, side, v)
-                            at = int64(2 * unit) * V + v
-                            z[uint64(at)] = logit(int32(acc[4 * j + e] + (int32(even * n) >> shift)))
-                            if 2 * unit + 1 < count:
-                                z[uint64(at + V)] = logit(int32(acc[4 * j + 2 + e] + (int32(odd * n) >> shift)))
+                            for half in range(2):
+                                total = int32(acc[4 * j + 2 * half + e] + (int32(of_member(both, half) * n) >> shift))
+                                if 2 * unit + half < count:
+                                    z[uint64(int64(2 * unit + half) * V + v)] = logit(total)
 
     return Kernel(logits)
