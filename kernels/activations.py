@@ -11,10 +11,11 @@ import numpy as np
 from numba import cuda, float64, int8, int32, int64, uint32
 
 from kernels import ptx
+from kernels.gru_parts import int32s
 from kernels.host import Kernel
 from kernels.parts import A8, A32, A64, AU32, blocks, pack4
 from kernels.rules import device
-from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, A2, place, products_kernel, vote_index
+from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, place, products_kernel, vote_index
 from model import activations, integer_tables, parameters, rules
 
 BLOCK = 128
@@ -33,12 +34,36 @@ hash32 = rules.draw_rules(device, 0).hash32
 
 
 @device
-def turn4(a, b, c, d):
-    """Four words: the bytes 0 of a to d, the bytes 1, 2, 3."""
-    low, high = ptx.byte_permute(a, b, 0x5140), ptx.byte_permute(c, d, 0x5140)
-    low2, high2 = ptx.byte_permute(a, b, 0x7362), ptx.byte_permute(c, d, 0x7362)
+def turn4(x):
+    """Of four words, four others: their bytes 0, their bytes 1, 2, 3."""
+    low, high = ptx.byte_permute(x[0], x[1], 0x5140), ptx.byte_permute(x[2], x[3], 0x5140)
+    low2, high2 = ptx.byte_permute(x[0], x[1], 0x7362), ptx.byte_permute(x[2], x[3], 0x7362)
     return (ptx.byte_permute(low, high, 0x5410), ptx.byte_permute(low, high, 0x7632),
             ptx.byte_permute(low2, high2, 0x5410), ptx.byte_permute(low2, high2, 0x7632))
+
+
+@device
+def warp_sum(x):
+    """int64 sum over the warp."""
+    for d in range(5):
+        x += cuda.shfl_xor_sync(0xFFFFFFFF, x, 16 >> d)
+    return x
+
+
+@device
+def core_word(p, j, inputs):
+    """Where word j of position p lies: of the even member of a pair, in core matrices of so many inputs."""
+    return (p >> 3) * 2 * (2 * inputs) + (p & 7) * 4 + (j & 3) + (j >> 2) * 32
+
+
+@device
+def share_of(units, quads):
+    """(j, quad, group, t): a thread has number j of `units` at the positions t, t + 1, t + 2 and t + 3 of a group, four
+    of all positions; quads: of a group."""
+    i = int64(cuda.grid(1))
+    j, quad = i % units, i // units
+    group = quad // quads
+    return j, quad, group, (quad - group * quads) * 4
 
 
 def build(cfg):
@@ -68,25 +93,22 @@ def _head_kernels(cfg):
         """Operand rows from `row` on of what a pass left: `inputs` bytes a position of the even members of `groups`
         pairs, the first of which is group `first`. A thread four inputs of four positions."""
         words = inputs // 4
-        i = int64(cuda.grid(1))
-        j, quad = i % words, i // words
-        group = quad // (PADDED // 4)
+        j, _, group, t = share_of(words, PADDED // 4)
         if group < groups:
-            t = (quad - group * (PADDED // 4)) * 4
-            found = cuda.local.array(4, int32)
+            found = int32s(4)
             for e in range(4):
                 found[e] = 0
                 if t + e < T:
                     p = group * T + t + e
                     at = p * words + j
                     if kind != PLAIN:
-                        at = (p >> 3) * 2 * (2 * inputs) + (p & 7) * 4 + (j & 3) + (j >> 2) * 32
+                        at = core_word(p, j, inputs)
                     if kind == PIECES:
                         block = p >> 3                       # of eight positions: 16 rows, of which these are the first
                         at = ((block >> 2) * (16 * inputs) + (block & 3) * 2 * (2 * pieces) + (p & 7) * 4 + (j & 3)
                               + j * 4 // pieces * (16 * pieces) + j * 4 % pieces // 16 * 32)
                     found[e] = source[at]
-            turned = turn4(found[0], found[1], found[2], found[3])
+            turned = turn4(found)
             n = (first + group) * PADDED + t
             for e in range(4):
                 operand[place(rows, row + j * 4 + e, n)] = turned[e]
@@ -100,10 +122,10 @@ def _head_kernels(cfg):
         for i in range(cuda.threadIdx.x, HEAD_WORDS, BLOCK):
             p = min(first + i % TOGETHER, positions - 1)
             j = i // TOGETHER
-            x[i] = normed[(p >> 3) * 2 * (2 * H) + (p & 7) * 4 + (j & 3) + (j >> 2) * 32]
+            x[i] = normed[core_word(p, j, H)]
         cuda.syncthreads()
         v = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
-        acc = cuda.local.array(TOGETHER, int32)
+        acc = int32s(TOGETHER)
         for e in range(TOGETHER):
             acc[e] = 0
         if v < V:
@@ -127,10 +149,7 @@ def _head_kernels(cfg):
             total = int64(0)
             for v in range(lane, V, 32):
                 total += exps[min(int32(LAST), int32(top - z[p * V + v]))]
-            half = 16
-            while half:
-                total += cuda.shfl_xor_sync(0xFFFFFFFF, total, half)
-                half //= 2
+            total = warp_sum(total)
             if lane == 0:
                 tops[p], sums[p] = top, total
 
@@ -138,13 +157,10 @@ def _head_kernels(cfg):
     def errors(z: A8, tops: A32, sums: A64, exps: A32, windows: A32, job: AU32, row, first, groups, rows, operand: A32):
         """Operand rows from `row` on: the head's errors, of `groups` groups from `first` on. A thread a token and four
         positions."""
-        i = int64(cuda.grid(1))
-        v, quad = i % V, i // V
-        group = quad // (PADDED // 4)
+        v, _, group, t = share_of(V, PADDED // 4)
         if group < groups:
-            t = (quad - group * (PADDED // 4)) * 4
             seed = uint32(job[0] + (job[1] // uint32(K // 2) + uint32(first + group)))
-            found = cuda.local.array(4, int32)
+            found = int32s(4)
             for e in range(4):
                 found[e] = 0
                 if t + e < T:
@@ -181,11 +197,7 @@ def _credit_kernels(cfg):
             before = clean[member // K * (2 * T) + t]
             total += abs(before - losses[i])
             own += before if member % K == 0 else int64(0)
-        half = 16
-        while half:
-            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, half)
-            own += cuda.shfl_xor_sync(0xFFFFFFFF, own, half)
-            half //= 2
+        total, own = warp_sum(total), warp_sum(own)
         if cuda.threadIdx.x & 31 == 0:
             cuda.atomic.add(totals, 0, total)
             cuda.atomic.add(totals, 1, own)
@@ -212,14 +224,11 @@ def _credit_kernels(cfg):
         """Operand rows from `row` on: settled sums over the members of credit times noise. A thread four outputs of
         four positions; credits: a word for every four members."""
         words = units // 4
-        i = int64(cuda.grid(1))
-        j, quad = i % words, i // words
+        j, quad, group, t = share_of(words, PADDED // 4)
         if quad * 4 < positions:
-            group = quad // (PADDED // 4)
-            t = int32((quad - group * (PADDED // 4)) * 4)
             member = uint32(job[0] + uint32(2) * job[1] + uint32(group * K))
-            first, amplitude = uint32(uint32(begins) + uint32(t * int32(words) + int32(j))), uint32(mask)
-            acc = cuda.local.array((4, 4), int32)
+            first, amplitude = uint32(uint32(begins) + uint32(int32(t) * int32(words) + int32(j))), uint32(mask)
+            acc, drawn = cuda.local.array((4, 4), int32), int32s(4)
             for e in range(4):
                 for u in range(4):
                     acc[e, u] = 0
@@ -228,18 +237,15 @@ def _credit_kernels(cfg):
                 for e in range(4):
                     given = credits[(quad * 4 + e) * QUADS + k]
                     here = uint32(first + uint32(e * int32(words)))
-                    turned = turn4(int32(draws(hash32(seed, here), amplitude)),
-                                   int32(draws(hash32(uint32(seed + uint32(1)), here), amplitude)),
-                                   int32(draws(hash32(uint32(seed + uint32(2)), here), amplitude)),
-                                   int32(draws(hash32(uint32(seed + uint32(3)), here), amplitude)))
-                    acc[e, 0] = ptx.dp4a(turned[0], given, acc[e, 0])
-                    acc[e, 1] = ptx.dp4a(turned[1], given, acc[e, 1])
-                    acc[e, 2] = ptx.dp4a(turned[2], given, acc[e, 2])
-                    acc[e, 3] = ptx.dp4a(turned[3], given, acc[e, 3])
+                    for u in range(4):
+                        drawn[u] = draws(hash32(uint32(seed + uint32(u)), here), amplitude)
+                    turned = turn4(drawn)
+                    for u in range(4):
+                        acc[e, u] = ptx.dp4a(turned[u], given, acc[e, u])
             for u in range(4):
-                operand[place(rows, row + j * 4 + u, quad * 4)] = pack4(
-                    settled(acc[0, u], int32(shift)), settled(acc[1, u], int32(shift)),
-                    settled(acc[2, u], int32(shift)), settled(acc[3, u], int32(shift)))
+                for e in range(4):
+                    drawn[e] = settled(acc[e, u], int32(shift))
+                operand[place(rows, row + j * 4 + u, quad * 4)] = pack4(drawn[0], drawn[1], drawn[2], drawn[3])
 
     return measure, credit, add_up
 
@@ -267,11 +273,8 @@ def _vote_kernels(cfg):
     def token_votes(operand: A32, row, windows: A32, positions, rows, at, votes: A32):
         """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
         thread an output and four positions."""
-        i = int64(cuda.grid(1))
-        unit, quad = i % H, i // H
+        unit, quad, group, t = share_of(H, PADDED // 4)
         if quad * 4 < positions:
-            group = quad // (PADDED // 4)
-            t = (quad - group * (PADDED // 4)) * 4
             word = operand[place(rows, row + unit, quad * 4)]
             for e in range(4):
                 vote = ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * e))
@@ -287,10 +290,7 @@ def _vote_kernels(cfg):
         first, size = tensors[2 * tensor], tensors[2 * tensor + 1]
         for i in range(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, size, cuda.gridDim.x * BLOCK):
             total += abs(int64(votes[first + i]))
-        half = 16
-        while half:
-            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, half)
-            half //= 2
+        total = warp_sum(total)
         if cuda.threadIdx.x & 31 == 0:
             cuda.atomic.add(sizes, tensor, total)
 
@@ -320,14 +320,19 @@ class Votes:
         self.groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
         self.padded = padded(cfg)
         self.positions = self.groups * self.padded
+        counts = {phase: phase.units for phase in self.phases} | {None: cfg.VOCAB_SIZE}
+        for layer in range(cfg.N_LAYERS):
+            for name in "normed_1", "state", "gated", "normed_2", "inner":
+                counts[name, layer] = self._inputs(name)
+        counts["normed_f", 0] = self._inputs("normed_f")
         self._row, end = {}, 0                               # first operand row of a phase, or (input, layer)
-        for what, count in [*((phase, phase.units) for phase in self.phases), (None, cfg.VOCAB_SIZE), *(
-                ((name, layer), units) for layer in range(cfg.N_LAYERS) for name, units in (
-                    ("normed_1", cfg.HIDDEN_DIM), ("state", cfg.HIDDEN_DIM), ("gated", cfg.HIDDEN_DIM),
-                    ("normed_2", cfg.HIDDEN_DIM), ("inner", 4 * cfg.HIDDEN_DIM))), (("normed_f", 0), cfg.HIDDEN_DIM)]:
+        for what, count in counts.items():
             self._row[what], end = end, end + 8 * blocks(count, 8)
         self._rows, self._splits = end, blocks(self.positions, SPLIT)
         self._tensors = parameters.tensors(cfg)
+
+    def _inputs(self, name):
+        return self.cfg.HIDDEN_DIM * (4 if name == "inner" else 1)
 
     def all_kernels(self):
         return [*self.kernels.values(), self.products]
@@ -335,11 +340,11 @@ class Votes:
     def _sizes(self):
         """{name: (numbers, dtype)} of the arrays."""
         cfg, places = self.cfg, self.groups * self.cfg.SEQ_LEN
+        credits = self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8
         return dict(operand=(self._rows * (self._splits + 1) * SPLIT // 4, np.int32),
                     z=(places * cfg.VOCAB_SIZE, np.int8), tops=(places, np.int32), sums=(places, np.int64),
                     clean=(2 * places, np.int64), losses=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int64),
-                    own=(self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8),
-                    later=(self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8),
+                    own=credits, later=credits,
                     kept=(2 * places * cfg.HIDDEN_DIM // 4, np.int32), votes=(cfg.CHUNK_DIGITS, np.int32),
                     # zeroed together: the size of differences, the loss, the sizes of votes
                     totals=(2 + len(self._tensors), np.int64))
@@ -368,7 +373,7 @@ class Votes:
 
     def keep(self, given, name, layer, source, first, groups):
         """Keeps what the clean model of `groups` groups from `first` on has as the input `name`."""
-        inputs = self.cfg.HIDDEN_DIM * (4 if name == "inner" else 1)
+        inputs = self._inputs(name)
         kind = PLAIN if name in ("state", "gated") else PIECES if name == "inner" else CORES
         self._launch("keep", groups * self.padded // 4 * inputs // 4, given, source=source, kind=kind, inputs=inputs,
                      pieces=self._pieces, row=self._row[name, layer], first=first, groups=groups)
@@ -394,8 +399,8 @@ class Votes:
         given = dict(stream=stream, job=job, windows=windows, clean=arrays.clean, losses=arrays.losses,
                      totals=arrays.totals, members=cfg.CHUNK_SIZE, positions=self.positions, votes=arrays.votes,
                      own=arrays.own, later=arrays.later, tensors=self._of_tensors, sizes=arrays.totals[2:])
-        cuda.cudadrv.driver.device_memset(arrays.totals, 0, arrays.totals.nbytes, stream)
-        cuda.cudadrv.driver.device_memset(arrays.votes, 0, arrays.votes.nbytes, stream)
+        for sums in arrays.totals, arrays.votes:
+            cuda.cudadrv.driver.device_memset(sums, 0, sums.nbytes, stream)
         self.kernels["measure"](min(1024, blocks(cfg.CHUNK_SIZE * cfg.SEQ_LEN, BLOCK)), BLOCK, given)
         self._launch("credit", cfg.CHUNK_SIZE, given, 32)
         for phase in self.phases:

@@ -713,9 +713,10 @@ def logits_kernel(cfg, gpu):
                         v = first + 8 * j + 2 * q + e
                         if v < V and 2 * unit < count:
                             n = column_noise(source, side, v)
+                            at = int64(2 * unit) * V + v
                             for half in range(2):
                                 total = int32(acc[4 * j + 2 * half + e] + (int32(of_member(both, half) * n) >> shift))
                                 if 2 * unit + half < count:
-                                    z[uint64(int64(2 * unit + half) * V + v)] = logit(total)
+                                    z[uint64(at + half * V)] = logit(total)
 
     return Kernel(logits)
