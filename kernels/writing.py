@@ -238,29 +238,25 @@ def norm_function(gpu, cfg, pairs):
     @gpu.device
     def norm(block, source, unit):
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
-        x, mean, here = int32s(2), int32s(2), row_of(unit) * STRIDE
-        mean[0], mean[1] = 0, 0
+        here = row_of(unit) * STRIDE
+        even, odd = int32(0), int32(0)
         for w in range(lane, H // 4, 32):
-            for half in range(2):
-                x[half] = block.words[uint64(here + half * (8 * STRIDE) + w)]
-                for k in range(4):
-                    mean[half] = int32(mean[half] + abs(byte(x[half], k)))
-        for half in range(2):
-            mean[half] = int32(max(uint32(ptx.warp_sum(mean[half])) // uint32(H), 1))
+            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+            for k in range(4):
+                even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
+        even = int32(max(uint32(ptx.warp_sum(even)) // uint32(H), 1))
+        odd = int32(max(uint32(ptx.warp_sum(odd)) // uint32(H), 1))
         weights = side(source, LN, unit)
         if not GRU:
             biases = side(source, LN_BIAS, unit)
         for w in range(lane, H // 4, 32):
-            for half in range(2):
-                x[half] = block.words[uint64(here + half * (8 * STRIDE) + w)]
+            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
             for k in range(4):
-                both, bias = entry(source, weights, 4 * w + k), (0, 0)
+                at, both, bias = 4 * (rows * STRIDE + here + w) + k, entry(source, weights, 4 * w + k), (0, 0)
                 if not GRU:
                     bias = entry(source, biases, 4 * w + k)
-                for half in range(2):
-                    at = 4 * (rows * STRIDE + here + half * (8 * STRIDE) + w) + k
-                    block.vector[uint64(at)] = normed(byte(x[half], k), of_member(both, half), of_member(bias, half),
-                                                      mean[half])
+                block.vector[uint64(at)] = normed(byte(a, k), both[0], bias[0], even)
+                block.vector[uint64(at + 32 * STRIDE)] = normed(byte(b, k), both[1], bias[1], odd)
     return norm
 
 
