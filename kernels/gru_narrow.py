@@ -133,8 +133,8 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
         for d in range(H // 32):
             embedded(row_x, 4 * d, packed, at_token + d * 8, int32(at_noise + d * 128), token_noise, token_factor,
                      shift, q)
-            ptx.store2(x, at_x + d * 8, row_x[4 * d], row_x[4 * d + 2])
-            ptx.store2(x, at_x + 2 * H + d * 8, row_x[4 * d + 1], row_x[4 * d + 3])
+            for m in range(2):
+                ptx.store2(x, at_x + m * (2 * H) + d * 8, row_x[4 * d + m], row_x[4 * d + 2 + m])
 
     @device
     def multiply(acc, y, at_weights, start, out, row, s0, s1, shift, at_noise, q):
@@ -556,8 +556,8 @@ def wgmma_mlp_kernel(cfg, nz):
             s = norm(row_x, y, shift, table, q)
             to = int32(at_left + (c >> 5) * (16 * H) + lane * 4)
             for k in range(16):
-                ptx.store_shared(to + k * 128, y[2 * k])
-                ptx.store_shared(to + k * 128 + 8 * H, y[2 * k + 1])
+                for m in range(2):
+                    ptx.store_shared(to + k * 128 + m * (8 * H), y[2 * k + m])
             ptx.proxy_fence()
             ptx.named_barrier(1 + group, 128)
             sb[0], sb[1] = 0, 0

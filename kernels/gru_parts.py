@@ -558,8 +558,8 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
                         for m in range(2):
                             drawn = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4, MASK)
                             e[2 * i + m] = added(e[2 * i + m], ptx.low2(drawn), ptx.high2(drawn))
-                ptx.store2(x, at_x + b * 8, e[0], e[2])
-                ptx.store2(x, at_x + 2 * H + b * 8, e[1], e[3])
+                for m in range(2):
+                    ptx.store2(x, at_x + m * (2 * H) + b * 8, e[m], e[2 + m])
         for member in range(2):
             total = int32(0)
             for b in range(STEPS):
@@ -578,10 +578,9 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
                         sum1 = add(v, int32(base + 16 * H + SIZE), k, q, sum1)
                     if ptx.keep_in_loop(inside) != 0:
                         out[at_n + k * 32] = v
-            sum0, sum1 = quad_sum(sum0), quad_sum(sum1)
+            sum0, sum1, row = quad_sum(sum0), quad_sum(sum1), to + 8 * member
             if q == 0 and inside != 0:
-                sb[to + 8 * member], sb[stride + to + 8 * member] = sum0, sum1
-                sb[2 * stride + to + 8 * member] = 0
+                sb[row], sb[stride + row], sb[2 * stride + row] = sum0, sum1, 0
 
     return Kernel(norm, AT_NOISE + 8 * H * embeds)
 
