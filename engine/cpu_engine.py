@@ -12,7 +12,6 @@ import pickle
 import subprocess
 import sys
 import time
-from collections import namedtuple
 
 import numpy as np
 
@@ -20,7 +19,7 @@ import egg_config
 from model import activations, integer_tables, optimizers, parameters, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_update as kernels, hardware, kernel_cache, simd
-from engine.cpu_activations import ActivationVotes
+from engine.cpu_activations import ActivationVotes, differences
 from engine.cpu_gru import Gru
 from engine.cpu_kernels import AT_COLUMN, N_FIELDS, Weights, constants
 from engine.cpu_transformer import Transformer
@@ -72,11 +71,6 @@ class ParallelJob:
                 helper.result()
 
 
-# An evaluation that is begun: losses int64 [pairs, 2], or with noise on activations [(first group, Seen, inputs)], are
-# complete when the ParallelJob is finished
-Evaluation = namedtuple("Evaluation", "losses job")
-
-
 class CpuEngine:
     """The verbs of an engine on a State in this process's memory.
 
@@ -93,7 +87,7 @@ class CpuEngine:
         self.threads = threads or hardware.cores()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
         self.name = f"cpu {simd.KIND} x{self.threads}"
-        self._begun = {}                                     # {(first, count): Evaluation}
+        self._begun = {}                                     # {(first, count): ParallelJob}: evaluations
         exp = integer_tables.exp_table(cfg)
         self._exp = exp[np.minimum(np.arange(256), exp.size - 1)]
         self._constants = constants(cfg, self._exp)
@@ -167,53 +161,46 @@ class CpuEngine:
             self._stop(next(iter(self._begun)))
         cfg, step, seed = self.cfg, self.step, self.seed
         followers, shift = self._followers.of(step), cfg.noise_shift(step)
-        losses = np.zeros((count // 2, 2), np.int64)
-        if self._activations:
-            return self._begin_groups(first, count, followers)
 
-        def work(a, b):
-            pair = first // 2 + a
+        def read_pairs(a, b):
+            pair, losses = first // 2 + a, np.zeros((b - a, 2), np.int64)
             windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
-            self._model.run(self._w, windows, cfg.STATE_TOKENS, seed, 1, pair, shift, losses[a:b])
+            self._model.run(self._w, windows, cfg.STATE_TOKENS, seed, 1, pair, shift, losses)
+            return pair, losses
 
-        job = ParallelJob(self._pool, self.threads, cut(count // 2, self.threads, self._model.together), work)
-        self._begun[first, count] = Evaluation(losses, job)
+        def read_groups(a, b):
+            group = first // cfg.GROUP_SIZE + a
+            windows = soft_targets.group_windows(cfg, self.tokens, followers, step, seed, group, b - a)
+            return group, self._activations.read(self._w, windows, seed, group)
 
-    def _begin_groups(self, first, count, followers):
-        votes, cfg = self._activations, self.cfg
-        step, seed = self.step, self.seed
-        first_group, seen = first // cfg.GROUP_SIZE, []
-
-        def work(a, b):
-            for group in range(first_group + a, first_group + b, votes.together):
-                groups = min(votes.together, first_group + b - group)
-                windows = soft_targets.group_windows(cfg, self.tokens, followers, step, seed, group, groups)
-                seen.append((group, *votes.read(self._w, windows, seed, group)))
-
-        job = ParallelJob(self._pool, self.threads, cut(count // cfg.GROUP_SIZE, self.threads, votes.together), work)
-        self._begun[first, count] = Evaluation(seen, job)
+        if self._activations:
+            n, each, work = count // cfg.GROUP_SIZE, self._activations.together, read_groups
+            parts = [(a, min(n, a + each)) for a in range(0, n, each)]
+        else:
+            parts, work = cut(count // 2, self.threads, self._model.together), read_pairs
+        self._begun[first, count] = ParallelJob(self._pool, self.threads, parts, work)
 
     def _stop(self, *begun):
         """Ends evaluations that nobody will ask for, by default all; then no thread reads the weights."""
         for members in begun or list(self._begun):
-            self._begun.pop(members).job.stop()
+            self._begun.pop(members).stop()
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step. With noise on activations these are a
         chunk, and it is (int8 [weights], int): the chunk's digits and its loss (SPEC 21)."""
         self.begin(first, count)
-        begun = self._begun[first, count]
-        begun.job.finish()
+        results = sorted(self._begun[first, count].finish(), key=lambda one: one[0])
         del self._begun[first, count]
-        return self._chunk_votes(begun.losses) if self._activations else begun.losses.ravel()
+        return self._chunk_votes(results) if self._activations else np.concatenate([x for _, x in results]).ravel()
 
-    def _chunk_votes(self, seen):
+    def _chunk_votes(self, read):
+        """(int8 [weights], int): the digits and the loss of a chunk whose [(first group, Seen)] these are."""
         votes, cfg = self._activations, self.cfg
-        total = sum(int(np.abs(votes.differences(part)).sum()) for _, part, _ in seen)
+        total = sum(int(np.abs(differences(seen)).sum()) for _, seen in read)
         least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
-        ParallelJob(self._pool, self.threads, seen, lambda group, part, inputs: votes.add_votes(
-            self.seed, group, part, inputs, least)).finish()
-        return votes.digits(), cfg.GROUP_SIZE * sum(int(part.losses[::votes.members].sum()) for _, part, _ in seen)
+        ParallelJob(self._pool, self.threads, read,
+                    lambda group, seen: votes.add_votes(self.seed, group, seen, least)).finish()
+        return votes.digits(), cfg.GROUP_SIZE * sum(int(seen.losses[:, 0].sum()) for _, seen in read)
 
     def update(self, fitness):
         """Applies the update of this step (fitness int8 [cfg.STEP_DIGITS]) and goes on to the next; number of weights

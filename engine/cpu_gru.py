@@ -7,8 +7,8 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
-from engine.cpu_kernels import (CLEAN, GROUP, SAME, CpuModel, Scoring, divided, draw_norm, draw_sides, embed, i64,
-                                layer_norm, mlp, new_sides, njit, perturbed, product, score_rows, write_next)
+from engine.cpu_kernels import (CLEAN, GROUP, SAME, CpuModel, Scoring, copy_row, divided, draw_norm, draw_sides, embed,
+                                i64, layer_norm, mlp, new_sides, njit, perturbed, product, score_rows, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
 from engine.kernel_cache import inner, leaf
 from engine.simd import PANEL, ROWS, empty, local, zeros
@@ -29,10 +29,11 @@ TOGETHER = 8                # pairs that go through the positions together: thei
 
 
 @leaf
-def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, kept):
+def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, before, gated_before):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
-    H] goes on. gates, candidates int8 or int16 [sequences * n, H]: W_f n and W_h n. kept uint8 [2, windows * n, H]
-    takes what u_f and u_h multiply in the first sequence of every window; or it has room for none."""
+    H] goes on. gates, candidates int8 or int16 [sequences * n, H]: W_f n and W_h n. before, gated_before uint8
+    [windows * n, H] take what u_f and u_h multiply in the first sequence of every window; or they have room for
+    none."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     sequences, padded = tokens.shape[0] * members, h.shape[0]
     pairs = tokens.shape[0] if noisy else 1
@@ -61,10 +62,9 @@ def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = gated(f, i32(h[s, i])) + 128
-        for q in range(kept.shape[1] // n):
-            for i in range(H):
-                kept[0, q * n + t, i] = state[q * members, i]
-                kept[1, q * n + t, i] = past[q * members, i]
+        for q in range(before.shape[0] // n):
+            copy_row(state, q * members, before, q * n + t)
+            copy_row(past, q * members, gated_before, q * n + t)
         product(c, w, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
@@ -102,7 +102,7 @@ def read(c, w, S, noisy, tokens, apart, n, state, gates, candidates, x):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
     noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates
     and candidates, as large as x, are overwritten. S: seed of the first pair."""
-    members, nothing = 2 if noisy else 1, local((2, 0, 0), np.uint8)
+    members, nothing = 2 if noisy else 1, local((0, 0), np.uint8)
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
         embed(c, w, NO_TRANSFORM, u32(S + q), noisy, tokens[q], apart, n, 0, members * n,
@@ -110,31 +110,38 @@ def read(c, w, S, noisy, tokens, apart, n, state, gates, candidates, x):
     for layer in range(c.N_LAYERS):
         for q in range(units):
             gates_of(c, w, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:])
-        recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, nothing)
+        recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, nothing,
+              nothing)
         for q in range(units):
             mlp(c, w, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:])
+
+
+@inner
+def states_before(c, w, tokens):
+    """int8 [L, sequences padded to ROWS, H]: the unperturbed model's state after tokens int32 [sequences, n]."""
+    sequences, n = tokens.shape
+    size = (sequences * n, c.HIDDEN_DIM)
+    states = zeros((c.N_LAYERS, (sequences + ROWS - 1) // ROWS * ROWS, c.HIDDEN_DIM), np.int8)
+    read(c, w, u32(0), CLEAN, tokens, SAME, n, states, empty(size, np.int8), empty(size, np.int8), empty(size, np.int8))
+    return states
 
 
 @inner
 def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pair, z):
     """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]: overwritten."""
     n, T = windows.shape[0], (windows.shape[1] - 1 - before) // (c.TARGETS if noisy else 1)
-    size = (n * (2 if noisy else 1) * max(T, before), c.HIDDEN_DIM)
-    x = empty(size, np.int8)
-    gates, candidates = empty(size, np.int8), empty(size, np.int8)
     if before:
         first = first_pair // c.per_group
         groups = (first_pair + n - 1) // c.per_group - first + 1
         of_groups = empty((groups, before), i32)
-        states = zeros((c.N_LAYERS, (groups + ROWS - 1) // ROWS * ROWS, c.HIDDEN_DIM), np.int8)
         for i in range(n):
-            for t in range(before):
-                of_groups[(first_pair + i) // c.per_group - first, t] = windows[i, t]
-        read(c, w, u32(0), CLEAN, of_groups[:, 0:], SAME, before, states, gates, candidates, x)
+            of_groups[(first_pair + i) // c.per_group - first] = windows[i, :before]
+        states = states_before(c, w, of_groups[:, 0:])
         for layer in range(c.N_LAYERS):
             for s in range(2 * n):
-                for i in range(c.HIDDEN_DIM):
-                    state[layer, s, i] = states[layer, (first_pair + s // 2) // c.per_group - first, i]
+                state[layer, s] = states[layer, (first_pair + s // 2) // c.per_group - first]
+    size = (n * (2 if noisy else 1) * T, c.HIDDEN_DIM)
+    x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
     read(c, w, S, noisy, windows[:, before:], SAME, T, state, gates, candidates, x)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):

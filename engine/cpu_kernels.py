@@ -14,7 +14,7 @@ from engine.kernel_cache import inlined, leaf
 from engine.cpu_rules import (clip, divide, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term,
                               loss, normed, quotient, scaled, share, shift_right, table_term, u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, dot, exp_sum, gelu, local, noisy_tile
+from engine.simd import PANEL, ROWS, dot, exp_sum, gelu, local, noisy_tile, tile
 from model import integer_tables, parameters, transforms
 
 njit = kernel_cache.njit(simd.use)
@@ -80,6 +80,13 @@ def constants(cfg, exp):
         # gru: of a product over H or over 4 H inputs; least value inside the MLP; pairs that read one window
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
         lowest=0 if cfg.MLP_RELU else -127, per_group=cfg.GROUP_SIZE // 2)
+
+
+@inlined
+def copy_row(source, r, out, o):
+    """out[o] = source[r]; a leaf cannot say it so."""
+    for i in range(out.shape[1]):
+        out[o, i] = source[r, i]
 
 
 # --- random numbers and noise (SPEC 2, 4) ----------------------------------------------------------------------------
@@ -260,6 +267,19 @@ def product(c, w, param, layer, sides, noisy, x, rows, left, out):
                        c.matrix_shift, out, r * out.shape[1] + p * PANEL, out.shape[1], k4)
 
 
+@leaf
+def add_tiles(x, panel, correction, votes, p):
+    """votes int32 [rows padded to ROWS, cols padded to PANEL], panel number p of its columns, += x . panel +
+    correction. x uint8 [padded rows, 4 k4]; panel int8 [k4 * PANEL * 4]; correction int32 [PANEL]."""
+    length, padded = x.shape[1], votes.shape[1]
+    for r in range(0, votes.shape[0], ROWS):
+        at = r * padded + p * PANEL
+        for k in range(ROWS):
+            for j in range(PANEL):
+                votes[r + k, p * PANEL + j] += correction[j]
+        tile(x, r * length, length, panel, 0, votes, at, padded, votes, at, padded, length // 4)
+
+
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
 
 @leaf
@@ -377,21 +397,26 @@ def largest(z, r, n):
 
 
 @inlined
+def target(c, windows, q, start, T, t, j):
+    """Target number j of position t of windows[q]: targets begin at token start + 1, the drawn ones follow the
+    window."""
+    return windows[q, start + T + (c.TARGETS - 1) * t + j if j else start + t + 1]
+
+
+@inlined
 def score(c, exp, scoring, noisy, z, windows, q, first, count, start, T):
     """Scores rows first.. of those that share their noise, `count` rows of logits z int32. noisy: they belong to
     windows[q], T rows a member, and their losses are added up; else to windows[q], windows[q + 1].., and their
-    cross-entropies are. Targets begin at token start + 1 of a window; further ones of a position follow the window."""
+    cross-entropies are."""
     totals = local(GROUP, i64)
     tops, targets = local(GROUP, i32), local(GROUP, i32)
-    drawn = c.TARGETS - 1
     for r in range(count):
-        window, position = q if noisy else q + (first + r) // T, start + (first + r) % T
-        tops[r], targets[r] = largest(z, r, c.VOCAB_SIZE), z[r, windows[window, position + 1]]
+        window, t = q if noisy else q + (first + r) // T, (first + r) % T
+        tops[r], targets[r] = largest(z, r, c.VOCAB_SIZE), z[r, target(c, windows, window, start, T, t, 0)]
         if noisy:
             totals[r] = exp_sum(exp, 0, c.short_exp, tops[r], 0, z, r * z.shape[1], c.VOCAB_SIZE, z, 0, 0)
-            at = start + T + 1 + drawn * ((first + r) % T)
-            for k in range(at, at + drawn):
-                targets[r] += z[r, windows[window, k]]
+            for j in range(1, c.TARGETS):
+                targets[r] += z[r, target(c, windows, window, start, T, t, j)]
             tops[r] *= c.TARGETS
         elif scoring.nats.size:
             total = 0.0

@@ -3,10 +3,10 @@
 import numpy as np
 
 from engine import cpu_rules
-from engine.cpu_kernels import (AT_CORRECTION, AT_PACKED, AT_WEIGHTS, N_COLS, N_ROWS, SEED_A, SEED_B, njit,
+from engine.cpu_kernels import (AT_CORRECTION, AT_PACKED, AT_WEIGHTS, N_COLS, N_ROWS, SEED_A, SEED_B, add_tiles, njit,
                                 vote_draw)
 from engine.cpu_rules import adamw, f32, fma, i32, muon, sgd, u32, whole_step, ztest
-from engine.simd import PANEL, ROWS, chain_tile, empty, tile, zeros
+from engine.simd import PANEL, ROWS, chain_tile, empty, zeros
 from model import state_digest
 from model.optimizers import MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 
@@ -48,9 +48,8 @@ def input_block(c, t, seeds, signs, x, first, end):
 def panel_votes(c, t, seeds, x, votes, first, end):
     """Adds a block of pairs to panels first..end - 1 of votes int32 [rows padded to ROWS, cols padded to PANEL]: x
     times noise(A, col), made here."""
-    n, padded = seeds.size, votes.shape[1]
-    k4 = x.shape[1] // 4
-    panel, correction = zeros(4 * k4 * PANEL, np.int8), zeros(PANEL, i32)
+    n = seeds.size
+    panel, correction = zeros(x.shape[1] * PANEL, np.int8), zeros(PANEL, i32)
     noise = empty(n, i32)
     for p in range(first, end):
         for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
@@ -61,12 +60,7 @@ def panel_votes(c, t, seeds, x, votes, first, end):
             for q in range(n):
                 panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
             correction[j] = -128 * s
-        for r in range(0, votes.shape[0], ROWS):
-            at = r * padded + p * PANEL
-            for k in range(ROWS):
-                for j in range(PANEL):
-                    votes[r + k, p * PANEL + j] += correction[j]
-            tile(x, r * 4 * k4, 4 * k4, panel, 0, votes, at, padded, votes, at, padded, k4)
+        add_tiles(x, panel, correction, votes, p)
 
 
 @njit

@@ -105,8 +105,8 @@ def alpha(cfg):
 
 
 def voted(cfg, t, sums):
-    """int8 [size]: the digits of the votes `sums` (int, canonical order) on a tensor."""
-    sums = np.asarray(sums).ravel()
+    """int8 [size]: the digits, in canonical order, of the votes `sums` (int [rows, cols] or [cols]) on a tensor."""
+    sums = parameters.to_canonical(sums) if t.matrix else sums.ravel()
     least = int(_rules.least_vote(np.abs(sums.astype(np.int64)).sum(), t.size, alpha(cfg)))
     return ((sums >= least).view(np.int8) - (sums <= -least).view(np.int8))
 

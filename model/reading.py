@@ -301,8 +301,7 @@ def chunk_votes(cfg, state, tokens, known, first):
             sums[tensor] = sums.get(tensor, 0) + votes
     digits = np.zeros(cfg.CHUNK_DIGITS, np.int8)
     for tensor, votes in sums.items():
-        canonical = parameters.to_canonical(votes) if tensor.matrix else votes
-        digits[tensor.span] = activations.voted(cfg, tensor, canonical)
+        digits[tensor.span] = activations.voted(cfg, tensor, votes)
     return digits, cfg.GROUP_SIZE * int(sum(group[3].sum() for group in groups))
 
 
