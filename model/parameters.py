@@ -24,56 +24,55 @@ class Param(NamedTuple):
     """A row of the table."""
     name: str
     shape: tuple            # of the widths above: (rows = inputs, cols = outputs) of a matrix, (width,) of a vector
-    a: int                  # noise offset of the output side; first offset of a vector
-    b: object               # noise offset of the input side (H: a + HIDDEN_DIM); second offset of a vector
-    start: object = None    # initial value of a vector; None: random draws
+    a: int                  # noise offset of the output side, a + 1 of the input side; both offsets of a vector
     per_layer: bool = False
+    start: int = 0          # initial value of a vector; matrices are drawn
     lr_scale: float = 1.0   # factor on the learning rate
+    by_row: bool = False    # the offset of the input side is a + HIDDEN_DIM, and the overlay has the columns first
     multiplied: bool = True  # whether activations are multiplied by the matrix; False: its columns are looked up only
     needs: str = ""         # the model has the array only if this constant is not 0
 
 
 TABLE = (
-    Param("embedding", (H, V), 0, H),
-    Param("emb_bias", (H,), 50, 51, 0, lr_scale=0.1),
-    Param("ntt_emb_1", (H, BYTE), 600, H, lr_scale=0.5, multiplied=False, needs="NTT_MODE"),
-    Param("ntt_emb_2", (H, BYTE), 610, H, lr_scale=0.5, multiplied=False, needs="NTT_MODE"),
-    Param("ntt_emb_3", (H, BYTE), 620, H, lr_scale=0.5, multiplied=False, needs="NTT_MODE"),
-    Param("ln_init", (H,), 500, 501, 16),
-    Param("ln_init_bias", (H,), 502, 503, 0),
-    Param("w_emb_mlp_up", (H, H4), 510, 511),
-    Param("mlp_emb_bias_up", (H4,), 514, 515, 0),
-    Param("w_emb_mlp_down", (H4, H), 512, 513),
-    Param("mlp_emb_bias_down", (H,), 516, 517, 0),
-    Param("ln_1", (H,), 100, 101, 16, True),
-    Param("ln_1_bias", (H,), 110, 111, 0, True),
-    Param("w_q", (H, H), 200, 201, None, True),
-    Param("w_k", (H, H), 202, 203, None, True),
-    Param("w_v", (H, H), 204, 205, None, True),
-    Param("w_o", (H, H), 206, 207, None, True),
-    Param("ln_2", (H,), 300, 301, 16, True),
-    Param("ln_2_bias", (H,), 310, 311, 0, True),
-    Param("w_up", (H, H4), 400, 401, None, True),
-    Param("mlp_bias_up", (H4,), 410, 411, 0, True),
-    Param("w_down", (H4, H), 402, 403, None, True),
-    Param("mlp_bias_down", (H,), 412, 413, 0, True),
-    Param("ln_f", (H,), 900, 901, 16),
-    Param("ln_f_bias", (H,), 910, 911, 0),
+    Param("embedding", (H, V), 0, by_row=True),
+    Param("emb_bias", (H,), 50, lr_scale=0.1),
+    *(Param(f"ntt_emb_{byte}", (H, BYTE), 590 + 10 * byte, lr_scale=0.5, by_row=True, multiplied=False,
+            needs="NTT_MODE") for byte in (1, 2, 3)),
+    Param("ln_init", (H,), 500, start=16),
+    Param("ln_init_bias", (H,), 502),
+    Param("w_emb_mlp_up", (H, H4), 510),
+    Param("mlp_emb_bias_up", (H4,), 514),
+    Param("w_emb_mlp_down", (H4, H), 512),
+    Param("mlp_emb_bias_down", (H,), 516),
+    Param("ln_1", (H,), 100, True, 16),
+    Param("ln_1_bias", (H,), 110, True),
+    Param("w_q", (H, H), 200, True),
+    Param("w_k", (H, H), 202, True),
+    Param("w_v", (H, H), 204, True),
+    Param("w_o", (H, H), 206, True),
+    Param("ln_2", (H,), 300, True, 16),
+    Param("ln_2_bias", (H,), 310, True),
+    Param("w_up", (H, H4), 400, True),
+    Param("mlp_bias_up", (H4,), 410, True),
+    Param("w_down", (H4, H), 402, True),
+    Param("mlp_bias_down", (H,), 412, True),
+    Param("ln_f", (H,), 900, start=16),
+    Param("ln_f_bias", (H,), 910),
 )
 GRU_TABLE = (
-    Param("embedding", (H, V), 10, 11, multiplied=False),
-    Param("head", (H, V), 20, 21),
-    Param("ln_1", (H,), 100, 101, 16, True),
-    Param("w_f", (H, H), 200, 201, None, True),
-    Param("u_f", (H, H), 202, 203, None, True),
-    Param("b_f", (H,), 210, 211, 0, True),
-    Param("w_h", (H, H), 204, 205, None, True),
-    Param("u_h", (H, H), 206, 207, None, True),
-    Param("b_h", (H,), 212, 213, 0, True),
-    Param("ln_2", (H,), 300, 301, 16, True),
-    Param("w_up", (H, H4), 400, 401, None, True),
-    Param("w_down", (H4, H), 402, 403, None, True),
-    Param("ln_f", (H,), 900, 901, 16),
+    Param("embedding", (H, V), 10, multiplied=False),
+    Param("head", (H, V), 20),
+    Param("ln_1", (H,), 100, True, 16),
+    Param("w_f", (H, H), 200, True),
+    Param("u_f", (H, H), 202, True),
+    Param("b_f", (H,), 210, True),
+    Param("w_h", (H, H), 204, True),
+    Param("u_h", (H, H), 206, True),
+    Param("b_h", (H,), 212, True),
+    Param("ln_2", (H,), 300, True, 16),
+    Param("w_up", (H, H4), 400, True),
+    Param("w_down", (H4, H), 402, True),
+    Param("ln_f", (H,), 900, start=16),
 )
 LAYER_SEED = 1000           # seed distance of two layers
 
@@ -119,11 +118,10 @@ def tensors(cfg):
             continue
         layers = cfg.N_LAYERS if p.per_layer else 1
         matrix = len(p.shape) == 2
-        lookup = p.b == H
         rows, cols = ([1] + [widths[symbol] for symbol in p.shape])[-2:]
-        # overlay order is row, then col; the "row" of a looked-up table is the token or byte, which is its output side;
-        # a vector has the second array alone, for both its streams
-        first, second = (cols, rows) if lookup else (rows if matrix else 0, cols)
+        # overlay order is row, then col; the "row" of a table by_row is the token or byte, which is its output side; a
+        # vector has the second array alone, for both its streams
+        first, second = (cols, rows) if p.by_row else (rows if matrix else 0, cols)
         product = matrix and p.multiplied
         for layer in range(layers):
             before = overlay + layer * first
@@ -131,9 +129,9 @@ def tensors(cfg):
             found.append(Tensor(
                 param=i, name=p.name, layer=layer, rows=rows, cols=cols, size=rows * cols, matrix=matrix,
                 weights=weights, seed_a=p.a + LAYER_SEED * layer,
-                seed_b=(p.a + cfg.HIDDEN_DIM if lookup else p.b) + LAYER_SEED * layer,
-                overlay_a=before if lookup else after, overlay_b=before if matrix and not lookup else after,
-                lr_scale=p.lr_scale, per_layer=p.per_layer, looked_up=lookup or not p.multiplied, product=product,
+                seed_b=p.a + (cfg.HIDDEN_DIM if p.by_row else 1) + LAYER_SEED * layer,
+                overlay_a=before if p.by_row else after, overlay_b=before if matrix and not p.by_row else after,
+                lr_scale=p.lr_scale, per_layer=p.per_layer, looked_up=p.by_row or not p.multiplied, product=product,
                 hidden=product and V not in p.shape, by_token=V in p.shape, seen=p.name == "embedding"))
             weights += rows * cols
         overlay += layers * (first + second)
@@ -199,10 +197,10 @@ def initial_state(cfg):
     weights = np.zeros(n_weights(cfg), np.int8)
     arrays, params = tensors(cfg), table(cfg)
     for t in arrays:
-        if params[t.param].start is not None:
+        if not t.matrix:
             weights[t.span] = params[t.param].start
     # drawn matrix by matrix, layer by layer (the stored order is parameter by parameter)
-    drawn = sorted((t for t in arrays if params[t.param].start is None), key=lambda t: (t.per_layer, t.layer, t.param))
+    drawn = sorted((t for t in arrays if t.matrix), key=lambda t: (t.per_layer, t.layer, t.param))
     draws = _xorshift(42, sum(t.size for t in drawn))
     for t in drawn:
         mask = cfg.TOKEN_MASK if t.by_token and cfg.TOKEN_MASK >= 0 else cfg.HOST_MASK
