@@ -10,8 +10,9 @@ import numpy as np
 
 from engine import cpu_rules
 from engine.cpu_gru import LN_1, LN_2, gates_of, recur, states_before
-from engine.cpu_kernels import (AT_COLUMN, CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, add_tiles, copy_row, divided, draw_norm,
-                                draw_sides, i64, largest, layer_norm, logits, new_sides, njit, product, target)
+from engine.cpu_kernels import (AT_COLUMN, CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, add_tiles, copy_row, divided,
+                                draw_norm, draw_sides, i64, largest, layer_norm, logits, new_sides, njit, product,
+                                target)
 from engine.cpu_rules import clip, hash32, i32, loss, u32
 from engine.kernel_cache import inner, leaf
 from engine.simd import PANEL, ROWS, empty, exp_sum, local, zeros
@@ -70,7 +71,7 @@ def disturbed_mlp(c, w, layer, noise_up, noise_down, each, T, x, inner_seen):
     multiplies by w_down."""
     H, rows = c.HIDDEN_DIM, x.shape[0]
     norm = local((2, 2, H), i32)
-    sides_u, sides_d = new_sides(1, H, 4 * H, 0), new_sides(1, 4 * H, H, 0)
+    sides_u, sides_d = new_sides(1, H, 4 * H), new_sides(1, 4 * H, H)
     draw_norm(c, w, LN_2, layer, u32(0), CLEAN, norm)
     draw_sides(c, w, LN_2 + 1, layer, u32(0), CLEAN, sides_u)
     draw_sides(c, w, LN_2 + 2, layer, u32(0), CLEAN, sides_d)
@@ -114,7 +115,7 @@ def head_errors(c, z, r, windows, q, before, T, t, seed, weights, total, wanted,
 def score_positions(c, w, exp, windows, before, members, T, seed, x, seen):
     """Fills losses and errors of what is seen; seed: of the first group."""
     H, V, each = c.HIDDEN_DIM, c.VOCAB_SIZE, members * T
-    norm, sides = local((2, 2, H), i32), new_sides(1, H, V, 0)
+    norm, sides = local((2, 2, H), i32), new_sides(1, H, V)
     z = empty((GROUP, (V + PANEL - 1) // PANEL * PANEL), i32)
     weights, wanted = empty((V + 15) // 16 * 16, i32), zeros(V, i32)
     draw_norm(c, w, c.ln_f, NO_LAYER, u32(0), CLEAN, norm)

@@ -37,7 +37,7 @@ def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     sequences, padded = tokens.shape[0] * members, h.shape[0]
     pairs = tokens.shape[0] if noisy else 1
-    sides_f, sides_h = new_sides(pairs, H, H, H * c.scaled), new_sides(pairs, H, H, H * c.scaled)
+    sides_f, sides_h = new_sides(pairs, H, H), new_sides(pairs, H, H)
     bias_f, bias_h = local((pairs, 2, H), i32), local((pairs, 2, H), i32)
     for q in range(pairs):
         perturbed(c, w, B_F, layer, u32(S + q), noisy, bias_f[q])
@@ -84,7 +84,7 @@ def gates_of(c, w, layer, S, noisy, rows, per_member, x, gates, candidates):
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     norm = local((2, 2, H), i32)
     n, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
-    sides_f, sides_h = new_sides(1, H, H, H * c.scaled), new_sides(1, H, H, H * c.scaled)
+    sides_f, sides_h = new_sides(1, H, H), new_sides(1, H, H)
     draw_norm(c, w, LN_1, layer, S, noisy, norm)
     draw_sides(c, w, W_F, layer, S, noisy, sides_f)
     draw_sides(c, w, W_H, layer, S, noisy, sides_h)
@@ -184,8 +184,7 @@ def write_texts(c, w, exp, writing, texts, start, end, room, state, S, noisy):
         read(c, w, S, noisy, texts[:, t:], room, n, state, gates, candidates, x)
         t += n
         for s in range(sequences):
-            for i in range(c.HIDDEN_DIM):
-                h[s, i] = x[s * n + n - 1, i]
+            copy_row(x, s * n + n - 1, h, s)
         for q in range(0, sequences, each):
             write_next(c, w, exp, writing, q, u32(S + q // each), noisy, flat[q * room:(q + each) * room], t - 1, room,
                        h[q:], z)

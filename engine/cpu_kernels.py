@@ -46,7 +46,7 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
                "ROPE_SCALE_BIT TARGETS USE_CLT")
 # The configuration as the kernels see it, all int64: `constants`.
 Constants = namedtuple("Constants", FROM_CONFIG + (
-    " scaled matrix_shift short_exp exact log_unit ntt ntt_prime gru head ln_f divisor divisor_down lowest per_group"))
+    " matrix_shift short_exp exact log_unit ntt ntt_prime gru head ln_f divisor divisor_down lowest per_group"))
 # weights int8 canonical; columns int8 [n, H]: the tables that are looked up, a token or byte a row; packed int8 panels
 # [k4, PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128;
 # overlay int8; table int64 [parameters, layers, N_FIELDS]
@@ -59,11 +59,11 @@ Scoring = namedtuple("Scoring", "losses nats exp64 unit")
 Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
 # The noise of a matrix for one or more pairs: columns int32 [pairs, cols], trunc(noise(A, c) * f_col(c)); inputs int8
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
-# rows] as `input_term` takes them, in modes 1 and 2 only.
+# rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
-# (pairs, rows, cols, rows in modes 1 and 2, else 0)
+# (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
-                           (numba.int32, (0, 3)), (numba.float32, (0, 3)))
+                           (numba.int32, (0, 1)), (numba.float32, (0, 1)))
 
 
 def constants(cfg, exp):
@@ -72,7 +72,6 @@ def constants(cfg, exp):
     names = [p.name for p in parameters.table(cfg)]
     return Constants(
         **{name: getattr(cfg, name) for name in FROM_CONFIG.split()},
-        scaled=int(cfg.ADAPTIVE_NOISE_MODE > 0),             # whether noise has factors
         matrix_shift=0, short_exp=int(not exp[95:].any()), exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt=int(cfg.NTT_MODE != 0),
         ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
@@ -125,7 +124,7 @@ def draw_sides(c, w, param, layer, S, noisy, sides):
             sides.inputs[q, i] = drawn
             total = i32(total + drawn)
         sides.offset[q] = total * 128
-        for i in range(sides.coefficients.shape[1]):
+        for i in range(n if c.ADAPTIVE_NOISE_MODE else 0):
             sides.coefficients[q, i] = input_coefficient(c.ADAPTIVE_NOISE_MODE, i32(sides.inputs[q, i]), overlay_b[i])
             sides.scale[q, i] = factor(c.ADAPTIVE_NOISE_MODE, overlay_b[i], seed_b, i)
 
@@ -356,7 +355,7 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
     bias_u, bias_d = local((2, 4 * H), i32), local((2, H), i32)
-    sides_u, sides_d = new_sides(1, H, 4 * H, H * c.scaled), new_sides(1, 4 * H, H, 4 * H * c.scaled)
+    sides_u, sides_d = new_sides(1, H, 4 * H), new_sides(1, 4 * H, H)
     draw_norm(c, w, ln, layer, S, noisy, norm)
     if not c.gru:
         perturbed(c, w, up + 1, layer, S, noisy, bias_u)
@@ -475,7 +474,7 @@ def write_next(c, w, exp, writing, q, S, noisy, texts, t, room, h, z):
     """Puts the token at position t + 1 of the sequences that share their noise, where their prompts have ended: texts
     int32 [sequences * room], flat, the first of which is sequence q; h int8: their last hidden states at position
     t."""
-    norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1], c.HIDDEN_DIM * c.scaled)
+    norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
     sequences = texts.size // room
@@ -495,7 +494,7 @@ def write_next(c, w, exp, writing, q, S, noisy, texts, t, room, h, z):
 def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
     """`score` from the last hidden state on: h int8 [rows, H], rows that share their noise. z int32 [GROUP, V padded]
     has the logits of the last rows then."""
-    norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1], c.HIDDEN_DIM * c.scaled)
+    norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):

@@ -4,8 +4,8 @@ from collections import namedtuple
 
 import numpy as np
 
-from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, CpuModel, add_residual, amax, draw_norm, draw_sides, embed, i64,
-                                largest, layer_norm, mlp, new_sides, njit, product, score_rows, write_next)
+from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, CpuModel, add_residual, amax, copy_row, draw_norm, draw_sides, embed,
+                                i64, largest, layer_norm, mlp, new_sides, njit, product, score_rows, write_next)
 from engine.cpu_rules import clip, f64, i32, shift_right, u32
 from engine.kernel_cache import inlined, inner, leaf
 from engine.simd import PANEL, ROWS, empty, exp_sum, local, tile
@@ -152,7 +152,7 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
     context, slot = room.keys.shape[1] // members, layer % room.keys.shape[0]
     x, y = room.x, room.y
     zero = local((2, H), i32)
-    norm, sides = local((2, 2, H), i32), new_sides(1, H, H, H * c.scaled)
+    norm, sides = local((2, 2, H), i32), new_sides(1, H, H)
     draw_norm(c, w, LN_1, layer, S, noisy, norm)
     for first in range(0, rows, GROUP):
         layer_norm(c, room.h[first:], min(GROUP, rows - first), n - first, norm, x[first:])
@@ -181,6 +181,18 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
         add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], c.SHIFT_OUT, zero)
 
 
+@leaf
+def read(c, w, tb, S, noisy, tokens, apart, n, start, room):
+    """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
+    sequence, as `embed` takes them."""
+    members = 2 if noisy else 1
+    embed(c, w, tb.ntt, S, noisy, tokens, apart, n, start, members * n, room.h)
+    mlp(c, w, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h)
+    for layer in range(c.N_LAYERS):
+        attention(c, w, tb, layer, S, noisy, members, n, start, room)
+        mlp(c, w, LN_2, layer, S, noisy, members * n, n, room.h)
+
+
 @njit
 def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
     """Evaluates windows int32 [n, start + T + 1] with `score`, one after the other, from position `start` on.
@@ -189,15 +201,11 @@ def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
     T, members = (windows.shape[1] - 1 - start) // (c.TARGETS if noisy else 1), 2 if noisy else 1
     rows = members * T
     room = new_room(c, rows, start + T, cache[0], cache[1])
-    z, h = empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32), room.h
+    z = empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
     for q in range(windows.shape[0]):
         seed = u32(S + q)
-        embed(c, w, tb.ntt, seed, noisy, windows[q], SAME, T, start, rows, h)
-        mlp(c, w, LN_INIT, NO_LAYER, seed, noisy, rows, T, h)
-        for layer in range(c.N_LAYERS):
-            attention(c, w, tb, layer, seed, noisy, members, T, start, room)
-            mlp(c, w, LN_2, layer, seed, noisy, rows, T, h)
-        score_rows(c, w, tb.exp, scoring, windows, q, seed, noisy, start, T, h, rows, z)
+        read(c, w, tb, seed, noisy, windows[q], SAME, T, start, room)
+        score_rows(c, w, tb.exp, scoring, windows, q, seed, noisy, start, T, room.h, rows, z)
 
 
 @njit
@@ -216,15 +224,10 @@ def write_texts(c, w, tb, writing, texts, start, end, room, cache, S, noisy):
                 writing.seen[first + m, texts[q, m * room + p]] = 1
         while t + 1 < end:
             n = max(i64(1), least - t)
-            embed(c, w, tb.ntt, seed, noisy, texts[q], room, n, t, members * n, memory.h)
-            mlp(c, w, LN_INIT, NO_LAYER, seed, noisy, members * n, n, memory.h)
-            for layer in range(c.N_LAYERS):
-                attention(c, w, tb, layer, seed, noisy, members, n, t, memory)
-                mlp(c, w, LN_2, layer, seed, noisy, members * n, n, memory.h)
+            read(c, w, tb, seed, noisy, texts[q], room, n, t, memory)
             t += n
             for m in range(members):
-                for i in range(c.HIDDEN_DIM):
-                    last[m, i] = memory.h[m * n + n - 1, i]
+                copy_row(memory.h, m * n + n - 1, last, m)
             write_next(c, w, tb.exp, writing, first, seed, noisy, texts[q], t - 1, room, last, z)
 
 

@@ -172,18 +172,17 @@ local = _new_array(_on_stack)
 
 
 def locals_of(record, *arrays):
-    """An intrinsic (sizes...) that makes a NamedTuple `record` of `local` arrays. arrays: for each of them the element
-    type and the indices of its sizes among the arguments."""
+    """An intrinsic of three sizes that makes a NamedTuple `record` of `local` arrays. arrays: for each of them the
+    element type and the indices of its sizes."""
     kinds = [types.Array(dtype, len(sizes), "C") for dtype, sizes in arrays]
 
     @intrinsic
-    def new(ctx, a, b, c, d):
+    def new(ctx, a, b, c):
         def codegen(context, builder, sig, args):
             made = [_on_stack(context, builder, kind, [args[i] for i in sizes])
                     for kind, (_, sizes) in zip(kinds, arrays)]
             return context.make_tuple(builder, sig.return_type, made)
-        i = types.int64
-        return types.NamedTuple(kinds, record)(i, i, i, i), codegen
+        return types.NamedTuple(kinds, record)(types.int64, types.int64, types.int64), codegen
     return new
 
 
