@@ -248,50 +248,41 @@ def held_out(cfg, tokens, path, decoding, most=0):
 
 def references(cfg, train, validation):
     """{"uniform": x, "unigram": x, "bigram": x}: figures of simple models (SPEC 15), in validation.unit. Counts come
-    from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell, which is
-    (c(h, w) + d(h) p(w)) / (c(h) + d(h)), with d(h) different tokens seen after h and p the unigram."""
-    vocab = cfg.VOCAB_SIZE
-    before, target = validation.windows[:, :-1].ravel(), validation.windows[:, 1:].ravel()
+    from `train` (1-D tokens). Unigram: every token counted once more than seen. Bigram: Witten-Bell."""
     runs = max(1, -(-train.size // REFERENCE_TOKENS))
     train = np.concatenate([train[r * train.size // runs:][:REFERENCE_TOKENS // runs] for r in range(runs)])
-    counts = np.bincount(train, minlength=vocab)
-    unigram = ((counts + 1) / (train.size + vocab))[target]
-
-    code = np.uint32 if vocab * vocab <= 1 << 32 else np.uint64
-    pairs, seen = np.unique(train[:-1].astype(code) * code(vocab) + train[1:], return_counts=True)
-    follows = np.bincount(train[:-1], minlength=vocab)[before]
-    different = np.bincount((pairs // code(vocab)).astype(np.int64), minlength=vocab)[before]
-    wanted = before.astype(code) * code(vocab) + target.astype(code)
-    at = np.minimum(np.searchsorted(pairs, wanted), pairs.size - 1)
-    both = np.where(pairs[at] == wanted, seen[at], 0)
-    bigram = np.where(follows > 0, (both + different * unigram) / np.maximum(1, follows + different), unigram)
-    return {"uniform": validation.bits(target.size * math.log(vocab)),
-            "unigram": validation.bits(-np.log(unigram).sum()),
-            "bigram": validation.bits(-np.log(bigram).sum())}
+    unigram, bigram = _tables(train, validation, cfg.VOCAB_SIZE, 1)
+    uniform = validation.bits(validation.windows[:, 1:].size * math.log(cfg.VOCAB_SIZE))
+    return {"uniform": uniform, "unigram": unigram, "bigram": bigram}
 
 
 def context_tables(train, validation, contexts=(2, 3, 5)):
     """{"table of 2 bytes": x, ...}: what tables of the bytes before know, counted in `train` (uint8), in
-    validation.unit.
-    Interpolated Witten-Bell as in `references`, each context falling back on the next shorter one; no context begins
-    before its window."""
-    inputs, target = validation.windows[:, :-1].astype(np.uint64), validation.windows[:, 1:].astype(np.uint64)
-    share = ((np.bincount(train, minlength=256) + 1) / (train.size + 256))[target.astype(np.int64)]
-    found, context = {}, np.zeros_like(inputs)
-    keys = train.astype(np.uint64)
-    for length in range(1, max(contexts) + 1):
-        # the token before those that are known already: the oldest is the highest byte
-        keys = keys[1:] | train[:keys.size - 1].astype(np.uint64) << np.uint64(8 * length)
-        context[:, length - 1:] |= inputs[:, :inputs.shape[1] - length + 1] << np.uint64(8 * (length - 1))
+    validation.unit."""
+    figures = list(_tables(train, validation, 256, max(contexts)))
+    return {f"table of {length} bytes": figures[length] for length in contexts}
+
+
+def _tables(train, validation, vocab, longest):
+    """Yields the figures of tables of the 0, 1, .. `longest` tokens before, counted in `train`. Interpolated
+    Witten-Bell: (c(h, w) + d(h) p(w)) / (c(h) + d(h)), with d(h) different tokens seen after the context h and p of the
+    next shorter context. No context begins before its window."""
+    bits = (vocab - 1).bit_length()
+    code = np.uint32 if bits * (longest + 1) <= 32 else np.uint64
+    inputs, target = validation.windows[:, :-1].astype(code), validation.windows[:, 1:].astype(code)
+    share = ((np.bincount(train, minlength=vocab) + 1) / (train.size + vocab))[target.astype(np.int64)]
+    yield validation.bits(-np.log(share).sum())
+    keys, context = train.astype(code), np.zeros_like(inputs)
+    for length in range(1, longest + 1):
+        # the token before those that are known already: the oldest has the highest bits
+        keys = keys[1:] | train[:keys.size - 1].astype(code) << code(bits * length)
+        context[:, length - 1:] |= inputs[:, :inputs.shape[1] - length + 1] << code(bits * (length - 1))
         counted = np.sort(keys)
         different = np.concatenate([[0], np.cumsum(np.append(True, counted[1:] != counted[:-1]))])
-        here, wanted = context[:, length - 1:] << np.uint64(8), target[:, length - 1:]
-        low, high = np.searchsorted(counted, here), np.searchsorted(counted, here + np.uint64(255), "right")
+        here, wanted = context[:, length - 1:] << code(bits), target[:, length - 1:]
+        low, high = np.searchsorted(counted, here), np.searchsorted(counted, here + code((1 << bits) - 1), "right")
         seen = np.searchsorted(counted, here | wanted, "right") - np.searchsorted(counted, here | wanted)
-        kinds = different[high] - different[low]
-        shorter = share[:, length - 1:]
+        kinds, shorter = different[high] - different[low], share[:, length - 1:]
         total = np.maximum(1, high - low + kinds)
         share[:, length - 1:] = np.where(high > low, (seen + kinds * shorter) / total, shorter)
-        if length in contexts:
-            found[f"table of {length} bytes"] = validation.bits(-np.log(share).sum())
-    return found
+        yield validation.bits(-np.log(share).sum())
