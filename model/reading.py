@@ -6,6 +6,8 @@ every bit: the tests hold them against it, and `egg.py debug` shows its parts. F
 parameters, the integer tables and the noise draw; all arithmetic is written out here.
 """
 
+from collections import namedtuple
+
 import numpy as np
 
 from model import activations, integer_tables, parameters, rules, seeds, soft_targets, transforms
@@ -270,67 +272,69 @@ SEEN_AS = {"normed_1": "LN1", "state": "Before", "gated": "Gated", "normed_2": "
            "normed_f": "LN_F"}
 
 
+# A window read by the unperturbed model and by the members of a group. seed: the group's; parts {(name, layer): what
+# the unperturbed model saw}; losses [positions]: its own; members: their seeds; differences [members, positions]: by
+# how much smaller their losses are.
+Group = namedtuple("Group", "seed inputs targets parts losses members differences")
+
+
 def chunk_votes(cfg, state, tokens, known, first):
     """(int8 [weights], int): the digits of the chunk that begins with member `first`, and its loss. tokens: the data;
     known: their soft_targets.Followers, or None."""
-    T, before, first_group = cfg.SEQ_LEN, cfg.STATE_TOKENS, first // cfg.GROUP_SIZE
-    n_groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
-    cut = soft_targets.group_windows(cfg, tokens, known, state.step, state.seed, first_group, n_groups)
-    groups = []
-    for window in cut:
-        inputs, targets = window[before:before + T], window[before + 1:before + T + 1, None]
-        if cfg.SOFT_TARGETS:
-            targets = np.concatenate([targets, window[before + T + 1:].reshape(T, -1)], 1)
-        parts, members = {}, []
-        clean = Reading(cfg, state, see=lambda layer, name, values, parts=parts: parts.update({(name, layer): values}))
-        clean.hidden(window[:before])
-        carried = clean.carried.copy()
-        clean_losses = np.array(clean.losses(inputs, targets), np.int64)
-        for k in range(cfg.GROUP_SIZE):
-            seed = (state.seed + first + len(groups) * cfg.GROUP_SIZE + k) % 2 ** 32
-            member = Reading(cfg, state, seed, disturbed=True)
-            member.carried = carried.copy()
-            members.append((seed, clean_losses - np.array(member.losses(inputs, targets), np.int64)))
-        groups.append((inputs, targets, parts, clean_losses, members))
-    total = sum(int(np.abs(difference).sum()) for group in groups for _, difference in group[-1])
-    least = activations.least_differences(total, cfg.CHUNK_SIZE * T)
-    sums = {}
-    for number, (inputs, targets, parts, _, members) in enumerate(groups):
-        for (tensor, votes) in group_votes(cfg, (state.seed + first_group + number) % 2 ** 32, inputs, targets, parts,
-                                           members, least):
-            sums[tensor] = sums.get(tensor, 0) + votes
+    first_group = first // cfg.GROUP_SIZE
+    windows = soft_targets.group_windows(cfg, tokens, known, state.step, state.seed, first_group,
+                                         cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+    groups = [read_group(cfg, state, window, number) for number, window in enumerate(windows, first_group)]
+    total = sum(int(np.abs(group.differences).sum()) for group in groups)
+    least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
+    votes = [group_votes(cfg, group, least) for group in groups]
     digits = np.zeros(cfg.CHUNK_DIGITS, np.int8)
-    for tensor, votes in sums.items():
-        digits[tensor.span] = activations.voted(cfg, tensor, votes)
-    return digits, cfg.GROUP_SIZE * int(sum(group[3].sum() for group in groups))
+    for tensor in votes[0]:
+        digits[tensor.span] = activations.voted(cfg, tensor, sum(of_group[tensor] for of_group in votes))
+    return digits, cfg.GROUP_SIZE * sum(int(group.losses.sum()) for group in groups)
 
 
-def group_votes(cfg, seed, inputs, targets, parts, members, least):
-    """Yields (tensor, int64 votes) of a group. seed: its own; parts: what the clean model saw; members: (seed, int64
-    [positions] differences of losses)."""
+def read_group(cfg, state, window, number):
+    """The Group of this number in the step."""
+    T, before, parts = cfg.SEQ_LEN, cfg.STATE_TOKENS, {}
+    inputs, drawn = window[before:before + T], window[before + T + 1:]
+    targets = np.column_stack([window[before + 1:before + T + 1], drawn.reshape(T, -1)])
+    clean = Reading(cfg, state, see=lambda layer, name, values: parts.update({(name, layer): values}))
+    clean.hidden(window[:before])
+    carried = clean.carried.copy()
+    losses = np.array(clean.losses(inputs, targets), np.int64)
+    members, differences = [state.seed + number * cfg.GROUP_SIZE + k for k in range(cfg.GROUP_SIZE)], []
+    for seed in members:
+        member = Reading(cfg, state, seed, disturbed=True)
+        member.carried = carried.copy()
+        differences.append(losses - member.losses(inputs, targets))
+    return Group(state.seed + number, inputs, targets, parts, losses, members, np.array(differences))
+
+
+def group_votes(cfg, group, least):
+    """{tensor: int64 votes of a group}; least: activations.least_differences of the chunk."""
     matrices, biases, (embedding, at_embedding) = activations.votes(cfg)
-    settled, n = {None: head_errors(cfg, seed, parts["Logits", -1], targets)}, len(inputs)
+    settled = {None: head_errors(cfg, group.seed, group.parts["Logits", -1], group.targets)}
+    digits = np.sign(group.differences) * (np.abs(group.differences)[:, :, None] >= least).sum(2)
     for phase in activations.phases(cfg):
-        total = np.zeros((n, phase.units), np.int64)
-        for member, difference in members:
-            digit = np.sign(difference) * (np.abs(difference)[:, None] >= least).sum(1)
-            total += (credit(cfg, digit) if phase.later else digit)[:, None] * activations.noise(phase, member, n)
+        total = 0
+        for seed, digit in zip(group.members, digits):
+            due = credit(cfg, digit) if phase.later else digit
+            total = total + due[:, None] * activations.noise(phase, seed, len(digit))
         settled[phase] = clip(total + (1 << phase.shift >> 1) >> phase.shift)
-    for vote in matrices:
-        layer = -1 if vote.phase is None else vote.phase.layer
-        yield vote.tensor, parts[SEEN_AS[vote.inputs], layer].T @ settled[vote.phase]
-    for tensor, phase in biases:
-        yield tensor, settled[phase].sum(0)
-    votes = np.zeros((embedding.cols, embedding.rows), np.int64)
-    np.add.at(votes, inputs, settled[at_embedding])
-    yield embedding, votes.T
+    votes = {tensor: settled[phase].sum(0) for tensor, phase in biases}
+    for tensor, phase, inputs in matrices:
+        votes[tensor] = group.parts[SEEN_AS[inputs], phase.layer if phase else -1].T @ settled[phase]
+    votes[embedding] = np.zeros((embedding.rows, embedding.cols), np.int64)
+    np.add.at(votes[embedding].T, group.inputs, settled[at_embedding])
+    return votes
 
 
 def credit(cfg, digit):
     """int64 [positions]: the digits of a position and, fading, of later ones, with activations.fraction_bits."""
     credits, later = np.zeros_like(digit), 0
     for t in reversed(range(len(digit))):
-        later = credits[t] = (digit[t] << activations.fraction_bits(cfg)) + divide(np.int64(later) * cfg.CREDIT, 16)
+        later = credits[t] = (digit[t] << activations.fraction_bits(cfg)) + divide(later * cfg.CREDIT, 16)
     return credits
 
 
