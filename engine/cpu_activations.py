@@ -9,9 +9,9 @@ from collections import namedtuple
 import numpy as np
 
 from engine import cpu_rules
-from engine.cpu_gru import LN_1, LN_2, gates_of, recur, states_before
-from engine.cpu_kernels import (AT_COLUMN, CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, add_tiles, copy_row, divided,
-                                draw_norm, draw_sides, i64, largest, layer_norm, logits, new_sides, njit, product,
+from engine.cpu_gru import LN_1, LN_2, gates_of, new_states, recur, states_before
+from engine.cpu_kernels import (AT_COLUMN, CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, Disturbance, add_tiles, draw_norm,
+                                draw_sides, i64, largest, layer_norm, logits, mlp, new_logits, new_sides, njit, padded,
                                 target)
 from engine.cpu_rules import clip, hash32, i32, loss, u32
 from engine.kernel_cache import inner, leaf
@@ -65,37 +65,6 @@ def clean_norm(c, w, ln, layer, x, each, T, out):
             layer_norm(c, x[q * each + first:], count, count, norm, out[q * T + first:])
 
 
-@leaf
-def disturbed_mlp(c, w, layer, noise_up, noise_down, each, T, x, inner_seen):
-    """x int8 [rows, H] = clip(x + MLP(ln_2(x))) with noise int8 [rows, units]. inner_seen: what the unperturbed model
-    multiplies by w_down."""
-    H, rows = c.HIDDEN_DIM, x.shape[0]
-    norm = local((2, 2, H), i32)
-    sides_u, sides_d = new_sides(1, H, 4 * H), new_sides(1, 4 * H, H)
-    draw_norm(c, w, LN_2, layer, u32(0), CLEAN, norm)
-    draw_sides(c, w, LN_2 + 1, layer, u32(0), CLEAN, sides_u)
-    draw_sides(c, w, LN_2 + 2, layer, u32(0), CLEAN, sides_d)
-    n, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
-    u, wide = local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32)
-    for first in range(0, rows, GROUP):
-        count = min(GROUP, rows - first)
-        layer_norm(c, x[first:], count, count, norm, n)
-        product(c, w, LN_2 + 1, layer, sides_u, CLEAN, n, count, count, wide)
-        divided(wide, count, i32(c.divisor), -127, 0, wide)
-        for r in range(count):
-            at = first + r
-            for i in range(4 * H):
-                u[r, i] = max(i32(c.lowest), clip(i32(wide[r, i] + noise_up[at, i]))) + 128
-            if at % each < T:
-                copy_row(u, r, inner_seen, at // each * T + at % each)
-        product(c, w, LN_2 + 2, layer, sides_d, CLEAN, u, count, count, y)
-        divided(y, count, i32(c.divisor_down), -127, 0, y)
-        for r in range(count):
-            at = first + r
-            for i in range(H):
-                x[at, i] = clip(i32(x[at, i] + clip(i32(y[r, i] + noise_down[at, i]))))
-
-
 @inner
 def head_errors(c, z, r, windows, q, before, T, t, seed, weights, total, wanted, errors):
     """errors int8 [V] of position t of windows[q], of logits z[r]; weights, total: its softmax; wanted int32 [V]: 0,
@@ -116,8 +85,7 @@ def score_positions(c, w, exp, windows, before, members, T, seed, x, seen):
     """Fills losses and errors of what is seen; seed: of the first group."""
     H, V, each = c.HIDDEN_DIM, c.VOCAB_SIZE, members * T
     norm, sides = local((2, 2, H), i32), new_sides(1, H, V)
-    z = empty((GROUP, (V + PANEL - 1) // PANEL * PANEL), i32)
-    weights, wanted = empty((V + 15) // 16 * 16, i32), zeros(V, i32)
+    z, weights, wanted = new_logits(c), empty(padded(V, 16), i32), zeros(V, i32)
     draw_norm(c, w, c.ln_f, NO_LAYER, u32(0), CLEAN, norm)
     draw_sides(c, w, c.head, NO_LAYER, u32(0), CLEAN, sides)
     for first in range(0, x.shape[0], GROUP):
@@ -143,7 +111,7 @@ def read_groups(c, w, exp, windows, before, members, seed, first_group, phases, 
     groups, H = windows.shape[0], c.HIDDEN_DIM
     T = (windows.shape[1] - 1 - before) // c.TARGETS
     each, rows = members * T, groups * members * T
-    state = zeros((c.N_LAYERS, (groups * members + ROWS - 1) // ROWS * ROWS, H), np.int8)
+    state = new_states(c, groups * members)
     if before:
         states = states_before(c, w, windows[:, 0:before])
         for layer in range(c.N_LAYERS):
@@ -165,10 +133,11 @@ def read_groups(c, w, exp, windows, before, members, seed, first_group, phases, 
                 for i in range(H):
                     sums[r, i] += noise[r, i]
         recur(c, w, layer, u32(0), CLEAN, windows[:, before:], SAME, members, T, gates, candidates, state[layer], x,
-              seen.state[layer], seen.gated[layer])
+              (seen.state[layer], seen.gated[layer]))
         clean_norm(c, w, LN_2, layer, x, each, T, seen.normed_2[layer])
-        disturbed_mlp(c, w, layer, noise_of(of_layer[UP], seed, first_group, groups, members, T),
-                      noise_of(of_layer[DOWN], seed, first_group, groups, members, T), each, T, x, seen.inner[layer])
+        mlp(c, w, LN_2, layer, u32(0), CLEAN, rows, rows, x, Disturbance(
+            noise_of(of_layer[UP], seed, first_group, groups, members, T),
+            noise_of(of_layer[DOWN], seed, first_group, groups, members, T), seen.inner[layer], each, T))
     clean_norm(c, w, c.ln_f, NO_LAYER, x, each, T, seen.normed_f[0])
     score_positions(c, w, exp, windows, before, members, T, u32(seed + u32(first_group)), x, seen)
 

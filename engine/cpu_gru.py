@@ -8,10 +8,11 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 import numpy as np
 
 from engine.cpu_kernels import (CLEAN, GROUP, SAME, CpuModel, Scoring, copy_row, divided, draw_norm, draw_sides, embed,
-                                i64, layer_norm, mlp, new_sides, njit, perturbed, product, score_rows, write_next)
+                                i64, layer_norm, mlp, new_logits, new_sides, njit, padded, perturbed, product,
+                                score_rows, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
 from engine.kernel_cache import inner, leaf
-from engine.simd import PANEL, ROWS, empty, local, zeros
+from engine.simd import ROWS, empty, local, zeros
 from model import parameters
 
 _numbers = {p.name: i64(number) for number, p in enumerate(parameters.GRU_TABLE)}
@@ -29,11 +30,10 @@ TOGETHER = 8                # pairs that go through the positions together: thei
 
 
 @leaf
-def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, before, gated_before):
+def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, seen):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
-    H] goes on. gates, candidates int8 or int16 [sequences * n, H]: W_f n and W_h n. before, gated_before uint8
-    [windows * n, H] take what u_f and u_h multiply in the first sequence of every window; or they have room for
-    none."""
+    H] goes on. gates, candidates int8 or int16 [sequences * n, H]: W_f n and W_h n. seen: two arrays uint8
+    [windows * n, H] that take what u_f and u_h multiply in the first sequence of every window, or None."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     sequences, padded = tokens.shape[0] * members, h.shape[0]
     pairs = tokens.shape[0] if noisy else 1
@@ -62,9 +62,10 @@ def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = gated(f, i32(h[s, i])) + 128
-        for q in range(before.shape[0] // n):
-            copy_row(state, q * members, before, q * n + t)
-            copy_row(past, q * members, gated_before, q * n + t)
+        if seen is not None:
+            for q in range(tokens.shape[0]):
+                copy_row(state, q * members, seen[0], q * n + t)
+                copy_row(past, q * members, seen[1], q * n + t)
         product(c, w, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
@@ -102,7 +103,7 @@ def read(c, w, S, noisy, tokens, apart, n, state, gates, candidates, x):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
     noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates
     and candidates, as large as x, are overwritten. S: seed of the first pair."""
-    members, nothing = 2 if noisy else 1, local((0, 0), np.uint8)
+    members = 2 if noisy else 1
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
         embed(c, w, NO_TRANSFORM, u32(S + q), noisy, tokens[q], apart, n, 0, members * n,
@@ -110,10 +111,15 @@ def read(c, w, S, noisy, tokens, apart, n, state, gates, candidates, x):
     for layer in range(c.N_LAYERS):
         for q in range(units):
             gates_of(c, w, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:])
-        recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, nothing,
-              nothing)
+        recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, None)
         for q in range(units):
-            mlp(c, w, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:])
+            mlp(c, w, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], None)
+
+
+@inner
+def new_states(c, sequences):
+    """int8 [L, sequences padded to ROWS, H]: with which a text begins."""
+    return zeros((c.N_LAYERS, padded(sequences, ROWS), c.HIDDEN_DIM), np.int8)
 
 
 @inner
@@ -121,7 +127,7 @@ def states_before(c, w, tokens):
     """int8 [L, sequences padded to ROWS, H]: the unperturbed model's state after tokens int32 [sequences, n]."""
     sequences, n = tokens.shape
     size = (sequences * n, c.HIDDEN_DIM)
-    states = zeros((c.N_LAYERS, (sequences + ROWS - 1) // ROWS * ROWS, c.HIDDEN_DIM), np.int8)
+    states = new_states(c, sequences)
     read(c, w, u32(0), CLEAN, tokens, SAME, n, states, empty(size, np.int8), empty(size, np.int8), empty(size, np.int8))
     return states
 
@@ -155,7 +161,7 @@ def run_windows(c, w, exp, scoring, windows, before, state, S, noisy, first_pair
     group (pair i of the step is in group i // c.per_group). Else it is read by the unperturbed model. state int8 [L,
     members * windows padded to ROWS, H] goes on. If it has no room for all windows, they go through the positions in
     parts that it has room for, each from a state of 0."""
-    z = empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
+    z = new_logits(c)
     together = state.shape[1] // (2 if noisy else 1)
     for at in range(0, windows.shape[0], together):
         if at:
@@ -174,7 +180,7 @@ def write_texts(c, w, exp, writing, texts, start, end, room, state, S, noisy):
     least = start if start else writing.lengths.min()
     size = (sequences * max(i64(1), least - start), c.HIDDEN_DIM)
     x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
-    h, z = empty((sequences, c.HIDDEN_DIM), np.int8), empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
+    h, z = empty((sequences, c.HIDDEN_DIM), np.int8), new_logits(c)
     flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
     for s in range(sequences):
         for p in range(start, least):
@@ -199,8 +205,10 @@ class Gru(CpuModel):
         super().__init__(cfg, constants, exp, run_windows, write_texts)
 
     def _memory(self, members, windows, positions):
-        sequences = min(2 * TOGETHER, members * windows)
-        return np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)
+        return self._states(min(2 * TOGETHER, members * windows))
 
     def _writing(self, members, sequences, room):
-        return self._tables, np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)
+        return self._tables, self._states(sequences)
+
+    def _states(self, sequences):
+        return np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)

@@ -10,11 +10,11 @@ import numba
 import numpy as np
 
 from engine import kernel_cache, simd
-from engine.kernel_cache import inlined, leaf
+from engine.kernel_cache import inlined, inner, leaf
 from engine.cpu_rules import (clip, divide, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term,
                               loss, normed, quotient, scaled, share, shift_right, table_term, u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, dot, exp_sum, gelu, local, noisy_tile, tile
+from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, local, noisy_tile, tile
 from model import integer_tables, parameters, transforms
 
 njit = kernel_cache.njit(simd.use)
@@ -61,6 +61,9 @@ Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
+# Noise on the activations of an MLP (SPEC 21): up, down int8 [rows, units]; inner uint8 takes what w_down multiplies in
+# the first T of every `each` rows
+Disturbance = namedtuple("Disturbance", "up down inner each T")
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
                            (numba.int32, (0, 1)), (numba.float32, (0, 1)))
@@ -79,6 +82,18 @@ def constants(cfg, exp):
         # gru: of a product over H or over 4 H inputs; least value inside the MLP; pairs that read one window
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
         lowest=0 if cfg.MLP_RELU else -127, per_group=cfg.GROUP_SIZE // 2)
+
+
+@inlined
+def padded(n, to):
+    """n, or the next multiple of `to`."""
+    return (n + to - 1) // to * to
+
+
+@inner
+def new_logits(c):
+    """int32 [GROUP, V padded]: memory for the logits of rows that go through products together."""
+    return empty((GROUP, padded(c.VOCAB_SIZE, PANEL)), i32)
 
 
 @inlined
@@ -348,9 +363,10 @@ def add_residual(h, count, left, y, shift, bias):
 
 
 @leaf
-def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
+def mlp(c, w, ln, layer, S, noisy, rows, per_member, h, disturbance):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
-    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias."""
+    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias.
+    disturbance: a Disturbance, or None."""
     H = c.HIDDEN_DIM
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
@@ -368,7 +384,15 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
         product(c, w, up, layer, sides_u, noisy, x, count, left, wide)
-        if c.gru:
+        if disturbance is not None:
+            divided(wide, count, i32(c.divisor), -127, 0, wide)
+            for r in range(count):
+                at = first + r
+                for i in range(4 * H):
+                    u[r, i] = max(i32(c.lowest), clip(i32(wide[r, i] + disturbance.up[at, i]))) + 128
+                if at % disturbance.each < disturbance.T:
+                    copy_row(u, r, disturbance.inner, at // disturbance.each * disturbance.T + at % disturbance.each)
+        elif c.gru:
             divided(wide, count, i32(c.divisor), c.lowest, 128, u)
         else:
             for r in range(count):
@@ -380,8 +404,12 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h):
         if c.gru:
             divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
+                at = first + r
+                if disturbance is not None:
+                    for i in range(H):
+                        y[r, i] = clip(i32(y[r, i] + disturbance.down[at, i]))
                 for i in range(H):
-                    h[first + r, i] = clip(i32(h[first + r, i] + y[r, i]))
+                    h[at, i] = clip(i32(h[at, i] + y[r, i]))
         else:
             add_residual(h[first:], count, left, y, c.SHIFT_MLP_DOWN, bias_d)
 

@@ -4,8 +4,9 @@ from collections import namedtuple
 
 import numpy as np
 
-from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, CpuModel, add_residual, amax, copy_row, draw_norm, draw_sides, embed,
-                                i64, largest, layer_norm, mlp, new_sides, njit, product, score_rows, write_next)
+from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, CpuModel, add_residual, amax, copy_row, draw_norm, draw_sides,
+                                embed, i64, largest, layer_norm, mlp, new_logits, new_sides, njit, padded, product,
+                                score_rows, write_next)
 from engine.cpu_rules import clip, f64, i32, shift_right, u32
 from engine.kernel_cache import inlined, inner, leaf
 from engine.simd import PANEL, ROWS, empty, exp_sum, local, tile
@@ -36,8 +37,8 @@ Room = namedtuple("Room", ("h x q y pairs keys values key_words value_bytes pack
 @inner
 def new_room(c, rows, context, keys, values):
     D = c.HEAD_DIM
-    columns = (context + PANEL - 1) // PANEL * PANEL
-    shape = ((rows + ROWS - 1) // ROWS * ROWS + ROWS, c.HIDDEN_DIM)
+    columns = padded(context, PANEL)
+    shape = (padded(rows, ROWS) + ROWS, c.HIDDEN_DIM)
     y = empty(shape, i32)
     k, v = empty(columns * D, np.int8), empty(columns * D, np.int8)
     return Room(empty(shape, np.int8), empty(shape, np.uint8), empty(shape, np.uint8), y, y.view(i64), keys, values,
@@ -187,10 +188,10 @@ def read(c, w, tb, S, noisy, tokens, apart, n, start, room):
     sequence, as `embed` takes them."""
     members = 2 if noisy else 1
     embed(c, w, tb.ntt, S, noisy, tokens, apart, n, start, members * n, room.h)
-    mlp(c, w, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h)
+    mlp(c, w, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, None)
     for layer in range(c.N_LAYERS):
         attention(c, w, tb, layer, S, noisy, members, n, start, room)
-        mlp(c, w, LN_2, layer, S, noisy, members * n, n, room.h)
+        mlp(c, w, LN_2, layer, S, noisy, members * n, n, room.h, None)
 
 
 @njit
@@ -201,7 +202,7 @@ def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
     T, members = (windows.shape[1] - 1 - start) // (c.TARGETS if noisy else 1), 2 if noisy else 1
     rows = members * T
     room = new_room(c, rows, start + T, cache[0], cache[1])
-    z = empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
+    z = new_logits(c)
     for q in range(windows.shape[0]):
         seed = u32(S + q)
         read(c, w, tb, seed, noisy, windows[q], SAME, T, start, room)
@@ -213,7 +214,7 @@ def write_texts(c, w, tb, writing, texts, start, end, room, cache, S, noisy):
     """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`,
     one row after the other; `start` tokens of a single row may be read already. cache int8 [2, L, members * room, H];
     tb: for `room` positions."""
-    members, z = 2 if noisy else 1, empty((GROUP, (c.VOCAB_SIZE + PANEL - 1) // PANEL * PANEL), i32)
+    members, z = 2 if noisy else 1, new_logits(c)
     last = empty((2, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
         seed, t, first = u32(S + q) if noisy else u32(0), start, q * members
