@@ -378,7 +378,10 @@ def recur_kernel(cfg, nz, gpu):
         a = stream_of(source, own.p + U_F + M_SEED + which * U_APART, own.pair)
         b = stream_of(source, own.p + U_H + U_INPUT + I_SEED - which * U_APART, own.pair)
         column = min(column_of(k, own.ring.t), H - 4)
-        w0, w1, w2, w3 = int32(0), int32(0), int32(0), int32(0)
+        w0 = int32(0)
+        w1 = int32(0)
+        w2 = int32(0)
+        w3 = int32(0)
         for e in range(4):
             even, odd = vector(source, own.p + B_F + which * B_APART, own.pair, column + e)
             more, shift = int32(127 * (1 - which)), int32(8 * e)     # b_f + 127, without a sign

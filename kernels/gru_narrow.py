@@ -160,7 +160,10 @@ def gates_kernel(cfg, nz, cc, size, first_layer):
         table = warp.table
         at_weights = origin(warp.base, warp.t)
         shift = job_shift(job)
-        acc, row_x, y, start = int32s(ACC), int32s(WORDS), int32s(WORDS), begin_with(START)
+        acc = int32s(ACC)
+        row_x = int32s(WORDS)
+        y = int32s(WORDS)
+        start = begin_with(START)
         turns = (n - 1) // 8 + 1
         steps = ((units - 1) // TOGETHER + 1) * turns
         each = (steps - 1) // (cuda.gridDim.x * GROUPS) + 1
@@ -266,7 +269,11 @@ def register_recur_kernel(cfg, nz, cc, size):
         at_weights = origin(warp.base, warp.t)
         p = (call + RECUR) * PLAN
         acc, start = int32s(16), begin_with(START)
-        h, past, f, old, both_x = int32s(WORDS), int32s(WORDS), int32s(WORDS), int32s(WORDS), int32s(WORDS)
+        h = int32s(WORDS)
+        past = int32s(WORDS)
+        f = int32s(WORDS)
+        old = int32s(WORDS)
+        both_x = int32s(WORDS)
         shift = job_shift(job)
         for eight in range(cuda.blockIdx.x * W + (warp.t >> 5), (units + 7) >> 3, cuda.gridDim.x * W):
             pair = min(eight * 8 + warp.g, units - 1)
@@ -396,7 +403,11 @@ def mlp_kernel(cfg, nz, cc, size):
         q = warp.q
         at_weights = origin(warp.base, warp.t)
         at_down = origin_down(int32(warp.base + H4 * H), warp.t)
-        acc, sums, u, row_x, y = int32s(16), int32s(SUMS), int32s(4), int32s(WORDS), int32s(WORDS)
+        acc = int32s(16)
+        sums = int32s(SUMS)
+        u = int32s(4)
+        row_x = int32s(WORDS)
+        y = int32s(WORDS)
         start, sb = begin_with(UP_START), int32s(2)
         shift = job_shift(job)
         for unit in range(cuda.blockIdx.x * W + (warp.t >> 5), units, cuda.gridDim.x * W):
@@ -534,7 +545,12 @@ def wgmma_mlp_kernel(cfg, nz):
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
         # the last blocks go through the motions beyond the last tile, for the other warpgroup
         step, steps = int32(0), int32(each * STEPS)
-        sums, acc, u, row_x, y, sb = int32s(128), int32s(64), int32s(16), int32s(64), int32s(64), int32s(2)
+        sums = int32s(128)
+        acc = int32s(64)
+        u = int32s(16)
+        row_x = int32s(64)
+        y = int32s(64)
+        sb = int32s(2)
         for turn in range(each):
             tile, live = int32(min(first + turn, tiles - 1)), first + turn < tiles
             row = tile * TILE_ROWS + (c >> 5) * 16 + (lane >> 2)
@@ -638,7 +654,10 @@ def register_head_kernel(cfg, nz, cc, size):
             words[AT_EXPS // 4 + i] = exps[i >> 5]
         cuda.syncthreads()
         at_exps, at_z = int32(warp.base + AT_EXPS + lane * 4), int32(table + AT_Z + lane * 16)
-        acc, z, row_x, n = int32s(ACC), int32s(4), int32s(WORDS), int32s(WORDS)
+        acc = int32s(ACC)
+        z = int32s(4)
+        row_x = int32s(WORDS)
+        n = int32s(WORDS)
         shift, start = job_shift(job), begin_with(START)
         for begin in range(cuda.blockIdx.x * W, units, cuda.gridDim.x * W):
             unit = min(begin + (warp.t >> 5), units - 1)     # the warps of a product stay together
