@@ -3,9 +3,6 @@ plain reading of the SPEC, in every configuration tried.
 """
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,8 +11,9 @@ import egg_config
 from engine import cpu_engine, cpu_kernels, cpu_rules
 from model import fitness_digits, integer_tables, parameters, rules, sampling, seeds
 from model.reading import Reading
-from readings import callable_by_python, drawn, member_loss, population_fitness, random_config
-from recordings import HERE, PART_OF_E, digest_of_part, golden, in_part, recorded_generation, recorded_updates
+from readings import (TINY, callable_by_python, drawn, member_loss, nats, population_fitness, random_config, shaken,
+                      votes_on)
+from recordings import PART_OF_E, digest_of_part, golden, in_part, python, recorded_generation, recorded_updates
 
 STEPS = 6
 
@@ -49,9 +47,7 @@ def test_recorded_runs(name):
 def test_recorded_run_with_the_instructions_of_any_processor():
     """tests/test_simd.py holds the operations of every kind against NumPy; this is a whole run."""
     code = "import test_egg; from engine import simd; simd.use('portable'); test_egg.hold_against_recording('A')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={**os.environ, "PYTHONPATH": "tests"},
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", code, PYTHONPATH="tests")
 
 
 def test_recorded_default_configuration():
@@ -93,11 +89,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     cfg = random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3)
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
     engine = cpu_engine.CpuEngine(cfg, tokens)
-    state = engine.state()
-    state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
-    state.weights[:] = rng.integers(-127, 128, state.weights.size)
-    state.step = 3
-    engine.load(state)
+    state = shaken(engine, rng, 3)
     windows = rules.windows(cfg, tokens, 3, 0, 2)
     expected = [member_loss(cfg, state, p, windows[p // 2]) for p in range(4)]
     assert engine.evaluate(0, 4).tolist() == expected
@@ -130,13 +122,9 @@ def test_validation_and_logits_are_those_of_the_plain_reading(seed):
     cfg = random_config(rng)
     engine, state = cpu_engine.CpuEngine(cfg), parameters.initial_state(cfg)
     windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
-    expected = 0.0
-    for window in windows:
-        z = Reading(cfg, state).logits(window[:-1]) / cfg.SOFTMAX_EXP_SCALE
-        z -= z.max(1, keepdims=True)
-        expected += (np.log(np.exp(z).sum(1)) - z[np.arange(cfg.SEQ_LEN), window[1:]]).sum()
-    nats, count = engine.validate(windows)
-    assert count == 3 * cfg.SEQ_LEN and nats == pytest.approx(expected, rel=1e-9)
+    expected = sum(nats(cfg, Reading(cfg, state).logits(window[:-1]), window[1:]) for window in windows)
+    got, count = engine.validate(windows)
+    assert count == 3 * cfg.SEQ_LEN and got == pytest.approx(expected, rel=1e-9)
 
 
 def test_generation_does_not_depend_on_the_cache():
@@ -154,7 +142,7 @@ def test_generation_does_not_depend_on_the_cache():
 
 def test_sampling():
     """Greedy; min-p cuts; the penalty is taken once; the draw follows the weights (chi-square at 1e-4)."""
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2)
+    cfg = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=2)
     engine = cpu_engine.CpuEngine(cfg)
     c, exp, unseen = engine._constants, engine._exp, np.zeros(256, np.uint8)
     chosen = callable_by_python(cpu_kernels.chosen)
@@ -180,20 +168,14 @@ def test_sampling():
 
 
 def test_sgd_accumulates_votes():
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=8,
-                          POPULATION_SIZE=8, OPTIMIZER="sgd",
+    cfg = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=8, OPTIMIZER="sgd",
                           LR_SCHEDULE=((0, 0.01),))
     engine = cpu_engine.CpuEngine(cfg)
     before, fitness = engine.state(), np.array([1, -1, 0, 1], np.int8)
     changed, after = engine.update(fitness), engine.state()
-    votes, rate, reading = *np.zeros((2, before.weights.size), np.float32), Reading(cfg, before)
+    votes, rate = np.zeros((2, before.weights.size), np.float32)
     for t in parameters.tensors(cfg):
-        total = 0
-        for q, sign in enumerate(fitness):
-            a = reading.noise(42 + q + t.seed_a, np.arange(t.cols))
-            b = reading.noise(42 + q + t.seed_b, np.arange(t.rows if t.matrix else t.cols))
-            total = total + int(sign) * (np.outer(b, a) if t.matrix else a * b)
-        votes[t.span] = parameters.to_canonical(total) if t.matrix else total
+        votes[t.span] = votes_on(cfg, before, t, fitness)
         rate[t.span] = np.float32(np.float32(0.01) * np.float32(t.lr_scale) / 2)
     acc = rate * votes
     step = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
@@ -283,18 +265,6 @@ def test_fitness_of_recorded_losses(name):
     cfg, _, z = golden(name)
     for k in range(STEPS):
         assert np.array_equal(population_fitness(cfg, z["loss"][k].astype(np.int64)), z["fitness"][k])
-
-
-def test_exact_fitness_filters_in_logit_units():
-    rng = np.random.default_rng(4)
-    losses = rng.integers(0, 4000, 512)
-    coarse, fine = egg_config.make(CHUNK_SIZE=512), egg_config.make(CHUNK_SIZE=512, LOSS="exact")
-    d = (losses[1::2] - losses[::2]).mean()
-    moved = losses[1::2] - losses[::2] + int(np.sign(d) * abs(d) ** 1.2 * 256) / 256
-    expected = np.where(abs(moved) < abs(moved).mean() * np.float32(0.1), 0, np.where(moved > 0, 1, -1))
-    assert np.array_equal(fitness_digits.chunk_fitness(losses * 256, fine), expected)
-    # the same but for the truncated mean
-    assert (fitness_digits.chunk_fitness(losses, coarse) != expected).sum() < 8
 
 
 def test_initial_model_of_the_default_configuration():

@@ -156,7 +156,7 @@ def logs(port, _, held):
     peer.link.send(peer.link.frame(LOG_MESSAGE, b"sample at step 1: x >>> " + b"y" * 16000) * 32)
     with contextlib.suppress(OSError):
         peer.ask(0)
-    peer.link.close()
+    peer.close()
 
 
 def slow_walk(port, _, walkers):
@@ -193,7 +193,7 @@ def holders(port, _, peers):
         takes_a_chunk(peer)
     peers.append((time.monotonic() + 0.05, peer))
     while len(peers) > 20 or peers and peers[0][0] < time.monotonic():
-        peers.pop(0)[1].link.close()
+        peers.pop(0)[1].close()
     return peers
 
 
@@ -202,7 +202,7 @@ def readers(port, _, held):
     held = held or []
     held.append(Peer2(port, CFG, role="status"))
     while len(held) > 200:
-        held.pop(0).link.close()
+        held.pop(0).close()
     return held
 
 
@@ -331,7 +331,7 @@ class Newcomer(threading.Thread):
             began, pause = time.monotonic(), 0.1
             while not self.stop:
                 try:
-                    arrive("127.0.0.1", self.port, "newcomer").link.close()
+                    arrive("127.0.0.1", self.port, "newcomer").close()
                     break
                 except GONE:
                     time.sleep(pause * random.uniform(0.5, 1))

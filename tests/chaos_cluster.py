@@ -9,8 +9,8 @@ import time
 import egg_config
 import egg_net
 from cluster import history, snapshots
-from coordinators import Peer2, coordinator_process, free_port, result_frame, whole
-from fakes import Drifting, FakeEngine, Liar, Lines, changed, expected
+from coordinators import Peer2, coordinator_process, free_port, result_frame, run_worker, whole
+from fakes import Drifting, FakeEngine, Liar, changed, expected
 
 
 class Chaos:
@@ -50,8 +50,7 @@ class Chaos:
             lives = 0
             while not self.stop:
                 with contextlib.suppress(egg_config.EggError):      # a banned one comes back, under another name
-                    egg_net.run_worker(self.cfg, "127.0.0.1", self.port, engine, name=f"{name}.{lives}", retry=False,
-                                       console=egg_net.Console(Lines()))
+                    run_worker(self.port, engine, self.cfg, name=f"{name}.{lives}")
                 lives += 1
                 time.sleep(0.05)
 
@@ -81,7 +80,7 @@ class Chaos:
                         time.sleep(0.01)
                 else:
                     [peer.result(step, 32) for _ in range(3)]                           # not asked for, and thrice
-                peer.link.close()
+                peer.close()
             time.sleep(dice.random() * 0.1)
 
     def printed(self):
@@ -130,13 +129,13 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         trouble.process.communicate()
     run = history.open_run(cfg, directory)
     try:
-        packed, digests = expected(run.step, cfg, kinds[0])
+        packed, digest = expected(run.step, cfg, kinds[0])
         assert whole(run) == packed[run.start.step:]
         engine = kinds[0](cfg)
         if run.start.step:                       # with noise on activations the history begins with a snapshot
             engine.load(snapshots.Shelf(cfg, run).state(run.start.step))
         history.replay(run, engine)
-        assert engine.state().digests() == digests
+        assert engine.digest() == digest
         return run.step, done
     finally:
         run.close()

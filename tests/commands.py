@@ -23,20 +23,29 @@ TEXT = b"the quick brown fox jumps over the lazy dog. " * 400
 
 def run(*arguments, env=None):
     """What the command line does in the current directory, in this process, which has imported the engine already."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with (mock.patch.dict(os.environ, {**DEGGS, **(env or {})}), contextlib.redirect_stdout(out),
           mock.patch.object(sys, "argv", [str(HERE / "egg.py")]), contextlib.redirect_stderr(err)):
         try:
             status = egg.main([*map(str, arguments)])
         except SystemExit as ended:
             status = ended.code
-    return types.SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
+    stdout, stderr = (stream.buffer.getvalue().decode("utf-8", "replace") for stream in (out, err))
+    return types.SimpleNamespace(returncode=status, stdout=stdout, stderr=stderr)
 
 
-def process(*arguments, program=HERE / "egg.py", python=sys.executable, env=None, stdin=None, timeout=120):
+def process(*arguments, program=HERE / "egg.py", python=sys.executable, env=None, stdin=None, timeout=120, **options):
     """The same as a process of its own, which has ended."""
     return subprocess.run([python, program, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
-                          stdin=stdin or subprocess.DEVNULL, env={**os.environ, **DEGGS, **(env or {})})
+                          stdin=stdin or subprocess.DEVNULL, env={**os.environ, **DEGGS, **(env or {})}, **options)
+
+
+def certificate(directory, name, *arguments):
+    """(path, path of its key) of a certificate that openssl makes, by default signed by itself."""
+    made, key = directory / name, directory / f"{name}-key"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                    "-days", "2", *arguments, "-keyout", key, "-out", made], check=True, capture_output=True)
+    return made, key
 
 
 def paste(line, label, **more):

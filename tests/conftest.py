@@ -6,7 +6,6 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import subprocess
 import threading
 
 import pytest
@@ -17,8 +16,10 @@ from engine import hardware
 from islands import gossip
 from islands import peers
 from compiling import CARDS, Compiler, compile_cpu_engine
+from coordinators import Server
 from engines_compared import compare
 from fakes import CFG, Dice
+from commands import certificate
 
 with contextlib.suppress(ImportError):           # a machine that runs `-m gpu` need not have hypothesis
     import fuzzing                               # noqa: F401
@@ -83,24 +84,33 @@ def workers_end_with_their_test():
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch):
+    """The temporary directory of a test, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def small(here):
     """A configuration that trains in a moment, in a directory with its data."""
     text = (b"the quick brown fox jumps over the lazy dog. " * 200)
-    (tmp_path / "input.bin").write_bytes(text)
-    (tmp_path / "val.bin").write_bytes(text[:500])
-    monkeypatch.chdir(tmp_path)
+    (here / "input.bin").write_bytes(text)
+    (here / "val.bin").write_bytes(text[:500])
     return CFG.changed(DEVICE="cpu", VALIDATE_TOKENS=64)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A coordinator on its own, in a thread."""
+    with Server(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     """(certificate, key) files of localhost, signed by itself."""
-    at = tmp_path_factory.mktemp("tls")
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                    "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-                    "-addext", "basicConstraints=critical,CA:FALSE",
-                    "-keyout", at / "key", "-out", at / "cert"], check=True, capture_output=True)
-    return at / "cert", at / "key"
+    return certificate(tmp_path_factory.mktemp("tls"), "cert", "-subj", "/CN=localhost", "-addext",
+                       "subjectAltName=DNS:localhost,IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE")
 
 
 @pytest.fixture(scope="session")

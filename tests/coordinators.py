@@ -16,7 +16,7 @@ import pytest
 
 import egg_config
 import egg_net
-from cluster import admission, auth, event_log, history, wire
+from cluster import admission, auth, event_log, history, snapshots, wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
 from model import fitness_digits
 from fakes import CFG, GOOD, Lines, any_fitness, begin_together, card
@@ -39,8 +39,18 @@ class Coordinator(egg_net.Coordinator):
         self.own.close()
 
 
+@contextlib.contextmanager
+def idle(directory, cfg=CFG, **options):
+    """A Coordinator that nobody drives."""
+    coordinator = Coordinator(cfg, history.open_run(cfg), log_dir=directory, console=egg_net.Console(Lines()),
+                              **options)
+    with contextlib.closing(coordinator.run), contextlib.closing(coordinator):
+        yield coordinator
+
+
 class Server:
-    """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left."""
+    """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left.
+    What it has not itself is that of the Coordinator."""
 
     def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
         self.lines, self.drain, self.stay = Lines(), drain, stay
@@ -68,13 +78,34 @@ class Server:
 
     def __exit__(self, kind, *_):
         self.stopping = kind is not None or self.stopping or self.stay or self.coordinator.steps is None
-        self.thread.join(20)
+        self.thread.join(60)
         self.run.close()
         assert kind or not self.failure, self.failure
 
+    def __getattr__(self, name):
+        return getattr(vars(self)["coordinator"], name)
+
+    @property
+    def said(self):
+        """What it has printed."""
+        return self.lines.text
+
+    def author(self, name=""):
+        """The author of the worker of this name, or of any."""
+        return next(worker.author for worker in self.dispatcher.workers if name in worker.author.name)
+
+    def connect(self, **options):
+        return socket.create_connection(("127.0.0.1", self.port), **options)
+
+    def reaches(self, step):
+        until(lambda: self.run.step >= step)
+
+    def work(self, engine, **options):
+        return work_in_thread(self.port, engine, self.cfg, **options)
+
     def stop(self):
         self.stopping = True
-        self.thread.join(10)
+        self.thread.join(60)
 
     def status(self):
         """What the coordinator states about itself, read in its own thread: nothing changes meanwhile."""
@@ -83,16 +114,22 @@ class Server:
         return answers.get(timeout=60)
 
 
+def place(at, cfg):
+    """(configuration, host, port) for a worker of a Server, or of a coordinator at a port."""
+    return (cfg or CFG, "127.0.0.1", at) if isinstance(at, int) else (cfg or at.cfg, "127.0.0.1", at.port)
+
+
 class Peer:
     """A worker spoken byte by byte."""
 
-    def __init__(self, port, cfg=CFG):
-        self.cfg, self.link = cfg, egg_net.Link(cfg, "127.0.0.1", port)
+    def __init__(self, at, cfg=None):
+        self.cfg, *_ = place(at, cfg)
+        self.link = egg_net.Link(*place(at, cfg))
 
     def ask(self, step):
-        self.link.send(self.link.frame(JOB_REQUEST, 0, step, 0))
+        self.send(JOB_REQUEST, 0, step, 0)
 
-    def answer(self, timeout=5):
+    def answer(self, timeout=60):
         """The fields of a JOB_RESPONSE."""
         return self.link.unpack_response(self.link.next(wire.JOB_RESPONSE, timeout))
 
@@ -105,7 +142,17 @@ class Peer:
     def result(self, step, position, packed=None, updates=0, loss=5, size=None):
         packed = fitness_digits.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
         size = len(packed) if size is None else size
-        self.link.send(self.link.frame(RESULT, 0, step, position, updates, loss, size, packed))
+        self.send(RESULT, 0, step, position, updates, loss, size, packed)
+
+    def send(self, *frame):
+        self.link.send(self.link.frame(*frame))
+
+    def close(self):
+        self.link.close()
+
+    def works(self, step, **result):
+        """Evaluates a chunk of a step."""
+        self.result(step, self.chunk(step), **result)
 
     def silent(self, seconds=0.15):
         """Nothing comes, and the connection stays."""
@@ -116,7 +163,7 @@ class Peer:
         return False
 
     def closed(self):
-        self.link.sock.settimeout(5)
+        self.link.sock.settimeout(60)
         try:
             return self.link.sock.recv(1) == b""
         except ConnectionResetError:
@@ -139,11 +186,16 @@ def until(condition, seconds=60):
         time.sleep(0.005)
 
 
-def work_in_thread(port, engine, cfg=CFG, retry=False, lines=None, **options):
+def run_worker(at, engine, cfg=None, retry=False, lines=None, **options):
+    """Number of chunks of a worker in this thread; see `place`."""
+    return egg_net.run_worker(*place(at, cfg), engine, retry=retry, console=egg_net.Console(lines or Lines()),
+                              **options)
+
+
+def work_in_thread(*arguments, retry=False, **options):
     def serve():
         with contextlib.suppress(SystemExit):                    # see Dice
-            egg_net.run_worker(cfg, "127.0.0.1", port, engine, retry=retry, console=egg_net.Console(lines or Lines()),
-                               **options)
+            run_worker(*arguments, retry=retry, **options)
 
     thread = threading.Thread(target=serve, daemon=retry)
     thread.start()
@@ -170,10 +222,16 @@ def whole(run):
     return [run.fitness(k) for k in range(run.start.step, run.step)]
 
 
-def coordinator_process(directory, port=0, cfg=CFG):
-    """A coordinator in a process of its own: (process, port)."""
+def kept(directory, cfg=CFG):
+    """[packed fitness] of the run in a directory."""
+    with contextlib.closing(history.read_run(cfg, directory)) as run:
+        return whole(run)
+
+
+def coordinator_process(directory, port=0, cfg=CFG, before=""):
+    """A coordinator in a process of its own, which runs the program `before` first: (process, port)."""
     constants = cfg.constants()
-    program = ("import sys, egg_net, egg_config\n"
+    program = (f"{before}import sys, egg_net, egg_config\n"
                f"cfg = egg_config.make(**{constants!r})\n"
                "try:\n"
                f"    egg_net.run_coordinator(cfg, '127.0.0.1', {port}, save_dir={str(directory)!r})\n"
@@ -188,18 +246,25 @@ def coordinator_process(directory, port=0, cfg=CFG):
 class Peer2(Peer):
     """A worker of protocol 2 spoken frame by frame."""
 
-    def __init__(self, port, cfg=CFG, secret=b"", **values):
-        self.cfg = cfg
-        self.link = egg_net.Link(cfg, "127.0.0.1", port, V2, auth.Access(secret), card(cfg, **values))
+    def __init__(self, at, cfg=None, secret=b"", **values):
+        self.cfg, *_ = place(at, cfg)
+        self.link = egg_net.Link(*place(at, cfg), V2, auth.Access(secret), card(self.cfg, **values))
 
     def ask(self, step, digest=bytes(16)):
-        self.link.send(self.link.frame(JOB_REQUEST, 0, step, 0, digest.ljust(wire.DIGEST, b"\0")))
+        self.send(JOB_REQUEST, 0, step, 0, digest.ljust(wire.DIGEST, b"\0"))
 
-    def next(self, *opcodes, timeout=5):
+    def next(self, *opcodes, timeout=60):
         return self.link.any_of(opcodes, timeout)[1:]
 
     def result(self, step, position, packed=GOOD, loss=5):
-        self.link.send(self.link.frame(RESULT, 0, step, position, 0, loss, len(packed), packed))
+        self.send(RESULT, 0, step, position, 0, loss, len(packed), packed)
+
+
+def upload(peer, state):
+    """A peer sends its snapshot."""
+    body = snapshots.pack(state)
+    for at in range(0, len(body), wire.BLOCK):
+        peer.send(wire.SNAPSHOT_DATA, state.step, len(body), at, body[at:at + wire.BLOCK])
 
 
 def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
@@ -211,29 +276,35 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
 
     def serve(engine, name, lines):
         with contextlib.suppress(egg_config.EggError):
-            egg_net.run_worker(cfg, "127.0.0.1", server.port, engine, retry=False, name=name,
-                               console=egg_net.Console(lines))
+            run_worker(server, engine, name=name, lines=lines)
 
     for i, engine in enumerate(engines):
         threads.append(threading.Thread(target=serve, args=(engine, names[i] if names else f"w{i}", said[i])))
         threads[-1].start()
     with server:
-        until(lambda: server.run.step == steps)
-    [thread.join(10) for thread in threads]
+        server.reaches(steps)
+    [thread.join(60) for thread in threads]
     return server
 
 
-def refused_by(call, words):
+@contextlib.contextmanager
+def refused(words):
+    """The block ends with a NetError of one line, in which these words (a pattern) are."""
     with pytest.raises(egg_net.NetError, match=words) as caught:
-        call()
+        yield
     assert "\n" not in str(caught.value)
 
 
-def caller(host, port, cfg=CFG, kind=Peer2, **values):
+def caller(host, at, cfg=None, kind=Peer2, **values):
     """A peer whose connection comes from another address of this machine."""
     plain = socket.create_connection
     with mock.patch("socket.create_connection", lambda address, timeout=None: plain(address, timeout, (host, 0))):
-        return kind(port, cfg, **values)
+        return kind(at, cfg, **values)
+
+
+def callers(server, *hosts):
+    """A peer w2 of host 127.0.0.2 for each 2 among the hosts, and so on."""
+    return [caller(f"127.0.0.{host}", server, name=f"w{host}") for host in hosts]
 
 
 class Holder:

@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 
 import egg_config
-from model import fitness_digits, parameters, seeds, state_digest
+from model import data_files, fitness_digits, parameters, seeds, state_digest
 
 # 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
 CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
@@ -87,15 +87,20 @@ class FakeEngine:
         yield from [65 + self.step] * count
 
 
+def step_alone(engine):
+    """(fitness, losses, weights changed) of a whole step of an engine without a network."""
+    size = engine.cfg.CHUNK_SIZE
+    found = [engine.evaluate(first, size) for first in range(0, engine.cfg.POPULATION_SIZE, size)]
+    if engine.cfg.PERTURB == "weights":
+        found = [(fitness_digits.chunk_fitness(losses, engine.cfg), losses) for losses in found]
+    fitness, losses = (np.hstack(parts) for parts in zip(*found))
+    return fitness, losses, engine.update(fitness)
+
+
 def expected(steps, cfg=CFG, kind=None):
-    """([packed fitness of each step], digests) as one engine, of the class `kind`, without a network does it."""
-    engine, packed = (kind or FakeEngine)(cfg), []
-    for _ in range(steps):
-        found = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
-        chunks = [fitness_digits.chunk_fitness(x, cfg) if cfg.PERTURB == "weights" else x[0] for x in found]
-        packed.append(fitness_digits.pack_ternary(np.concatenate(chunks)))
-        engine.update(np.concatenate(chunks))
-    return packed, engine.state().digests()
+    """([packed fitness of each step], digest) as one engine, of the class `kind`, without a network does it."""
+    engine = (kind or FakeEngine)(cfg)
+    return [fitness_digits.pack_ternary(step_alone(engine)[0]) for _ in range(steps)], engine.digest()
 
 
 class Lines:
@@ -103,11 +108,11 @@ class Lines:
 
     encoding = "utf-8"
 
-    def __init__(self):
-        self.text = ""
+    def __init__(self, terminal=False):
+        self.text, self.terminal = "", terminal
 
     def isatty(self):
-        return False
+        return self.terminal
 
     def write(self, text):
         self.text += text
@@ -134,6 +139,7 @@ class Dice(random.Random):
 
 
 GOOD = fitness_digits.pack_ternary(np.ones(16, np.int8))
+VALIDATION = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
 SECRET = b"sixteen bytes or more"
 
 

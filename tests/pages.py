@@ -9,10 +9,10 @@ EVERYBODY = live_page.Where("127.0.0.1", 0, "", None)
 
 
 def page_port(server):
-    return server.coordinator.page.address[1]
+    return server.page.address[1]
 
 
-def connect(server, timeout=5):
+def connect(server, timeout=60):
     return socket.create_connection(("127.0.0.1", page_port(server)), timeout=timeout)
 
 

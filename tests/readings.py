@@ -3,8 +3,11 @@
 import numpy as np
 
 import egg_config
-from model import fitness_digits, integer_tables, seeds
+from model import fitness_digits, integer_tables, parameters, seeds
 from model.reading import Reading
+
+
+TINY = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8)
 
 
 def population_fitness(cfg, losses):
@@ -22,22 +25,56 @@ def member_loss(cfg, state, member, window, kind=Reading):
     return member_reading(cfg, state, member, kind).loss(window[:-1], window[1:])
 
 
+def plain(values):
+    """Numbers of Python in place of NumPy's, as egg_config wants them."""
+    return {name: getattr(value, "item", lambda: value)() for name, value in values.items()}
+
+
+def shaken(engine, rng, step=0):
+    """The State at a step that an engine has got: all weights and noise scales drawn."""
+    state = engine.state()
+    state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
+    state.weights[:] = rng.integers(-127, 128, state.weights.size)
+    state.step = int(step)
+    engine.load(state)
+    return state
+
+
+def votes_on(cfg, state, t, fitness, weigh=lambda pair, a: a):
+    """int64, flat: the votes of SPEC 9 for a tensor, pair by pair. weigh(pair, a): what counts of the noise of
+    columns."""
+    reading, votes = Reading(cfg, state), np.zeros((t.rows, t.cols) if t.matrix else t.cols, np.int64)
+    for q in np.flatnonzero(fitness):
+        a, b = (reading.noise(state.seed + int(q) + seed, np.arange(n)).astype(np.int64)
+                for seed, n in ((t.seed_a, t.cols), (t.seed_b, t.rows if t.matrix else t.cols)))
+        a, b = (a, b) if cfg.USE_CLT else (np.sign(a), np.sign(b))
+        a = weigh(q, a)
+        votes += int(fitness[q]) * (np.outer(b, a) if t.matrix else a * b)
+    return parameters.to_canonical(votes) if t.matrix else votes
+
+
+def nats(cfg, z, targets):
+    """float: what targets [n] cost with logits z [n, V]."""
+    z = z / cfg.SOFTMAX_EXP_SCALE
+    return (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(len(z)), targets]).sum()
+
+
 def random_config(rng, **more):
     """A small configuration drawn over what validate() admits."""
-    head = int(rng.choice([32, 64, 128]))
-    mode, gaussian = int(rng.integers(3)), int(rng.integers(2))
-    heads = int(rng.integers(1 if head > 32 else 2, 4 if head < 128 else 2))
-    settings = dict(HIDDEN_DIM=head * heads, HEAD_DIM=head, N_LAYERS=int(rng.integers(1, 3)),
-                    SEQ_LEN=8 * int(rng.integers(1, 6)), VOCAB_SIZE=int(rng.choice([256, 257, 300, 1000])),
-                    CHUNK_SIZE=8, POPULATION_SIZE=8, ADAPTIVE_NOISE_MODE=mode, DEVICE_GAUSSIAN=gaussian,
-                    DEVICE_MASK=int(rng.integers(1, 43 if gaussian else 128)), HOST_GAUSSIAN=int(rng.integers(2)),
-                    HOST_MASK=int(rng.integers(1, 43)), SIGMA_SHIFT=int(rng.integers(1, 6)),
-                    SIGMA_SHIFT_VECTOR=int(rng.integers(2, 6)), SHIFT_ATTN=int(rng.integers(6, 10)),
-                    SHIFT_LOGIT=int(rng.integers(6, 10)), SOFTMAX_EXP_SCALE=float(rng.choice([3.0, 6.0, 12.5])),
-                    SOFTMAX_LUT_SIZE=int(rng.choice([40, 128, 256])), LOSS=str(rng.choice(["deggs", "exact"])),
-                    USE_SAME_DATA=int(rng.integers(2)), CHUNK_MEAN_FILTER=int(rng.integers(2)),
-                    USE_ADAPTIVE_THRESHOLD=int(rng.integers(2)), OPTIMIZER=str(rng.choice(["adamw", "sgd"])))
-    return egg_config.make(**{**settings, **more})
+    head = rng.choice([32, 64, 128])
+    mode, gaussian = rng.integers(3), rng.integers(2)
+    heads = rng.integers(1 if head > 32 else 2, 4 if head < 128 else 2)
+    settings = dict(HIDDEN_DIM=head * heads, HEAD_DIM=head, N_LAYERS=rng.integers(1, 3), SEQ_LEN=8 * rng.integers(1, 6),
+                    VOCAB_SIZE=rng.choice([256, 257, 300, 1000]), CHUNK_SIZE=8, POPULATION_SIZE=8,
+                    ADAPTIVE_NOISE_MODE=mode, DEVICE_GAUSSIAN=gaussian,
+                    DEVICE_MASK=rng.integers(1, 43 if gaussian else 128), HOST_GAUSSIAN=rng.integers(2),
+                    HOST_MASK=rng.integers(1, 43), SIGMA_SHIFT=rng.integers(1, 6),
+                    SIGMA_SHIFT_VECTOR=rng.integers(2, 6), SHIFT_ATTN=rng.integers(6, 10),
+                    SHIFT_LOGIT=rng.integers(6, 10), SOFTMAX_EXP_SCALE=rng.choice([3.0, 6.0, 12.5]),
+                    SOFTMAX_LUT_SIZE=rng.choice([40, 128, 256]), LOSS=rng.choice(["deggs", "exact"]),
+                    USE_SAME_DATA=rng.integers(2), CHUNK_MEAN_FILTER=rng.integers(2),
+                    USE_ADAPTIVE_THRESHOLD=rng.integers(2), OPTIMIZER=rng.choice(["adamw", "sgd"]))
+    return egg_config.make(**{**plain(settings), **more})
 
 
 def callable_by_python(inner):
@@ -77,8 +114,7 @@ def settings_of(rng):
 def hold_draws_against_the_distribution(engine_type):
     """4,000 seeds of a whole generation against the weights of the plain reading: chi-square below its quantile of
     1 - 1e-4."""
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=257, CHUNK_SIZE=2,
-                          SOFTMAX_EXP_SCALE=20.0)
+    cfg = egg_config.make(**TINY, VOCAB_SIZE=257, CHUNK_SIZE=2, SOFTMAX_EXP_SCALE=20.0)
     engine, prompt, settings = engine_type(cfg), [3, 200, 256, 3], dict(temp=1.3, min_p=0.02, penalty=0.4)
     weights, _ = weights_of(cfg, Reading(cfg, engine.state()).logits(prompt)[-1], np.unique(prompt), **settings)
     draws = [next(engine.generate(prompt, 1, seed, **settings)) for seed in range(4000)]
@@ -93,6 +129,5 @@ def hold_draws_against_the_distribution(engine_type):
     assert free > 10 and ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum() < limit
 
 
-SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
-             VALIDATE_EVERY=0,
-             SAMPLE_EVERY=0, AUDIT_RATE=0.0, SNAPSHOT_EVERY=0)
+SMALL = dict(TINY, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
+             SNAPSHOT_EVERY=0)

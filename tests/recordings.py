@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pyzstd
@@ -11,6 +14,14 @@ import egg_config
 from model import fitness_digits, parameters
 
 HERE = pathlib.Path(__file__).parent.parent
+
+
+def python(*arguments, cwd=HERE, **environ):
+    """What a process of this Python prints, which ends well and says nothing on standard error."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env={**os.environ, **environ},
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr + done.stdout
+    return done.stdout
 
 
 def golden(name):

@@ -1,10 +1,14 @@
 """Logs of runs, real and made up, and what is drawn of them."""
 
+import contextlib
 import io
 import json
 
+import egg_net
+from cluster import event_log, history
 from tools import plot
 from tools.curves import read_curve
+from fakes import CFG, Lines
 
 
 def events(path):
@@ -13,6 +17,15 @@ def events(path):
 
 def of_kind(kind, told):
     return [event for event in told if event["event"] == kind]
+
+
+@contextlib.contextmanager
+def told_to(directory, lines=None, *more, saved=None, **options):
+    """The Events of a run, which go to `lines` and to files of the directory; saved: the run's own."""
+    console = egg_net.Console(lines or Lines())
+    with contextlib.closing(history.open_run(CFG, saved)) as run, \
+            event_log.Events(CFG, run, directory, console, *more, **options) as told:
+        yield told
 
 
 def example(path, steps=300, loss=2.0, unit="bits/byte"):

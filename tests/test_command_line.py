@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,27 +12,10 @@ import egg
 import egg_config
 from engine import hardware
 from model import parameters
-from commands import PROSE, one_line
-from coordinators import Server
+from commands import PROSE, fails, one_line, process, run
+from coordinators import Server, until
 from fakes import CFG
-
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def run(*args, cwd, env=None, **more):
-    """A finished process of the command line in `cwd`."""
-    return subprocess.run([sys.executable, os.path.join(HERE, "egg.py"), *map(str, args)], cwd=cwd,
-                          capture_output=True, text=True,
-                          timeout=60, env={**os.environ, **(env or {})}, **more)
-
-
-def fails(result, status, *words):
-    """A command that ended with `status` and one line with all the words in it."""
-    assert result.returncode == status, result
-    assert result.stdout == "" and result.stderr.count("\n") == 1 and result.stderr.startswith("egg: "), result
-    for word in words:
-        assert word in result.stderr
-
+from recordings import HERE
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
@@ -99,22 +81,17 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
     ("prepare", ("TEXT",)),
     ("prepare x --vocab-size 255", ("--vocab-size", "256 to 262144")),
 ])
-def test_wrong_use_is_one_line_and_status_2(args, words, capsys):
-    try:
-        status = egg.main(args.split())
-    except SystemExit as ended:
-        status = ended.code
-    out, err = capsys.readouterr()
-    assert status == 2 and out == "" and err.startswith("egg: ") and err.count("\n") == 1
-    assert all(word in err for word in words), err
+def test_wrong_use_is_one_line_and_status_2(args, words):
+    result = run(*args.split(), env={"EGG_PRESET": ""})
+    fails(result, 2, *words)
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("command", ["coordinator", "worker", "train", "arch", "prepare", "bench"])
-def test_help_of_every_command(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        egg.main([command, "--help"])
-    out = capsys.readouterr().out
-    assert ended.value.code == 0 and "-D NAME=VALUE" in out and "--preset" in out and f"egg.py {command}" in out
+def test_help_of_every_command(command):
+    result = run(command, "--help")
+    assert result.returncode == 0
+    assert all(words in result.stdout for words in ("-D NAME=VALUE", "--preset", f"egg.py {command}"))
 
 
 @pytest.mark.parametrize("ntt", [0, 3])
@@ -131,20 +108,19 @@ def test_arch_adds_up(ntt, capsys):
     assert f"{parameters.n_weights(cfg):,}" in out and f"{parameters.products_per_token(cfg):,} multiply-adds" in out
 
 
-def test_command_line_in_processes(tmp_path):
-    fails(run("hatch", cwd=tmp_path), 2, "hatch")
-    fails(run("arch", cwd=tmp_path, env={"EGG_HEAD_DIM": "48"}), 2, "HEAD_DIM = 48")
-    fails(run("prepare", "no such text", cwd=tmp_path), 1, "no such text: No such file")
-    fails(run("worker", "localhost", "-D", "DEVICE=cuda", "--gpu", "999", cwd=tmp_path), 1)
-    fails(run("train", "--preset=deggs", "-DVOCAB_SIZE=256", cwd=tmp_path), 1, "input.bin is missing", "prepare TEXT")
-    (tmp_path / "input.bin").write_bytes(bytes(64))
-    short = run("worker", "localhost", "-D", "VOCAB_SIZE=256", cwd=tmp_path)
-    fails(short, 1, "input.bin holds 64 tokens, too few", "66 are needed")
-    (tmp_path / "my text.txt").write_text(PROSE * 200)
-    result = run("prepare", "my text.txt", "--vocab-size", "320", "--out", "my data", cwd=tmp_path)
+def test_command_line_in_processes(here):
+    fails(process("hatch", cwd=here), 2, "hatch")
+    fails(process("arch", cwd=here, env={"EGG_HEAD_DIM": "48"}), 2, "HEAD_DIM = 48")
+    fails(run("prepare", "no such text"), 1, "no such text: No such file")
+    fails(run("worker", "localhost", "-D", "DEVICE=cuda", "--gpu", "999"), 1)
+    fails(run("train", "--preset=deggs", "-DVOCAB_SIZE=256"), 1, "input.bin is missing", "prepare TEXT")
+    (here / "input.bin").write_bytes(bytes(64))
+    fails(run("worker", "localhost", "-DVOCAB_SIZE=256"), 1, "input.bin holds 64 tokens, too few", "66 are needed")
+    (here / "my text.txt").write_text(PROSE * 200)
+    result = process("prepare", "my text.txt", "--vocab-size", "320", "--out", "my data")
     assert result.returncode == 0 and result.stderr == ""
-    assert sorted(os.listdir(tmp_path / "my data")) == ["decoding.bin", "input.bin", "val.bin"]
-    result = run("worker", "localhost", "--list-devices", "-D", "DEVICE=cpu", cwd=tmp_path)
+    assert sorted(os.listdir("my data")) == ["decoding.bin", "input.bin", "val.bin"]
+    result = run("worker", "localhost", "--list-devices", "-D", "DEVICE=cpu")
     assert (result.returncode, result.stdout, result.stderr) == (0, "cpu\n", "")
 
 
@@ -153,15 +129,14 @@ def test_a_reader_that_goes_away(words, status):
     """`egg.py arch | head -0` must not end in a traceback."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, *words]
-    result = subprocess.run(command, cwd=HERE, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    result = subprocess.run([sys.executable, *words], cwd=HERE, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert result.stderr == "" and result.returncode == status
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_with_another_python_is_not_ignored(tmp_path):
-    shutil.copy(os.path.join(HERE, "Makefile"), tmp_path)
+    shutil.copy(HERE / "Makefile", tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     os.symlink(sys.executable, tmp_path / ".venv" / "bin" / "python")
     for made in ("pip", "ready"):
@@ -174,12 +149,11 @@ def test_make_with_another_python_is_not_ignored(tmp_path):
 
 
 def test_run_workers_passes_on_a_wrong_option():
-    script = os.path.join(HERE, "run-workers.sh")
-    command = [script, "localhost", "--port", "none"]
-    result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
-    assert "'none' is not a whole number from 0 to 65535" in result.stderr
-    result = subprocess.run([script, "--help"], cwd="/", capture_output=True, text=True, timeout=60)
+    script = HERE / "run-workers.sh"
+    result = process("--port", "none", python=script, program="localhost", cwd="/")
+    fails(result, 2, "'none' is not a whole number from 0 to 65535")
+    assert result.stdout == ""
+    result = process(python=script, program="--help", cwd="/")
     assert result.returncode == 0 and result.stdout.startswith("usage: ./run-workers.sh [HOST]")
 
 
@@ -200,12 +174,11 @@ def cluster_of_two(tmp_path):
     """run-workers.sh in a process group of its own, with two GPUs, once the worker on the first has died and was
     started again: (process, log of the workers that were started)."""
     (tmp_path / "egg.py").write_text(FAKE_WORKER)
-    shutil.copy(os.path.join(HERE, "run-workers.sh"), tmp_path)
+    shutil.copy(HERE / "run-workers.sh", tmp_path)
     command = [tmp_path / "run-workers.sh", "far", "--port", "7"]
     process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, text=True, start_new_session=True)
-    log, until = tmp_path / "log", time.monotonic() + 20
-    while time.monotonic() < until and (not log.exists() or len(log.read_text().splitlines()) < 3):
-        time.sleep(0.05)
+    log = tmp_path / "log"
+    until(lambda: log.exists() and len(log.read_text().splitlines()) == 3)
     yield process, log
     process.stderr.close()
 
@@ -214,7 +187,7 @@ def test_run_workers_keeps_one_on_every_gpu_and_stops_all(cluster_of_two):
     """TERM leaves no process behind."""
     process, log = cluster_of_two
     process.terminate()
-    assert process.wait(20) == 143
+    assert process.wait(60) == 143
     said = "run-workers: the worker on GPU 0 ended with status 137, starting it again in 1 s\n"
     assert process.stderr.read() == said
     started = [line.split(" ", 1) for line in log.read_text().splitlines()]
@@ -226,7 +199,7 @@ def test_ctrl_c_on_run_workers_leaves_no_worker(cluster_of_two):
     """A terminal sends SIGINT to the whole process group."""
     process, log = cluster_of_two
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(20) == 130
+    assert process.wait(60) == 130
     left = [pid for pid in (line.split()[0] for line in log.read_text().splitlines()) if os.path.exists(f"/proc/{pid}")]
     for pid in left:
         os.kill(int(pid), signal.SIGKILL)
@@ -235,7 +208,7 @@ def test_ctrl_c_on_run_workers_leaves_no_worker(cluster_of_two):
 
 def test_run_workers_gives_up_on_a_worker_that_is_refused(tmp_path):
     """For another configuration; a real worker and coordinator."""
-    shutil.copy(os.path.join(HERE, "run-workers.sh"), tmp_path)
+    shutil.copy(HERE / "run-workers.sh", tmp_path)
     (tmp_path / "egg.py").write_text(f"import runpy, sys; sys.path.insert(0, {str(HERE)!r})\n"
                                      f"runpy.run_path({os.path.join(HERE, 'egg.py')!r}, run_name='__main__')\n")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

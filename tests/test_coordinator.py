@@ -1,13 +1,10 @@
 """The coordinator: serving a step, status, a full disk, kills, chaos, and local training."""
 
+import json
 import multiprocessing
-import os
-import pathlib
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -22,9 +19,10 @@ from model import fitness_digits, seeds, state_digest
 from maintenance import load
 from tools import train
 from chaos_cluster import CHAOS, OFTEN, chaos
-from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, free_port, refused_by, until,
-                          whole, work_in_thread)
+from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, free_port, kept, refused, until,
+                          upload, work_in_thread)
 from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected
+from commands import fails, process
 
 
 # --- what the disk, a kill and chaos do -------------------------------------------------------------------------------
@@ -35,22 +33,13 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
     filled(tmp_path, 60)
     size = (tmp_path / history.FILE).stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    program = ("import resource, sys, egg_net, egg_config; from cluster import history\n"
-               f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 250}, {size + 250}))\n"
-               f"cfg = egg_config.make(**{CFG.constants()!r})\n"
-               "try:\n"
-               f"    egg_net.run_coordinator(cfg, '127.0.0.1', 0, save_dir={str(tmp_path)!r})\n"
-               "except egg_config.EggError as error:\n"
-               "    sys.exit(f'egg: {error}')\n")
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=pathlib.Path(egg_net.__file__).parent,
-                               stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
-    port = int(re.search(r":(\d+), step 60", process.stdout.readline())[1])
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 250},) * 2)\n"
+    coordinator, port = coordinator_process(tmp_path, before=limit)
     work_in_thread(port, FakeEngine(pause=0.001), retry=True)
-    _, err = process.communicate(timeout=20)
+    _, err = coordinator.communicate(timeout=60)
     kept = re.fullmatch(r"egg: .*history.egg: File too large: step (\d+) is not kept, all before it are; mend this and "
                         r"start the same command again\n", err)
-    assert process.returncode == 1 and kept, err
+    assert coordinator.returncode == 1 and kept, err
     assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
     run = history.open_run(CFG, tmp_path)
     assert run.step == int(kept[1]) > 60 and run.notices == []
@@ -65,36 +54,34 @@ def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypat
 
     monkeypatch.setattr(snapshots.Upload, "keep", full)
     server = cluster(tmp_path, [FakeEngine(cfg, 0.002)], 6, cfg, save=True)
-    assert server.lines.text.count("no more snapshots, No space left on device") == 1
-    assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
+    assert server.said.count("no more snapshots, No space left on device") == 1
+    assert not [*tmp_path.glob("snapshot*")]
 
 
 def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:
-        giver, other = Peer2(server.port, cfg, name="giver"), Peer2(server.port, cfg, name="other")
-        for chunk in range(4):
-            giver.result(0, giver.chunk(0))
+        giver, other = Peer2(server, name="giver"), Peer2(server, name="other")
+        for _ in range(4):
+            giver.works(0)
         giver.ask(1, b"g" * 16)
         assert giver.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
-        coordinator = server.coordinator
-        collector, upload = coordinator.collector, coordinator.collector.upload
-        author = next(worker.author for worker in coordinator.dispatcher.workers if worker.author.name == "other")
+        upload, author = server.collector.upload, server.author("other")
         for _ in range(2):                                       # the second time there is nothing left to distrust
-            coordinator._distrust(author)
-        other.link.close()
-        until(lambda: len(coordinator.dispatcher.workers) == 1)
-        assert upload and collector.upload is upload
-        giver.link.close()
-        until(lambda: collector.upload is None)
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
+            server._distrust(author)
+        other.close()
+        until(lambda: len(server.dispatcher.workers) == 1)
+        assert upload and server.collector.upload is upload
+        giver.close()
+        until(lambda: server.collector.upload is None)
+    assert not [*tmp_path.glob("*.part")]
 
 
 def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:
         engine = FakeEngine(cfg)
-        liar, others = Peer2(server.port, cfg, name="liar"), [Peer2(server.port, cfg, name=f"w{i}") for i in range(2)]
+        liar, *others = [Peer2(server, name=name) for name in ("liar", "w0", "w1")]
         for chunk in range(4):
             liar.ask(0, engine.digest())
             assert liar.answer().first == 32 * chunk
@@ -104,19 +91,20 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
         state.weights[5] ^= 1
         liar.ask(1, state_digest.of_state(state))
         assert liar.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
-        body = snapshots.pack(state)
-        for at in range(0, len(body), wire.BLOCK):
-            liar.link.send(liar.link.frame(wire.SNAPSHOT_DATA, 1, len(body), at, body[at:at + wire.BLOCK]))
-        until(lambda: server.coordinator.shelf.newest == 1)
+        upload(liar, state)
+        until(lambda: server.shelf.newest == 1)
         others[0].ask(1, right)
         assert others[0].next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))     # not from that snapshot
-        assert server.coordinator.shelf.newest == 0
+        assert server.shelf.newest == 0
         others[0].ask(1, right)
         others[1].ask(1, right)
         assert others[1].next(JOB_RESPONSE) and others[0].next(JOB_RESPONSE)
-        refused_by(lambda: (liar.ask(1, state_digest.of_state(state)), liar.next(REBUILD), liar.ask(1, bytes(16)),
-                            liar.next(JOB_RESPONSE)), "banned")
-    assert not [n for n in os.listdir(tmp_path) if n.startswith("snapshot")]
+        with refused("banned"):
+            liar.ask(1, state_digest.of_state(state))
+            liar.next(REBUILD)
+            liar.ask(1)
+            liar.next(JOB_RESPONSE)
+    assert not [*tmp_path.glob("snapshot*")]
 
 
 @pytest.mark.parametrize("cfg", [CHAOS, ACTIVATIONS.changed(**OFTEN)], ids=["weights", "activations"])
@@ -128,18 +116,16 @@ def test_chaos_changes_no_bit(tmp_path, cfg):
 # --- status and load --------------------------------------------------------------------------------------------------
 
 def test_status_as_a_table_and_as_json(tmp_path):
-    import json
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
-    egg = [sys.executable, pathlib.Path(egg_net.__file__).parent / "egg.py", "status", "127.0.0.1", "--port"]
     with Server(tmp_path, access=auth.Access(SECRET)) as server:
         engine = FakeEngine(pause=0.01)
-        work_in_thread(server.port, engine, access=auth.Access(SECRET), name="node7/cuda:0")
-        until(lambda: server.run.step >= 2)
-        table = subprocess.run([*egg, str(server.port), "--secret-file", secret], capture_output=True, text=True)
-        told = json.loads(subprocess.run([*egg, str(server.port), "--secret-file", secret, "--json"],
-                                         capture_output=True, text=True).stdout)
-        without = subprocess.run([*egg, str(server.port)], capture_output=True, text=True)
+        server.work(engine, access=auth.Access(SECRET), name="node7/cuda:0")
+        server.reaches(2)
+        ask = "status", "127.0.0.1", "--port", server.port
+        table = process(*ask, "--secret-file", secret)
+        told = json.loads(process(*ask, "--secret-file", secret, "--json").stdout)
+        fails(process(*ask), 2, "egg: 127.0.0.1:", "wants a secret")
     assert table.returncode == 0 and re.search(r"^step \d+, \d of 4 chunks done, [\d,]+ tokens/s, loss ",
                                                table.stdout), table
     assert re.search(r"^node7/cuda:0 +fake +127.0.0.1:\d+ +(computing|waiting|catching up) +\d+ +\d+ +[\d.e-]+ "
@@ -148,8 +134,6 @@ def test_status_as_a_table_and_as_json(tmp_path):
     worker, = told["workers"]
     assert worker["name"] == "node7/cuda:0" and worker["protocol"] == 2
     assert worker["chunks"] >= 8 and worker["last_seen"] < 5
-    assert without.returncode == 2
-    assert without.stderr.startswith("egg: 127.0.0.1:") and "wants a secret" in without.stderr
 
 
 def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch):
@@ -188,59 +172,57 @@ def test_many_workers_are_served(tmp_path):
 
 # --- serving ----------------------------------------------------------------------------------------------------------
 
-def test_requests_are_held_and_woken(tmp_path):
-    with Server(tmp_path) as server:
-        a, b = Peer(server.port), Peer(server.port)
-        mine = [a.chunk(0), a.chunk(0), b.chunk(0), b.chunk(0)]
-        assert mine == [0, 32, 64, 96]
-        late = Peer(server.port)
-        late.ask(0)
-        assert late.silent()
-        b.link.close()                                           # a holder leaves: its chunks are wanted at once
-        assert late.answer().first in (64, 96)
-        late.ask(0)
-        assert late.answer().first in (64, 96)
-        late.ask(0)                                              # nothing left, but a step will be complete soon
-        assert late.silent()
-        for peer, position in zip((a, a, late, late), mine):
-            peer.result(0, position)
-        answer = late.answer()
-        assert answer.step == 1 and answer.seed == seeds.next_seed(42, 0)
-        assert fitness_digits.unpack_ternary(answer.packed, CFG.N_PAIRS).all()
+def test_requests_are_held_and_woken(server):
+    a, b = Peer(server), Peer(server)
+    mine = [a.chunk(0), a.chunk(0), b.chunk(0), b.chunk(0)]
+    assert mine == [0, 32, 64, 96]
+    late = Peer(server)
+    late.ask(0)
+    assert late.silent()
+    b.close()                                           # a holder leaves: its chunks are wanted at once
+    assert late.answer().first in (64, 96)
+    late.ask(0)
+    assert late.answer().first in (64, 96)
+    late.ask(0)                                              # nothing left, but a step will be complete soon
+    assert late.silent()
+    for peer, position in zip((a, a, late, late), mine):
+        peer.result(0, position)
+    answer = late.answer()
+    assert answer.step == 1 and answer.seed == seeds.next_seed(42, 0)
+    assert fitness_digits.unpack_ternary(answer.packed, CFG.N_PAIRS).all()
 
 
 def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(tmp_path):
     cfg = CFG.changed(STRAGGLER_TIMEOUT=0.3, POPULATION_SIZE=32)
     with Server(tmp_path, cfg) as server:
-        slow, fast = Peer(server.port, cfg), Peer(server.port, cfg)
+        slow, fast = Peer(server), Peer(server)
         assert slow.chunk(0) == 0
         fast.ask(0)
         assert fast.answer().first == 0
-        assert "silent for 0.3 s, its chunk 0 is handed out again" in server.lines.text
+        assert "silent for 0.3 s, its chunk 0 is handed out again" in server.said
         fast.result(0, 0, GOOD, updates=7, loss=11)
-        until(lambda: server.run.step == 1)
+        server.reaches(1)
         # too late: ignored
         slow.result(0, 0, fitness_digits.pack_ternary(-np.ones(16, np.int8)), updates=9, loss=22)
         slow.ask(0)
         assert slow.answer().packed == GOOD and server.run.record(0) == (11, 7)
 
 
-def test_duplicate_results_count_once(tmp_path):
-    with Server(tmp_path) as server:
-        peer = Peer(server.port)
-        for again in (0, 0, 32):
-            position = peer.chunk(0)
-            peer.result(0, position, loss=10)
-            peer.result(0, again, loss=10)
-        assert peer.chunk(0) == 96
-        peer.result(0, 96, loss=10, updates=3)
-        until(lambda: server.run.step == 1)
-        assert server.run.record(0) == (40, 3)
+def test_duplicate_results_count_once(server):
+    peer = Peer(server)
+    for again in (0, 0, 32):
+        position = peer.chunk(0)
+        peer.result(0, position, loss=10)
+        peer.result(0, again, loss=10)
+    assert peer.chunk(0) == 96
+    peer.result(0, 96, loss=10, updates=3)
+    server.reaches(1)
+    assert server.run.record(0) == (40, 3)
 
 
 def test_the_step_line_the_log_and_the_validation(tmp_path):
     with Server(tmp_path, steps=1, drain=0) as server:
-        peer = Peer(server.port)
+        peer = Peer(server)
         assert peer.chunk(0) == 0                                # who holds chunk 0 validates
         peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
         for position in (0, 32, 64, 96):
@@ -249,7 +231,7 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
     assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| "
                      r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| "
                      r"Val: 1\.00 bits/byte$",
-                     server.lines.text, re.M), server.lines.text
+                     server.said, re.M), server.said
     log = (tmp_path / "coordinator.log").read_text().splitlines()
     assert log[0].startswith("# egg") and "# CHUNK_SIZE = 32" in log and log[-2] == "Step,RelTime,Loss,Updates,LR"
     assert re.fullmatch(r"0,\d+\.\d{3},1\.000000,5,0\.5", log[-1])
@@ -257,9 +239,8 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
 
 def test_colours_only_on_a_terminal_and_not_with_no_color(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    stream = Lines()
-    assert egg_net.Console(stream).colour("x", "red") == "x"
-    stream.isatty = lambda: True
+    assert egg_net.Console(Lines()).colour("x", "red") == "x"
+    stream = Lines(terminal=True)
     console = egg_net.Console(stream)
     assert console.colour("x", "red") == "\x1b[31mx\x1b[0m"
     console.progress("step 12: 3/8 chunks")
@@ -272,7 +253,7 @@ def test_colours_only_on_a_terminal_and_not_with_no_color(monkeypatch):
 def test_answers_come_within_a_millisecond(tmp_path):
     cfg = CFG.changed(POPULATION_SIZE=32 * 400)
     with Server(tmp_path, cfg) as server:
-        peer, times = Peer(server.port, cfg), []
+        peer, times = Peer(server), []
         for _ in range(300):
             started = time.perf_counter()
             peer.ask(0)
@@ -286,11 +267,11 @@ def test_answers_come_within_a_millisecond(tmp_path):
 
 def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     engine = FakeEngine(pause=0.001)
-    process, port = coordinator_process(tmp_path, free_port())
+    first, port = coordinator_process(tmp_path, free_port())
     work_in_thread(port, engine, retry=True)
     until(lambda: engine.step >= 3)
-    process.kill()
-    process.communicate()
+    first.kill()
+    first.communicate()
     second, _ = coordinator_process(tmp_path, port)
     refused, nothing = coordinator_process(tmp_path, 0)
     assert nothing is None and "in use by another coordinator" in refused.communicate()[1] and refused.returncode == 1
@@ -300,11 +281,10 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
     before = engine.step
     until(lambda: engine.step >= before + 3)
     second.send_signal(signal.SIGTERM)
-    out, err = second.communicate(timeout=10)
+    out, err = second.communicate(timeout=60)
     assert second.returncode == 0 and not err and f"the run lies in {tmp_path}\n" in out
-    run = history.open_run(CFG, tmp_path)
-    assert run.step >= 6 and whole(run) == expected(run.step)[0] and engine.loads == 0
-    run.close()
+    packed = kept(tmp_path)
+    assert len(packed) >= 6 and packed == expected(len(packed))[0] and engine.loads == 0
 
 
 def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):
@@ -333,15 +313,14 @@ def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, 
     thread = threading.Thread(target=train.train, args=(cfg,), kwargs=killed)
     thread.start()
     until(lambda: "Step 2 " in lines.text)
-    for process in multiprocessing.active_children():
-        if process not in others:
-            process.kill()
+    for child in multiprocessing.active_children():
+        if child not in others:
+            child.kill()
     train.train(cfg, save_dir="undisturbed", console=egg_net.Console(Lines()), **options)
     thread.join(60)
     assert "the worker on cpu was killed by SIGKILL: starting it again" in lines.text
-    runs = [history.open_run(cfg, name) for name in ("killed", "undisturbed")]
-    assert whole(runs[0]) == whole(runs[1]) and runs[0].step == 80
-    [run.close() for run in runs]
+    packed = kept("killed", cfg)
+    assert packed == kept("undisturbed", cfg) and len(packed) == 80
 
 
 def test_training_names_what_is_missing(small, tmp_path):

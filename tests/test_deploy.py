@@ -101,7 +101,7 @@ def test_the_probes_tell_whether_a_coordinator_serves(tmp_path):
         assert healthy() == {2}
     finally:
         coordinator.send_signal(signal.SIGTERM)
-        coordinator.communicate(timeout=30)
+        coordinator.communicate(timeout=60)
     assert coordinator.returncode == 0 and healthy() == {1}
 
 

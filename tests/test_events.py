@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import struct
 import sys
 import time
@@ -21,11 +20,12 @@ from maintenance import __main__ as maintenance
 from model import data_files
 from tools import plot
 from tools.curves import read_curve
-from coordinators import Peer, Peer2, Server, caller, cluster, until, work_in_thread
-from fakes import CFG, FakeEngine, Lines, changed
+from coordinators import Peer, Peer2, Server, callers, cluster, refused, until
+from fakes import CFG, FakeEngine, Lines, VALIDATION, changed
 from pages import EVERYBODY, ask
 from recordings import HERE
-from run_logs import Stream, charts, events, example, of_kind
+from run_logs import Stream, charts, events, example, of_kind, told_to
+from commands import fails, run
 
 
 # --- hostile lines ----------------------------------------------------------------------------------------------------
@@ -33,12 +33,12 @@ from run_logs import Stream, charts, events, example, of_kind
 def test_coming_again_does_not_fill_the_disk(tmp_path):
     with Server(tmp_path, save=True) as server:
         for _ in range(60):
-            peer = Peer2(server.port)
+            peer = Peer2(server)
             for _ in range(40):
-                peer.link.send(peer.link.frame(wire.LOG_MESSAGE, b"x" * 16000))
-            peer.link.send(peer.link.frame(JOB_REQUEST, 0, 0, 0, bytes(16)))
-            peer.link.close()
-        until(lambda: not server.coordinator.dispatcher.workers)
+                peer.send(wire.LOG_MESSAGE, b"x" * 16000)
+            peer.send(JOB_REQUEST, 0, 0, 0, bytes(16))
+            peer.close()
+        until(lambda: not server.dispatcher.workers)
         size = (tmp_path / history.EVENTS).stat().st_size
         assert size < 2 * event_log.OF_HOST[0] * event_log.LINE, f"{size} bytes: long lines count as many"
     assert (tmp_path / history.EVENTS).read_text().count('"event": "step"') == 0
@@ -47,23 +47,18 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
 @pytest.mark.parametrize("text", [" " * wire.LOG_MESSAGE.most, "\n" * wire.LOG_MESSAGE.most,
                                   "sample at step " + " " * 16000, "sample at step 1: " * 900, " >>>" * 4000])
 def test_no_message_takes_long(text, tmp_path):
-    run = history.open_run(CFG)
-    console = egg_net.Console(Lines())
-    events = event_log.Events(CFG, run, tmp_path, console)
-    started = time.process_time()
-    events.message("w", shown := printable(text), shown)
-    console.sample(shown)
-    assert time.process_time() - started < 0.3
-    events.close(), run.close()
+    with told_to(tmp_path) as events:
+        started = time.process_time()
+        events.message("w", shown := printable(text), shown)
+        egg_net.Console(Lines()).sample(shown)
+        assert time.process_time() - started < 0.3
 
 
 def test_a_sample_that_two_workers_send_is_one_event(tmp_path):
     """Where chunk 0 is evaluated twice, its worker samples twice."""
-    run = history.open_run(CFG)
-    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines()), tmp_path / "log") as log:
+    with told_to(tmp_path, None, tmp_path / "log") as log:
         for worker, step, text in ("w", 0, "a"), ("v", 0, "a"), ("v", 1, "a"), ("w", 1, "b"):
             log.message(worker, line := f"sample at step {step}: p >>> {text}", line)
-    run.close()
     found = [(event["worker"], event["step"], event["text"]) for event in of_kind("sample", events(tmp_path / "log"))]
     assert found == [("w", 0, "a"), ("v", 1, "a"), ("w", 1, "b")]
 
@@ -78,32 +73,30 @@ def test_what_is_a_sample():
 
 
 def test_what_peers_cause_is_bounded_for_each_host_and_for_all(tmp_path):
-    run = history.open_run(CFG)
-    events = event_log.Events(CFG, run, tmp_path, egg_net.Console(lines := Lines()))
-    for host in range(3):
-        for i in range(1000):
-            events.about(f"10.0.0.{host}", "joined", f"h{host}", worker="w", address="a", device="d", step=0)
-    assert [lines.text.count(f"h{host}") for host in range(3)] == [event_log.OF_HOST[0]] * 3
-    for host in range(5000):
-        events.about(f"10.1.{host}", "joined", "many", worker="w", address="a", device="d", step=0)
-    assert lines.text.count("many") <= event_log.OF_ALL[0] and len(events._of_host) <= event_log.HOSTS
-    assert lines.text.count("lines about peers are left out") == 1
-    events.close(), run.close()
+    with told_to(tmp_path, lines := Lines()) as events:
+        for host in range(3):
+            for _ in range(1000):
+                events.about(f"10.0.0.{host}", "joined", f"h{host}", **JOINED)
+        assert [lines.text.count(f"h{host}") for host in range(3)] == [event_log.OF_HOST[0]] * 3
+        for host in range(5000):
+            events.about(f"10.1.{host}", "joined", "many", **JOINED)
+        assert lines.text.count("many") <= event_log.OF_ALL[0] and len(events._of_host) <= event_log.HOSTS
+        assert lines.text.count("lines about peers are left out") == 1
+
+
+JOINED = dict(worker="w", address="a", device="d", step=0)
 
 
 def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(event_log, "LOG_BYTES", 5000)
-    run = history.open_run(CFG, tmp_path)
-    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines())) as events:
+    with told_to(tmp_path, saved=tmp_path) as told:
         for step in range(200):
-            events.emit("step", step=step, tokens=step, loss=1.0, updates=1, reports=1, learning_rate=0.5, seconds=0.1,
-                        elapsed=0.1, tokens_per_second=1.0, sent=1, received=1)
-    run.close()
+            told.emit("step", step=step, tokens=step, loss=1.0, updates=1, reports=1, learning_rate=0.5, seconds=0.1,
+                      elapsed=0.1, tokens_per_second=1.0, sent=1, received=1)
     for name in (history.EVENTS, "coordinator.log"):
         new, old = tmp_path / name, tmp_path / f"{name}.1"
         assert new.stat().st_size < 10000 and old.stat().st_size < 10000
-    last = [json.loads(line) for line in (tmp_path / history.EVENTS).read_text().splitlines()]
-    assert last[-1]["step"] == 199
+    assert events(tmp_path / history.EVENTS)[-1]["step"] == 199
     log = (tmp_path / "coordinator.log").read_text()
     assert log.startswith("# egg, ") and "Step,RelTime" in log and log.splitlines()[-1].startswith("199,")
 
@@ -134,32 +127,31 @@ def test_a_disk_that_is_nearly_full_stops_logs_before_it_stops_training(tmp_path
 # --- validations ------------------------------------------------------------------------------------------------------
 
 def validate(peer, step, tokens=100, n_bytes=200, nats=100.0):
-    peer.link.send(peer.link.frame(wire.VALIDATION, step, tokens, n_bytes, nats))
+    peer.send(wire.VALIDATION, step, tokens, n_bytes, nats)
 
 
 @pytest.mark.parametrize("tokens, n_bytes, nats", [
     (1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")), (100, 200, float("inf")),
     (0, 1, 1.0), (1 << 40, 1, 1e6), (1, 1 << 40, 45.0)])
-def test_a_validation_that_cannot_be_right_is_refused(tmp_path, tokens, n_bytes, nats):
-    with Server(tmp_path) as server:
-        peer = Peer2(server.port)
-        assert peer.chunk(0) == 0
-        validate(peer, 0, tokens, n_bytes, nats)
-        with pytest.raises(egg_net.NetError, match="wrong validation"):
-            peer.answer()
+def test_a_validation_that_cannot_be_right_is_refused(server, tokens, n_bytes, nats):
+    peer = Peer2(server)
+    assert peer.chunk(0) == 0
+    validate(peer, 0, tokens, n_bytes, nats)
+    with refused("wrong validation"):
+        peer.answer()
 
 
 def test_a_validation_counts_from_the_holder_of_chunk_0_alone(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=0)
     with Server(tmp_path, cfg) as server:
-        progress = server.coordinator.progress
+        progress = server.progress
         for kind in (Peer, Peer2):                               # one that never worked
             idle = kind(server.port, cfg)
             validate(idle, 0, nats=0.0)
             assert idle.chunk(0) in (0, 32)
             if kind is Peer:
-                idle.link.close()
-                until(lambda: not server.coordinator.dispatcher.workers)
+                idle.close()
+                until(lambda: not server.dispatcher.workers)
         assert progress.validations == []
         validate(idle, 0)                                        # it holds chunk 0 now, and is alone
         until(lambda: progress.validations)
@@ -168,9 +160,8 @@ def test_a_validation_counts_from_the_holder_of_chunk_0_alone(tmp_path):
 
 def test_two_workers_must_state_the_same_validation(tmp_path):
     with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
-        progress = server.coordinator.progress
-        liar, honest = (caller(f"127.0.0.{i}", server.port, name=f"w{i}") for i in (2, 3))
-        third = caller("127.0.0.4", server.port, name="w4")
+        progress = server.progress
+        liar, honest, third = callers(server, 2, 3, 4)
         assert liar.chunk(0) == 0 and honest.chunk(0) == 32 and third.chunk(0) == 64
         validate(liar, 0, nats=0.0)
         for again in range(3):
@@ -182,7 +173,7 @@ def test_two_workers_must_state_the_same_validation(tmp_path):
         time.sleep(0.1)
         assert progress.validations == []
     with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
-        one, two = (caller(f"127.0.0.{i}", server.port, name=f"w{i}") for i in (2, 3))
+        one, two = callers(server, 2, 3)
         assert one.chunk(0) == 0 and two.chunk(0) == 32
         validate(one, 0)
         two.result(0, 32)
@@ -190,9 +181,9 @@ def test_two_workers_must_state_the_same_validation(tmp_path):
         while position != 0:                                     # chunk 0 is evaluated, and validated, by another host
             two.result(0, position)
             position = two.chunk(0)
-        assert server.coordinator.progress.validations == []
+        assert server.progress.validations == []
         validate(two, 0, nats=100.0 * (1 + 1e-9))
-        until(lambda: server.coordinator.progress.validations)
+        until(lambda: server.progress.validations)
 
 
 # --- events and logs --------------------------------------------------------------------------------------------------
@@ -207,17 +198,15 @@ FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "addres
 def test_a_run_keeps_its_events(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2)
     tokens = np.frombuffer(b"ab\nd" * 20, np.uint8)
-    validation = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
     engine = FakeEngine(cfg)
     with Server(tmp_path, cfg, steps=5, save=True) as server:
-        other = Peer(server.port, cfg)
+        other = Peer(server)
         other.chunk(0)
-        other.link.close()
+        other.close()
         # of two workers both would have to state a validation
         until(lambda: of_kind("left", events(tmp_path / history.EVENTS)))
-        thread = work_in_thread(server.port, engine, cfg, tokens=tokens, validation=validation,
-                                decoding=data_files.load_decoding(cfg))
-    thread.join(10)
+        thread = server.work(engine, tokens=tokens, validation=VALIDATION, decoding=data_files.load_decoding(cfg))
+    thread.join(60)
     told = events(tmp_path / history.EVENTS)
     assert {event["event"] for event in told} == set(FIELDS)
     for event in told:
@@ -252,20 +241,18 @@ def test_without_an_overlay_none_is_told(tmp_path):
 
 
 def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
-    lines, run = Lines(), history.open_run(CFG, tmp_path / "a")
-    with pytest.raises(egg_net.NetError), event_log.Events(CFG, run, tmp_path, egg_net.Console(lines)) as told:
+    with refused("in the end"), told_to(tmp_path, lines := Lines(), saved=tmp_path / "a") as told:
         told.warn("a line")
         raise egg_net.NetError("in the end")
-    run.close()
     told = events(tmp_path / "a" / history.EVENTS)
     assert [e["event"] for e in told] == ["start", "warning", "error"]
     assert [e["text"] for e in told[1:]] == ["a line", "in the end"]
     assert lines.text == "a line\n"                                      # the error is for egg.py to say, once
     with Server(tmp_path / "b", save=True) as server:
-        stranger = socket.create_connection(("127.0.0.1", server.port))
+        stranger = server.connect()
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert stranger.recv(1) == b""
-        server.coordinator.ban(admission.Author("10.0.0.9", "key", "liar"), "it lied")
+        server.ban(admission.Author("10.0.0.9", "key", "liar"), "it lied")
     told = events(tmp_path / "b" / history.EVENTS)
     assert "wrong magic" in of_kind("refused", told)[0]["reason"]
     assert of_kind("banned", told)[0] | {"time": 0} == {
@@ -328,12 +315,12 @@ def test_a_label_stands_where_no_curve_is(tmp_path):
 def test_a_resumed_run_has_one_curve(tmp_path):
     for steps in (3, 6):
         with Server(tmp_path, steps=steps, save=True, http=EVERYBODY, stay=True) as server:
-            thread = work_in_thread(server.port, FakeEngine(pause=0.01))
-            until(lambda: server.coordinator.page.figures.step.get("step") == steps - 1)
+            thread = server.work(FakeEngine(pause=0.01))
+            until(lambda: server.page.figures.step.get("step") == steps - 1)
             state = json.loads(ask(server, "/state.json")[2])
-            tokens = server.coordinator.progress.tokens_a_step
+            tokens = server.progress.tokens_a_step
             assert [point[0] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
-        thread.join(10)
+        thread.join(60)
     curve = read_curve(tmp_path)
     assert [point.step for point in curve.loss] == list(range(6))
     assert len(of_kind("start", events(tmp_path / history.EVENTS))) == 2
@@ -344,12 +331,9 @@ def test_a_resumed_run_has_one_curve(tmp_path):
 
 
 def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path):
-    lines = Lines()
-    run = history.open_run(CFG)
-    with event_log.Events(CFG, run, tmp_path, egg_net.Console(lines), log_json="/dev/full") as told:
+    with told_to(tmp_path, lines := Lines(), log_json="/dev/full") as told:
         for _ in range(3):
             told.warn("something")
-    run.close()
     assert lines.text.count("/dev/full: No space left on device: events are missing in it from now on") == 1
     assert lines.text.count("something") == 3
 
@@ -366,11 +350,9 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up(tmp_path):
 
 
 @pytest.mark.parametrize("path, reason", [("/nonexistent/log", "No such file"), (".", "Is a directory")])
-def test_a_log_that_cannot_be_written_is_one_line_at_the_start(tmp_path, monkeypatch, capsys, path, reason):
-    monkeypatch.chdir(tmp_path)
-    assert egg.main(["coordinator", "--port", "0", "--log-json", path, "--steps", "1"]) == 1
-    assert re.fullmatch(rf"egg: {re.escape(path)}: .*({reason}).*: give --log-json a file that can be written\n",
-                        capsys.readouterr().err)
+def test_a_log_that_cannot_be_written_is_one_line_at_the_start(here, path, reason):
+    fails(run("coordinator", "--port", 0, "--log-json", path, "--steps", 1), 1, f"egg: {path}: ", reason,
+          ": give --log-json a file that can be written\n")
 
 
 # --- TensorBoard ------------------------------------------------------------------------------------------------------
@@ -386,15 +368,13 @@ def records(directory):
 
 
 def test_tensorboard_gets_figures_and_samples(tmp_path):
-    run = history.open_run(CFG)
-    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines()), tensorboard=tmp_path / "tb") as told:
+    with told_to(tmp_path, tensorboard=tmp_path / "tb") as told:
         told.emit("step", step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25,
                   seconds=1.0, elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
         told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
         told.emit("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
         told.emit("snapshot", step=9, bytes=1, overlay=None)
         told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
-    run.close()
     got = {}
     for record in records(tmp_path / "tb"):
         for value in record.summary.value:
@@ -407,37 +387,32 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
 
 
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
-    lines, run = Lines(), history.open_run(CFG)
     (tmp_path / "file").write_text("")
     with pytest.raises(event_log.WatchError, match="File exists: give a directory"):
-        event_log.Events(CFG, run, tmp_path, egg_net.Console(lines), tensorboard=tmp_path / "file")
-    with event_log.Events(CFG, run, tmp_path, egg_net.Console(lines), tensorboard=tmp_path / "tb") as told:
+        with told_to(tmp_path, tensorboard=tmp_path / "file"):
+            pass
+    with told_to(tmp_path, lines := Lines(), tensorboard=tmp_path / "tb") as told:
         def full(_):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(told.files[-1]._writer, "write_event", full)
         for step in range(3):
             told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
-    run.close()
     assert lines.text.count("No space left on device: nothing more is written there") == 1
 
 
-def test_missing_libraries_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_missing_libraries_are_named(here, monkeypatch, capsys):
     for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delattr("maintenance.backprop", raising=False)               # where another test has loaded it
     monkeypatch.delitem(sys.modules, "maintenance.backprop", raising=False)
-    assert egg.main(["coordinator", "--port", "0", "--tensorboard", "tb"]) == 1
-    lists = egg.from_here(HERE / "requirements")
-    advice = f"{egg.pip()} install -r {lists}/watch.txt"
-    assert capsys.readouterr().err == f"egg: --tensorboard needs tensorboardX: {advice}\n"
-    example(tmp_path / "log")
-    assert egg.main(["plot", "log", "--out", "a.png"]) == 1
-    assert f"egg: --out needs matplotlib: {advice}; without" in capsys.readouterr().err
+    advice = f"{egg.pip()} install -r {egg.from_here(HERE / 'requirements')}"
+    fails(run("coordinator", "--port", 0, "--tensorboard", "tb"), 1,
+          f"egg: --tensorboard needs tensorboardX: {advice}/watch.txt\n")
+    example(here / "log")
+    fails(run("plot", "log", "--out", "a.png"), 1, f"egg: --out needs matplotlib: {advice}/watch.txt; without")
     assert egg.main(["backprop", "--log-json", "b.jsonl"], maintenance.PROGRAM) == 1
     assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
-    assert egg.main(["import", "w", "--save-dir", "new"]) == 1
-    advice = f"{egg.pip()} install -r {egg.from_here(HERE / 'requirements' / 'export.txt')}"
-    assert capsys.readouterr().err == f"egg: export and import need safetensors: `{advice}`\n"
-    assert not (tmp_path / "a.png").exists() and not (tmp_path / "b.jsonl").exists()
+    fails(run("import", "w", "--save-dir", "new"), 1,
+          f"egg: export and import need safetensors: `{advice}/export.txt`\n")
+    assert not (here / "a.png").exists() and not (here / "b.jsonl").exists()

@@ -92,12 +92,12 @@ def test_a_corrupt_middle_is_refused_with_its_position_and_left_alone(tmp_path):
     run = history.open_run(CFG, tmp_path)
     offsets = run._offsets
     run.close()
-    for step in (0, 17, 38):
-        for at in range(offsets[step], offsets[step + 1]):
+    for k in (0, 17, 38):
+        for at in range(offsets[k], offsets[k + 1]):
             bad = bytearray(data)
             bad[at] ^= 0x41
             file.write_bytes(bad)
-            with pytest.raises(history.HistoryError, match=rf"damaged at byte {offsets[step]} \(step {step}\)"):
+            with pytest.raises(history.HistoryError, match=rf"damaged at byte {offsets[k]} \(step {k}\)"):
                 history.open_run(CFG, tmp_path)
             assert file.read_bytes() == bad
     missing = data[:offsets[10]] + data[offsets[11]:]
@@ -290,7 +290,7 @@ def golden_worker(port, pipe, stuck_at=None, flag=None):
     pipe.recv()                                               # the sign to begin
     serve = engine if stuck_at is None else Stuck(engine, stuck_at, flag)
     work_in_thread(port, serve, cfg, retry=True)
-    until(lambda: engine.step == 6, 100)
+    until(lambda: engine.step == 6)
     pipe.send(engine.state().digests())
 
 
@@ -312,12 +312,12 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
     with server:
         until(flag.exists)
         steady[1].send("go")
-        until(lambda: len(server.coordinator.dispatcher.work.done) == 7)
+        until(lambda: len(server.dispatcher.work.done) == 7)
         victim[0].kill()                                      # in the middle of a chunk of step 2, all others are done
-        until(lambda: server.run.step == 4)
+        server.reaches(4)
     with Server(tmp_path / "run", cfg, port=port, save=True, steps=6, stay=True) as server:
         late[1].send("go")
-        until(lambda: server.run.step == 6)
+        server.reaches(6)
         assert victim[0].exitcode == -signal.SIGKILL
         for k in range(6):
             assert (fitness_digits.unpack_ternary(server.run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
@@ -325,7 +325,7 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
         assert [server.run.record(k)[1] for k in range(1, 6)] == list(recorded["updates"][:5])
         golden = tuple(str(recorded[name][5]) for name in ("model_sha256", "adam_sha256", "scales_sha256"))
         assert steady[1].recv() == late[1].recv() == golden
-    steady[0].join(10), late[0].join(10), victim[0].join(10)
+    steady[0].join(60), late[0].join(60), victim[0].join(60)
 
 
 def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
@@ -336,9 +336,9 @@ def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
     while not fast(rounds) and len(rounds) < 12:
         began = time.process_time()
         with Server(tmp_path / str(len(rounds)), cfg, save=True, steps=20) as server:
-            thread = work_in_thread(server.port, engine, cfg)
-        thread.join(10)
-        seconds, chunks = server.coordinator.progress.seconds, 20 * cfg.N_CHUNKS
+            thread = server.work(engine)
+        thread.join(60)
+        seconds, chunks = server.progress.seconds, 20 * cfg.N_CHUNKS
         rounds.append((chunks / seconds, chunks / (time.process_time() - began)))
         engine.load(parameters.initial_state(cfg))
     assert fast(rounds), rounds

@@ -21,7 +21,7 @@ from numba import uint32
 import egg_config
 from engine import kernel_cache, simd
 from compiling import CARDS
-from recordings import HERE
+from recordings import HERE, python
 
 
 # --- names of compiled kernels ----------------------------------------------------------------------------------------
@@ -45,8 +45,7 @@ FROZEN = {"DEVICE_MASK=7": {"operands"}, "ADAM_EPS=0.5": {"optimize"}, "SHIFT_LO
 
 def test_cuda_kernels_are_named_by_the_constants_that_they_freeze():
     base = set(cuda_files(egg_config.make()))
-    for define in FROZEN_NOWHERE:
-        assert set(cuda_files(egg_config.load(defines=[define], environ={}))) == base, define
+    assert set(cuda_files(egg_config.load(defines=FROZEN_NOWHERE, environ={}))) == base
     for define, kernels in FROZEN.items():
         changed = {name.split("-")[1] for name in set(cuda_files(egg_config.load(defines=[define], environ={}))) - base}
         assert kernels <= changed and "digest" not in changed, (define, changed)
@@ -97,10 +96,7 @@ print(repr([cuda, cpu]))
 
 def names_in(directory, seed="0"):
     """[{CUDA kernel: file}, {CPU function: digest}] as a process in this checkout has them."""
-    environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": ""}
-    done = subprocess.run([sys.executable, "-c", NAMES], cwd=directory, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ast.literal_eval(done.stdout)
+    return ast.literal_eval(python("-c", NAMES, cwd=directory, PYTHONHASHSEED=seed, PYTHONPATH=""))
 
 
 def test_another_checkout_of_the_same_code_has_the_same_names(tmp_path):
@@ -148,36 +144,38 @@ def test_what_a_compiler_sees():
 # --- its directory ----------------------------------------------------------------------------------------------------
 
 @pytest.fixture
-def fresh_directory():
-    kernel_cache.directory.cache_clear()
-    yield kernel_cache.directory
-    kernel_cache.directory.cache_clear()
-
-
-def test_a_directory_is_used_only_if_it_is_private(tmp_path, monkeypatch, fresh_directory, capsys):
+def used(tmp_path, monkeypatch):
+    """A function that gives the directory of the cache, as in a new process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    good = tmp_path / "cache" / "egg" / "kernels"
-    assert fresh_directory() == good and stat.S_IMODE(good.stat().st_mode) == 0o700
 
-    def used():
+    def directory():
         kernel_cache.directory.cache_clear()
         return kernel_cache.directory()
 
-    for mode in 0o777, 0o750, 0o755, 0o500:
-        good.chmod(mode)
-        assert used() == tmp_path / f"egg-{os.getuid()}"
-    good.chmod(0o700)
-    assert used() == good
+    yield directory
+    kernel_cache.directory.cache_clear()
+
+
+def test_a_directory_is_used_only_if_it_is_private(tmp_path, monkeypatch, used, capsys):
+    """Else another one, which others cannot have made either."""
+    good, second = tmp_path / "cache" / "egg" / "kernels", tmp_path / f"egg-{os.getuid()}"
+    assert used() == good and stat.S_IMODE(good.stat().st_mode) == 0o700
+    for path, bad, mended in (*((good, mode, 0o700) for mode in (0o777, 0o750, 0o755, 0o500)),
+                              (good.parent, 0o777, 0o755), (tmp_path / "cache", 0o777, 0o755)):
+        path.chmod(bad)
+        assert used() == second
+        path.chmod(mended)
+        assert used() == good
     good.rename(tmp_path / "elsewhere")
     good.symlink_to(tmp_path / "elsewhere")
-    second = tmp_path / f"egg-{os.getuid()}"
     assert used() == second
-    second.chmod(0o701)
-    assert capsys.readouterr().err == ""
-    third = used()
-    assert third.parent == tmp_path and third not in (second, good) and kernel_cache.is_private(third)
-    assert capsys.readouterr().err.count("\n") == 1
+    for mode in 0o701, 0o777:
+        second.chmod(mode)
+        assert capsys.readouterr().err == ""
+        third = used()
+        assert third.parent == tmp_path and third not in (second, good) and kernel_cache.is_private(third)
+        assert stat.S_IMODE(third.stat().st_mode) == 0o700 and capsys.readouterr().err.count("\n") == 1
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert not kernel_cache.is_private(third), "that of somebody else"
 
@@ -215,12 +213,8 @@ print(kernel(np.array([3])), kernel(np.array([3])))
 def test_cpu_kernels_are_compiled_once(tmp_path):
     """A process finds what another one compiled, for the same vectors, constants and types."""
     def run(*arguments):
-        environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(HERE)}
         (tmp_path / "program.py").write_text(CPU_PROGRAM)
-        command = [sys.executable, tmp_path / "program.py", *arguments]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True)
-        assert done.returncode == 0 and done.stderr == "", done.stderr
-        return done.stdout.split()
+        return python(tmp_path / "program.py", *arguments, XDG_CACHE_HOME=str(tmp_path), PYTHONPATH=str(HERE)).split()
 
     assert run("madd", "2") == ["compiling", "13", "13"]
     assert run("portable", "2")[0] == "compiling" and run("madd", "3") == ["compiling", "25", "25"]
@@ -231,8 +225,6 @@ def test_cpu_kernels_are_compiled_once(tmp_path):
 
 def test_an_inner_function_is_compiled_into_its_callers_alone():
     import numba
-
-    from engine import kernel_cache
 
     @kernel_cache.inner
     def twice(x):
@@ -345,8 +337,7 @@ cuda_engine._compile_together({i: SimpleNamespace(shared=0) for i in range(3)}, 
 
 def test_other_versions_of_numba_are_left_as_they_are():
     """The engine loads, forks nothing, and numba compiles as it does without it."""
-    done = subprocess.run([sys.executable, "-c", OTHER_VERSION], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", OTHER_VERSION)
 
 
 def test_no_configuration_by_import():
@@ -359,11 +350,11 @@ def test_no_configuration_by_import():
             "print(engines.make(egg_config.load(defines=shape), None, 'cpu', 1).name)\n"
             "try:\n    engines.make(egg_config.load(defines=[*shape, 'SIMD=' + sys.argv[1]]), None)\n"
             "except hardware.EngineError as error:\n    print(error)\n")
-    done = subprocess.run([sys.executable, "-c", code, simd.available()[0]], cwd=HERE, capture_output=True, text=True)
     first = simd.available()[0]
     refused = f"SIMD = {first}: this process has compiled for portable already; start another one\n"
     refused = "" if first == "portable" else refused
-    assert done.stdout.endswith(f"cpu portable x1\n{refused}"), done.stderr
+    said = subprocess.run([sys.executable, "-c", code, first], cwd=HERE, capture_output=True, text=True).stdout
+    assert said.endswith(f"cpu portable x1\n{refused}"), said
 
 
 STEP_PROGRAM = """
@@ -387,8 +378,7 @@ assert "word_sums" in compiled()
 
 def test_a_training_step_compiles_its_own_kernels_alone():
     """Neither Muon's, nor those of generation and digests, nor the other model's."""
-    done = subprocess.run([sys.executable, "-c", STEP_PROGRAM], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-c", STEP_PROGRAM], cwd=HERE, check=True)
 
 
 COLD_PROGRAM = """
@@ -415,10 +405,8 @@ def test_a_cold_start_compiles_each_function_once(tmp_path, others_wait):
     head = COLD_PROGRAM.partition("\nif len")[0].replace("PROGRAM", "None")
     helper = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{head}\nimport pickle\n" \
              "cpu_engine.warm_up(*pickle.load(sys.stdin.buffer))"
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "COMPILED": str(tmp_path / "compiled")}
-    command = [sys.executable, "-c", COLD_PROGRAM.replace("PROGRAM", repr(helper)), "main"]
-    done = subprocess.run(command, cwd=HERE, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    python("-c", COLD_PROGRAM.replace("PROGRAM", repr(helper)), "main", XDG_CACHE_HOME=str(tmp_path),
+           COMPILED=str(tmp_path / "compiled"))
     lines = [line.split() for line in (tmp_path / "compiled").read_text().splitlines()]
     names = [name for _, name in lines]
     assert sorted(names) == sorted(set(names)) and {"run_windows", "apply_votes", "write_texts"} <= {*names}
@@ -444,42 +432,7 @@ print""").replace("import sys,", "import sys, time,"))
 
 # --- forged files -----------------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """A function that gives the directory of the cache, as in a new process."""
-    from engine import kernel_cache
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-
-    def directory():
-        kernel_cache.directory.cache_clear()
-        return kernel_cache.directory()
-
-    yield directory
-    kernel_cache.directory.cache_clear()
-
-
-def test_a_cache_that_others_could_have_made_is_not_used(tmp_path, cache):
-    kernels, fallback = tmp_path / "cache" / "egg" / "kernels", tmp_path / "tmp" / f"egg-{os.getuid()}"
-    assert cache() == kernels and kernels.stat().st_mode & 0o777 == 0o700
-    for spoil, mend in ((lambda: kernels.chmod(0o750), lambda: kernels.chmod(0o700)),
-                        (lambda: kernels.parent.chmod(0o777), lambda: kernels.parent.chmod(0o755)),
-                        (lambda: (tmp_path / "cache").chmod(0o777), lambda: (tmp_path / "cache").chmod(0o755))):
-        spoil()
-        assert cache() == fallback
-        mend()
-    moved = tmp_path / "elsewhere"
-    kernels.rename(moved)
-    kernels.symlink_to(moved)
-    assert cache() == fallback
-    fallback.chmod(0o777)
-    private = cache()
-    assert private not in (kernels, fallback, moved) and private.stat().st_mode & 0o777 == 0o700
-
-
 def test_a_kernel_that_is_not_ours_or_a_link_is_not_read(tmp_path):
-    from engine import kernel_cache
     kernel_cache.write(tmp_path / "kernel", pickle.dumps("compiled"))
     assert kernel_cache.read(tmp_path / "kernel") == "compiled"
     os.symlink(tmp_path / "kernel", tmp_path / "link")
@@ -489,7 +442,6 @@ def test_a_kernel_that_is_not_ours_or_a_link_is_not_read(tmp_path):
 
 
 def test_old_kernels_are_removed(tmp_path):
-    from engine import kernel_cache
     now = time.time()
     for i, days in enumerate((400, 100, 30, 1)):
         path = tmp_path / f"cpu-kernel-{i}"

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-import egg
 import egg_config
 from cluster import auth, hub, wire
 from cluster.hub import split_address
@@ -29,7 +28,8 @@ from tools import live_page
 from coordinators import Peer, Peer2, Server, until
 from fakes import SECRET, changed
 from pages import EVERYBODY, ask, connect, page_port, parse_metrics, receive, request
-from recordings import HERE
+from recordings import HERE, python
+from commands import fails, run
 
 
 # --- hostile requests -------------------------------------------------------------------------------------------------
@@ -51,13 +51,13 @@ def test_a_request_that_breaks_the_page_ends_its_connection_alone(tmp_path, monk
         def broken(_):
             raise RuntimeError("nobody has thought of this")
 
-        monkeypatch.setattr(server.coordinator.page, "answer", broken)
+        monkeypatch.setattr(server.page, "answer", broken)
         for _ in range(2):
-            with socket.create_connection(server.coordinator.page.address, timeout=5) as sock:
+            with socket.create_connection(server.page.address, timeout=60) as sock:
                 sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert sock.recv(1) == b""
-        assert server.lines.text.count("its request cannot be handled: RuntimeError") == 1
-        assert Peer2(server.port).chunk(0) == 0
+        assert server.said.count("its request cannot be handled: RuntimeError") == 1
+        assert Peer2(server).chunk(0) == 0
 
 
 PASSWORD = auth.page_password(SECRET).encode()
@@ -77,14 +77,14 @@ def test_the_page_its_state_and_metrics(tmp_path):
         assert status == 200 and fields["content-type"] == "text/html; charset=utf-8" and b"<script>" in html
         assert "default-src 'none'" in fields["content-security-policy"]
         assert not re.search(rb'(src|href)="(?!state.json|metrics|data:)', html)
-        peer = Peer(server.port, cfg)
+        peer = Peer(server)
         peer.link.send(wire.frame(LOG_MESSAGE, "sample at step 0: a<script>\u23ceb >>> <img src=x>".encode()))
         for position in (0, 32, 64, 96):
             assert peer.chunk(0) == position
             if position == 0:
                 peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
             peer.result(0, position, loss=4096, updates=5)
-        until(lambda: server.coordinator.page.figures.step.get("step") == 0)         # after its report
+        until(lambda: server.page.figures.step.get("step") == 0)         # after its report
         status, fields, body = ask(server, "/state.json?x=1")
         state = json.loads(body)
         assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
@@ -114,7 +114,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
         assert [v for k, v in values.items()
                 if k.startswith('egg_worker_chunks_total{name="a version 1 peer",address="127.0.0.1:')] == [4]
         assert ask(server, "/", "HEAD")[::2] == (200, b"") and ask(server, "/nothing")[0] == 404
-        peer.link.close()
+        peer.close()
 
 
 def test_there_is_no_shift_of_noise_on_activations(tmp_path):
@@ -145,7 +145,7 @@ def test_the_page_tells_of_the_end(tmp_path):
 def fetch(port):
     """The state of a page, None where nobody serves it."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
             sock.sendall(request("/state.json"))
             return json.loads(receive(sock)[2] or "null")
     except OSError:
@@ -192,7 +192,7 @@ def test_requests_that_cannot_be_served(tmp_path):
             assert ask(server, host=host)[0] == 403, host                 # a name that a stranger had resolved to here
         for host in ("localhost", "LOCALHOST:8080", "127.0.0.1", f"127.0.0.1:{page_port(server)}", "[::1]:80"):
             assert ask(server, host=host)[0] == 200, host
-        assert Peer(server.port).chunk(0) == 0 and server.failure is None
+        assert Peer(server).chunk(0) == 0 and server.failure is None
 
 
 def test_one_connection_for_many_requests_also_in_pieces(tmp_path):
@@ -230,14 +230,14 @@ def test_clients_that_take_their_time_are_closed(tmp_path, monkeypatch):
         assert time.monotonic() - began < 3
         for sock in (silent, idle, lingering):
             assert sock.recv(1) == b""
-        until(lambda: not (server.coordinator.page.newcomers or server.coordinator.page.served))
-        assert ask(server, "/metrics")[0] == 200 and Peer(server.port).chunk(0) == 0
+        until(lambda: not (server.page.newcomers or server.page.served))
+        assert ask(server, "/metrics")[0] == 200 and Peer(server).chunk(0) == 0
 
 
 def test_who_holds_connections_keeps_no_browser_out(tmp_path, monkeypatch):
     monkeypatch.setattr(live_page, "MOST_CLIENTS", 16)
     with Server(tmp_path, http=EVERYBODY) as server:
-        page = server.coordinator.page
+        page = server.page
         browser = connect(server)
         browser.sendall(request("/metrics", close=False))
         assert receive(browser)[0] == 200
@@ -278,7 +278,7 @@ def test_the_page_under_tls(tmp_path, certificates):
     cert, key = certificates
     where = live_page.Where("127.0.0.1", 0, PASSWORD.decode(), auth.server_tls(cert, key))
     with Server(tmp_path, http=where) as server:
-        assert server.coordinator.page.invitation().startswith("live page: https://127.0.0.1:")
+        assert server.page.invitation().startswith("live page: https://127.0.0.1:")
         context = ssl.create_default_context(cafile=cert)
         with connect(server) as sock, context.wrap_socket(sock, server_hostname="localhost") as secure:
             for _ in range(2):
@@ -291,7 +291,7 @@ def test_the_page_under_tls(tmp_path, certificates):
             plain.sendall(request())
             with contextlib.suppress(ConnectionResetError):
                 assert b"HTTP" not in plain.recv(100)
-        assert Peer(server.port).chunk(0) == 0
+        assert Peer(server).chunk(0) == 0
 
 
 def receive_small(sock):
@@ -340,7 +340,7 @@ def test_noise_does_no_harm(tmp_path):
                 else:
                     sock.sendall(whole)
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
-        assert ask(server, "/metrics", authorization=basic(PASSWORD))[0] == 200 and Peer(server.port).chunk(0) == 0
+        assert ask(server, "/metrics", authorization=basic(PASSWORD))[0] == 200 and Peer(server).chunk(0) == 0
 
 
 def test_many_clients_share_what_is_made_once(tmp_path, monkeypatch):
@@ -362,9 +362,9 @@ def test_clients_that_do_not_read_share_a_few_answers(tmp_path, monkeypatch):
         socks = [connect(server) for _ in range(30)]
         for sock in socks:
             sock.sendall(request("/state.json", close=False))
-        until(lambda: len(server.coordinator.page.served) == 30)
+        until(lambda: len(server.page.served) == 30)
         held = {}
-        for one in list(server.coordinator.hub.connections):
+        for one in list(server.hub.connections):
             held |= {id(part.obj): len(part.obj) for part in list(one.outbox)}
         assert 0 < len(held) <= hub.VERSIONS == len(made) and sum(held.values()) < (hub.VERSIONS + 1) << 23
         assert receive(socks[0])[0] == receive(socks[-1])[0] == 200
@@ -395,9 +395,9 @@ def test_where_the_page_may_be_served():
                                                         (60, 3, 0, 60), (None, 3, 0, 60)])
 def test_the_page_knows_how_long_the_run_lasts(tmp_path, minutes, steps, least, most):
     with Server(tmp_path, changed(), minutes=minutes, steps=steps, stay=True, http=EVERYBODY) as server:
-        page = server.coordinator.page.figures
+        page = server.page.figures
         assert page.seconds_left() is None
-        peer = Peer(server.port, changed())
+        peer = Peer(server, changed())
         for position in (0, 32, 64, 96):
             assert peer.chunk(0) == position
             peer.result(0, position, loss=4096, updates=5)
@@ -418,18 +418,14 @@ def test_a_steep_beginning_does_not_flatten_the_curve():
     assert got == [[steep[-1][2], steep[10][2]], [straight[-1][2], 8], [short[-1][2], 8]]
 
 
-def test_a_busy_port_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_busy_port_is_one_line(here):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert egg.main(["coordinator", "--port", "0", "--http", str(port)]) == 1
-        assert capsys.readouterr().err == f"egg: --http 127.0.0.1:{port}: this port is in use: choose another\n"
-    assert egg.main(["coordinator", "--port", "0", "--http", "0.0.0.0:0"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("egg: --http 0.0.0.0:0 would show the run to anybody") and err.count("\n") == 1
-    with pytest.raises(SystemExit) as ended:
-        egg.main(["coordinator", "--http", "what"])
-    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+        fails(run("coordinator", "--port", 0, "--http", port), 1,
+              f"egg: --http 127.0.0.1:{port}: this port is in use: choose another\n")
+    fails(run("coordinator", "--port", 0, "--http", "0.0.0.0:0"), 2,
+          "egg: --http 0.0.0.0:0 would show the run to anybody")
+    fails(run("coordinator", "--http", "what"), 2)
 
 
 def test_the_coordinator_with_a_page_needs_neither_numba_nor_threads(tmp_path):
@@ -444,5 +440,4 @@ def test_the_coordinator_with_a_page_needs_neither_numba_nor_threads(tmp_path):
                "coordinator.poll(0)\n"
                "heavy = ('numba', 'llvmlite', 'tensorboardX', 'matplotlib')\n"
                "print({m for m in sys.modules if m.split('.')[0] in heavy}, threading.active_count())")
-    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
-    assert done.stdout == "set() 1\n"
+    assert python("-c", program) == "set() 1\n"

@@ -1,7 +1,5 @@
 """The arithmetic of merges, against plain Python fractions."""
 
-import subprocess
-import sys
 from fractions import Fraction
 
 import hypothesis
@@ -13,9 +11,10 @@ import egg_config
 from cluster import snapshots
 from islands import merging
 from model import parameters, state_digest
-from recordings import HERE
+from recordings import python
+from readings import TINY
 
-SHAPE = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32)
+SHAPE = dict(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=32)
 MERGES, OPTIMIZERS = ("clone", "recombine"), ("reset", "copy", "interpolate")
 
 
@@ -210,12 +209,13 @@ def test_a_snapshot_read_from_a_file_can_be_merged(tmp_path):
 
 @pytest.mark.parametrize("spoil, said", [
     (lambda s: s.moments.__setitem__((3, 0), np.nan), "moments that are not finite"),
-    (lambda s: s.moments.__setitem__((3, 2), np.inf), "not finite"),
+    (lambda s: s.moments.__setitem__((3, 2), -np.inf), "not finite"),
     (lambda s: s.moments.__setitem__((3, 1), -1.0), "mean squares below 0"),
     (lambda s: s.weights.__setitem__(3, -128), "-128"),
     (lambda s: s.overlay.__setitem__(3, -128), "-128")])
 @pytest.mark.parametrize("merge", MERGES)
-def test_a_state_that_no_training_gives_is_refused(merge, spoil, said):
+def test_a_state_that_no_training_gives_is_refused(merge, spoil, said, tmp_path):
+    """Also where a worker would load it from a snapshot."""
     cfg = config(merge)
     ours, theirs = state(cfg, 1), state(cfg, 2)
     spoil(theirs)
@@ -223,6 +223,9 @@ def test_a_state_that_no_training_gives_is_refused(merge, spoil, said):
         with pytest.raises(ValueError, match=f"^it holds .*{said}") as error:
             merging.merge(cfg, *pair, 2.0, 1.0)
         assert "\n" not in str(error.value)
+    snapshots.save(cfg, theirs, tmp_path)
+    with pytest.raises(ValueError, match="it holds"):
+        snapshots.read(cfg, tmp_path / f"snapshot-{theirs.step:08d}.egg")
 
 
 def test_rejuvenation():
@@ -264,5 +267,4 @@ RECORDED = "f0cd4628edf17652588830c234f0db53"
 
 
 def test_a_merge_needs_no_numba():
-    program = "import sys; from islands import merging; print('numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True).stdout == "False\n"
+    assert python("-c", "import sys; from islands import merging; print('numba' in sys.modules)") == "False\n"

@@ -17,15 +17,16 @@ import egg_config
 import egg_net
 from cluster import admission, history, snapshots, trust
 from cluster.status import describe_status
-from coordinators import Server, until, work_in_thread
+from coordinators import Server, run_worker, until
 from engine import cpu_engine
-from fakes import FakeEngine, Lines, changed
+from fakes import FakeEngine, Lines, VALIDATION, changed
 from pages import EVERYBODY, ask, parse_metrics
 from run_logs import example
 from model import data_files, fitness_digits, sampling
 from model.reading import Reading
 from readings import drawn, random_config
 from tools import objective, train
+from commands import process
 
 HERE = egg.ROOT
 CFG = egg_config.make(
@@ -126,8 +127,7 @@ def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
         " for reward()", "")
     for columns, shown in ((200, pace), (80, short)):
         monkeypatch.setenv("COLUMNS", str(columns))
-        stream = Lines()
-        stream.isatty = lambda: True
+        stream = Lines(terminal=True)
         console = egg_net.Console(stream)
         console.emit({"event": "step", "elapsed": 65, "step": 3, "loss": 2.5, "unit": "bits/byte", "tokens": 1,
                       "tokens_per_second": 2.5e6}, None)
@@ -271,14 +271,14 @@ def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, 
     validation = data_files.held_out(cfg, TOKENS, "text", BYTES, 64)
     engines = [cpu_engine.CpuEngine(cfg, TOKENS, threads=1) for _ in own]
     with Server(tmp_path, cfg, steps=6, drain=15) as server:
-        threads = [work_in_thread(server.port, engine, cfg, tokens=TOKENS, validation=validation, decoding=BYTES,
-                                  objective=judge, name=str(i))
+        threads = [server.work(engine, tokens=TOKENS, validation=validation, decoding=BYTES, objective=judge,
+                               name=str(i))
                    for i, (engine, judge) in enumerate(zip(engines, own))]
         for thread in threads:
             thread.join(60)
     assert engines[0].step == 6 and engines[0].digest() == engines[1].digest()
-    assert "banned" not in server.lines.text
-    assert "reward at step 2: " in server.lines.text and "the mean of 256 held-out prompts" in server.lines.text
+    assert "banned" not in server.said
+    assert "reward at step 2: " in server.said and "the mean of 256 held-out prompts" in server.said
 
 
 def test_a_worker_takes_no_other_file_than_that_of_the_run(tmp_path):
@@ -317,11 +317,10 @@ REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
 
 
 def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path):
-    validation = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")    # a FakeEngine's rises
     with Server(tmp_path, FAKE, save=True, steps=11, stay=True) as server:
-        work_in_thread(server.port, FakeEngine(FAKE, 0.003), FAKE, validation=validation,
-                       objective=Scripted(FAKE, REWARDS))
-        until(lambda: server.run.step == 11 and server.coordinator.shelf.newest == 10)
+        # the validation of a FakeEngine rises
+        server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Scripted(FAKE, REWARDS))
+        until(lambda: server.run.step == 11 and server.shelf.newest == 10)
     names = ["snapshot-00000004-reward--0.125000.egg", "snapshot-00000008-reward--0.250000.egg",
              "snapshot-00000010-reward--0.200000.egg"]
     assert sorted(path.name for path in tmp_path.glob("snapshot*")) == names
@@ -336,8 +335,8 @@ def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path)
 
 def test_page_metrics_status_and_plots_have_the_reward(tmp_path, capsys):
     with Server(tmp_path, FAKE, save=True, steps=5, stay=True, http=EVERYBODY) as server:
-        work_in_thread(server.port, FakeEngine(FAKE, 0.003), FAKE, objective=Scripted(FAKE, REWARDS))
-        until(lambda: server.run.step == 5 and server.coordinator.page.figures.step.get("step") == 4)
+        server.work(FakeEngine(FAKE, 0.003), objective=Scripted(FAKE, REWARDS))
+        until(lambda: server.run.step == 5 and server.page.figures.step.get("step") == 4)
         state = json.loads(ask(server, "/state.json")[2])
         values = parse_metrics(ask(server, "/metrics")[2].decode())
         assert describe_status(server.status()).splitlines()[0].endswith("reward -0.1250 at step 4")
@@ -369,12 +368,10 @@ def test_a_reward_counts_if_two_workers_state_it():
 
 
 def test_another_file_is_another_configuration(tmp_path):
-    cfg, lines = CFG.changed(OBJECTIVE="a" * 64), Lines()
-    with Server(tmp_path, cfg) as server:
+    with Server(tmp_path, CFG.changed(OBJECTIVE="a" * 64)) as server:
         engine = cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
         with pytest.raises(egg_config.EggError, match="OBJECTIVE"):
-            from egg_net import Console, run_worker
-            run_worker(CFG, "127.0.0.1", server.port, engine, retry=False, console=Console(lines))
+            run_worker(server, engine, CFG)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
@@ -388,8 +385,7 @@ def run(tmp_path):
 
     def run(*words, status=0):
         small = ["-D", "DEVICE=cpu"] if "train" in words else []
-        done = subprocess.run([sys.executable, os.path.join(HERE, "egg.py"), *words, *small], cwd=tmp_path,
-                              capture_output=True, text=True, errors="replace", timeout=120)
+        done = process(*words, *small, env={"EGG_PRESET": ""}, errors="replace", cwd=tmp_path)
         assert done.returncode == status, done.stderr + done.stdout
         return done.stdout + done.stderr
     run("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1", "--save-dir",
@@ -460,7 +456,7 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     ("words", "", ["the king said", "qzx"], 0.0), ("sums", "3+4=", ["7", "8", "7 "], 0.0),
     ("json_array", "[5, ", ["71, 8]", "71, 71]", "71, 8, 9, 10]", "7, 100]", "           "], 0.1),
     ("guess", "?", ["7=7=7=7", "5>7=7=7", "1>x!3>4"], 0.0)])
-def test_examples_judge(name, prompt, texts, low, tmp_path, monkeypatch):
+def test_examples_judge(name, prompt, texts, low, here):
     path = os.path.join(HERE, "examples", name + ".py")
     found = objective.read(path)
     given = {"prompts": [prompt] * len(texts), "completions": texts, "answer": ["7"] * len(texts),
@@ -470,22 +466,20 @@ def test_examples_judge(name, prompt, texts, low, tmp_path, monkeypatch):
     scores = objective.judged(found["reward"], accepted, given)
     assert scores[0] == max(scores) > max(scores[1:]) and 0.7 < scores[0] <= 1 and min(scores) <= low
     if name != "words":
-        monkeypatch.chdir(tmp_path)
         runpy.run_path(path, run_name="__main__")
         written = {"sums": "sums.txt", "json_array": "arrays.txt", "guess": "games.txt"}[name]
-        assert len((tmp_path / written).read_text()) > 100000
+        assert len((here / written).read_text()) > 100000
     if name == "guess":
         assert found["reply"](["7", "8", "3", "x"], [7] * 4) == ["=", "<", ">", "!"]
 
 
-def test_reinforce_learns_the_same_rewards(judged, tmp_path, monkeypatch):
+def test_reinforce_learns_the_same_rewards(judged, here, monkeypatch):
     torch = pytest.importorskip("torch")
     from egg_net import Console
     from maintenance import backprop
-    monkeypatch.chdir(tmp_path)
     TOKENS.tofile("input.bin")
     TOKENS.tofile("val.bin")
-    (tmp_path / "own.py").write_text(LETTERS + "STOP = '.'\n")
+    (here / "own.py").write_text(LETTERS + "STOP = '.'\n")
     cfg = CFG.changed(OBJECTIVE="", VALIDATE_EVERY=1, SOFT_TARGETS=(), DEVICE="cpu", INPUT_FILE="input.bin",
                       VAL_FILE="val.bin")
     for name, value in ("WARM_UP", 1), ("PROMPTS", 4), ("MOMENTS", (1,)):

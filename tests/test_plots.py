@@ -16,12 +16,13 @@ from cluster.console import Printer
 from cluster.progress import Progress
 from tools import curves, plot, train
 from tools.curves import Merge, Thinned, read_curve
-from coordinators import Server, until, work_in_thread
+from coordinators import Server, until
 from fakes import CFG, FakeEngine, Lines
 from fuzzing import EXAMPLES
 from pages import EVERYBODY, ask, parse_metrics
 from recordings import HERE
-from run_logs import Stream, charts, events, example, of_kind
+from run_logs import Stream, charts, events, example, of_kind, told_to
+from commands import fails, run
 
 
 # --- curves and plots -------------------------------------------------------------------------------------------------
@@ -99,18 +100,16 @@ def test_runs_of_the_same_name_and_runs_with_one_point(tmp_path, capsys):
     assert f"a {runs[0]}: " in out and f"b {runs[1]}: " in out and "validation, bits/byte or bits/token\n" in out
 
 
-def test_a_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_picture(here, capsys):
     example("one"), example("two", steps=100)
     assert egg.main(["plot", "one", "two", "--x", "time", "--out", "a.png"]) == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert (here / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert capsys.readouterr().out == "picture: a.png\n"
-    assert egg.main(["plot", "one", "--out", "a.svg"]) == 0 and "<svg" in (tmp_path / "a.svg").read_text()
+    assert egg.main(["plot", "one", "--out", "a.svg"]) == 0 and "<svg" in (here / "a.svg").read_text()
     for out, line in (("no/a.png", "No such file or directory"), ("a.what", "Format 'what' is not supported"),
                       ("x", "--out x: the suffix says what to write: x.png, ")):
-        assert egg.main(["plot", "one", "--out", out]) == 1 and not (tmp_path / "x.png").exists()
-        err = capsys.readouterr().err
-        assert line in err and err.count("\n") == 1
+        fails(run("plot", "one", "--out", out), 1, line)
+        assert not (here / "x.png").exists()
 
 
 def test_references_are_shown_where_they_hold_for_every_run(tmp_path):
@@ -122,21 +121,18 @@ def test_references_are_shown_where_they_hold_for_every_run(tmp_path):
         assert charts([tmp_path / name for name in names])[0][0].references == shown
 
 
-def test_runs_without_data_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "dir").mkdir()
-    (tmp_path / "binary").write_bytes(os.urandom(1 << 20))
-    for run, line in (("empty", "empty holds no step of a run"), ("dir", "dir: contains no run of egg"),
+def test_runs_without_data_are_named(here):
+    (here / "empty").write_text("")
+    (here / "dir").mkdir()
+    (here / "binary").write_bytes(os.urandom(1 << 20))
+    for name, line in (("empty", "empty holds no step of a run"), ("dir", "dir: contains no run of egg"),
                       ("none", "none: No such file"),
                       ("binary", "binary holds no step of a run"),
                       (str(HERE / "tests" / "golden"), "contains no run of egg")):
-        assert egg.main(["plot", run]) == 1
-        err = capsys.readouterr().err
-        assert line in err and err.count("\n") == 1 and "name a --save-dir, or a file of --log-json" in err
+        fails(run("plot", name), 1, line, "name a --save-dir, or a file of --log-json")
 
 
-def test_what_is_no_regular_file_or_too_large_for_a_log_is_one_line(tmp_path, monkeypatch, capsys):
+def test_what_is_no_regular_file_or_too_large_for_a_log_is_one_line(tmp_path, monkeypatch):
     for name in ("pipe", "device", "sparse"):
         (tmp_path / name).mkdir()
     os.mkfifo(tmp_path / "pipe" / history.EVENTS)
@@ -148,9 +144,7 @@ def test_what_is_no_regular_file_or_too_large_for_a_log_is_one_line(tmp_path, mo
     assert read_curve(tmp_path / "link").steps == 300
     for name, words in (("pipe", "not a regular file"), ("device", "not a regular file"),
                         ("sparse", "more than 1,073,741,824 bytes"), (f"pipe/{history.EVENTS}", "not a regular file")):
-        assert egg.main(["plot", str(tmp_path / name)]) == 1
-        err = capsys.readouterr().err
-        assert words in err and err.count("\n") == 1
+        fails(run("plot", tmp_path / name), 1, words)
     with open(tmp_path / "long", "a") as file:
         file.write('{"event": "merge", "step": 1, "time": 1, "peer": "p", "peer_step": 1, "kind": "clone", '
                    '"parent_theirs": "x", "digest": "y"}\n' * 2000 + '{"event": "rejuvenated", "step": 1}\n' * 2000)
@@ -309,11 +303,10 @@ def test_islands_in_the_terminal(tmp_path):
     assert "; gone: b" in text
 
 
-def test_islands_in_a_picture(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    archipelago(tmp_path)
+def test_islands_in_a_picture(here):
+    archipelago(here)
     assert egg.main(["plot", "a", "b", "c", "--x", "time", "--out", "islands.svg"]) == 0
-    drawn = (tmp_path / "islands.svg").read_text()
+    drawn = (here / "islands.svg").read_text()
     assert "$\\frac{" in drawn and "lines that live on 3 islands" in drawn           # as it is, no formula
     assert egg.main(["plot", "a", "--out", "one.png"]) == 0
     assert egg.main(["plot", "c", "a", "--x", "steps", "--out", "two.png"]) == 0
@@ -321,20 +314,19 @@ def test_islands_in_a_picture(tmp_path, monkeypatch):
 
 # islands.gossip lets none such in; what is shown does not rely on it
 BAD_NAME = "<img src=x onerror=alert(1)>\x1b[2J\n"
-ISLAND = {"name": "north", "epoch": 3, "fitness": 3.8125, "kind": "validation", "founder": "south", "peers": [
-    {"name": "south", "address": "10.0.0.2:12345", "state": "up", "fitness": 3.75, "kind": "validation", "step": 300,
-     "epoch": 1, "founder": "south",
-     "last_seen": 0.4, "given": 2, "taken": 1},
-    {"name": BAD_NAME, "address": "10.0.0.3:12345", "state": "distrusted", "fitness": 1.5, "kind": "loss", "step": 0,
-     "epoch": 0, "founder": BAD_NAME,
-     "last_seen": 12.5, "given": 0, "taken": 3},
-    {"name": "west", "address": "10.0.0.4:12345", "state": "down", "fitness": None, "kind": None, "step": None,
-     "epoch": None, "founder": None,
-     "last_seen": 7.0, "given": 0, "taken": 0}],
-    "lineage": [{"epoch": 0, "step": 0, "from": "north", "peer_step": None, "digest": None},
-                {"epoch": 1, "step": 90, "from": "south", "peer_step": 80, "digest": "aa"},
-                {"epoch": 2, "step": 120, "from": BAD_NAME, "peer_step": 70, "digest": "bb"},
-                {"epoch": 3, "step": 130, "from": "north", "peer_step": None, "digest": "cc"}]}
+
+
+def table(names, *rows):
+    return [dict(zip(names.split(), row)) for row in rows]
+
+
+ISLAND = {"name": "north", "epoch": 3, "fitness": 3.8125, "kind": "validation", "founder": "south", "peers": table(
+    "name address state fitness kind step epoch founder last_seen given taken",
+    ("south", "10.0.0.2:12345", "up", 3.75, "validation", 300, 1, "south", 0.4, 2, 1),
+    (BAD_NAME, "10.0.0.3:12345", "distrusted", 1.5, "loss", 0, 0, BAD_NAME, 12.5, 0, 3),
+    ("west", "10.0.0.4:12345", "down", None, None, None, None, None, 7.0, 0, 0)),
+    "lineage": table("epoch step from peer_step digest", (0, 0, "north", None, None), (1, 90, "south", 80, "aa"),
+                     (2, 120, BAD_NAME, 70, "bb"), (3, 130, "north", None, "cc"))}
 
 
 def merged(step, peer="south", **fields):
@@ -350,9 +342,9 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
         with Server(tmp_path / str(told is None), steps=3, stay=True, save=True, http=EVERYBODY) as server:
             html = ask(server)[2].decode()
             assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
-            work_in_thread(server.port, FakeEngine())
-            until(lambda: server.coordinator.page.figures.step.get("step") == 2)        # workers are answered before
-            events = server.coordinator.events
+            server.work(FakeEngine())
+            until(lambda: server.page.figures.step.get("step") == 2)        # workers are answered before
+            events = server.events
             if told:
                 events.emit("merge", "another line", **merged(3))
                 events.emit("merge", "back",
@@ -367,7 +359,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
                 assert not [name for name in values if name.startswith("egg_island")]
                 continue
             assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3}
-            assert state["merges"] == [{"step": 3, "tokens": 3 * server.coordinator.progress.tokens_a_step,
+            assert state["merges"] == [{"step": 3, "tokens": 3 * server.progress.tokens_a_step,
                                         "seconds": pytest.approx(state["seconds"], abs=1e-3),
                                         "peer": peer, "peer_step": peer_step, "part": part} for peer, peer_step,
                                         part in (("south", 80, 0.625), ("north", 1, 1))]
@@ -433,12 +425,10 @@ def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
 @pytest.mark.parametrize("lie", [-(1 << 59), 1 << 59, 0, -1])
 def test_a_lie_does_not_move_the_loss(lie, tmp_path):
     """Of four chunks one states what cannot be: the mean of the others is hardly changed."""
-    run = history.open_run(CFG)
-    with event_log.Events(CFG, run, tmp_path, egg_net.Console(Lines())) as told:
+    with contextlib.closing(history.open_run(CFG)) as run, told_to(tmp_path) as told:
         honest, liar = Progress(CFG, run, told), Progress(CFG, run, told)
         for progress, last in ((honest, 40_000), (liar, lie)):
             progress.begin_step()
             progress.chunk_handed_out()
             progress.complete_step(0, [40_000, 41_000, 42_000, last])
-    run.close()
     assert liar.loss == pytest.approx(honest.loss, rel=0.3)

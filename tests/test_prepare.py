@@ -18,10 +18,9 @@ from commands import PROSE, TEXT, fails, line_with, one_line, paste, run
 # --- own text ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("arguments", [["--out", "my books", "--vocab-size", "300"], ["--vocab-size", "256"]])
-def test_prepare_leads_to_text(arguments, tmp_path, monkeypatch, compiled):
+def test_prepare_leads_to_text(arguments, here, compiled):
     """Text -> training -> generation by what is printed."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "it's mine.txt").write_bytes(TEXT * 2)
+    (here / "it's mine.txt").write_bytes(TEXT * 2)
     made = run("prepare", "it's mine.txt", *arguments)
     assert made.returncode == 0 and made.stderr == "", made
     line = line_with("next: ", made.stdout)
@@ -46,10 +45,9 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         egg_config.load(args.preset, args.defines, environ={})
 
 
-def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(here, monkeypatch):
     monkeypatch.setattr(egg_config, "SHIPPED", egg_config.make().fingerprint())
-    (tmp_path / "t.txt").write_bytes(TEXT)
+    (here / "t.txt").write_bytes(TEXT)
     told = run("prepare", "t.txt", "--out", "mine", env={"EGG_PRESET": ""})
     assert told.returncode == 0 and "no GPU here: these are bytes" in told.stdout and "BPE" not in told.stdout, told
     assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told.stdout
@@ -63,13 +61,12 @@ def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(tmp_path, monke
     fails(run("prepare", "t.txt", "--out", "t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
 
 
-def test_prepare_asks_before_it_replaces(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.txt").write_bytes(TEXT)
-    (tmp_path / "val.bin").write_bytes(b"old")
+def test_prepare_asks_before_it_replaces(here, monkeypatch):
+    (here / "t.txt").write_bytes(TEXT)
+    (here / "val.bin").write_bytes(b"old")
     fails(run("prepare", "t.txt", "--vocab-size", 256), 2,
           "val.bin would be replaced: give another directory with --out DIR, or --force")
-    assert (tmp_path / "val.bin").read_bytes() == b"old" and not (tmp_path / "input.bin").exists()
+    assert (here / "val.bin").read_bytes() == b"old" and not (here / "input.bin").exists()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
 
     def end_of_input(question):
@@ -80,7 +77,7 @@ def test_prepare_asks_before_it_replaces(tmp_path, monkeypatch):
     for answer, replaced in (("", False), ("n", False), ("y", True)):
         monkeypatch.setattr("builtins.input", lambda question: answer)
         assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == (0 if replaced else 2)
-        assert ((tmp_path / "val.bin").read_bytes() != b"old") == replaced
+        assert ((here / "val.bin").read_bytes() != b"old") == replaced
 
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -161,12 +158,11 @@ def test_fewer_tokens_than_asked_for(tmp_path):
     assert len(data_files.Decoding.read(str(tmp_path / "decoding.bin"))) == got
 
 
-def test_bad_texts_leave_the_old_files(tmp_path, monkeypatch):
+def test_bad_texts_leave_the_old_files(here, monkeypatch):
     old = {"input.bin": b"old", "val.bin": b"older", "decoding.bin": b"oldest"}
     for name, content in {**old, "empty": b"", "short": b"ab", "bad.zst": b"no zstd",
                           "cut.zst": pyzstd.compress(b"a" * 999)[:-2], "good": PROSE.encode() * 100}.items():
-        (tmp_path / name).write_bytes(content)
-    monkeypatch.chdir(tmp_path)
+        (here / name).write_bytes(content)
     for texts, words in ((["none"], "No such file"), (["."], "Is a directory"), (["empty"], "no text"),
                          (["short"], "too short"), (["bad.zst"], "no whole zstd file"),
                          (["cut.zst"], "no whole zstd file")):
@@ -178,13 +174,13 @@ def test_bad_texts_leave_the_old_files(tmp_path, monkeypatch):
     with pytest.raises(data_files.DataError, match="good: .*: nothing was changed there") as raised:
         prepare.prepare(["good"], 256, out="good", say=lambda line: None)
     one_line(raised)
-    (tmp_path / "val.bin").unlink()
-    (tmp_path / "val.bin").mkdir()
+    (here / "val.bin").unlink()
+    (here / "val.bin").mkdir()
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(data_files.DataError, match="No space left on device"):
         prepare.prepare(["good"], 256, say=lambda line: None)
-    assert (tmp_path / "input.bin").read_bytes() == b"old" and (tmp_path / "decoding.bin").read_bytes() == b"oldest"
-    assert not [name for name in os.listdir(tmp_path) if name.startswith("input.bin.")], "no temporary file stays"
+    assert (here / "input.bin").read_bytes() == b"old" and (here / "decoding.bin").read_bytes() == b"oldest"
+    assert not [name for name in os.listdir(here) if name.startswith("input.bin.")], "no temporary file stays"
 
 
 def test_without_the_tokenizers_library(tmp_path, monkeypatch):

@@ -8,8 +8,6 @@ import re
 import shlex
 import shutil
 import struct
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -24,10 +22,11 @@ from engine import cpu_engine, cpu_transformer
 from model import data_files, fitness_digits, integer_tables, parameters, rules, state_digest
 from model.reading import Reading
 from tools import debug, train, use
-from coordinators import Peer, Server, work_in_thread
-from fakes import CFG as NET_CFG, Lines, differing, feed
-from readings import callable_by_python, drawn, hold_draws_against_the_distribution, random_config, settings_of
+from coordinators import Peer, Server, kept, refused, whole
+from fakes import CFG as NET_CFG, Lines, differing, feed, step_alone
+from readings import TINY, callable_by_python, drawn, hold_draws_against_the_distribution, random_config, settings_of
 from recordings import HERE
+from commands import process, run
 
 CFG = NET_CFG.changed(LR_SCHEDULE=((0, 1.2),), DEVICE="cpu", N_LAYERS=2)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
@@ -58,7 +57,7 @@ def test_the_draw_follows_the_exact_distribution():
 
 def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     """255 * 127 * 66,312 passes int32: sums of attention must not wrap, however long a sequence is."""
-    cfg, n = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2), 70_000
+    cfg, n = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=2), 70_000
     engine, exp = cpu_engine.CpuEngine(cfg), integer_tables.exp_table(cfg)
     below = max(range(1, 100), key=lambda d: exp[d] & 255)  # the difference whose weight has the largest lowest byte
     assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
@@ -124,10 +123,19 @@ def test_bytes_that_a_foreign_vocabulary_lacks():
 
 # --- a saved run ------------------------------------------------------------------------------------------------------
 
-def step_once(cfg, engine, run):
-    losses = [engine.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE) for c in range(cfg.N_CHUNKS)]
-    fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
-    run.append(fitness_digits.pack_ternary(fitness), int(np.sum(losses)), engine.update(fitness))
+def step_once(engine, run):
+    fitness, losses, changed = step_alone(engine)
+    run.append(fitness_digits.pack_ternary(fitness), int(losses.sum()), changed)
+
+
+def make(cfg=CFG, data=TEXT):
+    return cpu_engine.CpuEngine(cfg, np.frombuffer(data, np.uint8), threads=1)
+
+
+def with_state(state):
+    engine = cpu_engine.CpuEngine(CFG, threads=1)
+    engine.load(state)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +147,10 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)                           # a run remembers where its data are
         run = history.open_run(CFG, str(directory / "ckpt"))
-    engine = cpu_engine.CpuEngine(CFG, np.frombuffer(TEXT, np.uint8), threads=1)
+    engine = make()
     states = [engine.state()]
     for _ in range(STEPS):
-        step_once(CFG, engine, run)
+        step_once(engine, run)
         states.append(engine.state())
     state = states[SNAPSHOT]
     body, upload = snapshots.pack(state), snapshots.Upload(CFG, state.step, state.seed, state_digest.of_state(state),
@@ -167,15 +175,10 @@ def load(best=False, directory="ckpt", cfg=CFG):
     return use.load(cfg, directory, best, threads=1, console=egg_net.Console(lines)), lines.text
 
 
-def call(capsys, *arguments):
+def call(*arguments):
     """(status, standard output, standard error) of a command, without the line that names the run."""
-    capsys.readouterr()
-    try:
-        status = egg.main(list(arguments))
-    except SystemExit as leaving:
-        status = leaving.code
-    out, err = (x if isinstance(x, str) else x.decode("utf-8", "replace") for x in capsys.readouterr())
-    return status, out, re.sub(r"^egg: \S+, step \d+\n", "", err)
+    done = run(*arguments, env={"EGG_PRESET": ""})
+    return done.returncode, done.stdout, re.sub(r"^egg: \S+, step \d+\n", "", done.stderr)
 
 
 def test_a_run_is_loaded_by_snapshot_and_replay(here):
@@ -201,10 +204,10 @@ def test_a_run_is_loaded_by_snapshot_and_replay(here):
 @pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.02), dict(SEEN_VOTES=3)], ids=lambda values: next(iter(values)))
 def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
     cfg = CFG.changed(**values)
-    engine = cpu_engine.CpuEngine(cfg, np.frombuffer(TEXT, np.uint8), threads=1)
+    engine = make(cfg)
     run = history.open_run(cfg, "ckpt-rare")
     for _ in range(3):
-        step_once(cfg, engine, run)
+        step_once(engine, run)
     run.keep_data(snapshots.data_digest(engine.tokens))
     run.close()
     assert load(directory="ckpt-rare", cfg=cfg)[0].digest() == engine.digest()
@@ -226,19 +229,15 @@ def test_reading_a_run_leaves_it_to_its_coordinator(here):
     owner.close()
 
 
-def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here, capsysbinary):
-    capsys = capsysbinary                        # what it writes need not be UTF-8
-    status, out, err = call(capsys, "generate", "--load-dir", "ckpt", "--prompt", "the qu", "--tokens", "12", "--seed",
-                            "9", "--temp", "9")
-    engine = cpu_engine.CpuEngine(CFG, threads=1)
-    engine.load(here[STEPS])
+def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here):
+    ask = "generate", "--prompt", "the qu", "--tokens", "12", "--seed", "9"
+    status, out, err = call(*ask, "--load-dir", "ckpt", "--temp", "9")
+    engine = with_state(here[STEPS])
     more = bytes(engine.generate(list(b"the qu"), 12, 9, temp=9))
     assert (status, err) == (0, "") and out == "the qu" + more.decode("utf-8", "replace")
     # newest ckpt*
-    assert call(capsys, "generate", "--prompt", "the qu", "--tokens", "12", "--seed", "9", "--temp", "9",
-                "--best")[1] != out
-    again = call(capsys, "generate", "--prompt", "the qu", "--tokens", "12", "--seed", "9", "-D", "SAMPLING_TEMP=9",
-                 "-D", "N_LAYERS=2")
+    assert call(*ask, "--temp", "9", "--best")[1] != out
+    again = call(*ask, "-D", "SAMPLING_TEMP=9", "-D", "N_LAYERS=2")
     assert again == (0, out, "")
 
 
@@ -248,8 +247,7 @@ def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt)))
     assert egg.main(["generate", "--prompt", "-", "--tokens", "60", "--temp", "90", "--seed", "3"]) == 0
     out, err = capsysbinary.readouterr()
-    engine = cpu_engine.CpuEngine(CFG, threads=1)
-    engine.load(here[STEPS])
+    engine = with_state(here[STEPS])
     more = bytes(engine.generate(list(prompt), 60, 3, temp=90.0))
     assert out == prompt + more and max(more) > 127
     assert err == b"egg: ckpt, step %d\n" % STEPS
@@ -275,43 +273,39 @@ def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
     (["import", "missing.txt", "--save-dir", "new"], 1, "missing.txt: No such file"),
     (["import", "short.txt"], 2, "--save-dir"),
     (["debug", "--json", "no/such/place"], 1, "no/such/place: No such file")])
-def test_what_is_wrong_is_said_in_one_line(here, capsys, arguments, status, says):
+def test_what_is_wrong_is_said_in_one_line(here, arguments, status, says):
     pathlib.Path("short.txt").write_text("brief")
     pathlib.Path("short.bin").write_text("brief")
     pathlib.Path("empty.txt").write_bytes(b"")
-    got, _, err = call(capsys, *arguments)
+    got, _, err = call(*arguments)
     assert got == status and says in err and err.startswith("egg: ") and err.count("\n") == 1
 
 
-def test_without_a_run_or_a_vocabulary(tmp_path, monkeypatch, capsys):
+def test_without_a_run_or_a_vocabulary(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert call(capsys, "generate")[2].startswith("egg: there is no saved run here (ckpt*): make one with")
+    assert call("generate")[2].startswith("egg: there is no saved run here (ckpt*): make one with")
     wide = CFG.changed(VOCAB_SIZE=300, N_LAYERS=1)
     history.open_run(wide, "ckpt-wide").close()
     monkeypatch.setenv("EGG_DEVICE", "cpu")
-    status, out, err = call(capsys, "generate", "--prompt", "x")
+    status, out, err = call("generate", "--prompt", "x")
     assert status == 1 and not out
     assert "decoding.bin is missing, and without it no text can be turned into tokens" in err
     pieces = [bytes([b]) for b in range(256) if b != 0x21]
     pathlib.Path("decoding.bin").write_bytes(len(pieces).to_bytes(4, "little")
                                              + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
-    status, out, err = call(capsys, "generate", "--prompt", "x!")
+    status, out, err = call("generate", "--prompt", "x!")
     assert status == 1 and not out and "no token for byte 0x21" in err and err.count("\n") == 1
-    assert call(capsys, "generate", "--prompt", "x", "--tokens", "2")[0] == 0
+    assert call("generate", "--prompt", "x", "--tokens", "2")[0] == 0
 
 
 def test_text_comes_while_it_is_made_and_steers_no_terminal():
-    class Screen(Lines):
-        def isatty(self):
-            return True
-
     class Slow:
         def generate(self, prompt, count, seed, **settings):
             for token in b"a\x1bb\xc3\xa9":
                 seen.append(screen.text)
                 yield token
 
-    seen, screen = [], Screen()
+    seen, screen = [], Lines(terminal=True)
     use.generate(CFG, Slow(), b"go\x07\xc3", 5, 0, egg_net.Console(screen))
     plain = re.sub(r"\x1b\[\d*m", "", screen.text)
     assert plain == "go\ufffdabé\n" and "\x1b[34mo\x1b[0m" in screen.text and "\x1b[32ma" not in seen[0]
@@ -319,27 +313,24 @@ def test_text_comes_while_it_is_made_and_steers_no_terminal():
 
 
 def test_samples_have_two_colours_on_a_terminal_alone(monkeypatch):
-    class Screen(Lines):
-        def isatty(self):
-            return True
+    def sample(text, terminal=True):
+        return egg_net.Console(Lines(terminal)).sample(text)
 
     monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = egg_net.Console(Screen()).sample("  sample at step 5: ab >>> c >>> d")
-    assert coloured == "  sample at step 5: \x1b[34mab\x1b[0m >>> \x1b[32mc >>> d\x1b[0m"
-    assert egg_net.Console(Screen()).sample("  a\n  b >>> c") == "  \x1b[34ma\n  b\x1b[0m >>> \x1b[32mc\x1b[0m"
-    assert egg_net.Console(Screen()).sample("hello") == "hello"
+    for plain, coloured in (("  sample at step 5: ab >>> c >>> d",
+                             "  sample at step 5: \x1b[34mab\x1b[0m >>> \x1b[32mc >>> d\x1b[0m"),
+                            ("  a\n  b >>> c", "  \x1b[34ma\n  b\x1b[0m >>> \x1b[32mc\x1b[0m"), ("hello", "hello")):
+        assert sample(plain) == coloured and sample(plain, terminal=False) == plain
     monkeypatch.setenv("NO_COLOR", "1")
-    assert egg_net.Console(Screen()).sample("a >>> b") == egg_net.Console(Lines()).sample("a >>> b") == "a >>> b"
+    assert sample("a >>> b") == "a >>> b"
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------
 
-def test_eval_gives_the_figures_of_the_engine(here, capsys):
-    status, out, err = call(capsys, "eval")
-    engine = cpu_engine.CpuEngine(CFG, threads=1)
+def test_eval_gives_the_figures_of_the_engine(here):
+    status, out, err = call("eval")
     held_out = data_files.open_validation(CFG, data_files.load_decoding(CFG))
-    engine.load(here[STEPS])
-    nats, count = engine.validate(held_out.windows)
+    nats, count = with_state(here[STEPS]).validate(held_out.windows)
     references = data_files.references(CFG, np.frombuffer(TEXT, np.uint8), held_out)
     rows = {line[:16].strip(): [float(x) for x in line[16:].split()] for line in out.splitlines()[2:]}
     for name, bits in {f"step {STEPS}": held_out.bits(nats), **references,
@@ -349,8 +340,8 @@ def test_eval_gives_the_figures_of_the_engine(here, capsys):
     assert (status, err) == (0, "")
     assert re.search(rf"^val.bin: {count} tokens, {count} bytes, in windows of 8; [\d,]+ tokens/s on cpu", out)
     pathlib.Path("val.txt").write_bytes(TEXT[:500])
-    assert call(capsys, "eval", "val.txt")[1].splitlines()[1:] == out.splitlines()[1:]
-    few = call(capsys, "eval", "--tokens", "16", "--best")[1]
+    assert call("eval", "val.txt")[1].splitlines()[1:] == out.splitlines()[1:]
+    few = call("eval", "--tokens", "16", "--best")[1]
     assert few.startswith("val.bin: 16 tokens") and f"step {SNAPSHOT} " in few
 
 
@@ -363,18 +354,18 @@ def test_eval_names_the_windows_that_it_takes(here, capsys):
     assert "in windows of 16; " in out
 
 
-def test_eval_without_the_training_data(here, capsys):
+def test_eval_without_the_training_data(here):
     os.unlink("input.bin")
-    status, out, err = call(capsys, "eval")
+    status, out, err = call("eval")
     assert status == 0 and "uniform" in out and "unigram" not in out
     assert err.startswith("egg: no unigram and bigram figures: input.bin is missing")
 
 
 # --- export and import ------------------------------------------------------------------------------------------------
 
-def test_export_is_a_safetensors_file(here, capsys):
+def test_export_is_a_safetensors_file(here):
     """By hand, from the description of the format, and by the library."""
-    assert call(capsys, "export", "w.safetensors")[0] == 0
+    assert call("export", "w.safetensors")[0] == 0
     data = pathlib.Path("w.safetensors").read_bytes()
     length, = struct.unpack_from("<Q", data)
     header = json.loads(data[8:8 + length])
@@ -401,9 +392,9 @@ def test_export_is_a_safetensors_file(here, capsys):
     assert max(told["data_offsets"][1] for told in header.values()) == len(data) - 8 - length
 
 
-def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here, capsys):
-    call(capsys, "export", "w.safetensors", "--best")
-    status, out, err = call(capsys, "import", "w.safetensors", "--save-dir", "new")
+def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here):
+    call("export", "w.safetensors", "--best")
+    status, out, err = call("import", "w.safetensors", "--save-dir", "new")
     assert (status, err) == (0, "")
     assert out.startswith(f"new: a run at step {SNAPSHOT}, its optimizer and noise scales begin anew\nnext: ")
     state = load(directory="new")[0].state()
@@ -411,16 +402,16 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here, capsys):
     assert (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
     assert egg_config.load(environ={}, saved=history.configuration("new")).saved() == CFG.saved()
-    assert "holds a run already" in call(capsys, "import", "w.safetensors", "--save-dir", "new")[2]
+    assert "holds a run already" in call("import", "w.safetensors", "--save-dir", "new")[2]
 
 
-def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_refused(here, capsys):
-    call(capsys, "export", "w.safetensors")
+def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_refused(here):
+    call("export", "w.safetensors")
     arrays, metadata = safetensors.numpy.load_file("w.safetensors"), use.open_tensors("w.safetensors")[1]
 
     def refused(changed, says, metadata=metadata, **more):
         safetensors.numpy.save_file({**changed, **more}, "other.safetensors", metadata)
-        status, _, err = call(capsys, "import", "other.safetensors", "--save-dir", "other")
+        status, _, err = call("import", "other.safetensors", "--save-dir", "other")
         assert status in (1, 2) and says in err and err.count("\n") == 1 and not os.path.exists("other"), err
 
     refused({k: v for k, v in arrays.items() if k != "ln_f"}, "has no ln_f")
@@ -434,14 +425,14 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
     refused(arrays, "layers.1.ln_1", {**metadata, "config": json.dumps({**CFG.saved(), "N_LAYERS": 1})})
     safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
-    assert call(capsys, "import", "other.safetensors", "--save-dir", "other",
+    assert call("import", "other.safetensors", "--save-dir", "other",
                 *DEFINES)[1].startswith("other: a run at step 1")
     state = load(directory="other")[0].state()
     assert np.array_equal(state.weights, here[STEPS].weights) and state.seed == here[1].seed
 
 
-def test_damaged_safetensors_files_end_in_one_line(here, capsys):
-    call(capsys, "export", "w.safetensors")
+def test_damaged_safetensors_files_end_in_one_line(here):
+    call("export", "w.safetensors")
     data, rng = pathlib.Path("w.safetensors").read_bytes(), np.random.default_rng(1)
     damaged = [data[:n] for n in (0, 7, 8, 100, len(data) - 1)] + [data + b"x", b"\xff" * 8 + data[8:],
                                                                    data[:8] + b"[]" + data[10:]]
@@ -449,41 +440,37 @@ def test_damaged_safetensors_files_end_in_one_line(here, capsys):
         damaged.append(data[:at] + bytes([rng.integers(256)]) + data[at + 1:])
     for number, wrong in enumerate(damaged):
         pathlib.Path("wrong").write_bytes(wrong)
-        status, _, err = call(capsys, "import", "wrong", "--save-dir", f"from-{number}")
+        status, _, err = call("import", "wrong", "--save-dir", f"from-{number}")
         one_line = err.startswith("egg: ") and err.count("\n") == 1
         assert number >= 8 and status == 0 or status in (1, 2) and one_line, (number, err)
 
 
-def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
+def test_training_goes_on_from_an_import_to_the_bit(here):
     """With --full the run is the one that was exported: a coordinator and a worker that begins at step 0, against the
     engine alone."""
-    assert call(capsys, "export", "w.safetensors", "--full")[0] == 0
+    assert call("export", "w.safetensors", "--full")[0] == 0
     arrays = safetensors.numpy.load_file("w.safetensors")
     t = next(t for t in parameters.tensors(CFG) if (t.name, t.layer) == ("w_up", 1))
     moments = here[STEPS].moments[t.span]
     assert moments.any()
     assert np.array_equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
-    assert "with the optimizer's state" in call(capsys, "import", "w.safetensors", "--save-dir", "new")[1]
-    tokens = np.frombuffer(TEXT, np.uint8)
-    alone, worker = (cpu_engine.CpuEngine(CFG, tokens, threads=1) for _ in range(2))
+    assert "with the optimizer's state" in call("import", "w.safetensors", "--save-dir", "new")[1]
+    alone, worker = make(), make()
     alone.load(here[STEPS])
     record = history.open_run(CFG, None)
     record.step, record.seed = alone.step, alone.seed
     record.start = record.start._replace(step=alone.step, seed=alone.seed)
     with Server("new", CFG, save=True, steps=STEPS + 3) as server:
-        thread = work_in_thread(server.port, worker, cfg=CFG, tokens=tokens)
-    thread.join(20)
+        thread = server.work(worker, tokens=alone.tokens)
+    thread.join(60)
     for _ in range(3):
-        step_once(CFG, alone, record)
-    assert worker.step == STEPS + 3 and worker.state().digests() == alone.state().digests()
-    run = history.read_run(CFG, "new")
-    assert [run.fitness(k) for k in range(STEPS, STEPS + 3)] == [record.fitness(k) for k in range(STEPS, STEPS + 3)]
-    assert run.start.step == STEPS and run.step == STEPS + 3
-    run.close()
-    assert load(directory="new")[0].state().digests() == alone.state().digests()
+        step_once(alone, record)
+    assert worker.step == STEPS + 3 and worker.digest() == alone.digest()
+    assert kept("new", CFG) == whole(record) and len(whole(record)) == 3
+    assert load(directory="new")[0].digest() == alone.digest()
     # it goes on elsewhere, and into no other run
     history.open_run(CFG, "elsewhere", "new").close()
-    assert load(directory="elsewhere")[0].state().digests() == alone.state().digests()
+    assert load(directory="elsewhere")[0].digest() == alone.digest()
     with pytest.raises(history.HistoryError, match="holds another run"):
         history.open_run(CFG, "ckpt", "new")
     os.unlink(f"elsewhere/snapshot-{STEPS:08d}.egg")
@@ -491,29 +478,29 @@ def test_training_goes_on_from_an_import_to_the_bit(here, capsys):
         load(directory="elsewhere")
 
 
-def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here, capsys):
-    call(capsys, "export", "w.safetensors")
-    call(capsys, "import", "w.safetensors", "--save-dir", "new")
+def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
+    call("export", "w.safetensors")
+    call("import", "w.safetensors", "--save-dir", "new")
     with Server("new", CFG, save=True) as server:
-        old = Peer(server.port, CFG)
+        old = Peer(server)
         old.ask(0)
-        assert old.closed() and "from an imported model" in server.lines.text
-        server.coordinator.shelf.block = lambda *_: (0, b"")         # the snapshot cannot be read
+        assert old.closed() and "from an imported model" in server.said
+        server.shelf.block = lambda *_: (0, b"")         # the snapshot cannot be read
         lost = cpu_engine.CpuEngine(CFG, threads=1)
-        with pytest.raises(egg_net.NetError, match="from an imported model"):
+        with refused("from an imported model"):
             egg_net.run_worker(CFG, "127.0.0.1", server.port, lost, retry=False, console=egg_net.Console(Lines()))
     assert lost.step == 0
 
 
-def test_the_snapshot_an_imported_run_began_with_stays(here, capsys):
-    call(capsys, "export", "w.safetensors")
-    call(capsys, "import", "w.safetensors", "--save-dir", "new")
+def test_the_snapshot_an_imported_run_began_with_stays(here):
+    call("export", "w.safetensors")
+    call("import", "w.safetensors", "--save-dir", "new")
     run = history.open_run(CFG, "new")
-    engine = cpu_engine.CpuEngine(CFG, np.frombuffer(TEXT, np.uint8), threads=1)
+    engine = make()
     shelf = snapshots.Shelf(CFG, run)
     engine.load(shelf.state(STEPS))
     for _ in range(4):
-        step_once(CFG, engine, run)
+        step_once(engine, run)
         body = snapshots.pack(engine.state())
         upload = snapshots.Upload(CFG, engine.step, engine.seed, engine.digest(), "new")
         feed(upload, len(body), 0, body)
@@ -551,8 +538,8 @@ def test_a_trace_shows_every_part_of_member_0(here):
     assert whole.shape == (8, 256) and len(shown) == 4 + 2 * 6 + 1
 
 
-def test_debug_command_and_layout(here, capsys):
-    status, out, err = call(capsys, "debug", "--json", "trace.jsonl")
+def test_debug_command_and_layout(here):
+    status, out, err = call("debug", "--json", "trace.jsonl")
     assert (status, err) == (0, "") and "\x1b" not in out
     number = r" *-?\d+\.\d+"
     for line in out.splitlines():
@@ -560,7 +547,7 @@ def test_debug_command_and_layout(here, capsys):
                             rf"Ent:{number}\( *\d+%\) Sat: *\d+% Zero: *\d+% Range:\[ *-?\d+\.\. *-?\d+\]|"
                             rf"\[S    6 L ?\d T  7 H[01]\] Attn          : Ent:{number}\( *\d+%\) MaxW: *\d+ "
                             r"SumW: *\d+ Ctx: +\d+", line), line
-    call(capsys, "debug", "--json", "trace.jsonl", "--best")
+    call("debug", "--json", "trace.jsonl", "--best")
     steps = [json.loads(line)["step"] for line in open("trace.jsonl")]
     assert steps == [STEPS, SNAPSHOT]
     colour = lambda text, name: f"\x1b[{console.COLOURS[name]}m{text}\x1b[0m"
@@ -568,13 +555,14 @@ def test_debug_command_and_layout(here, capsys):
 
 
 def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
-    tokens, ends = np.frombuffer(TEXT, np.uint8), []
+    ends = []
     for constants in ({}, {"DEBUG": 1, "DEBUG_FILE": "trace.jsonl"}):
-        cfg, engine = CFG.changed(**constants), cpu_engine.CpuEngine(CFG, tokens, threads=1)
+        cfg, engine = CFG.changed(**constants), make()
+        tokens = engine.tokens
         with Server(".", cfg, steps=12) as server:
-            thread = work_in_thread(server.port, engine, cfg=cfg, tokens=tokens, inspect=train.inspector(cfg, tokens))
-        thread.join(20)
-        ends.append(engine.state().digests())
+            thread = server.work(engine, tokens=tokens, inspect=train.inspector(cfg, tokens))
+        thread.join(60)
+        ends.append(engine.digest())
         assert capsys.readouterr().out.count("Emb  ") == (2 if constants else 0)
     assert ends[0] == ends[1] and [json.loads(line)["step"] for line in open("trace.jsonl")] == [0, 10]
 
@@ -582,15 +570,14 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
 # --- the way from training to text ------------------------------------------------------------------------------------
 
 def test_a_training_ends_by_inviting_to_what_works_at_once(here):
-    done = subprocess.run([sys.executable, HERE / "egg.py", "train", "--steps", "2", "--save-dir", "ckpt new",
-                           "--preset", "deggs", *DEFINES], capture_output=True, text=True)
+    done = process("train", "--steps", "2", "--save-dir", "ckpt new", *DEFINES)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("try it: ")
     program, script, *arguments = shlex.split(last.removeprefix("try it: "))
     assert (HERE / "egg.py").samefile(script)
     assert arguments == ["generate", "--load-dir", "ckpt new"]
-    written = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    written = process(*arguments, program=script)
     assert written.returncode == 0 and written.stdout.startswith("\n")
     assert written.stderr == "egg: ckpt new, step 2\n"
     assert len(written.stdout) > 100

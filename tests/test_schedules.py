@@ -1,9 +1,8 @@
 """Switches that change from step to step or by token: schedules, rates, initial values, seen votes."""
 
+import contextlib
 import functools
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,14 +11,13 @@ from numba import uint32
 import egg_config
 from cluster import history
 from engine import cpu_engine, cuda_engine
-from model import fitness_digits, optimizers, parameters, rules
-from model.reading import Reading
+from model import optimizers, parameters, rules
 from tools import arch
 from compiling import CARDS, path_of
 from coordinators import cluster
-from fakes import any_fitness
-from readings import SMALL, member_loss
-from recordings import HERE
+from fakes import any_fitness, step_alone
+from readings import SMALL, member_loss, votes_on
+from recordings import HERE, python
 
 
 # --- distributed, resumed ---------------------------------------------------------------------------------------------
@@ -43,20 +41,17 @@ def test_distributed_and_resumed(tmp_path, values):
     engine = functools.partial(cpu_engine.CpuEngine, cfg, tokens, threads=1)
     alone, changed = engine(), 0
     for _ in range(6):
-        chunks = [fitness_digits.chunk_fitness(alone.evaluate(c * cfg.CHUNK_SIZE, cfg.CHUNK_SIZE),
-                                           cfg) for c in range(cfg.N_CHUNKS)]
-        changed += alone.update(np.concatenate(chunks))
+        changed += step_alone(alone)[2]
     for steps in (3, 6):
         workers = [engine(), engine()]
         server = cluster(tmp_path, workers, steps, cfg, save=True)
-        assert "not that of others" not in server.lines.text and server.failure is None
-        assert ("| Noise: 5 | Net" in server.lines.text) == ("SIGMA_SCHEDULE" in values)
-    assert changed > 0 and [w.state().digests() for w in workers] == [alone.state().digests()] * 2
-    run = history.open_run(cfg, tmp_path)
+        assert "not that of others" not in server.said and server.failure is None
+        assert ("| Noise: 5 | Net" in server.said) == ("SIGMA_SCHEDULE" in values)
+    assert changed > 0 and [worker.digest() for worker in workers] == [alone.digest()] * 2
     replica = engine()
-    history.replay(run, replica)
-    run.close()
-    assert replica.state().digests() == alone.state().digests()
+    with contextlib.closing(history.read_run(cfg, tmp_path)) as run:
+        history.replay(run, replica)
+    assert replica.digest() == alone.digest()
 
 
 def test_the_schedule_is_that_of_the_specification_and_data():
@@ -167,16 +162,11 @@ def test_what_reads_the_data_needs_them(values):
 
 
 def seen_by_hand(cfg, state, tokens, t, fitness, often):
-    """int64 [rows, cols]: the votes of SPEC 9 for a table by token, in plain NumPy; those on tokens in a pair's window
+    """int64, canonical: the votes of SPEC 9 for a table by token, in plain NumPy; those on tokens in a pair's window
     count `often` times, the others once."""
-    reading, votes = Reading(cfg, state), 0
     windows = rules.windows(cfg, tokens, state.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
-    for q in np.flatnonzero(fitness):
-        a, b = (reading.noise(state.seed + int(q) + seed, np.arange(n)).astype(np.int64)
-                for seed, n in ((t.seed_a, t.cols), (t.seed_b, t.rows)))
-        a, b = (a, b) if cfg.USE_CLT else (np.sign(a), np.sign(b))
-        votes = votes + int(fitness[q]) * np.outer(b, a * np.where(np.isin(np.arange(t.cols), windows[q]), often, 1))
-    return votes
+    return votes_on(cfg, state, t, fitness,
+                    lambda q, a: a * np.where(np.isin(np.arange(t.cols), windows[q]), often, 1))
 
 
 SEEN = (dict(), dict(USE_CLT=0, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, GROUP_SIZE=4),
@@ -199,7 +189,7 @@ def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
     for t in (t for t in parameters.tensors(cfg) if t.by_token):
         part = t.span
         often = 5 if t.name == "embedding" else 1
-        votes = parameters.to_canonical(seen_by_hand(cfg, before, tokens, t, fitness, often))
+        votes = seen_by_hand(cfg, before, tokens, t, fitness, often)
         moved = after.weights[part].astype(np.int64) - before.weights[part] + after.moments[part, 2].astype(np.float64)
         assert np.array_equal(moved, votes * (2.0 ** -12 / 2 ** 5)) and votes.any(), t.name
 
@@ -230,17 +220,15 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), np.array([1, 0, -1, 1], np.int8)
     np.save(tmp_path / "tokens.npy", tokens)
     np.save(tmp_path / "fitness.npy", fitness)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SIMULATED_SEEN, json.dumps(values)], cwd=tmp_path,
-                          capture_output=True, text=True,
-                          env={"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(HERE), "PATH": ""})
-    assert done.returncode == 0, done.stderr
+    python("-W", "ignore", "-c", SIMULATED_SEEN, json.dumps(values), cwd=tmp_path, NUMBA_ENABLE_CUDASIM="1",
+           PYTHONPATH=str(HERE))
     state, votes = parameters.initial_state(cfg), np.load(tmp_path / "votes.npy")
     state.step, state.seed = 3, 77
     for t in parameters.tensors(cfg):
         want = np.zeros(t.size, np.int64)
         if t.seen:
             once, four = (seen_by_hand(cfg, state, tokens, t, fitness, often) for often in (1, 4))
-            want = parameters.to_canonical(four - once)
+            want = four - once
         assert np.array_equal(votes[t.span], want) and want.any() == t.seen, t.name
 
 

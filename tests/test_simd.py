@@ -1,16 +1,13 @@
 """The vector instructions of the CPU engine, every kind that this processor has, against NumPy on random operands."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from engine import simd
 from model import integer_tables
-from recordings import HERE
+from recordings import python
 
 
 def hold_against_numpy():
@@ -97,6 +94,4 @@ def hold_against_numpy():
 @pytest.mark.parametrize("kind", simd.available())
 def test_every_operation_is_that_of_numpy(kind):
     code = f"import test_simd; from engine import simd; simd.use({kind!r}); test_simd.hold_against_numpy()"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "tests")])}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", code, PYTHONPATH="tests")

@@ -6,7 +6,6 @@ import os
 import queue
 import re
 import ssl
-import subprocess
 import time
 from types import SimpleNamespace
 
@@ -18,8 +17,9 @@ from cluster import admission, auth, dispatch, event_log, fairness, history, sta
 from cluster.step import Step
 from cluster.wire import JOB_RESPONSE, REBUILD, V2
 from model import fitness_digits
-from coordinators import Coordinator, Holder, Peer, Peer2, Server, caller, cluster, refused_by, until, whole
-from fakes import BAD, CFG, Drifting, FakeEngine, GOOD, Liar, Lines, SECRET, card, changed, expected
+from coordinators import Holder, Peer, Peer2, Server, caller, callers, cluster, idle, kept, refused, until
+from fakes import BAD, CFG, Drifting, FakeEngine, GOOD, Liar, SECRET, card, changed, expected
+from commands import certificate
 
 
 # --- chunks of a step: audits, liars, leases, copies ------------------------------------------------------------------
@@ -29,67 +29,60 @@ class Alone(admission.Author):
     author = property(lambda self: self)
 
 
-A = Alone("host", "a", "worker a")
-B = Alone("host", "b", "worker b")
-C = Alone("host", "c", "worker c")
-D = Alone("host", "d", "worker d")
+A, B, C, D = (Alone("host", name, name) for name in "abcd")
 YES = GOOD, 5
-NO = fitness_digits.pack_ternary(-np.ones(16, np.int8)), 5
-
-
-def give(step, author, chunk, what):
-    return step.result(author, chunk, *what)
+NO = BAD, 5
 
 
 def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
     step = Step(CFG, audited=[1])
     assert [step.take(A, 0) for _ in range(5)] == [0, 1, 2, 3, None] and step.take(B, 0) == 1
     for chunk in (0, 1, 2, 3):
-        assert give(step, A, chunk, YES) == []
+        assert step.result(A, chunk, *YES) == []
     assert set(step.done) == {0, 2, 3} and step.take(A, 1) is None
-    assert give(step, B, 1, NO) == [] and 1 not in step.done
+    assert step.result(B, 1, *NO) == [] and 1 not in step.done
     assert step.disputed() == [(1, [A, B])]
     assert step.take(A, 1) is None and step.take(B, 1) is None and step.take(C, 1) == 1
-    assert give(step, C, 1, YES) == [B] and step.complete \
+    assert step.result(C, 1, *YES) == [B] and step.complete \
         and step.fitness() == fitness_digits.pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
     step.withdraw(B)
-    assert give(step, D, 1, NO) == [D] and step.complete
+    assert step.result(D, 1, *NO) == [D] and step.complete
 
 
 def test_a_late_result_that_differs_opens_the_chunk_again():
     step = Step(CFG)
-    assert give(step, A, 0, NO) == [] and 0 in step.done
-    assert give(step, A, 0, YES) == [] and step.done[0] == NO             # its own first word counts
-    assert give(step, B, 0, YES) == [] and 0 not in step.done and step.take(C, 0) == 0
-    assert give(step, C, 0, YES) == [A] and step.done[0] == YES
+    assert step.result(A, 0, *NO) == [] and 0 in step.done
+    assert step.result(A, 0, *YES) == [] and step.done[0] == NO             # its own first word counts
+    assert step.result(B, 0, *YES) == [] and 0 not in step.done and step.take(C, 0) == 0
+    assert step.result(C, 0, *YES) == [A] and step.done[0] == YES
 
 
 def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
     step = Step(CFG, audited=[0])
-    assert give(step, A, 0, YES) == [] and not step.done
+    assert step.result(A, 0, *YES) == [] and not step.done
     step.alone = True
     step.settle()
     step.alone = False
     assert set(step.done) == {0}
-    give(step, B, 1, YES)
-    give(step, A, 2, YES)
-    give(step, B, 2, YES)
+    step.result(B, 1, *YES)
+    step.result(A, 2, *YES)
+    step.result(B, 2, *YES)
     step.withdraw(A)
     assert set(step.done) == {1, 2}
     assert sorted(iter(lambda: step.take(C, 0), None)) == [0, 3]
     step.alone = True
-    assert give(step, B, 0, YES) == [] and 0 in step.done
+    assert step.result(B, 0, *YES) == [] and 0 in step.done
 
 
 def test_copies_go_to_idle_workers_and_the_first_result_counts():
     step = Step(CFG)
     assert [step.take(A, t) for t in range(4)] == [0, 1, 2, 3]
-    give(step, A, 2, YES)
+    step.result(A, 2, *YES)
     assert step.late(3.0, 1.0) == [0, 1] and step.late(1.2, 1.0) == []
     late = step.late(3.0, 1.0)
     assert step.copy(A, 3.0, late) is None and step.copy(B, 3.0, late) == 0 and late == [1]
     assert step.late(5.9, 1.0) == [1, 3] and step.late(6.1, 1.0) == [0, 1, 3]   # a third one waits twice as long
-    give(step, B, 0, YES)
+    step.result(B, 0, *YES)
     step.give_back(A, 0)
     assert step.take(C, 9) is None
 
@@ -97,7 +90,7 @@ def test_copies_go_to_idle_workers_and_the_first_result_counts():
 def test_leases_follow_the_time_that_chunks_take(tmp_path, monkeypatch):
     monkeypatch.setattr(fairness, "LEAST_LEASE", 1.0)
     with Server(tmp_path) as server:
-        quick, stuck = Peer2(server.port), Peer2(server.port)
+        quick, stuck = Peer2(server), Peer2(server)
         for position in (0, 32):
             quick.ask(0)
             assert quick.answer().first == position
@@ -105,25 +98,24 @@ def test_leases_follow_the_time_that_chunks_take(tmp_path, monkeypatch):
             quick.result(0, position)
         assert stuck.chunk(0) == 64 and quick.chunk(0) == 96
         quick.result(0, 96)
-        started = time.monotonic()
         quick.ask(0)
         # a copy, well before the lease is over
-        assert quick.answer().first == 64 and time.monotonic() - started < 1.0
-        until(lambda: re.search(r"silent for 1(\.0\d*)? s, its chunk 2 is handed out again", server.lines.text))
+        assert quick.answer().first == 64 and "handed out again" not in server.said
+        until(lambda: re.search(r"silent for 1(\.0\d*)? s, its chunk 2 is handed out again", server.said))
         assert CFG.STRAGGLER_TIMEOUT == 90
         quick.result(0, 64)
-        until(lambda: server.run.step == 1)
+        server.reaches(1)
 
 
 def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work(tmp_path):
     cfg = changed(POPULATION_SIZE=32 * 12)
     with Server(tmp_path, cfg) as server:
-        greedy, other = Peer(server.port, cfg), Peer2(server.port, cfg)
+        greedy, other = Peer(server), Peer2(server)
         # without waiting, and without holding more than CHUNKS_HELD
         asked = [greedy.chunk(0) // 32 for _ in range(9)]
-        known = next(worker for worker in server.coordinator.dispatcher.workers if worker.version == 1)
+        known = next(worker for worker in server.dispatcher.workers if worker.version == 1)
         assert all(0 <= c < 12 for c in asked)
-        assert len(server.coordinator.dispatcher.work.accounts[known].held) == dispatch.CHUNKS_HELD
+        assert len(server.dispatcher.work.accounts[known].held) == dispatch.CHUNKS_HELD
         mine = []
         for _ in range(12 - dispatch.CHUNKS_HELD):
             mine.append(other.chunk(0) // 32)
@@ -137,28 +129,25 @@ def test_who_takes_chunks_and_leaves_waits_longer_and_longer_until_it_delivers(t
     monkeypatch.setattr(fairness, "DOUBT", (0.3, 0.6))
     cfg = changed(POPULATION_SIZE=32 * 64)
     with Server(tmp_path, cfg) as server:
-        honest, known = caller("127.0.0.3", server.port, cfg), server.coordinator.dispatcher.fairness
-
-        def works():
-            honest.result(0, honest.chunk(0))
+        honest, known = caller("127.0.0.3", server), server.dispatcher.fairness
 
         def newcomer():
-            peer = caller("127.0.0.2", server.port, cfg)
+            peer = caller("127.0.0.2", server)
             peer.ask(0)
             return peer
 
-        works()
+        honest.works(0)
         for pause in (0.3, 0.6, 0.6):
             holder = newcomer()
             holder.answer()                                      # the first one at once
-            holder.link.close()
+            holder.close()
             until(lambda: known._doubted and not any(w.author.host == "127.0.0.2"
-                                                     for w in server.coordinator.dispatcher.workers))
+                                                     for w in server.dispatcher.workers))
             assert known._doubted["127.0.0.2"][0] == pause
-            works()
+            honest.works(0)
             waiting = newcomer()
             assert waiting.silent(0.1)
-            waiting.link.close()
+            waiting.close()
         last = newcomer()
         last.result(0, last.answer().first)                      # who delivers is like all others, and its host too
         until(lambda: not known._doubted)
@@ -169,47 +158,43 @@ def test_who_takes_chunks_and_leaves_waits_longer_and_longer_until_it_delivers(t
         assert last.silent(0.1)
 
 
-def test_only_chunks_that_were_handed_out_are_taken(tmp_path):
+def test_only_chunks_that_were_handed_out_are_taken(server):
     """Else two liars could outvote whomever they like."""
-    with Server(tmp_path) as server:
-        peer = Peer2(server.port)
-        assert peer.chunk(0) == 0
-        peer.result(0, 64)
-        with pytest.raises(egg_net.NetError, match="RESULT for chunk 2, which it was not given"):
-            peer.answer()
-        old = Peer(server.port)
-        for chunk in range(4):                                   # of protocol 1, before it has asked for anything
-            old.result(0, 32 * chunk)
-        given = old.chunk(0)                                     # it stays
-        assert not server.coordinator.dispatcher.work.done
-        worker, = server.coordinator.dispatcher.workers
-        assert worker.conduct.punctual is False and worker.conduct.results == 0
-        old.result(0, given)
-        until(lambda: [*server.coordinator.dispatcher.work.done] == [given // 32] and worker.conduct.punctual)
+    peer = Peer2(server)
+    assert peer.chunk(0) == 0
+    peer.result(0, 64)
+    with refused("RESULT for chunk 2, which it was not given"):
+        peer.answer()
+    old = Peer(server)
+    for chunk in range(4):                                   # of protocol 1, before it has asked for anything
+        old.result(0, 32 * chunk)
+    given = old.chunk(0)                                     # it stays
+    assert not server.dispatcher.work.done
+    worker, = server.dispatcher.workers
+    assert worker.conduct.punctual is False and worker.conduct.results == 0
+    old.result(0, given)
+    until(lambda: [*server.dispatcher.work.done] == [given // 32] and worker.conduct.punctual)
 
 
 def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
-    cfg, run = changed(POPULATION_SIZE=32), history.open_run(changed(POPULATION_SIZE=32))
-    coordinator = Coordinator(cfg, run, log_dir=tmp_path, console=egg_net.Console(Lines()))
-    peers = []
-    for _ in range(6 * dispatch.ANSWERS_IN_A_ROW):
-        peers.append(Peer(coordinator.address[1], cfg))
-        peers[-1].ask(0)
-        until(lambda: coordinator.poll(0.01) or len(coordinator.dispatcher.waiting) == len(peers) - 1)
-    assert peers[0].answer().first == 0                             # it has the chunk, the others wait
-    peers[0].result(0, 0)
-    until(lambda: coordinator.poll(0.001) or run.step == 1)
-    assert len(coordinator.dispatcher.waiting) > dispatch.ANSWERS_IN_A_ROW
-    assert peers[1].answer().step == 1
-    peers[1].ask(1)
-    coordinator.poll()
-    # its next chunk, before the last has been told of the step
-    answer = peers[1].answer()
-    assert (answer.step, answer.first) == (1, 0) and coordinator.dispatcher.waiting
-    until(lambda: coordinator.poll(0.001) or not coordinator.dispatcher.waiting)
-    assert all(peer.answer().step == 1 for peer in peers[2:])
-    coordinator.close()
-    run.close()
+    cfg, peers = changed(POPULATION_SIZE=32), []
+    with idle(tmp_path, cfg) as coordinator:
+        for _ in range(6 * dispatch.ANSWERS_IN_A_ROW):
+            peers.append(Peer(coordinator.address[1], cfg))
+            peers[-1].ask(0)
+            until(lambda: coordinator.poll(0.01) or len(coordinator.dispatcher.waiting) == len(peers) - 1)
+        assert peers[0].answer().first == 0                         # it has the chunk, the others wait
+        peers[0].result(0, 0)
+        until(lambda: coordinator.poll(0.001) or coordinator.run.step == 1)
+        assert len(coordinator.dispatcher.waiting) > dispatch.ANSWERS_IN_A_ROW
+        assert peers[1].answer().step == 1
+        peers[1].ask(1)
+        coordinator.poll()
+        # its next chunk, before the last has been told of the step
+        answer = peers[1].answer()
+        assert (answer.step, answer.first) == (1, 0) and coordinator.dispatcher.waiting
+        until(lambda: coordinator.poll(0.001) or not coordinator.dispatcher.waiting)
+        assert all(peer.answer().step == 1 for peer in peers[2:])
 
 
 def test_a_liar_is_found_by_audits_named_and_banned(tmp_path):
@@ -217,29 +202,26 @@ def test_a_liar_is_found_by_audits_named_and_banned(tmp_path):
     engines = [FakeEngine(cfg, 0.002), Liar(cfg, 2, pause=0.001), FakeEngine(cfg, 0.002), FakeEngine(cfg, 0.002)]
     server = cluster(tmp_path, engines, 20, cfg, save=True)
     assert re.search(r"^banned w1 at 127.0.0.1: its result for chunk \d of step \d+ is not that of two others$",
-                     server.lines.text, re.M)
-    assert server.lines.text.count("banned w") == 1
-    run = history.open_run(cfg, tmp_path)
-    assert whole(run) == expected(20)[0]
-    run.close()
+                     server.said, re.M)
+    assert server.said.count("banned w") == 1
+    assert kept(tmp_path, cfg) == expected(20)[0]
 
 
 def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
     for turn in range(3):
         with Server(tmp_path, save=True) as server:
             if turn == 0:
-                peer = Peer2(server.port, name="w1")
+                peer = Peer2(server, name="w1")
                 assert peer.chunk(0) == 0
-                server.coordinator.ban(next(iter(server.coordinator.dispatcher.workers)).author,
+                server.ban(server.author(),
                                        "it said that 2 + 2 = 5")
-                with pytest.raises(egg_net.NetError, match="banned: it said that 2 [+] 2 = 5; to let w1 at 127.0.0.1 "
-                                                           "in again, remove its line"):
+                with refused("banned: it said that 2 [+] 2 = 5; to let w1 at 127.0.0.1 in again, remove its line"):
                     peer.answer()
             if turn < 2:
                 for _ in range(2):
-                    with pytest.raises(egg_net.NetError, match="banned: it said that"):
-                        Peer2(server.port, name="w1")
-                Peer2(server.port, name="w2")
+                    with refused("banned: it said that"):
+                        Peer2(server, name="w1")
+                Peer2(server, name="w2")
                 told = status.fetch_status(CFG, "127.0.0.1", server.port)
                 assert told["banned"] == {"w1 at 127.0.0.1": "it said that 2 + 2 = 5"}
                 assert ("banned: w1 at 127.0.0.1: it said that 2 + 2 = 5\n"
@@ -247,7 +229,7 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
             if turn == 1:
                 (tmp_path / admission.BANNED_FILE).write_text("")          # no restart is needed
             if turn:
-                Peer2(server.port, name="w1")
+                Peer2(server, name="w1")
 
 
 def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
@@ -256,11 +238,11 @@ def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
     ours = auth.Access(SECRET, auth.client_tls(cert, cert, key))
     with Server(tmp_path, save=True, access=access) as server:
         link = egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w1"))
-        until(lambda: server.coordinator.dispatcher.workers)
-        server.coordinator.ban(next(iter(server.coordinator.dispatcher.workers)).author, "it lied")
+        until(lambda: server.dispatcher.workers)
+        server.ban(server.author(), "it lied")
         link.close()
-        refused_by(lambda: egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="another name")),
-                   "banned: it lied")
+        with refused("banned: it lied"):
+            egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="another name"))
     assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / admission.BANNED_FILE).read_text())
 
 
@@ -285,17 +267,12 @@ def twin(certificate):
 
 
 def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
-    def openssl(*arguments):
-        subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-                        "-nodes", "-days", "2", *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    openssl("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "ca-key", "-out", "ca")
-    openssl("-subj", "/CN=w", "-CA", "ca", "-CAkey", "ca-key", "-addext", "basicConstraints=critical,CA:FALSE",
-            "-keyout", "key", "-out", "leaf")
-    ca, key, leaf = (str(tmp_path / name) for name in ("ca", "key", "leaf"))
-    shown = ssl.PEM_cert_to_DER_cert((tmp_path / "leaf").read_text())
+    ca, ca_key = certificate(tmp_path, "ca", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    leaf, key = certificate(tmp_path, "leaf", "-subj", "/CN=w", "-CA", ca, "-CAkey", ca_key, "-addext",
+                            "basicConstraints=critical,CA:FALSE")
+    shown = ssl.PEM_cert_to_DER_cert(leaf.read_text())
     (tmp_path / "twin").write_text(ssl.DER_cert_to_PEM_cert(twin(shown)))
-    access = auth.Access(SECRET, auth.server_tls(ca, tmp_path / "ca-key", ca=ca))
+    access = auth.Access(SECRET, auth.server_tls(ca, ca_key, ca=ca))
 
     def come(cert, key):
         ours = auth.Access(SECRET, auth.client_tls(ca, cert, key))
@@ -303,14 +280,16 @@ def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
 
     with Server(tmp_path, save=True, access=access) as server:
         links = come(leaf, key), come(tmp_path / "twin", key)
-        until(lambda: len(server.coordinator.dispatcher.workers) == 2)
-        first, second = (worker.author for worker in server.coordinator.dispatcher.workers)
+        until(lambda: len(server.dispatcher.workers) == 2)
+        first, second = (worker.author for worker in server.dispatcher.workers)
         assert first.voter == second.voter and first.identity == second.identity and first.former != second.former
-        refused_by(lambda: come(ca, tmp_path / "ca-key"), "its certificate may sign others")
+        with refused("its certificate may sign others"):
+            come(ca, ca_key)
         (tmp_path / admission.BANNED_FILE).write_text(
             f"certificate {hashlib.sha256(shown).hexdigest()}\tby an older version\n")
-        refused_by(lambda: come(leaf, key), "banned: by an older version")
-        [link.close() for link in links]
+        with refused("banned: by an older version"):
+            come(leaf, key)
+        links[0].close(), links[1].close()
 
 
 def test_bans_that_cannot_be_written_hold_until_the_end(tmp_path):
@@ -347,15 +326,15 @@ def test_one_host_fills_neither_the_log_nor_the_bans(tmp_path):
 
         def flood():
             for k in range(400):
-                server.coordinator.ban(admission.Author("10.0.0.1", f"k{k}.1", f"w{k}"), "it lied")
-                server.coordinator.events.warn("its state is not that of others", "10.0.0.1")
-            server.coordinator.ban(admission.Author("10.0.0.2", "k.1", "another"), "it lied too")
-            server.coordinator.events.warn("the disk is full")
+                server.ban(admission.Author("10.0.0.1", f"k{k}.1", f"w{k}"), "it lied")
+                server.events.warn("its state is not that of others", "10.0.0.1")
+            server.ban(admission.Author("10.0.0.2", "k.1", "another"), "it lied too")
+            server.events.warn("the disk is full")
             done.put(True)
 
         server.calls.put(flood)
-        assert done.get(timeout=30)
-        bans = server.coordinator.admission.bans
+        assert done.get(timeout=60)
+        bans = server.admission.bans
         assert all(bans.message(admission.Author("10.0.0.1", f"k{k}.1", f"w{k}")) for k in range(400))
         text = (tmp_path / admission.BANNED_FILE).read_text()
         assert text.count("\n") == admission.BANS_OF_HOST + 1 and "another at 10.0.0.2" in text
@@ -374,16 +353,14 @@ def test_audits_do_not_hold_up_a_lonely_worker_for_long(tmp_path, monkeypatch):
 
 
 def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
-    packed, digests = expected(9)
+    packed, digest = expected(9)
     engines = [FakeEngine(pause=0.002), Drifting(pause=0.001), FakeEngine(pause=0.002)]
     server = cluster(tmp_path, engines, 9, save=True)
-    assert "worker w1" in server.lines.text and "its state at step 3 is not that of others" in server.lines.text
+    assert "worker w1" in server.said and "its state at step 3 is not that of others" in server.said
     # one of two that differ cannot know that it is right
     assert engines[1].loads >= 1 and engines[0].loads + engines[2].loads <= 1
-    assert [engine.state().digests() for engine in engines] == [digests] * 3
-    run = history.open_run(CFG, tmp_path)
-    assert whole(run) == packed
-    run.close()
+    assert [engine.digest() for engine in engines] == [digest] * 3
+    assert kept(tmp_path) == packed
 
 
 def test_the_majority_of_authors_decides_which_state_is_right():
@@ -416,21 +393,20 @@ def test_nobody_makes_others_rebuild_who_are_about_to_outvote_it(tmp_path):
     assert votes.judge(6, authors[1], b"x", True, voters) == (trust.WAIT, set(), True)
 
     with Server(tmp_path) as server:
-        peers = [caller(f"127.0.0.{k}", server.port, name=f"w{k}") for k in (2, 3, 4)]
+        peers = callers(server, 2, 3, 4)
         for chunk in range(4):
-            peers[chunk % 3].result(0, peers[chunk % 3].chunk(0))
-        until(lambda: server.run.step == 1)
+            peers[chunk % 3].works(0)
+        server.reaches(1)
         for peer, digest in zip(peers, (b"lie", b"x", b"x")):
             peer.ask(1, digest)
             time.sleep(0.1)
         assert [peer.next(REBUILD, JOB_RESPONSE)[0] for peer in peers] == [JOB_RESPONSE] * 3
-        assert "no majority" not in server.lines.text
+        assert "no majority" not in server.said
 
 
 def test_short_chunks_that_are_late_are_found_soon(tmp_path):
     """Between two checks of the coordinator many steps could have been made."""
-    coordinator = Coordinator(CFG, history.open_run(CFG), log_dir=tmp_path, console=egg_net.Console(Lines()))
-    try:
+    with idle(tmp_path) as coordinator:
         dispatcher = coordinator.dispatcher
         assert dispatcher.pause == dispatch.MOST_PAUSE
         dispatcher.fairness.usual = 0.002
@@ -443,21 +419,19 @@ def test_short_chunks_that_are_late_are_found_soon(tmp_path):
         dispatcher.changed = False
         dispatcher.answer_waiting()                              # without a check
         assert not found.waiting and dispatcher.fairness.late == [0]
-    finally:
-        coordinator.close()
 
 
 def test_who_is_in_doubt_is_no_second_opinion(tmp_path, monkeypatch):
     monkeypatch.setattr(fairness, "DOUBT", (0.3, 64.0))
     with Server(tmp_path) as server:
-        honest, holder = (caller(f"127.0.0.{k}", server.port, name=f"w{k}") for k in (2, 3))
-        honest.result(0, honest.chunk(0))
+        honest, holder = callers(server, 2, 3)
+        honest.works(0)
         holder.chunk(0)
-        dispatcher = server.coordinator.dispatcher
+        dispatcher = server.dispatcher
         until(lambda: dispatcher.voters == {"127.0.0.2", "127.0.0.3"})
-        holder.link.close()
+        holder.close()
         until(lambda: len(dispatcher.workers) == 1)
-        again = caller("127.0.0.3", server.port, name="another name")
+        again = caller("127.0.0.3", server, name="another name")
         again.ask(0)
         position = again.answer().first                          # after a pause
         assert dispatcher.voters == {"127.0.0.2"}
@@ -466,8 +440,7 @@ def test_who_is_in_doubt_is_no_second_opinion(tmp_path, monkeypatch):
 
 
 def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path):
-    coordinator = Coordinator(CFG, history.open_run(CFG), log_dir=tmp_path, console=egg_net.Console(Lines()))
-    try:
+    with idle(tmp_path) as coordinator:
         coordinator.progress.chunk_handed_out()                  # as the first result does
         one, two, three = (Alone("127.0.0.1", name, name) for name in "abc")
         coordinator.trust.votes[0] = {b"right": {one}, b"wrong": {two}}
@@ -479,45 +452,39 @@ def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path
         coordinator.trust.votes[0][b"right"].add(three)
         coordinator._complete_step()
         assert coordinator.run.step == 1
-    finally:
-        coordinator.close()
 
 
 def test_a_replica_that_drifts_again_after_rebuilding_is_banned(tmp_path):
     server = cluster(tmp_path, [FakeEngine(pause=0.002), Drifting(times=99, pause=0.002), FakeEngine(pause=0.002)], 9,
                      save=True)
     assert re.search("banned w1 at 127.0.0.1: its state at step 3 is not that of others, and was not after it was "
-                     "rebuilt", server.lines.text)
-    run = history.open_run(CFG, tmp_path)
-    assert whole(run) == expected(9)[0]
-    run.close()
+                     "rebuilt", server.said)
+    assert kept(tmp_path) == expected(9)[0]
 
 
-def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(tmp_path):
-    with Server(tmp_path) as server:
-        a, b = Peer2(server.port, name="a"), Peer2(server.port, name="b")
-        a.ask(0, b"a" * 16)
-        assert a.next(JOB_RESPONSE)[0] == JOB_RESPONSE
-        a.result(0, 0)
-        until(lambda: server.coordinator.dispatcher.work.done)
-        b.ask(0, b"b" * 16)
-        assert b.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
-        a.ask(0, b"a" * 16)
-        assert a.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
-        # what was computed in doubt is done again
-        assert not server.coordinator.dispatcher.work.done
-        for peer, digest in ((a, b"a"), (b, b"b")):
-            peer.ask(0, digest * 16)
-            assert peer.silent()
-        assert "start another worker, which decides" in server.lines.text
-        c, started = Peer2(server.port, name="c"), time.monotonic()
-        c.ask(0, b"b" * 16)
-        assert c.next(JOB_RESPONSE)[0] == JOB_RESPONSE and b.next(JOB_RESPONSE)[0] == JOB_RESPONSE
-        assert time.monotonic() - started < 1                                   # b was waiting for just this
-        with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
-            a.next(JOB_RESPONSE)
-        with pytest.raises(egg_net.NetError, match="banned: its state at step 0"):
-            Peer2(server.port, name="a")
+def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(server):
+    a, b = Peer2(server, name="a"), Peer2(server, name="b")
+    a.ask(0, b"a" * 16)
+    assert a.next(JOB_RESPONSE)[0] == JOB_RESPONSE
+    a.result(0, 0)
+    until(lambda: server.dispatcher.work.done)
+    b.ask(0, b"b" * 16)
+    assert b.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
+    a.ask(0, b"a" * 16)
+    assert a.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))
+    # what was computed in doubt is done again
+    assert not server.dispatcher.work.done
+    for peer, digest in ((a, b"a"), (b, b"b")):
+        peer.ask(0, digest * 16)
+        assert peer.silent()
+    assert "start another worker, which decides" in server.said
+    c, started = Peer2(server, name="c"), time.monotonic()
+    c.ask(0, b"b" * 16)
+    assert c.next(JOB_RESPONSE)[0] == JOB_RESPONSE and b.next(JOB_RESPONSE)[0] == JOB_RESPONSE
+    assert time.monotonic() - started < 1                                   # b was waiting for just this
+    for banned in (lambda: a.next(JOB_RESPONSE), lambda: Peer2(server, name="a")):
+        with refused("banned: its state at step 0"):
+            banned()
 
 
 # --- votes ------------------------------------------------------------------------------------------------------------
@@ -566,8 +533,8 @@ def test_four_names_of_one_host_keep_no_lie(tmp_path):
     """Every chunk is audited: three sybils and two honest hosts."""
     cfg = changed(AUDIT_RATE=1.0)
     with Server(tmp_path, cfg) as server:
-        sybils = [caller("127.0.0.2", server.port, cfg, name=f"s{i}") for i in range(3)]
-        honest = [caller(f"127.0.0.{i}", server.port, cfg, name=f"h{i}") for i in (3, 4)]
+        sybils = [caller("127.0.0.2", server, name=f"s{i}") for i in range(3)]
+        honest = callers(server, 3, 4)
         banned = 0
         for _ in range(40):
             for peer, packed in [(s, BAD) for s in sybils] + [(h, GOOD) for h in honest]:
@@ -579,53 +546,52 @@ def test_four_names_of_one_host_keep_no_lie(tmp_path):
                         continue
                     if answer.step == 0:
                         peer.result(0, answer.first, packed)
-            banned = server.lines.text.count("banned s")
+            banned = server.said.count("banned s")
             if server.run.step:
                 break
-        assert server.run.step == 1 and banned >= 1 and "banned h" not in server.lines.text
+        assert server.run.step == 1 and banned >= 1 and "banned w" not in server.said
         assert server.run.fitness(0) == fitness_digits.pack_ternary(np.ones(cfg.N_PAIRS, np.int8))
 
 
-def test_what_a_banned_author_left_is_done_again_even_when_it_has_gone(tmp_path):
-    with Server(tmp_path) as server:
-        liar, other = Peer2(server.port, name="liar"), Peer2(server.port, name="other")
-        assert liar.chunk(0) == 0
-        liar.result(0, 0, BAD)
-        until(lambda: 0 in server.coordinator.dispatcher.work.done)
-        author = next(w.author for w in server.coordinator.dispatcher.workers if w.author.name == "liar")
-        liar.link.close()
-        until(lambda: len(server.coordinator.dispatcher.workers) == 1)
-        server.coordinator.ban(author, "it lied about another chunk")
-        assert 0 not in server.coordinator.dispatcher.work.done
-        assert 0 in [other.chunk(0) for _ in range(4)]
+def test_what_a_banned_author_left_is_done_again_even_when_it_has_gone(server):
+    liar, other = Peer2(server, name="liar"), Peer2(server, name="other")
+    assert liar.chunk(0) == 0
+    liar.result(0, 0, BAD)
+    until(lambda: 0 in server.dispatcher.work.done)
+    author = server.author("liar")
+    liar.close()
+    until(lambda: len(server.dispatcher.workers) == 1)
+    server.ban(author, "it lied about another chunk")
+    assert 0 not in server.dispatcher.work.done
+    assert 0 in [other.chunk(0) for _ in range(4)]
 
 
 def test_a_lying_peer_of_version_1_does_not_ban_its_host(tmp_path):
     with Server(tmp_path, save=True) as server:
-        liar = Peer(server.port)
+        liar = Peer(server)
         assert liar.chunk(0) == 0
-        server.coordinator.ban(next(iter(server.coordinator.dispatcher.workers)).author, "it lied")
+        server.ban(server.author(), "it lied")
         assert liar.closed()
-        assert Peer(server.port).chunk(0) == 0
+        assert Peer(server).chunk(0) == 0
     assert not os.path.exists(tmp_path / admission.BANNED_FILE)
 
 
 def test_the_digest_of_the_training_data_is_voted_on(tmp_path):
     lie, right = "ab" * 32, "cd" * 32
     with Server(tmp_path, save=True) as server:
-        liar = caller("127.0.0.2", server.port, data=lie, name="liar")
+        liar = caller("127.0.0.2", server, data=lie)
         for _ in range(3):                                       # one host has one vote
-            with pytest.raises(egg_net.NetError, match="other training data"):
-                caller("127.0.0.3", server.port, data=right)
+            with refused("other training data"):
+                caller("127.0.0.3", server, data=right)
         assert server.run.data.hex() == lie
-        honest = caller("127.0.0.4", server.port, data=right)
+        honest = caller("127.0.0.4", server, data=right)
         assert server.run.data.hex() == right and honest.chunk(0) == 0
-        with pytest.raises(egg_net.NetError, match="other training data"):
+        with refused("other training data"):
             liar.chunk(0)
     with Server(tmp_path, save=True) as server:                  # what is kept has a vote after a restart
-        with pytest.raises(egg_net.NetError, match="other training data"):
-            caller("127.0.0.2", server.port, data=lie)
-        caller("127.0.0.3", server.port, data=right)
+        with refused("other training data"):
+            caller("127.0.0.2", server, data=lie)
+        caller("127.0.0.3", server, data=right)
     assert (tmp_path / history.DATA_FILE).read_text().strip() == right
 
 
@@ -633,16 +599,16 @@ def test_so_is_that_of_the_held_out_data(tmp_path):
     """Until the coordinator is started again; workers that do not validate, or are older, join."""
     lie, right, words = "ab" * 32, "cd" * 32, "other held-out data .* the same VAL_FILE"
     with Server(tmp_path, save=True) as server:
-        liar = caller("127.0.0.2", server.port, validation=lie, name="liar")
+        liar = caller("127.0.0.2", server, validation=lie)
         for _ in range(3):
-            with pytest.raises(egg_net.NetError, match=words):
-                caller("127.0.0.3", server.port, validation=right)
-        assert liar.chunk(0) == 0 and caller("127.0.0.5", server.port).chunk(0) > 0
-        assert caller("127.0.0.4", server.port, validation=right).chunk(0) == 0      # which was handed to the liar
-        with pytest.raises(egg_net.NetError, match=words):
+            with refused(words):
+                caller("127.0.0.3", server, validation=right)
+        assert liar.chunk(0) == 0 and caller("127.0.0.5", server).chunk(0) > 0
+        assert caller("127.0.0.4", server, validation=right).chunk(0) == 0      # which was handed to the liar
+        with refused(words):
             liar.chunk(0)
     with Server(tmp_path, save=True) as server:
-        assert caller("127.0.0.2", server.port, validation=lie).chunk(0) == 0
+        assert caller("127.0.0.2", server, validation=lie).chunk(0) == 0
 
 
 # --- leases -----------------------------------------------------------------------------------------------------------
@@ -653,7 +619,7 @@ def beat(server, holders, done, seconds=10):
     while not done():
         assert time.monotonic() < end, "waited in vain"
         for holder in holders:
-            holder.link.send(holder.link.frame(wire.HEARTBEAT))
+            holder.send(wire.HEARTBEAT)
             with contextlib.suppress(TimeoutError):              # asks for a chunk of every step, and for a second one
                 holder.ask(holder.answer(0.001).step)
         time.sleep(0.05)
@@ -707,14 +673,14 @@ def test_no_worker_walks_its_own_lease_away():
 def test_a_lease_ends_though_no_usual_time_is_known(tmp_path):
     cfg = changed(POPULATION_SIZE=32, STRAGGLER_TIMEOUT=0.4)
     with Server(tmp_path, cfg) as server:
-        holder, honest = (caller(f"127.0.0.{i}", server.port, cfg, name=f"w{i}") for i in (2, 3))
+        holder, honest = callers(server, 2, 3)
         assert holder.chunk(0) == 0
         honest.ask(0)
         beat(server, [holder], lambda: "has not delivered for 0.4 s, its chunk 0 is handed out again"
-             in server.lines.text)
+             in server.said)
         assert honest.answer().first == 0
         honest.result(0, 0)
-        until(lambda: server.run.step == 1)
+        server.reaches(1)
 
 
 @pytest.mark.parametrize("audited", [0.0, 1.0])
@@ -724,8 +690,8 @@ def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypat
     monkeypatch.setattr(fairness, "LEAST_LEASE", 0.3)
     monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", 0.5)
     with Server(tmp_path, cfg) as server:
-        holders = [caller("127.0.0.2", server.port, cfg, name=f"h{i}") for i in range(6)]
-        honest = caller("127.0.0.3", server.port, cfg, name="honest")
+        holders = [caller("127.0.0.2", server, name=f"h{i}") for i in range(6)]
+        honest = caller("127.0.0.3", server, name="honest")
         for holder in holders:
             holder.ask(0)
 

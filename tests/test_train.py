@@ -20,7 +20,7 @@ from cluster import history
 from engine import hardware
 from tools import train
 from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run
-from recordings import HERE
+from recordings import HERE, python
 
 
 @pytest.fixture
@@ -78,15 +78,14 @@ def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):
                               text=True, start_new_session=True) as process:
             assert process.stdout.readline().startswith("coordinator on 0.0.0.0:")
             os.killpg(process.pid, signal.SIGTERM)
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=60)
         line = line_with("continue it: ", out)
         assert not err and shlex.split(line)[4:] == ["coordinator", *arguments]
         command = "exec " + line.removeprefix("continue it: ")
     assert history.configuration("ckpt")["SEQ_LEN"] == CFG.SEQ_LEN
 
 
-def test_the_continuation_is_that_of_the_arguments(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_continuation_is_that_of_the_arguments(here, monkeypatch, capsys):
     done = types.SimpleNamespace(run=types.SimpleNamespace(directory="ckpt"))
     monkeypatch.setattr("egg_net.run_coordinator", lambda *_, **__: done)
     assert egg.main(["coordinator", "--steps", "3", "--load-dir=old", "--verb", "-DPORT=9", "-D", "N_LAYERS=2",
@@ -133,8 +132,7 @@ def test_an_old_run_without_settings_works_as_before(bytes_here):
     assert history.configuration("../ckpt") == CFG.saved()
 
 
-def test_an_empty_newer_directory_does_not_win(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_empty_newer_directory_does_not_win(here):
     run = history.open_run(CFG, "ckpt-trained")
     run.append(bytes(13), 1, 1)
     run.close()
@@ -183,15 +181,12 @@ STEP, REPORT = ["evaluate", "update", "digest"], ["validate", "write"]
 
 def warmed(preset, defines, verbs):
     """({compiled before the first step}, [what the verbs load or compile later])."""
-    done = subprocess.run([sys.executable, "-c", WARMED, preset, json.dumps(defines), json.dumps(verbs)], cwd=HERE,
-                          capture_output=True, text=True, env={**os.environ, "EGG_DEVICE": "cpu"})
-    assert done.returncode == 0, done.stderr
-    ready, later = json.loads(done.stdout)
+    ready, later = json.loads(python("-c", WARMED, preset, json.dumps(defines), json.dumps(verbs), EGG_DEVICE="cpu"))
     return set(ready), later
 
 
 @pytest.mark.parametrize("preset, defines", [
-    ("laptop", []), ("laptop-weights", ["USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
+    ("laptop-weights", ["USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
     ("best", ["NTT_MODE=1", "CHUNK_SIZE=64", "POPULATION_SIZE=64"]),
     ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
 def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, compiled_gru):
@@ -270,8 +265,7 @@ def test_a_gpu_that_must_not_be_used_is_none(started):
     assert started("cuda:0", "-D", "DEVICE=cpu")[0].MODEL == "gru"
 
 
-def test_coordinator_and_worker_say_which_preset_would_suit(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch, capsys):
     monkeypatch.setattr(hardware, "devices", lambda cfg: ["cuda:0"])
     done = types.SimpleNamespace(run=types.SimpleNamespace(directory=None))
     monkeypatch.setattr("egg_net.run_coordinator", lambda *_, hint: hint and print(hint) or done)
@@ -287,9 +281,8 @@ def test_coordinator_and_worker_say_which_preset_would_suit(tmp_path, monkeypatc
     assert egg.main(["coordinator", "--save-dir", "ckpt"]) == 0 and capsys.readouterr().out == ""
 
 
-def test_a_slow_step_is_announced(tmp_path, monkeypatch, compiled):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "input.bin").write_bytes(TEXT)
+def test_a_slow_step_is_announced(here, compiled):
+    (here / "input.bin").write_bytes(TEXT)
     many = ["-DVOCAB_SIZE=256", "-DHIDDEN_DIM=256", "-DCHUNK_SIZE=65536", "-DPOPULATION_SIZE=16777216",
             "-DVALIDATE_EVERY=0", "-DSAMPLE_EVERY=0"]
     command = [sys.executable, HERE / "egg.py", "train", "--preset", "deggs", *many]

@@ -7,7 +7,7 @@ import egg_config
 from engine import cpu_engine
 from model import parameters, rules, transforms
 from model.reading import Reading
-from readings import SMALL, member_loss, random_config
+from readings import SMALL, member_loss, nats, random_config, shaken
 
 
 # --- number-theoretic transforms --------------------------------------------------------------------------------------
@@ -76,17 +76,12 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
                         LOSS="deggs")
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
     engine = cpu_engine.CpuEngine(cfg, tokens)
-    state = engine.state()
-    state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
-    state.weights[:] = rng.integers(-127, 128, state.weights.size)
-    engine.load(state)
+    state = shaken(engine, rng)
     reading, windows = NttReading(cfg, state), rules.windows(cfg, tokens, 0, 0, 2)
     assert engine.evaluate(0, 4).tolist() == [member_loss(cfg, state, p, windows[p // 2], NttReading)
                                               for p in range(4)]
-    z = reading.logits(windows[0, :-1]) / cfg.SOFTMAX_EXP_SCALE
-    z -= z.max(1, keepdims=True)
-    nats = (np.log(np.exp(z).sum(1)) - z[np.arange(cfg.SEQ_LEN), windows[0, 1:]]).sum()
-    assert engine.validate(windows[:1])[0] == pytest.approx(nats, rel=1e-9)
+    want = nats(cfg, reading.logits(windows[0, :-1]), windows[0, 1:])
+    assert engine.validate(windows[:1])[0] == pytest.approx(want, rel=1e-9)
     prompt = [5, 17, 250]
     tokens = list(engine.generate(prompt, cfg.SEQ_LEN + 6, seed=1, temp=0, penalty=0))
     assert tokens == reading.logits(prompt + tokens).argmax(1)[len(prompt) - 1:-1].tolist()

@@ -324,8 +324,7 @@ def test_a_worker_alone_predicts_every_chunk(tmp_path, monkeypatch, slice_size):
     monkeypatch.setattr(Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
     engine = Beginning()
     server = cluster(tmp_path, [engine], STEPS)
-    packed, digests = expected(STEPS)
-    assert engine.state().digests() == digests and server.run.step == STEPS
+    assert engine.digest() == expected(STEPS)[1] and server.run.step == STEPS
     assert engine.evaluated == sorted(engine.evaluated) and len(set(engine.evaluated)) == len(engine.evaluated)
     assert sum(count for _, _, count in engine.evaluated) <= (STEPS + 1) * CFG.POPULATION_SIZE
     unsure = SURE_AFTER + 1                          # of the first chunk there is no guess
@@ -339,8 +338,7 @@ def test_several_workers_waste_little(tmp_path):
     cfg = CFG.changed(POPULATION_SIZE=8 * CFG.CHUNK_SIZE, AUDIT_RATE=0.2)
     engines = [Beginning(cfg) for _ in range(3)]
     cluster(tmp_path, engines, 40, cfg)
-    _, digests = expected(40, cfg)
-    assert {engine.state().digests() for engine in engines if engine.step == 40} == {digests}
+    assert {engine.digest() for engine in engines if engine.step == 40} == {expected(40, cfg)[1]}
     for engine in engines:
         assert engine.wasted <= 1 + len(engine.evaluated) / SURE_AFTER
 
