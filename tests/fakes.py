@@ -139,6 +139,7 @@ class Dice(random.Random):
 
 
 GOOD = fitness_digits.pack_ternary(np.ones(16, np.int8))
+GOOD_STEP = fitness_digits.pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
 VALIDATION = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
 SECRET = b"sixteen bytes or more"
 

@@ -1,5 +1,6 @@
 """A client of the live page."""
 
+import json
 import re
 import socket
 
@@ -43,6 +44,11 @@ def ask(server, path="/", method="GET", host="localhost", **fields):
             head, _, body = data.partition(b"\r\n\r\n")
             return int(head.split()[1]), {}, body
         return receive(sock)
+
+
+def state_of(server):
+    """What the page shows."""
+    return json.loads(ask(server, "/state.json")[2])
 
 
 def request(path="/", method="GET", host="localhost", close=True, **fields):

@@ -10,6 +10,11 @@ from model.reading import Reading
 TINY = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8)
 
 
+def configured(preset=None, *defines):
+    """The Config of a preset and definitions NAME=VALUE, whatever the environment says."""
+    return egg_config.load(preset, defines, {})
+
+
 def population_fitness(cfg, losses):
     chunks = np.split(losses, range(cfg.CHUNK_SIZE, losses.size, cfg.CHUNK_SIZE))
     return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])
@@ -131,3 +136,4 @@ def hold_draws_against_the_distribution(engine_type):
 
 SMALL = dict(TINY, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
              SNAPSHOT_EVERY=0)
+BASE = egg_config.make(**SMALL)

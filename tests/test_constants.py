@@ -15,7 +15,7 @@ import egg_config
 from cluster import history
 from egg_config import AGREE, CONSTANTS
 from tools import train
-from readings import SMALL
+from readings import BASE, configured
 from recordings import HERE
 from commands import process
 
@@ -23,14 +23,14 @@ from commands import process
 # --- overrides and combinations ---------------------------------------------------------------------------------------
 
 def test_overrides_in_order():
-    assert egg_config.load(environ={}).HIDDEN_DIM == egg_config.HIDDEN_DIM
+    assert configured().HIDDEN_DIM == egg_config.HIDDEN_DIM
     cfg = egg_config.load(defines=["N_LAYERS=3"], environ={"EGG_N_LAYERS": "2", "EGG_SEQ_LEN": "32", "PATH": "x"})
     assert (cfg.N_LAYERS, cfg.SEQ_LEN) == (3, 32)
-    assert egg_config.load(defines=["CHUNK_SIZE=64"], environ={}).POPULATION_SIZE == 512
-    assert egg_config.load("laptop", environ={}).shared() != egg_config.load(environ={}).shared()
-    assert egg_config.load(environ={"EGG_PRESET": "laptop"}).shared() == egg_config.load("laptop", environ={}).shared()
-    assert egg_config.load(defines=["LR_SCHEDULE=0:1,50:0.5"], environ={}).LR_SCHEDULE == ((0, 1.0), (50, 0.5))
-    assert egg_config.load(defines=["USE_SAME_DATA=true"], environ={}).USE_SAME_DATA == 1
+    assert configured(None, "CHUNK_SIZE=64").POPULATION_SIZE == 512
+    assert configured("laptop").shared() != configured().shared()
+    assert egg_config.load(environ={"EGG_PRESET": "laptop"}).shared() == configured("laptop").shared()
+    assert configured(None, "LR_SCHEDULE=0:1,50:0.5").LR_SCHEDULE == ((0, 1.0), (50, 0.5))
+    assert configured(None, "USE_SAME_DATA=true").USE_SAME_DATA == 1
 
 
 @pytest.mark.parametrize("define, says", [
@@ -42,7 +42,7 @@ def test_overrides_in_order():
     ("USE_MUON=2", "one of 0, 1"), ("ADAM_BETA1=nan", "from 0.0 to 1.0"), ("SAMPLING_TEMP=-1", "from 0.0")])
 def test_bad_constants_are_named_in_one_line(define, says):
     with pytest.raises(egg_config.ConfigError) as error:
-        egg_config.load(defines=[define], environ={})
+        configured(None, define)
     text = str(error.value)
     assert says in text and "\n" not in text and define.split("=")[0] in text
 
@@ -91,9 +91,9 @@ CHANGED = {
 def test_fingerprints_and_saved_constants_are_those_of_84062b8():
     newer = {"deggs", "laptop", "best-bytes"}
     assert set(RECORDED) | newer == {None, *egg_config.PRESETS}
-    assert egg_config.load("deggs", environ={}).constants() == egg_config.make().constants()
+    assert configured("deggs").constants() == egg_config.make().constants()
     for preset, (fingerprint, saved) in RECORDED.items():
-        cfg = egg_config.load(preset, CHANGED.get(preset, ()), environ={})
+        cfg = configured(preset, *CHANGED.get(preset, ()))
         assert cfg.fingerprint() == fingerprint, preset
         assert hashlib.sha256(json.dumps(cfg.saved(), sort_keys=True).encode()).hexdigest() == saved, preset
 
@@ -247,6 +247,5 @@ def test_the_form_that_sees_its_targets_is_warned_of(here):
     pathlib.Path("input.bin").write_bytes(bytes(64))
     said = []
     for causal in (1, 0):
-        cfg = egg_config.make(**SMALL, NTT_MODE=3, NTT_CAUSAL=causal)
-        train.open_data(cfg, SimpleNamespace(line=said.append))
+        train.open_data(BASE.changed(NTT_MODE=3, NTT_CAUSAL=causal), SimpleNamespace(line=said.append))
     assert sum("NTT_CAUSAL = 0" in line for line in said) == 1

@@ -12,7 +12,7 @@ from model import data_files
 from commands import one_line
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SMALL = dict(SEQ_LEN=8, VOCAB_SIZE=300)
+BASE = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=300)
 
 
 def write_tokens(path, tokens, kind="<u4"):
@@ -28,7 +28,7 @@ def write_decoding(path, pieces):
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 def test_tokens_are_mapped_and_checked(tmp_path):
-    cfg = egg_config.make(**SMALL)
+    cfg = BASE
     tokens = np.arange(50) % 300
     got = data_files.open_tokens(cfg, write_tokens(tmp_path / "a", tokens))
     assert isinstance(got, np.memmap) and got.dtype == np.uint32 and not got.flags.writeable
@@ -51,7 +51,7 @@ def test_bad_token_files(tmp_path, content, words):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(data_files.DataError) as raised:
-        data_files.open_tokens(egg_config.make(**SMALL), str(path))
+        data_files.open_tokens(BASE, str(path))
     assert words in one_line(raised) and str(path) in one_line(raised)
 
 
@@ -61,11 +61,11 @@ def test_largest_token_is_found_in_any_block(tmp_path, monkeypatch):
         tokens = np.zeros(50, int)
         tokens[at] = 300
         with pytest.raises(data_files.DataError, match="holds token 300"):
-            data_files.open_tokens(egg_config.make(**SMALL), write_tokens(tmp_path / "a", tokens))
+            data_files.open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
 
 
 def test_ten_tokens_are_enough_for_a_window_of_eight(tmp_path):
-    assert data_files.open_tokens(egg_config.make(**SMALL), write_tokens(tmp_path / "a", range(10))).size == 10
+    assert data_files.open_tokens(BASE, write_tokens(tmp_path / "a", range(10))).size == 10
 
 
 def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
@@ -129,13 +129,13 @@ def test_damaged_decoding(tmp_path, content):
     path = tmp_path / "decoding.bin"
     path.write_bytes(content)
     with pytest.raises(data_files.DataError, match="is damaged") as raised:
-        data_files.load_decoding(egg_config.make(**SMALL, DECODING_FILE=str(path)))
+        data_files.load_decoding(BASE.changed(DECODING_FILE=str(path)))
     assert str(path) in one_line(raised)
 
 
 def test_missing_decoding_is_a_warning(tmp_path, capsys):
     held_out = write_tokens(tmp_path / "v", range(40))
-    cfg = egg_config.make(**SMALL, DECODING_FILE=str(tmp_path / "none"), VAL_FILE=held_out)
+    cfg = BASE.changed(DECODING_FILE=str(tmp_path / "none"), VAL_FILE=held_out)
     said = []
     assert data_files.load_decoding(cfg, said.append) is None
     assert data_files.load_decoding(cfg) is None
@@ -158,7 +158,7 @@ def test_validation_windows_are_whole_and_evenly_spaced(tmp_path):
     decoding = data_files.Decoding(pieces)
     for limit, starts in ((0, range(0, 160, 8)), (10 ** 9, range(0, 160, 8)), (32, (0, 40, 80, 120)),
                           (47, (0, 32, 64, 96, 128)), (1, (0,))):
-        cfg = egg_config.make(**SMALL, VAL_FILE=path, VALIDATE_TOKENS=limit)
+        cfg = BASE.changed(VAL_FILE=path, VALIDATE_TOKENS=limit)
         validation = data_files.open_validation(cfg, decoding)
         assert validation.windows.tolist() == [list(range(s, s + 9)) for s in starts]
         assert validation.n_bytes == sum(len(pieces[t]) for s in starts for t in range(s + 1, s + 9))
@@ -167,11 +167,11 @@ def test_validation_windows_are_whole_and_evenly_spaced(tmp_path):
 
 def test_validation_off_missing_or_wrong(tmp_path):
     path, said = write_tokens(tmp_path / "v", range(40)), []
-    assert data_files.open_validation(egg_config.make(**SMALL, VAL_FILE=path, VALIDATE_EVERY=0), None) is None
-    assert data_files.open_validation(egg_config.make(**SMALL, VAL_FILE=path + "x"), None, said.append) is None
+    assert data_files.open_validation(BASE.changed(VAL_FILE=path, VALIDATE_EVERY=0), None) is None
+    assert data_files.open_validation(BASE.changed(VAL_FILE=path + "x"), None, said.append) is None
     assert len(said) == 1 and "is missing: no validation" in said[0]
     with pytest.raises(data_files.DataError, match="holds token 39, but .* only has 30: the files of one"):
-        data_files.open_validation(egg_config.make(**SMALL, VAL_FILE=path), data_files.Decoding([b"x"] * 30))
+        data_files.open_validation(BASE.changed(VAL_FILE=path), data_files.Decoding([b"x"] * 30))
 
 
 @pytest.mark.parametrize("vocab", [7, 70000])        # pair codes of 32 and of 64 bits

@@ -15,6 +15,7 @@ from cluster import wire
 from recordings import HERE
 from model import fitness_digits
 from tools import live_page
+from readings import configured
 
 README, DOCS = HERE / "README.md", sorted((HERE / "docs").glob("*.md"))
 SOURCES = [path for path in sorted(HERE.rglob("*.py")) if ".venv" not in path.parts]
@@ -111,7 +112,7 @@ def commands(path):
 def test_commands_are_understood(path):
     for arguments in commands(path):
         args = egg.parsed(arguments)
-        egg_config.load(args.preset, args.defines, environ={})
+        configured(args.preset, *args.defines)
     assert path is not README or len(commands(path)) > 10
 
 

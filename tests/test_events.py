@@ -22,7 +22,7 @@ from tools import plot
 from tools.curves import read_curve
 from coordinators import Peer, Peer2, Server, callers, cluster, refused, until
 from fakes import CFG, FakeEngine, Lines, VALIDATION, changed
-from pages import EVERYBODY, ask
+from pages import EVERYBODY, state_of
 from recordings import HERE
 from run_logs import Stream, charts, events, example, of_kind, told_to
 from commands import fails, run
@@ -317,7 +317,7 @@ def test_a_resumed_run_has_one_curve(tmp_path):
         with Server(tmp_path, steps=steps, save=True, http=EVERYBODY, stay=True) as server:
             thread = server.work(FakeEngine(pause=0.01))
             until(lambda: server.page.figures.step.get("step") == steps - 1)
-            state = json.loads(ask(server, "/state.json")[2])
+            state = state_of(server)
             tokens = server.progress.tokens_a_step
             assert [point[0] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
         thread.join(60)

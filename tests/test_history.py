@@ -16,15 +16,16 @@ import pytest
 import egg_config
 from cluster import fairness, history, step
 from model import fitness_digits, parameters, seeds
-from coordinators import Server, fast, filled, free_port, until, whole, work_in_thread
+from coordinators import Server, fast, filled, free_port, kept, until, whole, work_in_thread
 from fakes import CFG, any_fitness
 from recordings import HERE
+from readings import configured
 
 
 # --- history ----------------------------------------------------------------------------------------------------------
 
 def test_a_history_of_100000_steps_opens_quickly(tmp_path):
-    cfg = egg_config.load("laptop-weights", environ={})
+    cfg = configured("laptop-weights")
     run = history.open_run(cfg, tmp_path)
     fitness = fitness_digits.pack_ternary(any_fitness(cfg, 1))
     for k in range(100_000):
@@ -50,9 +51,7 @@ def test_history_keeps_every_step(tmp_path):
     assert run.notices == []
     run.append(packed[0], 1 << 62, 1)
     run.close()
-    again = history.open_run(CFG, tmp_path)
-    assert whole(again) == packed + packed[:1]
-    again.close()
+    assert kept(tmp_path) == packed + packed[:1]
 
 
 def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):
@@ -203,9 +202,8 @@ def test_load_dir_continues_elsewhere(tmp_path, monkeypatch):
     assert (run.directory, whole(run), run.record(3)) == (tmp_path / "b", packed, (-3000, 3))
     run.append(packed[0], 0, 0)
     run.close()
-    run = history.open_run(CFG, tmp_path / "b", tmp_path / "a")         # the same command again goes on
-    assert whole(run) == packed + packed[:1]
-    run.close()
+    history.open_run(CFG, tmp_path / "b", tmp_path / "a").close()       # the same command again goes on
+    assert kept(tmp_path / "b") == packed + packed[:1]
     filled(tmp_path / "c", 3)
     with pytest.raises(history.HistoryError, match="holds another run than --load-dir"):
         history.open_run(CFG, tmp_path / "c", tmp_path / "a")
@@ -223,6 +221,15 @@ def golden_a():
                            AUDIT_RATE=0.0), recorded
 
 
+def hold_against_fitness(run, cfg, recorded):
+    for k in range(6):
+        assert (fitness_digits.unpack_ternary(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
+
+
+def digests_of(recorded):
+    return tuple(str(recorded[name][5]) for name in ("model_sha256", "adam_sha256", "scales_sha256"))
+
+
 CHECKPOINTS = HERE / "tests" / "golden" / "cpp_checkpoint_A"
 
 
@@ -230,14 +237,12 @@ def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
     from engine import cpu_engine
     cfg, recorded = golden_a()
     run = history.open_run(cfg, tmp_path / "run", CHECKPOINTS)
-    assert all((fitness_digits.unpack_ternary(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
-               for k in range(6))
+    hold_against_fitness(run, cfg, recorded)
     engine = cpu_engine.CpuEngine(cfg)
     history.replay(run, engine)
     run.close()
     assert (engine.state().weights == recorded["model_6"].view(np.int8).ravel()).all()
-    assert engine.state().digests() == tuple(str(recorded[name][5])
-                                             for name in ("model_sha256", "adam_sha256", "scales_sha256"))
+    assert engine.state().digests() == digests_of(recorded)
     assert history.open_run(cfg, tmp_path / "run").step == 6
 
 
@@ -320,11 +325,10 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
         server.reaches(6)
         assert victim[0].exitcode == -signal.SIGKILL
         for k in range(6):
-            assert (fitness_digits.unpack_ternary(server.run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
             assert server.run.record(k)[0] == recorded["loss"][k].astype(np.int64).sum()
+        hold_against_fitness(server.run, cfg, recorded)
         assert [server.run.record(k)[1] for k in range(1, 6)] == list(recorded["updates"][:5])
-        golden = tuple(str(recorded[name][5]) for name in ("model_sha256", "adam_sha256", "scales_sha256"))
-        assert steady[1].recv() == late[1].recv() == golden
+        assert steady[1].recv() == late[1].recv() == digests_of(recorded)
     steady[0].join(60), late[0].join(60), victim[0].join(60)
 
 

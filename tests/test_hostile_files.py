@@ -22,10 +22,10 @@ import egg_config
 from cluster import admission, event_log, history, snapshots, trust
 from cluster.step import Step
 from islands import gossip
-from model import fitness_digits, parameters
+from model import parameters
 from tools import use
 from coordinators import Holder
-from fakes import BAD, CFG, GOOD
+from fakes import BAD, CFG, GOOD, GOOD_STEP
 from fuzzing import EXAMPLES
 from recordings import HERE
 from commands import fails, run
@@ -321,9 +321,6 @@ def good_directory(tmp_path_factory):
         if not (at / name).exists():
             (at / name).write_bytes((at / "snapshot-00000002.egg").read_bytes() if name.endswith(".egg") else b"x")
     return at
-
-
-GOOD_STEP = fitness_digits.pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
 
 
 @hypothesis.settings(max_examples=EXAMPLES // 6)

@@ -29,7 +29,7 @@ from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import fitness_digits, parameters, seeds, state_digest
 from coordinators import Coordinator, Server, caller, free_port, refused, run_worker, until, work_in_thread
-from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, SECRET, VALIDATION, any_fitness
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE
 
@@ -851,7 +851,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
                 replay = Learner(cfg, 10)
                 history.replay(run, replay)
                 assert replay.state().digests() == state.digests() and not again.shelf.files
-            run.append(fitness_digits.pack_ternary(np.ones(cfg.N_PAIRS, np.int8)), 0, 0)
+            run.append(GOOD_STEP, 0, 0)
         if not killed:
             break
     assert not killed and last > 8 and outcomes == sorted(outcomes) and {0, 1} == set(outcomes)

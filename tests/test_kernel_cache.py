@@ -22,6 +22,7 @@ import egg_config
 from engine import kernel_cache, simd
 from compiling import CARDS
 from recordings import HERE, python
+from readings import configured
 
 
 # --- names of compiled kernels ----------------------------------------------------------------------------------------
@@ -45,9 +46,9 @@ FROZEN = {"DEVICE_MASK=7": {"operands"}, "ADAM_EPS=0.5": {"optimize"}, "SHIFT_LO
 
 def test_cuda_kernels_are_named_by_the_constants_that_they_freeze():
     base = set(cuda_files(egg_config.make()))
-    assert set(cuda_files(egg_config.load(defines=FROZEN_NOWHERE, environ={}))) == base
+    assert set(cuda_files(configured(None, *FROZEN_NOWHERE))) == base
     for define, kernels in FROZEN.items():
-        changed = {name.split("-")[1] for name in set(cuda_files(egg_config.load(defines=[define], environ={}))) - base}
+        changed = {name.split("-")[1] for name in set(cuda_files(configured(None, define))) - base}
         assert kernels <= changed and "digest" not in changed, (define, changed)
     assert not base & set(cuda_files(egg_config.make(), (8, 6))), "another card"
 
@@ -57,7 +58,7 @@ def test_a_run_compiles_what_its_verbs_use(preset):
     """The kernels of validation and generation are apart from those of a step; Muon's are there only if they are
     used."""
     from engine import cuda_engine
-    cfg = egg_config.load(preset, environ={})
+    cfg = configured(preset)
     every = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[2]
     assert set(every) == {"load", "step", "validate", "write", "digest"} and all(every.values())
     names = {verb: {kernel.name for kernel in kernels} for verb, kernels in every.items()}

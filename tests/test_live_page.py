@@ -27,9 +27,17 @@ from cluster.wire import LOG_MESSAGE, VALIDATION
 from tools import live_page
 from coordinators import Peer, Peer2, Server, until
 from fakes import SECRET, changed
-from pages import EVERYBODY, ask, connect, page_port, parse_metrics, receive, request
+from pages import EVERYBODY, ask, connect, page_port, parse_metrics, receive, request, state_of
 from recordings import HERE, python
 from commands import fails, run
+from readings import configured
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A coordinator with a page for everybody."""
+    with Server(tmp_path, http=EVERYBODY) as server:
+        yield server
 
 
 # --- hostile requests -------------------------------------------------------------------------------------------------
@@ -118,8 +126,8 @@ def test_the_page_its_state_and_metrics(tmp_path):
 
 
 def test_there_is_no_shift_of_noise_on_activations(tmp_path):
-    with Server(tmp_path, egg_config.load("laptop", environ={}), http=EVERYBODY) as server:
-        assert json.loads(ask(server, "/state.json")[2])["sigma_shift"] is None
+    with Server(tmp_path, configured("laptop"), http=EVERYBODY) as server:
+        assert state_of(server)["sigma_shift"] is None
         assert b"egg_sigma_shift" not in ask(server, "/metrics")[2]
 
 
@@ -177,26 +185,25 @@ BAD = {
 }
 
 
-def test_requests_that_cannot_be_served(tmp_path):
-    with Server(tmp_path, http=EVERYBODY) as server:
-        for data, status in BAD.items():
-            with connect(server) as sock:
-                sock.sendall(data)
-                got = receive(sock)
-                assert got[0] == status, (data[:60], got)
-                assert sock.recv(1) == b"", data[:60]                     # and the connection ends
-        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1%x.evil.example",
-                     "[::1%x.evil.example]:80", "127.0.0.1%25x.evil.example", "localhost:80.evil.example", "10.0.0.1",
-                     "localhost.evil",
-                     "[::2]:80", ""):
-            assert ask(server, host=host)[0] == 403, host                 # a name that a stranger had resolved to here
-        for host in ("localhost", "LOCALHOST:8080", "127.0.0.1", f"127.0.0.1:{page_port(server)}", "[::1]:80"):
-            assert ask(server, host=host)[0] == 200, host
-        assert Peer(server).chunk(0) == 0 and server.failure is None
+def test_requests_that_cannot_be_served(server):
+    for data, status in BAD.items():
+        with connect(server) as sock:
+            sock.sendall(data)
+            got = receive(sock)
+            assert got[0] == status, (data[:60], got)
+            assert sock.recv(1) == b"", data[:60]                     # and the connection ends
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1%x.evil.example",
+                 "[::1%x.evil.example]:80", "127.0.0.1%25x.evil.example", "localhost:80.evil.example", "10.0.0.1",
+                 "localhost.evil",
+                 "[::2]:80", ""):
+        assert ask(server, host=host)[0] == 403, host                 # a name that a stranger had resolved to here
+    for host in ("localhost", "LOCALHOST:8080", "127.0.0.1", f"127.0.0.1:{page_port(server)}", "[::1]:80"):
+        assert ask(server, host=host)[0] == 200, host
+    assert Peer(server).chunk(0) == 0 and server.failure is None
 
 
-def test_one_connection_for_many_requests_also_in_pieces(tmp_path):
-    with Server(tmp_path, http=EVERYBODY) as server, connect(server) as sock:
+def test_one_connection_for_many_requests_also_in_pieces(server):
+    with connect(server) as sock:
         for _ in range(3):
             for byte in request("/metrics", close=False):
                 sock.sendall(bytes([byte]))
@@ -208,49 +215,47 @@ def test_one_connection_for_many_requests_also_in_pieces(tmp_path):
         assert data.count(b"HTTP/1.1 404 ") == 201
 
 
-def test_clients_that_take_their_time_are_closed(tmp_path, monkeypatch):
+def test_clients_that_take_their_time_are_closed(server, monkeypatch):
     for name in ("REQUEST_SECONDS", "IDLE_SECONDS", "SEND_SECONDS", "LINGER_SECONDS"):
         monkeypatch.setattr(live_page, name, 0.3)
-    with Server(tmp_path, http=EVERYBODY) as server:
-        silent, trickling, idle = (connect(server) for _ in range(3))
-        deaf, lingering = (connect(server) for _ in range(2))
-        idle.sendall(request("/metrics", close=False))
-        assert receive(idle)[0] == 200
-        lingering.sendall(b"\r\n\r\n")
-        assert receive(lingering)[0] == 400
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        with contextlib.suppress(OSError):
-            deaf.settimeout(0.2)
-            deaf.sendall(request("/", close=False) * 1000)  # more answers than the buffers hold, none of them read
-        began = time.monotonic()
-        with pytest.raises(OSError):
-            for byte in request("/" + "x" * 4000):
-                trickling.sendall(bytes([byte]))
-                time.sleep(0.01)
-        assert time.monotonic() - began < 3
-        for sock in (silent, idle, lingering):
-            assert sock.recv(1) == b""
-        until(lambda: not (server.page.newcomers or server.page.served))
-        assert ask(server, "/metrics")[0] == 200 and Peer(server).chunk(0) == 0
+    silent, trickling, idle = (connect(server) for _ in range(3))
+    deaf, lingering = (connect(server) for _ in range(2))
+    idle.sendall(request("/metrics", close=False))
+    assert receive(idle)[0] == 200
+    lingering.sendall(b"\r\n\r\n")
+    assert receive(lingering)[0] == 400
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with contextlib.suppress(OSError):
+        deaf.settimeout(0.2)
+        deaf.sendall(request("/", close=False) * 1000)  # more answers than the buffers hold, none of them read
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        for byte in request("/" + "x" * 4000):
+            trickling.sendall(bytes([byte]))
+            time.sleep(0.01)
+    assert time.monotonic() - began < 3
+    for sock in (silent, idle, lingering):
+        assert sock.recv(1) == b""
+    until(lambda: not (server.page.newcomers or server.page.served))
+    assert ask(server, "/metrics")[0] == 200 and Peer(server).chunk(0) == 0
 
 
-def test_who_holds_connections_keeps_no_browser_out(tmp_path, monkeypatch):
+def test_who_holds_connections_keeps_no_browser_out(server, monkeypatch):
     monkeypatch.setattr(live_page, "MOST_CLIENTS", 16)
-    with Server(tmp_path, http=EVERYBODY) as server:
-        page = server.page
-        browser = connect(server)
-        browser.sendall(request("/metrics", close=False))
-        assert receive(browser)[0] == 200
-        held = [connect(server) for _ in range(30)]
-        assert all(ask(server, "/metrics")[0] == 200 for _ in range(3))
-        browser.sendall(request("/metrics", close=False))
-        assert receive(browser)[0] == 200                                  # its connection was kept
-        for sock in held:
-            with contextlib.suppress(OSError):
-                sock.sendall(request("/metrics", close=False))
-        until(lambda: len(page.served) > 1)
-        assert len(page.newcomers) <= 8 and len(page.served) <= 8 and ask(server, "/metrics")[0] == 200
-        [sock.close() for sock in held]
+    page = server.page
+    browser = connect(server)
+    browser.sendall(request("/metrics", close=False))
+    assert receive(browser)[0] == 200
+    held = [connect(server) for _ in range(30)]
+    assert all(ask(server, "/metrics")[0] == 200 for _ in range(3))
+    browser.sendall(request("/metrics", close=False))
+    assert receive(browser)[0] == 200                                  # its connection was kept
+    for sock in held:
+        with contextlib.suppress(OSError):
+            sock.sendall(request("/metrics", close=False))
+    until(lambda: len(page.served) > 1)
+    assert len(page.newcomers) <= 8 and len(page.served) <= 8 and ask(server, "/metrics")[0] == 200
+    [sock.close() for sock in held]
 
 
 def test_the_password_is_asked_for_and_is_not_the_secret(tmp_path):
@@ -343,32 +348,30 @@ def test_noise_does_no_harm(tmp_path):
         assert ask(server, "/metrics", authorization=basic(PASSWORD))[0] == 200 and Peer(server).chunk(0) == 0
 
 
-def test_many_clients_share_what_is_made_once(tmp_path, monkeypatch):
+def test_many_clients_share_what_is_made_once(server, monkeypatch):
     made = []
     monkeypatch.setattr(live_page.Figures, "state", lambda self: made.append(1) or {})
     monkeypatch.setattr(live_page, "MADE_EVERY", 3600)
-    with Server(tmp_path, http=EVERYBODY) as server:
-        socks = [connect(server) for _ in range(50)]
-        for sock in socks:
-            sock.sendall(request("/state.json", close=False))
-        assert all(receive(sock)[0] == 200 for sock in socks) and len(made) == 1
+    socks = [connect(server) for _ in range(50)]
+    for sock in socks:
+        sock.sendall(request("/state.json", close=False))
+    assert all(receive(sock)[0] == 200 for sock in socks) and len(made) == 1
 
 
-def test_clients_that_do_not_read_share_a_few_answers(tmp_path, monkeypatch):
+def test_clients_that_do_not_read_share_a_few_answers(server, monkeypatch):
     made = []
     monkeypatch.setattr(live_page.Figures, "state", lambda self: made.append(1) or {"x": "y" * (1 << 23)})
     monkeypatch.setattr(live_page, "MADE_EVERY", 0.0)
-    with Server(tmp_path, http=EVERYBODY) as server:
-        socks = [connect(server) for _ in range(30)]
-        for sock in socks:
-            sock.sendall(request("/state.json", close=False))
-        until(lambda: len(server.page.served) == 30)
-        held = {}
-        for one in list(server.hub.connections):
-            held |= {id(part.obj): len(part.obj) for part in list(one.outbox)}
-        assert 0 < len(held) <= hub.VERSIONS == len(made) and sum(held.values()) < (hub.VERSIONS + 1) << 23
-        assert receive(socks[0])[0] == receive(socks[-1])[0] == 200
-        [sock.close() for sock in socks]
+    socks = [connect(server) for _ in range(30)]
+    for sock in socks:
+        sock.sendall(request("/state.json", close=False))
+    until(lambda: len(server.page.served) == 30)
+    held = {}
+    for one in list(server.hub.connections):
+        held |= {id(part.obj): len(part.obj) for part in list(one.outbox)}
+    assert 0 < len(held) <= hub.VERSIONS == len(made) and sum(held.values()) < (hub.VERSIONS + 1) << 23
+    assert receive(socks[0])[0] == receive(socks[-1])[0] == 200
+    [sock.close() for sock in socks]
 
 
 def test_where_the_page_may_be_served():
@@ -402,7 +405,7 @@ def test_the_page_knows_how_long_the_run_lasts(tmp_path, minutes, steps, least, 
             assert peer.chunk(0) == position
             peer.result(0, position, loss=4096, updates=5)
         until(lambda: page.step.get("step") == 0)
-        left = json.loads(ask(server, "/state.json")[2])["seconds_left"]
+        left = state_of(server)["seconds_left"]
         assert left is None if least is None else least <= left <= most
 
 

@@ -20,7 +20,7 @@ from cluster.status import describe_status
 from coordinators import Server, run_worker, until
 from engine import cpu_engine
 from fakes import FakeEngine, Lines, VALIDATION, changed
-from pages import EVERYBODY, ask, parse_metrics
+from pages import EVERYBODY, ask, parse_metrics, state_of
 from run_logs import example
 from model import data_files, fitness_digits, sampling
 from model.reading import Reading
@@ -40,6 +40,10 @@ TOKENS = 6
 def reward(prompts, completions, **columns):
     return [sum(letter.isalpha() for letter in text) for text in completions]
 """
+
+
+def new_engine(cfg=CFG):
+    return cpu_engine.CpuEngine(cfg, TOKENS, threads=1)
 
 
 def written(engine, prompts, room, seeds, settings, first_pair=None):
@@ -97,7 +101,7 @@ def judged(tmp_path):
 
 def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged):
     cfg = CFG.changed(TEXT_SHARE=0.25)
-    own, engine, seen = judged(LETTERS, cfg), cpu_engine.CpuEngine(cfg, TOKENS, threads=1), []
+    own, engine, seen = judged(LETTERS, cfg), new_engine(cfg), []
     write = engine.write
     engine.write = lambda texts, lengths, seeds, *more: (seen.append((texts.copy(), seeds)),
                                                          write(texts, lengths, seeds, *more))
@@ -116,7 +120,7 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
 
 
 def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
-    engine = cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
+    engine = new_engine()
     own = judged("import time\ndef reward(completions):\n    time.sleep(0.3)\n    return [1] * len(completions)\n")
     own.chunk(engine, 0, lambda: None)
     assert own.pace == () and own.seconds[1] > 0.5 > own.seconds[0]             # two slices
@@ -140,7 +144,7 @@ def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
 def test_equal_rewards_are_no_votes(judged):
     cfg = CFG.changed(TEXT_SHARE=0.0)
     own = judged("def reward(completions):\n    return [1] * len(completions)\n", cfg)
-    fitness, loss = own.chunk(cpu_engine.CpuEngine(cfg, TOKENS, threads=1), 0, lambda: None)
+    fitness, loss = own.chunk(new_engine(cfg), 0, lambda: None)
     assert not fitness.any() and loss == 0
 
 
@@ -157,7 +161,7 @@ def reward(completions, answer, **kwargs):
     return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
 """)
     assert len(own.held.rows) == 2 and len(own.rows) == 18                           # every tenth is held out
-    assert own.measured(cpu_engine.CpuEngine(CFG, TOKENS, threads=1)) == (2, 10.0)
+    assert own.measured(new_engine()) == (2, 10.0)
 
 
 GAME = """
@@ -171,7 +175,7 @@ def reward(prompts, completions):
 
 
 def test_the_other_side_replies_after_each_text_but_the_last(judged):
-    engine, writes = cpu_engine.CpuEngine(CFG, TOKENS, threads=1), []
+    engine, writes = new_engine(), []
 
     def write(texts, lengths, seeds, *more):
         for text, n, seed in zip(texts, lengths, seeds):
@@ -226,7 +230,7 @@ def test_what_a_file_does_wrong_is_one_line(judged, text, words):
     with pytest.raises(objective.ObjectiveError, match=words) as error:
         own = judged(text, cfg)
         own.write = 6
-        own.rewards(cpu_engine.CpuEngine(cfg, TOKENS, threads=1), 0, 3, lambda: None)
+        own.rewards(new_engine(cfg), 0, 3, lambda: None)
     assert "\n" not in str(error.value)
 
 
@@ -240,7 +244,7 @@ def test_answers_about_a_chunk_that_was_given_up_are_not_taken_for_another(judge
     def gone():
         raise ConnectionError
 
-    own, engine = judged(LETTERS), cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
+    own, engine = judged(LETTERS), new_engine()
     want = own.rewards(engine, 4, 4, lambda: None)
     with pytest.raises(ConnectionError):             # the coordinator, while the texts are judged
         own.rewards(engine, 0, 4, gone)
@@ -269,7 +273,7 @@ def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, 
     cfg = CFG.changed(AUDIT_RATE=1.0, VALIDATE_EVERY=2)
     own = [judged(LETTERS, cfg, f"own{i}.py") for i in range(2)]
     validation = data_files.held_out(cfg, TOKENS, "text", BYTES, 64)
-    engines = [cpu_engine.CpuEngine(cfg, TOKENS, threads=1) for _ in own]
+    engines = [new_engine(cfg) for _ in own]
     with Server(tmp_path, cfg, steps=6, drain=15) as server:
         threads = [server.work(engine, tokens=TOKENS, validation=validation, decoding=BYTES, objective=judge,
                                name=str(i))
@@ -337,7 +341,7 @@ def test_page_metrics_status_and_plots_have_the_reward(tmp_path, capsys):
     with Server(tmp_path, FAKE, save=True, steps=5, stay=True, http=EVERYBODY) as server:
         server.work(FakeEngine(FAKE, 0.003), objective=Scripted(FAKE, REWARDS))
         until(lambda: server.run.step == 5 and server.page.figures.step.get("step") == 4)
-        state = json.loads(ask(server, "/state.json")[2])
+        state = state_of(server)
         values = parse_metrics(ask(server, "/metrics")[2].decode())
         assert describe_status(server.status()).splitlines()[0].endswith("reward -0.1250 at step 4")
     assert state["reward"] == state["best_reward"] == {"step": 4, "value": -0.125} and state["validation"] is None
@@ -345,7 +349,7 @@ def test_page_metrics_status_and_plots_have_the_reward(tmp_path, capsys):
     assert state["samples"][0]["text"] == "a text (reward -0.1250)"
     assert (values["egg_reward"], values["egg_reward_best"], values["egg_reward_step"]) == (-0.125, -0.125, 4)
     with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:        # a run that is resumed
-        assert json.loads(ask(server, "/state.json")[2])["best_reward"] == {"step": 4, "value": -0.125}
+        assert state_of(server)["best_reward"] == {"step": 4, "value": -0.125}
     example(tmp_path / "plain")
     assert egg.main(["plot", str(tmp_path), str(tmp_path / "plain"), "--out", str(tmp_path / "a.svg")]) == 0
     assert "<svg" in (tmp_path / "a.svg").read_text()
@@ -369,7 +373,7 @@ def test_a_reward_counts_if_two_workers_state_it():
 
 def test_another_file_is_another_configuration(tmp_path):
     with Server(tmp_path, CFG.changed(OBJECTIVE="a" * 64)) as server:
-        engine = cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
+        engine = new_engine()
         with pytest.raises(egg_config.EggError, match="OBJECTIVE"):
             run_worker(server, engine, CFG)
 

@@ -19,7 +19,7 @@ from tools.curves import Merge, Thinned, read_curve
 from coordinators import Server, until
 from fakes import CFG, FakeEngine, Lines
 from fuzzing import EXAMPLES
-from pages import EVERYBODY, ask, parse_metrics
+from pages import EVERYBODY, ask, parse_metrics, state_of
 from recordings import HERE
 from run_logs import Stream, charts, events, example, of_kind, told_to
 from commands import fails, run
@@ -352,7 +352,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
                 events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
                 events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
                 events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
-            state = json.loads(ask(server, "/state.json")[2])
+            state = state_of(server)
             values = parse_metrics(ask(server, "/metrics")[2].decode())
             if not told:
                 assert state["island"] is None and state["merges"] == []
@@ -373,7 +373,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
             assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness"))
                         and "west" in k]
     with Server(tmp_path / "False", steps=3, stay=True, save=True, http=EVERYBODY) as server:          # a restart
-        again = json.loads(ask(server, "/state.json")[2])["merges"]
+        again = state_of(server)["merges"]
         assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
 
 

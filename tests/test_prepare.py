@@ -13,6 +13,7 @@ import egg_config
 from model import data_files
 from tools import prepare
 from commands import PROSE, TEXT, fails, line_with, one_line, paste, run
+from readings import configured
 
 
 # --- own text ---------------------------------------------------------------------------------------------------------
@@ -42,7 +43,7 @@ def test_prepare_leads_to_the_preset_of_the_machine():
     assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
     for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
         args = egg.parsed(["train", *prepare.training_on(directory, size, plain, gpu)])
-        egg_config.load(args.preset, args.defines, environ={})
+        configured(args.preset, *args.defines)
 
 
 def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(here, monkeypatch):

@@ -16,7 +16,7 @@ from tools import arch
 from compiling import CARDS, path_of
 from coordinators import cluster
 from fakes import any_fitness, step_alone
-from readings import SMALL, member_loss, votes_on
+from readings import BASE, SMALL, configured, member_loss, votes_on
 from recordings import HERE, python
 
 
@@ -36,7 +36,7 @@ from recordings import HERE, python
 def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
-    cfg = egg_config.make(**{**SMALL, **values})
+    cfg = BASE.changed(**values)
     tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
     engine = functools.partial(cpu_engine.CpuEngine, cfg, tokens, threads=1)
     alone, changed = engine(), 0
@@ -57,7 +57,7 @@ def test_distributed_and_resumed(tmp_path, values):
 def test_the_schedule_is_that_of_the_specification_and_data():
     rates = {0: 0.5, 99: 0.5, 100: 0.25, 199: 0.25, 200: 0.125, 10**6: 0.125}
     assert {step: egg_config.make().learning_rate(step) for step in rates} == rates
-    cfg = egg_config.load(defines=["LR_SCHEDULE=0:1,7:0.5,9:0"], environ={})
+    cfg = configured(None, "LR_SCHEDULE=0:1,7:0.5,9:0")
     assert [cfg.learning_rate(step) for step in (6, 7, 8, 9, 100)] == [1.0, 0.5, 0.5, 0.0, 0.0]
 
 
@@ -66,7 +66,7 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
     """The losses of a step are those of SIGMA_SHIFT alone, and of a plain reading of the rules; what is without noise
     does not change."""
     tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
-    cfg = egg_config.make(**{**SMALL, **rest}, SIGMA_SCHEDULE=((2, 5), (4, 0)))
+    cfg = BASE.changed(**rest, SIGMA_SCHEDULE=((2, 5), (4, 0)))
     assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
     assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in arch.describe(cfg)
     assert "targets" not in arch.describe(cfg)
@@ -74,7 +74,7 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
     for step, shift in (3, 5), (1, 3), (9, 0):
         state = engine.state()
         state.step = step
-        alone = cpu_engine.CpuEngine(egg_config.make(**{**SMALL, **rest}, SIGMA_SHIFT=shift), tokens, threads=1)
+        alone = cpu_engine.CpuEngine(BASE.changed(**rest, SIGMA_SHIFT=shift), tokens, threads=1)
         for one in engine, alone:
             one.load(state)
         found.append(engine.evaluate(0, 8))
@@ -87,7 +87,7 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
 
 def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
-    cfg = egg_config.make(**SMALL)
+    cfg = BASE
     assert "SIGMA_SCHEDULE" not in {**cfg.shared(), **cfg.saved(), **history.non_default(cfg)}
     history.open_run(cfg, tmp_path).close()
     edited = egg_config.CONSTANTS["SIGMA_SCHEDULE"]._replace(value=((0, 7),))
@@ -100,15 +100,15 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     history.open_run(again, tmp_path).close()
     with pytest.raises(history.HistoryError, match=r"SIGMA_SCHEDULE = \[\] there, \[\[0, 7\]\] here"):
         history.open_run(falling, tmp_path)
-    assert egg_config.load(defines=["SIGMA_SCHEDULE=4:5,9:6"], environ={}).SIGMA_SCHEDULE == ((4, 5), (9, 6))
-    assert egg_config.load(defines=["SIGMA_SCHEDULE="], environ={}).SIGMA_SCHEDULE == ()
+    assert configured(None, "SIGMA_SCHEDULE=4:5,9:6").SIGMA_SCHEDULE == ((4, 5), (9, 6))
+    assert configured(None, "SIGMA_SCHEDULE=").SIGMA_SCHEDULE == ()
     with pytest.raises(egg_config.ConfigError, match="'4' is not step:shift,step:shift,..."):
-        egg_config.load(defines=["SIGMA_SCHEDULE=4"], environ={})
+        configured(None, "SIGMA_SCHEDULE=4")
 
 
 @pytest.mark.parametrize("preset", egg_config.PRESETS)
 def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(preset):
-    cfg = egg_config.load(preset, environ={})
+    cfg = configured(preset)
     forward = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[0]
     if cfg.PERTURB == "activations":                         # only the general path has that noise
         assert path_of(forward) == "general"
@@ -128,8 +128,8 @@ def test_rare_tokens_learn_more_slowly(rest):
     tokens = np.concatenate([tokens, np.full(3 * tokens.size, 5, np.uint8)])
     # powers of two, so that nothing is rounded twice
     learning = 2 ** -13 if rest.get("OPTIMIZER") == "sgd" else 0.25
-    plain = egg_config.make(**{**SMALL, **rest}, LR_SCHEDULE=((0, learning),))
-    cfg = egg_config.make(**{**SMALL, **rest}, LR_SCHEDULE=((0, learning),), RARE_TOKENS=0.004)
+    plain = BASE.changed(**rest, LR_SCHEDULE=((0, learning),))
+    cfg = BASE.changed(**rest, LR_SCHEDULE=((0, learning),), RARE_TOKENS=0.004)
     fitness = any_fitness(cfg, 1)
     engines = [cpu_engine.CpuEngine(c, tokens, threads=1) for c in (plain, cfg)]
     for engine in engines:
@@ -156,7 +156,7 @@ def test_rare_tokens_learn_more_slowly(rest):
 
 @pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.01), dict(SEEN_VOTES=2)], ids=lambda values: next(iter(values)))
 def test_what_reads_the_data_needs_them(values):
-    engine = cpu_engine.CpuEngine(egg_config.make(**SMALL, **values), None, threads=1)
+    engine = cpu_engine.CpuEngine(BASE.changed(**values), None, threads=1)
     with pytest.raises(ValueError, match=f"{next(iter(values))} needs the training data"):
         engine.update(np.ones(16, np.int8))
 
@@ -178,8 +178,8 @@ SEEN = (dict(), dict(USE_CLT=0, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, GROUP_SIZE=4)
 def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
     """A step of sgd with a rate that rounds nothing, held against plain NumPy. Tokens come more than once in a window,
     and most never come."""
-    cfg = egg_config.make(**{**SMALL, "CHUNK_SIZE": 64, "POPULATION_SIZE": 32 * 64, **values}, SEEN_VOTES=5,
-                          OPTIMIZER="sgd", LR_SCHEDULE=((0, 2.0 ** -12),))
+    cfg = BASE.changed(CHUNK_SIZE=64, POPULATION_SIZE=32 * 64, **values, SEEN_VOTES=5, OPTIMIZER="sgd",
+                       LR_SCHEDULE=((0, 2.0 ** -12),))
     rng = np.random.default_rng(5)
     tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), any_fitness(cfg, rng)
     engine = cpu_engine.CpuEngine(cfg, tokens, threads=threads)

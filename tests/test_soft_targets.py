@@ -14,6 +14,7 @@ from tools import arch
 
 SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
              LOSS="exact")
+BASE = egg_config.make(**SMALL)
 GRU = dict(MODEL="gru", STATE_TOKENS=3, GROUP_SIZE=4)
 WIDE = dict(VOCAB_SIZE=300, USE_SAME_DATA=1)
 
@@ -33,7 +34,7 @@ def following(tokens, place, context):
 @pytest.mark.parametrize("context", (1, 2, 3, 6))
 @pytest.mark.parametrize("values", (dict(), dict(VOCAB_SIZE=300)), ids=("bytes", "tokens"))
 def test_the_table_of_what_follows(values, context):
-    cfg = egg_config.make(**{**SMALL, **values})
+    cfg = BASE.changed(**values)
     tokens = data(cfg)
     known = soft_targets.followers(cfg, tokens, context)
     assert known.tokens.dtype == tokens.dtype and sum(1 / known.size) == pytest.approx(len({*known.first}))
@@ -44,7 +45,7 @@ def test_the_table_of_what_follows(values, context):
 
 @pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
 def test_the_drawn_targets_are_those_of_the_specification(values):
-    cfg = egg_config.make(**{**SMALL, **values}, SOFT_TARGETS=((0, 2),))
+    cfg = BASE.changed(**values, SOFT_TARGETS=((0, 2),))
     tokens, T, seed = data(cfg), cfg.SEQ_LEN, 2**32 - 3          # seeds of later pairs wrap around
     cut = soft_targets.windows(cfg, tokens, soft_targets.followers(cfg, tokens, 2), 61, seed, 4, 6)
     plain = rules.windows(cfg, tokens, 61, 4, 6)
@@ -62,7 +63,7 @@ def test_the_drawn_targets_are_those_of_the_specification(values):
 @pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
 def test_the_loss_is_the_mean_over_the_targets(values):
     """Each member's loss is that of the plain reading."""
-    cfg = egg_config.make(**{**SMALL, **values}, SOFT_TARGETS=((0, 2),))
+    cfg = BASE.changed(**values, SOFT_TARGETS=((0, 2),))
     tokens = data(cfg)
     engine = cpu_engine.CpuEngine(cfg, tokens, threads=1)
     state = engine.state()
@@ -80,11 +81,11 @@ def test_the_loss_is_the_mean_over_the_targets(values):
 def test_every_cut_of_a_step_and_every_context_in_turn(values):
     """The losses depend on neither slices nor threads; context 0 is the loss without soft targets; a context that
     comes back is the same again."""
-    cfg = egg_config.make(**{**SMALL, **values}, SOFT_TARGETS=((1, 2), (2, 0), (3, 1), (4, 2)))
+    cfg = BASE.changed(**values, SOFT_TARGETS=((1, 2), (2, 0), (3, 1), (4, 2)))
     tokens = data(cfg)
     make = functools.partial(cpu_engine.CpuEngine, tokens=tokens)
     one, two = make(cfg, threads=1), make(cfg, threads=2)
-    plain = make(egg_config.make(**{**SMALL, **values}), threads=1)
+    plain = make(BASE.changed(**values), threads=1)
     for step in range(5):
         whole = one.evaluate(0, 32)
         parts = [two.evaluate(first, count) for first, count in ((0, 4), (4, 2), (6, 26))]
@@ -98,7 +99,7 @@ def test_every_cut_of_a_step_and_every_context_in_turn(values):
 def test_tables_are_made_once_and_ahead(monkeypatch):
     """A step finds its own, and one that was begun and is taken back that of the step before. What fails in the thread
     is raised where the table is wanted."""
-    cfg, made = egg_config.make(**SMALL, SOFT_TARGETS=((0, 2), (3, 1), (5, 0), (7, 3))), []
+    cfg, made = BASE.changed(SOFT_TARGETS=((0, 2), (3, 1), (5, 0), (7, 3))), []
     followers = soft_targets.followers
 
     def counted(cfg, tokens, context):
@@ -116,12 +117,12 @@ def test_tables_are_made_once_and_ahead(monkeypatch):
 
 
 def test_the_architecture_names_the_targets():
-    cfg = egg_config.make(**SMALL, SOFT_TARGETS=((0, 2), (30, 1)))
+    cfg = BASE.changed(SOFT_TARGETS=((0, 2), (30, 1)))
     assert "\ntargets     8 a position; context in tokens: 2 from step 0, 1 from step 30\n" in arch.describe(cfg)
 
 
 def test_a_table_that_the_memory_cannot_hold_is_refused():
-    cfg = egg_config.make(**SMALL, SOFT_TARGETS=((0, 2),))
+    cfg = BASE.changed(SOFT_TARGETS=((0, 2),))
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (1 << 42,), (0,))
     with pytest.raises(ValueError, match="SOFT_TARGETS: 4,398,046,511,104 tokens .* less data or no SOFT_TARGETS"):
         soft_targets.Tables(cfg, huge)

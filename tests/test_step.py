@@ -18,7 +18,7 @@ from cluster.step import Step
 from cluster.wire import JOB_RESPONSE, REBUILD, V2
 from model import fitness_digits
 from coordinators import Holder, Peer, Peer2, Server, caller, callers, cluster, idle, kept, refused, until
-from fakes import BAD, CFG, Drifting, FakeEngine, GOOD, Liar, SECRET, card, changed, expected
+from fakes import BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, card, changed, expected
 from commands import certificate
 
 
@@ -44,7 +44,7 @@ def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
     assert step.disputed() == [(1, [A, B])]
     assert step.take(A, 1) is None and step.take(B, 1) is None and step.take(C, 1) == 1
     assert step.result(C, 1, *YES) == [B] and step.complete \
-        and step.fitness() == fitness_digits.pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
+        and step.fitness() == GOOD_STEP
     step.withdraw(B)
     assert step.result(D, 1, *NO) == [D] and step.complete
 
@@ -550,7 +550,7 @@ def test_four_names_of_one_host_keep_no_lie(tmp_path):
             if server.run.step:
                 break
         assert server.run.step == 1 and banned >= 1 and "banned w" not in server.said
-        assert server.run.fitness(0) == fitness_digits.pack_ternary(np.ones(cfg.N_PAIRS, np.int8))
+        assert server.run.fitness(0) == GOOD_STEP
 
 
 def test_what_a_banned_author_left_is_done_again_even_when_it_has_gone(server):

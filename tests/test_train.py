@@ -21,6 +21,7 @@ from engine import hardware
 from tools import train
 from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run
 from recordings import HERE, python
+from readings import configured
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     fails(run("generate", "--load-dir", "ckpt", "-D", "HIDDEN_DIM=128"), 2,
           "-D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64;")
     same = ["-DN_LAYERS=1", "-DPOPULATION_SIZE=128", "-DLR_SCHEDULE=" + egg_config.text(CFG.LR_SCHEDULE)]
-    laptop = egg_config.load("laptop", environ={}).saved()
+    laptop = configured("laptop").saved()
     for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop"}, [], laptop):
         cfg = egg_config.load(defines=[x[2:] for x in defines], environ=environ, saved=saved, run="ckpt")
         assert cfg.saved() == egg_config.make(**saved).saved()
@@ -116,7 +117,7 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
 
 
 def test_an_old_run_without_settings_works_as_before(bytes_here):
-    history.open_run(egg_config.load(defines=[x[2:] for x in bytes_here], environ={}), "ckpt").close()
+    history.open_run(configured(None, *[x[2:] for x in bytes_here]), "ckpt").close()
     settings = json.loads(pathlib.Path("ckpt/settings.json").read_text())
     assert settings["INPUT_FILE"] == "../my data/train.bin"
     assert settings["VALIDATE_EVERY"] == 2 and settings["SNAPSHOT_EVERY"] == 0
@@ -237,7 +238,7 @@ def started(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("device, preset, other", [("cpu", "laptop", "a GPU"), ("cuda:0", "best", "no GPU")])
 def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, device, preset, other):
     history.open_run(egg_config.make(), "ckpt").close()
-    fast, deggs = egg_config.load(preset, environ={}), egg_config.make()
+    fast, deggs = configured(preset), egg_config.make()
     for more in [], ["--save-dir", "new", "--minutes", "1"], ["-D", "PORT=7"]:
         cfg, said = started(device, *more)
         assert cfg.shared() == fast.shared() and other not in said

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-import egg_config
 from engine import cpu_engine
 from model import parameters, rules, transforms
 from model.reading import Reading
-from readings import SMALL, member_loss, nats, random_config, shaken
+from readings import BASE, member_loss, nats, random_config, shaken
 
 
 # --- number-theoretic transforms --------------------------------------------------------------------------------------
@@ -88,7 +87,7 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
 
 
 def test_a_causal_coefficient_sees_no_later_token():
-    cfg = egg_config.make(**SMALL, NTT_MODE=3)
+    cfg = BASE.changed(NTT_MODE=3)
     rng = np.random.default_rng(7)
     one, other = rng.integers(1, 256, (2, 8))
     for position in range(8):
@@ -99,7 +98,7 @@ def test_a_causal_coefficient_sees_no_later_token():
 
 
 def test_ntt_mode_0_is_the_model_as_it_was_and_the_tables_are_drawn_after_the_embedding():
-    base, ntt = egg_config.make(**SMALL), egg_config.make(**SMALL, NTT_MODE=1)
+    base, ntt = BASE, BASE.changed(NTT_MODE=1)
     before = {t.name for t in parameters.tensors(base)}
     assert [t.name for t in parameters.tensors(ntt) if t.name not in before] == ["ntt_emb_1", "ntt_emb_2", "ntt_emb_3"]
     weights = parameters.initial_state(ntt).weights
