@@ -15,6 +15,8 @@ from recordings import HERE
 
 # compute capability -> KiB of shared memory that a block can have
 CARDS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+LARGE = [(8, 0), (10, 0)]                                    # have the code of cc 8.6 and 12.0 in larger tiles
+OTHERS = [cc for cc in CARDS if cc not in LARGE]
 
 
 def path_of(forward):

@@ -11,8 +11,8 @@ import egg_config
 import egg_net
 from cluster import history
 from activations_compared import GPU_KINDS, course, engine_of, step_of
-from compiling import hold_against_cards
-from coordinators import Peer, Server, cluster, until, work_in_thread
+from compiling import LARGE, OTHERS, hold_against_cards
+from coordinators import Peer, Server, cluster, until
 from fakes import Lines
 from model import activations, parameters, reading, rules
 from tools import use
@@ -113,16 +113,16 @@ def alone(steps, cfg=CFG):
 def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_snapshot(tmp_path):
     cfg = CFG.changed(AUDIT_RATE=1.0)
     server = cluster(tmp_path, engines(2, cfg), 12, cfg, save=True)
-    assert "banned" not in server.lines.text
+    assert "banned" not in server.said
     run = history.open_run(cfg, tmp_path)
     with contextlib.closing(run):
         assert run.step == 12 and run.start.step == 5        # the second newest snapshot
     late, = engines(1, cfg)
     with Server(tmp_path, cfg, save=True, steps=13, drain=15) as server:
         said = Lines()
-        thread = work_in_thread(server.port, late, cfg, lines=said)
-        until(lambda: server.run.step == 13)
-    thread.join(20)
+        thread = server.work(late, lines=said)
+        server.reaches(13)
+    thread.join(60)
     assert late.digest() == alone(13, cfg).digest()
     assert "by a snapshot" in said.text
 
@@ -176,29 +176,33 @@ def test_a_liar_is_named(tmp_path):
     cfg = CFG.changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=0)
     honest, other, lying = engines(3, cfg)
     with Server(tmp_path, cfg, steps=6, drain=15) as server:
-        threads = [work_in_thread(server.port, engine, cfg, retry=True, name=name)
+        threads = [server.work(engine, retry=True, name=name)
                    for name, engine in (("a", honest), ("b", other))]
-        until(lambda: server.run.step > 1)
+        server.reaches(2)
         with contextlib.suppress(egg_config.EggError):
             egg_net.run_worker(cfg, "127.0.0.1", server.port, LyingEngine(lying), retry=False, name="liar",
                                console=egg_net.Console(Lines()))
-        until(lambda: server.run.step == 6)
+        server.reaches(6)
     [thread.join(0.1) for thread in threads]
-    assert "liar" in server.lines.text
+    assert "liar" in server.said
 
 
 def test_protocol_1_is_refused_by_name(tmp_path):
     with Server(tmp_path, CFG, stay=True) as server:
-        peer = Peer(server.port, CFG)
+        peer = Peer(server)
         peer.ask(0)
         assert peer.closed()
-        until(lambda: "noise on activations (PERTURB) needs workers of protocol 2" in server.lines.text)
+        until(lambda: "noise on activations (PERTURB) needs workers of protocol 2" in server.said)
 
 
-@pytest.mark.compiles(dict(
+KERNELS = dict(
     MODEL="gru", PERTURB="activations", HIDDEN_DIM=128, N_LAYERS=2, SEQ_LEN=100, VOCAB_SIZE=256, LOSS="exact",
-    CHUNK_SIZE=32, POPULATION_SIZE=64, GROUP_SIZE=8, ADAPTIVE_NOISE_MODE=0, MLP_RELU=1, SOFT_TARGETS=((0, 3),)),
-                      part="not writing")
+    CHUNK_SIZE=32, POPULATION_SIZE=64, GROUP_SIZE=8, ADAPTIVE_NOISE_MODE=0, MLP_RELU=1, SOFT_TARGETS=((0, 3),))
+
+
+@pytest.mark.parametrize((), [
+    pytest.param(marks=pytest.mark.compiles(KERNELS, OTHERS, part="not writing"), id="all"),
+    pytest.param(marks=pytest.mark.compiles(KERNELS, LARGE, names=("product", "recur", "head")), id="large")])
 def test_kernels_compile_for_every_card_without_local_memory(compiled_kernels):
     hold_against_cards(compiled_kernels)
 

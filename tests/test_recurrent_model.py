@@ -15,10 +15,10 @@ from model import fitness_digits, optimizers, parameters, rules, seeds
 from model.reading import Reading
 from tools import debug, prepare, train
 from chaos_cluster import chaos
-from compiling import CARDS, hold_against_cards, kernels_of, path_of
+from compiling import CARDS, LARGE, OTHERS, hold_against_cards, kernels_of, path_of
 from engines_compared import SEED
 from fakes import Lines, any_fitness, lie
-from readings import member_reading
+from readings import configured, member_reading, nats, plain, shaken, votes_on
 
 COMPILED = "compiled_gru"                                    # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
@@ -26,25 +26,22 @@ SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256,
              ADAPTIVE_NOISE_MODE=0, DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=23.0,
              FAST_FITNESS=1,
              OPTIMIZER="ztest", SIGMA_SHIFT=4, SIGMA_SHIFT_VECTOR=8)
+BASE = egg_config.make(**SMALL)
 
 
 def random_config(rng, **more):
-    gaussian, group = int(rng.integers(2)), int(rng.choice([2, 4, 8]))
-    settings = dict(MODEL="gru", HIDDEN_DIM=32 * int(rng.integers(2, 6)), N_LAYERS=int(rng.integers(1, 3)),
-                    SEQ_LEN=int(rng.integers(8, 20)),
-                    STATE_TOKENS=int(rng.choice([0, 1, 7, 30])), VOCAB_SIZE=int(rng.choice([256, 300, 512])),
-                    CHUNK_SIZE=8,
-                    POPULATION_SIZE=8 * int(rng.integers(1, 4)), GROUP_SIZE=group, MLP_RELU=int(rng.integers(2)),
-                    LOSS="exact",
-                    ADAPTIVE_NOISE_MODE=int(rng.choice([0, 1, 2])), DEVICE_GAUSSIAN=gaussian, HOST_GAUSSIAN=1,
-                    HOST_MASK=int(rng.choice([15, 42])),
-                    DEVICE_MASK=int(rng.integers(1, 43 if gaussian else 128)), SIGMA_SHIFT=int(rng.integers(0, 6)),
-                    SIGMA_SHIFT_VECTOR=int(rng.integers(4, 9)), FIXED_POINT=int(rng.choice([4, 4, 3, 5])),
-                    SOFTMAX_EXP_SCALE=float(rng.choice([23.0, 16.0])),
-                    OPTIMIZER=str(rng.choice(["ztest", "adamw", "sgd"])), USE_CLT=int(rng.integers(2)),
-                    FAST_FITNESS=int(rng.integers(2)),
-                    NOISE_REUSE=int(rng.choice([0, 1, 2])))
-    return {**settings, **more}
+    gaussian, group = rng.integers(2), rng.choice([2, 4, 8])
+    settings = dict(MODEL="gru", HIDDEN_DIM=32 * rng.integers(2, 6), N_LAYERS=rng.integers(1, 3),
+                    SEQ_LEN=rng.integers(8, 20), STATE_TOKENS=rng.choice([0, 1, 7, 30]),
+                    VOCAB_SIZE=rng.choice([256, 300, 512]), CHUNK_SIZE=8, POPULATION_SIZE=8 * rng.integers(1, 4),
+                    GROUP_SIZE=group, MLP_RELU=rng.integers(2), LOSS="exact",
+                    ADAPTIVE_NOISE_MODE=rng.choice([0, 1, 2]), DEVICE_GAUSSIAN=gaussian, HOST_GAUSSIAN=1,
+                    HOST_MASK=rng.choice([15, 42]), DEVICE_MASK=rng.integers(1, 43 if gaussian else 128),
+                    SIGMA_SHIFT=rng.integers(0, 6), SIGMA_SHIFT_VECTOR=rng.integers(4, 9),
+                    FIXED_POINT=rng.choice([4, 4, 3, 5]), SOFTMAX_EXP_SCALE=rng.choice([23.0, 16.0]),
+                    OPTIMIZER=rng.choice(["ztest", "adamw", "sgd"]), USE_CLT=rng.integers(2),
+                    FAST_FITNESS=rng.integers(2), NOISE_REUSE=rng.choice([0, 1, 2]))
+    return {**plain(settings), **more}
 
 
 @pytest.mark.parametrize("seed", range(9))
@@ -54,11 +51,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     # with 8 kinds, token 0 comes often
     tokens = rng.integers(0, 8 if seed % 2 else cfg.VOCAB_SIZE, 120).astype(np.uint32)
     engine = cpu_engine.CpuEngine(cfg, tokens)
-    state = engine.state()
-    state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
-    state.weights[:] = rng.integers(-127, 128, state.weights.size)
-    state.step = int(rng.integers(9))
-    engine.load(state)
+    state = shaken(engine, rng, rng.integers(9))
     windows = rules.windows(cfg, tokens, state.step, 0, 4)
     for member, loss in enumerate(engine.evaluate(0, 8)[:6]):
         before, window = np.split(windows[member // 2], [cfg.STATE_TOKENS])
@@ -72,15 +65,13 @@ def test_losses_are_those_of_the_plain_reading(seed):
 def test_validation_through_a_reset(seed):
     cfg = egg_config.make(**random_config(np.random.default_rng(20 + seed)))
     engine, tokens = cpu_engine.CpuEngine(cfg), np.array([5, 17, 250, 3, 0, 9, 77, 200], np.int32)
-    want, window = Reading(cfg, engine.state()).logits(tokens), np.append(tokens, 11)
-    z = want / cfg.SOFTMAX_EXP_SCALE
-    nats = (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(8), window[1:]]).sum()
+    z, window = Reading(cfg, engine.state()).logits(tokens), np.append(tokens, 11)
     got, count = engine.validate([window, window])
-    assert count == 16 and got == pytest.approx(2 * nats, rel=1e-9)
+    assert count == 16 and got == pytest.approx(2 * nats(cfg, z, window[1:]), rel=1e-9)
 
 
 def test_generation_is_greedy_on_the_state():
-    cfg = egg_config.make(**SMALL)
+    cfg = BASE
     engine, reading = cpu_engine.CpuEngine(cfg), Reading(cfg, parameters.initial_state(cfg))
     got = list(engine.generate([5, 17, 250], 20, seed=1, temp=0, penalty=0))
     token = reading.logits([5, 17, 250])[-1].argmax()
@@ -92,7 +83,7 @@ def test_generation_is_greedy_on_the_state():
 
 @pytest.mark.parametrize("clt", [0, 1])
 def test_ztest_moves_what_is_significant(clt):
-    cfg = egg_config.make(**{**SMALL, "USE_CLT": clt, "CHUNK_SIZE": 128, "POPULATION_SIZE": 256, "ZTEST_ALPHA": 0.3})
+    cfg = BASE.changed(USE_CLT=clt, CHUNK_SIZE=128, POPULATION_SIZE=256, ZTEST_ALPHA=0.3)
     engine, rng = cpu_engine.CpuEngine(cfg), np.random.default_rng(1)
     state = engine.state()
     state.weights[rng.integers(0, state.weights.size, 20000)] = 127                  # some cannot move up
@@ -100,16 +91,7 @@ def test_ztest_moves_what_is_significant(clt):
     fitness = any_fitness(cfg, rng)
     # the normal quantile of 0.85
     changed, after, t = engine.update(fitness), engine.state(), int(16 * 1.0364333894937898)
-    want = np.zeros(state.weights.size, np.int64)
-    for tensor in parameters.tensors(cfg):
-        total = 0
-        for q in np.flatnonzero(fitness):
-            reading = Reading(cfg, state, state.seed + int(q))
-            a = reading.noise(tensor.seed_a, np.arange(tensor.cols))
-            b = reading.noise(tensor.seed_b, np.arange(tensor.rows if tensor.matrix else tensor.cols))
-            a, b = (a, b) if clt else (np.sign(a), np.sign(b))
-            total = total + int(fitness[q]) * (np.outer(b, a) if tensor.matrix else a * b)
-        want[tensor.span] = parameters.to_canonical(total) if tensor.matrix else total
+    want = np.concatenate([votes_on(cfg, state, t, fitness) for t in parameters.tensors(cfg)])
     moves = np.where(abs(want) * 16 >= t * math.isqrt(cfg.N_PAIRS) * (256 if clt else 1), np.sign(want), 0)
     expected = np.clip(state.weights + moves, -127, 127)
     assert np.array_equal(after.weights, expected) and changed == np.count_nonzero(expected != state.weights) > 1000
@@ -129,7 +111,7 @@ def test_ztest_works_with_the_transformer_and_the_others_with_the_gru():
 
 
 def test_share_falls_as_nano_egg_has_it():
-    cfg = egg_config.load("nano-egg", ["OPTIMIZER=ztest"], {})
+    cfg = configured("nano-egg", "OPTIMIZER=ztest")
     assert [cfg.learning_rate(k) for k in (0, 1000)] == [1, 1 / 16] and cfg.learning_rate(500) == 1 / 8.5
     # quantiles 0, 1.565 and 1.863 in 16ths; 128 = isqrt(16,384 pairs)
     least = [optimizers.least_vote(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)]
@@ -138,7 +120,7 @@ def test_share_falls_as_nano_egg_has_it():
 
 
 def test_groups_read_the_same_tokens_and_follow_a_stream():
-    cfg = egg_config.make(**{**SMALL, "GROUP_SIZE": 8})
+    cfg = BASE.changed(GROUP_SIZE=8)
     tokens = np.arange(1000, dtype=np.uint32) % 251
     first, second = rules.windows(cfg, tokens, 0, 0, 32), rules.windows(cfg, tokens, 1, 0, 32)
     assert first.shape == (32, 5 + 12 + 1) and len(np.unique(first, axis=0)) == 8
@@ -157,11 +139,6 @@ def test_noise_is_kept():
     assert seeds.next_seed(42, 6, 0) == 42 != seeds.next_seed(42, 6) == seeds.hash32(42, 7)
 
 
-def test_fast_fitness_is_the_sign():
-    losses = np.array([5, 9, 7, 7, 1000, 3], np.int64)
-    assert fitness_digits.chunk_fitness(losses, egg_config.make(FAST_FITNESS=1)).tolist() == [1, 0, -1]
-
-
 @pytest.mark.parametrize("define, says", [
     ("HEAD_DIM=32", "has no meaning with MODEL = gru"), ("SHIFT_OUT=8", "has no meaning"), ("GROUP_SIZE=3", "even"),
     ("GROUP_SIZE=48", "divide POPULATION_SIZE"),
@@ -170,19 +147,19 @@ def test_fast_fitness_is_the_sign():
     ("MODEL=transformer", "VALIDATE_WINDOW|SEQ_LEN|STATE_TOKENS")])
 def test_bad_constants_are_named_in_one_line(define, says):
     with pytest.raises(egg_config.ConfigError) as error:
-        egg_config.load("nano-egg", [define], {})
+        configured("nano-egg", define)
     assert re.search(says, str(error.value)) and "\n" not in str(error.value)
 
 
 def test_transformer_refuses_constants_of_the_gru():
     with pytest.raises(egg_config.ConfigError, match="STATE_TOKENS = 4: has no meaning with MODEL = transformer"):
         egg_config.make(STATE_TOKENS=4)
-    assert egg_config.make(**SMALL).fingerprint() != egg_config.make(**{**SMALL, "STATE_TOKENS": 6}).fingerprint()
+    assert BASE.fingerprint() != BASE.changed(STATE_TOKENS=6).fingerprint()
 
 
 def test_pieces_and_threads_give_the_same_bits():
     """A chunk may be evaluated in any pieces, by any worker: what a window begins from is part of no one's memory."""
-    cfg = egg_config.make(**SMALL)
+    cfg = BASE
     tokens = np.random.default_rng(2).integers(0, 256, 500).astype(np.uint8)
     one, two = cpu_engine.CpuEngine(cfg, tokens, threads=1), cpu_engine.CpuEngine(cfg, tokens)
     whole = one.evaluate(0, 64)
@@ -224,9 +201,8 @@ class Drifting(Engine):
 
 
 # the numbers of CFG, whose peers are among the troublemakers
-CHAOS = egg_config.make(**{**SMALL, "CHUNK_SIZE": 32, "POPULATION_SIZE": 128, "NOISE_REUSE": 2, "ZTEST_ALPHA": 0.3,
-                           "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0,
-                           "AUDIT_RATE": 1.0, "SNAPSHOT_EVERY": 10})
+CHAOS = BASE.changed(CHUNK_SIZE=32, POPULATION_SIZE=128, NOISE_REUSE=2, ZTEST_ALPHA=0.3, VALIDATE_EVERY=0,
+                     SAMPLE_EVERY=0, AUDIT_RATE=1.0, SNAPSHOT_EVERY=10)
 
 
 def test_chaos_changes_no_bit(tmp_path):
@@ -237,14 +213,13 @@ def test_chaos_changes_no_bit(tmp_path):
     assert steps >= 12 and kills >= 3
 
 
-def test_the_preset_trains_and_goes_on(tmp_path, monkeypatch):
+def test_the_preset_trains_and_goes_on(here):
     """`prepare --vocab-size 256` and `train --preset nano-egg`, with few members, stopped and continued."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    (here / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
     prepare.prepare(["text"], 256, say=lambda line: None)
     defines = ["DETOKENIZE=0", "CHUNK_SIZE=8", "POPULATION_SIZE=16", "HIDDEN_DIM=64", "N_LAYERS=2", "DEVICE=cpu",
                "VALIDATE_EVERY=2", "SAMPLE_EVERY=2"]
-    cfg, lines = egg_config.load("nano-egg", defines, {}), Lines()
+    cfg, lines = configured("nano-egg", *defines), Lines()
     first = train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert first.unit == "bits/byte" and 0 < first.after < 20 and first.final.step == 3
     second = train.train(cfg, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
@@ -260,9 +235,8 @@ def test_the_preset_trains_and_goes_on(tmp_path, monkeypatch):
 
 def test_it_learns():
     """A thousand members, a few steps: better than it began, on text it has not seen."""
-    cfg = egg_config.make(**{**SMALL, "N_LAYERS": 1, "SEQ_LEN": 16, "STATE_TOKENS": 0, "CHUNK_SIZE": 256,
-                             "POPULATION_SIZE": 256, "SIGMA_SHIFT": 2,
-                             "SOFTMAX_EXP_SCALE": 16 / math.log(2)})
+    cfg = BASE.changed(N_LAYERS=1, SEQ_LEN=16, STATE_TOKENS=0, CHUNK_SIZE=256, POPULATION_SIZE=256, SIGMA_SHIFT=2,
+                       SOFTMAX_EXP_SCALE=16 / math.log(2))
     text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 400, np.uint8)
     engine, window = cpu_engine.CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
     before = engine.validate(window)[0]
@@ -282,7 +256,7 @@ def test_where_the_fast_path_serves():
     """Nowhere else than where its words hold every sum: the preset is among it."""
     from kernels import gru_narrow
     limit = CARDS[9, 0] * 1024
-    assert gru_narrow.wgmma_fits(egg_config.load("nano-egg", environ={}), (9, 0), limit)
+    assert gru_narrow.wgmma_fits(configured("nano-egg"), (9, 0), limit)
     assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (8, 0), limit)
     assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (9, 0), limit - 1)
     for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False),
@@ -311,7 +285,7 @@ def test_which_path_serves():
         forward = egg_kernels.build_forward(egg_config.make(**constants), cc, CARDS[cc] * 1024)
         assert path_of(forward) == name, (constants, cc)
     with pytest.raises(ValueError, match="only GPUs of compute capability 9.0"):
-        egg_kernels.build_forward(egg_config.make(**SMALL, TENSOR_CORES="wgmma"), (8, 6), CARDS[8, 6] * 1024)
+        egg_kernels.build_forward(BASE.changed(TENSOR_CORES="wgmma"), (8, 6), CARDS[8, 6] * 1024)
 
 
 @pytest.mark.parametrize("width", sorted({*range(64, 257, 32), *range(64, 1025, 96)}))
@@ -351,14 +325,11 @@ def test_general_kernels_fit_every_card():
         assert all(kernel.shared <= limit * 1024 for kernel in kernels_of(WIDE, cc)["forward"]), cc
 
 
-LARGE = [(8, 0), (10, 0)]                                    # have the code of cc 8.6 and 12.0 in larger tiles
-
-
 @pytest.mark.parametrize((), [
-    pytest.param(marks=pytest.mark.compiles(WIDE, [cc for cc in CARDS if cc not in LARGE], part="noisy"),
-                 id="general"),
+    pytest.param(marks=pytest.mark.compiles(WIDE, OTHERS, part="noisy"), id="general"),
     pytest.param(marks=pytest.mark.compiles(WIDE, LARGE, part="noisy", names=("recur", "product")), id="large"),
-    pytest.param(marks=pytest.mark.compiles(SMALL, part="forward"), id="narrow"),
+    pytest.param(marks=pytest.mark.compiles(SMALL, OTHERS, part="forward"), id="narrow"),
+    pytest.param(marks=pytest.mark.compiles(SMALL, LARGE, part="noisy"), id="narrow, large"),
     pytest.param(marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
 def test_every_kernel_compiles(compiled_kernels):
     """Those of the forward pass, of each path; the head of validation in the tiles of a narrow model, which most cards
@@ -370,7 +341,7 @@ def test_every_kernel_compiles(compiled_kernels):
 def test_the_recurrence_fits_every_card(width):
     from kernels import gru, parts
     for cc, limit in CARDS.items():
-        cfg = egg_config.make(**{**SMALL, "HIDDEN_DIM": width})
+        cfg = BASE.changed(HIDDEN_DIM=width)
         shape, rows, resident = gru._recurrence(cfg, parts.Gpu(cc, limit * 1024, cc == (9, 0)))
         assert shape.bytes + (shape.columns() * 128 if resident else 0) + 2560 <= limit * 1024, cc
         assert shape.stages >= 2 and rows in (32, 64) and shape.columns() >= 2 * width, cc
@@ -423,7 +394,7 @@ def test_drawn_configurations_are_good():
 
 def test_a_trace_shows_the_recurrent_model():
     """Every part of member 0 at one position, from the state that the tokens before the window make."""
-    cfg, rng = egg_config.make(**SMALL, DEBUG=1), np.random.default_rng(4)
+    cfg, rng = BASE.changed(DEBUG=1), np.random.default_rng(4)
     state, tokens = parameters.initial_state(cfg), rng.integers(0, 4, 300).astype(np.uint8)
     told = debug.trace(cfg, state, tokens)
     layer = ["LN1", "State", "GRU", "LN2", "MLP_Exp", "MLP"]

@@ -7,30 +7,16 @@ import numpy as np
 import pytest
 
 import egg_config
+import no_device
 from cluster import history
 from egg_net import ChunkPredictor, SURE_AFTER, Worker
 from model import fitness_digits, parameters, rules, seeds
 from coordinators import cluster
+from no_device import device_array
 from fakes import CFG, FakeEngine, any_fitness, expected
 
 TOKENS = 1 << 20
 cuda_engine = pytest.importorskip("engine.cuda_engine")
-
-
-class Array(np.ndarray):
-    """A device array, as far as the engine uses one."""
-
-    def copy_to_device(self, source, stream=0):
-        self[...] = np.asarray(source).reshape(self.shape)
-
-    def copy_to_host(self, to=None, stream=0):
-        if to is None:
-            return np.array(self)
-        to[...] = self
-
-
-def device_array(shape, dtype):
-    return np.full(np.prod(shape) * np.dtype(dtype).itemsize, 7, np.uint8).view(dtype).reshape(shape).view(Array)
 
 
 class Kernel:
@@ -101,9 +87,7 @@ class Update:
 
 @pytest.fixture
 def engine_of(monkeypatch):
-    """Makes engines of cfg. free: [bytes that the device has left]; evaluated, of an engine: [(seed, first, count)]."""
-    free = [0]
-
+    """Makes engines of cfg. memory: of the device; evaluated, of an engine: [(seed, first, count)]."""
     def kernels(cfg, cc, limit, token_type, silent):
         def cut_windows(tokens, place, job, first, size, followers, length, each, windows):
             assert place[0] == steps[int(place[0])] * cfg.SEQ_LEN % (tokens.size - cfg.SEQ_LEN)
@@ -117,15 +101,8 @@ def engine_of(monkeypatch):
         steps = {step * cfg.SEQ_LEN % (TOKENS - cfg.SEQ_LEN): step for step in range(400)}
         return Forward([]), {"cut_windows": Kernel(cut_windows), "digest": Kernel(digest)}, {"digest": []}
 
-    gpu = SimpleNamespace(name="a GPU", compute_capability=(9, 0))
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    fake = SimpleNamespace(
-        select_device=lambda number: None, get_current_device=lambda: gpu, event=lambda timing: event,
-        stream=lambda: SimpleNamespace(synchronize=lambda: None), device_array=device_array,
-        device_array_like=lambda array: device_array(array.shape, array.dtype), pinned_array=np.zeros,
-        to_device=lambda array, stream=0: np.array(array).view(Array),
-        current_context=lambda: SimpleNamespace(get_memory_info=lambda: SimpleNamespace(free=free[0])))
-    monkeypatch.setattr(cuda_engine, "cuda", fake)
+    fake, memory = no_device.names()
+    monkeypatch.setattr(cuda_engine, "cuda", SimpleNamespace(**fake))
     monkeypatch.setattr(cuda_engine, "kernels", kernels)
     monkeypatch.setattr(cuda_engine.ptx, "shared_limit", lambda gpu: 0)
     monkeypatch.setattr(cuda_engine, "compile_all", lambda *args: 0.0)
@@ -138,8 +115,7 @@ def engine_of(monkeypatch):
         engine.evaluated = engine._forward.evaluated
         return engine
 
-    make.free = free
-    free[0] = 1 << 30
+    make.memory = memory
     return make
 
 
@@ -161,12 +137,12 @@ USES = {"nothing": lambda e: None, "evaluate": lambda e: e.evaluate(32, 16).toli
 def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_device):
     """Whatever the engine is used for then, it answers like one that has not begun; so it does after the update."""
     cfg = CFG.changed(SEEN_VOTES=seen, SIGMA_SCHEDULE=((1, 2), (4, 3)), LR_SCHEDULE=((0, 0.5), (2, 0.25), (3, 0.125)))
-    engine_of.free[0] = 1 << 30 if on_device else 1 << 21    # too little for the tokens
+    engine_of.memory.free = 1 << 30 if on_device else 1 << 21    # too little for the tokens
     plain, ahead = engine_of(cfg), engine_of(cfg)
     assert (plain._tokens is not None) == on_device
     for k in range(4):
         assert ahead.evaluate(0, 32).tolist() == plain.evaluate(0, 32).tolist()
-        engine_of.free[0] = memory
+        engine_of.memory.free = memory
         ahead.begin(64, 32)                                  # a guess that is wrong
         assert ahead.begin_update(fitness_of(k)) == (memory > 1 << 20)
         ahead.begin(0, 32)
