@@ -120,22 +120,30 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
     with Server(tmp_path) as server:
         with refused("it has no secret, and here is one"):
             Peer2(server, secret=SECRET)
-    listener = socket.create_server(("127.0.0.1", 0))
 
-    def impostor():
+    def impostor(sock):
+        sock.recv(1000)
+        sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), 1, version=V2))
+        given = sock.recv(10000)[10:42]                          # sends the worker's own proof back
+        sock.sendall(wire.frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
+        sock.recv(1)
+
+    with answering(impostor) as port, refused("does not know the secret"):
+        Peer2(port, secret=SECRET)
+
+
+@contextlib.contextmanager
+def answering(serve):
+    """The port of a listener, whose first connection a thread gives to `serve`."""
+    def accept():
         with listener.accept()[0] as sock:
-            sock.recv(1000)
-            sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), 1, version=V2))
-            given = sock.recv(10000)[10:42]                      # sends the worker's own proof back
-            sock.sendall(wire.frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
-            sock.recv(1)
+            serve(sock)
 
-    thread = threading.Thread(target=impostor)
-    thread.start()
-    with refused("does not know the secret"):
-        Peer2(listener.getsockname()[1], secret=SECRET)
-    thread.join(60)
-    listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join(60)
 
 
 def test_tls(tmp_path, certificates):
@@ -273,23 +281,18 @@ def test_names_cannot_write_to_the_terminal(server):
 
 def test_an_impostor_gets_nothing_to_guess_with():
     """It does not know the secret, but says that it proves itself first."""
-    listener, got = socket.create_server(("127.0.0.1", 0)), []
+    got = []
 
-    def impostor():
-        with listener.accept()[0] as sock:
-            sock.recv(1000)
-            flags = wire.SECRET_WANTED | wire.PROVES_FIRST
-            sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), flags, version=V2))
-            got.append(sock.recv(10000))
-            sock.sendall(wire.frame(wire.PROVED, os.urandom(32), version=V2))
-            got.append(sock.recv(10000))
+    def impostor(sock):
+        sock.recv(1000)
+        flags = wire.SECRET_WANTED | wire.PROVES_FIRST
+        sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), flags, version=V2))
+        got.append(sock.recv(10000))
+        sock.sendall(wire.frame(wire.PROVED, os.urandom(32), version=V2))
+        got.append(sock.recv(10000))
 
-    thread = threading.Thread(target=impostor)
-    thread.start()
-    with refused("does not know the secret"):
-        Peer2(listener.getsockname()[1], secret=SECRET)
-    thread.join(60)
-    listener.close()
+    with answering(impostor) as port, refused("does not know the secret"):
+        Peer2(port, secret=SECRET)
     assert got == [wire.frame(wire.PROVE, version=V2), b""]
 
 
