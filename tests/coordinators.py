@@ -97,6 +97,9 @@ class Server:
     def connect(self, **options):
         return socket.create_connection(("127.0.0.1", self.port), **options)
 
+    def says(self, words):
+        until(lambda: words in self.said)
+
     def reaches(self, step):
         until(lambda: self.run.step >= step)
 

@@ -12,7 +12,7 @@ import egg_net
 from cluster import history
 from activations_compared import GPU_KINDS, course, engine_of, step_of
 from compiling import LARGE, OTHERS, hold_against_cards
-from coordinators import Peer, Server, cluster, until
+from coordinators import Peer, Server, cluster
 from fakes import Lines
 from model import activations, parameters, reading, rules
 from tools import use
@@ -192,7 +192,7 @@ def test_protocol_1_is_refused_by_name(tmp_path):
         peer = Peer(server)
         peer.ask(0)
         assert peer.closed()
-        until(lambda: "noise on activations (PERTURB) needs workers of protocol 2" in server.said)
+        server.says("noise on activations (PERTURB) needs workers of protocol 2")
 
 
 KERNELS = dict(

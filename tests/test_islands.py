@@ -34,10 +34,6 @@ from fuzzing import EXAMPLES, SLOW
 from recordings import HERE
 
 
-def told(server, words):
-    until(lambda: words in server.said)
-
-
 # --- lies of peers ----------------------------------------------------------------------------------------------------
 
 def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monkeypatch, a):
@@ -54,7 +50,7 @@ def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monk
             total, piece = len(head) + size, data[at:at + 1] if at else head
             liar.send(wire.STATE, wanted, total, at, piece)
             time.sleep(0.05)
-    told(a, "too little came")
+    a.says("too little came")
     assert not a.island.incoming and a.island.peers.distrusted
     a.island.peers.check(time.monotonic() + 2 * peers.DISTRUST)
     assert not a.island.peers.distrusted
@@ -76,7 +72,7 @@ def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=answer, daemon=True).start()
         with Isle(tmp_path, "a", rate=0, peers=[listener.getsockname()[1]]) as a:
-            told(a, "refuses this island")
+            a.says("refuses this island")
         assert "Step 999999" in a.said and "\nStep" not in a.said
 
 
@@ -114,7 +110,7 @@ def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
     with Isle(tmp_path, "a", 0, cfg=cfg) as a:
         for _ in range(2):
             a.work(Learner(a.cfg, 0))
-        until(lambda: a.told("rejuvenated"))
+        a.tells("rejuvenated")
         step = a.told("rejuvenated")[0]["step"]
         assert hashed == [step] and "goes on with our state" not in a.said
         a.reaches(step + 3)
@@ -186,6 +182,9 @@ class Isle(Server):
 
     def told(self, event, /, **fields):
         return [e for e in list(self.events) if e["event"] == event and fields.items() <= e.items()]
+
+    def tells(self, event, /, **fields):
+        until(lambda: self.told(event, **fields))
 
     def work(self, engine):
         return work_in_thread(self.port, engine, self.cfg, validation=self.validation)
@@ -342,10 +341,10 @@ def test_islands_with_an_objective_compare_rewards_and_refuse_another_one(tmp_pa
 
     ours, theirs = (dict(engine=Rewarded(cfg.changed(ISLAND_SEED=seed), rate)) for seed, rate in RATES.items())
     with two(tmp_path, ours=ours, theirs=theirs, kind=Island, cfg=cfg) as (a, b):
-        until(lambda: b.told("merge"))
+        b.tells("merge")
         merge = b.told("merge")[0]
         assert merge["peer"] == "a" and merge["fitness_kind"] == "reward" and merge["theirs"] < merge["ours"]
-        until(lambda: "is better" in b.said)
+        b.says("is better")
         theirs, ours = map(float, re.search(r"a is better, (\S+) against (\S+) reward: ", b.said).groups())
         assert theirs > ours and not a.told("merge") and a.status()["island"]["fitness"] > ours
         with refused("must be the same on all islands: OBJECTIVE"):
@@ -409,9 +408,9 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
         other = Stranger(a, "b",
                          cfg=changed(SIGMA_SHIFT=4, LR_SCHEDULE=((0, 0.1),), CHUNK_SIZE=16, VALIDATE_EVERY=7))
         assert other.card["name"] == "a" and other.card["config"]["ISLAND_SEED"] == 97
-        until(lambda: a.told("peer", peer="b", state="up"))
+        a.tells("peer", peer="b", state="up")
         other.link.close()
-        until(lambda: a.told("peer", peer="b", state="down"))
+        a.tells("peer", peer="b", state="down")
         again = Stranger(a, "b")                            # it may come back
         until(lambda: len(a.told("peer", peer="b", state="up")) == 2)
         with pytest.raises(egg_net.OldCoordinator), socket.create_connection(("127.0.0.1", a.port)) as old:
@@ -541,7 +540,7 @@ def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_
     """It begins with a snapshot then; a late worker, a restart and a replay lead to the same state."""
     cfg = ACTIVATIONS.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0)
     with two(tmp_path, ours=GIVES, cfg=cfg) as (a, b):
-        until(lambda: b.told("merge"))
+        b.tells("merge")
         a.stop()
         until(lambda: b.run.start.epoch and b.run.start.step > b.run.start.origin.get("since", math.inf))
         late = Learner(b.cfg, 3)
@@ -564,7 +563,7 @@ def test_a_mixed_state_is_what_the_two_parents_give(tmp_path, monkeypatch, const
     cfg = changed(**constants)
     monkeypatch.setitem(gossip.REGRET, cfg.MERGE, math.inf)          # weights 8 and 9 do not mix as a number
     with two(tmp_path, ours=GIVES, cfg=cfg) as (a, b):
-        until(lambda: b.told("merge"))
+        b.tells("merge")
         b.stop()
         a.stop()
     first = history.epochs(tmp_path / "b")[1].origin
@@ -586,7 +585,7 @@ def test_who_does_not_accept_gives_and_keeps(tmp_path):
 def test_validation_and_loss_are_never_compared(tmp_path):
     with two(tmp_path, theirs=dict(validation=None)) as (a, b):
         until(lambda: a.island.fitness.kind == "validation" and b.run.step > 20)
-        until(lambda: b.told("gossip", outcome="refused"))
+        b.tells("gossip", outcome="refused")
         n = len(b.told("gossip"))
         until(lambda: len(b.told("gossip")) > n + 5)
         assert {e["outcome"] for e in b.told("gossip")[n:]} == {"refused"} and b.island.fitness.kind == "loss"
@@ -682,7 +681,7 @@ def test_a_state_that_is_gone_or_stalls_is_given_up(monkeypatch, a):
     a.reaches(11)
     stranger.say(0.001)                                       # and then nothing
     stranger.next(STATE_REQUEST)
-    until(lambda: "nothing more came of the state of stranger" in a.said)
+    a.says("nothing more came of the state of stranger")
     assert not a.island.incoming and a.island.peers.distrusted
 
 
@@ -690,7 +689,7 @@ def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
     rate = 400e3
     ours, theirs = (dict(settings=dict(bandwidth=most)) for most in (rate, 0))
     with two(tmp_path, (30, 1), ours, theirs) as (a, b):
-        until(lambda: b.told("merge"))
+        b.tells("merge")
         size = snapshot_of(tmp_path / "b", b.told("merge")[0]["step"]).stat().st_size
         pull = b.told("gossip", outcome="pull")[0]
         took = b.told("merge")[0]["time"] - pull["time"]
@@ -863,7 +862,7 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
 
     with two(tmp_path) as (a, b):
         monkeypatch.setattr(history, "write_file", full)
-        until(lambda: "goes on with our state: the new state cannot be kept: No space left" in b.said)
+        b.says("goes on with our state: the new state cannot be kept: No space left")
         monkeypatch.undo()
         before = b.run.step
         until(lambda: b.run.step > before + 3 and b.told("merge"))

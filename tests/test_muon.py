@@ -9,6 +9,7 @@ import egg_config
 from engine import cpu_engine, cpu_update
 from kernels import muon
 from model import optimizers, parameters
+from activations_compared import fma
 from compiling import CARDS
 from fakes import any_fitness
 from readings import BASE, SMALL, votes_on
@@ -16,11 +17,6 @@ from recordings import HERE, python
 
 
 # --- Muon -------------------------------------------------------------------------------------------------------------
-
-def fma(a, b, c):
-    """float32, rounded once (in extended precision, where the product is exact, first)."""
-    return (np.asarray(a, np.longdouble) * b + c).astype(np.float32)
-
 
 def chains(left, right):
     """float32 [n, m]: left [n, k] . right [k, m], each element one chain of fma over k."""
