@@ -67,10 +67,3 @@ def fails(result, status, *words):
 PROSE = ("It was the best of times, it was the worst of times;\n"
          "it was the age of wisdom, it was the age of foolishness.\n"
          "Caf\u00e9 na\u00efve \u2014 \u6625\u7720\u4e0d\u89ba\u6681\n\n\tand 1234567890 more ...\n")
-
-
-def one_line(raised):
-    """The message of an error, which must be one line that means something."""
-    message = str(raised.value)
-    assert message and "\n" not in message and "Traceback" not in message
-    return message

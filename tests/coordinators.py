@@ -291,10 +291,10 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
 
 
 @contextlib.contextmanager
-def refused(words):
-    """The block ends with a NetError of one line, in which these words (a pattern) are."""
-    with pytest.raises(egg_net.NetError, match=words) as caught:
-        yield
+def refused(words, kind=egg_net.NetError):
+    """The block ends with an error of one line, in which these words (a pattern) are."""
+    with pytest.raises(kind, match=words) as caught:
+        yield caught
     assert "\n" not in str(caught.value)
 
 

@@ -3,13 +3,14 @@
 import itertools
 import math
 import os
+import re
 
 import numpy as np
 import pytest
 
 import egg_config
 from model import data_files
-from commands import one_line
+from coordinators import refused
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BASE = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=300)
@@ -50,9 +51,9 @@ def test_bad_token_files(tmp_path, content, words):
     path = tmp_path / "input.bin"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(data_files.DataError) as raised:
+    with refused(re.escape(words), data_files.DataError) as raised:
         data_files.open_tokens(BASE, str(path))
-    assert words in one_line(raised) and str(path) in one_line(raised)
+    assert str(path) in str(raised.value)
 
 
 def test_largest_token_is_found_in_any_block(tmp_path, monkeypatch):
@@ -78,9 +79,8 @@ def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
     with pytest.raises(data_files.DataError, match="holds token 5, but .* only has 5"):
         data_files.open_tokens(cfg, write_tokens(tmp_path / "a", [5] * 100))
     os.remove(cfg.DECODING_FILE)
-    with pytest.raises(data_files.DataError, match="is missing, and DETOKENIZE needs it") as raised:
+    with refused("is missing, and DETOKENIZE needs it", data_files.DataError):
         data_files.open_tokens(cfg, str(tmp_path / "a"))
-    one_line(raised)
 
 
 def test_tokens_are_not_read_as_bytes(tmp_path):
@@ -90,9 +90,9 @@ def test_tokens_are_not_read_as_bytes(tmp_path):
         tokens = rng.integers(0, most, 100)
         path = write_tokens(tmp_path / f"mine-{number}", tokens)
         for read in (lambda: data_files.open_tokens(cfg, path), lambda: data_files.read_text(path)):
-            with pytest.raises(data_files.DataError, match=r"holds tokens \(uint32\), not bytes: ") as raised:
+            with refused(r"holds tokens \(uint32\), not bytes: ", data_files.DataError) as raised:
                 read()
-            assert path in one_line(raised)
+            assert path in str(raised.value)
         wide = data_files.open_tokens(egg_config.make(SEQ_LEN=8, VOCAB_SIZE=max(most, 257)), path)
         assert (wide == tokens).all()
     for data in ("plain text".encode("utf-16-le") * 4, bytes(64), rng.integers(0, 256, 64, np.uint8).tobytes(),
@@ -128,9 +128,9 @@ def test_decoding_reads_what_was_written(tmp_path):
 def test_damaged_decoding(tmp_path, content):
     path = tmp_path / "decoding.bin"
     path.write_bytes(content)
-    with pytest.raises(data_files.DataError, match="is damaged") as raised:
+    with refused("is damaged", data_files.DataError) as raised:
         data_files.load_decoding(BASE.changed(DECODING_FILE=str(path)))
-    assert str(path) in one_line(raised)
+    assert str(path) in str(raised.value)
 
 
 def test_missing_decoding_is_a_warning(tmp_path, capsys):

@@ -24,7 +24,7 @@ from cluster.step import Step
 from islands import gossip
 from model import parameters
 from tools import use
-from coordinators import Holder
+from coordinators import Holder, refused
 from fakes import BAD, CFG, GOOD, GOOD_STEP
 from fuzzing import EXAMPLES
 from recordings import HERE
@@ -187,9 +187,8 @@ def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
                  lambda: history.epochs(tmp_path)):
         with contextlib.suppress(history.HistoryError):
             call()
-    with pytest.raises(history.HistoryError) as error:
+    with refused(".", history.HistoryError):
         history.open_run(CFG, tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path):
