@@ -1,7 +1,6 @@
 """`egg.py bench`, and the table of `python -m maintenance shapes` with a fake engine; whole steps with the real one."""
 
 import re
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +16,17 @@ from recordings import HERE
 from tools import bench
 
 
+class Clock:
+    """In the place of `time`: a look at it takes 0.1 ms, and all else what it adds."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1e-4
+        return self.now
+
+
 class Clocked(FakeEngine):
     """Takes a millisecond for four members, and two for an update; remembers its configurations."""
     made = []
@@ -26,11 +36,11 @@ class Clocked(FakeEngine):
         self.made.append(cfg)
 
     def evaluate(self, first, count):
-        time.sleep(count / 4000)
+        bench.time.now += count / 4000
         return super().evaluate(first, count)
 
     def update(self, fitness):
-        time.sleep(0.002)
+        bench.time.now += 0.002
         return super().update(fitness)
 
 
@@ -39,6 +49,7 @@ def fake(monkeypatch):
     """The configurations of the engines that `bench` makes on a GPU with wgmma and 2 TOP/s."""
     cuda_engine = pytest.importorskip("engine.cuda_engine")
     monkeypatch.setattr(Clocked, "made", [])
+    monkeypatch.setattr(bench, "time", Clock())
     monkeypatch.setattr(engines, "make", lambda cfg, tokens, device, threads: Clocked(cfg))
     monkeypatch.setattr(cuda_engine, "card", lambda device: (True, 2e12))
     monkeypatch.setattr(shapes, "SHAPES", {"default": {}, "wide": dict(HIDDEN_DIM=96), "bad": dict(HIDDEN_DIM=65)})
@@ -70,8 +81,8 @@ def test_table_has_a_row_for_each_shape_and_instruction(fake, capsys):
         (64, "wgmma"), (64, "mma"), (96, "wgmma"), (96, "mma")]
     assert [cfg.POPULATION_SIZE for cfg in fake] == 4 * [8 * CFG.CHUNK_SIZE]
     for members, speed, tops, share, update in found.values():
-        # 32 members of 8 tokens in 8 ms: 0.032 M tokens/s at most
-        assert members == "32" and 0.005 < float(speed) <= 0.032 and 2 <= float(update) < 20
+        # 32 members of 8 tokens in 8 ms
+        assert members == "32" and float(speed) == pytest.approx(0.032, abs=0.001) and 2 <= float(update) < 2.2
         assert float(share.rstrip("%")) == pytest.approx(100 * float(tops) / 2, abs=0.3)
     assert err.splitlines() == [f"egg: {name}, {i} of 4" for i, (name, _) in enumerate(found, 1)]
 
@@ -102,8 +113,8 @@ def test_a_gpu_has_every_figure(fake, monkeypatch, capsys):
     bench.bench_engine(CFG, np.zeros(1000, np.uint8), "cuda:0", None)
     out = capsys.readouterr().out
     noise, = re.findall(r"noise costs (.*)% of evaluation", out)
-    assert 0 < float(noise) < 90 and "ready in 1.0 s; int8 peak at the highest clock 2 TOP/s" in out
-    for words in (r"evaluation  0\.0[0-3] M tokens/s, 0 TOP/s, .*% of the peak; .* ms for 256 tokens",
+    assert float(noise) == pytest.approx(50, abs=1) and "ready in 1.0 s; int8 peak at the highest clock 2 TOP/s" in out
+    for words in (r"evaluation  0\.03 M tokens/s, 0 TOP/s, .*% of the peak; .* ms for 256 tokens",
                   rf"update      \d+\.\d\d ms for {CFG.POPULATION_SIZE} members", r"digest      [\d.]+ ms for .* MB",
                   r"validation  [\d,]+ tokens/s", r"generation  [\d,]+ tokens/s \(prompt \d+, 512 new\)",
                   "kernels of the update, ms: votes 1.50, rest 0.25", "device memory in use 1.00 of 8 GiB"):
@@ -129,7 +140,8 @@ def test_whole_steps_on_a_cpu(compiled, monkeypatch, capsys):
     small = {name: value for name, value in CFG.constants().items() if name not in ("SIMD", "DEVICE")}
     monkeypatch.setattr(shapes, "SHAPES", {"small": small, "large": dict(HIDDEN_DIM=1024, N_LAYERS=12)})
     whole_step = bench.whole_step
-    monkeypatch.setattr(bench, "whole_step", lambda *args: whole_step(*args[:-1], 1.5))
+    monkeypatch.setattr(bench, "whole_step", lambda *args: whole_step(*args[:-1], 0.5))
+    monkeypatch.setattr(bench, "median_seconds", lambda run: bench_seconds(run, 0.05))
     shapes.print_table(egg_config.make(DEVICE="cpu"), [], "cpu", 1, True)
     out = capsys.readouterr().out.splitlines()
     columns = out[-2].split()
