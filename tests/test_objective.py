@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 
@@ -379,20 +380,29 @@ def test_another_file_is_another_configuration(tmp_path):
 
 # --- the command line ------------------------------------------------------------------------------------------------
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a text, a file of an objective and a saved run `ckpt` of one step."""
+    at = tmp_path_factory.mktemp("place")
+    TOKENS.tofile(at / "input.bin")
+    TOKENS.tofile(at / "val.bin")
+    (at / "own.py").write_text(LETTERS)
+    done = process("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1",
+                   "--save-dir", "ckpt", cwd=at)
+    assert done.returncode == 0, done.stderr
+    return at
+
+
 @pytest.fixture
-def run(tmp_path):
-    """A function that runs a command in a directory with a text, and a saved run `ckpt` of one step."""
-    TOKENS.tofile(tmp_path / "input.bin")
-    TOKENS.tofile(tmp_path / "val.bin")
-    (tmp_path / "own.py").write_text(LETTERS)
+def run(place, tmp_path):
+    """A function that runs a command in a copy of that directory."""
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
 
     def run(*words, status=0):
         small = ["-D", "DEVICE=cpu"] if "train" in words else []
         done = process(*words, *small, env={"EGG_PRESET": ""}, errors="replace", cwd=tmp_path)
         assert done.returncode == status, done.stderr + done.stdout
         return done.stdout + done.stderr
-    run("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1", "--save-dir",
-        "ckpt")
     return run
 
 
