@@ -241,8 +241,9 @@ def test_clients_that_take_their_time_are_closed(server, monkeypatch):
 
 
 def test_who_holds_connections_keeps_no_browser_out(server, monkeypatch):
-    monkeypatch.setattr(live_page, "MOST_CLIENTS", 16)
     page = server.page
+    monkeypatch.setattr(live_page, "MOST_CLIENTS", 16)
+    monkeypatch.setattr(page.newcomers, "most", 8)
     browser = connect(server)
     browser.sendall(request("/metrics", close=False))
     assert receive(browser)[0] == 200

@@ -1,7 +1,6 @@
 """`python egg.py bench`: what this machine does, as figures that can be compared: rates beside those of NumPy's matrix
 product, in one run."""
 
-import functools
 import json
 import os
 import pathlib
@@ -10,7 +9,6 @@ import re
 import statistics
 import tempfile
 import time
-import timeit
 
 import numpy as np
 
@@ -20,7 +18,6 @@ import egg_net
 from tools import train
 
 ROUNDS = 5
-_once = functools.partial(timeit.timeit, number=1)         # seconds of a call, for what takes long enough
 SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0,
              POPULATION_SIZE=0)
 
@@ -146,6 +143,13 @@ def for_cpu(cfg, tokens, threads):
     """cfg with eight chunks that the CPU engine evaluates in about 2 s."""
     chunk = _members(engines.make(cfg, tokens, "cpu", threads), cfg, 0.25)
     return cfg.changed(CHUNK_SIZE=chunk, POPULATION_SIZE=8 * chunk)
+
+
+def _once(run):
+    """Seconds of a call, for what takes long enough."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def median_seconds(run, seconds=0.5):
