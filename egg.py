@@ -326,8 +326,8 @@ def ray(cfg, args):
     with_objective(cfg, args)
     from cluster import auth
     from deploy import ray
-    console, secret = run_console(args), auth.read_secret(args.secret_file)
-    invite_to_continue(args.argv, ray.train(cfg, args, secret, page(args), console), console)
+    console, access = run_console(args), auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+    invite_to_continue(args.argv, ray.train(cfg, args, access.secret, page(args, access), console), console)
 
 
 @command(CLUSTER, option("file FILE", "the table of settings, TOML (docs/CLUSTERS.md)"),

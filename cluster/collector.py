@@ -174,7 +174,7 @@ class Collector:
     def leave(self, worker):
         """The worker has gone: without it no upload goes on, but a whole one stays."""
         if worker is self.worker and not self.upload.finished:
-            self._refuse("it left")
+            self.drop() if self.coordinator.closing else self._refuse("it left")
         self.settle()                                # perhaps nobody is left who can confirm it
 
     def drop(self, workers=None):

@@ -45,9 +45,9 @@ class Dispatcher:
 
     @property
     def pause(self):
-        """Seconds between two searches for late chunks. Where chunks are short, a host that is slow on purpose must not
-        gain the time between two checks in every step."""
-        return max(LEAST_PAUSE, min(MOST_PAUSE, self.waiting and self.fairness.usual or MOST_PAUSE))
+        """Seconds between two searches for late chunks, which are for those that wait. Where chunks are short, a host
+        that is slow on purpose must not gain the time between two checks in every step."""
+        return max(LEAST_PAUSE, min(MOST_PAUSE, self.fairness.usual or MOST_PAUSE)) if self.waiting else math.inf
 
     def begin_step(self):
         draws = array("I", os.urandom(4 * self.cfg.N_CHUNKS))        # nobody can know what will be audited

@@ -7,8 +7,10 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +53,17 @@ def test_secrets_are_read_from_a_file_or_the_environment(tmp_path):
         with pytest.raises(auth.AuthError, match=words):
             auth.read_secret(path, environ)
     assert egg_config.load(environ={"EGG_SECRET": "x"}).fingerprint() == configured().fingerprint()
+
+
+def test_ray_warns_once_of_a_secret_that_others_may_read(tmp_path, monkeypatch, capsys):
+    (tmp_path / "s").write_bytes(SECRET)
+    (tmp_path / "s").chmod(0o644)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "deploy.ray", SimpleNamespace(
+        train=lambda cfg, args, secret, where, console: print(auth.page_password(secret) == where.password)))
+    assert egg.main("ray --save-dir x --secret-file s --http 0".split()) == 0
+    said = capsys.readouterr()
+    assert said.out == "True\n" and said.err.count("others on this machine may read") == 1
 
 
 def test_strangers_are_refused_and_logged_once(tmp_path):

@@ -199,6 +199,25 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
     assert len({int(seeds[0]) for seeds, _ in writes}) == 6
 
 
+@pytest.mark.parametrize("reply, said", [("", "ab"), ("\ud800", "ab?")])
+def test_a_reply_of_nothing_and_one_that_is_no_text_are_appended_too(judged, reply, said):
+    engine, begun = new_engine(), []
+
+    def write(texts, lengths, *more):
+        begun.append(bytes(texts[0, :lengths[0]].astype(np.uint8)).decode())
+        texts[:, -2:] = ord(".")
+    engine.write = write
+    own = judged(GAME.replace("3", "2") + f"STOP = '.'\ndef reply(texts):\n    return [{reply!r}] * len(texts)\n")
+    own.judged(engine, own.held.part([0]))
+    assert begun == ["ab", said]
+
+
+def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "BYTES", data_files.Decoding([*(bytes([b]) for b in range(256)), b"ab"]))
+    with refused("decoding.bin has 257 tokens, the model 256: give the decoding.bin", objective.ObjectiveError):
+        judged(GAME)
+
+
 @pytest.mark.parametrize("text, words", [
     ("def reward(completions)\n    pass\n", "own.py:1: expected ':'"),
     (LETTERS + "DATA = [{'prompt': 'x', 'check': lambda text: 1}]\n", "a column of DATA cannot be passed"),

@@ -299,6 +299,13 @@ def test_who_left_or_failed_most_is_asked_last(server):
     asks(giver, engine, wire.SNAPSHOT_WANTED)
 
 
+def test_a_run_that_ends_blames_nobody_for_a_snapshot_that_is_on_its_way(server):
+    giver, = callers(server, 2)
+    asks(giver, first_step(server, giver), wire.SNAPSHOT_WANTED)
+    server.stop()
+    assert "is not used" not in server.said and not server.collector.upload
+
+
 def test_a_snapshot_comes_from_one_to_which_faster_ones_leave_no_chunk_of_its_step(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2)
     with Server(tmp_path, cfg, save=True) as server:

@@ -300,11 +300,14 @@ class Objective:
     def _encoded(self, text, before=0):
         """int32: the tokens of a prompt, or of its part behind `before` tokens. Raises ObjectiveError for one that is
         too long."""
-        prompt = self.decoding.encode(text.encode())
+        prompt = self.decoding.encode(text.encode("utf-8", "replace"))
         if before + len(prompt) + self.write > LONGEST:
             raise ObjectiveError(f"{self.path}: the prompt {text[:40]!r} ... has {before + len(prompt)} tokens, with "
                                  f"TOKENS = {self.write} more than {LONGEST}: shorten it")
-        return sampling.checked_prompt(self.cfg, prompt)
+        if prompt.max(initial=0) >= self.cfg.VOCAB_SIZE:
+            raise ObjectiveError(f"{self.cfg.DECODING_FILE} has {len(self.decoding)} tokens, the model "
+                                 f"{self.cfg.VOCAB_SIZE}: give the decoding.bin of its training")
+        return prompt
 
     def _held(self, rows, tokens):
         """The Prompts on which the unperturbed model is measured: of `rows` rows, the last ones, or of the tokens."""

@@ -53,7 +53,7 @@ def _state(cfg, run, best, warn):
     steps = [shelf.best] if best else sorted((s for s in shelf.files if s >= run.start.step), reverse=True)
     if steps == [None]:
         raise UseError(f"{run.directory} has no best snapshot: snapshots are taken every SNAPSHOT_EVERY steps, and "
-                       "rated if the step has a validation; leave --best out")
+                       "rated if the step is measured; leave --best out")
     for step in steps:
         try:
             return shelf.state(step)
