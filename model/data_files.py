@@ -277,12 +277,12 @@ def _tables(train, validation, vocab, longest):
         # the token before those that are known already: the oldest has the highest bits
         keys = keys[1:] | train[:keys.size - 1].astype(code) << code(bits * length)
         context[:, length - 1:] |= inputs[:, :inputs.shape[1] - length + 1] << code(bits * (length - 1))
-        counted = np.sort(keys)
-        different = np.concatenate([[0], np.cumsum(np.append(True, counted[1:] != counted[:-1]))])
-        here, wanted = context[:, length - 1:] << code(bits), target[:, length - 1:]
-        low, high = np.searchsorted(counted, here), np.searchsorted(counted, here + code((1 << bits) - 1), "right")
-        seen = np.searchsorted(counted, here | wanted, "right") - np.searchsorted(counted, here | wanted)
-        kinds, shorter = different[high] - different[low], share[:, length - 1:]
-        total = np.maximum(1, high - low + kinds)
-        share[:, length - 1:] = np.where(high > low, (seen + kinds * shorter) / total, shorter)
+        kinds, counts = np.unique(keys, return_counts=True)
+        before = np.append(0, np.cumsum(counts))                 # of each kind: how many keys are smaller
+        here, shorter = context[:, length - 1:] << code(bits), share[:, length - 1:]
+        low, high = np.searchsorted(kinds, here), np.searchsorted(kinds, here + code((1 << bits) - 1), "right")
+        first, last = (np.searchsorted(kinds, here | target[:, length - 1:], side) for side in ("left", "right"))
+        total = np.maximum(1, before[high] - before[low] + high - low)
+        share[:, length - 1:] = np.where(
+            high > low, (before[last] - before[first] + (high - low) * shorter) / total, shorter)
         yield validation.bits(-np.log(share).sum())
