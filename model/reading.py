@@ -2,10 +2,11 @@
 votes of a chunk with noise on activations (SPEC 21).
 
 One `Reading` is one member of the population, computed the slow and obvious way. The engines must agree with it in
-every bit: the tests hold them against it, and `egg.py debug` shows its parts. From other modules it takes the table of
-parameters, the integer tables and the noise draw; all arithmetic is written out here.
+every bit: the tests hold them against it, and `egg.py debug` shows its parts. From other modules it takes the tables of
+parameters and of phases, the integer tables and the noise draw; all arithmetic is written out here.
 """
 
+import math
 from collections import namedtuple
 
 import numpy as np
@@ -286,12 +287,20 @@ def chunk_votes(cfg, state, tokens, known, first):
                                          cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
     groups = [read_group(cfg, state, window, number) for number, window in enumerate(windows, first_group)]
     total = sum(int(np.abs(group.differences).sum()) for group in groups)
-    least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
+    count = 7 * cfg.CHUNK_SIZE * cfg.SEQ_LEN
+    least = [max(1, -((2 * level - 1) * -2 * total // count)) for level in range(1, activations.LEVELS + 1)]
     votes = [group_votes(cfg, group, least) for group in groups]
     digits = np.zeros(cfg.CHUNK_DIGITS, np.int8)
     for tensor in votes[0]:
-        digits[tensor.span] = activations.voted(cfg, tensor, sum(of_group[tensor] for of_group in votes))
+        voted = large(cfg, sum(of_group[tensor] for of_group in votes))
+        digits[tensor.span] = parameters.to_canonical(voted) if tensor.matrix else voted
     return digits, cfg.GROUP_SIZE * sum(int(group.losses.sum()) for group in groups)
+
+
+def large(cfg, votes):
+    """The signs of votes (int64) that are not small, else 0."""
+    alpha = float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA)) if cfg.USE_ADAPTIVE_THRESHOLD else 0
+    return np.sign(votes) * (np.abs(votes) >= max(1, math.ceil(np.abs(votes).sum() / votes.size * alpha)))
 
 
 def read_group(cfg, state, window, number):
@@ -312,7 +321,7 @@ def read_group(cfg, state, window, number):
 
 
 def group_votes(cfg, group, least):
-    """{tensor: int64 votes of a group}; least: activations.least_differences of the chunk."""
+    """{tensor: int64 votes of a group}; least: the least sizes of differences for the digits of the chunk."""
     matrices, biases, (embedding, at_embedding) = activations.votes(cfg)
     settled = {None: head_errors(cfg, group.seed, group.parts["Logits", -1], group.targets)}
     digits = np.sign(group.differences) * (np.abs(group.differences)[:, :, None] >= least).sum(2)
