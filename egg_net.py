@@ -1,12 +1,12 @@
 """The trip of a fitness digit, from evaluation to the next update: the worker, and the coordinator.
 
 Members of a population come in pairs; a pair's fitness is one ternary digit. (With noise on activations, SPEC 21, a
-chunk has one digit for every weight instead.) A worker holds a replica of the model. It
-asks for a chunk of the population, evaluates it on its engine and sends five digits a byte. The coordinator gathers
-the chunks of a step, appends the step to the history and answers the next request of every worker with the fitness of
-all pairs, from which the worker's engine makes the same update everywhere. A worker that joins late takes a snapshot
-(cluster.snapshots) and replays the steps after it. The calls, in order; the frames are in capitals, and cluster.wire
-lists their fields (docs/PROTOCOL.md explains them):
+chunk has one digit for every weight instead.) A worker holds a replica of the model. It asks for a chunk of the
+population, evaluates it on its engine and sends five digits a byte. The coordinator gathers the chunks of a step,
+appends the step to the history and answers the next request of every worker with the fitness of all pairs, from which
+the worker's engine makes the same update everywhere. A worker that joins late takes a snapshot (cluster.snapshots) and
+replays the steps after it. The calls, in order; the frames are in capitals, and cluster.wire lists their fields
+(docs/PROTOCOL.md explains them):
 
     worker        Worker.serve                      asks for work: JOB_REQUEST
                   Worker._evaluate                  engine.evaluate makes losses,
@@ -342,8 +342,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     validate_first: with the first chunk 0, whatever the step; access: an auth.Access; protocol: 1, 2, or 0 for 2 and
     then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's lines, default
     host and device; inspect(engine): called before chunk 0 of a step is evaluated; objective: by which members are
-    judged, a tools.objective.Objective. Raises NetError where no coordinator
-    can be, or one that does not fit or refuses this worker."""
+    judged, a tools.objective.Objective. Raises NetError where no coordinator can be, or one that does not fit or
+    refuses this worker."""
     console = console or Console()
     check_address(host, port)
     if protocol == V1 and (access.secret or access.tls):

@@ -87,8 +87,8 @@ class Events(contextlib.AbstractContextManager):
             self.emit("warning", line, text=line)
 
     def message(self, worker, text, line):
-        """Logs a printable message of a worker. A message that holds a sample becomes a sample event,
-        once where several workers have the chunk that brings it."""
+        """Logs a printable message of a worker. A message that holds a sample becomes a sample event, once where
+        several workers have the chunk that brings it."""
         _, step, *texts = sample_parts(text) or (text, None)
         if step is not None and (step, texts) != self._sampled:
             self._sampled = step, texts

@@ -1,6 +1,6 @@
 """A connection that speaks frames (cluster.wire). What the frames mean is up to its role: that of a greeting
-(cluster.admission.Arrival) until the peer is let in, and then worker (egg_net.RemoteWorker), reader of the
-status, or island (islands.peers.PeerRole)."""
+(cluster.admission.Arrival) until the peer is let in, and then worker (egg_net.RemoteWorker), reader of the status, or
+island (islands.peers.PeerRole)."""
 
 import contextlib
 import time

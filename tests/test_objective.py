@@ -253,6 +253,13 @@ def test_what_a_file_does_wrong_is_one_line(judged, text, words):
         own.rewards(new_engine(cfg), 0, 3, lambda: None)
 
 
+def test_the_time_in_which_a_file_loads_is_not_that_of_its_texts(judged):
+    own = judged("import time\ntime.sleep(3)\n" + LETTERS, CFG.changed(OBJECTIVE_SECONDS=0.4))
+    assert own.rewards(new_engine(), 0, 3, lambda: None).any()
+    own.judge._seconds = 1e6                         # the longest of OBJECTIVE_SECONDS
+    assert own.rewards(new_engine(), 0, 3, lambda: None).any()
+
+
 @pytest.mark.parametrize("name, why", [("none.py", "No such file or directory"), (".", "Is a directory")])
 def test_a_file_that_cannot_be_read_is_named_as_it_was_given(name, why):
     with pytest.raises(objective.ObjectiveError, match=f"^{re.escape(name)}: {why}: give --objective the path"):

@@ -169,6 +169,7 @@ def _judge(path, name, reader, pipe):
         function = read(path)[name]
         parameters = inspect.signature(function).parameters.values()
         accepted = None if any(p.kind == p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+        pipe.send([])                                # it has loaded
         while True:
             texts = pipe.recv()
             texts = texts if isinstance(texts, dict) else readable(reader, *texts)
@@ -216,7 +217,8 @@ class Judge:
             raise ObjectiveError(f"{path}: a column of DATA cannot be passed to another process ({_said(error)}): give "
                                  "numbers and texts") from None
         self.waited = 0.0                            # seconds in `finish`
-        self._busy = []                              # (pipe, first text, end) of the answers that are expected
+        # (pipe, first text, end) of the answers that are expected; at first that the file has loaded, however long
+        self._busy = [(pipe, 0, None) for pipe in self._pipes]
 
     def begin(self, texts):
         """Hands out a dict of lists, or (Prompts, completions), to the processes; returns the answers to what was
@@ -239,7 +241,7 @@ class Judge:
         answers, started = [], time.perf_counter()
         for pipe, a, b in self._busy:
             try:
-                if not pipe.poll(self._seconds * (b - a)):
+                if not pipe.poll(b and min(1e6, self._seconds * (b - a))):
                     raise ObjectiveError(f"{self._path}: {self._name} did not return within {self._seconds:g} s a text "
                                          "(OBJECTIVE_SECONDS)")
                 answer = pipe.recv()
