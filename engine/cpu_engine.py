@@ -7,7 +7,6 @@ once on a machine and serve every configuration.
 import concurrent.futures
 import functools
 import gc
-import pathlib
 import pickle
 import subprocess
 import sys
@@ -346,8 +345,7 @@ class CpuEngine:
 STEP = ("evaluate", "update")                      # the verbs of a training step
 VERBS = *STEP, "validate", "digest", "write"
 APART = ("update", "digest")                       # have nothing in common with the forward pass
-ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
-HELPER = f"import pickle, sys; sys.path.insert(0, {ROOT!r}); from engine import cpu_engine\n" \
+HELPER = f"import pickle, sys; sys.path.insert(0, {egg_config.ROOT!r}); from engine import cpu_engine\n" \
          "cpu_engine.warm_up(*pickle.load(sys.stdin.buffer))"
 
 

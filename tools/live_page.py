@@ -15,7 +15,6 @@ import json
 import math
 import operator
 import os
-import pathlib
 import re
 import time
 from collections import deque
@@ -354,7 +353,8 @@ class Page:
         self.traffic = SimpleNamespace(sent=0, received=0)
         self.newcomers = hub.Unproven(MOST_CLIENTS // 2)
         self.served = set()
-        html = pathlib.Path(PAGE).read_bytes()
+        with open(PAGE, "rb") as file:
+            html = file.read()
         self.html = Body(HTML, html)
         self.policy = policy(html)
         self.figures = Figures(coordinator)
