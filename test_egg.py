@@ -72,15 +72,18 @@ def test_recorded_updates_of_the_default_configuration():
 
 
 def hold_against_recorded_generation(engine, step):
-    """By the logits of the plain reading, which the engine's texts are held against elsewhere (tests/test_objective.py,
-    tests/test_saved_runs.py)."""
+    """By the logits of the plain reading, less the penalty of the C++ system. The engine draws by the same logits."""
     cfg, (recorded, prompt) = engine.cfg, recorded_generation(engine, step)
-    z = Reading(cfg, engine.state()).logits(recorded)
+    z, settings = Reading(cfg, engine.state()).logits(recorded), dict(temp=cfg.SAMPLING_TEMP, min_p=cfg.SAMPLING_MIN_P,
+                                                                      penalty=0.0)
+
+    def draw(t):
+        return drawn(cfg, z[t], (), t, engine.seed, **settings)
+
     for t in range(prompt - 1, len(recorded) - 1):
+        assert next(engine.generate(recorded[:t + 1], 1, engine.seed, **settings)) == draw(t), t
         np.subtract.at(z[t], recorded[:t + 1], 51)
-        # penalised already: nothing is left for the engine's own penalty
-        settings = dict(temp=cfg.SAMPLING_TEMP, min_p=cfg.SAMPLING_MIN_P, penalty=0.0)
-        assert drawn(cfg, z[t], recorded[:0], t, engine.seed, **settings) == recorded[t + 1], t
+        assert draw(t) == recorded[t + 1], t
 
 
 @pytest.mark.parametrize("seed", range(12))

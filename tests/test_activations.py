@@ -21,7 +21,7 @@ CFG = egg_config.make(
     MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact",
     CHUNK_SIZE=16, POPULATION_SIZE=32, GROUP_SIZE=8, ADAPTIVE_NOISE_MODE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
     AUDIT_RATE=0.0, SNAPSHOT_EVERY=5, HOST_GAUSSIAN=1, ADAPTIVE_THRESHOLD_ALPHA=0.77)
-CHEAP = 38, 97, 117, 121, 145, 191, 214, 273                  # for the plain reading
+CHEAP = 38, 97, 117, 121, 145, 191, 214, 273, 848, 2093, 2211  # for the plain reading; the last with large groups
 TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
 
 
@@ -29,7 +29,9 @@ TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
 def test_the_cpu_engine_steps_as_the_plain_reading(seed):
     """The votes, and what the update makes of them. Sixty configurations, with every instruction set of this machine:
     python -m tests.activations_compared."""
-    assert course(engine_of("auto", seed), 2) == course(engine_of("plain", seed), 2)
+    want = course(engine_of("plain", seed), 2)
+    assert want[0][0] != want[1][0], "digits that are not all 0"
+    assert course(engine_of("auto", seed), 2) == want
 
 
 def test_an_update_takes_the_sum_of_the_chunks_and_leaves_norms_alone():
@@ -202,7 +204,8 @@ KERNELS = dict(
 
 @pytest.mark.parametrize((), [
     pytest.param(marks=pytest.mark.compiles(KERNELS, OTHERS, part="not writing"), id="all"),
-    pytest.param(marks=pytest.mark.compiles(KERNELS, LARGE, names=("product", "recur", "head")), id="large")])
+    pytest.param(marks=pytest.mark.compiles(KERNELS, LARGE, names=("product", "recur", "head")), id="large"),
+    pytest.param(marks=[pytest.mark.compiles(KERNELS), pytest.mark.deep], id="every card")])
 def test_kernels_compile_for_every_card_without_local_memory(compiled_kernels):
     hold_against_cards(compiled_kernels)
 

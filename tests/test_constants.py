@@ -34,11 +34,13 @@ def test_overrides_in_order():
 
 
 @pytest.mark.parametrize("define, says", [
-    ("HIDDEN_DIM=96", "multiple of HEAD_DIM"), ("HEAD_DIM=48", "32, 64, 128"), ("SEQ_LEN=13", "multiple of 8"),
+    ("HIDDEN_DIM=96", "multiple of HEAD_DIM"), ("HIDDEN_DIM=100", "multiple of 32"),
+    ("HIDDEN_DIM=2048", "from 64 to 1024"), ("HEAD_DIM=48", "32, 64, 128"), ("SEQ_LEN=13", "multiple of 8"),
     ("CHUNK_SIZE=41", "even"), ("POPULATION_SIZE=5", "multiple of CHUNK_SIZE"), ("VOCAB_SIZE=100", "from 256"),
     ("N_LAYERS=two", "whole number"), ("NO_LAYERS=2", "did you mean N_LAYERS"),
-    ("hidden_dim=128", "did you mean HIDDEN_DIM?"), ("N_LAYERS", "NAME=VALUE"), ("DEVICE_MASK=128", "from 0 to 127"),
-    ("LR_SCHEDULE=5:1", "start at step 0"), ("LR_SCHEDULE=fast", "step:rate"), ("DETOKENIZE=1", "VOCAB_SIZE 256"),
+    ("hidden_dim=128", "did you mean HIDDEN_DIM?"), ("LOSS=cubic", "deggs, exact"), ("N_LAYERS", "NAME=VALUE"),
+    ("DEVICE_MASK=128", "from 0 to 127"), ("LR_SCHEDULE=5:1", "start at step 0"), ("LR_SCHEDULE=fast", "step:rate"),
+    ("DETOKENIZE=1", "VOCAB_SIZE 256"),
     ("USE_MUON=2", "one of 0, 1"), ("ADAM_BETA1=nan", "from 0.0 to 1.0"), ("SAMPLING_TEMP=-1", "from 0.0")])
 def test_bad_constants_are_named_in_one_line(define, says):
     with pytest.raises(egg_config.ConfigError) as error:

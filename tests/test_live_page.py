@@ -97,7 +97,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
         state = json.loads(body)
         assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
         assert (state["step"], state["steps"], state["chunks"], state["chunks_done"]) == (1, 3, 4, 0)
-        bits = egg_config.loss_unit(cfg.constants())[0]
+        bits = 16 / (cfg.SOFTMAX_EXP_SCALE * np.log(2))
         assert (state["loss"], state["loss_unit"]) == (pytest.approx(bits, abs=1e-6), "bits/byte")
         assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), pytest.approx(bits, 1e-4)]]
         assert state["finished"] is False

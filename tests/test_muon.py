@@ -200,10 +200,12 @@ SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, SEEN_VOTES=
 
 
 @pytest.mark.parametrize("names", [
-    pytest.param(names, marks=pytest.mark.compiles({**SWITCHED, **more}, cards, names=names), id=f"cc{cards[0][0]}")
-    for more, cards, names in (
+    pytest.param(names, marks=[pytest.mark.compiles({**SWITCHED, **more}, cards, names=names), *deep],
+                 id=f"{len(names)} of cc{cards[0][0]}")
+    for more, cards, names, *deep in (
         (dict(NTT_MODE=1, NTT_CAUSAL=0), [(8, 0)], (*MUONS, "embed")),
-        (dict(NTT_MODE=3), [cc for cc in CARDS if cc != (8, 0)], MUONS))])
+        (dict(NTT_MODE=3), [cc for cc in CARDS if cc != (8, 0)], MUONS),
+        (dict(NTT_MODE=3), [(9, 0)], (*MUONS, "embed", "read_transformer"), pytest.mark.deep))])
 def test_their_kernels_compile(names, compiled_kernels):
     """Muon's and that of SEEN_VOTES for every card, the look-ups of evaluation and validation for the oldest one; those
     of generation are among all kernels of cc 12.0 (tests/test_cuda_engine.py)."""

@@ -503,7 +503,7 @@ def test_examples_judge(name, prompt, texts, low, here):
     accepted = {"json_array": {"prompts", "completions"}, "sums": {"completions", "answer"},
                 "guess": {"completions", "secret"}}.get(name, {"completions"})
     scores = objective.judged(found["reward"], accepted, given)
-    assert scores[0] == max(scores) > max(scores[1:]) and 0.7 < scores[0] <= 1 and min(scores) <= low
+    assert scores[0] == max(scores) > max(scores[1:]) and 0.7 < scores[0] <= 1 and 0 <= min(scores) <= low
     if name != "words":
         runpy.run_path(path, run_name="__main__")
         written = {"sums": "sums.txt", "json_array": "arrays.txt", "guess": "games.txt"}[name]

@@ -329,6 +329,7 @@ def test_general_kernels_fit_every_card():
     pytest.param(marks=pytest.mark.compiles(WIDE, LARGE, part="noisy", names=("recur", "product")), id="large"),
     pytest.param(marks=pytest.mark.compiles(SMALL, OTHERS, part="forward"), id="narrow"),
     pytest.param(marks=pytest.mark.compiles(SMALL, LARGE, part="noisy"), id="narrow, large"),
+    pytest.param(marks=[pytest.mark.compiles(SMALL, LARGE, part="forward"), pytest.mark.deep], id="narrow, all"),
     pytest.param(marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
 def test_every_kernel_compiles(compiled_kernels):
     """Those of the forward pass, of each path; the head of validation in the tiles of a narrow model, which most cards
