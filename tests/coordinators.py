@@ -313,10 +313,3 @@ def callers(server, *hosts):
 class Holder:
     def __init__(self, host, name):
         self.author = admission.Author(host, name, name)
-
-
-def fast(rounds):
-    """[(chunks a second, chunks a second of processor time)]: a wait of 50 ms in every chunk would show in the first,
-    which depends on what else the machine does."""
-    clock, processor = map(max, zip(*rounds))
-    return clock > 20 and processor > 50

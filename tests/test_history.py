@@ -16,8 +16,8 @@ import pytest
 import egg_config
 from cluster import fairness, history, step
 from model import fitness_digits, parameters, seeds
-from coordinators import Server, fast, filled, free_port, kept, refused, until, whole, work_in_thread
-from fakes import CFG, any_fitness
+from coordinators import Server, filled, free_port, kept, refused, until, whole, work_in_thread
+from fakes import CFG, any_fitness, step_alone
 from recordings import HERE
 from readings import configured
 
@@ -331,17 +331,34 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
     steady[0].join(60), late[0].join(60), victim[0].join(60)
 
 
-def test_golden_a_is_driven_at_fifty_chunks_a_second(tmp_path, compiled):
+def test_golden_a_is_driven_hardly_slower_than_alone(tmp_path, compiled):
+    """A coordinator costs 5 ms of processor time a chunk at most. A wait of 50 ms in every chunk would show in what the
+    clock says, which depends on what else the machine does: so the engine alone takes turns with it."""
     cfg, recorded = golden_a()
     from engine import cpu_engine
     engine = cpu_engine.CpuEngine(cfg, np.frombuffer(recorded["input_bin"].tobytes(), "<u4"))
-    rounds = [(0.0, 0.0)]
-    while not fast(rounds) and len(rounds) < 12:
-        began = time.process_time()
-        with Server(tmp_path / str(len(rounds)), cfg, save=True, steps=20) as server:
-            thread = server.work(engine)
-        thread.join(60)
-        seconds, chunks = server.progress.seconds, 20 * cfg.N_CHUNKS
-        rounds.append((chunks / seconds, chunks / (time.process_time() - began)))
+    rounds = []
+
+    def timed(steps):
+        """(seconds, seconds of processor time) of a chunk."""
         engine.load(parameters.initial_state(cfg))
-    assert fast(rounds), rounds
+        began = time.monotonic(), time.process_time()
+        steps()
+        return (time.monotonic() - began[0]) / chunks, (time.process_time() - began[1]) / chunks
+
+    def alone():
+        for _ in range(10):
+            step_alone(engine)
+
+    def driven():
+        with Server(tmp_path / str(len(rounds)), cfg, save=True, steps=10) as server:
+            server.work(engine).join(60)
+
+    def good():
+        (clock, used), (driven_clock, driven_used) = (map(min, zip(*some)) for some in zip(*rounds))
+        return driven_clock < 1.5 * clock + 0.02 and driven_used < used + 0.005
+
+    chunks = 10 * cfg.N_CHUNKS
+    while not rounds or not good() and len(rounds) < 8:
+        rounds.append((timed(alone), timed(driven)))
+    assert good(), rounds

@@ -29,7 +29,7 @@ def test_tasks_of_a_slurm_step_share_the_gpus_of_a_node(tmp_path, tasks, task, g
     shutil.copy(here / "run-workers.sh", tmp_path)
     environ = {**os.environ, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": str(task),
                "SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3"}
-    did = subprocess.run([tmp_path / "run-workers.sh", "--port", "7"], cwd="/", env=environ, timeout=20)
+    did = subprocess.run([tmp_path / "run-workers.sh", "--port", "7"], cwd="/", env=environ, timeout=60)
     log = tmp_path / "log"
     assert did.returncode == 0
     lines = sorted(log.read_text().splitlines() if log.exists() else [])

@@ -126,7 +126,7 @@ def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work
 
 
 def test_who_takes_chunks_and_leaves_waits_longer_and_longer_until_it_delivers(tmp_path, monkeypatch):
-    monkeypatch.setattr(fairness, "DOUBT", (0.3, 0.6))
+    monkeypatch.setattr(fairness, "DOUBT", (30, 60))
     cfg = changed(POPULATION_SIZE=32 * 64)
     with Server(tmp_path, cfg) as server:
         honest, known = caller("127.0.0.3", server), server.dispatcher.fairness
@@ -137,17 +137,19 @@ def test_who_takes_chunks_and_leaves_waits_longer_and_longer_until_it_delivers(t
             return peer
 
         honest.works(0)
-        for pause in (0.3, 0.6, 0.6):
+        for pause in (30, 60, 60):
             holder = newcomer()
-            holder.answer()                                      # the first one at once
+            holder.answer()                                      # the first one at once, the others after the pause
             holder.close()
             until(lambda: known._doubted and not any(w.author.host == "127.0.0.2"
                                                      for w in server.dispatcher.workers))
-            assert known._doubted["127.0.0.2"][0] == pause
+            waits, end = known._doubted["127.0.0.2"]
+            assert waits == pause and 0 < end - time.monotonic() <= pause
             honest.works(0)
             waiting = newcomer()
             assert waiting.silent(0.1)
             waiting.close()
+            known._doubted["127.0.0.2"] = pause, time.monotonic()
         last = newcomer()
         last.result(0, last.answer().first)                      # who delivers is like all others, and its host too
         until(lambda: not known._doubted)
@@ -344,12 +346,11 @@ def test_one_host_fills_neither_the_log_nor_the_bans(tmp_path):
 
 
 def test_audits_do_not_hold_up_a_lonely_worker_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", 2.0)
-    times = [time.monotonic()]
-    for steps in (4, 8):
+    for steps, patience in (4, 3600.0), (8, 0.5):                # when the run goes on, another might come back
+        monkeypatch.setattr(egg_net, "AUDIT_PATIENCE", patience)
+        began = time.monotonic()
         cluster(tmp_path, [FakeEngine()], steps, changed(AUDIT_RATE=1.0), save=True)
-        times.append(time.monotonic())
-    assert times[1] - times[0] < 2.0 < times[2] - times[1]       # when the run goes on, another might come back
+    assert time.monotonic() - began > 0.5
 
 
 def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
@@ -480,10 +481,9 @@ def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(server)
         peer.ask(0, digest * 16)
         assert peer.silent()
     assert "start another worker, which decides" in server.said
-    c, started = Peer2(server, name="c"), time.monotonic()
-    c.ask(0, b"b" * 16)
+    c = Peer2(server, name="c")
+    c.ask(0, b"b" * 16)                                                     # b is waiting for just this
     assert c.next(JOB_RESPONSE)[0] == JOB_RESPONSE and b.next(JOB_RESPONSE)[0] == JOB_RESPONSE
-    assert time.monotonic() - started < 1                                   # b was waiting for just this
     for banned in (lambda: a.next(JOB_RESPONSE), lambda: Peer2(server, name="a")):
         with refused("banned: its state at step 0"):
             banned()
@@ -615,7 +615,7 @@ def test_so_is_that_of_the_held_out_data(tmp_path):
 
 # --- leases -----------------------------------------------------------------------------------------------------------
 
-def beat(server, holders, done, seconds=10):
+def beat(server, holders, done, seconds=60):
     """Heartbeats of holders that deliver nothing, until done()."""
     end = time.monotonic() + seconds
     while not done():
