@@ -27,7 +27,7 @@ from model import data_files, fitness_digits, sampling
 from model.reading import Reading
 from readings import drawn, random_config
 from tools import objective, train
-from commands import process
+import commands
 
 HERE = egg.ROOT
 CFG = egg_config.make(
@@ -413,20 +413,20 @@ def place(tmp_path_factory):
     TOKENS.tofile(at / "input.bin")
     TOKENS.tofile(at / "val.bin")
     (at / "own.py").write_text(LETTERS)
-    done = process("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1",
-                   "--save-dir", "ckpt", cwd=at)
+    done = commands.process("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1",
+                            "--save-dir", "ckpt", cwd=at)
     assert done.returncode == 0, done.stderr
     return at
 
 
 @pytest.fixture
-def run(place, tmp_path):
+def run(place, here):
     """A function that runs a command in a copy of that directory."""
-    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(place, here, dirs_exist_ok=True)
 
     def run(*words, status=0):
         small = ["-D", "DEVICE=cpu"] if "train" in words else []
-        done = process(*words, *small, env={"EGG_PRESET": ""}, errors="replace", cwd=tmp_path)
+        done = commands.run(*words, *small, env={"EGG_PRESET": ""})
         assert done.returncode == status, done.stderr + done.stdout
         return done.stdout + done.stderr
     return run
