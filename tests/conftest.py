@@ -18,7 +18,7 @@ from islands import peers
 from compiling import CARDS, Compiler, compile_cpu_engine
 from coordinators import Server
 from engines_compared import compare
-from fakes import CFG, Dice
+from fakes import ACTIVATIONS, CFG, Dice
 from commands import certificate
 
 with contextlib.suppress(ImportError):           # a machine that runs `-m gpu` need not have hypothesis
@@ -34,17 +34,25 @@ egg_net.random = gossip.random = peers.random = Dice()
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """The CPU engine's kernels are in the cache, so that worker processes need not all compile them."""
-    from engine import cpu_engine
-    with one_at_a_time(tmp_path_factory, "transformer"):
-        cpu_engine.warm_up(CFG, lambda line: None, cpu_engine.VERBS)
+    compile_once(tmp_path_factory, "transformer", CFG)
 
 
 @pytest.fixture(scope="session")
 def compiled_gru(tmp_path_factory):
     """The same for the recurrent model."""
+    compile_once(tmp_path_factory, "gru", egg_config.make(MODEL="gru"))
+
+
+@pytest.fixture(scope="session")
+def compiled_activations(tmp_path_factory):
+    """The same for the recurrent model with noise on activations."""
+    compile_once(tmp_path_factory, "activations", ACTIVATIONS)
+
+
+def compile_once(tmp_path_factory, name, cfg):
     from engine import cpu_engine
-    with one_at_a_time(tmp_path_factory, "gru"):
-        cpu_engine.warm_up(egg_config.make(MODEL="gru"), lambda line: None, cpu_engine.VERBS)
+    with one_at_a_time(tmp_path_factory, name):
+        cpu_engine.warm_up(cfg, lambda line: None, cpu_engine.VERBS)
 
 
 def shared(tmp_path_factory):
@@ -70,9 +78,11 @@ def others_wait(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once(request):
-    """Under pytest-xdist a file that uses the CPU engine waits until it is compiled, instead of compiling it too."""
-    if XDIST and hasattr(request.module, "cpu_engine"):
-        request.getfixturevalue(getattr(request.module, "COMPILED", "compiled"))
+    """Under pytest-xdist a file that uses the CPU engine waits until it is compiled, instead of compiling it too.
+    COMPILED, of a file: the fixtures to wait for, where they are not `compiled`."""
+    used = ["compiled"] if hasattr(request.module, "cpu_engine") else []
+    for fixture in getattr(request.module, "COMPILED", used) if XDIST else ():
+        request.getfixturevalue(fixture)
 
 
 @pytest.fixture(autouse=True)

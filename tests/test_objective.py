@@ -29,6 +29,7 @@ from readings import drawn, random_config
 from tools import objective, train
 import commands
 
+COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 HERE = egg.ROOT
 CFG = egg_config.make(
     MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=16, POPULATION_SIZE=32,
@@ -407,7 +408,7 @@ def test_another_file_is_another_configuration(tmp_path):
 # --- the command line ------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory, compiled_activations):
     """A directory with a text, a file of an objective and a saved run `ckpt` of one step."""
     at = tmp_path_factory.mktemp("place")
     TOKENS.tofile(at / "input.bin")

@@ -20,7 +20,7 @@ from fakes import Lines, any_fitness, lie
 from readings import configured, member_reading, nats, plain, shaken, votes_on
 from coordinators import refused
 
-COMPILED = "compiled_gru"                                    # for conftest.py
+COMPILED = ["compiled_gru"]                                  # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
              STATE_TOKENS=5, GROUP_SIZE=4,
              ADAPTIVE_NOISE_MODE=0, DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=23.0,

@@ -19,6 +19,8 @@ from fakes import any_fitness, step_alone
 from readings import BASE, SMALL, configured, member_loss, votes_on
 from recordings import HERE, python
 
+COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
+
 
 # --- distributed, resumed ---------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from model.reading import Reading
 from readings import member_reading
 from tools import arch
 
+COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
              LOSS="exact")
 BASE = egg_config.make(**SMALL)
