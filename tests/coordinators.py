@@ -181,7 +181,7 @@ def free_port():
             return port
 
 
-def until(condition, seconds=60):
+def until(condition, seconds=120):
     """Waits for what comes at once on a quiet machine; the bound is for one that is not."""
     end = time.monotonic() + seconds
     while not condition():

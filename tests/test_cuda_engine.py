@@ -35,8 +35,8 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
     for constants, cards, *more in (({}, [*CARDS][:4]), (dict(NTT_MODE=3), [(12, 0)]),
                                     ({}, [*CARDS], pytest.mark.deep))])
 def test_every_kernel_compiles(names, compiled_kernels):
-    """All of them; for cc 12.0 those of a configuration with token transforms, which are in two of them. cc 10.0 has the
-    code of 12.0 in larger tiles. The deep run compiles what is left out here."""
+    """All of them; for cc 12.0 those of a configuration with token transforms, which are in two of them. cc 10.0 has
+    the code of 12.0 in larger tiles. The deep run compiles what is left out here."""
     hold_against_cards(compiled_kernels)
     for made in compiled_kernels.values():
         assert names <= {name for name, *_ in made}

@@ -34,7 +34,7 @@ HERE = egg.ROOT
 CFG = egg_config.make(
     MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=16, POPULATION_SIZE=32,
     GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
-    OBJECTIVE="x", OBJECTIVE_PROMPTS=2, OBJECTIVE_SECONDS=5.0)
+    OBJECTIVE="x", OBJECTIVE_PROMPTS=2, OBJECTIVE_SECONDS=60.0)
 TOKENS = np.frombuffer(b"the king said that the queen was here. " * 20, np.uint8)
 BYTES = data_files.Decoding([bytes([b]) for b in range(256)])
 LETTERS = """
@@ -247,7 +247,7 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s a text"),
 ])
 def test_what_a_file_does_wrong_is_one_line(judged, text, words):
-    cfg = CFG.changed(OBJECTIVE_SECONDS=0.05 if "sleep" in text else 5.0)
+    cfg = CFG.changed(OBJECTIVE_SECONDS=0.05 if "sleep" in text else 60.0)
     with refused(words, objective.ObjectiveError):
         own = judged(text, cfg)
         own.write = 6

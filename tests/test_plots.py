@@ -42,9 +42,10 @@ def test_a_thinned_curve_is_the_mean_of_the_whole():
 def test_a_terminal_plot_of_any_width(tmp_path):
     example(tmp_path / "one"), example(tmp_path / "two", steps=150, loss=1.5)
     for x, log in itertools.product(("tokens", "time", "steps"), (False, True)):
+        drawn = charts([tmp_path / "one", tmp_path / "two"], x, log)
         for encoding in ("utf-8", "ascii", "latin-1"):
             for width in (1, 13, 20, 40, 79, 80, 200):
-                text = plot.terminal(*charts([tmp_path / "one", tmp_path / "two"], x, log), Stream(encoding), width)
+                text = plot.terminal(*drawn, Stream(encoding), width)
                 body = text.split("\n\n")[:2]
                 assert all(len(line) <= max(width, plot.LABEL + 4) for part in body
                            for line in part.splitlines()[1:-1]), (x, width)
