@@ -1,6 +1,7 @@
 """Rewards: members write texts together, a file judges them, and runs learn from that (docs/OBJECTIVES.md)."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -122,15 +124,23 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
 
 
 def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
-    engine = new_engine()
+    def timed(call, *arguments):
+        began = time.perf_counter()
+        call(*arguments)
+        spent.append(time.perf_counter() - began)
+
+    engine, spent = new_engine(), []
     own = judged("import time\ndef reward(completions):\n    time.sleep(0.3)\n    return [1] * len(completions)\n")
-    own.chunk(engine, 0, lambda: None)
-    assert own.pace == () and own.seconds[1] > 0.5 > own.seconds[0]             # two slices
+    engine.write = functools.partial(timed, engine.write)
+    timed(own.chunk, engine, 0, lambda: None)
+    *writes, whole = spent
+    writing, waiting = own.seconds
+    assert own.pace == () and writing > sum(writes) > 0
+    assert max(0.25, 0.55 - writing) < waiting < whole - writing                # two slices, the first meanwhile
     engine.step += 1
     own.chunk(engine, 0, lambda: None)
     pace, short = own.pace
-    assert re.fullmatch(r"a step: writing 0\.\d\d s, waiting [0-9.]+ s for reward\(\)", pace) and short in pace.replace(
-        " for reward()", "")
+    assert pace == f"a step: {short} for reward()" and short == f"writing {writing:.2f} s, waiting {waiting:.2f} s"
     for columns, shown in ((200, pace), (80, short)):
         monkeypatch.setenv("COLUMNS", str(columns))
         stream = Lines(terminal=True)
