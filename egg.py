@@ -12,6 +12,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import argparse
 import hashlib
 import importlib
+import linecache
 import os
 import re
 import shlex
@@ -26,7 +27,9 @@ except Exception as error:                               # a slip in an edit of 
     trace = error.__traceback__
     while trace.tb_next:
         trace = trace.tb_next
-    place = "" if hasattr(error, "status") else f"egg_config.py:{getattr(error, 'lineno', trace.tb_lineno)}: "
+    number = getattr(error, "lineno", trace.tb_lineno)
+    line = linecache.getline(os.path.join(os.path.dirname(__file__), "egg_config.py"), number)
+    place = "" if hasattr(error, "status") else f"egg_config.py:{number}: {line.partition(' ')[0]}: "
     advice = ": text needs quotes" if isinstance(error, NameError) else ""
     print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
     sys.exit(2)
@@ -47,10 +50,10 @@ use a run:
 your own text, your own configuration:
   python egg.py prepare my.txt --out mine             and then the command that it prints
   python egg.py arch -D N_LAYERS=8 -D HIDDEN_DIM=512  what a configuration costs
-a cluster:
+a cluster (best suits GPUs, laptop CPUs):
   (umask 077; openssl rand -hex 32 > secret)          the secret, a file for every machine
-  python egg.py coordinator --save-dir ckpt --secret-file secret       on one machine; needs no GPU and no data
-  python egg.py worker 10.0.0.1 --secret-file secret  on the others; ./run-workers.sh 10.0.0.1 uses every GPU
+  python egg.py coordinator --preset best --save-dir ckpt --secret-file secret    on one; needs no GPU and no data
+  python egg.py worker 10.0.0.1 --preset best --secret-file secret    on the others; ./run-workers.sh uses every GPU
   python egg.py status 10.0.0.1 --secret-file secret  step, speed, every worker
 
 Every constant of egg_config.py can be set for one run, with -D NAME=VALUE or an environment variable EGG_NAME=VALUE.
@@ -257,11 +260,12 @@ def coordinator(cfg, args):
     """hand out the work of a cluster and keep its history; needs no GPU, no data, little memory
 
     for workers on this machine:
-      python egg.py coordinator --save-dir ckpt
-    for workers on others too, which run `python egg.py worker THIS_HOST --secret-file secret`:
-      python egg.py coordinator --save-dir ckpt --secret-file secret
-    an island, whose workers run `python egg.py worker 127.0.0.1 --port 5001 -D ISLAND_SEED=1`:
-      python egg.py coordinator --save-dir a --port 5001 --island a --peer 127.0.0.1:5002 -D ISLAND_SEED=1"""
+      python egg.py coordinator --preset best --save-dir ckpt
+    for workers on others too, which run `python egg.py worker THIS_HOST --preset best --secret-file secret`:
+      python egg.py coordinator --preset best --save-dir ckpt --secret-file secret
+    an island, whose workers run `python egg.py worker 127.0.0.1 --preset best --port 5001 -D ISLAND_SEED=1`:
+      python egg.py coordinator --preset best --island a --peer 127.0.0.1:5002 --port 5001 -D ISLAND_SEED=1 --save-dir a
+    """
     import egg_net
     from cluster import auth
     with_objective(cfg, args)
@@ -296,7 +300,7 @@ def worker(cfg, args):
     examples, with the preset of the coordinator:
       python egg.py worker 10.0.0.1 --preset best
       python egg.py worker 10.0.0.1 --preset best --gpu 1
-      python egg.py worker 10.0.0.1 --preset laptop -D DEVICE=cpu --threads 8"""
+      python egg.py worker 10.0.0.1 --preset laptop -D DEVICE=cpu --threads 1"""
     if args.list_devices:
         print("\n".join(hardware.devices(cfg)))
         return

@@ -11,12 +11,12 @@ Starts a worker on every GPU of this machine, or one on the CPU where there is n
 (default: localhost; in a Slurm job the node that srun was called on). A worker that dies is started again,
 after 1 second, then 2, 4, ... up to 60. Ctrl-C stops all.
 
-  ./run-workers.sh 10.0.0.1
-  ./run-workers.sh 10.0.0.1 --port 12345 -D N_LAYERS=8
-  CUDA_VISIBLE_DEVICES=0,2 ./run-workers.sh 10.0.0.1 --secret-file /home/me/secret
-  srun ./run-workers.sh --secret-file "$PWD/secret"
+  ./run-workers.sh 10.0.0.1 --preset best
+  ./run-workers.sh 10.0.0.1 --preset laptop --port 12345
+  CUDA_VISIBLE_DEVICES=0,2 ./run-workers.sh 10.0.0.1 --preset best --secret-file /home/me/secret
+  srun ./run-workers.sh --preset best --secret-file "$PWD/secret"
 
-`python egg.py worker --help` has the options.
+All with the preset of the coordinator. `python egg.py worker --help` has the options.
 TEXT
 }
 
@@ -44,6 +44,11 @@ if [ "$tasks" -gt 1 ] && [ "$(wc -w <<<"$devices")" -gt 1 ]; then
     fi
 fi
 
+# Removes the status line that a killed worker leaves on a terminal.
+clear_line() {
+    [ -t 1 ] && [ "${TERM-}" != dumb ] && printf '\r\033[K'
+}
+
 # Keeps one worker running: restarts it with a growing pause, but not after a wrong use or a refusal (status 2).
 keep() {
     trap '' INT     # Ctrl-C reaches the whole process group: `stop` must find every keeper alive to end its worker
@@ -61,7 +66,8 @@ keep() {
             return "$status"
         fi
         [ $((SECONDS - started)) -gt 60 ] && pause=1
-        echo "run-workers: the worker on $name ended with status $status, starting it again in $pause s" >&2
+        clear_line
+        echo "run-workers: worker on $name ended with status $status, starting it again in $pause s" >&2
         sleep "$pause" &
         child=$!
         wait "$child"
@@ -75,6 +81,7 @@ stop() {
     trap "" INT TERM
     kill -TERM "${keepers[@]}" 2>/dev/null
     wait
+    clear_line
     exit "$1"
 }
 trap 'stop 130' INT

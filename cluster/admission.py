@@ -294,7 +294,7 @@ class Arrival(Role):
             self.session.close()                     # it has not read the status
 
     def closed(self):
-        if self.host.proved and not self.session.known:
+        if self.host.proved and not self.host.card:
             self.session.admission.report(self.session.host, self.session.title,
                                           "it does not believe our proof: has it another secret?")
 

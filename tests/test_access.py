@@ -263,13 +263,14 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
                      r"the coordinator, \[\] at the worker$"):
             Peer2(server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
         assert server.said.count("refused") == 2
-    with Server(tmp_path, default) as server:
+    with Server(tmp_path, default, access=auth.Access(SECRET)) as server:
         with refused("configuration: the worker's constants are those of --preset laptop: give it to the coordinator "
                      "too"):
-            Peer2(server, laptop)
+            Peer2(server, laptop, secret=SECRET)
         with refused("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
                      r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more$"):
-            Peer2(server, laptop.changed(CREDIT=9), config={**laptop.saved(), "X": 1, "CREDIT": 9})
+            Peer2(server, laptop.changed(CREDIT=9), secret=SECRET, config={**laptop.saved(), "X": 1, "CREDIT": 9})
+        assert server.said.count("refused") == 2
     with Server(tmp_path) as server:
         with refused("X = unknown at the coordinator, 1 at"):
             Peer2(server, config={**CFG.saved(), "X": 1})

@@ -170,25 +170,29 @@ time.sleep(60)
 
 @pytest.fixture
 def cluster_of_two(tmp_path):
-    """run-workers.sh in a process group of its own, with two GPUs, once the worker on the first has died and was
-    started again: (process, log of the workers that were started)."""
+    """run-workers.sh on a terminal, in a process group of its own, with two GPUs, once the worker on the first has died
+    and was started again: (process, log of the workers that were started, what the terminal gets)."""
     (tmp_path / "egg.py").write_text(FAKE_WORKER)
     shutil.copy(HERE / "run-workers.sh", tmp_path)
     command = [tmp_path / "run-workers.sh", "far", "--port", "7"]
-    process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, text=True, start_new_session=True)
+    terminal, inside = os.openpty()
+    process = subprocess.Popen(command, cwd="/", stdout=inside, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True, env={**os.environ, "TERM": "xterm"})
     log = tmp_path / "log"
     until(lambda: log.exists() and len(log.read_text().splitlines()) == 3)
-    yield process, log
+    yield process, log, terminal
     process.stderr.close()
+    os.close(terminal)
+    os.close(inside)
 
 
 def test_run_workers_keeps_one_on_every_gpu_and_stops_all(cluster_of_two):
-    """TERM leaves no process behind."""
-    process, log = cluster_of_two
+    """TERM leaves no process behind, and a killed worker no status line."""
+    process, log, terminal = cluster_of_two
     process.terminate()
     assert process.wait(60) == 143
-    said = "run-workers: the worker on GPU 0 ended with status 137, starting it again in 1 s\n"
-    assert process.stderr.read() == said
+    said = "run-workers: worker on GPU 0 ended with status 137, starting it again in 1 s\n"
+    assert process.stderr.read() == said and os.read(terminal, 99) == 2 * b"\r\x1b[K"
     started = [line.split(" ", 1) for line in log.read_text().splitlines()]
     assert sorted(line for _, line in started) == 2 * ["worker far --port 7 --gpu 0"] + ["worker far --port 7 --gpu 2"]
     assert not any(os.path.exists(f"/proc/{pid}") for pid, _ in started)
@@ -196,7 +200,7 @@ def test_run_workers_keeps_one_on_every_gpu_and_stops_all(cluster_of_two):
 
 def test_ctrl_c_on_run_workers_leaves_no_worker(cluster_of_two):
     """A terminal sends SIGINT to the whole process group."""
-    process, log = cluster_of_two
+    process, log, _ = cluster_of_two
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
     left = [pid for pid in (line.split()[0] for line in log.read_text().splitlines()) if os.path.exists(f"/proc/{pid}")]

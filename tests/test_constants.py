@@ -174,13 +174,14 @@ def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
 
 
 @pytest.mark.parametrize("old, new, message", [
-    ('\nMODEL = "transformer" ', "\nMODEL = transformer ", "name 'transformer' is not defined: text needs quotes"),
-    ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "invalid syntax"),
+    ('\nMODEL = "transformer" ', "\nMODEL = transformer ",
+     "MODEL: name 'transformer' is not defined: text needs quotes"),
+    ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "N_LAYERS: invalid syntax"),
     ("\nPORT = 12345 ", "\nPORTS = 12346\nPORT = 12345 ",
      "PORTS: no such constant in egg_config.py; did you mean PORT?"),
     ("\nAGREE = ", "\nPORT = 12346\nAGREE = ",
      f"PORT: has no effect below PRESETS: set it in line {egg_config.CONSTANTS['PORT'].line}"),
-    ("\nN_LAYERS = 4 ", "\nN_LAYERS = (4 ", "'(' was never closed")])
+    ("\nN_LAYERS = 4 ", "\nN_LAYERS = (4 ", "N_LAYERS: '(' was never closed")])
 def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message):
     text = inspect.getsource(egg_config)
     (tmp_path / "egg_config.py").write_text(text.replace(old, new))

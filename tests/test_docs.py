@@ -12,6 +12,7 @@ import pytest
 import egg
 import egg_config
 from cluster import wire
+from commands import run
 from recordings import HERE
 from model import fitness_digits
 from tools import live_page
@@ -114,6 +115,18 @@ def test_commands_are_understood(path):
         args = egg.parsed(arguments)
         configured(args.preset, *args.defines)
     assert path is not README or len(commands(path)) > 10
+
+
+def test_examples_of_the_help_are_understood():
+    """On a machine of any size; those of a cluster have a preset, without which it learns slowly."""
+    names = re.findall(r"^    (\w+)(?=  |$)", run("--help").stdout, re.M)
+    texts = [run(*name, "--help").stdout for name in ([], *([name] for name in names))]
+    examples = re.findall(re.escape(egg.command_line()) + " (?!COMMAND)(.*?)(?:`|  |$)", "\n".join(texts), re.M)
+    assert len(names) == 15 and len(examples) > 30
+    for example in examples:
+        args = egg.parsed(shlex.split(example))
+        configured(args.preset, *args.defines)
+        assert args.preset or not example.startswith(("coordinator", "worker")), example
 
 
 def test_the_frame_in_hex_is_a_frame():
