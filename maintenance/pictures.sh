@@ -1,7 +1,8 @@
 #!/bin/bash
 # Draws pictures of the documents anew, from runs of the preset laptop on the CPU: live-page.png, plot.png, islands.png
 # and islands-worth.png, in some ten minutes on two quiet cores. Needs a Python with matplotlib, and for the live page
-# curl and Chromium: maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth]
+# curl and Chromium: maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth]. With SCREENS=DIR, DIR absolute, page
+# also shows the page on a desktop and on a phone, light and dark.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -36,6 +37,13 @@ archipelago() {
     wait "${workers[@]}" || true
 }
 
+# shot WIDTH,HEIGHT LIGHT FILE
+shot() {
+    nice chromium --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
+        --user-data-dir="$work/browser" --window-size=$1 --blink-settings=preferredColorScheme=$2 \
+        --virtual-time-budget=4000 --screenshot="$3" http://localhost:8765/ 2>browser.log
+}
+
 page() {
     "${egg[@]}" train --save-dir ckpt-laptop --http 8765 >page.log 2>&1 &
     local run=$!
@@ -43,9 +51,14 @@ page() {
         kill -0 $run
         sleep 1
     done
-    nice chromium --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
-        --user-data-dir="$work/browser" --window-size=1185,1604 --virtual-time-budget=4000 \
-        --screenshot="$root/docs/live-page.png" http://localhost:8765/ 2>browser.log
+    shot 1185,1604 1 "$root/docs/live-page.png"
+    if [ -n "${SCREENS-}" ]; then                # 0: dark, 1: light
+        for width in 1280 390; do
+            for light in 0 1; do
+                shot $width,2400 $light "$SCREENS/page-$width-$light.png"
+            done
+        done
+    fi
     kill $run
     wait $run || true
 }

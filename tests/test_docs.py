@@ -16,6 +16,7 @@ from commands import run
 from recordings import HERE
 from model import fitness_digits
 from tools import live_page
+from tools.curves import read_curve
 from readings import configured
 
 README, DOCS = HERE / "README.md", sorted((HERE / "docs").glob("*.md"))
@@ -59,6 +60,20 @@ def test_the_readme_repeats_figures_of_the_benchmarks():
     assert len(repeated) > 20
     assert [number for number, decimals in repeated
             if all(abs(number - one) > 0.501 * 10 ** -decimals for one in measured)] == []
+
+
+def test_the_picture_of_learning_shows_figures_of_the_readme():
+    """The validation of a curve that is nearest to a time in the README's table."""
+    curves = {(name, card): file for file, name, card in re.findall(
+        r"^(\S+) egg: ([\w-]+).*, (H\d+)$", (HERE / "maintenance" / "learning.sh").read_text(), re.M)}
+    table = re.findall(r"^\| `([\w-]+)`, one (H\d+), after (.*?) \| (.*?) \|", README.read_text(), re.M)
+    assert len(table) == 3
+    for name, card, times, figures in table:
+        shown = read_curve(HERE / "docs" / "learning" / f"{curves[name, card]}.jsonl").validation
+        for at, figure in zip(re.findall(r"\d+", times), figures.split(" / "), strict=True):
+            near = min(shown, key=lambda point: abs(point.seconds - int(at)))
+            low, high = (float(figure.split(" to ")[i]) for i in (0, -1))
+            assert abs(near.seconds - int(at)) < 0.1 * int(at) and low - 0.01 < near.value < high + 0.01, (name, at)
 
 
 @pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
