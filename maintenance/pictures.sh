@@ -1,8 +1,8 @@
 #!/bin/bash
 # Draws pictures of the documents anew, from runs of the preset laptop on the CPU: live-page.png, plot.png, islands.png
 # and islands-worth.png, in some ten minutes on two quiet cores. Needs a Python with matplotlib, and for the live page
-# curl and Chromium: maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth]. With SCREENS=DIR, DIR absolute, page
-# also shows the page on a desktop and on a phone, light and dark.
+# curl and Chromium: maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth]
+# With SCREENS=DIR, an absolute path, `page` also shows the page on a desktop and on a phone, light and dark.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -52,13 +52,10 @@ page() {
         sleep 1
     done
     shot 1185,1604 1 "$root/docs/live-page.png"
-    if [ -n "${SCREENS-}" ]; then                # 0: dark, 1: light
-        for width in 1280 390; do
-            for light in 0 1; do
-                shot $width,2400 $light "$SCREENS/page-$width-$light.png"
-            done
-        done
-    fi
+    for width in ${SCREENS+1280 390}; do
+        shot $width,2400 1 "$SCREENS/$width-light.png"
+        shot $width,2400 0 "$SCREENS/$width-dark.png"
+    done
     kill $run
     wait $run || true
 }
