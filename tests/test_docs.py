@@ -92,8 +92,9 @@ def test_lines_fit_and_links_lead_somewhere(path):
 @pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
 def test_files_of_the_program_exist(path):
     folders = "|".join(sorted({file.parent.name for file in SOURCES} - {HERE.name}))
-    named = re.findall(rf"\b(?:{folders})/[\w/]+\.(?:py|sh)\b", path.read_text())
+    named = re.findall(rf"\b(?:requirements|{folders})/[\w/]+\.(?:py|sh|txt)\b", path.read_text())
     assert [name for name in named if not (HERE / name).exists()] == []
+    assert {*re.findall(r"pip install (\S+)", path.read_text())} <= {"-r", "torch`)"}
 
 
 def test_the_tables_of_constants_and_presets_are_those_of_the_program():
