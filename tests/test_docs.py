@@ -53,9 +53,11 @@ def numbers(text):
 
 
 def test_the_readme_repeats_figures_of_the_benchmarks():
-    """Every figure in the README's tables is a figure of BENCHMARKS, or rounds one."""
-    section = README.read_text().partition("\n## Figures\n")[2].partition("\n## ")[0]
-    repeated = numbers(" ".join(cell for row in rows(section) for cell in row[1:]))
+    """Every figure in the README's tables and beside its first loss is a figure of BENCHMARKS, or rounds one."""
+    text = README.read_text()
+    section = text.partition("\n## Figures\n")[2].partition("\n## ")[0]
+    repeated = numbers(" ".join([*re.findall(r"\(tables of bytes: [^)]*", text),
+                                 *(cell for row in rows(section) for cell in row[1:])]))
     measured = [number for number, _ in numbers((HERE / "docs" / "BENCHMARKS.md").read_text())]
     assert len(repeated) > 20
     assert [number for number, decimals in repeated
