@@ -228,7 +228,7 @@ def _credit_kernels(cfg):
         if quad * 4 < positions:
             member = uint32(job[0] + uint32(2) * job[1] + uint32(group * K))
             first, amplitude = uint32(uint32(begins) + uint32(int32(t) * int32(words) + int32(j))), uint32(mask)
-            acc, drawn = cuda.local.array((4, 4), int32), int32s(4)
+            acc = cuda.local.array((4, 4), int32)
             for e in range(4):
                 for u in range(4):
                     acc[e, u] = 0
@@ -237,15 +237,18 @@ def _credit_kernels(cfg):
                 for e in range(4):
                     given = credits[(quad * 4 + e) * QUADS + k]
                     here = uint32(first + uint32(e * int32(words)))
-                    for u in range(4):
-                        drawn[u] = draws(hash32(uint32(seed + uint32(u)), here), amplitude)
-                    turned = turn4(drawn)
-                    for u in range(4):
-                        acc[e, u] = ptx.dp4a(turned[u], given, acc[e, u])
+                    turned = turn4((int32(draws(hash32(seed, here), amplitude)),
+                                    int32(draws(hash32(uint32(seed + uint32(1)), here), amplitude)),
+                                    int32(draws(hash32(uint32(seed + uint32(2)), here), amplitude)),
+                                    int32(draws(hash32(uint32(seed + uint32(3)), here), amplitude))))
+                    acc[e, 0] = ptx.dp4a(turned[0], given, acc[e, 0])
+                    acc[e, 1] = ptx.dp4a(turned[1], given, acc[e, 1])
+                    acc[e, 2] = ptx.dp4a(turned[2], given, acc[e, 2])
+                    acc[e, 3] = ptx.dp4a(turned[3], given, acc[e, 3])
             for u in range(4):
-                for e in range(4):
-                    drawn[e] = settled(acc[e, u], int32(shift))
-                operand[place(rows, row + j * 4 + u, quad * 4)] = pack4(drawn[0], drawn[1], drawn[2], drawn[3])
+                operand[place(rows, row + j * 4 + u, quad * 4)] = pack4(
+                    settled(acc[0, u], int32(shift)), settled(acc[1, u], int32(shift)),
+                    settled(acc[2, u], int32(shift)), settled(acc[3, u], int32(shift)))
 
     return measure, credit, add_up
 
