@@ -441,7 +441,8 @@ class RemoteWorker(Role):
         coordinator.dispatcher.enter(self)
 
     def handle(self, opcode, payload):
-        """Of use are the results that it owes, a request after one of them or at a later step, a state in order."""
+        """Of use are the results that it owes, a request after one of them or at a later step that there is, a state in
+        order."""
         coordinator, useful = self.coordinator, False
         if self.version == V1 and opcode not in wire.FROM_WORKERS:
             return False
@@ -449,7 +450,7 @@ class RemoteWorker(Role):
             coordinator.collector.goes_on(self)
         if opcode == wire.JOB_REQUEST:
             request = wire.JOB_REQUEST.unpack(payload)
-            useful = self.has_worked or self.step is None or request.step > self.step
+            useful = self.has_worked or self.step is None or self.step < request.step <= coordinator.run.step
             self.has_worked = False
             coordinator.take_request(self, request.step, request.digest or None)
         elif opcode == wire.RESULT:
@@ -475,7 +476,7 @@ class RemoteWorker(Role):
         elif opcode == wire.SNAPSHOT_REQUEST:
             step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
             total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
-            useful = (step, offset) == self.next_block
+            useful = data and (step, offset) == self.next_block
             self.next_block = step, offset + len(data)
             self.session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
         return useful

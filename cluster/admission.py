@@ -64,15 +64,16 @@ class Bans:
         self.path = os.path.join(directory, BANNED_FILE) if directory is not None else None
         # _seen: what identifies the content of the file
         self._written, self._unwritten, self._seen = {}, Newest(MOST_UNWRITTEN), None
+        self._of_host = collections.Counter()
 
     def add(self, identity, reason):
         self._read()
         if identity in self._written or identity in self._unwritten:
             return
         line = ("\n" * self._torn + f"{identity}\t{reason}\n").encode("utf-8", "replace")
-        of_host = sum(_host_of(one) == _host_of(identity) for one in self._written)
         try:
-            if self.path is None or of_host >= BANS_OF_HOST or len(line) + (self._seen or (0,))[0] > MOST_WRITTEN:
+            if (self.path is None or self._of_host[_host_of(identity)] >= BANS_OF_HOST
+                    or len(line) + (self._seen or (0,))[0] > MOST_WRITTEN):
                 raise OSError
             with history.open_file(self.path, "ab") as file:
                 if file.write(line) < len(line):
@@ -89,15 +90,13 @@ class Bans:
         if self.path is None:
             return
         try:
-            found = os.lstat(self.path)
-            seen = found.st_size, found.st_mtime_ns, found.st_ino
+            found = os.lstat(self.path) if os.path.lexists(self.path) else None
+            seen = found and (found.st_size, found.st_mtime_ns, found.st_ino)
             if seen != self._seen:
-                text = history.read_file(self.path, MOST_BANNED).decode("utf-8", "replace")
+                text = history.read_file(self.path, MOST_BANNED).decode("utf-8", "replace") if found else ""
                 self._written = dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
+                self._of_host = collections.Counter(map(_host_of, self._written))
                 self._seen, self._torn = seen, text[-1:] not in ("", "\n")
-            self.unreadable = None
-        except FileNotFoundError:
-            self._written, self._seen, self._torn = {}, None, False
             self.unreadable = None
         except OSError as error:
             self.unreadable = error.strerror

@@ -178,6 +178,11 @@ def _tls(kind, complete, needs, cert, key, ca):
         if ca is not None:
             context.load_verify_locations(ca)
             context.verify_mode = ssl.CERT_REQUIRED
+            found = context.cert_store_stats()
+            if kind == ssl.PROTOCOL_TLS_SERVER and 0 < found["x509_ca"] < found["x509"]:
+                raise AuthError(f"{ca} holds certificates that may sign others (CA:TRUE) beside some that may not, and "
+                                "whoever has the key of one has as many votes as it likes: give --tls-ca either those "
+                                "of signers, or those of workers, all without CA:TRUE")
     except OSError as error:
         raise AuthError(f"{what}: {error.strerror or error}: give {advice}") from None
     return context

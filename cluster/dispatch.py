@@ -6,8 +6,8 @@ import time
 from array import array
 from collections import deque
 
-from cluster.fairness import Fairness
-from cluster.step import Step
+from cluster.fairness import Fairness, SLOW_STEPS
+from cluster.step import COPY_AFTER, Step
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 ANSWERS_IN_A_ROW = 16      # held requests that are answered before sockets are read again
@@ -56,7 +56,11 @@ class Dispatcher:
         if self.several and every and step % every == 0:
             audited.add(0)                           # so that two validate
         if self.work:
-            self.fairness.step_ended(self.work.accounts)
+            for worker in self.fairness.step_ended(self.work.accounts):
+                if self.by_host:             # those of one host share its processors
+                    self.events.warn(f"worker {worker.session.title} took longer than {COPY_AFTER:g} times as long as "
+                                     f"is usual in {SLOW_STEPS} steps in a row, and others had to do its chunks: while "
+                                     "they deliver in time it is served last", worker.author.host)
             self.work.end()
         self.work = Step(self.cfg, audited, self.alone, self.by_host)
         self.steps = {number: past for number, past in self.steps.items() if number == step - 1}

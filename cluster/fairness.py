@@ -13,6 +13,7 @@ ASK_WITHIN = 2.0           # seconds after an answer or a result in which a punc
 # least. With heartbeats it has LEASE_FACTOR times longer, but by the time that is usual for all, and STRAGGLER_TIMEOUT
 # at least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual time is known.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
+SLOW_STEPS = 3             # steps in a row in which a worker takes too long, after which a line names it
 # Seconds between the chunks of those in doubt of a host, while others can be relied on: the first pause, the longest
 DOUBT, DOUBTED = (1.0, 64.0), 4096         # hosts that are remembered
 
@@ -26,12 +27,14 @@ class Conduct:
     results = 0                # that were taken
     owing = 0                  # chunks that it was handed since a result came
     dropped = False            # it has given up chunks, and delivered nothing since
+    late = 0                   # steps in a row that ended while it took too long; stays when a line has said so
 
     def delivered(self, given, in_time):
         """A result has come at `turn`. given: when its chunk was handed out; in_time: its lease had not expired."""
         took = self.turn - given
         self.pace = took if self.pace is None else 0.7 * self.pace + 0.3 * took
         self.punctual, self.dropped = in_time, False
+        self.late *= self.late >= SLOW_STEPS
         self.results += 1
 
 
@@ -57,12 +60,16 @@ class Fairness:
         self._doubted = Newest(DOUBTED)              # voter: (pause, until when those in doubt get no chunk)
 
     def step_ended(self, accounts):
-        """accounts: {worker: step.Account} of the step."""
-        self.late = []
+        """accounts: {worker: step.Account} of the step. Returns the workers that have turned out to be slow."""
+        self.late, slow = [], []
         now = time.monotonic()
         for worker, account in accounts.items():
             if self.usual and any(now - since > COPY_AFTER * self.usual for since in account.held.values()):
                 worker.conduct.punctual = False              # others have done its chunk
+                worker.conduct.late += 1
+                if worker.conduct.late == SLOW_STEPS:
+                    slow.append(worker)
+        return slow
 
     def in_order(self, waiting):
         """[worker]: first come, first served, but workers whose lease expired are served last."""

@@ -83,6 +83,19 @@ def test_requests_results_and_snapshots_that_are_wanted_are_no_flood(tmp_path):
         assert whole(server.run)[:20] == expected(20, cfg)[0]
 
 
+def test_requests_that_lead_nowhere_are_no_useful_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "USELESS_A_SECOND", 0.0)
+    with Server(tmp_path) as server:
+        peer = Peer2(server)
+        peer.chunk(0)
+        for k in range(9):
+            peer.ask((1 << 40) + k)                              # later and later, but there is no such step
+            peer.answer()
+            peer.send(wire.SNAPSHOT_REQUEST, 32, 0)              # always what follows on nothing
+            peer.next(wire.SNAPSHOT_DATA)
+        until(lambda: next(iter(server.hub.connections)).useless.credit == session.USELESS - 18)
+
+
 def test_connections_without_proof_keep_no_worker_out(tmp_path):
     cfg = changed(CONNECTIONS_PER_ADDRESS=4)
     with Server(tmp_path, cfg) as server:

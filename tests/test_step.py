@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import ssl
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import egg_net
-from cluster import admission, auth, dispatch, event_log, fairness, history, status, trust, wire
+from cluster import admission, auth, dispatch, event_log, fairness, history, hub, status, trust, wire
 from cluster.step import Step
 from cluster.wire import JOB_RESPONSE, REBUILD, V2
 from model import fitness_digits
@@ -287,6 +288,9 @@ def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
         assert first.voter == second.voter and first.identity == second.identity and first.former != second.former
         with refused("its certificate may sign others"):
             come(ca, ca_key)
+        (tmp_path / "both").write_text(leaf.read_text() + ca.read_text())
+        with refused("may sign others .CA:TRUE. beside some that may not", auth.AuthError):
+            auth.server_tls(ca, ca_key, ca=tmp_path / "both")
         (tmp_path / admission.BANNED_FILE).write_text(
             f"certificate {hashlib.sha256(shown).hexdigest()}\tby an older version\n")
         with refused("banned: by an older version"):
@@ -531,17 +535,42 @@ def test_one_host_cannot_fill_both_sides_of_an_audit():
     assert audit(step, 0, (third, GOOD)) == ["one", "two"] and step.done[0][0] == GOOD
 
 
-def test_four_names_of_one_host_keep_no_lie(tmp_path):
-    """Every chunk is audited: three sybils and two honest hosts."""
-    cfg = changed(AUDIT_RATE=1.0)
-    with Server(tmp_path, cfg) as server:
-        sybils = [caller("127.0.0.2", server, name=f"s{i}") for i in range(3)]
-        honest = callers(server, 3, 4)
+def with_certificate(server, ca, cert, key, name):
+    peer = Peer2.__new__(Peer2)
+    peer.cfg = server.cfg
+    access = auth.Access(SECRET, auth.client_tls(ca, cert, key))
+    peer.link = egg_net.Link(peer.cfg, "127.0.0.1", server.port, V2, access, card(peer.cfg, name=name))
+    return peer
+
+
+@pytest.mark.parametrize("kind", ["connections", "addresses of one /64", "certificates of one key"])
+def test_one_liar_keeps_no_lie_and_gets_nobody_banned(kind, tmp_path, monkeypatch):
+    """Every chunk is audited: three sybils of one liar, and two honest hosts."""
+    cfg, access, plain = changed(AUDIT_RATE=1.0), auth.Access(), hub.host_of
+    if kind == "addresses of one /64":                           # 2001:db8:0:2::20 to 22, 2001:db8:0:3::3, ...:4::4
+        monkeypatch.setattr(hub, "host_of", lambda text: plain(f"2001:db8:0:{text[8]}::{text[8:]}"))
+    if kind == "certificates of one key":
+        ca, ca_key = certificate(tmp_path, "ca", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+        signed = "-CA", ca, "-CAkey", ca_key, "-addext", "basicConstraints=critical,CA:FALSE"
+        made = [certificate(tmp_path, name, "-subj", f"/CN={name}", *signed) for name in ("w3", "w4", "s0")]
+        again = tmp_path / "s1", tmp_path / "s2"
+        again[0].write_text(ssl.DER_cert_to_PEM_cert(twin(ssl.PEM_cert_to_DER_cert(made[2][0].read_text()))))
+        subprocess.run(["openssl", "req", "-x509", "-key", made[2][1], "-subj", "/CN=another", "-set_serial", "7",
+                        *signed, "-out", again[1]], check=True, capture_output=True)
+        made += [(path, made[2][1]) for path in again]
+        access = auth.Access(SECRET, auth.server_tls(ca, ca_key, ca=ca))
+    with Server(tmp_path, cfg, access=access) as server:
+        if kind == "certificates of one key":
+            honest, sybils = ([with_certificate(server, ca, *pair, pair[0].name) for pair in part]
+                              for part in (made[:2], made[2:]))
+        else:
+            sybils = [caller(f"127.0.0.2{i if 'addresses' in kind else ''}", server, name=f"s{i}") for i in range(3)]
+            honest = callers(server, 3, 4)
         banned = 0
         for _ in range(40):
             for peer, packed in [(s, BAD) for s in sybils] + [(h, GOOD) for h in honest]:
                 with contextlib.suppress(egg_net.NetError, OSError):
-                    peer.ask(0)
+                    peer.ask(0, b"a lie" if packed == BAD else b"")
                     try:
                         answer = peer.answer(0.02)
                     except TimeoutError:
@@ -651,6 +680,27 @@ def test_a_slow_walk_of_one_host_does_not_become_usual(honest):
         for worker in honest:
             worker.take(1.0)
     assert rules.usual == pytest.approx(1.0)
+
+
+def test_who_takes_too_long_in_one_step_after_another_is_named_once(tmp_path):
+    with idle(tmp_path) as coordinator:
+        dispatcher, slow = coordinator.dispatcher, Working("10.0.0.9", "slow")
+        slow.session, dispatcher.fairness.usual = SimpleNamespace(title="slow"), 0.001
+
+        def lines(steps):
+            for _ in range(steps):
+                dispatcher.work.accounts[slow].held[0] = 0.0
+                dispatcher.begin_step()
+            return coordinator.console.stream.text.count("slow took longer than 1.5 times as long as is usual in 3 st")
+
+        assert not slow.conduct.late and lines(2 * fairness.SLOW_STEPS) == 0         # all are of one host
+        slow.conduct = fairness.Conduct()
+        dispatcher.by_host = True
+        assert lines(2) == 0 and slow.conduct.punctual is False
+        slow.take(1.0)                                           # in time
+        assert lines(2) == 0 and lines(1) == 1
+        slow.take(1.0)
+        assert lines(2 * fairness.SLOW_STEPS) == 1
 
 
 def test_no_worker_walks_its_own_lease_away():
