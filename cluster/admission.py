@@ -95,7 +95,8 @@ class Bans:
             if seen != self._seen:
                 text = history.read_file(self.path, MOST_BANNED).decode("utf-8", "replace") if found else ""
                 self._written = dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
-                self._of_host = collections.Counter(map(_host_of, self._written))
+                counted = self._written if len(text) <= MOST_WRITTEN else ()         # else none is added
+                self._of_host = collections.Counter(map(_host_of, counted))
                 self._seen, self._torn = seen, text[-1:] not in ("", "\n")
             self.unreadable = None
         except OSError as error:

@@ -147,14 +147,19 @@ def test_readers_that_do_not_read_share_one_status_and_get_no_new_ones(tmp_path,
         monkeypatch.setattr(status, "pack_status", lambda _: made.append(b"x" * wire.STATUS.most + b"%d" % len(made))
                             or made[-1][-wire.STATUS.most:])
         readers = []
+
+        def held():
+            """The statuses that wait for their readers."""
+            return [part.obj for one in list(server.hub.connections) for part in list(one.outbox)
+                    if len(part.obj) > wire.STATUS.most]
+
         for _ in range(24):
             readers.append(Peer2(server, role="status").link)
-            time.sleep(0.005)
-        held = {}                                                # statuses of each reader: {id: bytes}
-        for one in list(server.hub.connections):
-            held |= {id(part.obj): size for part in list(one.outbox) if (size := len(part.obj)) > wire.STATUS.most}
+            until(lambda: len(held()) == len(readers))
+            server.admission._status_until = 0.0                 # each time a new one would be due
+        found = {id(answer): len(answer) for answer in held()}
         most = hub.VERSIONS * (wire.HEADER.size + wire.STATUS.most)
-        assert 0 < len(held) <= len(made) <= hub.VERSIONS and sum(held.values()) <= most
+        assert 0 < len(found) <= len(made) <= hub.VERSIONS and sum(found.values()) <= most
         assert len(readers[0].next(wire.STATUS, 60)) == wire.STATUS.most            # who reads gets it whole
         monkeypatch.setattr(admission, "FRAME_SECONDS", 0.5)
         monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.5)
