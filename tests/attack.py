@@ -1,9 +1,10 @@
 """Floods on a coordinator, over loopback: `python tests/attack.py [KIND ...] [--seconds N]`.
 
-A coordinator process serves honest workers, each of its own host, that take 2 ms for a chunk. Another process floods
-it. Prints for each kind: steps/s and CPU of the coordinator before, during and after; the longest time that an honest
-worker was without an answer, and that a worker which arrives meanwhile needs to be let in; the most memory of the
-coordinator; what the flood left in the save directory; how many of the snapshots that were due were kept."""
+A coordinator process serves honest workers, each of its own host, that take 2 ms or --chunk-seconds for a chunk.
+Another process floods it. Prints for each kind: steps/s and CPU of the coordinator before, during and after; the
+longest time that an honest worker was without an answer, and that a worker which arrives meanwhile needs to be let in;
+the most memory of the coordinator; what the flood left in the save directory; how many of the snapshots that were due
+were kept."""
 
 import argparse
 import contextlib
@@ -254,8 +255,10 @@ def flood(kind, port, page, seconds):
 # --- the honest ------------------------------------------------------------------------------------------------------
 
 class Honest(threading.Thread):
-    """A worker that takes 2 ms for a chunk. step: of the run; lost: connections; rebuilt: times that it had to,
+    """A worker that takes so many `seconds` for a chunk. step: of the run; lost: connections; rebuilt: times that it had to,
     which takes 0.2 s; longest: seconds without an answer since that was 0."""
+
+    seconds = 0.002
 
     def __init__(self, port, host="127.0.0.1", name="honest"):
         super().__init__(daemon=True, name=name)
@@ -297,7 +300,7 @@ class Honest(threading.Thread):
             link.send(link.frame(wire.SNAPSHOT_DATA, step, len(body), offset, body[offset:offset + wire.BLOCK]))
 
     def compute(self):
-        time.sleep(0.002)
+        time.sleep(self.seconds)
 
 
 class Walker(Honest):
@@ -408,11 +411,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", help=f"of {', '.join(FLOODS)} (default: all)")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each flood")
+    parser.add_argument("--chunk-seconds", type=float, default=0.002,
+                        help="that an honest worker takes (default: 0.002); on a busy machine 0.03, or it is measured")
     parser.add_argument("--honest", type=int, default=2, help="number of honest workers")
     parser.add_argument("--flood", nargs=3, metavar=("KIND", "PORT", "PAGE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.flood:
         flood(args.flood[0], int(args.flood[1]), int(args.flood[2]), args.seconds)
     else:
+        Honest.seconds = args.chunk_seconds
         for kind in args.kinds or FLOODS:
             print(attack(kind, args.seconds, args.honest), flush=True)
