@@ -255,7 +255,7 @@ def flood(kind, port, page, seconds):
 # --- the honest ------------------------------------------------------------------------------------------------------
 
 class Honest(threading.Thread):
-    """A worker that takes so many `seconds` for a chunk. step: of the run; lost: connections; rebuilt: times that it had to,
+    """A worker that takes `seconds` for a chunk. step: of the run; lost: connections; rebuilt: times that it had to,
     which takes 0.2 s; longest: seconds without an answer since that was 0."""
 
     seconds = 0.002

@@ -175,7 +175,8 @@ def test_a_directory_is_used_only_if_it_is_private(tmp_path, monkeypatch, used, 
         second.chmod(mode)
         assert capsys.readouterr().err == ""
         third = used()
-        assert third.parent == tmp_path and third not in (second, good, tmp_path / "elsewhere") and kernel_cache.is_private(third)
+        assert third.parent == tmp_path and third not in (second, good, tmp_path / "elsewhere")
+        assert kernel_cache.is_private(third)
         assert stat.S_IMODE(third.stat().st_mode) == 0o700 and capsys.readouterr().err.count("\n") == 1
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert not kernel_cache.is_private(third), "that of somebody else"
