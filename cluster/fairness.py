@@ -34,7 +34,8 @@ class Conduct:
         took = self.turn - given
         self.pace = took if self.pace is None else 0.7 * self.pace + 0.3 * took
         self.punctual, self.dropped = in_time, False
-        self.late *= self.late >= SLOW_STEPS
+        if self.late < SLOW_STEPS:
+            self.late = 0
         self.results += 1
 
 
