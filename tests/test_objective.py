@@ -160,25 +160,26 @@ def test_equal_rewards_are_no_votes(judged):
     assert not fitness.any() and loss == 0
 
 
-def test_a_reward_function_of_trl_runs_as_it_is(judged, tmp_path):
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_reward_function_of_trl_runs_as_it_is(judged, tmp_path, kind):
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "kind": "sum"} for a in range(5) for b in range(4)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = judged("""
 DATA = "sums.jsonl"
 TOKENS = 3
 STOP = "."
-def reward(completions, answer, **kwargs):
+""" + kind + """ reward(completions, answer, **kwargs):
     assert len(completions) == len(answer) == len(kwargs["prompts"]) == len(kwargs["kind"])
     assert not any("." in text for text in completions)
     return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
 """)
-    assert len(own.held.rows) == 2 and len(own.rows) == 18                           # every tenth is held out
-    assert own.measured(new_engine()) == (2, 10.0)
+    assert len(own.rows) == 18 and own.held.rows.tolist() == [18, 19] * 128    # every tenth is held out
+    assert own.measured(new_engine()) == (256, 10.0)
 
 
 GAME = """
 DATA = [{"prompt": "ab", "secret": "x"}, {"prompt": "abcd", "secret": "y"}]
-HELD_OUT, TOKENS, TURNS = DATA, 2, 3
+HELD_OUT, TOKENS, TURNS, TEMPERATURE = DATA, 2, 3, 0
 def reply(prompts, texts, secret, **columns):
     return [f"<{hidden}{len(prompt + text)}>" for prompt, text, hidden in zip(prompts, texts, secret)]
 def reward(prompts, completions):
@@ -247,6 +248,7 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("def reward(completions):\n    return 3\n", "returned '3', which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
+    ("def reward(completions):\n    raise KeyboardInterrupt\n", "reward raised KeyboardInterrupt, for the prompt"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
     (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
     (LETTERS + "TURNS = 2\n", "TURNS of 2 or more and a function reply"),
@@ -319,7 +321,7 @@ def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, 
             thread.join(60)
     assert engines[0].step == 6 and engines[0].digest() == engines[1].digest()
     assert "banned" not in server.said
-    assert "reward at step 2: " in server.said and "the mean of 256 held-out prompts" in server.said
+    assert "reward at step 2: " in server.said and "the mean of 256 texts after held-out prompts" in server.said
 
 
 def test_a_worker_takes_no_other_file_than_that_of_the_run(tmp_path):
@@ -458,7 +460,7 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     samples = [e["text"] for e in events if e["event"] == "sample"]
     assert samples and all(re.search(r" \(reward \S+\)$", text) for text in samples)            # also at the end
     said = run("eval", "--load-dir", "new", "--objective", "own.py")
-    assert "mean reward" in said and "of 256 held-out prompts" in said and " >>> " in said
+    assert "mean reward" in said and "of 256 texts after held-out prompts" in said and " >>> " in said
     run("generate", "--load-dir", "new", "--prompt", "the", "--tokens", "3")
     run("eval", "--load-dir", "new", "--objective", os.path.join(HERE, "examples", "words.py"))
     (tmp_path / "own.py").write_text(LETTERS + "# changed\n")

@@ -7,6 +7,7 @@ text that ends a completion; TEMPERATURE; reply(prompts, texts, **columns), what
 and TURNS, the number of texts that a dialogue has.
 """
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -32,7 +33,7 @@ from model.seeds import hash32
 from tools import processes
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
-HELD_OUT_TEXTS = 256         # on which the unperturbed model is measured, at most
+HELD_OUT_TEXTS = 256         # of the unperturbed model, which are measured
 LONGEST = 4096               # tokens of a prompt and its completion
 MOST_TURNS = 64
 REWARD_UNIT = 1 << 16        # of a reward in fixed point, in which it takes the place of a loss
@@ -77,7 +78,7 @@ def read(path):
 
 
 def _said(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
 
 
 def _rows(path, found, name):
@@ -132,6 +133,8 @@ def judged(function, accepted, texts, name="reward"):
     """[float], the rewards of `texts`, a dict of lists; or [str], of a function whose name is reply. accepted: the
     names that it takes, None: all. Raises ObjectiveError with the reason."""
     answers = function(**{column: values for column, values in texts.items() if accepted is None or column in accepted})
+    if inspect.iscoroutine(answers):                 # TRL takes such functions too
+        answers = asyncio.run(answers)
     kind, kinds = ANSWERS[name]
     if kind is float:
         with contextlib.suppress(TypeError, ValueError):
@@ -162,8 +165,8 @@ def readable(reader, prompts, completions):
 
 
 def _judge(path, name, reader, pipe):
-    """The main function of a process that judges: takes dicts of lists, or arguments of `readable`; answers with lists
-    of rewards or replies, or with a str, the error."""
+    """The main function of a process that judges: says [] when it has loaded the file; takes dicts of lists, or
+    arguments of `readable`; answers with lists of rewards or replies, or with a str, the error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         function = read(path)[name]
@@ -175,7 +178,7 @@ def _judge(path, name, reader, pipe):
             texts = texts if isinstance(texts, dict) else readable(reader, *texts)
             try:
                 pipe.send(judged(function, accepted, texts, name))
-            except Exception as error:
+            except BaseException as error:           # also SystemExit
                 pipe.send(f"{path}: {_blamed(function, accepted, texts, name, error)}")
     except (EOFError, BrokenPipeError):
         pass
@@ -195,7 +198,7 @@ def _blamed(function, accepted, texts, name, error):
     for i, text in enumerate(texts["completions" if name == "reward" else "texts"]):
         try:
             judged(function, accepted, {column: values[i:i + 1] for column, values in texts.items()}, name)
-        except Exception:
+        except BaseException:
             return f"{why}, for the prompt {texts['prompts'][i][-60:]!r} and the text {text[:60]!r}"
     return why
 
@@ -282,7 +285,8 @@ class Objective:
         self.turns = _number(path, found, "TURNS", 1, 1, MOST_TURNS)
         if callable(found.get("reply")) != (self.turns > 1):
             raise ObjectiveError(f"{path}: TURNS of 2 or more and a function reply(prompts, texts) need each other")
-        self.settings = sampling.settings(cfg, _number(path, found, "TEMPERATURE", 1.0, 0.0, 100.0), 0.0, 0.0)
+        temperature = _number(path, found, "TEMPERATURE", 1.0, 0.0, 100.0)
+        self.settings = sampling.settings(cfg, temperature, 0.0, 0.0)
         if decoding is None:
             raise ObjectiveError(f"{cfg.DECODING_FILE} is missing, and without it tokens are no text")
         rows, held = (_rows(path, found, name) for name in ("DATA", "HELD_OUT"))
@@ -292,7 +296,7 @@ class Objective:
         self.reader = Reader(decoding, self.rows + held, columns, self.stop)
         encoded = [self._encoded(row["prompt"]) for row in self.reader.rows]
         self._of_rows = _begun(np.arange(len(encoded)), encoded)
-        self.held = self._held(len(held), tokens if held_out is None else held_out)
+        self.held = self._held(len(held), tokens if held_out is None else held_out, temperature > 0)
         judge = functools.partial(Judge, path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS, self.reader)
         self.judge = judge()
         self.other = judge("reply") if self.turns > 1 else None
@@ -311,11 +315,12 @@ class Objective:
                                  f"{self.cfg.VOCAB_SIZE}: give the decoding.bin of its training")
         return prompt
 
-    def _held(self, rows, tokens):
-        """The Prompts on which the unperturbed model is measured: of `rows` rows, the last ones, or of the tokens."""
-        count = min(rows or HELD_OUT_TEXTS, HELD_OUT_TEXTS)
+    def _held(self, rows, tokens, drawn):
+        """The Prompts on which the unperturbed model is measured: of `rows` rows, the last ones, or of the tokens. If
+        texts are drawn, few rows get several."""
+        count = HELD_OUT_TEXTS if drawn or not rows else min(rows, HELD_OUT_TEXTS)
         if rows:
-            return self._of_rows.part(len(self.rows) + np.arange(count) * rows // count)
+            return self._of_rows.part(len(self.rows) + np.arange(count) * max(rows, count) // count % rows)
         return _windows(tokens, np.arange(count) * (len(tokens) - PROMPT_TOKENS) // count)
 
     def prompts(self, numbers):
@@ -398,7 +403,7 @@ class Objective:
         self.seconds[1] += waited
 
     def measured(self, engine):
-        """(number of held-out prompts, mean reward of the unperturbed model on them); the same draws every time."""
+        """(number of texts after held-out prompts, mean reward of the unperturbed model on them); the same draws every time."""
         rewards = self.judged(engine, self.held)[1]
         return len(rewards), math.fsum(rewards) / len(rewards)
 

@@ -276,7 +276,7 @@ def evaluate_objective(cfg, engine, path, console):
     cfg = cfg.changed(VALIDATE_EVERY=0, OBJECTIVE="")            # any file will do
     with train.opened_objective(cfg, path, train.open_data(cfg, console)) as judge:
         count, mean = judge.measured(engine)
-        console.line(f"step {engine.step}: mean reward {mean:.4f} of {count} held-out prompts\n"
+        console.line(f"step {engine.step}: mean reward {mean:.4f} of {count} texts after held-out prompts\n"
                      f"{judge.sample(engine, 0)}")
 
 
