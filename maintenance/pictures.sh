@@ -1,14 +1,14 @@
 #!/bin/bash
-# Draws pictures of the documents anew, from runs of the preset laptop on the CPU: live-page.png, plot.png, islands.png
-# and islands-worth.png, in some ten minutes on two quiet cores. Needs a Python with matplotlib, and for the live page
-# curl and Chromium: maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth]
+# Draws pictures of the documents anew, from runs of the preset laptop on the CPU: live-page.png, plot.png, islands.png,
+# islands-worth.png and rewards.svg, in some ten minutes on two quiet cores. Needs a Python with matplotlib, and for the
+# live page curl and Chromium: maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth] [rewards]
 # With SCREENS=DIR, an absolute path, `page` also shows the page on a desktop and on a phone, light and dark.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
 egg=("$(realpath -s "${1:?which Python?}")" "$root/egg.py")
 shift
-[ $# -gt 0 ] || set -- page plot islands worth
+[ $# -gt 0 ] || set -- page plot islands worth rewards
 export EGG_PRESET=laptop EGG_DEVICE=cpu EGG_INPUT_FILE="$root/input.bin" EGG_VAL_FILE="$root/val.bin" \
     EGG_DECODING_FILE="$root/decoding.bin"
 work=$(mktemp -d)
@@ -99,6 +99,19 @@ worth() {
     "${egg[@]}" plot "one population.jsonl" "1 of 8 islands, "*.jsonl --x steps --log \
         --out "$root/docs/islands-worth.png"
 }
+
+# by steps, which no other work on the machine changes; prints the means before and after, each with the same prompt
+rewards() (
+    words=(--objective "$root/examples/words.py")
+    "${egg[@]}" train --steps 1067 --save-dir text >rewards.log 2>&1
+    unset EGG_PRESET                                 # the others take what text and the file set
+    "${egg[@]}" train "${words[@]}" --load-dir text --save-dir words --steps 100 -D VALIDATE_EVERY=10 >rewards.log 2>&1
+    grep -hE '"event": "(reward|validation)"' words/events.jsonl >words.jsonl
+    "${egg[@]}" plot words.jsonl --x steps --out "$root/docs/rewards.svg"
+    for run in text words; do
+        "${egg[@]}" eval "${words[@]}" --load-dir $run
+    done
+)
 
 for part in "$@"; do
     "$part"

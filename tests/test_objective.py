@@ -246,6 +246,7 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("def reward(completions):\n    return [float('nan')] * len(completions)\n", "returned nan for"),
     ("def reward(completions):\n    return [1e300] * len(completions)\n", "returned 1e.300 for"),
     ("def reward(completions):\n    return 3\n", "returned '3', which is no list of numbers"),
+    ("def reward(completions):\n    return '5' * len(completions)\n", "returned '555555', which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
     ("def reward(completions):\n    raise KeyboardInterrupt\n", "reward raised KeyboardInterrupt, for the prompt"),

@@ -136,7 +136,7 @@ def judged(function, accepted, texts, name="reward"):
     if inspect.iscoroutine(answers):                 # TRL takes such functions too
         answers = asyncio.run(answers)
     kind, kinds = ANSWERS[name]
-    if kind is float:
+    if kind is float and not isinstance(answers, str):
         with contextlib.suppress(TypeError, ValueError):
             answers = [float(value) for value in answers]
     if not (isinstance(answers, list) and all(isinstance(x, kind) for x in answers)):
@@ -403,7 +403,7 @@ class Objective:
         self.seconds[1] += waited
 
     def measured(self, engine):
-        """(number of texts after held-out prompts, mean reward of the unperturbed model on them); the same draws every time."""
+        """(number of texts after held-out prompts, mean reward of the unperturbed model); the same draws every time."""
         rewards = self.judged(engine, self.held)[1]
         return len(rewards), math.fsum(rewards) / len(rewards)
 
