@@ -112,7 +112,8 @@ class Console(Printer):
             if self.live:
                 self.line(fit("validation at step {step}: {value:.3f} {unit}".format(**event)))
         elif kind == "reward":
-            self.line("reward at step {step}: {value:.4f}, the mean of {texts} texts after held-out prompts".format(**event))
+            self.line("reward at step {step}: {value:.4f}, the mean of {texts} texts after held-out prompts".format(
+                **event))
         elif kind == "snapshot" and self.live:
             self.line(f"snapshot of step {event['step']} kept")
         elif kind == "step" and self.live:
