@@ -201,17 +201,18 @@ PRESETS = {
     # The values above as they are.
     "deggs": {},
     # A byte model that learns within a minute on two cores, with noise on activations. Few windows with many members
-    # each; a rate that falls with the root of the steps. 12 logit units are a nat: with more of them the frequent
-    # tokens reach the largest logit. Little weight decay: its pull does not fall with the rate, and at 0.002 it is half
-    # of what the votes say about the MLP after 2,000 steps. Two chunks, so that two machines can share a step.
+    # each; a rate that falls with the root of the steps, and by half at step 2,000. 12 logit units are a nat: with more
+    # of them the frequent tokens reach the largest logit. Little weight decay: its pull does not fall with the rate; at
+    # 0.002 it is half of what the votes say about the MLP after 2,000 steps. Two chunks, so that two machines can share
+    # a step.
     "laptop": dict(
         MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1,
         MLP_RELU=1, GROUP_SIZE=64, CHUNK_SIZE=512, POPULATION_SIZE=1024, NOISE_EMBEDDING=3, NOISE_CANDIDATE=3,
         NOISE_UP=3, NOISE_DOWN=3, CREDIT=12, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=12.0,
         ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, SOFT_TARGETS=((0, 3),), ADAM_BETA1=0.5, ADAM_BETA2=0.99,
         ADAM_WEIGHT_DECAY=0.0005, LR_SCHEDULE=(
-            (0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26), (1200, 0.22), (2000, 0.18),
-            (4000, 0.13), (8000, 0.095), (16000, 0.068), (32000, 0.048)), VALIDATE_EVERY=100, SAMPLE_EVERY=500),
+            (0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26), (1200, 0.22), (2000, 0.11),
+            (4000, 0.085), (8000, 0.06), (16000, 0.042), (32000, 0.03)), VALIDATE_EVERY=100, SAMPLE_EVERY=500),
     # The same time with noise on weights: the small recurrent model learns as much from a token as the transformer of
     # that size and reads more of them a second. The overlay is off: it would end the noise of norms and biases within
     # 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are needed. With so few
@@ -252,6 +253,8 @@ PRESETS["best-bytes"] = {
     **PRESETS["laptop"], "HIDDEN_DIM": 192, "SEQ_LEN": 128, "CHUNK_SIZE": 16384, "POPULATION_SIZE": 32768,
     "NOISE_EMBEDDING": 7, "NOISE_GATE": 31, "NOISE_CANDIDATE": 7, "ADAPTIVE_THRESHOLD_ALPHA": 0.77,
     "SOFT_TARGETS": ((0, 4), (150, 5), (400, 6)), "ADAM_WEIGHT_DECAY": 0.002,
+    "LR_SCHEDULE": ((0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26), (1200, 0.22),
+                    (2000, 0.18), (4000, 0.13), (8000, 0.095), (16000, 0.068), (32000, 0.048)),
     "VALIDATE_TOKENS": 0, "SAMPLE_EVERY": 1000, "SNAPSHOT_EVERY": 1000}
 # The best found for bytes with noise on weights: nano-egg's model with one layer learns as much from a token and sees
 # five times as many. Four chunks a step cost nothing on one GPU.
