@@ -265,11 +265,13 @@ PRESETS["best-bytes-weights"] = {
                     (5500, 0.09), (9000, 0.06), (12500, 0.035), (14800, 0.018)), "SNAPSHOT_EVERY": 1000}
 
 # What a run with --objective sets where nothing else was said: noise on weights, a window of its own for every pair,
-# few members, which write, and rates at which a model that has learnt keeps what it knows.
+# few members, which write, and rates and a share of text with which a model that has learnt keeps what it knows. The
+# constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
     PERTURB="weights", CHUNK_SIZE=512, POPULATION_SIZE=1024, GROUP_SIZE=2, SIGMA_SHIFT_VECTOR=8, DEVICE_GAUSSIAN=1,
     LOSS="exact", ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
-    LR_SCHEDULE=((0, 0.1), (200, 0.07), (1000, 0.05), (3000, 0.03)), VALIDATE_EVERY=20, SAMPLE_EVERY=20)
+    LR_SCHEDULE=((0, 0.1), (200, 0.07), (1000, 0.05), (3000, 0.03)), TEXT_SHARE=0.5, VALIDATE_EVERY=20,
+    SAMPLE_EVERY=20)
 
 SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
 

@@ -448,14 +448,15 @@ def run(place, here):
 
 def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     kept = {name: (tmp_path / "ckpt" / name).read_bytes() for name in ("history.egg",)}
-    small = "-D", "CHUNK_SIZE=16", "-D", "POPULATION_SIZE=32", "-D", "VALIDATE_EVERY=1"
+    small = "-D", "CHUNK_SIZE=16", "-D", "POPULATION_SIZE=32", "-D", "VALIDATE_EVERY=1", "-D", "TEXT_SHARE=0.35"
     said = run("train", "--objective", "own.py", "--load-dir", "ckpt", "--save-dir", "new", "--steps", "3", *small)
     assert "new begins with the model of ckpt, step 1" in said and "before, " in said and "on held-out prompts" in said
     assert {name: (tmp_path / "ckpt" / name).read_bytes() for name in kept} == kept
     for command in ("train", "ray"):
         said = run(command, "--save-dir", "new", status=2)
         assert "new is a run with an objective: continue it with --objective FILE" in said
-    run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "4")
+    run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "4")           # with the share that it has
+    assert "TEXT_SHARE" not in history.configuration(str(tmp_path / "new"))             # 0.35, as older runs
     events = [json.loads(line) for line in (tmp_path / "new" / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "reward"][:2] == [1, 2]
     samples = [e["text"] for e in events if e["event"] == "sample"]
@@ -485,6 +486,7 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
     assert "egg: ckpt-2 begins with the model of ckpt, step 1; ckpt stays as it is\n" in said
     assert "kept in ckpt-2\n" in said and "--save-dir ckpt-2 --objective own.py" in said
     assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()} == before
+    assert history.configuration(str(tmp_path / "ckpt-2"))["TEXT_SHARE"] == 0.5
     said = run("train", *small, "--save-dir", "ckpt-2", "--steps", "3")               # the same once more
     assert "egg: ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
     said = run("coordinator", *small, "--steps", "1", "--port", "0")
