@@ -135,6 +135,13 @@ def test_commands_are_understood(path):
     assert path is not README or len(commands(path)) > 10
 
 
+def test_every_island_of_the_document_has_its_workers():
+    text = (HERE / "docs" / "ISLANDS.md").read_text()
+    islands = re.findall(r"egg\.py coordinator --preset (\w+) --island \w+ \$peers (-D ISLAND_SEED=\d) ", text)
+    workers = re.findall(r"\./run-workers\.sh [\d.]+ --preset (\w+) (-D ISLAND_SEED=\d) ", text)
+    assert len(islands) == 2 and islands == workers
+
+
 def test_examples_of_the_help_are_understood():
     """On a machine of any size; those of a cluster have a preset, without which it learns slowly."""
     names = re.findall(r"^    (\w+)(?=  |$)", run("--help").stdout, re.M)
