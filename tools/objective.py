@@ -244,7 +244,8 @@ class Judge:
         answers, started = [], time.perf_counter()
         for pipe, a, b in self._busy:
             try:
-                if not pipe.poll(b and min(1e6, self._seconds * (b - a))):
+                limit = None if b is None else min(1e6, self._seconds * (b - a))
+                if not pipe.poll(limit):
                     raise ObjectiveError(f"{self._path}: {self._name} did not return within {self._seconds:g} s a text "
                                          "(OBJECTIVE_SECONDS)")
                 answer = pipe.recv()
