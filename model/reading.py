@@ -330,7 +330,7 @@ def group_votes(cfg, group, least):
         for seed, digit in zip(group.members, digits):
             due = credit(cfg, digit) if phase.later else digit
             total = total + due[:, None] * activations.noise(phase, seed, len(digit))
-        settled[phase] = clip(total + (1 << phase.shift >> 1) >> phase.shift)
+        settled[phase] = np.sign(total) * clip(np.abs(total) + (1 << phase.shift >> 1) >> phase.shift)
     votes = {tensor: settled[phase].sum(0) for tensor, phase in biases}
     for tensor, phase, inputs in matrices:
         votes[tensor] = group.parts[SEEN_AS[inputs], phase.layer if phase else -1].T @ settled[phase]

@@ -270,9 +270,11 @@ def activation_rules(jit):
 
     @jit
     def settled(total, shift):
-        """int32 that fits int8: a sum of credit times noise in 2^shift, rounded."""
+        """int32 that fits int8: a sum of credit times noise in 2^shift, rounded, halves away from zero. Halves rounded
+        up would vote on every weight, whatever its noise."""
         half = i32(i32(i32(1) << i32(shift)) >> i32(1))
-        return i32(min(max(i32(i32(total + half) >> i32(shift)), i32(-127)), i32(127)))
+        size = min(i32(i32(abs(i32(total)) + half) >> i32(shift)), i32(127))
+        return i32(size if total > 0 else i32(-size))
 
     @jit
     def head_error(logit, wanted, targets, weight, total, random):

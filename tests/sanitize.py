@@ -30,6 +30,12 @@ CONFIGURATIONS = {
                          SOFT_TARGETS=((0, 1),)),
     "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
                       ADAPTIVE_NOISE_MODE=0, LOSS="exact", SOFT_TARGETS=((0, 2),)),
+    "activations": dict(MODEL="gru", PERTURB="activations", HIDDEN_DIM=192, SEQ_LEN=40, VOCAB_SIZE=256, GROUP_SIZE=64,
+                        CHUNK_SIZE=256, MLP_RELU=1, HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0, LOSS="exact",
+                        SOFT_TARGETS=((0, 2),)),
+    "activations, mma": dict(MODEL="gru", PERTURB="activations", HIDDEN_DIM=96, SEQ_LEN=13, VOCAB_SIZE=301,
+                             GROUP_SIZE=6, CHUNK_SIZE=18, STATE_TOKENS=5, HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0,
+                             TENSOR_CORES="mma"),
 }
 BLOCKS = 3
 PROGRAM = f"from kernels import transformer; transformer.MOST_BLOCKS = {BLOCKS}; " \
@@ -40,6 +46,11 @@ def config(name):
     return egg_config.make(N_LAYERS=1, **CONFIGURATIONS[name], POPULATION_SIZE=CONFIGURATIONS[name]["CHUNK_SIZE"])
 
 
+def evaluation(engine):
+    """int64 [n]: the losses of a chunk, or its digits and its loss."""
+    return np.hstack(engine.evaluate(0, engine.cfg.CHUNK_SIZE)).astype(np.int64)
+
+
 def digest_of(name):
     """Every verb of the engine on one configuration, launch by launch: 64 hexadecimal digits of the losses and of the
     state."""
@@ -47,15 +58,15 @@ def digest_of(name):
     cfg, rng, losses = config(name), np.random.default_rng(20240607), []
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 20000).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
     engine = cuda_engine.CudaEngine(cfg, tokens)
-    losses.append(engine.evaluate(0, cfg.CHUNK_SIZE))
-    engine.update(rng.integers(-1, 2, cfg.N_PAIRS).astype(np.int8))
+    losses.append(evaluation(engine))
+    engine.update(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8))
     engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])
     list(engine.generate([1, 2, 3], 20, 1))
     texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)
     engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), sampling.settings(cfg), 2)
     losses.append(texts.ravel().astype(np.int64))
     engine.load(engine.state())
-    losses.append(engine.evaluate(0, cfg.CHUNK_SIZE))
+    losses.append(evaluation(engine))
     return hashlib.sha256(np.concatenate(losses).tobytes()).hexdigest()[:32] + engine.digest().hex()
 
 
