@@ -200,19 +200,18 @@ TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of t
 PRESETS = {
     # The values above as they are.
     "deggs": {},
-    # A byte model that learns within a minute on two cores, with noise on activations. Few windows with many members
-    # each; a rate that falls with the root of the steps, and by half at step 2,000. 12 logit units are a nat: with more
-    # of them the frequent tokens reach the largest logit. Little weight decay: its pull does not fall with the rate; at
-    # 0.002 it is half of what the votes say about the MLP after 2,000 steps. Two chunks, so that two machines can share
-    # a step.
+    # A byte model that learns within a minute on two cores, with noise on activations. 32 windows a step, read by 16
+    # members each; a rate that falls with the root of the steps, and by half at step 2,000. 12 logit units are a nat:
+    # with more of them the frequent tokens reach the largest logit. Little weight decay, as its pull does not fall with
+    # the rate. Two chunks, so that two machines can share a step.
     "laptop": dict(
         MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1,
-        MLP_RELU=1, GROUP_SIZE=64, CHUNK_SIZE=512, POPULATION_SIZE=1024, NOISE_EMBEDDING=3, NOISE_CANDIDATE=3,
-        NOISE_UP=3, NOISE_DOWN=3, CREDIT=12, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=12.0,
-        ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, SOFT_TARGETS=((0, 3),), ADAM_BETA1=0.5, ADAM_BETA2=0.99,
+        MLP_RELU=1, GROUP_SIZE=16, CHUNK_SIZE=256, POPULATION_SIZE=512, NOISE_GATE=7, NOISE_CANDIDATE=3, NOISE_UP=3,
+        NOISE_DOWN=3, CREDIT=12, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=12.0, ADAPTIVE_NOISE_MODE=0,
+        ADAPTIVE_THRESHOLD_ALPHA=0.4, SOFT_TARGETS=((0, 2), (100, 3), (500, 4)), ADAM_BETA1=0.5, ADAM_BETA2=0.99,
         ADAM_WEIGHT_DECAY=0.0005, LR_SCHEDULE=(
             (0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26), (1200, 0.22), (2000, 0.11),
-            (4000, 0.085), (8000, 0.06), (16000, 0.042), (32000, 0.03)), VALIDATE_EVERY=100, SAMPLE_EVERY=500),
+            (4000, 0.085), (8000, 0.06), (16000, 0.042), (32000, 0.03)), VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
     # The same time with noise on weights: the small recurrent model learns as much from a token as the transformer of
     # that size and reads more of them a second. The overlay is off: it would end the noise of norms and biases within
     # 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are needed. With so few
@@ -247,15 +246,15 @@ PRESETS = {
                      (8000, 0.04)), ADAM_WEIGHT_DECAY=0.001, VALIDATE_EVERY=50, VALIDATE_TOKENS=0,
         VALIDATE_WINDOW=448, SAMPLE_EVERY=100, SNAPSHOT_EVERY=1000),
 }
-# The best found for bytes on a large GPU, with noise on activations: louder than in "laptop", as more windows average
-# it.
+# The best found for bytes on a large GPU, with noise on activations: more and larger members, as they are cheap there.
+# One chunk a step is a tenth faster than two on one GPU; N GPUs share a step of N chunks: POPULATION_SIZE = N * 32768.
 PRESETS["best-bytes"] = {
-    **PRESETS["laptop"], "HIDDEN_DIM": 192, "SEQ_LEN": 128, "CHUNK_SIZE": 16384, "POPULATION_SIZE": 32768,
-    "NOISE_EMBEDDING": 7, "NOISE_GATE": 31, "NOISE_CANDIDATE": 7, "ADAPTIVE_THRESHOLD_ALPHA": 0.77,
-    "SOFT_TARGETS": ((0, 4), (150, 5), (400, 6)), "ADAM_WEIGHT_DECAY": 0.002,
-    "LR_SCHEDULE": ((0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26), (1200, 0.22),
-                    (2000, 0.18), (4000, 0.13), (8000, 0.095), (16000, 0.068), (32000, 0.048)),
-    "VALIDATE_TOKENS": 0, "SAMPLE_EVERY": 1000, "SNAPSHOT_EVERY": 1000}
+    **PRESETS["laptop"], "HIDDEN_DIM": 256, "SEQ_LEN": 128, "GROUP_SIZE": 64, "CHUNK_SIZE": 32768,
+    "POPULATION_SIZE": 32768, "NOISE_UP": 7, "SOFT_TARGETS": ((0, 4), (150, 5), (400, 6)), "ADAM_WEIGHT_DECAY": 0.001,
+    "LR_SCHEDULE": ((0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26), (1270, 0.2),
+                    (1790, 0.15), (2530, 0.12), (3690, 0.09), (5280, 0.07), (7390, 0.05), (9500, 0.035),
+                    (11610, 0.022), (14770, 0.015), (21100, 0.01)),
+    "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
 # The best found for bytes with noise on weights: nano-egg's model with one layer learns as much from a token and sees
 # five times as many. Four chunks a step cost nothing on one GPU.
 PRESETS["best-bytes-weights"] = {
@@ -285,6 +284,7 @@ KINDS = {int: "a whole number", float: "a number", str: "text"}
 UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
          "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
          "OBJECTIVE_PROMPTS": 2, "TEXT_SHARE": 0.35}
+VERSION_OF_VOTES = 2     # of SPEC 21; programs that send none rounded halves up
 
 
 class EggError(Exception):
@@ -451,6 +451,11 @@ class Config(types.SimpleNamespace):
         """Those of them that determine the model, and with it a saved run, as JSON returns them."""
         return json.loads(json.dumps({name: value for name, value in self.shared().items() if name in DETERMINING}))
 
+    def agreed(self):
+        """The same, and the version of the votes: what makes the digits of a worker."""
+        votes = {"VERSION_OF_VOTES": VERSION_OF_VOTES} if self.PERTURB == "activations" else {}
+        return self.saved() | votes
+
     def settings(self):
         """The constants that a saved run keeps although it does not depend on them: they may change at any step."""
         return {name: value for name, value in self.constants().items() if name in KEPT}
@@ -526,14 +531,14 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     return make(**{**values, **{name: value for name, (_, value) in found.items()}})
 
 
-def preset_of(saved):
-    """The preset that has these constants (see Config.saved), None without one."""
-    return next((name for name, constants in _saved_presets().items() if constants == saved), None)
+def preset_of(agreed):
+    """The preset that has these constants (see Config.agreed), None without one."""
+    return next((name for name, constants in _agreed_presets().items() if constants == agreed), None)
 
 
 @functools.cache
-def _saved_presets():
-    return {name: make(**values).saved() for name, values in PRESETS.items() if values}
+def _agreed_presets():
+    return {name: make(**values).agreed() for name, values in PRESETS.items() if values}
 
 
 def _defaults():

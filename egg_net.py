@@ -351,7 +351,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console, inspect, objective)
     card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
             "name": name or f"{socket.gethostname()}/{engine.name}",
-            "device": engine.name, "config": cfg.saved(), "data": snapshots.data_digest(tokens).hex(),
+            "device": engine.name, "config": cfg.agreed(), "data": snapshots.data_digest(tokens).hex(),
             "validation": snapshots.data_digest(validation and validation.tokens).hex()}
     version, pause = protocol or V2, BACK_OFF[0]
     connected = proves_first = False

@@ -234,7 +234,7 @@ class Admission:
 
     def _check_worker(self, card, author):
         self.bans.check(author)
-        if differ := other_constants(self.cfg.saved(), card.config):
+        if differ := other_constants(self.cfg.agreed(), card.config):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
         run, trust = self.coordinator.run, self.coordinator.trust
         if any(card.data):
@@ -258,7 +258,7 @@ class Admission:
 
 
 def other_constants(ours, theirs):
-    """How the constants of a worker differ from those of the coordinator (see Config.saved), in words; "" if they do
+    """How the constants of a worker differ from those of the coordinator (see Config.agreed), in words; "" if they do
     not. A forgotten preset is named instead of its many constants."""
     many = len(history.differing(ours, theirs)) > history.NAMED
     for constants, side, other in (ours, "coordinator", "worker"), (theirs, "worker", "coordinator"):

@@ -156,7 +156,7 @@ def differing(cfg):
 
 def card(cfg=CFG, **values):
     return {"role": "worker", "id": os.urandom(4).hex(), "name": "peer", "device": "a pencil",
-            "config": cfg.saved(), "data": "", **values}
+            "config": cfg.agreed(), "data": "", **values}
 
 
 def lie(found):

@@ -12,7 +12,7 @@ import egg_net
 from cluster import history
 from activations_compared import GPU_KINDS, course, engine_of, step_of
 from compiling import LARGE, OTHERS, hold_against_cards
-from coordinators import Peer, Server, cluster
+from coordinators import Peer, Peer2, Server, cluster, refused
 from fakes import Lines
 from model import activations, parameters, reading, rules
 from tools import use
@@ -77,6 +77,15 @@ def test_credit_forgets_toward_zero():
         bits = activations.fraction_bits(CFG.changed(CREDIT=sixteenths))
         largest = np.abs(reading.credit(CFG.changed(CREDIT=sixteenths), np.full(500, 7))).max()
         assert 16 <= largest <= 127 and (bits == 4 or 2 * largest > 120)
+
+
+@pytest.mark.parametrize("shift", range(9))
+def test_sums_settle_alike_on_both_sides_of_zero(shift):
+    """Else every settled sum has a mean, and every weight whose input has one moves, whatever is learnt."""
+    settled, sums = rules.activation_rules(lambda function: function).settled, np.arange(120 << shift)
+    above, below = (np.array([settled(sign * z, shift) for z in sums.tolist()]) for sign in (1, -1))
+    assert np.array_equal(above, -below)
+    assert np.abs((above << shift) - sums).max() <= 1 << shift >> 1
 
 
 @pytest.mark.parametrize("constants, words", [
@@ -196,6 +205,13 @@ def test_protocol_1_is_refused_by_name(tmp_path):
         peer.ask(0)
         assert peer.closed()
         server.says("noise on activations (PERTURB) needs workers of protocol 2")
+
+
+def test_a_worker_whose_votes_round_otherwise_is_refused_by_name(tmp_path):
+    with Server(tmp_path, CFG, stay=True) as server, \
+            refused("VERSION_OF_VOTES = 2 at the coordinator, unknown at the worker"):
+        Peer2(server, config=CFG.saved())                    # as programs before commit 273409d
+    assert egg_config.make().agreed() == egg_config.make().saved()
 
 
 KERNELS = dict(
