@@ -24,7 +24,7 @@ digit = _rules.digit
 credited = _rules.credited
 settled = _rules.settled
 head_error = _rules.head_error
-ROWS_TOGETHER = 64           # sequences that go through the model together, about
+ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
 
 # columns of the table of phases, and its rows besides the embedding's, which is the first: those of a layer
 UNITS, AMPLITUDE, STREAM, SHIFT = range(4)
