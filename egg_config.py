@@ -253,7 +253,7 @@ PRESETS["best-bytes"] = {
     "POPULATION_SIZE": 32768, "NOISE_UP": 7, "SOFT_TARGETS": ((0, 4), (150, 5), (400, 6)), "ADAM_WEIGHT_DECAY": 0.001,
     "LR_SCHEDULE": ((0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26), (1270, 0.2),
                     (1790, 0.15), (2530, 0.12), (3690, 0.09), (5280, 0.07), (7390, 0.05), (9500, 0.035),
-                    (11610, 0.022), (14770, 0.015), (21100, 0.01)),
+                    (11610, 0.022), (14770, 0.015)),
     "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
 # The best found for bytes with noise on weights: nano-egg's model with one layer learns as much from a token and sees
 # five times as many. Four chunks a step cost nothing on one GPU.
