@@ -282,6 +282,20 @@ def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch, c
     assert egg.main(["coordinator", "--save-dir", "ckpt"]) == 0 and capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("gpus", [2, 3])
+def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpus):
+    def stop(*_):
+        raise train.TrainError("enough")
+    monkeypatch.setattr(hardware, "devices", lambda cfg: [f"cuda:{i}" for i in range(gpus)])
+    monkeypatch.setattr(train, "Training", stop)
+    cfg = CFG.changed(CHUNK_SIZE=8, POPULATION_SIZE=16, INPUT_FILE="my data/train.bin", VAL_FILE="my data/val.bin")
+    with pytest.raises(train.TrainError, match="enough"):
+        train.train(cfg, 1)
+    said = capsys.readouterr()
+    assert ("3 GPUs, but a step has 2 of the chunks" in said.out + said.err) == (gpus == 3)
+    assert ("-D POPULATION_SIZE=24 has" in said.out + said.err) == (gpus == 3)
+
+
 def test_a_slow_step_is_announced(here, compiled):
     (here / "input.bin").write_bytes(TEXT)
     many = ["-DVOCAB_SIZE=256", "-DHIDDEN_DIM=256", "-DCHUNK_SIZE=65536", "-DPOPULATION_SIZE=16777216",
