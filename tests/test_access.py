@@ -259,8 +259,8 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
     with Server(tmp_path, laptop) as server:
         with refused("the coordinator's constants are those of --preset laptop: give it to the worker too$"):
             Peer2(server, default)
-        with refused(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 2\], .* at "
-                     r"the coordinator, \[\] at the worker$"):
+        with refused(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 2\], .* "
+                     r"at the coordinator, \[\] at the worker$"):
             Peer2(server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
         assert server.said.count("refused") == 2
     with Server(tmp_path, default, access=auth.Access(SECRET)) as server:
