@@ -38,7 +38,7 @@ def measure(directory, workers, seconds, chunk_seconds):
     try:
         port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
         threading.Thread(target=process.stdout.read, daemon=True).start()
-        card = {"role": "worker", "device": "none", "config": cfg.saved(), "data": ""}
+        card = {"role": "worker", "device": "none", "config": cfg.agreed(), "data": ""}
         links = [Link(cfg, "127.0.0.1", port, V2, auth.Access(), {**card, "id": str(i), "name": f"w{i}"})
                  for i in range(workers)]
         before = cpu_seconds(process.pid)

@@ -75,7 +75,7 @@ def test_the_picture_of_learning_shows_figures_of_the_readme():
         for at, figure in zip(re.findall(r"\d+", times), figures.split(" / "), strict=True):
             near = min(shown, key=lambda point: abs(point.seconds - int(at)))
             low, high = (float(figure.split(" to ")[i]) for i in (0, -1))
-            assert abs(near.seconds - int(at)) < 0.12 * int(at) and low - 0.01 < near.value < high + 0.01, (name, at)
+            assert abs(near.seconds - int(at)) < 0.1 * int(at) and low - 0.01 < near.value < high + 0.01, (name, at)
 
 
 @pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
