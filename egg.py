@@ -12,7 +12,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import argparse
 import hashlib
 import importlib
-import linecache
 import os
 import re
 import shlex
@@ -24,6 +23,7 @@ from typing import NamedTuple
 try:
     import egg_config
 except Exception as error:                               # a slip in an edit of that file is one line too
+    import linecache
     trace = error.__traceback__
     while trace.tb_next:
         trace = trace.tb_next
