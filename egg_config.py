@@ -391,9 +391,9 @@ def _place(line):
 
 def _allowed(limits):
     """(kind, values) of the limits of a constant; the words of a schedule stand before its range."""
-    ends = re.fullmatch(r"(?:\w+ )?(\S+) to (\S+)", limits)
-    values = ends.groups() if ends else limits.split(", ") if limits else []
-    if not re.match(r"-?\d", "".join(values)):
+    low, to, high = limits.partition(" to ")
+    values = [low.split()[-1], high] if to else limits.split(", ") if limits else []
+    if not "".join(values).lstrip("-")[:1].isdigit():
         return str, tuple(values)
     numbers = tuple(_number(value) for value in values)
     return tuple if limits[0].isalpha() else type(numbers[0]), numbers
@@ -402,7 +402,7 @@ def _allowed(limits):
 def _number(text):
     """The number that is written: -1, 0.5, 1e6, 2^30."""
     base, _, exponent = text.partition("^")
-    return int(base) ** int(exponent or 1) if re.fullmatch(r"-?\d+", base) else float(text)
+    return int(base) ** int(exponent or 1) if base.lstrip("-").isdigit() else float(text)
 
 
 def did_you_mean(word, words, otherwise=""):
