@@ -147,12 +147,12 @@ def test_sampling():
     """Greedy; min-p cuts; the penalty is taken once; the draw follows the weights (chi-square at 1e-4)."""
     cfg = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=2)
     engine = cpu_engine.CpuEngine(cfg)
-    c, exp, unseen = engine._constants, engine._exp, np.zeros(256, np.uint8)
+    c, unseen = engine._model, np.zeros(256, np.uint8)
     chosen = callable_by_python(cpu_kernels.chosen)
 
     def choose(z, seen=unseen, random=0, **settings):
         s = sampling.settings(cfg, **settings)
-        return chosen(c, exp, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
+        return chosen(c, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
 
     z = np.full(256, -1000, np.int32)
     z[[7, 99, 200]] = 10, 8, 4

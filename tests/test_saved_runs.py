@@ -68,10 +68,10 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     scores = 127 * keys[0, :, 0].astype(np.int64) >> cfg.SHIFT_ATTN
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
     values[0, 1::2, 5] = -100
-    room = callable_by_python(cpu_transformer.new_room)(engine._constants, 1, n, keys, values)
+    room = callable_by_python(cpu_transformer.new_room)(engine._model, 1, n, keys, values)
     room.q[0] = q
     attend = callable_by_python(cpu_transformer.attend)
-    attend(engine._constants, engine._model._tables, room, 0, 0, 0, n - 1, 1)
+    attend(engine._model, room, 0, 0, 0, n - 1, 1)
     want = [(weights * values[0, :, d]).sum() / weights.sum() for d in range(32)]
     assert (room.x[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
 
