@@ -15,11 +15,11 @@ import time
 import numpy as np
 
 import egg_config
-from model import activations, optimizers, parameters, sampling, soft_targets, state_digest
+from model import activations, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes, differences
-from engine.cpu_kernels import ROW, TOGETHER, Model, Scoring, Writing, constants, tables
+from engine.cpu_kernels import ROW, TOGETHER, Model, Writing, constants, tables
 from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
 
@@ -172,8 +172,10 @@ class CpuEngine:
         def read_pairs(a, b):
             pair, losses = first // 2 + a, np.zeros((b - a, 2), np.int64)
             windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
-            self._forward.run_windows(c, Scoring(losses, NO_NATS, NO_NATS, 0.0), windows, cfg.STATE_TOKENS,
-                                      uint32(seed + pair), 1, pair)
+            for at in range(0, b - a, TOGETHER):
+                part = slice(at, at + TOGETHER)
+                self._forward.run_windows(c, losses[part], NO_NATS, windows[part], cfg.STATE_TOKENS,
+                                          uint32(seed + pair + at), 1, pair + at)
             return losses
 
         def read_groups(a, b):
@@ -184,7 +186,8 @@ class CpuEngine:
         if self._activations:
             job = self._job(cut(count // cfg.GROUP_SIZE, self._activations.together), read_groups)
         else:
-            job = self._job(cut(count // 2, self._at_once(count) // 2), read_pairs)
+            # windows for many pairs are cut in little more time than for a few
+            job = self._job(cut(count // 2, min(2 * TOGETHER, -(-count // (4 * self.threads)))), read_pairs)
         self._begun[first, count] = job
 
     def _stop(self, *begun):
@@ -215,11 +218,14 @@ class CpuEngine:
         cfg = self.cfg
         if self._activations:
             sums = fitness.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
-            return self._move(lambda t: self._summed_votes(t, sums))
+            return self._move(lambda t: parameters.from_canonical(sums[t.span], t.cols) if t.matrix
+                              else sums[t.span][None])
         voting = np.flatnonzero(fitness)
         seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
-        signs = fitness[voting].astype(np.int32)
-        windows = optimizers.seen_windows(cfg, self.tokens, self.step)[voting] if cfg.SEEN_VOTES > 1 else None
+        signs, windows = fitness[voting].astype(np.int32), None
+        if cfg.SEEN_VOTES > 1:
+            optimizers.need_data(cfg, self.tokens)
+            windows = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:][voting]
         return self._move(lambda t: self._votes(t, seeds, signs, windows))
 
     def _move(self, votes_on):
@@ -233,11 +239,6 @@ class CpuEngine:
         changed = sum(self._job([(job,) for job in jobs], work).finish())
         self._begin_step(self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
         return changed
-
-    @staticmethod
-    def _summed_votes(t, sums):
-        """int32 [rows, cols]: the votes on an array, of int32 sums in canonical order."""
-        return parameters.from_canonical(sums[t.span], t.rows, t.cols) if t.matrix else sums[t.span][None]
 
     def _votes(self, t, seeds, signs, windows):
         """int32 [rows, cols] or more: the votes of pairs on one array: uint32 seeds, int32 signs, int32 windows [pairs,
@@ -316,12 +317,10 @@ class CpuEngine:
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int windows
         [n, SEQ_LEN + 1] (gru: of any length)."""
         windows = np.ascontiguousarray(windows, np.int32)
-        nats, unit = np.zeros(len(windows)), 1 / self.cfg.SOFTMAX_EXP_SCALE
-        exp64 = np.exp(-np.arange(8192) * unit)
+        nats = np.zeros(len(windows))
 
         def work(a, b):
-            scoring = Scoring(NO_LOSSES, nats[a:b], exp64, unit)
-            self._forward.run_windows(self._model, scoring, windows[a:b], 0, np.uint32(0), 0, 0)
+            self._forward.run_windows(self._model, NO_LOSSES, nats[a:b], windows[a:b], 0, np.uint32(0), 0, 0)
 
         self._job(cut(len(windows), self._at_once(len(windows))), work).finish()
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
@@ -335,22 +334,24 @@ class CpuEngine:
         c, members = self._model._replace(**tables(self.cfg, room, True)), 1 + noisy
 
         def work(a, b):
-            self._forward.write_texts(
-                c, self._writing(lengths[a:b], seeds[a:b], s), texts[a:b].reshape(-1, members * room), 0, room, room,
-                self._forward.memory(self.cfg, members, b - a, room),
-                uint32(self.seed + first_pair + a // 2 if noisy else 0), noisy)
+            writing = self._writing(texts[a:b], lengths[a:b], seeds[a:b], s)
+            self._forward.write_texts(c, writing, texts[a:b].reshape(-1, members * room), 0, room, room,
+                                      self._forward.memory(self.cfg, members, b - a, room),
+                                      uint32(self.seed + (first_pair or 0) + a // 2), noisy)
 
         self._job(cut(len(texts), self._at_once(len(texts))), work).finish()
 
-    def _writing(self, lengths, seeds, s):
-        return Writing(lengths, seeds, np.zeros((lengths.size, self.cfg.VOCAB_SIZE), np.uint8), s.penalty, s.temp,
-                       np.int64(s.floor))
+    def _writing(self, texts, lengths, seeds, s):
+        seen = np.zeros((lengths.size, self.cfg.VOCAB_SIZE), np.uint8)
+        for tokens, text, length in zip(seen, texts, lengths):
+            tokens[text[:length]] = 1
+        return Writing(lengths, seeds, seen, s.penalty, s.temp, np.int64(s.floor))
 
-    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
-        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
-        prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, temp, min_p, penalty)
+    def generate(self, prompt, count, seed, **settings):
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); settings: of sampling.settings."""
+        prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, **settings)
         text, memory, total = prompt[None], np.zeros(0, np.int8), prompt.size + count
-        writing = self._writing(np.array([prompt.size]), np.array([uint32(seed)]), s)
+        writing = self._writing(text, np.array([prompt.size]), np.array([uint32(seed)]), s)
         for end in range(prompt.size + 1, total + 1):
             if end > text.size or not memory.size:           # room for twice as much
                 known, text = text, np.zeros((1, min(total, 2 * end + 64)), np.int32)

@@ -100,7 +100,7 @@ def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
     noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates
     and candidates, as large as x, are overwritten. S: seed of the first pair."""
-    members = 2 if noisy else 1
+    members = 1 + noisy
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
         embed(c, u32(S + q), noisy, tokens[q], apart, n, 0, members * n,
@@ -130,7 +130,7 @@ def states_before(c, tokens):
 
 
 @njit
-def run_windows(c, scoring, windows, before, S, noisy, first_pair):
+def run_windows(c, losses, nats, windows, before, S, noisy, first_pair):
     """Evaluates windows int32 [n, before + T + 1] with `score_rows`; they go through the positions together. noisy:
     window i is read by the two members of pair seed S + i, and `before` tokens make the state with which it begins, by
     the unperturbed model, once for the pairs of a group (pair i of the step is in group i // c.per_group). Else it is
@@ -153,23 +153,20 @@ def run_windows(c, scoring, windows, before, S, noisy, first_pair):
     z = new_logits(c)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
-        score_rows(c, scoring, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z)
+        score_rows(c, losses, nats, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z)
 
 
 @njit
 def write_texts(c, writing, texts, start, end, room, state, S, noisy):
     """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`;
     `start` of their tokens are read already. state int8 [L, sequences padded to ROWS, H] goes on from zeros."""
-    members = 2 if noisy else 1
+    members = 1 + noisy
     sequences, t = texts.shape[0] * members, start
     least = start if start else writing.lengths.min()
     size = (sequences * max(i64(1), least - start), c.HIDDEN_DIM)
     x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
     h, z = empty((sequences, c.HIDDEN_DIM), np.int8), new_logits(c)
     flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
-    for s in range(sequences):
-        for p in range(start, least):
-            writing.seen[s, flat[s * room + p]] = 1
     while t + 1 < end:
         n = max(i64(1), least - t)
         read(c, S, noisy, texts[:, t:], room, n, state, gates, candidates, x)

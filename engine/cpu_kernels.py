@@ -37,18 +37,17 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
                "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_LOGIT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
                "ROPE_SCALE_BIT TARGETS USE_CLT")
 # The model as the kernels see it, which they call c. Its configuration, int64: the above and others of `constants`.
-# Its tables: exp int32 [256]; rope int64 [positions, H / 2], cosine in the lower half, sine in the upper one; ntt int64
-# [T, T]: model.transforms.basis, empty without NTT_MODE. Its weights: weights int8 canonical; columns int8 [n, H]: the
-# tables that are looked up, a token or byte a row; packed int8 panels [k4, PANEL, 4]; correction int32: -128 times each
-# column's sum, because activations go into products as x + 128; overlay int8; table ROW [parameters, layers].
+# Its tables: exp int32 [256]; exp64[d] = exp(-d * unit) in float64; rope int64 [positions, H / 2], cosine in the lower
+# half, sine in the upper one; ntt int64 [T, T]: model.transforms.basis, empty without NTT_MODE. Its weights: weights
+# int8 canonical; columns int8 [n, H]: the tables that are looked up, a token or byte a row; packed int8 panels [k4,
+# PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
+# int8; table ROW [parameters, layers].
 Model = namedtuple("Model", FROM_CONFIG + (
     " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest per_group "
-    "exp rope ntt weights columns packed correction overlay table"))
-# What `score_rows` adds to: losses int64 [pairs, 2]; nats float64 [windows] or [0], the cross-entropies of
-# softmax(logits * unit), for which there is exp64[d] = exp(-d * unit).
-Scoring = namedtuple("Scoring", "losses nats exp64 unit")
+    "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, seen uint8
-# [sequences, V]: the tokens that they have; penalty, temp float32 and floor int64: of model.sampling.Sampling
+# [sequences, V]: the tokens that they have, those of the prompts from the beginning; penalty, temp float32 and floor
+# int64: of model.sampling.Sampling
 Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
 # The noise of a matrix for one or more pairs: columns int32 [pairs, cols], trunc(noise(A, c) * f_col(c)); inputs int8
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
@@ -65,11 +64,12 @@ new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (
 def constants(cfg):
     """{field of Model: its value} of the configuration and its tables."""
     gru, exp = int(cfg.MODEL == "gru"), integer_tables.exp_table(cfg)
-    exp = exp[np.minimum(np.arange(256), exp.size - 1)]
+    exp, unit = exp[np.minimum(np.arange(256), exp.size - 1)], 1 / cfg.SOFTMAX_EXP_SCALE
     names = [p.name for p in parameters.table(cfg)]
     return dict(
         **{name: getattr(cfg, name) for name in FROM_CONFIG.split()}, **tables(cfg, cfg.SEQ_LEN, cfg.NTT_CAUSAL),
-        exp=exp, short_exp=int(not exp[95:].any()), exact=int(cfg.LOSS == "exact"),
+        exp=exp, exp64=np.exp(-np.arange(8192) * unit), unit=unit, short_exp=int(not exp[95:].any()),
+        exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
         # gru: of a product over H or over 4 H inputs; least value inside the MLP; pairs that read one window
@@ -502,10 +502,10 @@ def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
 
 
 @leaf
-def score_rows(c, scoring, windows, q, S, noisy, start, T, h, rows, z):
+def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z):
     """Scores h int8 [rows, H], last hidden states that share their noise. noisy: they belong to windows[q], T rows a
-    member, and their losses are added up; else to windows[q], windows[q + 1].., and their cross-entropies are. z int32
-    [GROUP, V padded]: overwritten."""
+    member, and their losses are added to losses int64 [windows, 2]; else to windows[q], windows[q + 1].., and their
+    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
@@ -515,10 +515,10 @@ def score_rows(c, scoring, windows, q, S, noisy, start, T, h, rows, z):
         for r in range(count):
             window, t = (first + r) // T, (first + r) % T
             if noisy:
-                scoring.losses[q, window] += position_loss(c, z, r, windows, q, start, T, t, z, i64(0))
+                losses[q, window] += position_loss(c, z, r, windows, q, start, T, t, z, i64(0))
             else:
                 total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
                 for v in range(c.VOCAB_SIZE):
-                    total += scoring.exp64[min(scoring.exp64.size - 1, top - z[r, v])]
+                    total += c.exp64[min(c.exp64.size - 1, top - z[r, v])]
                 less = top - z[r, target(c, windows, q + window, start, T, t, 0)]
-                scoring.nats[q + window] += np.log(total) + less * scoring.unit
+                nats[q + window] += np.log(total) + less * c.unit

@@ -183,7 +183,7 @@ def attention(c, layer, S, noisy, members, n, start, room):
 def read(c, S, noisy, tokens, apart, n, start, room):
     """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
     sequence, as `embed` takes them."""
-    members = 2 if noisy else 1
+    members = 1 + noisy
     embed(c, S, noisy, tokens, apart, n, start, members * n, room.h)
     mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, None)
     for layer in range(c.N_LAYERS):
@@ -192,7 +192,7 @@ def read(c, S, noisy, tokens, apart, n, start, room):
 
 
 @njit
-def run_windows(c, scoring, windows, start, S, noisy, first_pair):
+def run_windows(c, losses, nats, windows, start, S, noisy, first_pair):
     """Evaluates windows int32 [n, start + T + 1] with `score_rows`, one after the other, from position `start` on.
     noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model; drawn targets follow
     it."""
@@ -203,7 +203,7 @@ def run_windows(c, scoring, windows, start, S, noisy, first_pair):
     for q in range(windows.shape[0]):
         seed = u32(S + q)
         read(c, seed, noisy, windows[q], SAME, T, start, room)
-        score_rows(c, scoring, windows, q, seed, noisy, start, T, room.h, members * T, z)
+        score_rows(c, losses, nats, windows, q, seed, noisy, start, T, room.h, members * T, z)
 
 
 @njit
@@ -211,15 +211,12 @@ def write_texts(c, writing, texts, start, end, room, cache, S, noisy):
     """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`,
     one row after the other; `start` tokens of a single row may be read already. cache int8 [2, L, members * room, H];
     c: with tables for `room` positions."""
-    members, z = 2 if noisy else 1, new_logits(c)
+    members, z = 1 + noisy, new_logits(c)
     last = empty((2, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
-        seed, t, first = u32(S + q) if noisy else u32(0), start, q * members
+        seed, t, first = u32(S + q), start, q * members
         least = start if start else writing.lengths[first:first + members].min()
         memory = new_room(c, members * max(i64(1), least - start), room, cache[0], cache[1])
-        for m in range(members):
-            for p in range(start, least):
-                writing.seen[first + m, texts[q, m * room + p]] = 1
         while t + 1 < end:
             n = max(i64(1), least - t)
             read(c, seed, noisy, texts[q], room, n, t, memory)
