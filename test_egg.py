@@ -13,7 +13,8 @@ from model import fitness_digits, integer_tables, parameters, rules, sampling, s
 from model.reading import Reading
 from readings import (TINY, callable_by_python, drawn, member_loss, nats, population_fitness, random_config, shaken,
                       votes_on)
-from recordings import PART_OF_E, digest_of_part, golden, in_part, python, recorded_generation, recorded_updates
+from recordings import (PART_OF_E, digest_of_part, digests, golden, in_part, python, recorded_generation,
+                        recorded_updates)
 
 STEPS = 6
 
@@ -33,7 +34,7 @@ def hold_against_recording(name):
         assert engine.update(fitness) == z["updates"][k]
         state = engine.state()
         assert np.array_equal(state.overlay, z["scales"][k])
-        assert state.digests() == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256"))
+        assert digests(state) == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256"))
         if k == 2 and "adam_3" in z:
             assert np.array_equal(state.moments, z["adam_3"])
     assert np.array_equal(engine.state().weights, z["model_6"])
@@ -147,12 +148,12 @@ def test_sampling():
     """Greedy; min-p cuts; the penalty is taken once; the draw follows the weights (chi-square at 1e-4)."""
     cfg = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=2)
     engine = cpu_engine.CpuEngine(cfg)
-    c, exp, unseen = engine._constants, engine._exp, np.zeros(256, np.uint8)
+    c, unseen = engine._model, np.zeros(256, np.uint8)
     chosen = callable_by_python(cpu_kernels.chosen)
 
     def choose(z, seen=unseen, random=0, **settings):
         s = sampling.settings(cfg, **settings)
-        return chosen(c, exp, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
+        return chosen(c, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
 
     z = np.full(256, -1000, np.int32)
     z[[7, 99, 200]] = 10, 8, 4
@@ -193,7 +194,7 @@ def test_threads_give_the_same_bits():
     assert np.array_equal(one.evaluate(0, 64), two.evaluate(0, 64))
     one.update(z["fitness"][0])
     two.update(z["fitness"][0])
-    assert one.state().digests() == two.state().digests()
+    assert digests(one.state()) == digests(two.state())
 
 
 # --- what the model is made of ----------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def test_canonical_order_is_four_rows_side_by_side():
     m = np.arange(8 * 3, dtype=np.int8).reshape(8, 3)
     flat = parameters.to_canonical(m)
     assert flat[:4].tolist() == m[:4, 0].tolist() and flat[4:8].tolist() == m[:4, 1].tolist()
-    assert np.array_equal(parameters.from_canonical(flat, 8, 3), m)
+    assert np.array_equal(parameters.from_canonical(flat, 3), m)
 
 
 def test_ternary_packing():
@@ -272,5 +273,5 @@ def test_fitness_of_recorded_losses(name):
 
 def test_initial_model_of_the_default_configuration():
     cfg, _, z = golden("E")
-    assert parameters.initial_state(cfg).digests()[0] == str(z["init_model_sha256"])
+    assert digests(parameters.initial_state(cfg))[0] == str(z["init_model_sha256"])
     assert parameters.products_per_token(cfg) == 5767168

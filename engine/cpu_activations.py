@@ -10,12 +10,12 @@ import numpy as np
 
 from engine import cpu_rules
 from engine.cpu_gru import LN_1, LN_2, gates_of, new_states, recur, states_before
-from engine.cpu_kernels import (AT_COLUMN, CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, Disturbance, add_tiles, draw_norm,
-                                draw_sides, i64, largest, layer_norm, logits, mlp, new_logits, new_sides, njit, padded,
+from engine.cpu_kernels import (CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, Disturbance, add_tiles, draw_norm, draw_sides,
+                                i64, layer_norm, logits, mlp, new_logits, new_sides, njit, padded, position_loss,
                                 target)
-from engine.cpu_rules import clip, hash32, i32, loss, u32
+from engine.cpu_rules import clip, hash32, i32, u32
 from engine.kernel_cache import inner, leaf
-from engine.simd import PANEL, ROWS, empty, exp_sum, local, zeros
+from engine.simd import PANEL, ROWS, empty, local, zeros
 from model import activations
 
 _rules = cpu_rules.activations
@@ -55,10 +55,10 @@ def noise_of(phase, seed, first_group, groups, members, T):
 
 
 @leaf
-def clean_norm(c, w, ln, layer, x, each, T, out):
+def clean_norm(c, ln, layer, x, each, T, out):
     """out uint8 [groups * T, H] = ln(x) of the unperturbed model, which has the first T of every `each` rows."""
     norm = local((2, 2, c.HIDDEN_DIM), i32)
-    draw_norm(c, w, ln, layer, u32(0), CLEAN, norm)
+    draw_norm(c, ln, layer, u32(0), CLEAN, norm)
     for q in range(out.shape[0] // T):
         for first in range(0, T, GROUP):
             count = min(GROUP, T - first)
@@ -66,9 +66,12 @@ def clean_norm(c, w, ln, layer, x, each, T, out):
 
 
 @inner
-def head_errors(c, z, r, windows, q, before, T, t, seed, weights, total, wanted, errors):
-    """errors int8 [V] of position t of windows[q], of logits z[r]; weights, total: its softmax; wanted int32 [V]: 0,
-    before and after."""
+def head_errors(c, z, r, windows, q, before, T, t, seed, weights, wanted, errors):
+    """errors int8 [V] of position t of windows[q], of logits z[r]; weights: its softmax; wanted int32 [V]: 0, before
+    and after."""
+    total = i64(0)
+    for v in range(c.VOCAB_SIZE):
+        total += weights[v]
     for j in range(c.TARGETS):
         wanted[target(c, windows, q, before, T, t, j)] += 1
     for v in range(c.VOCAB_SIZE):
@@ -81,31 +84,26 @@ def head_errors(c, z, r, windows, q, before, T, t, seed, weights, total, wanted,
 
 
 @inner
-def score_positions(c, w, exp, windows, before, members, T, seed, x, seen):
+def score_positions(c, windows, before, members, T, seed, x, seen):
     """Fills losses and errors of what is seen; seed: of the first group."""
     H, V, each = c.HIDDEN_DIM, c.VOCAB_SIZE, members * T
     norm, sides = local((2, 2, H), i32), new_sides(1, H, V)
     z, weights, wanted = new_logits(c), empty(padded(V, 16), i32), zeros(V, i32)
-    draw_norm(c, w, c.ln_f, NO_LAYER, u32(0), CLEAN, norm)
-    draw_sides(c, w, c.head, NO_LAYER, u32(0), CLEAN, sides)
+    draw_norm(c, c.ln_f, NO_LAYER, u32(0), CLEAN, norm)
+    draw_sides(c, c.head, NO_LAYER, u32(0), CLEAN, sides)
     for first in range(0, x.shape[0], GROUP):
         count = min(GROUP, x.shape[0] - first)
-        logits(c, w, CLEAN, norm, sides, x[first:], count, count, z)
+        logits(c, CLEAN, norm, sides, x[first:], count, count, z)
         for r in range(count):
             q, k, t = (first + r) // each, (first + r) % each // T, (first + r) % T
-            top, wanted_logits = largest(z, r, V), i32(0)
-            total = exp_sum(exp, 0, c.short_exp, top, 0, z, r * z.shape[1], V, weights, 0, i64(k == 0))
-            for j in range(c.TARGETS):
-                wanted_logits += z[r, target(c, windows, q, before, T, t, j)]
-            seen.losses[q, k, t] = loss(c.exact, total, top * c.TARGETS, wanted_logits, c.SOFTMAX_SCALE_BIT, c.log_unit,
-                                        256 // c.TARGETS)
+            seen.losses[q, k, t] = position_loss(c, z, r, windows, q, before, T, t, weights, i64(k == 0))
             if k == 0:
-                head_errors(c, z, r, windows, q, before, T, t, u32(seed + u32(q)), weights, total, wanted,
+                head_errors(c, z, r, windows, q, before, T, t, u32(seed + u32(q)), weights, wanted,
                             seen.errors[q * T + t])
 
 
 @njit
-def read_groups(c, w, exp, windows, before, members, seed, first_group, phases, seen):
+def read_groups(c, windows, before, members, seed, first_group, phases, seen):
     """Reads windows int32 [groups, WINDOW] by the unperturbed model and `members` - 1 members each. seed: of the step;
     phases: the table."""
     groups, H = windows.shape[0], c.HIDDEN_DIM
@@ -113,33 +111,33 @@ def read_groups(c, w, exp, windows, before, members, seed, first_group, phases, 
     each, rows = members * T, groups * members * T
     state = new_states(c, groups * members)
     if before:
-        states = states_before(c, w, windows[:, 0:before])
+        states = states_before(c, windows[:, 0:before])
         for layer in range(c.N_LAYERS):
             for s in range(groups * members):
                 state[layer, s] = states[layer, s // members]
     x, noise = empty((rows, H), np.int8), noise_of(phases[0], seed, first_group, groups, members, T)
     for r in range(rows):
-        at = w.table[EMBEDDING, 0, AT_COLUMN] + windows[r // each, before + r % T]
+        at = c.table[EMBEDDING, 0].columns + windows[r // each, before + r % T]
         for i in range(H):
-            x[r, i] = clip(i32(w.columns[at, i] + noise[r, i]))
+            x[r, i] = clip(i32(c.columns[at, i] + noise[r, i]))
     gates, candidates = empty((rows, H), np.int16), empty((rows, H), np.int16)
     for layer in range(c.N_LAYERS):
         of_layer = phases[4 * layer:]
-        clean_norm(c, w, LN_1, layer, x, each, T, seen.normed_1[layer])
-        gates_of(c, w, layer, u32(0), CLEAN, rows, rows, x, gates, candidates)
+        clean_norm(c, LN_1, layer, x, each, T, seen.normed_1[layer])
+        gates_of(c, layer, u32(0), CLEAN, rows, rows, x, gates, candidates)
         for phase, sums in (GATE, gates), (CANDIDATE, candidates):
             noise = noise_of(of_layer[phase], seed, first_group, groups, members, T)
             for r in range(rows):
                 for i in range(H):
                     sums[r, i] += noise[r, i]
-        recur(c, w, layer, u32(0), CLEAN, windows[:, before:], SAME, members, T, gates, candidates, state[layer], x,
+        recur(c, layer, u32(0), CLEAN, windows[:, before:], SAME, members, T, gates, candidates, state[layer], x,
               (seen.state[layer], seen.gated[layer]))
-        clean_norm(c, w, LN_2, layer, x, each, T, seen.normed_2[layer])
-        mlp(c, w, LN_2, layer, u32(0), CLEAN, rows, rows, x, Disturbance(
+        clean_norm(c, LN_2, layer, x, each, T, seen.normed_2[layer])
+        mlp(c, LN_2, layer, u32(0), CLEAN, rows, rows, x, Disturbance(
             noise_of(of_layer[UP], seed, first_group, groups, members, T),
             noise_of(of_layer[DOWN], seed, first_group, groups, members, T), seen.inner[layer], each, T))
-    clean_norm(c, w, c.ln_f, NO_LAYER, x, each, T, seen.normed_f[0])
-    score_positions(c, w, exp, windows, before, members, T, u32(seed + u32(first_group)), x, seen)
+    clean_norm(c, c.ln_f, NO_LAYER, x, each, T, seen.normed_f[0])
+    score_positions(c, windows, before, members, T, u32(seed + u32(first_group)), x, seen)
 
 
 @njit
@@ -210,8 +208,8 @@ def add_columns(tokens, sums, votes):
 class ActivationVotes:
     """The votes of chunks for CpuEngine: `read`, then `digits` of all that was read."""
 
-    def __init__(self, cfg, constants, exp):
-        self.cfg, self._c, self._exp = cfg, constants, exp
+    def __init__(self, cfg):
+        self.cfg = cfg
         self.members = cfg.GROUP_SIZE + 1
         self.together = max(1, ROWS_TOGETHER // self.members)
         self.matrices, self.biases, self.embedding = activations.votes(cfg)
@@ -220,14 +218,14 @@ class ActivationVotes:
                         for p in activations.phases(cfg)}
         self._spare = []                                     # accumulators that no thread uses
 
-    def read(self, w, windows, seed, first_group):
+    def read(self, c, windows, seed, first_group):
         """The Seen of windows int32 [groups, WINDOW]."""
         cfg, G = self.cfg, len(windows)
         L, T, H = cfg.N_LAYERS, cfg.SEQ_LEN, cfg.HIDDEN_DIM
         seen = Seen(*(np.empty((L, G * T, width), np.uint8) for width in (H, H, H, H, H, 4 * H)),
                     tokens=windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
                     errors=np.empty((G * T, cfg.VOCAB_SIZE), np.int8), losses=np.empty((G, self.members, T), np.int64))
-        read_groups(self._c, w, self._exp, windows, cfg.STATE_TOKENS, self.members, np.uint32(seed), first_group,
+        read_groups(c, windows, cfg.STATE_TOKENS, self.members, np.uint32(seed), first_group,
                     np.array([*self._phases.values()]), seen)
         return seen
 

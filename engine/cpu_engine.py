@@ -15,29 +15,26 @@ import time
 import numpy as np
 
 import egg_config
-from model import activations, integer_tables, optimizers, parameters, sampling, soft_targets, state_digest
+from model import activations, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
-from engine import cpu_update as kernels, hardware, kernel_cache, simd
+from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes, differences
-from engine.cpu_gru import Gru
-from engine.cpu_kernels import AT_COLUMN, N_FIELDS, Weights, constants
-from engine.cpu_transformer import Transformer
+from engine.cpu_kernels import ROW, TOGETHER, Model, Writing, constants, tables
 from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
 
+NO_LOSSES, NO_NATS = np.empty((0, 2), np.int64), np.empty(0)
 WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing less to a thread costs more than it saves
 
 
-def cut(n, threads, together=1):
-    """Parts (first, end) of 0..n - 1 for threads that take one after the other. They become smaller, so that all
-    threads end at about the same time. A part has a multiple of `together` numbers, or is the last."""
-    parts, first = [], 0
-    least = -(-n // (16 * threads * together)) * together
-    while first < n:
-        size = max(least, -(-(n - first) // (2 * threads * together)) * together) if threads > 1 else n
-        parts.append((first, min(n, first + size)))
-        first += size
-    return parts
+def uint32(number):
+    """The number modulo 2^32."""
+    return np.uint32(number & 0xFFFFFFFF)
+
+
+def cut(n, size):
+    """Parts (first, end) of 0..n - 1 with `size` numbers each; the last may have fewer."""
+    return [(first, min(n, first + size)) for first in range(0, n, size)]
 
 
 class ParallelJob:
@@ -45,16 +42,16 @@ class ParallelJob:
     takes part; the kernels leave the interpreter lock."""
 
     def __init__(self, pool, threads, parts, work):
-        self._parts, self._work = iter(parts), work
-        self._results = []
+        self._parts, self._work = enumerate(parts), work
+        self._results = [None] * len(parts)
         self._helpers = [pool.submit(self._take) for _ in range(min(threads, len(parts)) - 1)]
 
     def _take(self):
-        for part in self._parts:
-            self._results.append(self._work(*part))
+        for number, part in self._parts:
+            self._results[number] = self._work(*part)
 
     def finish(self):
-        """The results of all calls, in any order."""
+        """The results of all calls."""
         try:
             self._take()
         finally:
@@ -87,13 +84,10 @@ class CpuEngine:
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
         self.name = f"cpu {simd.KIND} x{self.threads}"
         self._begun = {}                                     # {(first, count): ParallelJob}: evaluations
-        exp = integer_tables.exp_table(cfg)
-        self._exp = exp[np.minimum(np.arange(256), exp.size - 1)]
-        self._constants = constants(cfg, self._exp)
-        self._model = (Gru if cfg.MODEL == "gru" else Transformer)(cfg, self._constants, self._exp)
-        self._activations = ActivationVotes(cfg, self._constants, self._exp) if cfg.PERTURB == "activations" else None
+        self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
+        self._activations = ActivationVotes(cfg) if cfg.PERTURB == "activations" else None
         self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
-        self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS, N_FIELDS), np.int64)
+        self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS), ROW)
         packed = corrections = columns = 0
         for t in self._tensors:
             self._table[t.param, t.layer] = (t.weights, packed, corrections, columns, t.seed_a, t.seed_b, t.overlay_a,
@@ -108,44 +102,58 @@ class CpuEngine:
         """Takes over a State (copied)."""
         self._stop()
         packed, corrections, columns = self._sizes
-        self._w = Weights(state.weights.copy(), np.empty((columns, self.cfg.HIDDEN_DIM), np.int8),
-                          np.zeros(packed, np.int8), np.zeros(corrections, np.int32), state.overlay.copy(), self._table)
+        self._model = Model(
+            **constants(self.cfg), matrix_shift=0, weights=state.weights.copy(),
+            columns=np.empty((columns, self.cfg.HIDDEN_DIM), np.int8), packed=np.zeros(packed, np.int8),
+            correction=np.zeros(corrections, np.int32), overlay=state.overlay.copy(), table=self._table)
         self._moments = state.moments.copy()
-        self.step, self.seed = state.step, state.seed
+        self._begin_step(state.step, state.seed)
         self._pack()
 
-    def _spread(self, n, cost, kernel, *arguments, together=1):
+    def _begin_step(self, step, seed):
+        self.step, self.seed = step, seed
+        self._model = self._model._replace(matrix_shift=self.cfg.noise_shift(step))
+
+    def _spread(self, n, cost, kernel, *arguments):
         """The results of kernel(*arguments, first, end) on parts of 0..n - 1, in parallel unless the whole costs less
         than handing a part over. cost: elementary operations of the whole."""
         work = functools.partial(kernel, *arguments)
         if cost < WORTH_A_THREAD:
             return [work(0, n)]
-        return ParallelJob(self._pool, self.threads, cut(n, self.threads, together), work).finish()
+        return self._job(cut(n, -(-n // (8 * self.threads)) if self.threads > 1 else n), work).finish()
+
+    def _job(self, parts, work):
+        return ParallelJob(self._pool, self.threads, parts, work)
+
+    def _at_once(self, count):
+        """How many of `count` sequences a thread takes at once, an even number: members of whole pairs."""
+        return 2 * min(TOGETHER, -(-count // (2 * self.threads)))
 
     def _pack(self, *tensors):
-        """Derives the panels and columns of Weights from these arrays, by default from all."""
+        """Derives the panels and columns of the Model from these arrays, by default from all."""
+        c = self._model
         for t in tensors or self._tensors:
             row = self._table[t.param, t.layer]
             if t.looked_up:
-                weights = self._w.weights[t.weights:][:t.size].reshape(-1, t.cols, 4)
-                self._w.columns[row[AT_COLUMN]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
+                weights = c.weights[t.span].reshape(-1, t.cols, 4)
+                c.columns[row["columns"]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
             if t.product:
-                self._spread(-(-t.cols // PANEL), t.size, kernels.pack, self._w, row)
+                self._spread(-(-t.cols // PANEL), t.size, kernels.pack, c.weights, c.packed, c.correction, row)
 
     def state(self):
         """A copy of the State."""
-        arrays = self._w.weights, self._moments, self._w.overlay
+        arrays = self._model.weights, self._moments, self._model.overlay
         return parameters.State(*(array.copy() for array in arrays), self.step, self.seed)
 
     def digest(self):
         """bytes [16]: model.state_digest of the State."""
         digest = state_digest.Digest(self.step, self.seed)
-        for part in (self._w.weights, self._moments):
+        for part in (self._model.weights, self._moments):
             words = part.ravel().view(np.uint64)
             for sums in self._spread(words.size, words.size, kernels.word_sums, words, digest.number):
                 digest.add(*map(int, sums))
             digest.number += words.size
-        digest.update(self._w.overlay.data)
+        digest.update(self._model.overlay.data)
         return digest.digest()
 
     def begin_update(self, fitness):
@@ -159,25 +167,28 @@ class CpuEngine:
         if len(self._begun) > 1:
             self._stop(next(iter(self._begun)))
         cfg, step, seed = self.cfg, self.step, self.seed
-        followers, shift = self._followers.of(step), cfg.noise_shift(step)
+        c, followers = self._model, self._followers.of(step)
 
         def read_pairs(a, b):
             pair, losses = first // 2 + a, np.zeros((b - a, 2), np.int64)
             windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
-            self._model.run(self._w, windows, cfg.STATE_TOKENS, seed, 1, pair, shift, losses)
-            return pair, losses
+            for at in range(0, b - a, TOGETHER):
+                part = slice(at, at + TOGETHER)
+                self._forward.run_windows(c, losses[part], NO_NATS, windows[part], cfg.STATE_TOKENS,
+                                          uint32(seed + pair + at), 1, pair + at)
+            return losses
 
         def read_groups(a, b):
             group = first // cfg.GROUP_SIZE + a
             windows = soft_targets.group_windows(cfg, self.tokens, followers, step, seed, group, b - a)
-            return group, self._activations.read(self._w, windows, seed, group)
+            return group, self._activations.read(c, windows, seed, group)
 
         if self._activations:
-            n, each, work = count // cfg.GROUP_SIZE, self._activations.together, read_groups
-            parts = [(a, min(n, a + each)) for a in range(0, n, each)]
+            job = self._job(cut(count // cfg.GROUP_SIZE, self._activations.together), read_groups)
         else:
-            parts, work = cut(count // 2, self.threads, self._model.together), read_pairs
-        self._begun[first, count] = ParallelJob(self._pool, self.threads, parts, work)
+            # windows for many pairs are cut in little more time than for a few
+            job = self._job(cut(count // 2, min(2 * TOGETHER, -(-count // (4 * self.threads)))), read_pairs)
+        self._begun[first, count] = job
 
     def _stop(self, *begun):
         """Ends evaluations that nobody will ask for, by default all; then no thread reads the weights."""
@@ -188,17 +199,16 @@ class CpuEngine:
         """int64 [count]: losses of members first.. (both even) of this step. With noise on activations these are a
         chunk, and it is (int8 [weights], int): the chunk's digits and its loss (SPEC 21)."""
         self.begin(first, count)
-        results = sorted(self._begun[first, count].finish(), key=lambda one: one[0])
+        results = self._begun[first, count].finish()
         del self._begun[first, count]
-        return self._chunk_votes(results) if self._activations else np.concatenate([x for _, x in results]).ravel()
+        return self._chunk_votes(results) if self._activations else np.concatenate(results).ravel()
 
     def _chunk_votes(self, read):
         """(int8 [weights], int): the digits and the loss of a chunk whose [(first group, Seen)] these are."""
         votes, cfg = self._activations, self.cfg
         total = sum(int(np.abs(differences(seen)).sum()) for _, seen in read)
         least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
-        ParallelJob(self._pool, self.threads, read,
-                    lambda group, seen: votes.add_votes(self.seed, group, seen, least)).finish()
+        self._job(read, lambda group, seen: votes.add_votes(self.seed, group, seen, least)).finish()
         return votes.digits(), cfg.GROUP_SIZE * sum(int(seen.losses[:, 0].sum()) for _, seen in read)
 
     def update(self, fitness):
@@ -208,11 +218,14 @@ class CpuEngine:
         cfg = self.cfg
         if self._activations:
             sums = fitness.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
-            return self._move(lambda t: self._summed_votes(t, sums))
+            return self._move(lambda t: parameters.from_canonical(sums[t.span], t.cols) if t.matrix
+                              else sums[t.span][None])
         voting = np.flatnonzero(fitness)
         seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
-        signs = fitness[voting].astype(np.int32)
-        windows = optimizers.seen_windows(cfg, self.tokens, self.step)[voting] if cfg.SEEN_VOTES > 1 else None
+        signs, windows = fitness[voting].astype(np.int32), None
+        if cfg.SEEN_VOTES > 1:
+            optimizers.need_data(cfg, self.tokens)
+            windows = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:][voting]
         return self._move(lambda t: self._votes(t, seeds, signs, windows))
 
     def _move(self, votes_on):
@@ -223,20 +236,14 @@ class CpuEngine:
         def work(job):
             return sum(self._update_tensor(t, votes_on(t)) for t in job)
 
-        changed = sum(ParallelJob(self._pool, self.threads, [(job,) for job in jobs], work).finish())
-        self.seed = next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
-        self.step += 1
+        changed = sum(self._job([(job,) for job in jobs], work).finish())
+        self._begin_step(self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
         return changed
-
-    @staticmethod
-    def _summed_votes(t, sums):
-        """int32 [rows, cols]: the votes on an array, of int32 sums in canonical order."""
-        return parameters.from_canonical(sums[t.span], t.rows, t.cols) if t.matrix else sums[t.span][None]
 
     def _votes(self, t, seeds, signs, windows):
         """int32 [rows, cols] or more: the votes of pairs on one array: uint32 seeds, int32 signs, int32 windows [pairs,
         tokens] or None."""
-        cfg, c = self.cfg, self._constants
+        cfg, c = self.cfg, self._model
         row = self._table[t.param, t.layer]
         if t.matrix:
             votes = self._matrix_votes(t, row, seeds, signs)
@@ -258,11 +265,11 @@ class CpuEngine:
         o = optimizers.constants(cfg, cfg.learning_rate(self.step), t)
         rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
         x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
-        changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, rates, self._w, row, group,
-                                   votes, x, self._moments, changed_rows, changed_cols))
+        changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, rates, self._model.weights, row,
+                                   group, votes, x, self._moments, changed_rows, changed_cols))
         sides = [(t.overlay_a, changed_cols)] + [(t.overlay_b, changed_rows)] * t.matrix
         for at, moved in sides if cfg.ADAPTIVE_NOISE_MODE else ():                   # the overlay rule of SPEC 9
-            part = self._w.overlay[at:at + moved.size]
+            part = self._model.overlay[at:at + moved.size]
             by = np.where(moved, cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC)
             part[:] = np.clip(part + by, -127, 127)
         self._pack(t)
@@ -281,10 +288,10 @@ class CpuEngine:
         for first in range(0, seeds.size, BLOCK):
             block = seeds[first:first + BLOCK]
             x = memory[:votes.shape[0] * 4 * -(-block.size // 4)].reshape(votes.shape[0], -1)
-            self._spread(votes.shape[0], x.size, kernels.input_block, self._constants, row, block,
+            self._spread(votes.shape[0], x.size, kernels.input_block, self._model, row, block,
                          signs[first:first + BLOCK], x)
             self._spread(votes.shape[1] // PANEL, x.size + votes.shape[1] * block.size + votes.size * block.size // 64,
-                         kernels.panel_votes, self._constants, row, block, x, votes)
+                         kernels.panel_votes, self._model, row, block, x, votes)
         return votes
 
     def _muon_direction(self, o, t, row, votes):
@@ -310,13 +317,12 @@ class CpuEngine:
         """(nats, tokens): summed cross-entropy of softmax(logits / SOFTMAX_EXP_SCALE), without noise, over int windows
         [n, SEQ_LEN + 1] (gru: of any length)."""
         windows = np.ascontiguousarray(windows, np.int32)
-        nats, unit = np.zeros(len(windows)), 1 / self.cfg.SOFTMAX_EXP_SCALE
-        exp64 = np.exp(-np.arange(8192) * unit)
+        nats = np.zeros(len(windows))
 
         def work(a, b):
-            self._model.run(self._w, windows[a:b], nats=nats[a:b], exp64=exp64, unit=unit)
+            self._forward.run_windows(self._model, NO_LOSSES, nats[a:b], windows[a:b], 0, np.uint32(0), 0, 0)
 
-        self._spread(len(windows), 1 << 30, work, together=2 * self._model.together)
+        self._job(cut(len(windows), self._at_once(len(windows))), work).finish()
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
 
     def write(self, texts, lengths, seeds, s, first_pair=None):
@@ -324,22 +330,39 @@ class CpuEngine:
         and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling. first_pair: sequences
         2 i and 2 i + 1 are written by the members of pair first_pair + i of this step; None: by the unperturbed
         model."""
-        members = 1 if first_pair is None else 2
-        together = members * self._model.together if members == 2 else 2 * self._model.together
+        noisy, room = int(first_pair is not None), texts.shape[1]
+        c, members = self._model._replace(**tables(self.cfg, room, True)), 1 + noisy
 
         def work(a, b):
-            for at in range(a, b, together):
-                end = min(b, at + together)
-                seed = None if first_pair is None else self.seed + first_pair + at // 2
-                self._model.write(self._w, texts[at:end], lengths[at:end], seeds[at:end], s, seed,
-                                  self.cfg.noise_shift(self.step) if members == 2 else 0)
+            writing = self._writing(texts[a:b], lengths[a:b], seeds[a:b], s)
+            self._forward.write_texts(c, writing, texts[a:b].reshape(-1, members * room), 0, room, room,
+                                      self._forward.memory(self.cfg, members, b - a, room),
+                                      uint32(self.seed + (first_pair or 0) + a // 2), noisy)
 
-        ParallelJob(self._pool, self.threads, cut(len(texts), self.threads, together), work).finish()
+        self._job(cut(len(texts), self._at_once(len(texts))), work).finish()
 
-    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
-        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
-        yield from self._model.generate(self._w, sampling.checked_prompt(self.cfg, prompt), count, seed,
-                                        sampling.settings(self.cfg, temp, min_p, penalty))
+    def _writing(self, texts, lengths, seeds, s):
+        seen = np.zeros((lengths.size, self.cfg.VOCAB_SIZE), np.uint8)
+        for tokens, text, length in zip(seen, texts, lengths):
+            tokens[text[:length]] = 1
+        return Writing(lengths, seeds, seen, s.penalty, s.temp, np.int64(s.floor))
+
+    def generate(self, prompt, count, seed, **settings):
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); settings: of sampling.settings."""
+        prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, **settings)
+        text, memory, total = prompt[None], np.zeros(0, np.int8), prompt.size + count
+        writing = self._writing(text, np.array([prompt.size]), np.array([uint32(seed)]), s)
+        for end in range(prompt.size + 1, total + 1):
+            if end > text.size or not memory.size:           # room for twice as much
+                known, text = text, np.zeros((1, min(total, 2 * end + 64)), np.int32)
+                text[:, :known.size] = known
+                known, memory = memory, self._forward.memory(self.cfg, 1, 1, text.size)
+                c = self._model._replace(**tables(self.cfg, text.size, True))
+                if known.size:
+                    memory[tuple(map(slice, known.shape))] = known
+            start = end - 2 if end > prompt.size + 1 else 0
+            self._forward.write_texts(c, writing, text, start, end, text.size, memory, np.uint32(0), 0)
+            yield int(text[0, end - 1])
 
 
 STEP = ("evaluate", "update")                      # the verbs of a training step

@@ -7,9 +7,8 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
-from engine.cpu_kernels import (CLEAN, GROUP, SAME, CpuModel, Scoring, copy_row, divided, draw_norm, draw_sides, embed,
-                                i64, layer_norm, mlp, new_logits, new_sides, njit, padded, perturbed, product,
-                                score_rows, write_next)
+from engine.cpu_kernels import (CLEAN, GROUP, SAME, copy_row, divided, draw_norm, draw_sides, embed, i64, layer_norm,
+                                mlp, new_logits, new_sides, njit, padded, perturbed, product, score_rows, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
 from engine.kernel_cache import inner, leaf
 from engine.simd import ROWS, empty, local, zeros
@@ -25,12 +24,10 @@ U_H = _numbers["u_h"]
 B_H = _numbers["b_h"]
 LN_2 = _numbers["ln_2"]
 ONE = i64(1)                # row of a member at a position
-NO_TRANSFORM = np.empty((0, 0), np.int64)
-TOGETHER = 8                # pairs that go through the positions together: their members fill two tiles of rows
 
 
 @leaf
-def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, seen):
+def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, seen):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
     H] goes on. gates, candidates int8 or int16 [sequences * n, H]: W_f n and W_h n. seen: two arrays uint8
     [windows * n, H] that take what u_f and u_h multiply in the first sequence of every window, or None."""
@@ -40,10 +37,10 @@ def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h
     sides_f, sides_h = new_sides(pairs, H, H), new_sides(pairs, H, H)
     bias_f, bias_h = local((pairs, 2, H), i32), local((pairs, 2, H), i32)
     for q in range(pairs):
-        perturbed(c, w, B_F, layer, u32(S + q), noisy, bias_f[q])
-        perturbed(c, w, B_H, layer, u32(S + q), noisy, bias_h[q])
-    draw_sides(c, w, U_F, layer, S, noisy, sides_f)
-    draw_sides(c, w, U_H, layer, S, noisy, sides_h)
+        perturbed(c, B_F, layer, u32(S + q), noisy, bias_f[q])
+        perturbed(c, B_H, layer, u32(S + q), noisy, bias_h[q])
+    draw_sides(c, U_F, layer, S, noisy, sides_f)
+    draw_sides(c, U_H, layer, S, noisy, sides_h)
     state, past = local((padded, H), np.uint8), local((padded, H), np.uint8)
     open_, y = local((padded, H), i32), local((padded, H), i32)
     for t in range(n):
@@ -53,7 +50,7 @@ def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h
                     h[s, i] = 0
             for i in range(H):
                 state[s, i] = h[s, i] + 128
-        product(c, w, U_F, layer, sides_f, noisy, state, sequences, ONE, y)
+        product(c, U_F, layer, sides_f, noisy, state, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
@@ -66,7 +63,7 @@ def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h
             for q in range(tokens.shape[0]):
                 copy_row(state, q * members, seen[0], q * n + t)
                 copy_row(past, q * members, seen[1], q * n + t)
-        product(c, w, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
+        product(c, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
@@ -79,41 +76,41 @@ def recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, h
 
 
 @leaf
-def gates_of(c, w, layer, S, noisy, rows, per_member, x, gates, candidates):
+def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates):
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for the `rows` first rows of x, which belong to one pair (or
     are without noise)."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     norm = local((2, 2, H), i32)
     n, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
     sides_f, sides_h = new_sides(1, H, H), new_sides(1, H, H)
-    draw_norm(c, w, LN_1, layer, S, noisy, norm)
-    draw_sides(c, w, W_F, layer, S, noisy, sides_f)
-    draw_sides(c, w, W_H, layer, S, noisy, sides_h)
+    draw_norm(c, LN_1, layer, S, noisy, norm)
+    draw_sides(c, W_F, layer, S, noisy, sides_f)
+    draw_sides(c, W_H, layer, S, noisy, sides_h)
     for at in range(0, rows, GROUP):
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n)
-        product(c, w, W_F, layer, sides_f, noisy, n, count, left, y)
+        product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, -127, 0, gates[at:])
-        product(c, w, W_H, layer, sides_h, noisy, n, count, left, y)
+        product(c, W_H, layer, sides_h, noisy, n, count, left, y)
         divided(y, count, d, -127, 0, candidates[at:])
 
 
 @leaf
-def read(c, w, S, noisy, tokens, apart, n, state, gates, candidates, x):
+def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
     noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates
     and candidates, as large as x, are overwritten. S: seed of the first pair."""
-    members = 2 if noisy else 1
+    members = 1 + noisy
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
-        embed(c, w, NO_TRANSFORM, u32(S + q), noisy, tokens[q], apart, n, 0, members * n,
+        embed(c, u32(S + q), noisy, tokens[q], apart, n, 0, members * n,
               x[q * members * n:])
     for layer in range(c.N_LAYERS):
         for q in range(units):
-            gates_of(c, w, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:])
-        recur(c, w, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, None)
+            gates_of(c, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:])
+        recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, None)
         for q in range(units):
-            mlp(c, w, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], None)
+            mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], None)
 
 
 @inner
@@ -123,92 +120,64 @@ def new_states(c, sequences):
 
 
 @inner
-def states_before(c, w, tokens):
+def states_before(c, tokens):
     """int8 [L, sequences padded to ROWS, H]: the unperturbed model's state after tokens int32 [sequences, n]."""
     sequences, n = tokens.shape
     size = (sequences * n, c.HIDDEN_DIM)
     states = new_states(c, sequences)
-    read(c, w, u32(0), CLEAN, tokens, SAME, n, states, empty(size, np.int8), empty(size, np.int8), empty(size, np.int8))
+    read(c, u32(0), CLEAN, tokens, SAME, n, states, empty(size, np.int8), empty(size, np.int8), empty(size, np.int8))
     return states
 
 
-@inner
-def run_together(c, w, exp, scoring, windows, before, state, S, noisy, first_pair, z):
-    """`run_windows` of windows that go through the positions together; z int32 [GROUP, V padded]: overwritten."""
-    n, T = windows.shape[0], (windows.shape[1] - 1 - before) // (c.TARGETS if noisy else 1)
+@njit
+def run_windows(c, losses, nats, windows, before, S, noisy, first_pair):
+    """Evaluates windows int32 [n, before + T + 1] with `score_rows`; they go through the positions together. noisy:
+    window i is read by the two members of pair seed S + i, and `before` tokens make the state with which it begins, by
+    the unperturbed model, once for the pairs of a group (pair i of the step is in group i // c.per_group). Else it is
+    read by the unperturbed model, from a state of 0."""
+    n, T, members = windows.shape[0], (windows.shape[1] - 1 - before) // (c.TARGETS if noisy else 1), 1 + noisy
+    state = new_states(c, n * members)
     if before:
         first = first_pair // c.per_group
         groups = (first_pair + n - 1) // c.per_group - first + 1
         of_groups = empty((groups, before), i32)
         for i in range(n):
             of_groups[(first_pair + i) // c.per_group - first] = windows[i, :before]
-        states = states_before(c, w, of_groups[:, 0:])
+        states = states_before(c, of_groups[:, 0:])
         for layer in range(c.N_LAYERS):
             for s in range(2 * n):
                 state[layer, s] = states[layer, (first_pair + s // 2) // c.per_group - first]
-    size = (n * (2 if noisy else 1) * T, c.HIDDEN_DIM)
+    size = (n * members * T, c.HIDDEN_DIM)
     x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
-    read(c, w, S, noisy, windows[:, before:], SAME, T, state, gates, candidates, x)
+    read(c, S, noisy, windows[:, before:], SAME, T, state, gates, candidates, x)
+    z = new_logits(c)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
-        score_rows(c, w, exp, scoring, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z)
+        score_rows(c, losses, nats, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z)
 
 
 @njit
-def run_windows(c, w, exp, scoring, windows, before, state, S, noisy, first_pair):
-    """Evaluates windows int32 [n, before + T + 1] with `score`. noisy: window i is read by the two members of pair seed
-    S + i, and `before` tokens make the state with which it begins, by the unperturbed model, once for the pairs of a
-    group (pair i of the step is in group i // c.per_group). Else it is read by the unperturbed model. state int8 [L,
-    members * windows padded to ROWS, H] goes on. If it has no room for all windows, they go through the positions in
-    parts that it has room for, each from a state of 0."""
-    z = new_logits(c)
-    together = state.shape[1] // (2 if noisy else 1)
-    for at in range(0, windows.shape[0], together):
-        if at:
-            state[:] = 0
-        end = min(at + together, windows.shape[0])
-        part = Scoring(scoring.losses[at:end], scoring.nats[at:end], scoring.exp64, scoring.unit)
-        run_together(c, w, exp, part, windows[at:end], before, state, u32(S + at), noisy, first_pair + at, z)
-
-
-@njit
-def write_texts(c, w, exp, writing, texts, start, end, room, state, S, noisy):
+def write_texts(c, writing, texts, start, end, room, state, S, noisy):
     """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`;
     `start` of their tokens are read already. state int8 [L, sequences padded to ROWS, H] goes on from zeros."""
-    members = 2 if noisy else 1
+    members = 1 + noisy
     sequences, t = texts.shape[0] * members, start
     least = start if start else writing.lengths.min()
     size = (sequences * max(i64(1), least - start), c.HIDDEN_DIM)
     x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
     h, z = empty((sequences, c.HIDDEN_DIM), np.int8), new_logits(c)
     flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
-    for s in range(sequences):
-        for p in range(start, least):
-            writing.seen[s, flat[s * room + p]] = 1
     while t + 1 < end:
         n = max(i64(1), least - t)
-        read(c, w, S, noisy, texts[:, t:], room, n, state, gates, candidates, x)
+        read(c, S, noisy, texts[:, t:], room, n, state, gates, candidates, x)
         t += n
         for s in range(sequences):
             copy_row(x, s * n + n - 1, h, s)
         for q in range(0, sequences, each):
-            write_next(c, w, exp, writing, q, u32(S + q // each), noisy, flat[q * room:(q + each) * room], t - 1, room,
+            write_next(c, writing, q, u32(S + q // each), noisy, flat[q * room:(q + each) * room], t - 1, room,
                        h[q:], z)
 
 
-class Gru(CpuModel):
-    """The recurrent model."""
-
-    together = TOGETHER
-
-    def __init__(self, cfg, constants, exp):
-        super().__init__(cfg, constants, exp, run_windows, write_texts)
-
-    def _memory(self, members, windows, positions):
-        return self._states(min(2 * TOGETHER, members * windows))
-
-    def _writing(self, members, sequences, room):
-        return self._tables, self._states(sequences)
-
-    def _states(self, sequences):
-        return np.zeros((self.cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, self.cfg.HIDDEN_DIM), np.int8)
+def memory(cfg, members, sequences, room):
+    """What `write_texts` keeps from position to position."""
+    return np.zeros((cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, cfg.HIDDEN_DIM), np.int8)

@@ -19,43 +19,35 @@ from model import integer_tables, parameters, transforms
 
 njit = kernel_cache.njit(simd.use)
 
-# columns of Weights.table, which has a row for every parameter and layer: where the parameter begins in the arrays of
-# Weights and in the overlay, the seeds of its two sides, its size
-AT_WEIGHTS = 0
-AT_PACKED = 1
-AT_CORRECTION = 2
-AT_COLUMN = 3
-SEED_A = 4
-SEED_B = 5
-OVERLAY_A = 6
-OVERLAY_B = 7
-N_ROWS = 8
-N_COLS = 9
-N_FIELDS = 10
+# a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
+# two sides, its size
+ROW = np.dtype([(name, np.int64) for name in ("weights", "packed", "correction", "columns", "seed_a", "seed_b",
+                                              "overlay_a", "overlay_b", "rows", "cols")])
 # int64 and not int: numba compiles a function anew for every literal int among its arguments
 i64 = np.int64
 # the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
 SAME = i64(0)               # distance of the tokens of a pair's members where both read the same
+TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
 # Constants of the configuration that the kernels see unchanged
 FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVICE_GAUSSIAN ADAPTIVE_NOISE_MODE "
                "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_LOGIT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
                "ROPE_SCALE_BIT TARGETS USE_CLT")
-# The configuration as the kernels see it, all int64: `constants`.
-Constants = namedtuple("Constants", FROM_CONFIG + (
-    " matrix_shift short_exp exact log_unit ntt ntt_prime gru head ln_f divisor divisor_down lowest per_group"))
-# weights int8 canonical; columns int8 [n, H]: the tables that are looked up, a token or byte a row; packed int8 panels
-# [k4, PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128;
-# overlay int8; table int64 [parameters, layers, N_FIELDS]
-Weights = namedtuple("Weights", "weights columns packed correction overlay table")
-# What `score` adds to: losses int64 [pairs, 2]; nats float64 [windows] or [0], the cross-entropies of softmax(logits *
-# unit), for which there is exp64[d] = exp(-d * unit).
-Scoring = namedtuple("Scoring", "losses nats exp64 unit")
+# The model as the kernels see it, which they call c. Its configuration, int64: the above and others of `constants`.
+# Its tables: exp int32 [256]; exp64[d] = exp(-d * unit) in float64; rope int64 [positions, H / 2], cosine in the lower
+# half, sine in the upper one; ntt int64 [T, T]: model.transforms.basis, empty without NTT_MODE. Its weights: weights
+# int8 canonical; columns int8 [n, H]: the tables that are looked up, a token or byte a row; packed int8 panels [k4,
+# PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
+# int8; table ROW [parameters, layers].
+Model = namedtuple("Model", FROM_CONFIG + (
+    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest per_group "
+    "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, seen uint8
-# [sequences, V]: the tokens that they have; penalty, temp float32 and floor int64: of model.sampling.Sampling
+# [sequences, V]: the tokens that they have, those of the prompts from the beginning; penalty, temp float32 and floor
+# int64: of model.sampling.Sampling
 Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
 # The noise of a matrix for one or more pairs: columns int32 [pairs, cols], trunc(noise(A, c) * f_col(c)); inputs int8
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
@@ -69,19 +61,27 @@ new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (
                            (numba.int32, (0, 1)), (numba.float32, (0, 1)))
 
 
-def constants(cfg, exp):
-    """The Constants of a configuration; matrix_shift, the noise shift of a step, is 0. exp: int32 [256]."""
-    gru = int(cfg.MODEL == "gru")
+def constants(cfg):
+    """{field of Model: its value} of the configuration and its tables."""
+    gru, exp = int(cfg.MODEL == "gru"), integer_tables.exp_table(cfg)
+    exp, unit = exp[np.minimum(np.arange(256), exp.size - 1)], 1 / cfg.SOFTMAX_EXP_SCALE
     names = [p.name for p in parameters.table(cfg)]
-    return Constants(
-        **{name: getattr(cfg, name) for name in FROM_CONFIG.split()},
-        matrix_shift=0, short_exp=int(not exp[95:].any()), exact=int(cfg.LOSS == "exact"),
-        log_unit=integer_tables.log_unit(cfg), ntt=int(cfg.NTT_MODE != 0),
-        ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
+    return dict(
+        **{name: getattr(cfg, name) for name in FROM_CONFIG.split()}, **tables(cfg, cfg.SEQ_LEN, cfg.NTT_CAUSAL),
+        exp=exp, exp64=np.exp(-np.arange(8192) * unit), unit=unit, short_exp=int(not exp[95:].any()),
+        exact=int(cfg.LOSS == "exact"),
+        log_unit=integer_tables.log_unit(cfg), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
         # gru: of a product over H or over 4 H inputs; least value inside the MLP; pairs that read one window
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
         lowest=0 if cfg.MLP_RELU else -127, per_group=cfg.GROUP_SIZE // 2)
+
+
+def tables(cfg, positions, causal):
+    """{field of Model: its value}: what the transformer reads for sequences of this number of positions."""
+    rope = integer_tables.rope_table(cfg, positions).view(np.int64)[..., 0]
+    return dict(rope=np.tile(rope, cfg.N_HEADS),
+                ntt=transforms.basis(cfg, causal) if cfg.NTT_MODE else np.empty((0, 0), np.int64))
 
 
 @inlined
@@ -119,14 +119,14 @@ def vote_draw(c, seed, i):
 
 
 @leaf
-def draw_sides(c, w, param, layer, S, noisy, sides):
+def draw_sides(c, param, layer, S, noisy, sides):
     """Fills the Sides of a matrix for pair seeds S..; without noise only the columns, with 0."""
-    t = w.table[param, layer]
-    n, cols = t[N_ROWS], t[N_COLS]
-    overlay_a = w.overlay[t[OVERLAY_A]:]
-    overlay_b = w.overlay[t[OVERLAY_B]:]
+    t = c.table[param, layer]
+    n, cols = t.rows, t.cols
+    overlay_a = c.overlay[t.overlay_a:]
+    overlay_b = c.overlay[t.overlay_b:]
     for q in range(sides.offset.size):
-        seed_a, seed_b = u32(S + q + t[SEED_A]), u32(S + q + t[SEED_B])
+        seed_a, seed_b = u32(S + q + t.seed_a), u32(S + q + t.seed_b)
         if not noisy:
             for i in range(cols):
                 sides.columns[q, i] = 0
@@ -145,25 +145,25 @@ def draw_sides(c, w, param, layer, S, noisy, sides):
 
 
 @leaf
-def hidden_side(c, w, t, S, noisy, unit, scale):
+def hidden_side(c, t, S, noisy, unit, scale):
     """Fills unit int32 and scale float32 [H] with the noise of the hidden units of a table that is looked up and its
-    factors; t: of Weights.table. Without noise the units are 0."""
-    seed = u32(S + t[SEED_B])
+    factors; t: of Model.table. Without noise the units are 0."""
+    seed = u32(S + t.seed_b)
     for i in range(c.HIDDEN_DIM):
         unit[i] = noise(c, seed, i) if noisy else i32(0)
     for i in range(c.HIDDEN_DIM):
-        scale[i] = factor(c.ADAPTIVE_NOISE_MODE, w.overlay[t[OVERLAY_B] + i], seed, i)
+        scale[i] = factor(c.ADAPTIVE_NOISE_MODE, c.overlay[t.overlay_b + i], seed, i)
 
 
 @inlined
-def look_up(c, w, t, S, m, k, unit, scale, out):
+def look_up(c, t, S, m, k, unit, scale, out):
     """out int32 [H]: column k of a table as member m sees it; unit, scale: `hidden_side`."""
-    seed = u32(S + t[SEED_A])
+    seed = u32(S + t.seed_a)
     of_column = noise(c, seed, k)
-    its_scale = factor(c.ADAPTIVE_NOISE_MODE, w.overlay[t[OVERLAY_A] + k], seed, k)
+    its_scale = factor(c.ADAPTIVE_NOISE_MODE, c.overlay[t.overlay_a + k], seed, k)
     for i in range(c.HIDDEN_DIM):
         p = table_term(of_column, its_scale, unit[i], scale[i]) * sign(m)
-        out[i] = w.columns[t[AT_COLUMN] + k, i] + shift_right(p, c.matrix_shift)
+        out[i] = c.columns[t.columns + k, i] + shift_right(p, c.matrix_shift)
 
 
 @inlined
@@ -191,12 +191,12 @@ def project(c, x, r, sides, q):
 
 
 @leaf
-def perturbed(c, w, param, layer, S, noisy, out):
+def perturbed(c, param, layer, S, noisy, out):
     """out int32 [2, width]: a vector parameter as the even and the odd member of a pair see it; gru: clipped."""
-    t = w.table[param, layer]
-    n = t[N_COLS]
-    weights, overlay = w.weights[t[AT_WEIGHTS]:], w.overlay[t[OVERLAY_A]:]
-    seed_a, seed_b = u32(S + t[SEED_A]), u32(S + t[SEED_B])
+    t = c.table[param, layer]
+    n = t.cols
+    weights, overlay = c.weights[t.weights:], c.overlay[t.overlay_a:]
+    seed_a, seed_b = u32(S + t.seed_a), u32(S + t.seed_b)
     shift = i32(c.SIGMA_SHIFT_VECTOR)
     for i in range(n):
         p = i32(noise(c, seed_a, i) * noise(c, seed_b, i)) if noisy else i32(0)
@@ -219,12 +219,11 @@ def sign(m):
 
 
 @leaf
-def embed(c, w, ntt, S, noisy, tokens, apart, n, start, rows, h):
+def embed(c, S, noisy, tokens, apart, n, start, rows, h):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
-    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on; ntt int64 [T, T]:
-    model.transforms.basis."""
-    H, T = c.HIDDEN_DIM, ntt.shape[0]
-    tables = 4 if c.ntt else 1
+    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on."""
+    H, T = c.HIDDEN_DIM, c.ntt.shape[0]
+    tables = 4 if T else 1
     bias = local((2, H), i32)
     units, scales = local((4, H), i32), local((4, H), f32)
     total, one = local(H, i32), local(H, i32)
@@ -232,21 +231,21 @@ def embed(c, w, ntt, S, noisy, tokens, apart, n, start, rows, h):
         for i in range(H):
             bias[0, i] = bias[1, i] = 0
     else:
-        perturbed(c, w, EMB_BIAS, NO_LAYER, S, noisy, bias)
+        perturbed(c, EMB_BIAS, NO_LAYER, S, noisy, bias)
     for k in range(tables):
-        hidden_side(c, w, w.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
+        hidden_side(c, c.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
     for r in range(rows):
         m = member(r, n)
         position, own, number = start + r - n * m, apart * m, i64(0)
-        for i in range(min(T, tokens.size - own - position + position % T) if c.ntt else 0):
-            number += i64(tokens[own + position - position % T + i]) * ntt[position % T, i]
+        for i in range(min(T, tokens.size - own - position + position % T) if T else 0):
+            number += i64(tokens[own + position - position % T + i]) * c.ntt[position % T, i]
         if c.ntt_prime:
             number %= c.ntt_prime
         for i in range(H):
             total[i] = bias[m, i]
         for k in range(tables):
             column = (number >> (8 * k)) & 255 if k else i64(tokens[own + position])
-            look_up(c, w, w.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
+            look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
                 total[i] += shift_right(one[i], 2 if k else 0)
         for i in range(H):
@@ -259,12 +258,12 @@ def embed(c, w, ntt, S, noisy, tokens, apart, n, start, rows, h):
 # vectors.
 
 @leaf
-def product(c, w, param, layer, sides, noisy, x, rows, left, out):
+def product(c, param, layer, sides, noisy, x, rows, left, out):
     """out int32 [>= rows padded to ROWS, cols padded to PANEL] = x . W with its noise; x uint8 [>= padded rows, K].
     The `left` first rows belong to the even member; with the Sides of several pairs, rows 2 q and 2 q + 1 to pair
     q."""
-    t = w.table[param, layer]
-    k4, panels = t[N_ROWS] // 4, (t[N_COLS] + PANEL - 1) // PANEL
+    t = c.table[param, layer]
+    k4, panels = t.rows // 4, (t.cols + PANEL - 1) // PANEL
     several = i64(sides.offset.size > 1)
     noise = sides.columns
     sums = local(rows + ROWS, i32)
@@ -276,8 +275,8 @@ def product(c, w, param, layer, sides, noisy, x, rows, left, out):
     for p in range(panels):
         for r in range(0, rows, ROWS):
             stride = several * noise.shape[1]
-            noisy_tile(x, r * t[N_ROWS], t[N_ROWS], w.packed, t[AT_PACKED] + p * k4 * 4 * PANEL, w.correction,
-                       t[AT_CORRECTION] + p * PANEL, sums, r, noise, (r >> 1) * stride + p * PANEL, stride,
+            noisy_tile(x, r * t.rows, t.rows, c.packed, t.packed + p * k4 * 4 * PANEL, c.correction,
+                       t.correction + p * PANEL, sums, r, noise, (r >> 1) * stride + p * PANEL, stride,
                        c.matrix_shift, out, r * out.shape[1] + p * PANEL, out.shape[1], k4)
 
 
@@ -297,11 +296,11 @@ def add_tiles(x, panel, correction, votes, p):
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
 
 @leaf
-def draw_norm(c, w, param, layer, S, noisy, norm):
+def draw_norm(c, param, layer, S, noisy, norm):
     """norm int32 [2, 2, H]: weights and, in the transformer, biases of a layer norm as both members see them."""
-    perturbed(c, w, param, layer, S, noisy, norm[0])
+    perturbed(c, param, layer, S, noisy, norm[0])
     if not c.gru:
-        perturbed(c, w, param + 1, layer, S, noisy, norm[1])
+        perturbed(c, param + 1, layer, S, noisy, norm[1])
 
 
 @leaf
@@ -363,7 +362,7 @@ def add_residual(h, count, left, y, shift, bias):
 
 
 @leaf
-def mlp(c, w, ln, layer, S, noisy, rows, per_member, h, disturbance):
+def mlp(c, ln, layer, S, noisy, rows, per_member, h, disturbance):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
     LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias.
     disturbance: a Disturbance, or None."""
@@ -372,18 +371,18 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h, disturbance):
     norm = local((2, 2, H), i32)
     bias_u, bias_d = local((2, 4 * H), i32), local((2, H), i32)
     sides_u, sides_d = new_sides(1, H, 4 * H), new_sides(1, 4 * H, H)
-    draw_norm(c, w, ln, layer, S, noisy, norm)
+    draw_norm(c, ln, layer, S, noisy, norm)
     if not c.gru:
-        perturbed(c, w, up + 1, layer, S, noisy, bias_u)
-        perturbed(c, w, down + 1, layer, S, noisy, bias_d)
-    draw_sides(c, w, up, layer, S, noisy, sides_u)
-    draw_sides(c, w, down, layer, S, noisy, sides_d)
+        perturbed(c, up + 1, layer, S, noisy, bias_u)
+        perturbed(c, down + 1, layer, S, noisy, bias_d)
+    draw_sides(c, up, layer, S, noisy, sides_u)
+    draw_sides(c, down, layer, S, noisy, sides_d)
     x, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
     u, wide = local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32)
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
-        product(c, w, up, layer, sides_u, noisy, x, count, left, wide)
+        product(c, up, layer, sides_u, noisy, x, count, left, wide)
         if disturbance is not None:
             divided(wide, count, i32(c.divisor), -127, 0, wide)
             for r in range(count):
@@ -400,7 +399,7 @@ def mlp(c, w, ln, layer, S, noisy, rows, per_member, h, disturbance):
                 for i in range(4 * H):
                     u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i]))
             gelu(u, 0, count * 4 * H)
-        product(c, w, down, layer, sides_d, noisy, u, count, left, y)
+        product(c, down, layer, sides_d, noisy, u, count, left, y)
         if c.gru:
             divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
@@ -431,39 +430,23 @@ def target(c, windows, q, start, T, t, j):
 
 
 @inlined
-def score(c, exp, scoring, noisy, z, windows, q, first, count, start, T):
-    """Scores rows first.. of those that share their noise, `count` rows of logits z int32. noisy: they belong to
-    windows[q], T rows a member, and their losses are added up; else to windows[q], windows[q + 1].., and their
-    cross-entropies are."""
-    totals = local(GROUP, i64)
-    tops, targets = local(GROUP, i32), local(GROUP, i32)
-    for r in range(count):
-        window, t = q if noisy else q + (first + r) // T, (first + r) % T
-        tops[r], targets[r] = largest(z, r, c.VOCAB_SIZE), z[r, target(c, windows, window, start, T, t, 0)]
-        if noisy:
-            totals[r] = exp_sum(exp, 0, c.short_exp, tops[r], 0, z, r * z.shape[1], c.VOCAB_SIZE, z, 0, 0)
-            for j in range(1, c.TARGETS):
-                targets[r] += z[r, target(c, windows, window, start, T, t, j)]
-            tops[r] *= c.TARGETS
-        elif scoring.nats.size:
-            total = 0.0
-            for v in range(c.VOCAB_SIZE):
-                total += scoring.exp64[min(scoring.exp64.size - 1, tops[r] - z[r, v])]
-            scoring.nats[window] += np.log(total) + (tops[r] - targets[r]) * scoring.unit
-    if noisy:
-        for r in range(count):
-            totals[r] = loss(c.exact, totals[r], tops[r], targets[r], c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
-        for r in range(count):
-            scoring.losses[q, member(first + r, T)] += totals[r]
+def position_loss(c, z, r, windows, q, start, T, t, weights, stored):
+    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32 where
+    `stored` is 1."""
+    top, wanted = largest(z, r, c.VOCAB_SIZE), i32(0)
+    total = exp_sum(c.exp, 0, c.short_exp, top, 0, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0, stored)
+    for j in range(c.TARGETS):
+        wanted += z[r, target(c, windows, q, start, T, t, j)]
+    return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
 
 
 @leaf
-def logits(c, w, noisy, norm, sides, h, count, left, z):
+def logits(c, noisy, norm, sides, h, count, left, z):
     """z int32 [>= count, V padded]: the logits of `count` rows of h int8, the `left` first of which belong to the even
     member; norm, sides: of ln_f and the head."""
     x = local((GROUP, c.HIDDEN_DIM), np.uint8)
     layer_norm(c, h, count, left, norm, x)
-    product(c, w, c.head, NO_LAYER, sides, noisy, x, count, left, z)
+    product(c, c.head, NO_LAYER, sides, noisy, x, count, left, z)
     if c.gru:
         divided(z, count, i32(c.divisor), -127, 0, z)
     else:
@@ -473,9 +456,9 @@ def logits(c, w, noisy, norm, sides, h, count, left, z):
 
 
 @leaf
-def chosen(c, exp, z, seen, penalty, temp, floor, random):
+def chosen(c, z, seen, penalty, temp, floor, random):
     """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once for each token seen, as in section 11).
-    seen uint8 [V]; exp int32 [256]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
+    seen uint8 [V]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
     V, best = c.VOCAB_SIZE, 0
     scores, weights = local(V, f32), local(V, i32)
     for v in range(V):
@@ -486,7 +469,7 @@ def chosen(c, exp, z, seen, penalty, temp, floor, random):
         return best
     total, running = i64(0), i64(0)
     for v in range(V):
-        weights[v] = share(exp, exp.size - 1, scores[v], scores[best], temp, floor)
+        weights[v] = share(c.exp, c.exp.size - 1, scores[v], scores[best], temp, floor)
         total += weights[v]
     threshold = i64(random) % total
     for lane in range(c.HIDDEN_DIM):
@@ -498,85 +481,44 @@ def chosen(c, exp, z, seen, penalty, temp, floor, random):
 
 
 @leaf
-def write_next(c, w, exp, writing, q, S, noisy, texts, t, room, h, z):
+def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
     """Puts the token at position t + 1 of the sequences that share their noise, where their prompts have ended: texts
     int32 [sequences * room], flat, the first of which is sequence q; h int8: their last hidden states at position
     t."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
-    draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
-    draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
+    draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
+    draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     sequences = texts.size // room
     for first in range(0, sequences, GROUP):
         count = min(GROUP, sequences - first)
-        logits(c, w, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, z)
+        logits(c, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, z)
         for r in range(count):
             s, at = q + first + r, (first + r) * room + t
             writing.seen[s, texts[at]] = 1
             if t + 1 >= writing.lengths[s]:
                 random = hash32(u32(writing.seeds[s] + u32(999 + 555 * t)), u32(0))
-                texts[at + 1] = chosen(c, exp, z[r], writing.seen[s], writing.penalty, writing.temp, writing.floor,
+                texts[at + 1] = chosen(c, z[r], writing.seen[s], writing.penalty, writing.temp, writing.floor,
                                        random)
 
 
 @leaf
-def score_rows(c, w, exp, scoring, windows, q, S, noisy, start, T, h, rows, z):
-    """`score` from the last hidden state on: h int8 [rows, H], rows that share their noise. z int32 [GROUP, V padded]
-    has the logits of the last rows then."""
+def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z):
+    """Scores h int8 [rows, H], last hidden states that share their noise. noisy: they belong to windows[q], T rows a
+    member, and their losses are added to losses int64 [windows, 2]; else to windows[q], windows[q + 1].., and their
+    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
-    draw_norm(c, w, c.ln_f, NO_LAYER, S, noisy, norm)
-    draw_sides(c, w, c.head, NO_LAYER, S, noisy, sides)
+    draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
+    draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
-        logits(c, w, noisy, norm, sides, h[first:], count, T - first, z)
-        score(c, exp, scoring, noisy, z, windows, q, first, count, start, T)
-
-
-class CpuModel:
-    """A model as the engine uses it. run_windows: its kernel; tables: what the kernel reads besides the weights. A
-    subclass has `together`, the number of pairs that share work: the engine divides a job at multiples of it; _memory,
-    what run_windows keeps from position to position; and _writing, the tables and memory of write_texts."""
-
-    def __init__(self, cfg, constants, tables, run_windows, write_texts):
-        self.cfg = cfg
-        self._constants = constants
-        self._tables = tables
-        self._run_windows, self._write_texts = run_windows, write_texts
-
-    def write(self, w, texts, lengths, seeds, s, seed=None, shift=0):
-        """Fills texts int32 [sequences, room] behind their prompts of `lengths` tokens: int64, at least 1, below room.
-        seeds uint32 [sequences]: of the draws; s: sampling.Sampling. seed: of the pair whose members the first two
-        sequences are; sequences go on with the following pairs. None: all are the unperturbed model's."""
-        noisy, (sequences, room) = int(seed is not None), texts.shape
-        tables, memory = self._writing(1 + noisy, sequences, room)
-        self._write_texts(self._constants._replace(matrix_shift=shift), w, tables, self._of(lengths, seeds, s),
-                          texts.reshape(-1, (1 + noisy) * room), 0, room, room, memory,
-                          np.uint32((seed or 0) & 0xFFFFFFFF), noisy)
-
-    def generate(self, w, prompt, count, seed, s):
-        """Yields `count` tokens that continue prompt int32 [n]: what `write` writes, one by one."""
-        text, memory, total = prompt[None], np.zeros(0, np.int8), prompt.size + count
-        writing = self._of(np.array([prompt.size]), np.array([seed & 0xFFFFFFFF], np.uint32), s)
-        for end in range(prompt.size + 1, total + 1):
-            if end > text.size or not memory.size:           # room for twice as much
-                known, text = text, np.zeros((1, min(total, 2 * end + 64)), np.int32)
-                text[:, :known.size] = known
-                known, (tables, memory) = memory, self._writing(1, 1, text.size)
-                if known.size:
-                    memory[tuple(map(slice, known.shape))] = known
-            start = end - 2 if end > prompt.size + 1 else 0
-            self._write_texts(self._constants, w, tables, writing, text, start, end, text.size, memory, np.uint32(0), 0)
-            yield int(text[0, end - 1])
-
-    def _of(self, lengths, seeds, s):
-        return Writing(lengths, seeds, np.zeros((lengths.size, self.cfg.VOCAB_SIZE), np.uint8), s.penalty, s.temp,
-                       np.int64(s.floor))
-
-    def run(self, w, windows, start=0, seed=0, noisy=0, first_pair=0, shift=0,
-            losses=np.empty((0, 2), i64), nats=np.empty(0), exp64=np.empty(0), unit=0.0):
-        """Adds up what Scoring says. noisy: windows int32 are those of model.soft_targets for pairs first_pair.. of a
-        step with this seed and noise shift."""
-        positions = (windows.shape[1] - 1 - start) // (self.cfg.TARGETS if noisy else 1)
-        memory = self._memory(2 if noisy else 1, len(windows), positions)
-        self._run_windows(self._constants._replace(matrix_shift=shift), w, self._tables,
-                          Scoring(losses, nats, exp64, unit), windows, start, memory,
-                          np.uint32(seed + first_pair & 0xFFFFFFFF), noisy, first_pair)
+        logits(c, noisy, norm, sides, h[first:], count, T - first, z)
+        for r in range(count):
+            window, t = (first + r) // T, (first + r) % T
+            if noisy:
+                losses[q, window] += position_loss(c, z, r, windows, q, start, T, t, z, i64(0))
+            else:
+                total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
+                for v in range(c.VOCAB_SIZE):
+                    total += c.exp64[min(c.exp64.size - 1, top - z[r, v])]
+                less = top - z[r, target(c, windows, q + window, start, T, t, 0)]
+                nats[q + window] += np.log(total) + less * c.unit

@@ -4,13 +4,13 @@ from collections import namedtuple
 
 import numpy as np
 
-from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, CpuModel, add_residual, amax, copy_row, draw_norm, draw_sides,
-                                embed, i64, largest, layer_norm, mlp, new_logits, new_sides, njit, padded, product,
-                                score_rows, write_next)
+from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, add_residual, amax, copy_row, draw_norm, draw_sides, embed, i64,
+                                largest, layer_norm, mlp, new_logits, new_sides, njit, padded, product, score_rows,
+                                write_next)
 from engine.cpu_rules import clip, f64, i32, shift_right, u32
 from engine.kernel_cache import inlined, inner, leaf
 from engine.simd import PANEL, ROWS, empty, exp_sum, local, tile
-from model import integer_tables, parameters, transforms
+from model import parameters
 
 _numbers = {p.name: i64(number) for number, p in enumerate(parameters.TABLE)}
 LN_INIT = _numbers["ln_init"]
@@ -21,9 +21,6 @@ W_V = _numbers["w_v"]
 W_O = _numbers["w_o"]
 LN_2 = _numbers["ln_2"]
 SUMMED = 1 << 16            # positions whose values, times byte limbs of their weights, fit an int32 sum
-# exp int32 [256]; rope int64 [positions, H / 2], cosine in the lower half, sine in the upper one; ntt int64 [T, T]
-# (model.transforms.basis; empty without NTT_MODE)
-Tables = namedtuple("Tables", "exp rope ntt")
 # Memory for rows of up to two members and `columns` positions of context, both padded; some arrays have two names, for
 # two types of element. h int8 [rows, H]: the hidden states; x, q uint8 and y int32 [rows, H]; pairs: y as int64; keys,
 # values int8 [1 or L, members * positions, H]: a cache; key_words: keys as int32; value_bytes: values as uint8;
@@ -95,7 +92,7 @@ def weighted_mean(weighted, total, out):
 
 
 @leaf
-def attend(c, tb, room, slot, cache_row, first_row, start, n):
+def attend(c, room, slot, cache_row, first_row, start, n):
     """Causal attention of one member: its queries room.q (+ 128) from first_row on stand at positions start..start + n
     - 1; its keys and values begin at cache_row; room.x (+ 128) is filled.
 
@@ -123,7 +120,7 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
             for r in range(count):
                 seen = start + block + r + 1
                 top = shift_right(largest(scores, r, seen), shift)
-                totals[r] = exp_sum(tb.exp, 0, c.short_exp, top, shift, scores, r * columns, seen, weights, 0, 1)
+                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, shift, scores, r * columns, seen, weights, 0, 1)
                 for p in range(seen, wide):
                     weights[p] = 0
                 for p in range(wide):
@@ -146,7 +143,7 @@ def attend(c, tb, room, slot, cache_row, first_row, start, n):
 
 
 @leaf
-def attention(c, w, tb, layer, S, noisy, members, n, start, room):
+def attention(c, layer, S, noisy, members, n, start, room):
     """h = amax(h + attention block(h)) in place. This call's keys and values are put at positions start..start + n - 1
     of each member's cache."""
     H, rows = c.HIDDEN_DIM, members * n
@@ -154,18 +151,18 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
     x, y = room.x, room.y
     zero = local((2, H), i32)
     norm, sides = local((2, 2, H), i32), new_sides(1, H, H)
-    draw_norm(c, w, LN_1, layer, S, noisy, norm)
+    draw_norm(c, LN_1, layer, S, noisy, norm)
     for first in range(0, rows, GROUP):
         layer_norm(c, room.h[first:], min(GROUP, rows - first), n - first, norm, x[first:])
     for param in range(W_Q, W_O):
-        draw_sides(c, w, param, layer, S, noisy, sides)
-        product(c, w, param, layer, sides, noisy, x, rows, n, y)
+        draw_sides(c, param, layer, S, noisy, sides)
+        product(c, param, layer, sides, noisy, x, rows, n, y)
         for m in range(members):
             for t in range(0, n, GROUP):
                 count = min(GROUP, n - t)
                 first, o = m * n + t, m * context + start + t
                 for r in range(count if param != W_V else 0):
-                    rotate(room.pairs, first + r, tb.rope, start + t + r, c.ROPE_SCALE_BIT)
+                    rotate(room.pairs, first + r, c.rope, start + t + r, c.ROPE_SCALE_BIT)
                 if param == W_Q:
                     amax(y, first, count, room.q, first, 128)
                 elif param == W_K:
@@ -173,9 +170,9 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
                 else:
                     amax(y, first, count, room.values[slot], o, 0)
     for m in range(members):
-        attend(c, tb, room, slot, m * context, m * n, start, n)
-    draw_sides(c, w, W_O, layer, S, noisy, sides)
-    product(c, w, W_O, layer, sides, noisy, x, rows, n, y)
+        attend(c, room, slot, m * context, m * n, start, n)
+    draw_sides(c, W_O, layer, S, noisy, sides)
+    product(c, W_O, layer, sides, noisy, x, rows, n, y)
     for i in range(H):
         zero[0, i] = zero[1, i] = 0
     for first in range(0, rows, GROUP):
@@ -183,72 +180,52 @@ def attention(c, w, tb, layer, S, noisy, members, n, start, room):
 
 
 @leaf
-def read(c, w, tb, S, noisy, tokens, apart, n, start, room):
+def read(c, S, noisy, tokens, apart, n, start, room):
     """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
     sequence, as `embed` takes them."""
-    members = 2 if noisy else 1
-    embed(c, w, tb.ntt, S, noisy, tokens, apart, n, start, members * n, room.h)
-    mlp(c, w, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, None)
+    members = 1 + noisy
+    embed(c, S, noisy, tokens, apart, n, start, members * n, room.h)
+    mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, None)
     for layer in range(c.N_LAYERS):
-        attention(c, w, tb, layer, S, noisy, members, n, start, room)
-        mlp(c, w, LN_2, layer, S, noisy, members * n, n, room.h, None)
+        attention(c, layer, S, noisy, members, n, start, room)
+        mlp(c, LN_2, layer, S, noisy, members * n, n, room.h, None)
 
 
 @njit
-def run_windows(c, w, tb, scoring, windows, start, cache, S, noisy, first_pair):
-    """Evaluates windows int32 [n, start + T + 1] with `score`, one after the other, from position `start` on.
+def run_windows(c, losses, nats, windows, start, S, noisy, first_pair):
+    """Evaluates windows int32 [n, start + T + 1] with `score_rows`, one after the other, from position `start` on.
     noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model; drawn targets follow
-    it. cache int8 [2, 1, members * (start + T), H]: keys and values of a layer."""
-    T, members = (windows.shape[1] - 1 - start) // (c.TARGETS if noisy else 1), 2 if noisy else 1
-    rows = members * T
-    room = new_room(c, rows, start + T, cache[0], cache[1])
+    it."""
+    T, members = (windows.shape[1] - 1 - start) // (c.TARGETS if noisy else 1), 1 + noisy
+    size = (1, members * (start + T), c.HIDDEN_DIM)
+    room = new_room(c, members * T, start + T, empty(size, np.int8), empty(size, np.int8))
     z = new_logits(c)
     for q in range(windows.shape[0]):
         seed = u32(S + q)
-        read(c, w, tb, seed, noisy, windows[q], SAME, T, start, room)
-        score_rows(c, w, tb.exp, scoring, windows, q, seed, noisy, start, T, room.h, rows, z)
+        read(c, seed, noisy, windows[q], SAME, T, start, room)
+        score_rows(c, losses, nats, windows, q, seed, noisy, start, T, room.h, members * T, z)
 
 
 @njit
-def write_texts(c, w, tb, writing, texts, start, end, room, cache, S, noisy):
+def write_texts(c, writing, texts, start, end, room, cache, S, noisy):
     """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`,
     one row after the other; `start` tokens of a single row may be read already. cache int8 [2, L, members * room, H];
-    tb: for `room` positions."""
-    members, z = 2 if noisy else 1, new_logits(c)
+    c: with tables for `room` positions."""
+    members, z = 1 + noisy, new_logits(c)
     last = empty((2, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
-        seed, t, first = u32(S + q) if noisy else u32(0), start, q * members
+        seed, t, first = u32(S + q), start, q * members
         least = start if start else writing.lengths[first:first + members].min()
         memory = new_room(c, members * max(i64(1), least - start), room, cache[0], cache[1])
-        for m in range(members):
-            for p in range(start, least):
-                writing.seen[first + m, texts[q, m * room + p]] = 1
         while t + 1 < end:
             n = max(i64(1), least - t)
-            read(c, w, tb, seed, noisy, texts[q], room, n, t, memory)
+            read(c, seed, noisy, texts[q], room, n, t, memory)
             t += n
             for m in range(members):
                 copy_row(memory.h, m * n + n - 1, last, m)
-            write_next(c, w, tb.exp, writing, first, seed, noisy, texts[q], t - 1, room, last, z)
+            write_next(c, writing, first, seed, noisy, texts[q], t - 1, room, last, z)
 
 
-def tables_for(cfg, exp, positions, causal):
-    """The Tables for sequences of this number of positions."""
-    rope = integer_tables.rope_table(cfg, positions).view(np.int64)[..., 0]
-    ntt = transforms.basis(cfg, causal) if cfg.NTT_MODE else np.empty((0, 0), np.int64)
-    return Tables(exp, np.tile(rope, cfg.N_HEADS), ntt)
-
-
-class Transformer(CpuModel):
-    """The transformer."""
-
-    together = 1
-
-    def __init__(self, cfg, constants, exp):
-        super().__init__(cfg, constants, tables_for(cfg, exp, cfg.SEQ_LEN, cfg.NTT_CAUSAL), run_windows, write_texts)
-
-    def _memory(self, members, windows, positions, layers=1):
-        return np.zeros((2, layers, members * positions, self.cfg.HIDDEN_DIM), np.int8)
-
-    def _writing(self, members, sequences, room):
-        return tables_for(self.cfg, self._tables.exp, room, True), self._memory(members, 1, room, self.cfg.N_LAYERS)
+def memory(cfg, members, sequences, room):
+    """What `write_texts` keeps from position to position."""
+    return np.zeros((2, cfg.N_LAYERS, members * room, cfg.HIDDEN_DIM), np.int8)

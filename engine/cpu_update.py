@@ -3,8 +3,7 @@
 import numpy as np
 
 from engine import cpu_rules
-from engine.cpu_kernels import (AT_CORRECTION, AT_PACKED, AT_WEIGHTS, N_COLS, N_ROWS, SEED_A, SEED_B, add_tiles, njit,
-                                vote_draw)
+from engine.cpu_kernels import add_tiles, njit, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, empty, zeros
 from model import state_digest
@@ -16,22 +15,22 @@ BLOCK = 2048                # pairs whose noise is made at once for a product ov
 
 
 @njit
-def pack(w, t, first, end):
-    """Copies panels first..end - 1 of one matrix (t int64 [N_FIELDS]) from the canonical weights, with each column's
-    correction."""
-    k4, cols = t[N_ROWS] // 4, t[N_COLS]
+def pack(weights, packed, correction, t, first, end):
+    """Copies panels first..end - 1 of one matrix (t: its row of Model.table) from the canonical weights, with each
+    column's correction."""
+    k4, cols = t.rows // 4, t.cols
     for p in range(first, end):
         count = min(PANEL, cols - p * PANEL)
         sums = zeros(PANEL, i32)
         for k in range(k4):
-            source = t[AT_WEIGHTS] + (k * cols + p * PANEL) * 4
-            target = t[AT_PACKED] + (p * k4 + k) * PANEL * 4
+            source = t.weights + (k * cols + p * PANEL) * 4
+            target = t.packed + (p * k4 + k) * PANEL * 4
             for j in range(4 * count):
-                value = w.weights[source + j]
-                w.packed[target + j] = value
+                value = weights[source + j]
+                packed[target + j] = value
                 sums[j >> 2] += value
         for j in range(PANEL):
-            w.correction[t[AT_CORRECTION] + p * PANEL + j] = -128 * sums[j]
+            correction[t.correction + p * PANEL + j] = -128 * sums[j]
 
 
 @njit
@@ -39,7 +38,7 @@ def input_block(c, t, seeds, signs, x, first, end):
     """x uint8 [rows padded, pairs padded to 4], rows first..end - 1: sign * noise(B, row) + 128 of a block of pairs."""
     for r in range(first, end):
         for q in range(seeds.size):
-            x[r, q] = vote_draw(c, u32(seeds[q] + t[SEED_B]), r) * signs[q] + 128
+            x[r, q] = vote_draw(c, u32(seeds[q] + t.seed_b), r) * signs[q] + 128
         for q in range(seeds.size, x.shape[1]):
             x[r, q] = 128
 
@@ -52,10 +51,10 @@ def panel_votes(c, t, seeds, x, votes, first, end):
     panel, correction = zeros(x.shape[1] * PANEL, np.int8), zeros(PANEL, i32)
     noise = empty(n, i32)
     for p in range(first, end):
-        for j in range(min(PANEL, t[N_COLS] - p * PANEL)):
+        for j in range(min(PANEL, t.cols - p * PANEL)):
             s = i32(0)
             for q in range(n):
-                noise[q] = vote_draw(c, u32(seeds[q] + t[SEED_A]), p * PANEL + j)
+                noise[q] = vote_draw(c, u32(seeds[q] + t.seed_a), p * PANEL + j)
                 s = i32(s + noise[q])
             for q in range(n):
                 panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
@@ -67,18 +66,18 @@ def panel_votes(c, t, seeds, x, votes, first, end):
 def seen_votes(c, t, seeds, signs, windows, more, votes, first, end):
     """Adds the votes of pairs on the tokens in their windows (int32 [pairs, tokens]) another `more` times to rows
     SEEN_ROWS * first..SEEN_ROWS * end - 1 of votes int32 [rows padded, cols padded]."""
-    cols, b = t[N_COLS], empty(SEEN_ROWS, i32)
-    for row in range(SEEN_ROWS * first, min(SEEN_ROWS * end, t[N_ROWS]), SEEN_ROWS):
-        n = min(SEEN_ROWS, t[N_ROWS] - row)
+    cols, b = t.cols, empty(SEEN_ROWS, i32)
+    for row in range(SEEN_ROWS * first, min(SEEN_ROWS * end, t.rows), SEEN_ROWS):
+        n = min(SEEN_ROWS, t.rows - row)
         sums, counted = zeros((cols, SEEN_ROWS), i32), zeros(cols, i32)
         for q in range(seeds.size):
             for r in range(SEEN_ROWS):
-                b[r] = vote_draw(c, u32(seeds[q] + t[SEED_B]), row + r) * signs[q] * more
+                b[r] = vote_draw(c, u32(seeds[q] + t.seed_b), row + r) * signs[q] * more
             for i in range(windows.shape[1]):
                 token = windows[q, i]
                 if counted[token] != q + 1:                  # once a pair
                     counted[token] = q + 1
-                    a = vote_draw(c, u32(seeds[q] + t[SEED_A]), token)
+                    a = vote_draw(c, u32(seeds[q] + t.seed_a), token)
                     for r in range(SEEN_ROWS):
                         sums[token, r] += a * b[r]
         for r in range(n):
@@ -93,8 +92,8 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
     for i in range(first, end):
         s = i32(0)
         for q in range(seeds.size):
-            a = vote_draw(c, u32(seeds[q] + t[SEED_A]), i)
-            b = vote_draw(c, u32(seeds[q] + t[SEED_B]), i)
+            a = vote_draw(c, u32(seeds[q] + t.seed_a), i)
+            b = vote_draw(c, u32(seeds[q] + t.seed_b), i)
             s = i32(s + a * b * signs[q])
         votes[i] = s
 
@@ -103,12 +102,12 @@ def vector_votes(c, t, seeds, signs, votes, first, end):
 def muon_start(o, t, votes, moments, x):
     """Muon's momentum after votes int32 [rows, cols], and x float32 [shorter side, longer side]: the momentum of norm
     1."""
-    rows, cols = t[N_ROWS], t[N_COLS]
+    rows, cols = t.rows, t.cols
     sums = zeros(MUON_PARTS, f32)
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
             r, c = (i, j) if rows <= cols else (j, i)
-            at = t[AT_WEIGHTS] + ((r >> 2) * cols + c) * 4 + (r & 3)
+            at = t.weights + ((r >> 2) * cols + c) * 4 + (r & 3)
             m = fma(moments[at, 0], o.momentum, f32(i32(-votes[r, c])))
             part = (i * x.shape[1] + j) % MUON_PARTS
             sums[part] = fma(m, m, sums[part])
@@ -161,25 +160,25 @@ def move(o, rate, vote, direction, weight, moments):
 
 
 @njit
-def apply_votes(o, rates, w, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
+def apply_votes(o, rates, weights, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
     """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols],
     or by Muon's x float32 [shorter side, longer side], and marks the rows and columns of those that changed; their
     number. rates: float32 [cols] factors on the learning rate, or [0]. group: 4 rows of a matrix are stored together, a
     vector is one row."""
-    cols, changed = t[N_COLS], 0
+    cols, changed = t.cols, 0
     direction = f32(0)
     for block in range(first, end):
         for col in range(cols):
             rate = f32(o.lr * rates[col]) if rates.size else o.lr
             for k in range(group):
-                at = t[AT_WEIGHTS] + (block * cols + col) * group + k
-                weight = i32(w.weights[at])
+                at = t.weights + (block * cols + col) * group + k
+                weight = i32(weights[at])
                 if o.rule == MUON:
                     r = block * group + k
-                    direction = x[r, col] if t[N_ROWS] <= cols else x[col, r]
+                    direction = x[r, col] if t.rows <= cols else x[col, r]
                 step = move(o, rate, votes[block * group + k, col], direction, weight, moments[at])
                 if step:
-                    w.weights[at] = weight + step
+                    weights[at] = weight + step
                     changed_rows[block * group + k] = 1
                     changed_cols[col] = 1                   # threads only ever write the same 1
                     changed += 1

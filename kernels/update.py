@@ -336,7 +336,7 @@ def optimize_kernel(cfg):
     o = optimizers.constants(cfg, 1.0, parameters.tensors(cfg)[0])
     beta1, one_less_beta1, beta2, one_less_beta2, eps, decay = map(
         float32, (o.beta1, o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay))
-    all_decay = cfg.PERTURB == "weights"                     # see optimizers.decays
+    all_decay = cfg.PERTURB == "weights"                     # see optimizers.constants
     rule = rules.update_rules(device, TARGET)
     adamw, whole_step = rule.adamw, rule.whole_step
     muon_step = rule.muon

@@ -16,7 +16,7 @@ def chunk_fitness(losses, cfg):
     if cfg.CHUNK_MEAN_FILTER:
         m = _mean(d) / cfg.LOSS_SCALE
         if m != 0:
-            m = (1.0 if m > 0 else -1.0) * abs(m) ** cfg.CHUNK_MEAN_EXPONENT
+            m = math.copysign(abs(m) ** cfg.CHUNK_MEAN_EXPONENT, m)
         d = d + int(m * cfg.LOSS_SCALE)
     if not cfg.USE_ADAPTIVE_THRESHOLD:
         return np.sign(d).astype(np.int8)

@@ -5,8 +5,6 @@ from collections import namedtuple
 
 import numpy as np
 
-from model import rules
-
 ADAMW = 0
 SGD = 1
 MUON = 2
@@ -42,18 +40,14 @@ def constants(cfg, lr, t):
         rate = np.float32(float(rate) / cfg.N_PAIRS ** 0.5)
     elif rule == ZTEST:
         rate = np.float32(least_vote(cfg, lr))
+    decays = t.matrix or cfg.PERTURB == "weights"       # with noise on activations nothing votes on norms
     beta1 = np.float32(cfg.ADAM_BETA1)
     beta2 = np.float32(cfg.ADAM_BETA2)
     return Optimizer(rule=rule, lr=rate, beta1=beta1, one_less_beta1=np.float32(1) - beta1, beta2=beta2,
                      one_less_beta2=np.float32(1) - beta2, eps=np.float32(cfg.ADAM_EPS),
-                     decay=np.float32(cfg.ADAM_WEIGHT_DECAY if decays(cfg, t) else 0),
+                     decay=np.float32(cfg.ADAM_WEIGHT_DECAY if decays else 0),
                      momentum=np.float32(cfg.MUON_MOMENTUM),
                      size=np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
-
-
-def decays(cfg, t):
-    """Whether the weights of a Tensor decay. With noise on activations nothing votes on norms, which would vanish."""
-    return t.matrix or cfg.PERTURB == "weights"
 
 
 def reads_data(cfg):
@@ -74,13 +68,6 @@ def token_rates(cfg, tokens):
     piece = 1 << 24
     counts = sum(np.bincount(tokens[at:at + piece], minlength=cfg.VOCAB_SIZE) for at in range(0, len(tokens), piece))
     return np.sqrt(np.minimum(1.0, counts / (len(tokens) * cfg.RARE_TOKENS))).astype(np.float32)
-
-
-def seen_windows(cfg, tokens, step):
-    """int32 [pairs, SEQ_LEN + 1]: windows of a step, on whose tokens votes count SEEN_VOTES times. Raises ValueError
-    without data."""
-    need_data(cfg, tokens)
-    return rules.windows(cfg, tokens, step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
 
 
 def muon_coefficients(cfg):

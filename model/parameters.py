@@ -4,7 +4,6 @@ overlay and the walk of the optimizer. TABLE is the transformer, GRU_TABLE the r
 
 import dataclasses
 import functools
-import hashlib
 import math
 from typing import NamedTuple
 
@@ -168,11 +167,6 @@ class State:
     step: int = 0
     seed: int = INITIAL_SEED
 
-    def digests(self):
-        """(SHA-256 of the weights, of the moments, of the overlay), hex, as golden data record them."""
-        arrays = self.weights, self.moments, self.overlay
-        return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in arrays)
-
 
 def check_state(state):
     """Raises ValueError (one line) for a State that no training produces and no update can handle."""
@@ -217,10 +211,10 @@ def to_canonical(matrix):
     return np.ascontiguousarray(matrix.reshape(rows // 4, 4, cols, *rest).swapaxes(1, 2)).reshape(-1, *rest)
 
 
-def from_canonical(flat, rows, cols):
+def from_canonical(flat, cols):
     """Flat [rows / 4, cols, 4, ...] -> [rows, cols, ...]."""
     rest = flat.shape[1:]
-    return np.ascontiguousarray(flat.reshape(rows // 4, cols, 4, *rest).swapaxes(1, 2)).reshape(rows, cols, *rest)
+    return np.ascontiguousarray(flat.reshape(-1, cols, 4, *rest).swapaxes(1, 2)).reshape(-1, cols, *rest)
 
 
 def _xorshift(state, count):

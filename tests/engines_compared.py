@@ -9,6 +9,7 @@ import egg_config
 from model import fitness_digits, parameters, sampling
 from compiling import CARDS
 from coordinators import until
+from recordings import digests
 
 SEED = 20240607
 # the constants of an engine that is compared beside that of the configuration itself: other instructions, equal bits
@@ -26,7 +27,7 @@ def course(engine, start, windows, prompt, count, seed, settings, texts, lengths
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks]
         changed = engine.update(np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses]))
         seen[f"losses of step {step}"] = np.concatenate(losses).tolist()
-        seen[f"update {step}"] = changed, engine.state().digests(), engine.seed
+        seen[f"update {step}"] = changed, digests(engine.state()), engine.seed
         seen[f"digest after update {step}"] = engine.digest()
     seen["validation"] = engine.validate(windows)
     seen["tokens"] = list(engine.generate(prompt, count, seed, **settings))

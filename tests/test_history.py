@@ -18,7 +18,7 @@ from cluster import fairness, history, step
 from model import fitness_digits, parameters, seeds
 from coordinators import Server, filled, free_port, kept, refused, until, whole, work_in_thread
 from fakes import CFG, any_fitness, step_alone
-from recordings import HERE
+from recordings import HERE, digests
 from readings import configured
 
 
@@ -241,7 +241,7 @@ def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
     history.replay(run, engine)
     run.close()
     assert (engine.state().weights == recorded["model_6"].view(np.int8).ravel()).all()
-    assert engine.state().digests() == digests_of(recorded)
+    assert digests(engine.state()) == digests_of(recorded)
     assert history.open_run(cfg, tmp_path / "run").step == 6
 
 
@@ -295,7 +295,7 @@ def golden_worker(port, pipe, stuck_at=None, flag=None):
     serve = engine if stuck_at is None else Stuck(engine, stuck_at, flag)
     work_in_thread(port, serve, cfg, retry=True)
     until(lambda: engine.step == 6)
-    pipe.send(engine.state().digests())
+    pipe.send(digests(engine.state()))
 
 
 def start_golden_worker(*arguments):

@@ -31,7 +31,7 @@ from model import fitness_digits, parameters, seeds, state_digest
 from coordinators import Coordinator, Server, caller, free_port, refused, run_worker, until, work_in_thread
 from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness
 from fuzzing import EXAMPLES, SLOW
-from recordings import HERE
+from recordings import HERE, digests
 
 
 # --- lies of peers ----------------------------------------------------------------------------------------------------
@@ -843,12 +843,12 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:
-                assert again.shelf.state(12).digests() == state.digests()
+                assert digests(again.shelf.state(12)) == digests(state)
                 assert again.island.lineage[1]["digest"] == state_digest.of_state(state).hex()
             else:
                 replay = Learner(cfg, 10)
                 history.replay(run, replay)
-                assert replay.state().digests() == state.digests() and not again.shelf.files
+                assert digests(replay.state()) == digests(state) and not again.shelf.files
             run.append(GOOD_STEP, 0, 0)
         if not killed:
             break
@@ -1143,7 +1143,7 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
             engine.load(shelf.state(run.start.step) if run.start.step else parameters.initial_state(run.cfg))
             history.replay(run, engine, max(shelf.newest, run.start.step))
             newest = shelf.state(shelf.newest)
-            assert newest.digests() == engine.state().digests(), f"i{i} is not what its history says"
+            assert digests(newest) == digests(engine.state()), f"i{i} is not what its history says"
             assert newest.step == engine.step
             best = min(((e["kind"] != "validation", e["fitness"]) for e in events if e["event"] == "elite"),
                        default=None)

@@ -194,7 +194,7 @@ class Drifting(Engine):
         changed = super().update(fitness)
         if self.step >= self.after and self.times:
             self.times -= 1
-            self._w.weights[3] ^= 1
+            self._model.weights[3] ^= 1
             self._pack()
         return changed
 

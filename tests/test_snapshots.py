@@ -15,6 +15,7 @@ from cluster.wire import JOB_RESPONSE
 from model import parameters, state_digest
 from coordinators import Server, caller, callers, cluster, refused, until, upload, whole
 from fakes import CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected, feed
+from recordings import digests
 
 
 # --- digest ----------------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     upload.keep(tmp_path / "s", b"fitness")
     data = (tmp_path / "s").read_bytes()
     back = snapshots.unpack(CFG, data)
-    assert back.digests() == state.digests() and (back.step, back.seed) == (20, 77)
+    assert digests(back) == digests(state) and (back.step, back.seed) == (20, 77)
     for at in [*range(snapshots.HEAD.size + 4), *rng.integers(0, len(data), 60)]:
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
@@ -96,7 +97,7 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
                 snapshots.unpack(CFG, bytes(bad))
         else:
             with contextlib.suppress(ValueError):                # zstd does not use every bit
-                assert snapshots.unpack(CFG, bytes(bad)).digests() == state.digests()
+                assert digests(snapshots.unpack(CFG, bytes(bad))) == digests(state)
     for bad in (b"", data[:100], data[:-1], data + b"x", history.MAGIC):
         with pytest.raises(ValueError):
             snapshots.unpack(CFG, bad)
@@ -238,7 +239,7 @@ def test_a_forged_snapshot_is_not_served_and_its_giver_banned(server, tmp_path):
     liar, *others = callers(server, 2, 3, 4)
     engine = first_step(server, liar, *others)
     forgery = forged(engine.state())
-    assert state_digest.of_state(forgery) == engine.digest() and forgery.digests() != engine.state().digests()
+    assert state_digest.of_state(forgery) == engine.digest() and digests(forgery) != digests(engine.state())
     gives(liar, engine, forgery)
     for peer in others:
         assert asks(peer, engine, wire.HASH_WANTED)[1] == (1).to_bytes(8, "big")

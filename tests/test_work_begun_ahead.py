@@ -14,6 +14,7 @@ from model import fitness_digits, parameters, rules, seeds
 from coordinators import cluster
 from no_device import device_array
 from fakes import CFG, FakeEngine, any_fitness, expected
+from recordings import digests
 
 TOKENS = 1 << 20
 cuda_engine = pytest.importorskip("engine.cuda_engine")
@@ -124,7 +125,7 @@ def fitness_of(seed):
 
 
 USES = {"nothing": lambda e: None, "evaluate": lambda e: e.evaluate(32, 16).tolist(), "digest": lambda e: e.digest(),
-        "state": lambda e: e.state().digests(), "validate": lambda e: e.validate(np.zeros((3, 9), np.int32)),
+        "state": lambda e: digests(e.state()), "validate": lambda e: e.validate(np.zeros((3, 9), np.int32)),
         "another update": lambda e: (e.update(fitness_of(9)), e.digest()),
         "load": lambda e: (e.load(parameters.initial_state(e.cfg)), e.digest())}
 
@@ -154,7 +155,7 @@ def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_
             ahead.begin_update(fitness_of(k + 10))
             assert ahead._begun
         assert ahead.update(fitness_of(k + 10)) == plain.update(fitness_of(k + 10))
-        assert ahead.digest() == plain.digest() and ahead.state().digests() == plain.state().digests()
+        assert ahead.digest() == plain.digest() and digests(ahead.state()) == digests(plain.state())
         assert (ahead.step, ahead.seed) == (plain.step, plain.seed)
 
 
@@ -163,7 +164,7 @@ def run(engine, steps):
     for _ in range(steps):
         losses = [engine.evaluate(first, CFG.CHUNK_SIZE) for first in range(0, CFG.POPULATION_SIZE, CFG.CHUNK_SIZE)]
         engine.update(np.concatenate([fitness_digits.chunk_fitness(x, CFG) for x in losses]))
-    return engine.state().digests()
+    return digests(engine.state())
 
 
 def test_what_is_begun_is_kept_apart(engine_of):
@@ -192,7 +193,7 @@ def test_what_is_begun_is_kept_apart(engine_of):
             assert ahead.digest() == plain.digest()
         else:
             ahead.load(start), plain.load(start)
-    assert ahead.state().digests() == plain.state().digests()
+    assert digests(ahead.state()) == digests(plain.state())
 
 
 def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):
@@ -204,7 +205,7 @@ def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):
     server = cluster(tmp_path, [engine], 12)
     assert server.run.step == 12 and begun == list(range(12))
     del engine._undo_update
-    assert engine.state().digests() == wanted
+    assert digests(engine.state()) == wanted
     assert len(set(engine.evaluated)) == len(engine.evaluated)
 
 
@@ -220,7 +221,7 @@ def test_a_step_that_ends_otherwise_is_undone(engine_of, tmp_path, monkeypatch):
     cluster(tmp_path, [engine], 6)
     run(plain, 3)
     plain.update(fitness_of(5))
-    assert engine.state().digests() == run(plain, 2) and engine.step == 6
+    assert digests(engine.state()) == run(plain, 2) and engine.step == 6
 
 
 def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path, monkeypatch):
@@ -236,7 +237,7 @@ def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path, monkeypa
     monkeypatch.setattr(Worker, "_result", noted)
     cluster(tmp_path, engines, 12)
     wanted = run(engine_of(), 12)
-    assert {engine.state().digests() for engine in engines if engine.step == 12} <= {wanted}
+    assert {digests(engine.state()) for engine in engines if engine.step == 12} <= {wanted}
     assert len(done) < 12 and all(len(firsts) == CFG.N_CHUNKS for firsts in done)
 
 

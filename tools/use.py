@@ -214,7 +214,7 @@ def views(cfg, state, full):
 
 def to_arrays(cfg, state, full):
     """{name: array} of a State."""
-    return {name: parameters.from_canonical(view, *shape[:2]) if matrix else view
+    return {name: parameters.from_canonical(view, shape[1]) if matrix else view
             for name, view, shape, matrix in views(cfg, state, full)}
 
 
