@@ -82,11 +82,6 @@ def unroll(function, loops=LOOPS):
     return names[function.__name__]
 
 
-def called(function):
-    """A device function that a large kernel calls more than once: numba compiles it once, and LLVM inlines it."""
-    return cuda.jit(device=True, forceinline=True)(function)
-
-
 def unrolled(function):
     """A device function with loops over registers whose bodies are too large for any compiler to unroll."""
     return device(unroll(function, {"d", "j"}))
@@ -106,7 +101,8 @@ class Gpu(NamedTuple):
         return device(self.unroll(function))
 
     def called(self, function):
-        return called(self.unroll(function))
+        """A device function that a large kernel calls more than once: numba compiles it once, and LLVM inlines it."""
+        return cuda.jit(device=True, forceinline=True)(self.unroll(function))
 
 
 # --- small device functions ------------------------------------------------------------------------------------------
