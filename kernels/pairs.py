@@ -11,7 +11,8 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.rules import device
-from model import parameters, transforms
+from model import parameters
+from model import transforms
 
 W_FIRST = 0
 W_SEED_A = 1

@@ -4,7 +4,8 @@ from numba import cuda, float32, int32, uint32
 from numba.cuda import libdevice
 
 from kernels import ptx
-from model import integer_tables, rules
+from model import integer_tables
+from model import rules
 
 device = cuda.jit(device=True, inline=True)
 
