@@ -1,8 +1,7 @@
 #!/bin/sh -e
 # Draws docs/learning.svg: bits per byte of held-out text against time. The preset laptop and back-propagation on its
 # shape are trained here, on the CPU, one after the other, and their validations go to docs/learning/*-cpu.jsonl.
-# docs/learning/*-h100.jsonl and *-h200.jsonl are the figures of docs/BENCHMARKS.md. Held out are the last 460,000
-# bytes.
+# docs/learning/*-h200.jsonl are the figures of docs/BENCHMARKS.md. Held out are the last 460,000 bytes.
 # On a machine without other work, with a Python that has matplotlib and PyTorch:
 # maintenance/learning.sh [PYTHON [MINUTES]]
 cd "$(dirname "$0")/.."
@@ -42,8 +41,8 @@ while read -r file name; do
 done <<'END'
 laptop-cpu egg: laptop, 2 cores
 nano-egg-h200 egg: nano-egg, H200
-best-bytes-h100 egg: best-bytes, H100
-best-bytes-h200 egg: best-bytes-weights, H200
+best-bytes-h200 egg: best-bytes, H200
+best-bytes-weights-h200 egg: best-bytes-weights, H200
 best-h200 egg: best (tokens), H200
 nano-egg-jax-h200 nano-egg itself, H200
 backprop-laptop-cpu back-propagation: laptop, 2 cores
