@@ -693,21 +693,22 @@ def main(argv=None, program=EGG):
         signal.signal(signal.SIGINT, interrupt)
         sys.unraisablehook = interrupt_again
     try:
-        argv = sys.argv[1:] if argv is None else argv
-        args = parsed(argv, program=program)
-        args.argv = argv
-        saved, args.run = args.saved(args)
-        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args))
-        if vars(args).get("port", 0) is None:
-            args.port = cfg.PORT
-        args.function(cfg, args)
-        sys.stdout.flush()
-        return 0
-    except KeyboardInterrupt:
+        try:
+            argv = sys.argv[1:] if argv is None else argv
+            args = parsed(argv, program=program)
+            args.argv = argv
+            saved, args.run = args.saved(args)
+            cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args))
+            if vars(args).get("port", 0) is None:
+                args.port = cfg.PORT
+            args.function(cfg, args)
+            sys.stdout.flush()
+            return 0
+        except Exception as error:
+            # libraries that are being imported turn a Ctrl-C into errors of their own
+            return 130 if interrupted else failed(error)
+    except KeyboardInterrupt:                                # perhaps while the error was printed
         return 130
-    except Exception as error:
-        # libraries that are being imported turn a Ctrl-C into errors of their own
-        return 130 if interrupted else failed(error)
 
 
 def objective_of(args):

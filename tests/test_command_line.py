@@ -198,6 +198,14 @@ def test_run_workers_keeps_one_on_every_gpu_and_stops_all(cluster_of_two):
     assert not any(os.path.exists(f"/proc/{pid}") for pid, _ in started)
 
 
+def test_ctrl_c_while_an_error_is_printed_leaves_no_traceback(monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(egg, "failed", interrupted)
+    assert egg.main(["arch", "-D", "N_LAYERS=0"]) == 130
+
+
 def test_ctrl_c_on_run_workers_leaves_no_worker(cluster_of_two):
     """A terminal sends SIGINT to the whole process group."""
     process, log, _ = cluster_of_two
