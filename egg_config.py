@@ -202,9 +202,9 @@ PRESETS = {
     "deggs": {},
     # A byte model that learns within a minute on two cores, with noise on activations. 32 windows a step, read by 16
     # members each; a rate that falls with the root of the steps, and faster from step 1,200 to 2,000. No noise at the
-    # embedding, which learns as the head's matrix. 12 logit units are a nat: with more of them the frequent tokens
-    # reach the largest logit. Little weight decay: later its pull outweighs the votes. Two chunks, so that two machines
-    # can share a step.
+    # embedding, so nothing votes on it: its random values serve as well, and all other votes have less noise. 12 logit
+    # units are a nat: with more of them the frequent tokens reach the largest logit. Little weight decay: later its
+    # pull outweighs the votes. Two chunks, so that two machines can share a step.
     "laptop": dict(
         MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1,
         MLP_RELU=1, GROUP_SIZE=16, CHUNK_SIZE=256, POPULATION_SIZE=512, NOISE_EMBEDDING=0, NOISE_GATE=7,

@@ -347,9 +347,9 @@ class CpuEngine:
             tokens[text[:length]] = 1
         return Writing(lengths, seeds, seen, s.penalty, s.temp, np.int64(s.floor))
 
-    def generate(self, prompt, count, seed, **settings):
-        """Yields `count` int tokens that continue prompt (int [n >= 1]); settings: of sampling.settings."""
-        prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, **settings)
+    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
+        prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, temp, min_p, penalty)
         text, memory, total = prompt[None], np.zeros(0, np.int8), prompt.size + count
         writing = self._writing(text, np.array([prompt.size]), np.array([uint32(seed)]), s)
         for end in range(prompt.size + 1, total + 1):
