@@ -100,6 +100,10 @@ class Gpu(NamedTuple):
     def device(self, function):
         return device(self.unroll(function))
 
+    def called(self, function):
+        """A device function that a large kernel calls more than once: numba compiles it once, and LLVM inlines it."""
+        return cuda.jit(device=True, forceinline=True)(self.unroll(function))
+
 
 # --- small device functions ------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ Memory      A block has some tiles. The vectors of their rows lie in shared memo
 Phases      In turn a warp takes a pair (norms, sums of input noise) or 16 rows times 32 columns of a product.
 """
 
+import functools
 from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, int8, uint32, uint64
@@ -107,6 +108,7 @@ def divided_function(cfg, inputs):
     return divided
 
 
+@functools.cache
 def multiply_function(gpu, K):
     """The device function. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8:
     the order of inputs is free, and so a load has eight of them."""
@@ -127,7 +129,7 @@ def multiply_function(gpu, K):
             for half in range(4):
                 acc[4 * j + half] = c[half]
 
-    @gpu.device
+    @gpu.called
     def multiply(acc, words, x, below, packed, at):
         """acc int32 [16] = 16 rows x COLUMNS. words[x]: the first word of row g, `below` words before that of row
         g + 8; packed[at]: the first word of the columns. acc[4 j + 2 h + e]: row g + 8 h, column 8 j + 2 q + e."""
@@ -158,7 +160,7 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     GROUPS = columns // COLUMNS
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
 
-    @gpu.device
+    @gpu.called
     def product(block, source, at, x, stream, where):
         """Of region x with the matrix at plan[at]; stream: number of its sums."""
         acc, sums = int32s(16), int32s(2)
@@ -194,7 +196,7 @@ def sums_function(gpu, nz, H, K, folded):
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
     input_coefficient, input_fold, factor = nz.input_coefficient, nz.input_fold, nz.factor
 
-    @gpu.device
+    @gpu.called
     def add_up(block, source, at, unit, x, stream):
         """Of region x, for the matrix whose input side is at plan[at]. The odd member's has the sign of its noise."""
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
@@ -235,7 +237,7 @@ def norm_function(gpu, cfg, pairs):
             return divided(int32(x * clip(w)), mean, float32(float32(1) / float32(mean)))
         return clip(int32(divide(int32(x * w), mean) + bias))
 
-    @gpu.device
+    @gpu.called
     def norm(block, source, unit):
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
         here = row_of(unit) * STRIDE
@@ -281,7 +283,7 @@ def embed_function(gpu, cfg, nz, pairs):
         c = coefficient(tokens, first, position) if NTT else int32(0)
         return n, f, (token >> 3) * (2 * H) + (token & 7) * 4, c
 
-    @gpu.device
+    @gpu.called
     def embed(block, source, at, tokens, position, room, unit):
         """at: word of the packed table."""
         lane, mask, shift = cuda.threadIdx.x & 31, int32(source.job[2]), block.shift
@@ -458,7 +460,7 @@ def settle_function(gpu, cfg, pairs):
     STRIDE = stride_words(H, gpu, H)
     side, vector_entry = pairs.vector_side, pairs.vector_entry
 
-    @gpu.device
+    @gpu.called
     def settle(block, source, unit, y, first, shift, biased):
         """X = amax(X + (y >> shift) + the bias) of a pair."""
         lane = cuda.threadIdx.x & 31
@@ -529,7 +531,7 @@ def attention_functions(gpu, cfg):
                 s = ptx.dp4a(key[k], query[k], s)
         return s
 
-    @gpu.device
+    @gpu.called
     def attend(block, row, head, position, key_words, value_words, first, exps):
         """Region N of a head of a row: the mean of the values at `position` and before, which begin at word `first`. A
         lane has a position's score, then a word of the values of every (32 / W)-th position."""
