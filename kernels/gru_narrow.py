@@ -21,10 +21,10 @@ from numba import cuda, int8, int32, int64, uint32
 from kernels import gru_parts, ptx
 from kernels.gru_parts import (B_APART, B_F, DOWN, GATES, HIGHEST, INNER, LOWEST, NORM_1, NORM_2, OFFSET, RECUR,
                                U_APART, U_F, U_INPUT, W_DOWN_INPUT, W_H, added_function, begin_with, both, input_bytes,
-                               int32s, late_noise_quotients, norm_functions, row_functions, row_of)
+                               late_noise_quotients, norm_functions, row_functions, row_of)
 from kernels.host import Kernel
 from kernels.pairs import pair_functions, source_of
-from kernels.parts import A32, A64, A8, AU32, PLAN, clip, quad_sum, thread, unrolled, weight
+from kernels.parts import A32, A64, A8, AU32, PLAN, clip, int32s, quad_sum, thread, unrolled, weight
 from kernels.rules import device, loss_function, loudest
 from model import parameters
 

@@ -17,12 +17,11 @@ from numba import cuda, float32, int8, int32, int64, uint32
 from kernels import ptx
 from kernels.host import Kernel
 from kernels.pairs import I_OVERLAY, I_SEED, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum)
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, clip, floor_constants, int32s,
+                           quad_sum)
 from kernels.product import TALLEST
 from kernels.rules import device, loudest
-from model import activations
-from model import parameters
-from model import rules
+from model import activations, parameters, rules
 
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
@@ -90,12 +89,6 @@ def clip_function(cc, base, lowest, highest, within=True):
     def clipped(a, b, c, d):
         return two(a, b), two(c, d)
     return clipped
-
-
-@device
-def int32s(count):
-    """A local array, in registers where the compiler knows every index; count: a constant."""
-    return cuda.local.array(count, int32)
 
 
 # word and factor of quotients in integers

@@ -11,8 +11,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.rules import device
-from model import parameters
-from model import transforms
+from model import parameters, transforms
 
 W_FIRST = 0
 W_SEED_A = 1

@@ -116,6 +116,12 @@ def thread():
 
 
 @device
+def int32s(count):
+    """A local array, in registers where the compiler knows every index; count: a constant."""
+    return cuda.local.array(count, int32)
+
+
+@device
 def clip(x):
     return int32(min(max(int32(x), int32(-127)), int32(127)))
 
@@ -129,6 +135,12 @@ def byte(word, k):
 @device
 def pack4(a, b, c, d):
     return ptx.byte_permute(ptx.byte_permute(a, b, 0x0040), ptx.byte_permute(c, d, 0x0040), 0x5410)
+
+
+@device
+def pack_bytes(x, i):
+    """The low bytes of x[i], x[i + 1], x[i + 2], x[i + 3] as one word."""
+    return pack4(x[i], x[i + 1], x[i + 2], x[i + 3])
 
 
 @device

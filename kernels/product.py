@@ -47,6 +47,13 @@ def members_of(rows, length):
     return blocks(length - math.gcd(rows, length) + rows, length)
 
 
+@device
+def accumulator_of(j, half, k):
+    """Which accumulator of a thread is column 16 j + 4 q + k, in its first or (half = 1) second row, where columns are
+    permuted (see Packing)."""
+    return 8 * j + 2 * half + (k >> 1) * 4 + (k & 1)
+
+
 # --- noise in the accumulators ---------------------------------------------------------------------------------------
 
 def begin_functions(cfg, nz, inputs, most=0):
@@ -98,7 +105,7 @@ def begin_tile_function(gpu, nz, begin, base, at_bias=0, columns=128):
             if at_bias:
                 b = ptx.load_shared4(at + j * 64 + at_bias)
             for k in range(4):
-                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                i = accumulator_of(j, 0, k)
                 c = b[k] if at_bias else int32(base)
                 acc[i], acc[i + 2] = begin(s[0], n[k], c, shift), begin(s[1], n[k], c, shift)
     return begin_tile

@@ -15,10 +15,11 @@ from numba import cuda, float32, int32, int64, int8, uint32, uint64
 
 from kernels import gru_parts, ptx, transformer
 from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM_2, RECUR, TABLE, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, int32s)
+                               W_DOWN_INPUT, W_F, W_H, W_UP)
 from kernels.host import Kernel
 from kernels.pairs import I_OVERLAY, I_SEED, Source, ntt_functions, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, amax_scale, byte, clip, quotient_function, rounded)
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, amax_scale, byte, clip, int32s, quotient_function,
+                           rounded)
 from kernels.rules import NORMS, build_noise, device, divide
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
 from model import parameters
