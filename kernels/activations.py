@@ -12,7 +12,7 @@ from numba import cuda, float64, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import A8, A32, A64, AU32, blocks, int32s, pack4, pack_bytes
+from kernels.parts import A8, A32, A64, AU32, across, blocks, int32s, pack4, pack_bytes
 from kernels.rules import device
 from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, place, products_kernel, vote_index
 from model import activations, integer_tables, parameters, rules
@@ -45,7 +45,7 @@ def turn4(x):
 def warp_sum(x):
     """int64 sum over the warp."""
     for d in range(5):
-        x += cuda.shfl_xor_sync(0xFFFFFFFF, x, 16 >> d)
+        x += across(x, 16 >> d)
     return x
 
 

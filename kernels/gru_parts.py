@@ -277,7 +277,7 @@ def warp_product_functions(columns, steps, keep=False, wgmma=False):
     and `product` multiplies by `columns` of them that begin `at` bytes further. With wgmma a warpgroup multiplies
     together, each warp for 16 rows of its own."""
     ROW = 32 * steps
-    multiply = ptx.wgmma_product(columns, steps, True, True) if wgmma else ptx.mma_product(columns, steps, keep)
+    multiply = ptx.wgmma_product(columns, steps, True) if wgmma else ptx.mma_product(columns, steps, keep)
 
     if wgmma:
         @device

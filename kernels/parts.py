@@ -116,6 +116,12 @@ def thread():
 
 
 @device
+def across(x, lanes):
+    """x of the lane whose number differs in the bits of `lanes`."""
+    return cuda.shfl_xor_sync(0xFFFFFFFF, x, lanes)
+
+
+@device
 def int32s(count):
     """A local array, in registers where the compiler knows every index; count: a constant."""
     return cuda.local.array(count, int32)
@@ -147,28 +153,28 @@ def pack_bytes(x, i):
 def pack_quad(x):
     """The low bytes of x of four neighbouring lanes as one word, known to all four."""
     x = int32((x & 255) << int32(8 * (cuda.threadIdx.x & 3)))
-    x = int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
-    return int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
+    x = int32(x | across(x, 1))
+    return int32(x | across(x, 2))
 
 
 @device
 def quad_sum(x):
     """int32 sum over the four lanes that share a row."""
-    x = int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
-    return int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
+    x = int32(x + across(x, 1))
+    return int32(x + across(x, 2))
 
 
 @device
 def quad_sum64(x):
     """The same of 64-bit numbers."""
-    x += cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)
-    return x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)
+    x += across(x, 1)
+    return x + across(x, 2)
 
 
 @device
 def quad_max(x):
-    x = int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)))
-    return int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)))
+    x = int32(max(x, across(x, 1)))
+    return int32(max(x, across(x, 2)))
 
 
 @device

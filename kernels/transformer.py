@@ -20,8 +20,8 @@ from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
 from kernels.pairs import I_OVERLAY, I_SEED, ntt_functions, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A64, A8, AU32, PLAN, amax_scale, blocks, byte, clip, int32s, pack4, pack_bytes,
-                           pack_quad, pack_rounded, quad_sum, rounded, unroll)
+from kernels.parts import (A32, A64, A8, AU32, PLAN, across, amax_scale, blocks, byte, clip, int32s, pack4,
+                           pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              joined, members_of, padded_length, place_function, product_functions, wide_shape)
 from kernels.rules import build_noise, device, divide, loudest
@@ -56,7 +56,7 @@ def _embed_kernel(cfg, nz, gpu):
     factor = nz.factor
     job_shift = nz.shift
     NTT = cfg.NTT_MODE != 0
-    coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
+    coefficient, look_up = ntt_functions(cfg, nz, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
     @cuda.jit(launch_bounds=256)
@@ -498,7 +498,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 i = 8 * j
                 left = pack_rounded(acc[i], acc[i + 2], acc[i + 1], acc[i + 3])
                 right = pack_rounded(acc[i + 4], acc[i + 6], acc[i + 5], acc[i + 7])
-                other = cuda.shfl_xor_sync(0xFFFFFFFF, left if odd else right, 4)
+                other = across(left if odd else right, 4)
                 even_row, odd_row = (other, right) if odd else (left, other)
                 i = col + j * 16 + odd * 8 + q * 2
                 to = (int64(member) * (H * POSITIONS) + (i >> 3) * (8 * POSITIONS) + (i & 7) * 16 + (position >> 4)

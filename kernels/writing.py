@@ -18,7 +18,7 @@ from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM
                                W_DOWN_INPUT, W_F, W_H, W_UP)
 from kernels.host import Kernel
 from kernels.pairs import I_OVERLAY, I_SEED, Source, ntt_functions, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, amax_scale, byte, clip, int32s, quotient_function,
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, byte, clip, int32s, quotient_function,
                            rounded)
 from kernels.rules import NORMS, build_noise, device, divide
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
@@ -274,7 +274,7 @@ def embed_function(gpu, cfg, nz, pairs):
     OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
     noise, factor, disturbance = nz.noise, nz.factor, nz.table_term
     side, vector_entry = pairs.vector_side, pairs.vector_entry
-    coefficient, look_up = ntt_functions(cfg, nz, True, True)
+    coefficient, look_up = ntt_functions(cfg, nz, True)
 
     @gpu.device
     def look(block, source, seed, tokens, first, position):
@@ -561,10 +561,10 @@ def attention_functions(gpu, cfg):
             for k in range(4):
                 sums[k] += part[k]
         for d in range(5):
-            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1 << d)
+            total += across(total, 1 << d)
             if 1 << d >= W:
                 for k in range(4):
-                    sums[k] += cuda.shfl_xor_sync(0xFFFFFFFF, sums[k], 1 << d)
+                    sums[k] += across(sums[k], 1 << d)
         if lane < W:
             for k in range(4):
                 v = clip(int32(float(sums[k]) / float(total)))
