@@ -26,7 +26,7 @@ from kernels.gru_parts import (B_APART, B_F, B_H, INPUTS, LN, RECUR, STREAM, TAB
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
 from kernels.pairs import I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, clip, int32s, quad_sum, quotient_function,
+from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, called, clip, int32s, quad_sum, quotient_function,
                            unroll, unrolled)
 from kernels.product import (GROUPS, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              members_of, place_function, product_functions, shapes, wide_shape)
@@ -59,7 +59,7 @@ def early_noise_quotients(cfg, nz, inputs, lowest=-127):
     def two(acc, i):
         return ptx.byte_permute(divided(acc[i]), divided(acc[i + 1]), 0xD591)
 
-    @device
+    @called
     def pairs(acc, i):
         return two(acc, i), two(acc, i + 4)
 
@@ -344,7 +344,7 @@ def recur_kernel(cfg, nz, gpu):
             return int32(own.ring.base + AT_OWN + (which * ALL + k) * (THREADS * 16) + own.ring.t * 16)
         return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + own.ring.t * 4
 
-    @device
+    @called
     def load_table(own, which, k):
         at = place_of(own, which, k)
         return ptx.load_shared4(at) if RESIDENT else ptx.load4(own.tables, at)
@@ -392,7 +392,7 @@ def recur_kernel(cfg, nz, gpu):
         return as_column(scaled(noise, source.overlay[source.plan[at + M_OVERLAY] + column],
                                 stream_of(source, at + M_SEED, own.pair), column))
 
-    @device
+    @called
     def add_inputs(own, total, word, noises, at, column):
         """total + what four inputs of the matrix that begins at plan[at] add to sb."""
         if MODE == 0:

@@ -82,7 +82,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
         """Where the noise of column c lies, so that the four columns of a thread in 16 are neighbours."""
         return (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
 
-    @gpu.device
+    @gpu.called
     def prepare(sm, at, slot, v, member, source):
         """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
         for m in range(SLOTS):
@@ -94,7 +94,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
         """Of a level."""
         return int32(quotient(a) - BITS) if PAIRED else int32(int32(a - BASE) >> LOGIT)
 
-    @gpu.device
+    @gpu.called
     def weight(top, a, last, at, exps):
         """EXP of the distance from level a to the `settled` top."""
         if clean:
@@ -133,7 +133,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
                     else:
                         cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
-    @gpu.device
+    @gpu.called
     def target_logits(half, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q):
         """Sum of the logits of the targets of a thread's first or (half = 1) second row: of the token that follows, and
         of those drawn."""

@@ -82,6 +82,11 @@ def unroll(function, loops=LOOPS):
     return names[function.__name__]
 
 
+def called(function):
+    """A device function that a large kernel calls more than once: numba compiles it once, and LLVM inlines it."""
+    return cuda.jit(device=True, forceinline=True)(function)
+
+
 def unrolled(function):
     """A device function with loops over registers whose bodies are too large for any compiler to unroll."""
     return device(unroll(function, {"d", "j"}))
@@ -101,8 +106,7 @@ class Gpu(NamedTuple):
         return device(self.unroll(function))
 
     def called(self, function):
-        """A device function that a large kernel calls more than once: numba compiles it once, and LLVM inlines it."""
-        return cuda.jit(device=True, forceinline=True)(self.unroll(function))
+        return called(self.unroll(function))
 
 
 # --- small device functions ------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def begin_tile_function(gpu, nz, begin, base, at_bias=0, columns=128):
     shared address, and what they begin with: `base`, or what lies at_bias bytes further. s: of both rows."""
     SILENT = nz.silent
 
-    @gpu.device
+    @gpu.called
     def begin_tile(acc, at, s, shift):
         n = ZEROS
         for j in range(columns // 16):
@@ -257,7 +257,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
                 word = i * 4 if count == 1 else i // (each // 16) * apart + i % (each // 16) * 4
                 ptx.copy_async16(int32(to + i * 16), source, at + word)
 
-    @gpu.device
+    @gpu.called
     def fetch_rows(ring, group, tile):
         full, at = ring.bar + 8 * (STAGES + group), int64(tile * RG + group) * (16 * K)
         if BULK:
@@ -266,7 +266,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         if not BULK:
             ptx.copy_arrive(full)
 
-    @gpu.device
+    @gpu.called
     def fetch(ring, step):
         """The copies of a step: beside bulk copies by one thread, else by all."""
         stage = split(step, STAGES)[1]
@@ -340,7 +340,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
                 wait(ring.bar + EMPTY + 8 * (STAGES + group), turn & 1)
                 fetch_rows(ring, group, coming)
 
-    @gpu.device
+    @gpu.called
     def leave(ring, step):
         """This warp has done with the stage of a step, which is for that of a later one."""
         if not RESIDENT:
@@ -370,7 +370,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
         of_rows, of_columns = wgmma_descriptor(A_WIDTH), wgmma_descriptor(KP)
 
-        @gpu.device
+        @gpu.called
         def start(acc, ring, step, piece, keep):
             a, b = operands(ring, step, piece)
             a_desc, b_desc = of_rows(ptx.keep_in_loop(a)), of_columns(ptx.keep_in_loop(b))
@@ -380,7 +380,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
     else:
         product = ptx.mma_tile(N, KP // 32, 8 * KP)
 
-        @gpu.device
+        @gpu.called
         def start(acc, ring, step, piece, keep):
             a, b = operands(ring, step, piece)
             if keep == 0:

@@ -276,7 +276,7 @@ def _up_kernel(cfg, nz, gpu, KP):
     INDEX = 1 << 17
     LESS = 0 if COPIES == 32 else 0x48000000
 
-    @gpu.device
+    @gpu.called
     def unit_address(a, bias, at):
         """Where GELU of a hidden unit lies."""
         if BASE:
@@ -286,7 +286,7 @@ def _up_kernel(cfg, nz, gpu, KP):
         return int32(min(max(int32((a >> SHIFT) + bias), int32(0)), int32(256)) * (4 * COPIES)
                      + at)
 
-    @gpu.device
+    @gpu.called
     def prepare(sm, smf, at, c, block, member, source):
         """Tables, from word `at` on, of the members that this warpgroup's rows touch, for hidden unit c of a block."""
         i = (c >> 5) * H + (min(block, BLOCKS - 1) if RAGGED else block) * 32 + (c & 31)
