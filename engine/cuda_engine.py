@@ -366,80 +366,63 @@ def data_on_device(cfg, tokens, name):
 Evaluation = collections.namedtuple("Evaluation", "windows result launch")
 
 
-class Pairs:
-    """Evaluations of an engine with noise on weights: losses of members. The first one reserves device memory for a
-    chunk, in slices whose scratch takes at most half of what is free."""
+# How an engine evaluates: the Evaluation of a number of members, what `evaluate` returns of fetched values, and room
+# for those of two evaluations
+Members = collections.namedtuple("Members", "evaluation result fetched")
 
-    def __init__(self, engine):
-        cfg, forward = engine.cfg, engine._forward
-        self._engine = engine
-        chunk = cfg.CHUNK_SIZE // 2
-        self._most, self._scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
-        self._windows = cuda.device_array(chunk * cfg.WINDOW, np.int32)
-        self._losses = cuda.device_array(2 * chunk, np.int64)
-        self.evaluation = functools.cache(self._evaluation)
 
-    @staticmethod
-    def fetched(cfg):
-        return Fetched(cfg.CHUNK_SIZE, np.int64)
+def evaluating_pairs(engine):
+    """The Members of an engine with noise on weights: losses. Reserves device memory for a chunk, in slices whose
+    scratch takes at most half of what is free."""
+    cfg, forward = engine.cfg, engine._forward
+    chunk, width = cfg.CHUNK_SIZE // 2, cfg.WINDOW
+    most, scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
+    all_windows, all_losses = cuda.device_array(chunk * width, np.int32), cuda.device_array(2 * chunk, np.int64)
 
-    @staticmethod
-    def result(fetched):
-        return fetched.copy()
-
-    def _evaluation(self, members):
-        """The Evaluation of so many members."""
-        engine, most, pairs = self._engine, self._most, members // 2
-        width = engine.cfg.WINDOW
-        windows, losses = self._windows[:pairs * width], self._losses[:2 * pairs]
+    @functools.cache
+    def evaluation(members):
+        pairs = members // 2
+        windows, losses = all_windows[:pairs * width], all_losses[:2 * pairs]
         cut = engine._cutting(windows, width)
 
         def enqueue():
             cut()
             for at in range(0, pairs, most):
                 end = min(pairs, at + most)
-                engine._forward.evaluate(*engine._model, windows[at * width:end * width], engine._job, at, end - at,
-                                         self._scratch, losses[2 * at:2 * end])
+                forward.evaluate(*engine._model, windows[at * width:end * width], engine._job, at, end - at, scratch,
+                                 losses[2 * at:2 * end])
 
         return Evaluation([(windows, cut_pairs)], losses, Replay(engine.stream, enqueue))
 
+    return Members(evaluation, np.copy, [Fetched(2 * chunk, np.int64) for _ in range(2)])
 
-class Chunks:
+
+HEAD = 16                   # bytes before the digits of a chunk
+
+
+def evaluating_chunks(engine):
     """The same with noise on activations: the digits of a chunk, behind the total of the differences of losses and the
     loss of the unperturbed model, int64 [2]."""
+    cfg, forward = engine.cfg, engine._forward
+    pairs, groups = cfg.CHUNK_SIZE // 2, cfg.CHUNK_SIZE // cfg.GROUP_SIZE
+    most, scratch = engine._slices(forward.scratch_bytes, pairs, "evaluate a single pair")
+    windows = cuda.device_array(pairs * cfg.WINDOW, np.int32)
+    of_groups = cuda.device_array(groups * cfg.WINDOW, np.int32)
+    out = cuda.to_device(np.zeros(HEAD + cfg.CHUNK_DIGITS, np.int8))
+    cut = engine._cutting(windows, cfg.WINDOW)
+    cut_of_groups = engine._cutting(of_groups, cfg.WINDOW, cfg.GROUP_SIZE // 2)
 
-    HEAD = 16
+    def enqueue():
+        cut()
+        cut_of_groups()
+        forward.vote(*engine._model, windows, of_groups, engine._job, most, scratch, out[HEAD:])
+        out[:HEAD].view(np.int64).copy_to_device(forward.votes.arrays.totals[:2], engine.stream)
 
-    def __init__(self, engine):
-        cfg, forward = engine.cfg, engine._forward
-        self._engine = engine
-        pairs, groups = cfg.CHUNK_SIZE // 2, cfg.CHUNK_SIZE // cfg.GROUP_SIZE
-        most, scratch = engine._slices(forward.scratch_bytes, pairs, "evaluate a single pair")
-        windows = cuda.device_array(pairs * cfg.WINDOW, np.int32)
-        of_groups = cuda.device_array(groups * cfg.WINDOW, np.int32)
-        out = cuda.to_device(np.zeros(self.HEAD + cfg.CHUNK_DIGITS, np.int8))
-        cut = engine._cutting(windows, cfg.WINDOW)
-        cut_of_groups = engine._cutting(of_groups, cfg.WINDOW, cfg.GROUP_SIZE // 2)
+    def result(fetched):
+        return fetched[HEAD:].copy(), cfg.GROUP_SIZE * int(fetched[:HEAD].view(np.int64)[1])
 
-        def enqueue():
-            cut()
-            cut_of_groups()
-            forward.vote(*engine._model, windows, of_groups, engine._job, most, scratch, out[self.HEAD:])
-            out[:self.HEAD].view(np.int64).copy_to_device(forward.votes.arrays.totals[:2], engine.stream)
-
-        self._scale = cfg.GROUP_SIZE
-        self._evaluation = Evaluation([(windows, cut_members), (of_groups, cut_groups)], out,
-                                      Replay(engine.stream, enqueue))
-
-    @classmethod
-    def fetched(cls, cfg):
-        return Fetched(cls.HEAD + cfg.CHUNK_DIGITS, np.int8)
-
-    def result(self, fetched):
-        return fetched[self.HEAD:].copy(), self._scale * int(fetched[:self.HEAD].view(np.int64)[1])
-
-    def evaluation(self, members):
-        return self._evaluation
+    whole = Evaluation([(windows, cut_members), (of_groups, cut_groups)], out, Replay(engine.stream, enqueue))
+    return Members(lambda members: whole, result, [Fetched(out.size, np.int8) for _ in range(2)])
 
 
 def cut_pairs(cfg, tokens, known, step, seed, first, count):
@@ -515,11 +498,7 @@ class CudaEngine:
         self._saved = None                                   # a copy of the state, see _save
         self._given = cuda.device_array(32, np.uint8)        # job and place, see _set_job
         self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
-        self._sent = None                                    # the bytes that are there
         self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
-        self._kind = Chunks if cfg.PERTURB == "activations" else Pairs
-        self._results = [self._kind.fetched(cfg), self._kind.fetched(cfg)]
-        self._members = None                                 # of this kind, made by the first evaluation
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
@@ -610,11 +589,13 @@ class CudaEngine:
         self.begin(first, count)
         return self._members.result(self._begun.pop((first, count)).wait())
 
+    @functools.cached_property
+    def _members(self):
+        return (evaluating_chunks if self.cfg.PERTURB == "activations" else evaluating_pairs)(self)
+
     def _enqueue(self, first, count):
         """The Fetched losses of an evaluation, which is begun."""
         self._ready("step")
-        if self._members is None:
-            self._members = self._kind(self)
         evaluation = self._members.evaluation(count)
         self._set_job(first)
         step, seed = self._at
@@ -629,7 +610,7 @@ class CudaEngine:
             themselves = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32), np.ascontiguousarray(self.tokens)
             copy_all(self._followers, known or themselves, self.stream)
         evaluation.launch()
-        free = next(fetched for fetched in self._results if fetched not in self._begun.values())
+        free = next(fetched for fetched in self._members.fetched if fetched not in self._begun.values())
         return free.copy(evaluation.result, self.stream).record(self.stream)
 
     def _set_job(self, first=0):
@@ -639,9 +620,7 @@ class CudaEngine:
         step, seed = self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
         given = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
-        if given != self._sent:                              # an update has the job of its step's first chunk
-            self._given.copy_to_device(np.frombuffer(given, np.uint8), self.stream)
-            self._sent = given
+        self._given.copy_to_device(np.frombuffer(given, np.uint8), self.stream)
 
     def _cutting(self, windows, length, each=1):
         """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job, or every `each`-th."""
@@ -735,10 +714,10 @@ class CudaEngine:
         self.stream.synchronize()
         return total, len(windows) * T
 
-    def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
-        """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""
+    def generate(self, prompt, count, seed, **settings):
+        """Yields `count` int tokens that continue prompt (int [n >= 1]); settings: of sampling.settings."""
         yield from continuation(self, sampling.checked_prompt(self.cfg, prompt), count, seed,
-                                sampling.settings(self.cfg, temp, min_p, penalty))
+                                sampling.settings(self.cfg, **settings))
 
     def write(self, texts, lengths, seeds, s, first_pair=None):
         """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
@@ -887,11 +866,11 @@ def card(device):
     return gpu.compute_capability == (9, 0), operations * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
 
 
-def update_times(engine, fitness, repeats=5):
-    """{kernel: milliseconds} of one update, the least of `repeats` by CUDA events (the weights move on as by real
+def update_times(engine, fitness):
+    """{kernel: milliseconds} of one update, the least of five by CUDA events (the weights move on as by real
     updates)."""
     best = {}
-    for _ in range(repeats):
+    for _ in range(5):
         engine._set_update(fitness)
         events, spent = [cuda.event() for _ in range(len(engine._update_steps) + 1)], collections.Counter()
         events[0].record(engine.stream)

@@ -11,9 +11,8 @@ import numpy as np
 from numba import cuda, float64, int8, int32, int64, uint32
 
 from kernels import ptx
-from kernels.gru_parts import int32s
 from kernels.host import Kernel
-from kernels.parts import A8, A32, A64, AU32, blocks, pack4
+from kernels.parts import A8, A32, A64, AU32, across, blocks, int32s, pack4, pack_bytes
 from kernels.rules import device
 from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, place, products_kernel, vote_index
 from model import activations, integer_tables, parameters, rules
@@ -46,7 +45,7 @@ def turn4(x):
 def warp_sum(x):
     """int64 sum over the warp."""
     for d in range(5):
-        x += cuda.shfl_xor_sync(0xFFFFFFFF, x, 16 >> d)
+        x += across(x, 16 >> d)
     return x
 
 
@@ -175,7 +174,7 @@ def _head_kernels(cfg):
                     logit = int32(z[p * V + v])
                     weight = exps[min(int32(LAST), int32(tops[p] - logit))]
                     found[e] = head_error(logit, wanted, TARGETS, weight, sums[p], random)
-            operand[place(rows, row + v, (first + group) * PADDED + t)] = pack4(found[0], found[1], found[2], found[3])
+            operand[place(rows, row + v, (first + group) * PADDED + t)] = pack_bytes(found, 0)
 
     return keep, head_logits, softmax, errors
 

@@ -5,7 +5,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from kernels import ptx
 from kernels.host import Kernel
 from kernels.pairs import I_OVERLAY, I_SEED, source_of, stream_of
-from kernels.parts import A32, A8, AU32, PLAN, blocks, exp_sizes, pack4, quad_max, quad_sum
+from kernels.parts import A32, A8, AU32, PLAN, blocks, exp_sizes, int32s, pack_bytes, quad_max, quad_sum
 from kernels.product import ZEROS, padded_length
 
 KEYS = 64                                   # positions of keys and values that a block takes at a time
@@ -131,7 +131,7 @@ def attention_kernel(cfg, nz, gpu):
         stores their words and adds to the sums sb of the two rows. A reciprocal is a little small, so that an estimate
         is right or one less."""
         c = ptx.load_shared4(at_c)
-        x = cuda.local.array(4, int32)
+        x = int32s(4)
         for half in range(2):
             den = dens[half]
             for k in range(4):
@@ -147,7 +147,7 @@ def attention_kernel(cfg, nz, gpu):
                 x[k] = q if total >= float32(0) else -q
                 f = factors[at_f + k] if MODE == 2 else float32(0)
                 sums[half] += input_term(x[k], c[k], f)
-            a[uint64(to + half * (2 * H))] = pack4(x[0], x[1], x[2], x[3])
+            a[uint64(to + half * (2 * H))] = pack_bytes(x, 0)
 
     @cuda.jit(launch_bounds=(128, RESIDENT))
     @gpu.unroll
@@ -183,13 +183,13 @@ def attention_kernel(cfg, nz, gpu):
         at_c = ptx.shared_address(coefficient, (lane & 3) * 4)
         at_k = base + (matrix >> 1) * (8 * D) + (matrix & 1) * 128 + (lane & 7) * 16
         at_v = base + BYTES + lane * 16
-        s = cuda.local.array(SCORES, int32)
+        s = int32s(SCORES)
         query = cuda.local.array((QUERY, 4), int32)
         limbs = cuda.local.array((6, 4), int32)
-        high, low = cuda.local.array(SUMS, int32), cuda.local.array(SUMS, int32)
-        tops = cuda.local.array(2, int32)
-        dens = cuda.local.array(2, int32)
-        sums = cuda.local.array(2, int32)
+        high, low = int32s(SUMS), int32s(SUMS)
+        tops = int32s(2)
+        dens = int32s(2)
+        sums = int32s(2)
         reciprocals = cuda.local.array(2, float32)
         sums[0], sums[1] = 0, 0
         for step in range(steps):

@@ -20,22 +20,18 @@ from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, types
 
-from kernels import gru_narrow
-from kernels import gru_parts
-from kernels import host
-from kernels import ptx
+from kernels import gru_narrow, gru_parts, host, ptx
 from kernels.gru_parts import (B_APART, B_F, B_H, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, int32s, norm_kernel, padded_rows, row_of)
+                               W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, padded_rows, row_of)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
 from kernels.pairs import I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, clip, quad_sum, quotient_function, unroll,
-                           unrolled)
-from kernels.product import (GROUPS, THREADS, begin_functions, begin_tile_function, full_shape, members_of,
-                             place_function, product_functions, shapes, wide_shape)
+from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, called, clip, int32s, quad_sum, quotient_function,
+                           unroll, unrolled)
+from kernels.product import (GROUPS, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
+                             members_of, place_function, product_functions, shapes, wide_shape)
 from kernels.rules import build_noise, device
-from model import activations
-from model import parameters
+from model import activations, parameters
 
 
 # --- device functions -------------------------------------------------------------------------------------------------
@@ -63,7 +59,7 @@ def early_noise_quotients(cfg, nz, inputs, lowest=-127):
     def two(acc, i):
         return ptx.byte_permute(divided(acc[i]), divided(acc[i + 1]), 0xD591)
 
-    @device
+    @called
     def pairs(acc, i):
         return two(acc, i), two(acc, i + 4)
 
@@ -117,9 +113,7 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     AT_TABLES = shape.bytes // 4
     BUFFER = SLOTS * TABLE
     SB_AT = 2 if DOWN else 0
-    functions = product_functions(gpu, shape)
-    open_ring, wait_rows = functions.open_ring, functions.wait_rows
-    multiply, finish = functions.multiply, functions.finish
+    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     job_shift = nz.shift
     noise_of = pair_functions(cfg, nz).column
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
@@ -210,11 +204,10 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
         ptx.named_barrier(1 + group, 128)
         for turn in range(count):
             tile = begun + turn * every
-            place = place_of(tile, t, n)
-            row, unit = place.row, place.first
+            row, unit, slot, _ = place_of(tile, t, n)
             number = (row >> 4) * 8 + (lane >> 2)
             # where windows are shorter than SEQ_LEN there is no noise: all tables are the same
-            slot = min(place.slot, int32(SLOTS - 1))
+            slot = min(slot, int32(SLOTS - 1))
             s[0] = as_row(sb[(SB_AT + which) * stride + row], shift)
             s[1] = as_row(int32(-sb[(SB_AT + which) * stride + row + 8]), shift)
             sums[0], sums[1] = 0, 0
@@ -328,10 +321,7 @@ def recur_kernel(cfg, nz, gpu):
     OWN = ALL * THREADS * 16
     WORDS = 2 * ALL
     SUMS = 2 * 64 * GROUPS
-    functions = product_functions(gpu, shape, matrices=2, own_rows=True)
-    open_ring = functions.open_ring
-    multiply = functions.multiply
-    finish = functions.finish
+    open_ring, _, multiply, finish = product_functions(gpu, shape, matrices=2, own_rows=True)
     noise = nz.noise
     scaled = nz.scaled
     vector = pair_functions(cfg, nz).vector
@@ -354,7 +344,7 @@ def recur_kernel(cfg, nz, gpu):
             return int32(own.ring.base + AT_OWN + (which * ALL + k) * (THREADS * 16) + own.ring.t * 16)
         return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + own.ring.t * 4
 
-    @device
+    @called
     def load_table(own, which, k):
         at = place_of(own, which, k)
         return ptx.load_shared4(at) if RESIDENT else ptx.load4(own.tables, at)
@@ -402,7 +392,7 @@ def recur_kernel(cfg, nz, gpu):
         return as_column(scaled(noise, source.overlay[source.plan[at + M_OVERLAY] + column],
                                 stream_of(source, at + M_SEED, own.pair), column))
 
-    @device
+    @called
     def add_inputs(own, total, word, noises, at, column):
         """total + what four inputs of the matrix that begins at plan[at] add to sb."""
         if MODE == 0:
@@ -434,7 +424,7 @@ def recur_kernel(cfg, nz, gpu):
             column = min(column_of(ahead * KS + j, ring.t), H - 4)
             noises = load_table(own, which + TABLES - 2, ahead * KS + j)
             for g in range(4):
-                i = 8 * j + (g >> 1) * 4 + (g & 1)
+                i = accumulator_of(j, 0, g)
                 n = noises[g] if SCALED else column_noise(own, noises[0], g, own.p + U_F + which * U_APART, column)
                 acc[i], acc[i + 2] = begin(s0, n, int32(BASE), own.shift), begin(s1, n, int32(BASE), own.shift)
         finish(acc, ring, multiply(acc, ring, step, which * PAST), False, False, 0, 0)

@@ -21,10 +21,10 @@ from numba import cuda, int8, int32, int64, uint32
 from kernels import gru_parts, ptx
 from kernels.gru_parts import (B_APART, B_F, DOWN, GATES, HIGHEST, INNER, LOWEST, NORM_1, NORM_2, OFFSET, RECUR,
                                U_APART, U_F, U_INPUT, W_DOWN_INPUT, W_H, added_function, begin_with, both, input_bytes,
-                               int32s, late_noise_quotients, norm_functions, row_functions, row_of)
+                               late_noise_quotients, norm_functions, row_functions, row_of)
 from kernels.host import Kernel
 from kernels.pairs import pair_functions, source_of
-from kernels.parts import A32, A64, A8, AU32, PLAN, clip, quad_sum, thread, unrolled, weight
+from kernels.parts import A32, A64, A8, AU32, PLAN, across, clip, int32s, quad_sum, thread, unrolled, weight
 from kernels.rules import device, loss_function, loudest
 from model import parameters
 
@@ -498,7 +498,7 @@ def wgmma_mlp_kernel(cfg, nz):
     TABLE, fill, norm, inner, finish = mlp_functions(cfg, nz, (9, 0), 128, *integer_quotients(cfg))
     AT_LEFT, AT_TABLES = STAGES * STAGE, STAGES * STAGE + GROUPS * TILE_ROWS * H
     load_rows, store_rows = row_functions(H)
-    up, down = ptx.wgmma_product(128, H // 32, False, False), ptx.wgmma_product(256, 4, True, True)
+    up, down = ptx.wgmma_product(128, H // 32, False), ptx.wgmma_product(256, 4, True)
 
     @device
     def fetch(base, bar, packed, at, step):
@@ -625,7 +625,7 @@ def register_head_kernel(cfg, nz, cc, size):
     def highest(top):
         """The largest logit of a row, + 128."""
         for k in (1, 2):
-            top = max2(top, cuda.shfl_xor_sync(0xFFFFFFFF, top, k))
+            top = max2(top, across(top, k))
         return max(int32(top & 0xFFFF), int32(uint32(top) >> uint32(16))) - OFFSET
 
     @device
@@ -708,7 +708,7 @@ def register_head_kernel(cfg, nz, cc, size):
                         loss += position_loss(int64(total), distance, 0)
                     counted = False
             for k in (2, 4, 8, 16):
-                loss += cuda.shfl_xor_sync(0xFFFFFFFF, loss, k)
+                loss += across(loss, k)
             if lane < 2:
                 losses[2 * unit + lane] = loss
 

@@ -17,12 +17,11 @@ from numba import cuda, float32, int8, int32, int64, uint32
 from kernels import ptx
 from kernels.host import Kernel
 from kernels.pairs import I_OVERLAY, I_SEED, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, clip, floor_constants, quad_sum)
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, floor_constants,
+                           int32s, quad_sum)
 from kernels.product import TALLEST
 from kernels.rules import device, loudest
-from model import activations
-from model import parameters
-from model import rules
+from model import activations, parameters, rules
 
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
@@ -90,12 +89,6 @@ def clip_function(cc, base, lowest, highest, within=True):
     def clipped(a, b, c, d):
         return two(a, b), two(c, d)
     return clipped
-
-
-@device
-def int32s(count):
-    """A local array, in registers where the compiler knows every index; count: a constant."""
-    return cuda.local.array(count, int32)
 
 
 # word and factor of quotients in integers
@@ -284,7 +277,7 @@ def warp_product_functions(columns, steps, keep=False, wgmma=False):
     and `product` multiplies by `columns` of them that begin `at` bytes further. With wgmma a warpgroup multiplies
     together, each warp for 16 rows of its own."""
     ROW = 32 * steps
-    multiply = ptx.wgmma_product(columns, steps, True, True) if wgmma else ptx.mma_product(columns, steps, keep)
+    multiply = ptx.wgmma_product(columns, steps, True) if wgmma else ptx.mma_product(columns, steps, keep)
 
     if wgmma:
         @device
@@ -372,7 +365,7 @@ def state_functions(cc):
     FULL = both(254)
     add2, (_, within) = ptx.int16_pairs(cc).add2, int16_functions(cc)
 
-    @device
+    @called
     def gated(y, z, h):
         even, odd = int32(h & EVEN), int32(h & ODD)
         a, b = ptx.dp2a_low(y, even), ptx.dp2a_low(y, odd)
@@ -383,7 +376,7 @@ def state_functions(cc):
     def less(a, b):
         return add2(add2(a, int32(b ^ (-1))), int32(0x00010001))
 
-    @device
+    @called
     def next_state(f, h, y, z):
         even, odd = int32(f & EVEN), int32(f & ODD)
         h_low, h_high = ptx.low2(h), ptx.high2(h)
@@ -395,12 +388,12 @@ def state_functions(cc):
     def summed(y, z, word, b, c):
         return add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c)
 
-    @device
+    @called
     def opened(y, z, word, b, c):
         y, z = summed(y, z, word, b, c)
         return within(y, z, 0, FULL)
 
-    @device
+    @called
     def candidates(y, z, word, b, c):
         y, z = summed(y, z, word, b, c)
         return within(y, z, LOWEST, HIGHEST)

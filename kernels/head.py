@@ -7,8 +7,8 @@ from numba import cuda, float64, int32, int64, uint32, uint64
 from kernels import ptx
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Kernel
 from kernels.pairs import pair_functions, source_of
-from kernels.parts import (A32, A64, A8, AF64, AU32, BITS, MAGIC, PLAN, SIGNS, exp_sizes, quad_sum, quad_sum64,
-                           quotient_function)
+from kernels.parts import (A32, A64, A8, AF64, AU32, BITS, MAGIC, PLAN, SIGNS, exp_sizes, int32s, quad_sum,
+                           quad_sum64, quotient_function)
 from kernels.product import (GROUPS, TALLEST, THREADS, begin_functions, begin_tile_function, joined, members_of,
                              padded_length, place_function, product_functions, wide_shape)
 from kernels.rules import device, loss_function
@@ -82,7 +82,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
         """Where the noise of column c lies, so that the four columns of a thread in 16 are neighbours."""
         return (c & 0x70) | ((c & 6) << 1) | ((c & 8) >> 2) | (c & 1)
 
-    @gpu.device
+    @gpu.called
     def prepare(sm, at, slot, v, member, source):
         """The noise of column v of the vocabulary for the members that this warpgroup's rows touch."""
         for m in range(SLOTS):
@@ -94,7 +94,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
         """Of a level."""
         return int32(quotient(a) - BITS) if PAIRED else int32(int32(a - BASE) >> LOGIT)
 
-    @gpu.device
+    @gpu.called
     def weight(top, a, last, at, exps):
         """EXP of the distance from level a to the `settled` top."""
         if clean:
@@ -133,11 +133,11 @@ def head_kernel(cfg, nz, gpu, clean=False):
                     else:
                         cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
-    @gpu.device
+    @gpu.called
     def target_logits(half, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q):
         """Sum of the logits of the targets of a thread's first or (half = 1) second row: of the token that follows, and
         of those drawn."""
-        dots, tokens = cuda.local.array(TARGETS, int32), cuda.local.array(TARGETS, int32)
+        dots, tokens = int32s(TARGETS), int32s(TARGETS)
         window, here = scored(half, unit, position)
         first = min(window, count - 1) * (length + 1 if clean else WIDTH) + SKIP + 1
         here = min(here, length - 1)
@@ -175,9 +175,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
             for i in range(t, EXPS, THREADS):
                 exp[i] = exps[i // STRIDE]
             cuda.syncthreads()
-        place = place_of(tile, t, length)
-        row, member = place.row, place.first
-        slot, sign = place.slot, place.sign
+        row, member, slot, sign = place_of(tile, t, length)
         unit = (member + slot) >> MEMBERS
         position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
         source = source_of(plan, call * PLAN, overlay, overlay, job, offset)
@@ -186,11 +184,11 @@ def head_kernel(cfg, nz, gpu, clean=False):
             at_exp, table = int32(at_exp + table), int32(0)
         if PAIRED:
             table = at_exp
-        acc = cuda.local.array(64, int32)
+        acc = int32s(64)
         totals = cuda.local.array(2, int64)
         partial = cuda.local.array(2, SUM)
-        s, z = cuda.local.array(2, int32), cuda.local.array(2, int32)
-        tops, best = cuda.local.array(2, int32), cuda.local.array(2, int32)
+        s, z = int32s(2), int32s(2)
+        tops, best = int32s(2), int32s(2)
         shift = job_shift(job)
         for half in range(2):
             tops[half], totals[half] = -2 ** 31, 0

@@ -14,8 +14,7 @@ from numba import cuda, float32, int32, int64
 from numba.cuda import libdevice
 
 from kernels.parts import A2, A32, F1, F2
-from model import optimizers
-from model import parameters
+from model import optimizers, parameters
 
 TILE = 64                   # rows and columns of a block's outputs, 4 x 4 a thread of 16 x 16
 DEPTH = 16                  # values of k in its shared memory

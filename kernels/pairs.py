@@ -11,8 +11,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.rules import device
-from model import parameters
-from model import transforms
+from model import parameters, transforms
 
 W_FIRST = 0
 W_SEED_A = 1
@@ -97,7 +96,7 @@ def pair_functions(cfg, nz):
                            vector=vector, vector_side=vector_side, vector_entry=vector_entry)
 
 
-def ntt_functions(cfg, nz, noisy, causal):
+def ntt_functions(cfg, nz, causal):
     """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
 
     coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
@@ -150,13 +149,12 @@ def ntt_functions(cfg, nz, noisy, causal):
         even, odd = int32(0), int32(0)
         for k in range(3):
             value = int32((c >> int32(8 * k + 8)) & 255)
-            w, d = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)]), int32(0)
-            if noisy:
-                stream = uint32(seed + uint32(SEED + k * SEEDS))
-                other = uint32(stream + uint32(H))
-                p = float32(int32((noise(stream, value) * noise(other, i)) & mask))
-                p *= factor(overlay[OVER_A + k * OVERS + value], stream, value)
-                d = ptx.trunc_f32(p * factor(overlay[OVER_B + k * OVERS + i], other, i))
+            w = int32(weights[AT + k * SIZE + (i >> 2) * (4 * COLS) + value * 4 + (i & 3)])
+            stream = uint32(seed + uint32(SEED + k * SEEDS))
+            other = uint32(stream + uint32(H))
+            p = float32(int32((noise(stream, value) * noise(other, i)) & mask))
+            p *= factor(overlay[OVER_A + k * OVERS + value], stream, value)
+            d = ptx.trunc_f32(p * factor(overlay[OVER_B + k * OVERS + i], other, i))
             even = int32(even + (int32(w + (d >> shift)) >> 2))
             odd = int32(odd + (int32(w + (int32(-d) >> shift)) >> 2))
         return even, odd

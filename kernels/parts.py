@@ -82,6 +82,11 @@ def unroll(function, loops=LOOPS):
     return names[function.__name__]
 
 
+def called(function):
+    """A device function that a large kernel calls more than once: numba compiles it once, and LLVM inlines it."""
+    return cuda.jit(device=True, forceinline=True)(function)
+
+
 def unrolled(function):
     """A device function with loops over registers whose bodies are too large for any compiler to unroll."""
     return device(unroll(function, {"d", "j"}))
@@ -100,6 +105,9 @@ class Gpu(NamedTuple):
     def device(self, function):
         return device(self.unroll(function))
 
+    def called(self, function):
+        return called(self.unroll(function))
+
 
 # --- small device functions ------------------------------------------------------------------------------------------
 
@@ -109,6 +117,18 @@ def thread():
     then descriptors of wgmma are made once a warp."""
     t = int32(cuda.threadIdx.x)
     return int32((cuda.shfl_sync(0xFFFFFFFF, t >> 7, 0) << 7) | (t & 127))
+
+
+@device
+def across(x, lanes):
+    """x of the lane whose number differs in the bits of `lanes`."""
+    return cuda.shfl_xor_sync(0xFFFFFFFF, x, lanes)
+
+
+@device
+def int32s(count):
+    """A local array, in registers where the compiler knows every index; count: a constant."""
+    return cuda.local.array(count, int32)
 
 
 @device
@@ -128,31 +148,37 @@ def pack4(a, b, c, d):
 
 
 @device
+def pack_bytes(x, i):
+    """The low bytes of x[i], x[i + 1], x[i + 2], x[i + 3] as one word."""
+    return pack4(x[i], x[i + 1], x[i + 2], x[i + 3])
+
+
+@device
 def pack_quad(x):
     """The low bytes of x of four neighbouring lanes as one word, known to all four."""
     x = int32((x & 255) << int32(8 * (cuda.threadIdx.x & 3)))
-    x = int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
-    return int32(x | cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
+    x = int32(x | across(x, 1))
+    return int32(x | across(x, 2))
 
 
 @device
 def quad_sum(x):
     """int32 sum over the four lanes that share a row."""
-    x = int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
-    return int32(x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
+    x = int32(x + across(x, 1))
+    return int32(x + across(x, 2))
 
 
 @device
 def quad_sum64(x):
     """The same of 64-bit numbers."""
-    x += cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)
-    return x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)
+    x += across(x, 1)
+    return x + across(x, 2)
 
 
 @device
 def quad_max(x):
-    x = int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)))
-    return int32(max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)))
+    x = int32(max(x, across(x, 1)))
+    return int32(max(x, across(x, 2)))
 
 
 @device

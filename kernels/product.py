@@ -47,6 +47,13 @@ def members_of(rows, length):
     return blocks(length - math.gcd(rows, length) + rows, length)
 
 
+@device
+def accumulator_of(j, half, k):
+    """Which accumulator of a thread is column 16 j + 4 q + k, in its first or (half = 1) second row, where columns are
+    permuted (see Packing)."""
+    return 8 * j + 2 * half + (k >> 1) * 4 + (k & 1)
+
+
 # --- noise in the accumulators ---------------------------------------------------------------------------------------
 
 def begin_functions(cfg, nz, inputs, most=0):
@@ -89,7 +96,7 @@ def begin_tile_function(gpu, nz, begin, base, at_bias=0, columns=128):
     shared address, and what they begin with: `base`, or what lies at_bias bytes further. s: of both rows."""
     SILENT = nz.silent
 
-    @gpu.device
+    @gpu.called
     def begin_tile(acc, at, s, shift):
         n = ZEROS
         for j in range(columns // 16):
@@ -98,7 +105,7 @@ def begin_tile_function(gpu, nz, begin, base, at_bias=0, columns=128):
             if at_bias:
                 b = ptx.load_shared4(at + j * 64 + at_bias)
             for k in range(4):
-                i = 8 * j + (k >> 1) * 4 + (k & 1)
+                i = accumulator_of(j, 0, k)
                 c = b[k] if at_bias else int32(base)
                 acc[i], acc[i + 2] = begin(s[0], n[k], c, shift), begin(s[1], n[k], c, shift)
     return begin_tile
@@ -250,7 +257,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
                 word = i * 4 if count == 1 else i // (each // 16) * apart + i % (each // 16) * 4
                 ptx.copy_async16(int32(to + i * 16), source, at + word)
 
-    @gpu.device
+    @gpu.called
     def fetch_rows(ring, group, tile):
         full, at = ring.bar + 8 * (STAGES + group), int64(tile * RG + group) * (16 * K)
         if BULK:
@@ -259,7 +266,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         if not BULK:
             ptx.copy_arrive(full)
 
-    @gpu.device
+    @gpu.called
     def fetch(ring, step):
         """The copies of a step: beside bulk copies by one thread, else by all."""
         stage = split(step, STAGES)[1]
@@ -333,7 +340,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
                 wait(ring.bar + EMPTY + 8 * (STAGES + group), turn & 1)
                 fetch_rows(ring, group, coming)
 
-    @gpu.device
+    @gpu.called
     def leave(ring, step):
         """This warp has done with the stage of a step, which is for that of a later one."""
         if not RESIDENT:
@@ -363,7 +370,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
         of_rows, of_columns = wgmma_descriptor(A_WIDTH), wgmma_descriptor(KP)
 
-        @gpu.device
+        @gpu.called
         def start(acc, ring, step, piece, keep):
             a, b = operands(ring, step, piece)
             a_desc, b_desc = of_rows(ptx.keep_in_loop(a)), of_columns(ptx.keep_in_loop(b))
@@ -373,7 +380,7 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
     else:
         product = ptx.mma_tile(N, KP // 32, 8 * KP)
 
-        @gpu.device
+        @gpu.called
         def start(acc, ring, step, piece, keep):
             a, b = operands(ring, step, piece)
             if keep == 0:

@@ -356,16 +356,16 @@ def wgmma_done(columns):
                         sets=columns // 2)
 
 
-def wgmma_product(columns, steps, registers, keep):
-    """Intrinsic f(acc, a, b): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with `keep`
-    it is added to acc. One warpgroup, acc as in wgmma_s8.
+def wgmma_product(columns, steps, registers):
+    """Intrinsic f(acc, a, b): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with
+    `registers` it is added to acc. One warpgroup, acc as in wgmma_s8.
 
     b, and a without `registers`: shared address of core matrices, rows of 32 * steps bytes. With `registers` a local
     int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4 q...; 4 i + 1 = the same in row 16 w + g + 8;
     4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q... The tensor cores wait least where the compiler knows that an
     address is the same for all lanes."""
     count = columns // 2
-    at_a = 2 * count if keep else count
+    at_a = 2 * count if registers else count
     at_b = at_a + (4 * steps if registers else 1)
     high, low = divmod(wgmma_descriptor_strides(32 * steps), 1 << 32)
 
@@ -378,7 +378,7 @@ def wgmma_product(columns, steps, registers, keep):
     for i in range(steps):
         left = _registers(at_a + 4 * i, 4) if registers else "aa"
         text += ["" if registers else descriptor("a", i), descriptor("b", i),
-                 f"setp.{'eq' if keep or i else 'ne'}.u32 p, b, b;" if i < 2 else "",
+                 f"setp.{'eq' if registers or i else 'ne'}.u32 p, b, b;" if i < 2 else "",
                  f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {_registers(0, count)}, {left}, bb, p;"]
     text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return _instruction(" ".join(text), void, (4 * steps if registers else int32, int32), sets=count, adds=keep)
+    return _instruction(" ".join(text), void, (4 * steps if registers else int32, int32), sets=count, adds=registers)

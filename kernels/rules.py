@@ -4,8 +4,7 @@ from numba import cuda, float32, int32, uint32
 from numba.cuda import libdevice
 
 from kernels import ptx
-from model import integer_tables
-from model import rules
+from model import integer_tables, rules
 
 device = cuda.jit(device=True, inline=True)
 

@@ -20,10 +20,10 @@ from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
 from kernels.pairs import I_OVERLAY, I_SEED, ntt_functions, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A64, A8, AU32, PLAN, amax_scale, blocks, byte, clip, pack4, pack_quad, pack_rounded,
-                           quad_sum, rounded, unroll)
-from kernels.product import (GROUPS, TALLEST, THREADS, begin_functions, begin_tile_function, full_shape, joined,
-                             members_of, padded_length, place_function, product_functions, wide_shape)
+from kernels.parts import (A32, A64, A8, AU32, PLAN, across, amax_scale, blocks, byte, clip, int32s, pack4,
+                           pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
+from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
+                             joined, members_of, padded_length, place_function, product_functions, wide_shape)
 from kernels.rules import build_noise, device, divide, loudest
 from model import parameters
 
@@ -56,7 +56,7 @@ def _embed_kernel(cfg, nz, gpu):
     factor = nz.factor
     job_shift = nz.shift
     NTT = cfg.NTT_MODE != 0
-    coefficient, look_up = ntt_functions(cfg, nz, True, cfg.NTT_CAUSAL)
+    coefficient, look_up = ntt_functions(cfg, nz, cfg.NTT_CAUSAL)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
     @cuda.jit(launch_bounds=256)
@@ -87,7 +87,7 @@ def _embed_kernel(cfg, nz, gpu):
             n, f = noise(seed, token), factor(overlay[plan[p + TABLE_OVERLAY_A] + token], seed, token)
             at = plan[p + TABLE] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
             at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
-            address, x = ptx.shared_address(table, q * 4), cuda.local.array(8, int32)
+            address, x = ptx.shared_address(table, q * 4), int32s(8)
             for piece in range(H // 16):
                 word = packed[uint64(at + piece * 32)]
                 even, odd = ptx.load_shared4(address + piece * 64), ptx.load_shared4(address + piece * 64 + 4 * H)
@@ -102,8 +102,8 @@ def _embed_kernel(cfg, nz, gpu):
                         more, more_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
                     x[k] = clip(int32(e + (d >> shift) + even[k] + more))
                     x[4 + k] = clip(int32(e + (int32(-d) >> shift) + odd[k] + more_odd))
-                h[uint64(at_h + piece * 32)] = pack4(x[0], x[1], x[2], x[3])
-                h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack4(x[4], x[5], x[6], x[7])
+                h[uint64(at_h + piece * 32)] = pack_bytes(x, 0)
+                h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack_bytes(x, 4)
 
     return Kernel(embed)
 
@@ -174,10 +174,10 @@ def _norm_kernel(cfg, nz, gpu, streams):
         if warp < 2 * LENGTH:
             member, row = warp // LENGTH, int64(unit) * (2 * LENGTH) + warp + (lane >> 2)
             at = (row >> 3) * (2 * H) + lane
-            x = cuda.local.array(4, int32)
-            sums = cuda.local.array(6, int32)
-            totals = cuda.local.array(2, int32)
-            means, reciprocals = cuda.local.array(2, int32), cuda.local.array(2, float32)
+            x = int32s(4)
+            sums = int32s(6)
+            totals = int32s(2)
+            means, reciprocals = int32s(2), cuda.local.array(2, float32)
             for i in range(6):
                 sums[i] = 0
             totals[0], totals[1] = 0, 0
@@ -198,7 +198,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
                     word = h[uint64(at + half * (2 * H) + piece * 32)]
                     for k in range(4):
                         x[k] = normed(int32(byte(word, k) * w[k]), means[half], reciprocals[half], b[k])
-                    word = pack4(x[0], x[1], x[2], x[3])
+                    word = pack_bytes(x, 0)
                     out[uint64(at + half * (2 * H) + piece * 32)] = word
                     if whole:
                         for s in range(streams):
@@ -276,7 +276,7 @@ def _up_kernel(cfg, nz, gpu, KP):
     INDEX = 1 << 17
     LESS = 0 if COPIES == 32 else 0x48000000
 
-    @gpu.device
+    @gpu.called
     def unit_address(a, bias, at):
         """Where GELU of a hidden unit lies."""
         if BASE:
@@ -286,7 +286,7 @@ def _up_kernel(cfg, nz, gpu, KP):
         return int32(min(max(int32((a >> SHIFT) + bias), int32(0)), int32(256)) * (4 * COPIES)
                      + at)
 
-    @gpu.device
+    @gpu.called
     def prepare(sm, smf, at, c, block, member, source):
         """Tables, from word `at` on, of the members that this warpgroup's rows touch, for hidden unit c of a block."""
         i = (c >> 5) * H + (min(block, BLOCKS - 1) if RAGGED else block) * 32 + (c & 31)
@@ -312,7 +312,7 @@ def _up_kernel(cfg, nz, gpu, KP):
     @(unroll if MODE == 2 else gpu.unroll)            # those of mode 2 every compiler leaves
     def folded(acc, smf, at_words, at, sums):
         """Adds to sums what the hidden units in acc, in two rows, add to sb."""
-        pb = cuda.local.array(8, int32)
+        pb = int32s(8)
         for g in range(2):                                   # 16 neighbouring i
             for k in range(8):
                 pb[k] = 0
@@ -322,7 +322,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                 for k in range(4):
                     f = smf[at_words + FACTOR + j * 16 + k] if MODE == 2 else float32(0)
                     for half in range(2):
-                        i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                        i = accumulator_of(j, half, k)
                         pb[4 * half + k] = input_fold(pb[4 * half + k], acc[i], c[k], f)
             for k in range(8):
                 sums[k >> 2] += pb[k]
@@ -349,12 +349,10 @@ def _up_kernel(cfg, nz, gpu, KP):
         whole = cuda.syncthreads_and(whole)                  # then sb is a plain sum of products
         at_lane = int32(base + 4 * AT_GELU + (lane & (COPIES - 1)) * 4)
         here = AT_TABLES + group * (2 * SLOTS * TABLE)
-        acc = cuda.local.array(64, int32)
-        s = cuda.local.array(2, int32)
-        sums = cuda.local.array(2, int32)
-        place = place_of(first, t, 0)
-        row, sign = place.row, place.sign
-        member, slot = place.first, place.slot
+        acc = int32s(64)
+        s = int32s(2)
+        sums = int32s(2)
+        row, member, slot, sign = place_of(first, t, 0)
         prepare(sm, smf, here, c, side, member, source)
         shift = job_shift(job)
         for half in range(2):
@@ -373,9 +371,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                 mine, last = row, ahead == PASSES - 1
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
-                    place = place_of(tile + every, t, 0)
-                    row, sign = place.row, place.sign
-                    member, slot = place.first, place.slot
+                    row, member, slot, sign = place_of(tile + every, t, 0)
                 prepare(sm, smf, here + (1 - odd) * (SLOTS * TABLE), c, side if last else block + CG, member,
                         source)
                 if last:
@@ -393,7 +389,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                             c4 = sm[uint32(at_slot + BYTES + 4 * j + q)]
                         for half in range(2):
                             for k in range(4):
-                                i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                                i = accumulator_of(j, half, k)
                                 acc[i] = ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
                             i = 8 * j + half * 2
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
@@ -502,7 +498,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 i = 8 * j
                 left = pack_rounded(acc[i], acc[i + 2], acc[i + 1], acc[i + 3])
                 right = pack_rounded(acc[i + 4], acc[i + 6], acc[i + 5], acc[i + 7])
-                other = cuda.shfl_xor_sync(0xFFFFFFFF, left if odd else right, 4)
+                other = across(left if odd else right, 4)
                 even_row, odd_row = (other, right) if odd else (left, other)
                 i = col + j * 16 + odd * 8 + q * 2
                 to = (int64(member) * (H * POSITIONS) + (i >> 3) * (8 * POSITIONS) + (i & 7) * 16 + (position >> 4)
@@ -530,20 +526,19 @@ def _full_width_kernel(cfg, nz, gpu, kind):
         q = lane & 3
         side = group % CG
         rg = group // CG
-        acc = cuda.local.array(ACC, int32)
-        s = cuda.local.array(2, int32)
+        acc = int32s(ACC)
+        s = int32s(2)
         scales = cuda.local.array(2, float32)
-        most, least = cuda.local.array(2, int32), cuda.local.array(2, int32)
+        most, least = int32s(2), int32s(2)
         for i in range(ACC):
             acc[i] = 0
         at_spill = int64(cuda.blockIdx.x) * ((PASSES - 1) * ACC * THREADS) + t * 4
         step = int32(side * APART)
         for turn in range(count):
             tile = first + turn * every
-            place = place_of(tile, t, 0)
-            row = place.row
+            row, member, slot, sign = place_of(tile, t, 0)
             for half in range(2):
-                s[half] = int32(sb[uint64((SB_AT + which) * stride + row + 8 * half)] * place.sign)
+                s[half] = int32(sb[uint64((SB_AT + which) * stride + row + 8 * half)] * sign)
                 most[half], least[half] = 0, 0
             to = int64(which * stride + row >> 3) * (2 * H) + lane
             wait_rows(ring, turn)
@@ -551,10 +546,10 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 col = ahead * (CG * N) + side * N
                 buffer = AT_TABLES + (2 * group + ((turn * PASSES + ahead) & 1)) * (SLOTS * TABLE)
                 step = multiply(acc, ring, step)
-                prepare(sm, buffer, c, col, place.first, source)  # while the tensor cores work
+                prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, ahead == PASSES - 1, turn + 1 < count, turn, tile + every)
-                at_noise, shift = base + 4 * (buffer + place.slot * TABLE) + q * 16, job_shift(job)
+                at_noise, shift = base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job)
                 for j in range(N // 16):
                     if not RAGGED or col + 16 * j < H:
                         n = ptx.load_shared4(at_noise + j * 64)
@@ -563,7 +558,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                         for half in range(2):
                             word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                             for k in range(4):
-                                i = 8 * j + half * 2 + (k >> 1) * 4 + (k & 1)
+                                i = accumulator_of(j, half, k)
                                 v = int32(acc[i] + ptx.shift_right(s[half] * n[k], shift))
                                 if not QKV:
                                     v = int32((v >> SHIFT) + byte(word, k))

@@ -14,11 +14,9 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 from numba.cuda import libdevice
 
-from model import optimizers
-from model import parameters
-from model import rules
+from model import optimizers, parameters, rules
 from kernels import muon
-from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, pack4, quad_sum, wgmma_descriptor
+from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack4, quad_sum, wgmma_descriptor
 from kernels.rules import TARGET, build_noise, device
 from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, mma_tile, proxy_fence,
                          shared_address, wgmma_done, wgmma_fence, wgmma_s8)
@@ -302,7 +300,7 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
     from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
     from_n = max(from_n, int32((offset - start) // 16 * 16))
     to_n = min(to_n, int32(offset + pairs - start))
-    forth, back = cuda.local.array(EIGHTS, int32), cuda.local.array(EIGHTS, int32)     # votes for and against
+    forth, back = int32s(EIGHTS), int32s(EIGHTS)     # votes for and against
     for e in range(EIGHTS):
         forth[e] = 0
         back[e] = 0

@@ -8,16 +8,18 @@ Memory      A block has some tiles. The vectors of their rows lie in shared memo
 Phases      In turn a warp takes a pair (norms, sums of input noise) or 16 rows times 32 columns of a product.
 """
 
+import functools
 from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, int8, uint32, uint64
 
 from kernels import gru_parts, ptx, transformer
 from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM_2, RECUR, TABLE, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, int32s)
+                               W_DOWN_INPUT, W_F, W_H, W_UP)
 from kernels.host import Kernel
 from kernels.pairs import I_OVERLAY, I_SEED, Source, ntt_functions, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, amax_scale, byte, clip, quotient_function, rounded)
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, byte, clip, int32s, quotient_function,
+                           rounded)
 from kernels.rules import NORMS, build_noise, device, divide
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
 from model import parameters
@@ -107,6 +109,7 @@ def divided_function(cfg, inputs):
     return divided
 
 
+@functools.cache
 def multiply_function(gpu, K):
     """The device function. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8:
     the order of inputs is free, and so a load has eight of them."""
@@ -127,7 +130,7 @@ def multiply_function(gpu, K):
             for half in range(4):
                 acc[4 * j + half] = c[half]
 
-    @gpu.device
+    @gpu.called
     def multiply(acc, words, x, below, packed, at):
         """acc int32 [16] = 16 rows x COLUMNS. words[x]: the first word of row g, `below` words before that of row
         g + 8; packed[at]: the first word of the columns. acc[4 j + 2 h + e]: row g + 8 h, column 8 j + 2 q + e."""
@@ -158,7 +161,7 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     GROUPS = columns // COLUMNS
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
 
-    @gpu.device
+    @gpu.called
     def product(block, source, at, x, stream, where):
         """Of region x with the matrix at plan[at]; stream: number of its sums."""
         acc, sums = int32s(16), int32s(2)
@@ -194,7 +197,7 @@ def sums_function(gpu, nz, H, K, folded):
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
     input_coefficient, input_fold, factor = nz.input_coefficient, nz.input_fold, nz.factor
 
-    @gpu.device
+    @gpu.called
     def add_up(block, source, at, unit, x, stream):
         """Of region x, for the matrix whose input side is at plan[at]. The odd member's has the sign of its noise."""
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
@@ -235,7 +238,7 @@ def norm_function(gpu, cfg, pairs):
             return divided(int32(x * clip(w)), mean, float32(float32(1) / float32(mean)))
         return clip(int32(divide(int32(x * w), mean) + bias))
 
-    @gpu.device
+    @gpu.called
     def norm(block, source, unit):
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
         here = row_of(unit) * STRIDE
@@ -271,7 +274,7 @@ def embed_function(gpu, cfg, nz, pairs):
     OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
     noise, factor, disturbance = nz.noise, nz.factor, nz.table_term
     side, vector_entry = pairs.vector_side, pairs.vector_entry
-    coefficient, look_up = ntt_functions(cfg, nz, True, True)
+    coefficient, look_up = ntt_functions(cfg, nz, True)
 
     @gpu.device
     def look(block, source, seed, tokens, first, position):
@@ -281,7 +284,7 @@ def embed_function(gpu, cfg, nz, pairs):
         c = coefficient(tokens, first, position) if NTT else int32(0)
         return n, f, (token >> 3) * (2 * H) + (token & 7) * 4, c
 
-    @gpu.device
+    @gpu.called
     def embed(block, source, at, tokens, position, room, unit):
         """at: word of the packed table."""
         lane, mask, shift = cuda.threadIdx.x & 31, int32(source.job[2]), block.shift
@@ -458,7 +461,7 @@ def settle_function(gpu, cfg, pairs):
     STRIDE = stride_words(H, gpu, H)
     side, vector_entry = pairs.vector_side, pairs.vector_entry
 
-    @gpu.device
+    @gpu.called
     def settle(block, source, unit, y, first, shift, biased):
         """X = amax(X + (y >> shift) + the bias) of a pair."""
         lane = cuda.threadIdx.x & 31
@@ -529,7 +532,7 @@ def attention_functions(gpu, cfg):
                 s = ptx.dp4a(key[k], query[k], s)
         return s
 
-    @gpu.device
+    @gpu.called
     def attend(block, row, head, position, key_words, value_words, first, exps):
         """Region N of a head of a row: the mean of the values at `position` and before, which begin at word `first`. A
         lane has a position's score, then a word of the values of every (32 / W)-th position."""
@@ -558,10 +561,10 @@ def attention_functions(gpu, cfg):
             for k in range(4):
                 sums[k] += part[k]
         for d in range(5):
-            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1 << d)
+            total += across(total, 1 << d)
             if 1 << d >= W:
                 for k in range(4):
-                    sums[k] += cuda.shfl_xor_sync(0xFFFFFFFF, sums[k], 1 << d)
+                    sums[k] += across(sums[k], 1 << d)
         if lane < W:
             for k in range(4):
                 v = clip(int32(float(sums[k]) / float(total)))

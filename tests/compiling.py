@@ -56,7 +56,7 @@ class Compiler:
         each name as many kernels as it stands there. Without `wait` kernels that another process is about to compile
         are left to it. The list is kept, so that other processes need not build the kernels."""
         from engine import kernel_cache
-        from engine.quick_numba import quick
+        from engine.quick_numba import quick, without_gpu
         listed = self.directory / f"list-{kernel_cache.key({}, constants, cc, part, names)}"
         if listed.exists():
             return json.loads(listed.read_text())
@@ -65,7 +65,7 @@ class Compiler:
             some = [kernel for name in dict.fromkeys(names)
                     for kernel in [k for k in some if k.name == name][:names.count(name)]]
         files = [kernel_cache.key(known, kernel.dispatcher, kernel.signature) for kernel in some]
-        with quick():
+        with quick(), without_gpu(cc):
             for kernel, file in zip(some, files):
                 self._compile(kernel, self.directory / file, cc, wait)
         made = [(kernel.name, kernel.shared, file) for kernel, file in zip(some, files)]

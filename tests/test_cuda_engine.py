@@ -239,7 +239,7 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     assert ("the processor cuts the windows" in capfd.readouterr().err) != fits == bool(engine._followers)
     if not fits:
         engine.evaluate(4, 6)
-        return np.testing.assert_array_equal(engine._members._windows[:3 * cfg.WINDOW].reshape(3, -1),
+        return np.testing.assert_array_equal(engine._members.evaluation(6).windows[0][0].reshape(3, -1),
                                              soft_targets.windows(cfg, tokens, None, 0, engine.seed, 2, 3))
 
     def hold(step):
@@ -378,7 +378,8 @@ def test_load_and_pieces_of_a_chunk():
     assert (engine.step, engine.seed) == (0, seeds.INITIAL_SEED)
     pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
     assert np.array_equal(np.concatenate(pieces), data["loss"][0, 64:128])
-    engine._tokens = engine._members = None
+    engine._tokens = None
+    del engine._members
     assert np.array_equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
 
 

@@ -446,7 +446,8 @@ def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     gpu, whole = cuda_engine.CudaEngine(cfg, tokens), cpu_engine.CpuEngine(cfg, tokens).evaluate(0, 64)
     pieces = ((0, 2), (2, 30), (32, 32))
     assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
-    gpu._tokens = gpu._members = None
+    gpu._tokens = None
+    del gpu._members
     monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 5))
     assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     window = np.random.default_rng(6).integers(0, 256, (7, 400))
