@@ -11,7 +11,7 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
     worker        Worker.serve                      asks for work: JOB_REQUEST
                   Worker._evaluate                  engine.evaluate makes losses,
                   model.fitness_digits.chunk_fitness    these become digits,
-                  model.ternary.pack                    five digits a byte,
+                  model.fitness_digits.pack_ternary     five digits a byte,
                   cluster.wire.frame                    and a RESULT,
                   cluster.link.Link.send            which leaves the worker
     coordinator   cluster.session.Session.received  takes frames out of what has come
@@ -24,7 +24,7 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
                   cluster.history.Run.append            go to the disk
                   Coordinator._catch_up             puts them into a JOB_RESPONSE for whoever asks next
     worker        Link.any_of                       takes it
-                  Worker._apply                     unpacks the digits for engine.update
+                  Worker._apply                     checks it, for engine.update
 
 Each side is one process with one loop and no threads (cluster.hub at the coordinator, cluster.link at the worker).
 Which worker is handed which chunk is up to cluster.dispatch, by the rules of cluster.fairness."""
@@ -75,8 +75,7 @@ class Worker:
         self.inspect, self.objective = inspect, objective
         self.predictor = ChunkPredictor(cfg)
         self.digests = {}                    # {step: digest of the state} of the present step
-        self.done = {}                       # {first member: fitness} of the chunks of this step that are done here
-        self.packed = {}                     # {first member: bytes}: the same, packed
+        self.done = {}                       # {first member: packed digits} of the chunks of this step done here
         self.begun = {}                      # {first member: members} of the chunk with which the engine has begun
         self.prepared = set()                # sizes of slices for which the engine is prepared
 
@@ -128,10 +127,10 @@ class Worker:
             self.reported_step = self.engine.step
         if self.objective:
             started = time.perf_counter()
-            fitness, loss = self.objective.chunk(self.engine, first, link.check)
+            packed, loss = self.objective.chunk(self.engine, first, link.check)
             self.speed = self.cfg.CHUNK_SIZE / (time.perf_counter() - started)
             self.console.spent(self.objective.pace)
-            return self._result(link, first, fitness, loss)
+            return self._result(link, first, packed, loss)
         self.predictor.handed_out(self.engine.step, first)
         following = self.predictor.following(self.engine.step)
         parts, at, end = [], first, first + self.cfg.CHUNK_SIZE
@@ -149,21 +148,19 @@ class Worker:
             if (at := at + count) < end:
                 link.check()
         if self.cfg.PERTURB == "activations":
-            fitness, loss = parts[0]
+            packed, loss = parts[0]
         else:
             losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            fitness, loss = fitness_digits.chunk_fitness(losses, self.cfg), int(losses.sum())
-        return self._result(link, first, fitness, loss)
+            packed = fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg))
+            loss = int(losses.sum())
+        return self._result(link, first, packed, loss)
 
-    def _result(self, link, first, fitness, loss):
-        """The RESULT frame of a chunk. When this worker has done all chunks of the step, it expects the update to be of
-        their fitness; a disputed result changes that."""
-        import numpy as np
-        self.done[first] = fitness
+    def _result(self, link, first, packed, loss):
+        """The RESULT frame of a chunk. When this worker has done all chunks of the step, it begins with the update by
+        their digits; a disputed result makes it begin again."""
+        self.done[first] = packed
         if len(self.done) == self.cfg.N_CHUNKS:
-            self.expected = np.concatenate([self.done[first] for first in sorted(self.done)])
-            self._begin_update(self.expected)
-        packed = self.packed[first] = ternary.pack(fitness.tobytes())
+            self._begin_update(ternary.join([self.done[first] for first in sorted(self.done)], self.cfg.CHUNK_DIGITS))
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
                             len(packed), packed)
         self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
@@ -183,23 +180,18 @@ class Worker:
 
     def _apply(self, link, step, packed):
         """Updates the replica by the fitness of its step, which leads to `step`."""
-        from model import fitness_digits
         if step != self.engine.step + 1:
             return self._start_over(link, None, step)
         try:
             if link.version == V2:
                 packed = history.unzip(packed, ternary.packed_size(self.cfg.STEP_DIGITS))
-            own = [self.packed[first] for first in sorted(self.packed)]
-            if len(own) == self.cfg.N_CHUNKS and packed == ternary.join(own, self.cfg.CHUNK_DIGITS):
-                fitness = self.expected
-            else:
-                fitness = fitness_digits.unpack_ternary(packed, self.cfg.STEP_DIGITS)
+            self._begin_update(packed)               # a GPU is at work while the digits are checked
+            ternary.check(packed, self.cfg.STEP_DIGITS)
         except ValueError as error:
             raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
                            "set POPULATION_SIZE as there") from None
-        self._begin_update(fitness)
-        self.changed = self.engine.update(fitness)
-        self.done, self.packed = {}, {}
+        self.changed = self.engine.update(packed)
+        self.done = {}
 
     def _slice_size(self, left):
         """An even number of members: a chunk, halved until that is expected to take SLICE_SECONDS at most, so that an
@@ -249,7 +241,7 @@ class Worker:
         self.engine.load(state or parameters.initial_state(self.cfg))
         self.changed = 0
         self.reported_step = -1
-        self.digests, self.done, self.packed = {}, {}, {}
+        self.digests, self.done = {}, {}
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""
@@ -294,13 +286,15 @@ class Worker:
 
 
 class ChunkPredictor:
-    """Predicts the chunk that a worker is handed next: the only worker is handed one after the other, and its engine
-    can begin with a chunk before the answer. A mistake costs a slice of evaluation, so nothing is predicted before
-    SURE_AFTER right guesses in a row, and twice as many after every mistake."""
+    """Predicts the chunk that a worker is handed next, with which its engine can begin before the answer: the one that
+    it was handed after the present one last time, at first the next of the population. A mistake costs a slice of
+    evaluation, so nothing is predicted before SURE_AFTER right guesses in a row, and twice as many after every
+    mistake."""
 
     def __init__(self, cfg):
         self._cfg = cfg
-        self._step = self._guess = None                      # of the last chunk, and its successor
+        self._step = self._last = self._guess = None         # of the last chunk, and its successor
+        self._successors = {}                                # {chunk: the one after it}, by their first members
         self._right, self._needed = 0, SURE_AFTER
 
     def handed_out(self, step, first):
@@ -310,7 +304,9 @@ class ChunkPredictor:
         else:
             self._needed *= 2 if self._right >= self._needed else 1
             self._right = 0
-        self._step, self._guess = step, (first + self._cfg.CHUNK_SIZE) % self._cfg.POPULATION_SIZE
+        self._successors[self._last] = first
+        self._step, self._last = step, first
+        self._guess = self._successors.get(first, (first + self._cfg.CHUNK_SIZE) % self._cfg.POPULATION_SIZE)
 
     def following(self, step):
         """First member of the next chunk; -1: that is not certain enough, or nothing was handed out in this step."""

@@ -10,6 +10,7 @@ import pytest
 import egg_config
 from engine import cpu_engine, cpu_kernels, cpu_rules
 from model import fitness_digits, integer_tables, parameters, rules, sampling, seeds
+from model.fitness_digits import pack_ternary
 from model.reading import Reading
 from readings import (TINY, callable_by_python, drawn, member_loss, nats, population_fitness, random_config, shaken,
                       votes_on)
@@ -31,7 +32,7 @@ def hold_against_recording(name):
         assert np.array_equal(losses, z["loss"][k]), k
         fitness = population_fitness(cfg, losses)
         assert np.array_equal(fitness, z["fitness"][k])
-        assert engine.update(fitness) == z["updates"][k]
+        assert engine.update(pack_ternary(fitness)) == z["updates"][k]
         state = engine.state()
         assert np.array_equal(state.overlay, z["scales"][k])
         assert digests(state) == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256"))
@@ -175,7 +176,7 @@ def test_sgd_accumulates_votes():
     cfg = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=8, OPTIMIZER="sgd",
                           LR_SCHEDULE=((0, 0.01),))
     engine = cpu_engine.CpuEngine(cfg)
-    before, fitness = engine.state(), np.array([1, -1, 0, 1], np.int8)
+    before, fitness = engine.state(), pack_ternary(np.array([1, -1, 0, 1], np.int8))
     changed, after = engine.update(fitness), engine.state()
     votes, rate = np.zeros((2, before.weights.size), np.float32)
     for t in parameters.tensors(cfg):
@@ -192,8 +193,8 @@ def test_threads_give_the_same_bits():
     cfg, tokens, z = golden("B")
     one, two = cpu_engine.CpuEngine(cfg, tokens, threads=1), cpu_engine.CpuEngine(cfg, tokens)
     assert np.array_equal(one.evaluate(0, 64), two.evaluate(0, 64))
-    one.update(z["fitness"][0])
-    two.update(z["fitness"][0])
+    fitness = pack_ternary(z["fitness"][0])
+    assert one.update(fitness) == two.update(fitness)
     assert digests(one.state()) == digests(two.state())
 
 
@@ -255,9 +256,9 @@ def test_ternary_packing():
     rng = np.random.default_rng(3)
     for n in (1, 4, 5, 6, 1000):
         f = rng.integers(-1, 2, n).astype(np.int8)
-        data = fitness_digits.pack_ternary(f)
+        data = pack_ternary(f)
         assert len(data) == -(-n // 5) and np.array_equal(fitness_digits.unpack_ternary(data, n), f)
-    assert fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
+    assert pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
     for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"),
                               (bytes([81]), 4, "after the last")):
         with pytest.raises(ValueError, match=says):

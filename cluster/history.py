@@ -173,6 +173,7 @@ class Run:
     digest of the training data, zeros while unknown; `notices`: lines about repairs; `beside`: says what was loaded."""
 
     beside = ""
+    _newest = None                           # the body of the last record, which every worker is about to ask for
 
     def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg, self.directory, self.notices = cfg, directory, []
@@ -196,6 +197,8 @@ class Run:
 
     def body(self, step):
         """bytes: the same, compressed, as in the record."""
+        if step == self.step - 1 and self._newest:
+            return self._newest
         k = step - self.start.step
         at, end = self._offsets[k:k + 2]
         with explained(HistoryError, self._name, TO_RETRY):
@@ -213,7 +216,8 @@ class Run:
     def append(self, packed, sum_loss, updates):
         """Completes the current step, on the disk after the next `sync`. After a HistoryError nothing has changed."""
         import pyzstd                                # here, so that a coordinator starts without it
-        body = pyzstd.compress(packed, 1)
+        # a digit for every weight compresses by 2 % only, and that takes six times as long
+        body = pyzstd.compress(packed, 1 if self.cfg.PERTURB == "weights" else -1)
         data = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)) + with_crc(body)
         handle, end, done = self._file.fileno(), self._offsets[-1], 0
         with explained(HistoryError, self._name, f"step {self.step} is not kept, all before it are; {TO_RETRY}"):
@@ -224,6 +228,7 @@ class Run:
                 os.ftruncate(handle, end)
                 raise
         self._advance(len(data))
+        self._newest = body
 
     def copy(self, source):
         """Appends the steps of another Run, which begins with those that this one has. Raises HistoryError."""
@@ -448,10 +453,10 @@ def newest(pattern="ckpt*"):
 
 def replay(run, engine, until=None):
     """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
-    from model import fitness_digits
     for step in range(engine.step, run.step if until is None else until):
+        fitness = run.fitness(step)
         try:
-            fitness = fitness_digits.unpack_ternary(run.fitness(step), run.cfg.STEP_DIGITS)
+            ternary.check(fitness, run.cfg.STEP_DIGITS)
         except ValueError as error:
             raise HistoryError(f"{run.directory}: step {step} cannot be right ({error}): restore {FILE} from a copy") \
                 from None

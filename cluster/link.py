@@ -156,7 +156,7 @@ class Link:
         if len(self.inbox) < self.most:
             self.sock.settimeout(seconds)
             try:
-                data = self.sock.recv(1 << 16)
+                data = self.sock.recv(1 << 18)
                 if not data:
                     raise ConnectionResetError("the connection was closed")
                 self.inbox += data

@@ -5,11 +5,13 @@ Two honest results of a chunk are equal to the bit. A chunk that is audited, or 
 result has at least two votes (trust.tally) and more votes than any other. The authors of the others have lied."""
 
 from collections import defaultdict, deque
+from itertools import islice
 from typing import NamedTuple
 
 from cluster.trust import tally, withdraw
 from model import ternary
 
+LOOK_AHEAD = 16            # chunks of the queue that `take` looks at for one that the worker knows
 COPY_AFTER = 1.5           # an idle worker copies a chunk after this multiple of its usual time, times its holders
 
 
@@ -59,8 +61,14 @@ class Step:
         """Forgets the results: of a step that has ended only `accounts` and `validators` are still used."""
         self.results, self.done = {}, {}
 
-    def take(self, worker, now):
-        """Hands out the next chunk that this worker has neither held nor delivered. Returns it, or None."""
+    def take(self, worker, now, before=()):
+        """Hands out the next chunk that this worker has neither held nor delivered. Returns it, or None. before: the
+        chunks that it was given in the step before. One of these, if it is among the next few, comes first: a worker
+        that is handed the same chunks in every step begins with them before it is told to."""
+        for chunk in islice(self.queue, LOOK_AHEAD):
+            if chunk in before and chunk not in self.done and not self._excluded(chunk, worker):
+                self.queue.remove(chunk)
+                return self._hand_out(chunk, worker, now)
         skipped, found = [], None
         while self.queue and found is None:
             chunk = self.queue.popleft()

@@ -46,9 +46,13 @@ class Frame(int):
     def _make(self):
         return namedtuple("Fields", self._names)._make
 
+    def parts(self, *fields):
+        """[bytes] that make the payload with these fields."""
+        return [self.head.pack(*fields[:self._fixed]), *fields[self._fixed:]]
+
     def pack(self, *fields):
         """bytes of the payload with these fields."""
-        return self.head.pack(*fields[:self._fixed]) + b"".join(fields[self._fixed:])
+        return b"".join(self.parts(*fields))
 
     def unpack(self, payload):
         """The fields of a payload, by name."""
@@ -139,8 +143,8 @@ def read_json(data):
 
 def frame(opcode, *fields, version=V1):
     """bytes of a Frame with these fields; what follows them comes last."""
-    payload = opcode.pack(*fields)
-    return HEADER.pack(MAGIC, version, opcode, len(payload)) + payload
+    parts = opcode.parts(*fields)
+    return b"".join([HEADER.pack(MAGIC, version, opcode, sum(map(len, parts))), *parts])
 
 
 def limits(cfg):
@@ -191,7 +195,7 @@ def next_frame(buffer, allowed):
     end = HEADER.size + size
     if len(buffer) < end:
         return None
-    payload = bytes(buffer[HEADER.size:end])
+    payload = bytes(memoryview(buffer)[HEADER.size:end])     # copied once
     del buffer[:end]
     return Received(version, opcode, payload)
 

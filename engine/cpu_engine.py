@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 import egg_config
-from model import activations, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import activations, fitness_digits, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes, differences
@@ -197,32 +197,33 @@ class CpuEngine:
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step. With noise on activations these are a
-        chunk, and it is (int8 [weights], int): the chunk's digits and its loss (SPEC 21)."""
+        chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
         self.begin(first, count)
         results = self._begun[first, count].finish()
         del self._begun[first, count]
         return self._chunk_votes(results) if self._activations else np.concatenate(results).ravel()
 
     def _chunk_votes(self, read):
-        """(int8 [weights], int): the digits and the loss of a chunk whose [(first group, Seen)] these are."""
+        """(bytes, int): the packed digits and the loss of a chunk whose [(first group, Seen)] these are."""
         votes, cfg = self._activations, self.cfg
         total = sum(int(np.abs(differences(seen)).sum()) for _, seen in read)
         least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
         self._job(read, lambda group, seen: votes.add_votes(self.seed, group, seen, least)).finish()
-        return votes.digits(), cfg.GROUP_SIZE * sum(int(seen.losses[:, 0].sum()) for _, seen in read)
+        loss = cfg.GROUP_SIZE * sum(int(seen.losses[:, 0].sum()) for _, seen in read)
+        return fitness_digits.pack_ternary(votes.digits()), loss
 
     def update(self, fitness):
-        """Applies the update of this step (fitness int8 [cfg.STEP_DIGITS]) and goes on to the next; number of weights
-        changed."""
+        """Applies the update of this step and goes on to the next; number of weights changed. fitness: the digits of the
+        step, packed (bytes, model.ternary)."""
         self._stop()
-        cfg = self.cfg
+        cfg, digits = self.cfg, fitness_digits.unpack_ternary(fitness, self.cfg.STEP_DIGITS)
         if self._activations:
-            sums = fitness.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
+            sums = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
             return self._move(lambda t: parameters.from_canonical(sums[t.span], t.cols) if t.matrix
                               else sums[t.span][None])
-        voting = np.flatnonzero(fitness)
+        voting = np.flatnonzero(digits)
         seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
-        signs, windows = fitness[voting].astype(np.int32), None
+        signs, windows = digits[voting].astype(np.int32), None
         if cfg.SEEN_VOTES > 1:
             optimizers.need_data(cfg, self.tokens)
             windows = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:][voting]
@@ -395,7 +396,7 @@ def warm_up(cfg, say=print, verbs=STEP):
     gc.disable()                # a tenth of the time otherwise: the compiler makes many objects and few cycles
     try:
         engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
-        arguments = dict(evaluate=(0, 2), update=(np.ones(small.STEP_DIGITS, np.int8),),
+        arguments = dict(evaluate=(0, 2), update=(fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8)),),
                          validate=(np.zeros((1, 9), np.int32),), digest=(),
                          write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
                                 sampling.settings(small), 0))

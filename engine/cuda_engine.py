@@ -29,7 +29,7 @@ from kernels import ptx, update
 from kernels.host import Kernel
 from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest, ternary
 from model.seeds import next_seed
 
 # the versions whose internals engine.quick_numba replaces
@@ -401,14 +401,14 @@ HEAD = 16                   # bytes before the digits of a chunk
 
 
 def evaluating_chunks(engine):
-    """The same with noise on activations: the digits of a chunk, behind the total of the differences of losses and the
-    loss of the unperturbed model, int64 [2]."""
+    """The same with noise on activations: the packed digits of a chunk, behind the total of the differences of losses
+    and the loss of the unperturbed model, int64 [2]."""
     cfg, forward = engine.cfg, engine._forward
     pairs, groups = cfg.CHUNK_SIZE // 2, cfg.CHUNK_SIZE // cfg.GROUP_SIZE
     most, scratch = engine._slices(forward.scratch_bytes, pairs, "evaluate a single pair")
     windows = cuda.device_array(pairs * cfg.WINDOW, np.int32)
     of_groups = cuda.device_array(groups * cfg.WINDOW, np.int32)
-    out = cuda.to_device(np.zeros(HEAD + cfg.CHUNK_DIGITS, np.int8))
+    out = cuda.device_array(HEAD + ternary.packed_size(cfg.CHUNK_DIGITS), np.uint8)
     cut = engine._cutting(windows, cfg.WINDOW)
     cut_of_groups = engine._cutting(of_groups, cfg.WINDOW, cfg.GROUP_SIZE // 2)
 
@@ -419,10 +419,10 @@ def evaluating_chunks(engine):
         out[:HEAD].view(np.int64).copy_to_device(forward.votes.arrays.totals[:2], engine.stream)
 
     def result(fetched):
-        return fetched[HEAD:].copy(), cfg.GROUP_SIZE * int(fetched[:HEAD].view(np.int64)[1])
+        return fetched[HEAD:].tobytes(), cfg.GROUP_SIZE * int(fetched[:HEAD].view(np.int64)[1])
 
     whole = Evaluation([(windows, cut_members), (of_groups, cut_groups)], out, Replay(engine.stream, enqueue))
-    return Members(lambda members: whole, result, [Fetched(out.size, np.int8) for _ in range(2)])
+    return Members(lambda members: whole, result, [Fetched(out.size, np.uint8) for _ in range(2)])
 
 
 def cut_pairs(cfg, tokens, known, step, seed, first, count):
@@ -505,7 +505,7 @@ class CudaEngine:
         self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
         self._known = () if cfg.SOFT_TARGETS else None       # whose tables are on the device
         # page-locked; an update that is begun and not wanted may read the fitness of the next one
-        self._given_fitness = cuda.pinned_array(cfg.STEP_DIGITS, np.int8)
+        self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
         self._texts = self._wanted = None                    # Texts of the last `write`, and for what
         self._update_steps = self._launches_of_update()
@@ -515,8 +515,7 @@ class CudaEngine:
     def _launches_of_update(self):
         """[(name, launch)] of an update."""
         cfg, votes = self.cfg, self._votes
-        fitness = votes.fit[update.FIT_PAD:][:cfg.STEP_DIGITS]
-        launches = [("fitness", lambda: fitness.copy_to_device(self._given_fitness, self.stream))]
+        launches = [("fitness", lambda: votes.packed.copy_to_device(self._given_fitness, self.stream))]
         if cfg.SEEN_VOTES > 1 and self._tokens is not None:
             launches.append(("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
         launches += votes.launches(self.stream, self._job, *self._state)
@@ -584,7 +583,7 @@ class CudaEngine:
 
     def evaluate(self, first, count):
         """int64 [count]: losses of members first.. (both even) of this step. With noise on activations these are a
-        chunk, and it is (int8 [weights], int): the chunk's digits and its loss (SPEC 21)."""
+        chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
         self._undo_update()
         self.begin(first, count)
         return self._members.result(self._begun.pop((first, count)).wait())
@@ -638,7 +637,8 @@ class CudaEngine:
         return most, cuda.device_array(max(1, size(max(1, most))), np.int8)
 
     def update(self, fitness):
-        """Applies the update of this step (fitness int8 [pairs]) and goes on to the next; number of weights changed."""
+        """Applies the update of this step and goes on to the next; number of weights changed. fitness: the digits of the
+        step, packed (bytes, model.ternary)."""
         self._enqueue_update(fitness)
         self.step, self.seed = self._at
         self._fitness = None
@@ -666,7 +666,7 @@ class CudaEngine:
 
     def _enqueue_update(self, fitness):
         """Begins with an update, unless that is begun, in place of any other that is."""
-        if self._fitness is fitness or self._fitness is not None and np.array_equal(self._fitness, fitness):
+        if self._fitness == fitness:
             return
         self._undo_update()
         self._ready("step")
@@ -681,7 +681,7 @@ class CudaEngine:
 
     def _set_update(self, fitness):
         votes, cfg = self._votes, self.cfg
-        self._given_fitness[:] = fitness
+        self._given_fitness[:] = np.frombuffer(fitness, np.uint8)
         lr = cfg.learning_rate(self.step)
         if cfg.RARE_TOKENS and self._rate is None:
             votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)

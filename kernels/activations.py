@@ -12,7 +12,7 @@ from numba import cuda, float64, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import A8, A32, A64, AU32, across, blocks, int32s, pack4, pack_bytes
+from kernels.parts import A8, A32, A64, AU32, B1, across, blocks, int32s, pack4, pack_bytes
 from kernels.rules import device
 from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, place, products_kernel, vote_index
 from model import activations, integer_tables, parameters, rules
@@ -306,7 +306,18 @@ def _vote_kernels(cfg):
             vote = int64(votes[first + i])
             digits[first + i] = int8(int32(vote >= least) - int32(vote <= -least))
 
-    return bias_votes, token_votes, vote_sizes, vote_digits
+    @cuda.jit(launch_bounds=BLOCK)
+    def pack_digits(digits: A8, packed: B1):
+        """packed uint8 [digits / 5] (model.ternary). A thread a byte."""
+        i = int64(cuda.grid(1))
+        if i < packed.size:
+            byte = int32(0)
+            for k in range(5):
+                digit = int32(digits[5 * i + 4 - k])
+                byte = byte * int32(3) + (int32(2) if digit < 0 else digit)
+            packed[i] = byte
+
+    return bias_votes, token_votes, vote_sizes, vote_digits, pack_digits
 
 
 class Votes:
@@ -346,7 +357,7 @@ class Votes:
         return dict(operand=(self._rows * (self._splits + 1) * SPLIT // 4, np.int32),
                     z=(places * cfg.VOCAB_SIZE, np.int8), tops=(places, np.int32), sums=(places, np.int64),
                     clean=(2 * places, np.int64), losses=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int64),
-                    own=credits, later=credits,
+                    own=credits, later=credits, digits=(cfg.CHUNK_DIGITS, np.int8),
                     kept=(2 * places * cfg.HIDDEN_DIM // 4, np.int32), votes=(cfg.CHUNK_DIGITS, np.int32),
                     # zeroed together: the size of differences, the loss, the sizes of votes
                     totals=(2 + len(self._tensors), np.int64))
@@ -394,9 +405,9 @@ class Votes:
                      sums=arrays.sums, exps=self._exps, windows=given["tokens"], row=self._row[None], first=first,
                      groups=groups)
 
-    def finish(self, stream, job, windows, digits):
-        """digits int8 [weights] from the losses of all members and what was kept; windows: of all groups. arrays.totals
-        [1] is the loss of the clean model then."""
+    def finish(self, stream, job, windows, packed):
+        """packed uint8 [weights / 5]: the digits (model.ternary) from the losses of all members and what was kept;
+        windows: of all groups. arrays.totals[1] is the loss of the clean model then."""
         cfg, arrays = self.cfg, self.arrays
         given = dict(stream=stream, job=job, windows=windows, clean=arrays.clean, losses=arrays.losses,
                      totals=arrays.totals, members=cfg.CHUNK_SIZE, positions=self.positions, votes=arrays.votes,
@@ -419,4 +430,5 @@ class Votes:
         self._launch("token_votes", self.positions // 4 * phase.units, given, row=self._row[phase], at=tensor.weights)
         grid = (64, len(self._tensors))
         self.kernels["vote_sizes"](grid, BLOCK, given)
-        self.kernels["vote_digits"](grid, BLOCK, given, digits=digits)
+        self.kernels["vote_digits"](grid, BLOCK, given, digits=arrays.digits)
+        self._launch("pack_digits", packed.size, given, digits=arrays.digits, packed=packed)

@@ -14,7 +14,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 from numba.cuda import libdevice
 
-from model import optimizers, parameters, rules
+from model import optimizers, parameters, rules, ternary
 from kernels import muon
 from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack4, quad_sum, wgmma_descriptor
 from kernels.rules import TARGET, build_noise, device
@@ -394,21 +394,29 @@ def optimize_kernel(cfg):
     return optimize
 
 
-def count_kernel(cfg):
-    """The kernel that adds up the digits of a step's chunks for the optimizer, as a Python function."""
-    CHUNKS, EACH = cfg.N_CHUNKS, cfg.CHUNK_DIGITS
+def unpack_kernel(cfg):
+    """The kernel that unpacks the digits of a step (model.ternary): int8 [pairs] or, with noise on activations, int32
+    [weights], their sums over the chunks, which are the votes."""
+    chunks, kind = (1, A8) if cfg.PERTURB == "weights" else (cfg.N_CHUNKS, A32)
 
-    def count_digits(digits: A8, votes: A32):
-        """votes int32 [weights] = sums of digits int8 [chunks, EACH], of which the last may be filled up. A thread a
-        weight."""
-        i = int64(cuda.grid(1))
-        if i < votes.size:
-            total = int32(0)
-            for chunk in range(CHUNKS):
-                total += digits[int64(chunk) * EACH + i]
-            votes[i] = total
+    def unpack(packed: B1, digits: kind):
+        """digits: of all chunks, each in the same number of bytes; the last byte may have more. A thread a byte."""
+        i, each = int64(cuda.grid(1)), packed.size // chunks
+        if i < each:
+            sums = int32s(5)
+            for k in range(5):
+                sums[k] = 0
+            for chunk in range(chunks):
+                byte = int32(packed[chunk * each + i])
+                for k in range(5):
+                    digit = byte % int32(3)
+                    sums[k] += int32(-1) if digit == 2 else digit
+                    byte //= int32(3)
+            for k in range(5):
+                if 5 * i + k < digits.size:
+                    digits[5 * i + k] = sums[k]
 
-    return count_digits
+    return unpack
 
 
 def seen_kernel(cfg):
@@ -466,10 +474,11 @@ def rescale_kernel(cfg):
 
 def build(cfg, wgmma):
     """The kernels of a configuration, as Python functions; wgmma: see products_kernel."""
-    own = [count_kernel(cfg), optimize_kernel(cfg)]
+    own = [unpack_kernel(cfg), optimize_kernel(cfg)]
     if cfg.PERTURB == "weights":
-        own = [operands_kernel(cfg), products_kernel(wgmma), vector_products, optimize_kernel(cfg), rescale_kernel(cfg),
-               *[seen_kernel(cfg)] * (cfg.SEEN_VOTES > 1)]
+        own += [operands_kernel(cfg), products_kernel(wgmma), vector_products, rescale_kernel(cfg)]
+    if cfg.SEEN_VOTES > 1:
+        own.append(seen_kernel(cfg))
     return own + muon.build(cfg)
 
 
@@ -482,8 +491,8 @@ class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
-    values of n). Set `rates`, `token_rates` (with RARE_TOKENS), `windows` (of all pairs, with SEEN_VOTES), `fit`
-    (the digits of the step, between its pads), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
+    values of n). Set `rates`, `token_rates` (with RARE_TOKENS), `windows` (of all pairs, with SEEN_VOTES),
+    `packed` (the digits of the step), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         p = plan(cfg)
@@ -496,7 +505,8 @@ class Update:
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
-        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.STEP_DIGITS, 4) * 4, np.int8))
+        self.packed = cuda.device_array(ternary.packed_size(cfg.STEP_DIGITS), np.uint8)
+        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
         self.rates = cuda.device_array(len(p.tensors), np.float32)
         self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
@@ -520,11 +530,13 @@ class Update:
         [n], moments float32 [n, 3], overlay int8."""
         tables, out = self.tables, []
         fit, rows = self.fit.view(np.int32), np.int32(len(tables.rows))
+        digits = self.fit[FIT_PAD:][:self.pairs] if self.starts else self.votes
         splits = np.int32(self.width // VECTOR_SPLIT)
 
         def add(name, grid, *args, shared=0):
             out.append((name, lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args)))
 
+        add("unpack", blocks(self.packed.size, THREADS), self.packed, digits)
         for start in map(np.int32, self.starts):
             add("operands", rows // 8 * (self.width // PIECE + 1), tables.rows, seed, fit, start, np.int32(self.width),
                 self.operands)
@@ -532,8 +544,6 @@ class Update:
                 self.votes, shared=SHARED)
             add("vector_products", blocks(len(tables.vectors) * splits, THREADS // 32), tables.vectors, self.operands,
                 fit, rows, start, splits, np.int32(self.pairs), self.votes)
-        if "count_digits" in self.kernels:
-            add("count_digits", blocks(self.votes.size, THREADS), self.fit[FIT_PAD:], self.votes)
         if "seen" in self.kernels:
             add("seen", self.pairs * len(self.seen), self.windows, self.seen, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)

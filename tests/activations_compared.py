@@ -16,7 +16,7 @@ import numpy as np
 
 import egg_config
 from engine import hardware, simd
-from model import optimizers, parameters, reading, seeds, soft_targets, state_digest
+from model import fitness_digits, optimizers, parameters, reading, seeds, soft_targets, state_digest
 
 SEEDS = range(1000, 1060)
 STEPS = 3
@@ -52,10 +52,10 @@ def random_configuration(seed, widest=128):
 
 
 def step_of(engine):
-    """([(digits, loss) of a chunk], weights changed): a whole step of an engine."""
+    """([(packed digits, loss) of a chunk], weights changed): a whole step of an engine."""
     cfg = engine.cfg
     found = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
-    return found, engine.update(np.concatenate([digits for digits, _ in found]))
+    return found, engine.update(b"".join(packed for packed, _ in found))
 
 
 def fma(a, b, c):
@@ -78,10 +78,12 @@ class PlainEngine:
             return read(reading.Reading(self.cfg, state), t).astype(np.float64 if t.product else np.int64)
 
         with mock.patch.object(reading.Reading, "stored", lambda _, t: stored(t)):
-            return reading.chunk_votes(self.cfg, state, self.tokens, self._followers.of(state.step), first)
+            digits, loss = reading.chunk_votes(self.cfg, state, self.tokens, self._followers.of(state.step), first)
+        return fitness_digits.pack_ternary(digits), loss
 
-    def update(self, digits):
+    def update(self, fitness):
         cfg, state, changed = self.cfg, self.whole, 0
+        digits = fitness_digits.unpack_ternary(fitness, cfg.STEP_DIGITS)
         votes = digits.reshape(cfg.N_CHUNKS, -1).sum(0, dtype=np.int32)
         f, rate = np.float32, np.float32(cfg.learning_rate(state.step))
         b1, b2 = f(cfg.ADAM_BETA1), f(cfg.ADAM_BETA2)
@@ -113,8 +115,8 @@ def course(engine, steps=STEPS):
     told = []
     for _ in range(steps):
         found, changed = step_of(engine)
-        told.append([[hashlib.sha256(np.ascontiguousarray(digits, np.int8)).hexdigest()[:16], int(loss)]
-                     for digits, loss in found] + [int(changed), engine.digest().hex()])
+        told.append([[hashlib.sha256(packed).hexdigest()[:16], int(loss)] for packed, loss in found]
+                    + [int(changed), engine.digest().hex()])
     return told
 
 

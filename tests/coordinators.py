@@ -215,7 +215,7 @@ def filled(directory, steps=5, cfg=CFG):
     rng, packed = np.random.default_rng(steps), []
     run = history.open_run(cfg, directory)
     for k in range(steps):
-        packed.append(fitness_digits.pack_ternary(any_fitness(cfg, rng)))
+        packed.append(any_fitness(cfg, rng))
         run.append(packed[-1], -k * 1000, k)
     run.close()
     return packed

@@ -25,7 +25,8 @@ def course(engine, start, windows, prompt, count, seed, settings, texts, lengths
     for step in range(3):
         chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks]
-        changed = engine.update(np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses]))
+        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
+        changed = engine.update(fitness_digits.pack_ternary(fitness))
         seen[f"losses of step {step}"] = np.concatenate(losses).tolist()
         seen[f"update {step}"] = changed, digests(engine.state()), engine.seed
         seen[f"digest after update {step}"] = engine.digest()

@@ -10,7 +10,8 @@ import zlib
 import numpy as np
 
 import egg_config
-from model import data_files, fitness_digits, parameters, seeds, state_digest
+from model import data_files, parameters, seeds, state_digest, ternary
+from model.fitness_digits import chunk_fitness, pack_ternary, unpack_ternary
 
 # 16 pairs a chunk: no multiple of 5, so chunks and steps are packed differently
 CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
@@ -24,8 +25,8 @@ ACTIVATIONS = egg_config.make(**{name: getattr(CFG, name) for name in (
 
 
 def any_fitness(cfg, rng):
-    """int8 [STEP_DIGITS]: random digits; rng: a generator, or its seed."""
-    return np.random.default_rng(rng).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)
+    """bytes: random digits of a step, packed; rng: a generator, or its seed."""
+    return pack_ternary(np.random.default_rng(rng).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8))
 
 
 class FakeEngine:
@@ -65,7 +66,7 @@ class FakeEngine:
             return losses
         digits = (seeds.hash32(seed + first, np.arange(self.cfg.CHUNK_DIGITS)) % 3).astype(np.int8) - np.int8(1)
         digits[size:] = 0
-        return digits, int(losses.sum())
+        return pack_ternary(digits), int(losses.sum())
 
     def begin(self, first, count):
         pass
@@ -74,8 +75,8 @@ class FakeEngine:
         return False
 
     def update(self, fitness):
-        assert fitness.shape == (self.cfg.STEP_DIGITS,) and fitness.dtype == np.int8
-        digest = zlib.crc32(fitness.tobytes(), zlib.crc32(self.weights))
+        ternary.check(fitness, self.cfg.STEP_DIGITS)
+        digest = zlib.crc32(fitness, zlib.crc32(self.weights))
         self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
         self.seed, self.step = seeds.next_seed(self.seed, self.step), self.step + 1
         return 100 + self.step
@@ -88,19 +89,20 @@ class FakeEngine:
 
 
 def step_alone(engine):
-    """(fitness, losses, weights changed) of a whole step of an engine without a network."""
+    """(packed fitness, losses, weights changed) of a whole step of an engine without a network."""
     size = engine.cfg.CHUNK_SIZE
     found = [engine.evaluate(first, size) for first in range(0, engine.cfg.POPULATION_SIZE, size)]
     if engine.cfg.PERTURB == "weights":
-        found = [(fitness_digits.chunk_fitness(losses, engine.cfg), losses) for losses in found]
-    fitness, losses = (np.hstack(parts) for parts in zip(*found))
-    return fitness, losses, engine.update(fitness)
+        found = [(pack_ternary(chunk_fitness(losses, engine.cfg)), losses) for losses in found]
+    packed, losses = zip(*found)
+    fitness = ternary.join(packed, engine.cfg.CHUNK_DIGITS)
+    return fitness, np.hstack(losses), engine.update(fitness)
 
 
 def expected(steps, cfg=CFG, kind=None):
     """([packed fitness of each step], digest) as one engine, of the class `kind`, without a network does it."""
     engine = (kind or FakeEngine)(cfg)
-    return [fitness_digits.pack_ternary(step_alone(engine)[0]) for _ in range(steps)], engine.digest()
+    return [step_alone(engine)[0] for _ in range(steps)], engine.digest()
 
 
 class Lines:
@@ -138,8 +140,8 @@ class Dice(random.Random):
         return super().uniform(low, high)
 
 
-GOOD = fitness_digits.pack_ternary(np.ones(16, np.int8))
-GOOD_STEP = fitness_digits.pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
+GOOD = pack_ternary(np.ones(16, np.int8))
+GOOD_STEP = pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
 VALIDATION = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
 SECRET = b"sixteen bytes or more"
 
@@ -161,7 +163,10 @@ def card(cfg=CFG, **values):
 
 def lie(found):
     """What `evaluate` found, the other way round."""
-    return (-found[0], found[1]) if isinstance(found, tuple) else found[::-1].copy()
+    if not isinstance(found, tuple):
+        return found[::-1].copy()
+    packed, loss = found
+    return pack_ternary(-unpack_ternary(packed, 5 * len(packed))), loss
 
 
 class Liar(FakeEngine):
@@ -206,4 +211,4 @@ def begin_together(engines):
         wait_first(engine)
 
 
-BAD = fitness_digits.pack_ternary(-np.ones(16, np.int8))
+BAD = pack_ternary(-np.ones(16, np.int8))

@@ -52,7 +52,7 @@ def recorded_updates(engine, step, hold):
     for k in range(engine.step, step):
         fitness = fitness_digits.unpack_ternary(later[f"fitness_{k}"].tobytes(), cfg.N_PAIRS) if k else z["fitness_0"]
         assert hashlib.sha256(fitness.astype(np.int32)).hexdigest() == str(z["fitness_sha256"][k])
-        engine.update(fitness)
+        engine.update(fitness_digits.pack_ternary(fitness))
         hold(engine.state(), k)
 
 

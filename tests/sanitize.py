@@ -11,7 +11,7 @@ import numpy as np
 
 import egg_config
 from engine import cuda_engine
-from model import rules, sampling
+from model import fitness_digits, rules, sampling
 
 # Every path, small enough for tools that slow it down a hundred times. The products of the transformer have BLOCKS
 # blocks, so that few members give each a second tile.
@@ -47,8 +47,9 @@ def config(name):
 
 
 def evaluation(engine):
-    """int64 [n]: the losses of a chunk, or its digits and its loss."""
-    return np.hstack(engine.evaluate(0, engine.cfg.CHUNK_SIZE)).astype(np.int64)
+    """int64 [n]: the losses of a chunk, or its packed digits and its loss."""
+    found = engine.evaluate(0, engine.cfg.CHUNK_SIZE)
+    return np.array([*found[0], found[1]]) if engine.cfg.PERTURB == "activations" else found
 
 
 def digest_of(name):
@@ -59,7 +60,7 @@ def digest_of(name):
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 20000).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
     engine = cuda_engine.CudaEngine(cfg, tokens)
     losses.append(evaluation(engine))
-    engine.update(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8))
+    engine.update(fitness_digits.pack_ternary(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)))
     engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])
     list(engine.generate([1, 2, 3], 20, 1))
     texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)

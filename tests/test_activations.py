@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 
 import numpy as np
@@ -13,8 +14,10 @@ from cluster import history
 from activations_compared import GPU_KINDS, course, engine_of, step_of
 from compiling import LARGE, OTHERS, hold_against_cards
 from coordinators import Peer, Peer2, Server, cluster, refused
-from fakes import Lines
+from fakes import Lines, any_fitness, lie
 from model import activations, parameters, reading, rules
+from model.fitness_digits import unpack_ternary
+from recordings import HERE, python
 from tools import use
 
 CFG = egg_config.make(
@@ -41,7 +44,7 @@ def test_an_update_takes_the_sum_of_the_chunks_and_leaves_norms_alone():
     before = engine.state()
     found, changed = step_of(engine)
     after = engine.state()
-    total = sum(digits.astype(int) for digits, _ in found)
+    total = sum(unpack_ternary(packed, CFG.CHUNK_DIGITS).astype(int) for packed, _ in found)
     assert changed == np.count_nonzero(before.weights != after.weights) > 1000
     for t in parameters.tensors(CFG):
         moved = after.weights[t.span].astype(int) - before.weights[t.span]
@@ -180,8 +183,7 @@ class LyingEngine:
         return getattr(self._engine, name)
 
     def evaluate(self, first, count):
-        digits, loss = self._engine.evaluate(first, count)
-        return -digits, loss
+        return lie(self._engine.evaluate(first, count))
 
 
 def test_a_liar_is_named(tmp_path):
@@ -212,6 +214,36 @@ def test_a_worker_whose_votes_round_otherwise_is_refused_by_name(tmp_path):
             refused("VERSION_OF_VOTES = 2 at the coordinator, unknown at the worker"):
         Peer2(server, config=CFG.saved())                    # as programs before commit 273409d
     assert egg_config.make().agreed() == egg_config.make().saved()
+
+
+SIMULATED = """
+import json, sys
+import numpy as np
+from numba import cuda
+import egg_config
+from kernels import update
+cfg = egg_config.make(**json.loads(sys.argv[1]))
+packed = np.frombuffer(open("packed", "rb").read(), np.uint8)
+digits = np.zeros(cfg.N_PAIRS, np.int8) if cfg.PERTURB == "weights" else np.zeros(cfg.CHUNK_DIGITS - 3, np.int32)
+cuda.jit(update.unpack_kernel(cfg))[-(-packed.size // 128), 128](packed, digits)
+np.save("digits.npy", digits)
+"""
+
+
+@pytest.mark.parametrize("perturb", ["weights", "activations"])
+def test_the_kernel_that_unpacks_digits_in_the_simulator(tmp_path, perturb):
+    """Of a step's pairs, of which the last byte has too few, and the sums of three chunks' digits for the weights."""
+    values = dict(MODEL="gru", PERTURB=perturb, HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32,
+                  POPULATION_SIZE=96, GROUP_SIZE=8, LOSS="exact", ADAPTIVE_NOISE_MODE=0, HOST_GAUSSIAN=1)
+    cfg = egg_config.make(**values)
+    packed = any_fitness(cfg, 3)
+    (tmp_path / "packed").write_bytes(packed)
+    python("-W", "ignore", "-c", SIMULATED, json.dumps(values), cwd=tmp_path, NUMBA_ENABLE_CUDASIM="1",
+           PYTHONPATH=str(HERE))
+    got, want = np.load(tmp_path / "digits.npy"), unpack_ternary(packed, cfg.STEP_DIGITS)
+    if perturb == "activations":
+        want = want.reshape(3, -1).sum(0)[:-3]
+    assert np.array_equal(got, want) and len(np.unique(want)) > 2
 
 
 KERNELS = dict(

@@ -21,7 +21,7 @@ from tools import train
 from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, free_port, kept, refused, until,
                           upload, work_in_thread)
-from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, GOOD_STEP, Lines, SECRET, changed, expected
 from commands import fails, process
 
 
@@ -86,7 +86,7 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
             liar.ask(0, engine.digest())
             assert liar.answer().first == 32 * chunk
             liar.result(0, 32 * chunk)
-        engine.update(np.ones(cfg.N_PAIRS, np.int8))
+        engine.update(GOOD_STEP)
         right, state = engine.digest(), engine.state()
         state.weights[5] ^= 1
         liar.ask(1, state_digest.of_state(state))

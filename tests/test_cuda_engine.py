@@ -217,7 +217,7 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
             assert engine.evaluate(8, 8).shape == (8,) and len(engine._begun) == 1
             assert engine._job.tolist() == [engine.seed, 0, 0xFFFFFFFF, cfg.noise_shift(0)]
             assert engine.evaluate(0, 4).shape == (4,) and not engine._begun
-            assert engine.begin_update(np.ones(cfg.N_PAIRS, np.int8))
+            assert engine.begin_update(any_fitness(cfg, 1))
             engine.begin(0, 8)
             assert engine._job[3] == cfg.noise_shift(1)
         every_verb(cfg, engine, tokens)
@@ -235,7 +235,7 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     if not fits:
         cuda.current_context().get_memory_info().free = 1 << 30
         tokens = np.resize(tokens, (1 << 30) // 4 // 16 + 1)
-    engine, fitness = cuda_engine.CudaEngine(cfg, tokens), np.ones(cfg.N_PAIRS, np.int8)
+    engine, fitness = cuda_engine.CudaEngine(cfg, tokens), any_fitness(cfg, 1)
     assert ("the processor cuts the windows" in capfd.readouterr().err) != fits == bool(engine._followers)
     if not fits:
         engine.evaluate(4, 6)
@@ -335,7 +335,7 @@ def test_golden(name):
         assert np.array_equal(np.concatenate(losses), data["loss"][step]), f"losses of step {step}"
         fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
         assert np.array_equal(fitness, data["fitness"][step]), f"fitness of step {step}"
-        assert engine.update(fitness) == data["updates"][step]
+        assert engine.update(fitness_digits.pack_ternary(fitness)) == data["updates"][step]
         assert digests(engine.state()) == digests_after(data, step), f"update {step}"
     assert np.array_equal(engine.state().weights, data["model_6"].view(np.int8))
 
@@ -358,7 +358,7 @@ def test_golden_default_configuration():
         found = [digest(x.astype(np.int32)) for x in losses]
         assert found == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
         fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
-        engine.update(fitness)
+        engine.update(fitness_digits.pack_ternary(fitness))
         for data in (mended, recorded)[:2 if step < 2 else 1]:
             assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
             assert digests(engine.state()) == digests_after(data, step), f"update {step}"
@@ -373,7 +373,7 @@ def test_load_and_pieces_of_a_chunk():
     engine = cuda_engine.CudaEngine(cfg, np.frombuffer(data["input_bin"].tobytes(), "<u4"))
     start = engine.state()
     for step in range(3):
-        engine.update(data["fitness"][step])
+        engine.update(fitness_digits.pack_ternary(data["fitness"][step].astype(np.int8)))
     engine.load(start)
     assert (engine.step, engine.seed) == (0, seeds.INITIAL_SEED)
     pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
@@ -407,7 +407,7 @@ def test_evaluations_begun_ahead(constants, on_device):
             assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
         assert len(np.unique(losses)) > 2
         fitness = any_fitness(cfg, step)
-        assert ahead.begin_update(fitness if step < 2 else -fitness)
+        assert ahead.begin_update(fitness if step < 2 else any_fitness(cfg, 9))
         ahead.begin(0, 300 if step else 2)
         if step == 1:
             assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "the update is undone"
@@ -571,7 +571,7 @@ def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
     engines = [cpu_engine.CpuEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)]
     for engine in engines:
         for step in range(3):
-            engine.update(data["fitness"][step])
+            engine.update(fitness_digits.pack_ternary(data["fitness"][step].astype(np.int8)))
     assert debug.trace(cfg, engines[0].state(), tokens) == debug.trace(cfg, engines[1].state(), tokens)
 
 
@@ -592,7 +592,7 @@ def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
     first = cuda_engine.CudaEngine(cfg, tokens)
     assert "compiling" in capfd.readouterr().err
     second = cuda_engine.CudaEngine(egg_config.make(**shape, LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
-    fitness = np.ones(cfg.N_PAIRS, np.int8)
+    fitness = any_fitness(cfg, 1)
     assert first.update(fitness) == second.update(fitness) and digests(first.state()) == digests(second.state())
     assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
     assert first.digest() == second.digest()

@@ -27,7 +27,7 @@ from readings import configured
 def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     cfg = configured("laptop-weights")
     run = history.open_run(cfg, tmp_path)
-    fitness = fitness_digits.pack_ternary(any_fitness(cfg, 1))
+    fitness = any_fitness(cfg, 1)
     for k in range(100_000):
         run.append(fitness, k, 0)
     run.close()

@@ -326,7 +326,8 @@ class Rewarded(Learner):
         return 1 + self.level / 1250
 
     def chunk(self, engine, first, check):
-        return fitness_digits.chunk_fitness(self.evaluate(first, self.cfg.CHUNK_SIZE), self.cfg), 0
+        losses = self.evaluate(first, self.cfg.CHUNK_SIZE)
+        return fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg)), 0
 
     def measured(self, engine):
         return 4, self.level / 1250 - 4
@@ -806,7 +807,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
     run = history.open_run(cfg, base)
     for _ in range(12):
         fitness = any_fitness(cfg, run.step)
-        run.append(fitness_digits.pack_ternary(fitness), 0, 0)
+        run.append(fitness, 0, 0)
         engine.update(fitness)
     run.close()
     names, outcomes = ("link", "replace", "fsync", "unlink", "chmod", "symlink"), []

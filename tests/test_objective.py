@@ -109,7 +109,8 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
     write = engine.write
     engine.write = lambda texts, lengths, seeds, *more: (seen.append((texts.copy(), seeds)),
                                                          write(texts, lengths, seeds, *more))
-    fitness, loss = own.chunk(engine, 16, lambda: None)
+    packed, loss = own.chunk(engine, 16, lambda: None)
+    fitness = fitness_digits.unpack_ternary(packed, cfg.CHUNK_DIGITS)
     assert len(seen) == 2 and [len(texts) for texts, _ in seen] == [12, 12]     # six of eight pairs, two prompts each
     for texts, seeds in seen:
         assert (texts[::2] == texts[1::2]).all() and (seeds[::2] == seeds[1::2]).all()
@@ -156,8 +157,8 @@ def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
 def test_equal_rewards_are_no_votes(judged):
     cfg = CFG.changed(TEXT_SHARE=0.0)
     own = judged("def reward(completions):\n    return [1] * len(completions)\n", cfg)
-    fitness, loss = own.chunk(new_engine(cfg), 0, lambda: None)
-    assert not fitness.any() and loss == 0
+    packed, loss = own.chunk(new_engine(cfg), 0, lambda: None)
+    assert not any(packed) and loss == 0
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -347,7 +348,8 @@ class Scripted:
         self.cfg, self.rewards = cfg, rewards
 
     def chunk(self, engine, first, check):
-        return fitness_digits.chunk_fitness(engine.evaluate(first, self.cfg.CHUNK_SIZE), self.cfg), 0
+        losses = engine.evaluate(first, self.cfg.CHUNK_SIZE)
+        return fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg)), 0
 
     def measured(self, engine):
         return 4, self.rewards[engine.step]

@@ -234,7 +234,7 @@ def besieged(tmp_path_factory):
     assert engine.step <= run.step
     same = FakeEngine(cfg)
     for step in range(engine.step):
-        same.update(fitness_digits.unpack_ternary(run.fitness(step), cfg.N_PAIRS))
+        same.update(run.fitness(step))
     assert engine.step > 0 and engine.digest() == same.digest()
     run.close()
 
@@ -455,8 +455,7 @@ def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
             peer.ask(0, engine.digest())
             peer.result(0, peer.answer().first)
         peer.ask(0, engine.digest())
-        packed = history.unzip(peer.answer().packed, 13)
-        engine.update(fitness_digits.unpack_ternary(packed, cfg.N_PAIRS))
+        engine.update(history.unzip(peer.answer().packed, 13))
         peer.ask(1, engine.digest())
         opcode, _ = peer.next(wire.SNAPSHOT_WANTED, wire.JOB_RESPONSE)
         assert opcode == wire.SNAPSHOT_WANTED

@@ -19,7 +19,7 @@ import egg_config
 import egg_net
 from cluster import console, history, snapshots
 from engine import cpu_engine, cpu_transformer
-from model import data_files, fitness_digits, integer_tables, parameters, rules, state_digest
+from model import data_files, integer_tables, parameters, rules, state_digest
 from model.reading import Reading
 from tools import debug, train, use
 from coordinators import Peer, Server, kept, refused, whole
@@ -125,7 +125,7 @@ def test_bytes_that_a_foreign_vocabulary_lacks():
 
 def step_once(engine, run):
     fitness, losses, changed = step_alone(engine)
-    run.append(fitness_digits.pack_ternary(fitness), int(losses.sum()), changed)
+    run.append(fitness, int(losses.sum()), changed)
 
 
 def make(cfg=CFG, data=TEXT):

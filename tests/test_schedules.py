@@ -12,6 +12,7 @@ import egg_config
 from cluster import history
 from engine import cpu_engine, cuda_engine
 from model import optimizers, parameters, rules
+from model.fitness_digits import pack_ternary
 from tools import arch
 from compiling import CARDS, path_of
 from coordinators import cluster
@@ -160,7 +161,7 @@ def test_rare_tokens_learn_more_slowly(rest):
 def test_what_reads_the_data_needs_them(values):
     engine = cpu_engine.CpuEngine(BASE.changed(**values), None, threads=1)
     with pytest.raises(ValueError, match=f"{next(iter(values))} needs the training data"):
-        engine.update(np.ones(16, np.int8))
+        engine.update(any_fitness(BASE, 1))
 
 
 def seen_by_hand(cfg, state, tokens, t, fitness, often):
@@ -229,7 +230,7 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     for t in parameters.tensors(cfg):
         want = np.zeros(t.size, np.int64)
         if t.seen:
-            once, four = (seen_by_hand(cfg, state, tokens, t, fitness, often) for often in (1, 4))
+            once, four = (seen_by_hand(cfg, state, tokens, t, pack_ternary(fitness), often) for often in (1, 4))
             want = four - once
         assert np.array_equal(votes[t.span], want) and want.any() == t.seen, t.name
 

@@ -14,7 +14,7 @@ from cluster import history, snapshots, wire
 from cluster.wire import JOB_RESPONSE
 from model import parameters, state_digest
 from coordinators import Server, caller, callers, cluster, refused, until, upload, whole
-from fakes import CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected, feed
+from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, any_fitness, changed, expected, feed
 from recordings import digests
 
 
@@ -224,7 +224,7 @@ def first_step(server, *peers):
         assert peer.answer().first == 32 * chunk
         peer.result(0, 32 * chunk)
     server.reaches(1)
-    engine.update(np.ones(server.cfg.N_PAIRS, np.int8))
+    engine.update(GOOD_STEP)
     return engine
 
 
@@ -280,7 +280,7 @@ def test_who_goes_on_without_sending_its_state_is_named_and_others_are_asked_fir
     giver.ask(1, engine.digest())
     giver.result(1, giver.answer().first)
     server.reaches(2)
-    engine.update(np.ones(server.cfg.N_PAIRS, np.int8))
+    engine.update(GOOD_STEP)
     again = caller("127.0.0.2", server, name="another name")
     assert asks(again, engine, wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
     asks(giver, engine, wire.SNAPSHOT_WANTED)

@@ -8,6 +8,7 @@ import pytest
 import egg_config
 from engine import cpu_engine
 from model import rules, seeds, soft_targets
+from model.fitness_digits import pack_ternary
 from model.reading import Reading
 from readings import member_reading
 from tools import arch
@@ -93,7 +94,7 @@ def test_every_cut_of_a_step_and_every_context_in_turn(values):
         assert np.array_equal(np.concatenate(parts), whole)
         plain.load(one.state())
         assert np.array_equal(plain.evaluate(0, 32), whole) == (step in (0, 2))
-        fitness = np.sign(whole[1::2] - whole[::2]).astype(np.int8)
+        fitness = pack_ternary(np.sign(whole[1::2] - whole[::2]).astype(np.int8))
         assert one.update(fitness) == two.update(fitness)
 
 

@@ -165,10 +165,8 @@ for verb in json.loads(sys.argv[3]):
     if verb == "evaluate":
         engine.evaluate(0, 2 if cfg.PERTURB == "weights" else cfg.CHUNK_SIZE)
     if verb == "update":
-        import numpy as np
-        fitness = np.zeros(cfg.STEP_DIGITS, np.int8)
-        fitness[:2] = 1, -1
-        engine.update(fitness)
+        from model import ternary
+        engine.update(bytes([7]).ljust(ternary.packed_size(cfg.STEP_DIGITS), b"\\0"))           # digits 1, -1, 0 ...
     if verb == "digest":
         engine.digest()
     if verb == "validate":

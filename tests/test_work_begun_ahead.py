@@ -10,7 +10,7 @@ import egg_config
 import no_device
 from cluster import history
 from egg_net import ChunkPredictor, SURE_AFTER, Worker
-from model import fitness_digits, parameters, rules, seeds
+from model import fitness_digits, parameters, rules, seeds, ternary
 from coordinators import cluster
 from no_device import device_array
 from fakes import CFG, FakeEngine, any_fitness, expected
@@ -67,7 +67,8 @@ class Forward:
 class Update:
     def __init__(self, cfg, kernels, budget):
         self.cfg = cfg
-        self.fit, self.changed = device_array(cfg.N_PAIRS + 256, np.int8), device_array(1, np.int32)
+        self.changed = device_array(1, np.int32)
+        self.packed = device_array(ternary.packed_size(cfg.STEP_DIGITS), np.uint8)
         self.rates = device_array(len(parameters.tensors(cfg)), np.float32)
         self.windows = device_array(cfg.N_PAIRS * (cfg.SEQ_LEN + 1), np.int32)
 
@@ -77,7 +78,7 @@ class Update:
         def optimize():
             assert self.changed[0] == 0
             seen = self.windows.tobytes() if self.cfg.SEEN_VOTES > 1 else b""
-            digest = zlib.crc32(self.fit.tobytes() + job.tobytes() + weights.tobytes() + moments.tobytes() + seen)
+            digest = zlib.crc32(self.packed.tobytes() + job.tobytes() + weights.tobytes() + moments.tobytes() + seen)
             weights[:4] = np.frombuffer(digest.to_bytes(4, "little"), np.int8)
             moments[0, 0] += self.rates[0]
             overlay[0] += 1
@@ -163,7 +164,8 @@ def run(engine, steps):
     """As one engine without a network does it: digests of the state."""
     for _ in range(steps):
         losses = [engine.evaluate(first, CFG.CHUNK_SIZE) for first in range(0, CFG.POPULATION_SIZE, CFG.CHUNK_SIZE)]
-        engine.update(np.concatenate([fitness_digits.chunk_fitness(x, CFG) for x in losses]))
+        fitness = np.concatenate([fitness_digits.chunk_fitness(x, CFG) for x in losses])
+        engine.update(fitness_digits.pack_ternary(fitness))
     return digests(engine.state())
 
 
@@ -215,7 +217,7 @@ def test_a_step_that_ends_otherwise_is_undone(engine_of, tmp_path, monkeypatch):
     append = history.Run.append
 
     def other(self, packed, *rest):
-        return append(self, fitness_digits.pack_ternary(fitness_of(5)) if self.step == 3 else packed, *rest)
+        return append(self, fitness_of(5) if self.step == 3 else packed, *rest)
 
     monkeypatch.setattr(history.Run, "append", other)
     cluster(tmp_path, [engine], 6)
@@ -263,7 +265,7 @@ class Beginning(FakeEngine):
         return self.weights, self.seed, self.step
 
     def begin_update(self, fitness):
-        if self.fitness is None or not np.array_equal(self.fitness, fitness):
+        if self.fitness != fitness:
             before, self.fitness = self.now(), fitness
             super().update(fitness)
             self.after, (self.weights, self.seed, self.step) = self.now(), before
@@ -284,7 +286,7 @@ class Beginning(FakeEngine):
         return super().evaluate(first, count) if losses is None else losses
 
     def update(self, fitness):
-        assert self.fitness is not None and np.array_equal(self.fitness, fitness)
+        assert self.fitness == fitness
         self.fitness, (self.weights, self.seed, self.step) = None, self.after
         self.wasted += sum(step < self.step for step, _, _ in self.begun)
         self.begun = {key: losses for key, losses in self.begun.items() if key[0] == self.step}

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from engine import engines, hardware
-from model import data_files, parameters, rules
+from model import data_files, fitness_digits, parameters, rules
 import egg_net
 from tools import train
 
@@ -163,7 +163,7 @@ def median_seconds(run, seconds=0.5):
 
 
 def random_fitness(cfg):
-    return np.random.default_rng(1).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)
+    return fitness_digits.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8))
 
 
 def shape_text(cfg):

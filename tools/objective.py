@@ -375,8 +375,8 @@ class Objective:
         return np.rint(np.array(rewards) * REWARD_UNIT).astype(np.int64).reshape(-1, pairs, 2).sum(0)
 
     def chunk(self, engine, first, check):
-        """(fitness int8 [pairs], sum of losses) of the chunk that begins with member `first`: the first TEXT_SHARE of
-        its pairs are judged by their losses on text, the others by their rewards."""
+        """(packed digits, sum of losses) of the chunk that begins with member `first`: the first TEXT_SHARE of its
+        pairs are judged by their losses on text, the others by their rewards."""
         cfg, started, waited = self.cfg, time.perf_counter(), self.judge.waited
         pairs = cfg.CHUNK_SIZE // 2
         on_text = round(cfg.TEXT_SHARE * pairs)
@@ -390,7 +390,7 @@ class Objective:
             # equal rewards are no vote, whatever the threshold
             parts.append(fitness_digits.chunk_fitness(-rewards.ravel(), cfg) * (rewards[:, 0] != rewards[:, 1]))
         self._note(engine.step, time.perf_counter() - started, self.judge.waited - waited)
-        return np.concatenate(parts).astype(np.int8), loss
+        return fitness_digits.pack_ternary(np.concatenate(parts).astype(np.int8)), loss
 
     def _note(self, step, took, waited):
         """Keeps in `pace` what the last whole step of this worker was spent on, for people: a long and a short text."""
