@@ -213,8 +213,8 @@ class CpuEngine:
         return fitness_digits.pack_ternary(votes.digits()), loss
 
     def update(self, fitness):
-        """Applies the update of this step and goes on to the next; number of weights changed. fitness: the digits of the
-        step, packed (bytes, model.ternary)."""
+        """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
+        the step (bytes, model.ternary)."""
         self._stop()
         cfg, digits = self.cfg, fitness_digits.unpack_ternary(fitness, self.cfg.STEP_DIGITS)
         if self._activations:
