@@ -53,7 +53,8 @@ from model import ternary
 
 SLICE_SECONDS = 0.2        # the longest time that a worker should compute before it reads its socket
 FIRST_SLICE = 64           # members, before its speed is known
-SURE_AFTER = 16            # chunks in order, after which a worker expects the next one
+SURE_AFTER = 16            # chunks in order, or steps, after which a worker expects the next one
+NO_CHUNK = -1
 POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
 BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
 
@@ -132,12 +133,12 @@ class Worker:
             self.console.spent(self.objective.pace)
             return self._result(link, first, packed, loss)
         self.predictor.handed_out(self.engine.step, first)
-        following = self.predictor.following(self.engine.step)
+        following = self.predictor.following()
         parts, at, end = [], first, first + self.cfg.CHUNK_SIZE
         while at < end:
             started = time.perf_counter()
             count = self.begun.pop(at, None) or self._slice_size(end - at)
-            if at + count == end and following > first:
+            if at + count == end and following != NO_CHUNK:
                 self.engine.begin(at, count)                 # before that of the next chunk
                 self._begin(following)
             parts.append(self.engine.evaluate(at, count))
@@ -170,8 +171,9 @@ class Worker:
 
     def _begin_update(self, fitness):
         """Begins with an update and with the chunk that is expected after it, if the engine can."""
-        if self.engine.begin_update(fitness) and (following := self.predictor.following(self.engine.step)) >= 0:
-            self._begin(following)
+        if self.engine.begin_update(fitness) and (
+                first := self.predictor.first_after(self.engine.step)) != NO_CHUNK:
+            self._begin(first)
 
     def _begin(self, first):
         """Begins with the first slice of the chunk that begins with member `first`."""
@@ -285,32 +287,55 @@ class Worker:
             link.say(wire.SNAPSHOT_DATA, step, len(body), offset, body[offset:offset + wire.BLOCK])
 
 
+class Sureness:
+    """Whether guesses are to be relied on: after SURE_AFTER right ones in a row, and twice as many after a mistake."""
+
+    def __init__(self):
+        self._right, self._needed = 0, SURE_AFTER
+
+    def __bool__(self):
+        return self._right >= self._needed
+
+    def count(self, right):
+        self._needed *= 2 if self and not right else 1
+        self._right = self._right + 1 if right else 0
+
+
 class ChunkPredictor:
-    """Predicts the chunk that a worker is handed next, with which its engine can begin before the answer: the one that
-    it was handed after the present one last time, at first the next of the population. A mistake costs a slice of
-    evaluation, so nothing is predicted before SURE_AFTER right guesses in a row, and twice as many after every
-    mistake."""
+    """Predicts the chunk that a worker is handed next, with which its engine can begin before the answer. A step is
+    expected to be like the one before: in its first chunk, and in what follows each chunk. A mistake costs a slice of
+    evaluation. An audit, after which a worker is handed a chunk more, says nothing about the next step's first."""
 
     def __init__(self, cfg):
         self._cfg = cfg
-        self._step = self._last = self._guess = None         # of the last chunk, and its successor
-        self._successors = {}                                # {chunk: the one after it}, by their first members
-        self._right, self._needed = 0, SURE_AFTER
+        self._step = self._first = self._last = None         # that was handed out last, its first and its last chunk
+        self._following = {}                                 # {chunk: the one after it in its step, NO_CHUNK: none}
+        self._sure_of_first, self._sure_of_following = Sureness(), Sureness()
 
     def handed_out(self, step, first):
         """A chunk was handed out in this step that begins with member `first`."""
-        if first == self._guess:
-            self._right += 1
-        else:
-            self._needed *= 2 if self._right >= self._needed else 1
-            self._right = 0
-        self._successors[self._last] = first
-        self._step, self._last = step, first
-        self._guess = self._successors.get(first, (first + self._cfg.CHUNK_SIZE) % self._cfg.POPULATION_SIZE)
+        if self._step is not None:
+            found = first if step == self._step else NO_CHUNK
+            self._sure_of_following.count(found == self._guess())
+            self._following[self._last] = found
+        if step != self._step:
+            self._sure_of_first.count(first == self._first)
+            self._step, self._first = step, first
+        self._last = first
 
-    def following(self, step):
-        """First member of the next chunk; -1: that is not certain enough, or nothing was handed out in this step."""
-        return self._guess if self._right >= self._needed and step == self._step else -1
+    def _guess(self):
+        """What follows the last chunk; at first the next of the population."""
+        following = self._last + self._cfg.CHUNK_SIZE
+        return self._following.get(self._last, following if following < self._cfg.POPULATION_SIZE else NO_CHUNK)
+
+    def following(self):
+        """First member of the next chunk of this step; NO_CHUNK: none, or that is not certain enough."""
+        return self._guess() if self._sure_of_following else NO_CHUNK
+
+    def first_after(self, step):
+        """First member of the first chunk after this step; NO_CHUNK: that is not certain enough, or nothing was handed
+        out in this step."""
+        return self._first if self._sure_of_first and step == self._step else NO_CHUNK
 
 
 def due(every, step):

@@ -223,7 +223,7 @@ from numba import cuda
 import egg_config
 from kernels import update
 cfg = egg_config.make(**json.loads(sys.argv[1]))
-packed = np.frombuffer(open("packed", "rb").read(), np.uint8)
+packed = np.fromfile("packed", np.uint8)
 digits = np.zeros(cfg.N_PAIRS, np.int8) if cfg.PERTURB == "weights" else np.zeros(cfg.CHUNK_DIGITS - 3, np.int32)
 cuda.jit(update.unpack_kernel(cfg))[-(-packed.size // 128), 128](packed, digits)
 np.save("digits.npy", digits)

@@ -9,7 +9,7 @@ import pytest
 import egg_config
 import no_device
 from cluster import history
-from egg_net import ChunkPredictor, SURE_AFTER, Worker
+from egg_net import ChunkPredictor, NO_CHUNK, SURE_AFTER, Worker
 from model import fitness_digits, parameters, rules, seeds, ternary
 from coordinators import cluster
 from no_device import device_array
@@ -243,7 +243,7 @@ def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path, monkeypa
     assert len(done) < 12 and all(len(firsts) == CFG.N_CHUNKS for firsts in done)
 
 
-STEPS = 12
+STEPS = 30
 
 
 class Beginning(FakeEngine):
@@ -306,10 +306,11 @@ def test_a_worker_alone_predicts_every_chunk(tmp_path, monkeypatch, slice_size):
     assert engine.digest() == expected(STEPS)[1] and server.run.step == STEPS
     assert engine.evaluated == sorted(engine.evaluated) and len(set(engine.evaluated)) == len(engine.evaluated)
     assert sum(count for _, _, count in engine.evaluated) <= (STEPS + 1) * CFG.POPULATION_SIZE
-    unsure = SURE_AFTER + 1                          # of the first chunk there is no guess
+    unsure = 2 * SURE_AFTER + 1                      # first chunks of steps, others, and the very first
     chunks = {(step, first) for step, first, _ in engine.ahead}
     assert all(first % CFG.CHUNK_SIZE == 0 for _, first in chunks)
     assert len(chunks) == len(engine.ahead) >= STEPS * CFG.N_CHUNKS - unsure and engine.wasted == 0
+    assert len([first for _, first in chunks if first == 0]) >= STEPS - SURE_AFTER - 1
 
 
 def test_several_workers_waste_little(tmp_path):
@@ -330,16 +331,29 @@ def test_certainty_is_lost_with_a_mistake():
         for count in range(1, 1000):
             step, first = next(chunks)
             predictor.handed_out(step, first)
-            if predictor.following(step) >= 0:
-                assert predictor.following(step) == (first + size) % CFG.POPULATION_SIZE
-                assert predictor.following(step + 1) == -1, "nothing was handed out in that step"
+            if predictor.following() == first + size:
                 return count
 
     assert until_sure() == SURE_AFTER + 1
     next(chunks)                                             # another worker gets it
-    assert until_sure() == 2 * SURE_AFTER + 1
+    # the guess after the chunk before that one is wrong once more, in the next step
+    assert 0 <= until_sure() - 2 * SURE_AFTER <= 2 * CFG.N_CHUNKS
     next(chunks)
-    assert until_sure() == 4 * SURE_AFTER + 1
+    assert 0 <= until_sure() - 4 * SURE_AFTER <= 2 * CFG.N_CHUNKS
+
+
+def test_an_audit_leaves_the_first_chunk_of_a_step_certain():
+    """Of two workers that share a step one is handed the other's chunk now and then."""
+    predictor, first, other = ChunkPredictor(CFG), CFG.CHUNK_SIZE, 2 * CFG.CHUNK_SIZE
+    for step in range(200):
+        predictor.handed_out(step, first)
+        assert predictor.following() == NO_CHUNK
+        if step % 20 == 10:
+            predictor.handed_out(step, other)
+        assert predictor.first_after(step) == (first if step >= SURE_AFTER else NO_CHUNK)
+        assert predictor.first_after(step + 1) == NO_CHUNK, "nothing was handed out in that step"
+    predictor.handed_out(200, other)
+    assert predictor.first_after(200) == NO_CHUNK
 
 
 @pytest.mark.parametrize("changes", [{}, dict(CHUNK_MEAN_FILTER=0), dict(USE_ADAPTIVE_THRESHOLD=0),
