@@ -97,8 +97,8 @@ class Dispatcher:
             return None
         held = self.work.accounts[worker].held
         full = len(held) >= CHUNKS_HELD
-        before = self.steps.get(self.run.step - 1)
-        chunk = self.work.take(worker, now, before.accounts[worker].given if before else ())
+        past = self.steps.get(self.run.step - 1)
+        chunk = self.work.take(worker, now, past and past.accounts[worker])
         if full and chunk is not None:
             # One that asks again and again without delivering has lost what it was given. It is not left waiting while
             # there is work, and holds no more than CHUNKS_HELD, so that nobody else waits for it.

@@ -61,12 +61,12 @@ class Step:
         """Forgets the results: of a step that has ended only `accounts` and `validators` are still used."""
         self.results, self.done = {}, {}
 
-    def take(self, worker, now, before=()):
+    def take(self, worker, now, before=None):
         """Hands out the next chunk that this worker has neither held nor delivered. Returns it, or None. before: the
-        chunks that it was given in the step before. One of these, if it is among the next few, comes first: a worker
-        that is handed the same chunks in every step begins with them before it is told to."""
-        for chunk in islice(self.queue, LOOK_AHEAD):
-            if chunk in before and chunk not in self.done and not self._excluded(chunk, worker):
+        Account of the worker in the step before, or None. A chunk that it delivered then, if it is among the next few,
+        comes first: a worker that is handed the same chunks in every step begins with them before it is told to."""
+        for chunk in islice(self.queue, LOOK_AHEAD if before else 0):
+            if before.given.get(chunk, now) is None and chunk not in self.done and not self._excluded(chunk, worker):
                 self.queue.remove(chunk)
                 return self._hand_out(chunk, worker, now)
         skipped, found = [], None

@@ -50,6 +50,16 @@ def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
     assert step.result(D, 1, *NO) == [D] and step.complete
 
 
+def test_a_worker_is_handed_first_what_it_delivered_in_the_step_before():
+    past, step = Step(CFG), Step(CFG)
+    past.accounts[A].given = {1: 5.0, 2: None}               # chunk 1 was never delivered
+    assert [step.take(A, 0, past.accounts[A]) for _ in range(2)] == [2, 0]
+    assert [step.take(B, 0, past.accounts[B]) for _ in range(3)] == [1, 3, None]
+    many = Step(CFG.changed(POPULATION_SIZE=64 * CFG.CHUNK_SIZE))
+    past.accounts[A].given = {40: None}
+    assert many.take(A, 0, past.accounts[A]) == 0, "only the next few are looked at"
+
+
 def test_a_late_result_that_differs_opens_the_chunk_again():
     step = Step(CFG)
     assert step.result(A, 0, *NO) == [] and 0 in step.done
