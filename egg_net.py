@@ -24,7 +24,7 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
                   cluster.history.Run.append            go to the disk
                   Coordinator._catch_up             puts them into a JOB_RESPONSE for whoever asks next
     worker        Link.any_of                       takes it
-                  Worker._apply                     checks it, for engine.update
+                  Worker._apply                     checks it and hands it to engine.update
 
 Each side is one process with one loop and no threads (cluster.hub at the coordinator, cluster.link at the worker).
 Which worker is handed which chunk is up to cluster.dispatch, by the rules of cluster.fairness."""
@@ -54,7 +54,7 @@ from model import ternary
 SLICE_SECONDS = 0.2        # the longest time that a worker should compute before it reads its socket
 FIRST_SLICE = 64           # members, before its speed is known
 SURE_AFTER = 16            # chunks in order, or steps, after which a worker expects the next one
-NO_CHUNK = -1
+NO_CHUNK = -1              # in place of a chunk's first member, where there is no chunk
 POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
 BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
 
@@ -184,14 +184,23 @@ class Worker:
         """Updates the replica by the fitness of its step, which leads to `step`."""
         if step != self.engine.step + 1:
             return self._start_over(link, None, step)
-        try:
+
+        @contextlib.contextmanager
+        def explained():
+            try:
+                yield
+            except ValueError as error:
+                raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
+                               "set POPULATION_SIZE as there") from None
+
+        with explained():
             if link.version == V2:
                 packed = history.unzip(packed, ternary.packed_size(self.cfg.STEP_DIGITS))
-            self._begin_update(packed)               # a GPU is at work while the digits are checked
+            else:
+                ternary.check(packed, self.cfg.STEP_DIGITS)
+        self._begin_update(packed)                   # a GPU is at work while the digits are checked
+        with explained():
             ternary.check(packed, self.cfg.STEP_DIGITS)
-        except ValueError as error:
-            raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
-                           "set POPULATION_SIZE as there") from None
         self.changed = self.engine.update(packed)
         self.done = {}
 

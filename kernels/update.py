@@ -522,8 +522,8 @@ class Update:
         """Device memory of all buffers with the smallest slice."""
         p = plan(cfg)
         rows = len(p.rows) if cfg.PERTURB == "weights" else 0
-        return (rows * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * parameters.n_weights(cfg) + cfg.STEP_DIGITS
-                + window_bytes(cfg) + muon.Direction.bytes_needed(cfg))
+        return (rows * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
+                + ternary.packed_size(cfg.STEP_DIGITS) + window_bytes(cfg) + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8
