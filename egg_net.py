@@ -39,7 +39,7 @@ import time
 
 from cluster import auth, event_log, fairness, history, snapshots, status, trust, wire
 from cluster.admission import Admission
-from cluster.collector import Collector, Source
+from cluster.collector import Collector
 from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
@@ -151,7 +151,7 @@ class Worker:
         if self.cfg.PERTURB == "activations":
             fitness, loss = parts[0]
         else:
-            losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            losses = np.concatenate(parts)
             fitness, loss = fitness_digits.chunk_fitness(losses, self.cfg), int(losses.sum())
         return self._result(link, first, fitness, loss)
 
@@ -227,15 +227,11 @@ class Worker:
                 link.say(wire.VALIDATION, step, tokens, n_bytes, nats)
             if self.objective:
                 link.say(wire.REWARD, step, *self.objective.measured(self.engine))
-        if self.objective and due(cfg.SAMPLE_EVERY, step):
-            self._send_sample(link, step, self.objective.sample(self.engine, step))
-        elif self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
-            self._send_sample(link, step, sample(cfg, self.engine, self.tokens, self.decoding))
-
-    @staticmethod
-    def _send_sample(link, step, text):
-        line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                       # one line of the log
-        link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
+        if due(cfg.SAMPLE_EVERY, step) and (self.objective or self.tokens is not None):
+            text = self.objective.sample(self.engine, step) if self.objective else \
+                sample(cfg, self.engine, self.tokens, self.decoding)
+            line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                   # one line of the log
+            link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
 
     def _state_digest(self):
         step = self.engine.step
@@ -370,7 +366,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
                 worker.serve(link)
         except OldCoordinator:
-            if not (protocol or access.secret or access.tls or version == V1):
+            if not (protocol or access.secret or access.tls):
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
                 continue
             if not retry:
@@ -412,7 +408,7 @@ class Hook:
         raise Refused(f"island {card.name}: this one is no island: start it with --island NAME", wire.OTHER_CONFIG)
 
     check = nothing            # (now): deadlines and whatever else is due; several times a second
-    peer_joined = nothing      # (session, card, author): a coordinator that called has been let in
+    peer_joined = nothing      # (session, author): a coordinator that called has been let in
     state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
     chunk_handed_out = nothing     # (): a worker has begun with a chunk
     step_completed = nothing   # (loss): a step is in the history and no chunk of the next one handed out
@@ -424,12 +420,15 @@ class Hook:
 
 class RemoteWorker(Role):
     """A worker as the coordinator sees it: the role of its session. card: its greeting.Card, one without digests with
-    protocol 1; conduct: how it has delivered so far; source: what it can do for snapshots."""
+    protocol 1; conduct: how it has delivered so far."""
 
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
     trusted = True             # no other worker contradicts its state
     rebuilt_at = None          # step at which it was last made to rebuild
-    sent_to_start = None       # (epoch, step) of the start to which it was sent
+    sent_to_start = None       # the history.Start to which it was sent
+    state_asked = None         # step at which it was last asked for its state (cluster.collector)
+    states_hashes = True       # it states the hash of its state when it is asked to; older versions do not
+    hash_wanted = None         # the step of which it has been asked for that hash
     next_block = None          # (step, offset) of a snapshot that it reads
     has_worked = False         # it has delivered a result since its last request
 
@@ -437,8 +436,8 @@ class RemoteWorker(Role):
         super().__init__(session)
         self.coordinator, self.version = coordinator, session.version
         self.author, self.card = author, card
-        self.conduct, self.source = fairness.Conduct(), Source()
-        coordinator.dispatcher.enter(self)
+        self.conduct = fairness.Conduct()
+        coordinator.dispatcher.workers.add(self)
 
     def handle(self, opcode, payload):
         """Of use are the results that it owes, a request after one of them or at a later step that there is, a state in
@@ -454,11 +453,11 @@ class RemoteWorker(Role):
             self.has_worked = False
             coordinator.take_request(self, request.step, request.digest or None)
         elif opcode == wire.RESULT:
-            result = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
-            since = coordinator.dispatcher.owed_since(self, result.step, result.chunk)
+            result, chunk = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
+            since = coordinator.dispatcher.owed_since(self, result.step, chunk)
             if since is not None:
                 useful = self.has_worked = True
-            coordinator.take_result(self, result, since)
+            coordinator.take_result(self, result, chunk, since)
         elif opcode == wire.VALIDATION:
             coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
         elif opcode == wire.REWARD:
@@ -471,7 +470,7 @@ class RemoteWorker(Role):
             useful = coordinator.collector.worker is self
             coordinator.collector.take(self, payload)
         elif opcode == wire.STATE_HASH:
-            useful = self.source.hash_wanted is not None
+            useful = self.hash_wanted is not None
             coordinator.collector.take_hash(self, payload)
         elif opcode == wire.SNAPSHOT_REQUEST:
             step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
@@ -624,14 +623,14 @@ class Coordinator:
         elif worker.digest and not self._agrees(worker):
             return
         elif step < run.step:
-            self.collector.ask(worker, step)         # faster ones may have left it no chunk of that step
+            self.collector.ask(worker)               # faster ones may have left it no chunk of that step
             session.send(self._catch_up(step, worker.version))
         elif self.island.handover:
-            self.collector.ask(worker, step, remember=True)
+            self.collector.ask(worker, remember=True)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             self.progress.chunk_handed_out()
-            self.collector.ask(worker, step)
+            self.collector.ask(worker)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
             self.island.chunk_handed_out()
         else:
@@ -646,9 +645,9 @@ class Coordinator:
                                              version=version)}
         return self._answers[key]
 
-    def take_result(self, worker, result, since):
-        """since: when its chunk was handed out to this worker, None where it owes no result."""
-        step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
+    def take_result(self, worker, result, chunk, since):
+        """result: the fields of RESULT; since: when its chunk was handed out to the worker, None where it owes none."""
+        step, work = self.run.step, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
         if result.step > step or worker.version == V2 and worker.step != step:
@@ -699,17 +698,18 @@ class Coordinator:
 
     # what else workers send
 
-    def take_validation(self, worker, step, tokens, n_bytes, nats):
-        figure, unit = self.progress.figure(tokens, n_bytes, nats)
-        if (self.dispatcher.believes(worker, step, (tokens, n_bytes, nats), self.trust)
-                and self.progress.validated(step, (figure, unit)) and not self.cfg.OBJECTIVE):
+    def take_validation(self, worker, step, *stated):
+        """stated: tokens, their bytes, nats."""
+        figure, unit = self.progress.figure(*stated)
+        if (self.dispatcher.believes(worker, step, stated, self.trust)
+                and self.progress.validated(step, figure, unit) and not self.cfg.OBJECTIVE):
             self.shelf.measured(step, figure)
             self.island.validated(step, figure, unit)
 
     def take_reward(self, worker, step, texts, reward):
         self.progress.check_reward(texts, reward)
-        believed = self.dispatcher.believes(worker, step, (texts, reward), self.trust)
-        if believed and self.progress.rewarded(step, texts, reward):
+        if (self.dispatcher.believes(worker, step, (texts, reward), self.trust)
+                and self.progress.rewarded(step, texts, reward)):
             self.shelf.measured(step, reward)
             self.island.validated(step, -reward, "reward")                      # of a fitness less is better
 
@@ -728,7 +728,7 @@ class Coordinator:
                 self._distrust(wrong)
             if news:
                 self.dispatcher.changed = True       # others of this state have waited for the decision
-            self.collector.ask_witness(worker, step)
+            self.collector.ask_witness(worker)
             self._complete_step()                    # so may the step
             return True
         self._distrust(author)
@@ -769,13 +769,12 @@ class Coordinator:
     def _send_to_start(self, worker):
         """For a worker that no replay leads to the state with which the run, or its epoch, began: only a snapshot."""
         start = self.run.start
-        known = start.epoch, start.step
-        if worker.version == V1 or worker.sent_to_start == known or not self.shelf.newest:
+        if worker.version == V1 or worker.sent_to_start is start or not self.shelf.newest:
             source = "another state" if start.epoch else "an imported model"
             worker.session.refuse(f"this run began at step {start.step} from {source}, which only a snapshot brings: "
                                   "the worker must speak protocol 2, and the snapshots must lie in the save directory")
             return
-        worker.sent_to_start = known
+        worker.sent_to_start = start
         worker.session.reply(wire.REBUILD, self.shelf.newest)
 
     def begin_epoch(self, state, origin, body=None):

@@ -61,7 +61,7 @@ class Bans:
     _torn = False              # its last line has no end
 
     def __init__(self, directory=None):
-        self.path = os.path.join(directory, BANNED_FILE) if directory is not None else None
+        self.path = directory and os.path.join(directory, BANNED_FILE)
         # _seen: what identifies the content of the file
         self._written, self._unwritten, self._seen = {}, Newest(MOST_UNWRITTEN), None
         self._of_host = collections.Counter()
@@ -208,7 +208,7 @@ class Admission:
         if card.role == "status":
             session.send(self._status())
         elif card.role == "island" and session.open:
-            coordinator.island.peer_joined(session, card, author)
+            coordinator.island.peer_joined(session, author)
 
     def _enter(self, session, version):
         if self.by_host.total() >= self.most:

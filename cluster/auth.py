@@ -12,6 +12,7 @@ import stat
 import sys
 from typing import NamedTuple
 
+from cluster import history
 from egg_config import UsageError, explained
 
 LEAST_SECRET = 16          # bytes
@@ -77,9 +78,9 @@ def user_key():
         with (contextlib.suppress(FileExistsError),
               open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file):
             file.write(fresh)
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            found, key = os.fstat(file.fileno()), file.read(33)
-        private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        with history.open_file(path) as file:
+            found, key = os.fstat(file.fileno()), file.read(33).decode()
+        private = found.st_uid == os.getuid() and not found.st_mode & 0o077
         return key if private and len(key) == 32 and key.isalnum() else fresh
     except (OSError, ValueError):
         return fresh

@@ -12,13 +12,6 @@ MOST_FAILED = 4096         # that are remembered
 WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of a state beside its giver
 
 
-class Source:
-    """What a worker can do for snapshots."""
-
-    asked = None               # the step at which it was last asked for its state
-    hashes = True              # it states the hash of its state when it is asked to; older versions do not
-    hash_wanted = None         # the step of which it has been asked for that hash
-
 
 class Collector:
     """Collects for an egg_net.Coordinator. shelf: the snapshots.Shelf; worker, upload: who sends or sent which
@@ -38,25 +31,25 @@ class Collector:
         self.shelf = snapshots.Shelf(self.cfg, self.run)
         self.shelf.check_start()
 
-    def _wanted(self, worker, step):
-        """Whether this worker, at `step`, shall send its state for the shelf."""
-        every = self.cfg.SNAPSHOT_EVERY
+    def _wanted(self, worker):
+        """Whether this worker shall send its state for the shelf."""
+        every, step = self.cfg.SNAPSHOT_EVERY, worker.step
         return (every and step and step % every == 0 and self.run.step < step + every and self.shelf.directory
                 and step not in self.shelf.files and not self.shelf.stopped and worker.digest)
 
-    def ask(self, worker, step, remember=False):
-        """Asks a worker at `step`, once, for its state if that is wanted, and if its voter has failed no more often
+    def ask(self, worker, remember=False):
+        """Asks a worker, once at its step, for its state if that is wanted, and if its voter has failed no more often
         than others at work. remember: for `Upload.state`, without a file, and whatever the step."""
         def fails(one):
             return self._failed.get(self._voice(one), 0)
 
-        now = time.monotonic()
-        if self.upload or worker.source.asked == step or not (remember or self._wanted(worker, step)) or any(
-                other.digest and other.source.asked != step and fails(other) < fails(worker)
+        now, step = time.monotonic(), worker.step
+        if self.upload or worker.state_asked == step or not (remember or self._wanted(worker)) or any(
+                other.digest and other.state_asked != step and fails(other) < fails(worker)
                 and self.dispatcher.fairness.expects(other, now)
                 for other in (self.dispatcher.workers if fails(worker) else ())):
             return
-        worker.source.asked = step
+        worker.state_asked = step
         try:
             self.upload = snapshots.Upload(self.cfg, step, self.run.seed_of(step), worker.digest, self.run.directory,
                                            remember=remember)
@@ -65,19 +58,19 @@ class Collector:
         except OSError as error:
             self._stop(error)
 
-    def ask_witness(self, worker, step):
-        """Asks a worker, at `step`, for the hash of its state if that can confirm the present upload."""
-        if (self.upload and step == self.upload.step and worker.digest and worker.source.hashes
-                and worker.source.hash_wanted is None and len(self._asked) <= WITNESSES
+    def ask_witness(self, worker):
+        """Asks a worker for the hash of its state if that can confirm the present upload."""
+        if (self.upload and worker.step == self.upload.step and worker.digest and worker.states_hashes
+                and worker.hash_wanted is None and len(self._asked) <= WITNESSES
                 and self._voice(worker) not in self._asked):
             self._asked.add(self._voice(worker))
-            worker.source.hash_wanted = step
-            worker.session.reply(HASH_WANTED, step)
+            worker.hash_wanted = worker.step
+            worker.session.reply(HASH_WANTED, worker.step)
 
     def take_hash(self, worker, payload):
         stated = STATE_HASH.unpack(payload)
-        if worker.source.hash_wanted == stated.step:
-            worker.source.hash_wanted = None
+        if worker.hash_wanted == stated.step:
+            worker.hash_wanted = None
             if self.upload and self.upload.step == stated.step:
                 self._hashes.setdefault(stated.hash, set()).add(worker.author)
                 self.settle()
@@ -85,8 +78,8 @@ class Collector:
     def goes_on(self, worker):
         """The worker has sent a request or a result. What it was asked for before that does not come any more; a hash
         does not from one of an older version."""
-        if worker.source.hash_wanted is not None:
-            worker.source.hashes, worker.source.hash_wanted = False, None
+        if worker.hash_wanted is not None:
+            worker.states_hashes, worker.hash_wanted = False, None
             self.settle()
         if worker is self.worker and not self.upload.finished:
             self._refuse("it did not come")
@@ -126,9 +119,10 @@ class Collector:
 
     def settle(self):
         """Keeps the whole upload if it is confirmed, or if nobody can confirm it; drops it if others outvote it."""
-        upload, author = self.upload, self.worker and self.worker.author
+        upload = self.upload
         if not (upload and upload.finished):
             return
+        author = self.worker.author
         own, others = shares(self._hashes, upload.hash, self.dispatcher.by_host)
         if others > max(own, 1):
             self._refuse("two others have another state with the same digest")

@@ -42,7 +42,8 @@ class Printer:
 
     def progress(self, text=None):
         """Rewrites the line below the others; text: its last part, None for the one that it has."""
-        self._text = self._text if text is None else text
+        if text is not None:
+            self._text = text
         if self.steered and time.monotonic() >= self._next:
             self._next = time.monotonic() + self.PROGRESS_EVERY
             text = fit(*self._parts(), clean(self._text))
@@ -55,13 +56,15 @@ class Printer:
         self._write(self._erased())
 
     def write(self, text, name=None):
-        text = clean(text) if self.terminal else text
+        text = clean(text)
         self._write(self.colour(text, name) if name and text else text)
 
     def sample(self, text):
         """`text` with prompt and continuation in different colours, if it is a sample."""
-        head, _, prompt, more = sample_parts(text) or (text, None, "", None)
-        return head if more is None else head + self.colour(prompt, "blue") + ARROW + self.colour(more, "green")
+        if not (parts := sample_parts(text)):
+            return text
+        head, _, prompt, more = parts
+        return head + self.colour(prompt, "blue") + ARROW + self.colour(more, "green")
 
     def colour(self, text, name):
         return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
@@ -110,10 +113,10 @@ class Console(Printer):
         elif kind == "validation":
             self._validation = event
             if self.live:
-                self.line(fit("validation at step {step}: {value:.3f} {unit}".format(**event)))
+                self.line(fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}"))
         elif kind == "reward":
-            self.line("reward at step {step}: {value:.4f}, the mean of {texts} texts after held-out prompts".format(
-                **event))
+            self.line(f"reward at step {event['step']}: {event['value']:.4f}, the mean of {event['texts']} texts "
+                      "after held-out prompts")
         elif kind == "snapshot" and self.live:
             self.line(f"snapshot of step {event['step']} kept")
         elif kind == "step" and self.live:

@@ -15,8 +15,8 @@ from cluster.history import EVENTS
 from cluster.hub import Budget, Newest, nothing
 from egg_config import EggError, explained
 
-# Events caused by peers (burst, rate per second), per host and in all; hosts that are counted
-OF_HOST, OF_ALL, HOSTS = (64, 2.0), (1024, 32.0), 4096
+# Events caused by peers (rate per second, burst), per host and in all; hosts that are counted
+OF_HOST, OF_ALL, HOSTS = (2.0, 64), (32.0, 1024), 4096
 LINE = 512                 # bytes of a peer's text in an event that count as another event
 LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1, and begins anew
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
@@ -38,7 +38,7 @@ class Events(contextlib.AbstractContextManager):
     _sampled = None            # (step, texts) of the last sample
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
-        self._of_all, self._of_host = Budget(OF_ALL[1], OF_ALL[0]), Newest(HOSTS)
+        self._of_all, self._of_host = Budget(*OF_ALL), Newest(HOSTS)
         self._reports = Budget(0.1, 1)               # lines about events that were left out
         warn, advice, self.files = console.line, "give a --save-dir that can be written", []
         try:
@@ -67,7 +67,7 @@ class Events(contextlib.AbstractContextManager):
         one as many. They must not fill the disk, and what was logged before must not rotate away."""
         cost = 1 + size // LINE
         if host not in self._of_host:
-            self._of_host[host] = Budget(OF_HOST[1], OF_HOST[0])
+            self._of_host[host] = Budget(*OF_HOST)
         if not (self._of_host[host].take(cost) and self._of_all.take(cost)):
             self._left_out += 1
             return False
@@ -182,8 +182,8 @@ class CoordinatorLog(Lines):
             self._config, self._bits = event["config"], egg_config.loss_unit(event["config"])[0]
             self.add(self.head(f"from step {event['step']}"))
         elif event["event"] == "step":
-            event = {**event, "loss": event["loss"] / self._bits}
-            self.add("{step},{elapsed:.3f},{loss:.6f},{updates},{learning_rate:g}".format(**event))
+            self.add(f"{event['step']},{event['elapsed']:.3f},{event['loss'] / self._bits:.6f},{event['updates']},"
+                     f"{event['learning_rate']:g}")
 
 
 class TensorBoard:
@@ -216,7 +216,7 @@ class TensorBoard:
             # indented: TensorBoard renders it as a code block of Markdown
             text = "\n".join("    " + line for line in f"{event['prompt']} >>> {event['text']}".split("\n"))
             summary = self._text("sample", text)
-        if self._writer is None or not (values or kind == "sample"):
+        if self._writer is None or not summary.value:
             return
         try:
             self._writer.write_event(self._event(wall_time=event["time"], step=event["step"], summary=summary))

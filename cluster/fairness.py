@@ -2,7 +2,6 @@
 a late chunk, and from whom a share of the work can be expected. They follow from how a worker has delivered so far."""
 
 import time
-from typing import NamedTuple
 
 from cluster.hub import Newest
 from cluster.step import COPY_AFTER
@@ -38,12 +37,6 @@ class Conduct:
             self.late = 0
         self.results += 1
 
-
-class Expired(NamedTuple):
-    """Chunks whose lease has expired, why (the start of a message), and the seconds that it lasted."""
-    why: str
-    seconds: float
-    chunks: list
 
 
 class Fairness:
@@ -85,7 +78,7 @@ class Fairness:
         found = any(other.conduct.punctual and other is not worker and self.expects(other, now)
                     and (pauses or now - other.conduct.turn < ASK_WITHIN and not other.waiting
                          and not accounts[other].held) for other in self.workers)
-        self.passed_over = self.passed_over or found
+        self.passed_over |= found
         return found
 
     def in_doubt(self, worker):
@@ -98,7 +91,8 @@ class Fairness:
         voter, doubted = worker.author.voter, self.in_doubt(worker)
         worker.conduct.owing, worker.conduct.dropped = 0, True
         pause, _ = self._doubted.get(voter, (DOUBT[0], 0))
-        pause = min(2 * pause, DOUBT[1]) if doubted else pause
+        if doubted:
+            pause = min(2 * pause, DOUBT[1])
         self._doubted[voter] = pause, now + pause
 
     def handed_out(self, worker, now):
@@ -128,14 +122,16 @@ class Fairness:
             if pace := worker.conduct.pace:
                 voter = worker.author.voter
                 paces[voter] = min(pace, paces.get(voter, self._timeout))
-        self.usual = sorted(paces.values())[(len(paces) - 1) // 4] if paces else self.usual
+        if paces:
+            self.usual = sorted(paces.values())[(len(paces) - 1) // 4]
         self.find_late(work, now)
 
     def find_late(self, work, now):
         self.late = work.late(now, self.usual) if self.usual and not work.queue else []
 
     def expired(self, worker, held, now):
-        """[Expired] of the chunks that this worker holds. held: {chunk: when it was handed out}, not empty."""
+        """[(why, seconds, chunks)]: the chunks of this worker whose lease of so many seconds has expired; why: the
+        start of a message. held: {chunk: when it was handed out}, not empty."""
         conduct, heard = worker.conduct, worker.session.heard
         usual, pace = self.usual, conduct.pace or self.usual
         longest = max(self._timeout, LEASE_FACTOR * max(LEAST_LEASE, LEASE_FACTOR * usual)) if usual else self._timeout
@@ -147,5 +143,5 @@ class Fairness:
         stuck = [chunk for chunk, since in held.items() if now - since > longest and chunk not in silent]
         if silent or stuck:
             conduct.punctual = False
-        found = Expired("silent for", lease, silent), Expired("has not delivered for", longest, stuck)
-        return [expired for expired in found if expired.chunks]
+        found = ("silent for", lease, silent), ("has not delivered for", longest, stuck)
+        return [expired for expired in found if expired[2]]

@@ -8,7 +8,6 @@ import errno
 import fcntl
 import glob
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -42,7 +41,7 @@ NAMED = 3                                # constants in which configurations dif
 MOST_COPIED = 1 << 30                    # bytes of a file that is no snapshot
 TO_RETRY = "mend this and start the same command again"
 
-CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # of a CppHead (SPEC 10)
+CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, bytes of fitness (SPEC 10)
 CPP_MAGIC = 0x45474743
 CPP_NAME = re.compile(r"checkpoint_(\d{8,15})\.bin")
 
@@ -55,14 +54,6 @@ class Record(NamedTuple):
     updates: int
     seed: int
 
-
-class CppHead(NamedTuple):
-    """The head of a checkpoint of the C++ system. size: bytes of fitness."""
-    magic: int
-    version: int
-    step: int
-    seed: int
-    size: int
 
 
 class HistoryError(EggError):
@@ -179,10 +170,11 @@ class Run:
         self._file, self._lock, self.owned = file, lock, lock is not None
         self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
         self.data = bytes(32)
-        if directory is not None:
+        if directory:
             with contextlib.suppress(OSError, ValueError):
                 digest = bytes.fromhex(read_file(os.path.join(directory, DATA_FILE), LONGEST_TEXT).decode())
-                self.data = digest if len(digest) == 32 else self.data
+                if len(digest) == 32:
+                    self.data = digest
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
@@ -237,7 +229,7 @@ class Run:
 
     def sync(self):
         """Waits until all appended steps are on the disk, for a run that is kept. Raises HistoryError."""
-        if self.directory is not None:
+        if self.directory:
             advice = f"step {self.step - 1} may not be kept, all before it are; {TO_RETRY}"
             with explained(HistoryError, self._name, advice):
                 os.fsync(self._file.fileno())
@@ -265,7 +257,7 @@ class Run:
         """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
         if digest != self.data:
             self.data = digest
-            if self.directory is not None:
+            if self.directory:
                 _keep_text(self.directory, DATA_FILE, digest.hex())
 
     def close(self):
@@ -305,14 +297,14 @@ class Run:
         most, head = most_body(self.cfg), self._pread(HEAD, size)
         while head:
             record = Record(*RECORD.unpack_from(head.ljust(HEAD)))
-            length = record.size
-            good = ((record.step, record.seed) == (self.step, self.seed) and 0 < length <= most
+            length = record.size + 4         # of the body and its CRC-32
+            good = ((record.step, record.seed) == (self.step, self.seed) and 0 < record.size <= most
                     and is_intact(head, HEAD))
-            rest = self._pread(length + 4 + HEAD, self._offsets[-1] + HEAD) if good else b""   # with the next head
-            if not is_intact(rest[:length + 4], length + 4):
+            rest = self._pread(length + HEAD, self._offsets[-1] + HEAD) if good else b""       # with the next head
+            if not is_intact(rest[:length], length):
                 return self._cut_torn_record(HEAD + 4 + most)
-            self._advance(HEAD + length + 4)
-            head = rest[length + 4:]
+            self._advance(HEAD + length)
+            head = rest[length:]
 
     def _cut_torn_record(self, longest):
         """Only the last record can be an interrupted write. Anything else is damage: to cut it would lose steps."""
@@ -375,8 +367,11 @@ def beside(directory):
 
 def unused(path):
     """The first of path, path-2, path-3, ... that is not there."""
-    names = itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2)))
-    return next(name for name in names if not os.path.lexists(name))
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = f"{path}-{number}"
+    return found
 
 
 def read_run(cfg, directory):
@@ -474,20 +469,19 @@ def _read_cpp_checkpoints(cfg, directory):
             with open_file(path) as file:
                 data = file.read(CPP_CHECKPOINT.size + size + 1)
             need(len(data) >= CPP_CHECKPOINT.size, f" is cut short: {len(data)} bytes")
-            head = CppHead(*CPP_CHECKPOINT.unpack_from(data))
+            magic, version, held, seed, length = CPP_CHECKPOINT.unpack_from(data)
             packed = data[CPP_CHECKPOINT.size:]
-            need((head.magic, head.version) == (CPP_MAGIC, 1),
-                 f" is not a checkpoint of the C++ system: it begins with {head.magic:#010x}, version {head.version}")
-            need(head.step == step, f" holds step {head.step}, its name says {step}")
-            need(head.size == len(packed) == size,
-                 f" holds {head.size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
+            need((magic, version) == (CPP_MAGIC, 1),
+                 f" is not a checkpoint of the C++ system: it begins with {magic:#010x}, version {version}")
+            need(held == step, f" holds step {held}, its name says {step}")
+            need(length == len(packed) == size,
+                 f" holds {length} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
                  f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
             ternary.check(packed, cfg.STEP_DIGITS)
         except (OSError, ValueError) as error:
             raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         run.append(packed, 0, 0)
-        need(head.seed == run.seed,
-             f": seed {head.seed} where step {step} has {run.seed}: this is another kind of run")
+        need(seed == run.seed, f": seed {seed} where step {step} has {run.seed}: this is another kind of run")
     return run
 
 

@@ -108,14 +108,10 @@ class Newest(dict):
             del self[next(iter(self))]
 
 
-class Unproven(dict):
+class Unproven(Newest):
     """{connection: True}: connections whose peers have proved nothing yet, in the order of their arrival, at most
     `most`. When it is full, the oldest connection of the host that has most of them makes room for the next, so that
     they keep nobody out."""
-
-    def __init__(self, most):
-        super().__init__()
-        self.most = most
 
     def room(self):
         """Whether there is room for another one, which may end an older one."""

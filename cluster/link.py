@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 
-from cluster import auth, greeting, snapshots, wire
+from cluster import auth, greeting, history, snapshots, wire
 from cluster.hub import NetError, reason, resolve, tune
 from cluster.wire import FrameError, V1, V2
 from egg_config import UsageError
@@ -147,7 +147,7 @@ class Link:
         return self._checked_step(wire.REBUILD.unpack(payload).step)
 
     def _checked_step(self, step):
-        if step > wire.STEP_LIMIT:
+        if step > history.MOST_STEPS:
             raise NetError(f"{self.name}: step {step} cannot be right")
         return step
 

@@ -77,10 +77,9 @@ class Progress:
             raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens of {n_bytes} bytes")
         return bits / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
 
-    def validated(self, step, figure):
+    def validated(self, step, figure, unit):
         """Notes the figure of a step; whether it is the first of that step."""
-        value, unit = figure
-        return self._measured(self.validations, "validation", step, value, unit=unit)
+        return self._measured(self.validations, "validation", step, figure, unit=unit)
 
     def check_reward(self, texts, reward):
         """Raises FrameError for a reward that no worker of this run can have."""

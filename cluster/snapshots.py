@@ -342,8 +342,7 @@ class Shelf:
             self.forget(step)
         for link, step in (("latest", self.newest), ("best", self.best)):
             path = os.path.join(self.directory, f"{link}.egg")
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path + ".part" if step else path)
+            history.remove(path + ".part" if step else path)
             if step:
                 os.symlink(self.files[step], path + ".part")
                 os.replace(path + ".part", path)

@@ -115,8 +115,9 @@ class Step:
 
     def settle(self):
         """Judges the chunks that wait for a second author, after `alone` or `by_host` has changed."""
-        for chunk in [c for c in self.results if c not in self.done]:
-            self._judge(chunk)
+        for chunk in self.results:
+            if chunk not in self.done:
+                self._judge(chunk)
 
     def withdraw(self, author):
         """Forgets every result of this author; chunks that nobody else has done are to be done again."""

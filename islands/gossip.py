@@ -79,7 +79,7 @@ def read_standing(payload):
         standing = Standing(**{**fields, "state": state})
         counts = standing.step, standing.epoch, standing.state_step
         fitness = standing.fitness
-        if not (all(type(x) is int and 0 <= x < 1 << 48 for x in counts) and type(standing.ask) is bool
+        if not (all(type(x) is int and 0 <= x < history.MOST_STEPS for x in counts) and type(standing.ask) is bool
                 and standing.unit in KINDS[standing.kind] and NAME.fullmatch(standing.founder)
                 and (state is None or len(state) == 32)
                 and (fitness is None or type(fitness) in (int, float) and abs(fitness) <= 1 << 30
@@ -219,7 +219,7 @@ class Island(Hook):
     def _offer_elite(self, step):
         """Keeps the snapshot of this step as an elite if it is one of the best."""
         path, fitness = self.coordinator.shelf.path(step), self.fitness
-        if not path or fitness.value is None or not self.elites.most:
+        if not path or fitness.value is None:
             return
         try:
             if self.elites.offer(path, self.run.start.epoch, step, fitness.kind, fitness.value):
@@ -260,9 +260,11 @@ class Island(Hook):
         event, self.merge_event = self.merge_event, None
         if event:
             seconds = time.monotonic() - event.pop("since")
-            source = "back to our own state" if event["kind"] == "undo" else "{kind} of the state of {peer}"
-            line = "island: step {step} begins epoch {epoch}: " + source + " of step {peer_step}, handed over in "
-            self.events.emit("merge", line.format(**event) + f"{seconds:.2f} s", **event, seconds=round(seconds, 3))
+            source = "back to our own state" if event["kind"] == "undo" else \
+                f"{event['kind']} of the state of {event['peer']}"
+            line = (f"island: step {event['step']} begins epoch {event['epoch']}: {source} of step "
+                    f"{event['peer_step']}, handed over in {seconds:.2f} s")
+            self.events.emit("merge", line, **event, seconds=round(seconds, 3))
 
     def status(self):
         return {"name": self.settings.name, "epoch": self.run.start.epoch, "kind": self.fitness.kind,
@@ -271,9 +273,8 @@ class Island(Hook):
 
     def shown(self, fitness, kind):
         """A fitness for people: a loss in the unit in which losses are shown, a reward as it is; None of None."""
-        if kind == "reward" and fitness is not None:
-            return _rounded(-fitness)
-        return _rounded(fitness * self.coordinator.progress.bits if fitness and kind == "loss" else fitness)
+        units = {"loss": self.coordinator.progress.bits, "reward": -1}
+        return fitness and _rounded(fitness * units.get(kind, 1))
 
     def handle(self, peer, opcode, payload):
         """Takes a frame of a peer. Returns whether it was useful. Raises FrameError."""
@@ -302,17 +303,13 @@ class Island(Hook):
 
     def _take_standing(self, peer, theirs):
         """Both sides judge the same two standings, so the better island need not send anything else."""
-        if theirs.ask and not peer.questions.take():
-            return False
-        expected = theirs.ask or peer.question_at is not None
-        peer.standing = theirs
-        ours = self.standing()
+        if not (peer.questions.take() if theirs.ask else peer.question_at):
+            return False                             # too many, or no answer to ours
+        peer.standing, ours = theirs, self.standing()
         if theirs.ask:
             peer.session.reply(STANDING, ours.pack())
         else:
             peer.question_at = None
-        if not expected:
-            return False
         behind = 0 if None in (ours.fitness, theirs.fitness) else ours.fitness - theirs.fitness
         busy = self.incoming or self.handover or self.coordinator.closing
         outcome, line = "offer" if behind < 0 else "keep", None
@@ -379,12 +376,11 @@ class Island(Hook):
         if origin.get("fitness_kind") != fitness.kind or origin["kind"] not in REGRET \
                 or fitness.value - origin["ours"] <= REGRET[origin["kind"]] * abs(origin["ours"]):
             return False
-        giver = origin["from"]
         sign = -1 if fitness.kind == "reward" else 1
-        why = (f"with the state of {giver}, which promised {sign * origin['theirs']:.4f}, this island has "
+        why = (f"with the state of {origin['from']}, which promised {sign * origin['theirs']:.4f}, this island has "
                f"{sign * fitness.value:.4f} {fitness.unit} after {sign * origin['ours']:.4f} before")
-        if giver in self.peers.known:
-            self.peers.distrust(self.peers.known[giver], why)
+        if giver := self.peers.known.get(origin["from"]):
+            self.peers.distrust(giver, why)
         else:
             self.events.warn(f"island: {why}")
         return True
@@ -464,9 +460,10 @@ class Island(Hook):
 
 def ancestor(start, name):
     """The entry of `lineage` for an epoch that begins with a history.Start. name: of the island."""
-    origin = {"from": name, "founder": name, "peer_step": None, "digest": None, **(start.origin or {})}
-    return {"epoch": start.epoch, "step": start.step,
-            **{k: origin[k] for k in ("from", "peer_step", "digest", "founder")}}
+    origin = start.origin or {}
+    return {"epoch": start.epoch, "step": start.step, "from": origin.get("from", name),
+            "peer_step": origin.get("peer_step"), "digest": origin.get("digest"),
+            "founder": origin.get("founder", name)}
 
 
 def _rounded(x):

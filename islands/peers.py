@@ -236,10 +236,11 @@ class Peers:
         if why := self.objection(card, author):
             raise Refused(f"island {card.name}: {why}", OTHER_CONFIG)
 
-    def joined(self, session, card, author):
+    def joined(self, session, author):
+        session.role = PeerRole(session, self)
         session.reply(ISLAND, json.dumps(self.card).encode())
         if session.open:
-            self._introduced(session, PeerRole(session, self), card, author)
+            self._introduced(session, author)
 
     def accepted(self, session, card):
         """The called island, which has this card, has let this island in."""
@@ -247,18 +248,18 @@ class Peers:
         if why := self.objection(card, author):
             self.refused(session, why)
         else:
-            self._introduced(session, session.role, card, author)
+            self._introduced(session, author)
 
-    def _introduced(self, session, role, card, author):
+    def _introduced(self, session, author):
         """Of two connections between the same processes, both sides keep the one that the smaller id called."""
-        peer, target = self.known.setdefault(card.name, Peer(author)), role.target
-        old, same = peer.session, peer.author.key == card.id
+        peer, target = self.known.setdefault(author.name, Peer(author)), session.role.target
+        old, same = peer.session, peer.author.key == author.key
         if target:
             target.name, target.pause = peer.name, FIRST_PAUSE
-        if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < card.id):
+        if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < author.key):
             session.close()
             return
-        session.role, role.peer = role, peer
+        session.role.peer = peer
         session.title = f"{peer.name} ({session.address})"
         session.take(wire.FROM_ISLAND)
         session.idle = None
@@ -304,7 +305,7 @@ class Peers:
 
     def refused(self, session, why, code=None):
         if target := session.role.target:
-            target.is_self = target.is_self or code == ITSELF
+            target.is_self |= code == ITSELF
             target.failed(longest=True)
             self._log_target(target, f"refuses this island: {why}", "refused")
         session.close()
@@ -313,15 +314,13 @@ class Peers:
         """Once for each target."""
         if not target.logged and not target.is_self:
             target.logged = True
-            self._log(target.host, f"{target.title} {what}", target.title, target.title, state)
+            line = one_line(f"{target.title} {what}")        # it may quote the constants of a peer
+            self.events.about(target.host, "peer", f"island: {line}", peer=target.title, address=target.title,
+                              state=state)
 
     def _log_peer(self, peer, state):
-        line = f"peer {peer.name} at {peer.address} is {state}"
-        self._log(peer.author.host, line, peer.name, peer.address, state)
-
-    def _log(self, host, line, name, address, state):
-        line = f"island: {one_line(line)}"           # it may quote the constants of a peer
-        self.events.about(host, "peer", line, peer=name, address=address, state=state)
+        self.events.about(peer.author.host, "peer", f"island: peer {peer.name} at {peer.address} is {state}",
+                          peer=peer.name, address=peer.address, state=state)
 
     def status(self):
         rows = []

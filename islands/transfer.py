@@ -2,7 +2,6 @@
 
 import threading
 import time
-from typing import NamedTuple
 
 from cluster import snapshots
 from cluster.hub import Budget
@@ -30,16 +29,10 @@ class Bucket(Budget):
         return not self.rate or super().take(size)
 
 
-class Made(NamedTuple):
-    """A parameters.State, and its body as a snapshot, None of a state that is not merged yet, or was merged late."""
-    state: object
-    body: object
-
-
 class Incoming:
     """A state that is fetched from a peer, as its `standing` offers it. got, total: bytes of its snapshot file that
-    arrived, and all; upload: its snapshots.Upload, None before the first piece; made: the Made of `prepare` or its
-    error."""
+    arrived, and all; upload: its snapshots.Upload, None before the first piece; made: what `prepare` has made, or its
+    error: (parameters.State, its body as a snapshot, None where the state is not merged yet)."""
 
     requested = preparing = False
     upload = made = None
@@ -103,19 +96,18 @@ class Incoming:
             try:
                 theirs = self.upload.state()
                 if merging.needs_ours(self.cfg):
-                    self.made = Made(theirs, None)
+                    self.made = theirs, None
                 else:
                     state = merging.merge(self.cfg, None, theirs, fitness, self.standing.fitness)
-                    self.made = Made(state, snapshots.pack(state))
+                    self.made = state, snapshots.pack(state)
             except (OSError, ValueError) as error:
                 self.made = error
         self.preparing = True
         threading.Thread(target=work, daemon=True).start()
 
     def result(self, ours, fitness):
-        """The Made of the next epoch. Raises OSError, ValueError."""
+        """(State of the next epoch, its body as a snapshot, or None). Raises OSError, ValueError."""
         if isinstance(self.made, Exception):
             raise self.made
-        if self.made.body:
-            return self.made
-        return Made(merging.merge(self.cfg, ours, self.made.state, fitness, self.standing.fitness), None)
+        state, body = self.made
+        return (state, body) if body else (merging.merge(self.cfg, ours, state, fitness, self.standing.fitness), None)

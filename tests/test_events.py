@@ -40,7 +40,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
             peer.close()
         until(lambda: not server.dispatcher.workers)
         size = (tmp_path / history.EVENTS).stat().st_size
-        assert size < 2 * event_log.OF_HOST[0] * event_log.LINE, f"{size} bytes: long lines count as many"
+        assert size < 2 * event_log.OF_HOST[1] * event_log.LINE, f"{size} bytes: long lines count as many"
     assert (tmp_path / history.EVENTS).read_text().count('"event": "step"') == 0
 
 
@@ -77,10 +77,10 @@ def test_what_peers_cause_is_bounded_for_each_host_and_for_all(tmp_path):
         for host in range(3):
             for _ in range(1000):
                 events.about(f"10.0.0.{host}", "joined", f"h{host}", **JOINED)
-        assert [lines.text.count(f"h{host}") for host in range(3)] == [event_log.OF_HOST[0]] * 3
+        assert [lines.text.count(f"h{host}") for host in range(3)] == [event_log.OF_HOST[1]] * 3
         for host in range(5000):
             events.about(f"10.1.{host}", "joined", "many", **JOINED)
-        assert lines.text.count("many") <= event_log.OF_ALL[0] and len(events._of_host) <= event_log.HOSTS
+        assert lines.text.count("many") <= event_log.OF_ALL[1] and len(events._of_host) <= event_log.HOSTS
         assert lines.text.count("lines about peers are left out") == 1
 
 
