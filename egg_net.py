@@ -117,10 +117,10 @@ class Worker:
                                f"{self.cfg.CHUNK_SIZE} below {self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and "
                                "POPULATION_SIZE as there")
             else:
-                result = self._evaluate(link, first)
+                result = self._result(link, first, *self._evaluate(link, first))
 
     def _evaluate(self, link, first):
-        """The RESULT frame of the chunk that begins with member `first`."""
+        """(fitness, loss) of the chunk that begins with member `first`."""
         import numpy as np
         from model import fitness_digits
         if first == 0 and self.engine.step != self.reported_step:
@@ -131,7 +131,7 @@ class Worker:
             fitness, loss = self.objective.chunk(self.engine, first, link.check)
             self.speed = self.cfg.CHUNK_SIZE / (time.perf_counter() - started)
             self.console.spent(self.objective.pace)
-            return self._result(link, first, fitness, loss)
+            return fitness, loss
         self.predictor.handed_out(self.engine.step, first)
         following = self.predictor.following(self.engine.step)
         parts, at, end = [], first, first + self.cfg.CHUNK_SIZE
@@ -149,11 +149,9 @@ class Worker:
             if (at := at + count) < end:
                 link.check()
         if self.cfg.PERTURB == "activations":
-            fitness, loss = parts[0]
-        else:
-            losses = np.concatenate(parts)
-            fitness, loss = fitness_digits.chunk_fitness(losses, self.cfg), int(losses.sum())
-        return self._result(link, first, fitness, loss)
+            return parts[0]
+        losses = np.concatenate(parts)
+        return fitness_digits.chunk_fitness(losses, self.cfg), int(losses.sum())
 
     def _result(self, link, first, fitness, loss):
         """The RESULT frame of a chunk. When this worker has done all chunks of the step, it expects the update to be of
@@ -445,39 +443,40 @@ class RemoteWorker(Role):
         coordinator, useful = self.coordinator, False
         if self.version == V1 and opcode not in wire.FROM_WORKERS:
             return False
-        if opcode in (wire.JOB_REQUEST, wire.RESULT):
-            coordinator.collector.goes_on(self)
-        if opcode == wire.JOB_REQUEST:
-            request = wire.JOB_REQUEST.unpack(payload)
-            useful = self.has_worked or self.step is None or self.step < request.step <= coordinator.run.step
-            self.has_worked = False
-            coordinator.take_request(self, request.step, request.digest or None)
-        elif opcode == wire.RESULT:
-            result, chunk = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
-            since = coordinator.dispatcher.owed_since(self, result.step, chunk)
-            if since is not None:
-                useful = self.has_worked = True
-            coordinator.take_result(self, result, chunk, since)
-        elif opcode == wire.VALIDATION:
-            coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
-        elif opcode == wire.REWARD:
-            coordinator.take_reward(self, *wire.REWARD.unpack(payload))
-        elif opcode == wire.LOG_MESSAGE and coordinator.events.allows(self.author.host, len(payload)):
-            text = printable(payload.decode("utf-8", "replace"))
-            line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
-            coordinator.events.message(self.author.name, text, line)
-        elif opcode == wire.SNAPSHOT_DATA:
-            useful = coordinator.collector.worker is self
-            coordinator.collector.take(self, payload)
-        elif opcode == wire.STATE_HASH:
-            useful = self.hash_wanted is not None
-            coordinator.collector.take_hash(self, payload)
-        elif opcode == wire.SNAPSHOT_REQUEST:
-            step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
-            total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
-            useful = data and (step, offset) == self.next_block
-            self.next_block = step, offset + len(data)
-            self.session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
+        match opcode:
+            case wire.JOB_REQUEST:
+                coordinator.collector.goes_on(self)
+                request = wire.JOB_REQUEST.unpack(payload)
+                useful = self.has_worked or self.step is None or self.step < request.step <= coordinator.run.step
+                self.has_worked = False
+                coordinator.take_request(self, request.step, request.digest or None)
+            case wire.RESULT:
+                coordinator.collector.goes_on(self)
+                result, chunk = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
+                since = coordinator.dispatcher.owed_since(self, result.step, chunk)
+                if since:
+                    useful = self.has_worked = True
+                coordinator.take_result(self, result, chunk, since)
+            case wire.VALIDATION:
+                coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
+            case wire.REWARD:
+                coordinator.take_reward(self, *wire.REWARD.unpack(payload))
+            case wire.LOG_MESSAGE if coordinator.events.allows(self.author.host, len(payload)):
+                text = printable(payload.decode("utf-8", "replace"))
+                line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
+                coordinator.events.message(self.author.name, text, line)
+            case wire.SNAPSHOT_DATA:
+                useful = coordinator.collector.worker is self
+                coordinator.collector.take(self, payload)
+            case wire.STATE_HASH:
+                useful = self.hash_wanted is not None
+                coordinator.collector.take_hash(self, payload)
+            case wire.SNAPSHOT_REQUEST:
+                step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
+                total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
+                useful = data and (step, offset) == self.next_block
+                self.next_block = step, offset + len(data)
+                self.session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
         return useful
 
     def closed(self):
@@ -529,7 +528,7 @@ class Coordinator:
     def finished(self):
         started, now = self.progress.started, time.monotonic()
         return (self.steps is not None and self.run.step >= self.steps
-                or self.minutes is not None and started is not None and now - started >= 60 * self.minutes)
+                or self.minutes is not None and started and now - started >= 60 * self.minutes)
 
     def poll(self, timeout=TICK):
         self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else min(timeout, self.dispatcher.pause))
@@ -658,7 +657,7 @@ class Coordinator:
             if worker.version == V2:
                 raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
             worker.conduct.punctual = False          # it may have been given on an earlier connection: served last
-        if since is None:
+        if not since:
             return                                   # or it has come before
         self.dispatcher.delivered(worker, chunk, since)
         if worker.trusted:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import time
-from typing import NamedTuple
 
 import egg_config
 from cluster import auth, greeting, history, snapshots, status, wire
@@ -25,16 +24,11 @@ MOST_BANNED, MOST_WRITTEN = 1 << 26, 1 << 20   # bytes of that file that are rea
 BANS_OF_HOST, MOST_UNWRITTEN = 64, 4096        # lines of a host in it; bans that are not in it
 
 
-class Author(NamedTuple):
-    """Who is responsible for results. key: the `id` of a greeting.Card; certificate: the SHA-256 of its public key
-    (hex), or ""; former: what a ban by an older version names, with a hash of the whole certificate, or the whole of
-    an IPv6 address; host: see hub.host_of."""
-    host: str
-    key: str
-    name: str
-    certificate: str = ""
-    named: bool = True         # False for a peer of version 1: a ban would keep out all of its host, and ends it only
-    former: str = ""
+class Author(collections.namedtuple("Author", "host key name certificate named former", defaults=["", True, ""])):
+    """Who is responsible for results. host: see hub.host_of; key: the `id` of a greeting.Card; certificate: the SHA-256
+    of its public key (hex), or ""; named: False for a peer of version 1: a ban would keep out all of its host, and ends
+    it only; former: what a ban by an older version names, with a hash of the whole certificate, or the whole of an IPv6
+    address."""
 
     @property
     def identity(self):
@@ -72,7 +66,7 @@ class Bans:
             return
         line = ("\n" * self._torn + f"{identity}\t{reason}\n").encode("utf-8", "replace")
         try:
-            if (self.path is None or self._of_host[_host_of(identity)] >= BANS_OF_HOST
+            if (not self.path or self._of_host[_host_of(identity)] >= BANS_OF_HOST
                     or len(line) + (self._seen or (0,))[0] > MOST_WRITTEN):
                 raise OSError
             with history.open_file(self.path, "ab") as file:
@@ -87,7 +81,7 @@ class Bans:
         return {**self._unwritten, **self._written}
 
     def _read(self):
-        if self.path is None:
+        if not self.path:
             return
         try:
             found = os.lstat(self.path) if os.path.lexists(self.path) else None

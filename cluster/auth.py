@@ -10,7 +10,7 @@ import shlex
 import ssl
 import stat
 import sys
-from typing import NamedTuple
+from collections import namedtuple
 
 from cluster import history
 from egg_config import UsageError, explained
@@ -23,11 +23,8 @@ class AuthError(UsageError):
     """About a secret, a certificate or an address that is not safe to listen on."""
 
 
-class Access(NamedTuple):
-    """How to meet peers. secret: bytes, b"" for none; tls: an ssl.SSLContext or None; insecure: anybody may connect."""
-    secret: bytes = b""
-    tls: object = None
-    insecure: bool = False
+# How to meet peers. secret: bytes, b"" for none; tls: an ssl.SSLContext or None; insecure: anybody may connect
+Access = namedtuple("Access", "secret tls insecure", defaults=[b"", None, False])
 
 
 def read_secret(path=None, environ=os.environ):
@@ -171,19 +168,16 @@ def _tls(kind, complete, needs, cert, key, ca):
         raise AuthError(f"TLS needs {needs}")
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
-        what, advice = f"{cert}, {key}", "PEM files, --tls-key the key of --tls-cert"
-        if cert is not None:
+    if cert is not None:
+        with explained(AuthError, f"{cert}, {key}", "give PEM files, --tls-key the key of --tls-cert"):
             context.load_cert_chain(cert, key)
-        what, advice = ca, "--tls-ca a certificate, PEM"
-        if ca is not None:
+    if ca is not None:
+        with explained(AuthError, ca, "give --tls-ca a certificate, PEM"):
             context.load_verify_locations(ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-            found = context.cert_store_stats()
-            if kind == ssl.PROTOCOL_TLS_SERVER and 0 < found["x509_ca"] < found["x509"]:
-                raise AuthError(f"{ca} holds certificates that may sign others (CA:TRUE) beside some that may not, and "
-                                "whoever has the key of one has as many votes as it likes: give --tls-ca either those "
-                                "of signers, or those of workers, all without CA:TRUE")
-    except OSError as error:
-        raise AuthError(f"{what}: {error.strerror or error}: give {advice}") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+        found = context.cert_store_stats()
+        if kind == ssl.PROTOCOL_TLS_SERVER and 0 < found["x509_ca"] < found["x509"]:
+            raise AuthError(f"{ca} holds certificates that may sign others (CA:TRUE) beside some that may not, and "
+                            "whoever has the key of one has as many votes as it likes: give --tls-ca either those "
+                            "of signers, or those of workers, all without CA:TRUE")
     return context

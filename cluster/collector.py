@@ -95,7 +95,7 @@ class Collector:
     @property
     def unpacking(self):
         """Whether `unpack` has something to do, one piece at a time, between the turns of the loop."""
-        return self.upload is not None and self.upload.pending
+        return self.upload and self.upload.pending
 
     def unpack(self):
         if self.unpacking:

@@ -107,29 +107,31 @@ class Console(Printer):
 
     def emit(self, event, line):
         """line: what is printed of the event, None for nothing."""
-        kind = event["event"]
-        if kind == "start":
-            self._first, self._deggs = event["step"], egg_config.loss_unit(event["config"])[0]
-        elif kind == "validation":
-            self._validation = event
-            if self.live:
-                self.line(fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}"))
-        elif kind == "reward":
-            self.line(f"reward at step {event['step']}: {event['value']:.4f}, the mean of {event['texts']} texts "
-                      "after held-out prompts")
-        elif kind == "snapshot" and self.live:
-            self.line(f"snapshot of step {event['step']} kept")
-        elif kind == "step" and self.live:
-            self._step, self._step_at = event, time.monotonic()
-            if self._step_at >= self._line_at:
-                self._line_at = self._step_at + self.LINE_EVERY
-                self.line(fit(f"{clock(event['elapsed'])} step {event['step']}", *self._figures()))
-            self.progress()
-        elif kind == "step":
-            self.line(self._step_line(event))
-        elif line is not None:
-            before, newline, text = line.rpartition("\n")    # a sample is one line
-            self.line(before + newline + self.sample(text) if kind == "sample" else line)
+        match event["event"]:
+            case "start":
+                self._first, self._deggs = event["step"], egg_config.loss_unit(event["config"])[0]
+            case "validation":
+                self._validation = event
+                if self.live:
+                    self.line(fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}"))
+            case "reward":
+                self.line(f"reward at step {event['step']}: {event['value']:.4f}, the mean of {event['texts']} texts "
+                          "after held-out prompts")
+            case "snapshot" if self.live:
+                self.line(f"snapshot of step {event['step']} kept")
+            case "step" if self.live:
+                self._step, self._step_at = event, time.monotonic()
+                if self._step_at >= self._line_at:
+                    self._line_at = self._step_at + self.LINE_EVERY
+                    self.line(fit(f"{clock(event['elapsed'])} step {event['step']}", *self._figures()))
+                self.progress()
+            case "step":
+                self.line(self._step_line(event))
+            case "sample" if line:
+                before, newline, text = line.rpartition("\n")        # a sample is one line
+                self.line(before + newline + self.sample(text))
+            case _ if line:
+                self.line(line)
 
     def spent(self, pace):
         """pace: texts, of which the status line shows the first that fits: what a step with an objective takes."""

@@ -43,7 +43,7 @@ class Events(contextlib.AbstractContextManager):
         warn, advice, self.files = console.line, "give a --save-dir that can be written", []
         try:
             self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))
-            if run.directory is not None:
+            if run.directory:
                 self.files.append(JsonLog(os.path.join(run.directory, EVENTS), advice, warn))
             if log_json is not None:
                 self.files.append(JsonLog(log_json, "give --log-json a file that can be written", warn, links=True))
@@ -90,12 +90,12 @@ class Events(contextlib.AbstractContextManager):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event, once where
         several workers have the chunk that brings it."""
         _, step, *texts = sample_parts(text) or (text, None)
-        if step is not None and (step, texts) != self._sampled:
+        if step is None:
+            self.emit("message", line, worker=worker, text=text)
+        elif (step, texts) != self._sampled:
             self._sampled = step, texts
             prompt, sample = (x.replace("\u23ce", "\n") for x in texts)
             self.emit("sample", line, worker=worker, step=step, prompt=prompt, text=sample)
-        elif step is None:
-            self.emit("message", line, worker=worker, text=text)
 
     def close(self):
         for file in self.files:
@@ -151,9 +151,11 @@ class Lines:
         if disk.f_bavail * disk.f_frsize < min(RESERVE, disk.f_blocks * disk.f_frsize // 20):
             raise OSError(errno.ENOSPC, "the disk is nearly full")
         if self.size > LOG_BYTES:
-            os.replace(self.path, self.path + ".1")
-            os.close(self.handle)
-            self._open()
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.path, self.path + ".1")
+            full = self.handle
+            self._open()                             # before the other is closed: it may fail
+            os.close(full)
             if head := self.head():
                 self.add(head)
 
@@ -216,7 +218,7 @@ class TensorBoard:
             # indented: TensorBoard renders it as a code block of Markdown
             text = "\n".join("    " + line for line in f"{event['prompt']} >>> {event['text']}".split("\n"))
             summary = self._text("sample", text)
-        if self._writer is None or not summary.value:
+        if not (self._writer and summary.value):
             return
         try:
             self._writer.write_event(self._event(wall_time=event["time"], step=event["step"], summary=summary))
@@ -229,6 +231,6 @@ class TensorBoard:
 
     def close(self):
         writer, self._writer = self._writer, None
-        if writer is not None:
+        if writer:
             with contextlib.suppress(OSError):
                 writer.close()

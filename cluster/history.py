@@ -17,7 +17,7 @@ import stat
 import struct
 import tempfile
 import zlib
-from typing import NamedTuple
+from collections import namedtuple
 
 import egg_config
 from egg_config import EggError, explained
@@ -45,15 +45,7 @@ CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, byte
 CPP_MAGIC = 0x45474743
 CPP_NAME = re.compile(r"checkpoint_(\d{8,15})\.bin")
 
-
-class Record(NamedTuple):
-    """The head of a record. size: bytes of the body."""
-    size: int
-    step: int
-    sum_loss: int
-    updates: int
-    seed: int
-
+Record = namedtuple("Record", "size step sum_loss updates seed")         # the head of one; size: bytes of the body
 
 
 class HistoryError(EggError):
@@ -145,13 +137,10 @@ def most_bytes(cfg):
     return sum(sizes(cfg)) * 101 // 100 + 8192
 
 
-class Start(NamedTuple):
+class Start(namedtuple("Start", "step seed state origin", defaults=["", None])):
     """Where a run, or an epoch of it, begins: with the random initial model, or with another state (`state`: its
-    SHA-256, hex). origin: of an epoch, for JSON: its number (epoch), the state's digest, and more of islands.gossip."""
-    step: int
-    seed: int
-    state: str = ""
-    origin: dict = None
+    SHA-256, hex). origin: {name: value} of an epoch, for JSON: its number (epoch), the state's digest, and more of
+    islands.gossip."""
 
     @property
     def epoch(self):
@@ -168,7 +157,7 @@ class Run:
     def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg, self.directory, self.notices = cfg, directory, []
         self._file, self._lock, self.owned = file, lock, lock is not None
-        self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
+        self._name = _file_of(directory) if directory else "the temporary history file"
         self.data = bytes(32)
         if directory:
             with contextlib.suppress(OSError, ValueError):
@@ -349,10 +338,13 @@ def open_run(cfg, save_dir=None, load_dir=None):
     target = save_dir or beside(load_dir)
     if own and os.path.isdir(target) and os.path.samefile(target, load_dir):
         return open_directory(cfg, load_dir)
-    with contextlib.closing(read_run(cfg, load_dir)) as source, contextlib.ExitStack() as undo:
-        run = undo.enter_context(contextlib.closing(open_directory(cfg, target, source.start)))
-        run.copy(source)
-        undo.pop_all()
+    with contextlib.closing(read_run(cfg, load_dir)) as source:
+        run = open_directory(cfg, target, source.start)
+        try:
+            run.copy(source)
+        except BaseException:
+            run.close()
+            raise
     run.beside = f" ({load_dir} stays as it is)"
     if own:
         _copy_rest(cfg, load_dir, target)
@@ -378,7 +370,7 @@ def read_run(cfg, directory):
     """The Run in a save directory, to read, also beside its coordinator, or of C++ checkpoints. Raises HistoryError."""
     if not _holds_own(directory):
         return _read_cpp_checkpoints(cfg, directory)
-    with explained(HistoryError, path := os.path.join(directory, FILE)):
+    with explained(HistoryError, path := _file_of(directory)):
         return Run(cfg, open_file(path), directory)
 
 
@@ -386,7 +378,7 @@ def configuration(directory):
     """{name: value}: the constants of the run in a save directory; {} of C++ checkpoints. Raises HistoryError."""
     if not _holds_own(directory):
         return {}
-    found = determining(_header_of(os.path.join(directory, FILE))[0])
+    found = determining(_header_of(_file_of(directory))[0])
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
         settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)).items()
         found.update((name, value) for name, value in settings if name in egg_config.KEPT)
@@ -403,8 +395,12 @@ def determining(config):
             if name not in egg_config.CONSTANTS or name in egg_config.DETERMINING}
 
 
+def _file_of(directory):
+    return os.path.join(directory, FILE)
+
+
 def holds_run(directory):
-    return os.path.isfile(os.path.join(directory, FILE))
+    return os.path.isfile(_file_of(directory))
 
 
 def _holds_own(directory):
@@ -428,7 +424,7 @@ def epochs(directory):
 def newest(pattern="ckpt*"):
     """The directory whose run was written last, one with a step if there is any. Raises HistoryError without one."""
     def rank(directory):
-        path, trained = os.path.join(directory, FILE), True
+        path, trained = _file_of(directory), True
         with contextlib.suppress(OSError, HistoryError):     # who opens it learns of the error
             _, start, size = _header_of(path)
             trained = start is not None or os.path.getsize(path) > size
@@ -494,7 +490,7 @@ def _temporary_run(cfg):
 
 def open_directory(cfg, directory, start=None):
     """The Run in `directory`, locked; begun at `start` if there is none. Raises HistoryError."""
-    path = os.path.join(directory, FILE)
+    path = _file_of(directory)
     with contextlib.ExitStack() as undo:
         try:
             os.makedirs(directory, exist_ok=True)

@@ -98,7 +98,6 @@ class Newest(dict):
     """Remembers the `most` newest entries, so that peers cannot fill the memory."""
 
     def __init__(self, most):
-        super().__init__()
         self.most = most
 
     def __setitem__(self, key, value):

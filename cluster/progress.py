@@ -38,7 +38,7 @@ class Progress:
         self._sent, self._received = self.traffic.sent, self.traffic.received
 
     def chunk_handed_out(self):
-        if self.started is None:
+        if not self.started:
             self.started = self._step_started = time.monotonic()
 
     def result(self, updates):

@@ -11,7 +11,7 @@ import os
 import struct
 import tempfile
 import time
-from typing import NamedTuple
+from collections import namedtuple
 
 from cluster import history
 from cluster.history import most_bytes, open_file, read_file, sizes
@@ -27,15 +27,9 @@ SLICE = 1 << 23            # bytes that are compressed at a time
 BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
 
-class Head(NamedTuple):
-    """The first bytes of a snapshot file. sha256: of the state; config: see `config_digest`; before: SHA-256 of the
-    fitness of the previous step; size: bytes of the body."""
-    step: int
-    seed: int
-    sha256: bytes
-    config: bytes
-    before: bytes
-    size: int
+# The first bytes of a snapshot file. step, seed, size (bytes of the body): int; sha256 (of the state), config (see
+# `config_digest`), before (SHA-256 of the fitness of the previous step): bytes [32]
+Head = namedtuple("Head", "step seed sha256 config before size")
 
 
 def state_hash(state, kind=BLAKE2B):
@@ -199,7 +193,7 @@ class Upload:
         """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
         if not self._cfg.ADAPTIVE_NOISE_MODE:
             return None
-        values = memoryview(self._raw).cast("b")[sum(sizes(self._cfg)[:2]) - self._first:]
+        values = memoryview(self._raw).cast("b")[-sizes(self._cfg)[2]:]
         return {"mean": round(sum(values) / len(values), 4), "min": min(values), "max": max(values)}
 
     def keep(self, path, fitness):
@@ -253,7 +247,7 @@ class Shelf:
 
     def _take(self, match):
         """Lists a file, by the match of its name, if its head belongs to this run."""
-        with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, match[0])) as file:
+        with contextlib.suppress(OSError, ValueError), open_file(self._place(match[0])) as file:
             head = read_head(file.read(HEAD_SIZE))
             step, start = head.step, self.run.start
             if (step == int(match[1]) and head.config == config_digest(self.cfg)
@@ -287,11 +281,14 @@ class Shelf:
         return min((s for s in self.files if s in self.figures), key=lambda s: (sign * self.figures[s], -s),
                    default=None)
 
+    def _place(self, name):
+        return os.path.join(self.directory, name)
+
     def path(self, step):
-        return os.path.join(self.directory, self.files[step]) if step in self.files else None
+        return self._place(self.files[step]) if step in self.files else None
 
     def state(self, step):
-        return read(self.cfg, os.path.join(self.directory, self.files[step]))
+        return read(self.cfg, self._place(self.files[step]))
 
     def check_start(self):
         """Raises HistoryError if the state with which the epoch began is missing or damaged."""
@@ -302,14 +299,14 @@ class Shelf:
         with contextlib.suppress(KeyError, OSError, ValueError):
             if state_digest.of_state(self.state(start.step)).hex() == start.origin["digest"]:
                 return
-        name, old = (os.path.join(self.directory, x) for x in (history.FILE, history.OLD.format(start.epoch - 1)))
+        name, old = map(self._place, (history.FILE, history.OLD.format(start.epoch - 1)))
         raise history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch "
                                    f"{start.epoch} began, is missing or damaged: restore it from a copy, or continue "
                                    f"from the previous epoch: mv {old} {name}")
 
     def put(self, upload):
         step, name = upload.step, history.snapshot_name(upload.step)
-        upload.keep(os.path.join(self.directory, name), self.run.fitness(step - 1))
+        upload.keep(self._place(name), self.run.fitness(step - 1))
         self.files[step], self.digests[step], self.sha256[step] = name, upload.digest, upload.sha256
         self.arrange()
 
@@ -328,20 +325,20 @@ class Shelf:
         self.sha256.pop(step, None)
 
     def remove(self, name):
-        history.remove(os.path.join(self.directory, name))
+        history.remove(self._place(name))
 
     def arrange(self):
         """Adds figures to file names, removes old snapshots, updates the links `latest` and `best`."""
         for step, name in list(self.files.items()):
             new = history.snapshot_name(step, self.figures.get(step), self.cfg.OBJECTIVE)
             if step in self.figures and new != name:
-                os.replace(os.path.join(self.directory, name), os.path.join(self.directory, new))
+                os.replace(self._place(name), self._place(new))
                 self.files[step] = new
         stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
         for step in self.files.keys() - stay:
             self.forget(step)
         for link, step in (("latest", self.newest), ("best", self.best)):
-            path = os.path.join(self.directory, f"{link}.egg")
+            path = self._place(f"{link}.egg")
             history.remove(path + ".part" if step else path)
             if step:
                 os.symlink(self.files[step], path + ".part")

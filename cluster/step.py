@@ -4,8 +4,7 @@ are audited. No sockets, and no clock of its own.
 Two honest results of a chunk are equal to the bit. A chunk that is audited, or whose results differ, is done when one
 result has at least two votes (trust.tally) and more votes than any other. The authors of the others have lied."""
 
-from collections import defaultdict, deque
-from typing import NamedTuple
+from collections import defaultdict, deque, namedtuple
 
 from cluster.trust import tally, withdraw
 from model import ternary
@@ -13,20 +12,10 @@ from model import ternary
 COPY_AFTER = 1.5           # an idle worker copies a chunk after this multiple of its usual time, times its holders
 
 
-class Outcome(NamedTuple):
-    """The result of a chunk. packed: bytes of its ternary fitness (SPEC 8)."""
-    packed: bytes
-    sum_loss: int
-
-
-class Account:
-    """What one worker has been handed in a step. given: {chunk: when, or None once its result has come}, all; held:
-    {chunk: when}, its leases."""
-
-    __slots__ = "given", "held"
-
-    def __init__(self):
-        self.given, self.held = {}, {}
+Outcome = namedtuple("Outcome", "packed sum_loss")       # the result of a chunk; packed: bytes of ternary fitness
+# What one worker has been handed in a step. given: {chunk: when, or None once its result has come}, all; held:
+# {chunk: when}, its leases
+Account = namedtuple("Account", "given held")
 
 
 class Step:
@@ -42,7 +31,7 @@ class Step:
         self.alone = alone
         self.by_host = by_host
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
-        self.accounts = defaultdict(Account)
+        self.accounts = defaultdict(lambda: Account({}, {}))
         self.holders, self.results, self.done = {}, {}, {}
         self.validators = set()
         self._reported = set()                       # disputed chunks that `disputed` has returned

@@ -4,9 +4,9 @@ C++ peers; version 2 adds what a cluster among strangers needs."""
 import functools
 import json
 import math
+import re
 import struct
 from collections import namedtuple
-from typing import NamedTuple
 
 from cluster import history
 from model import ternary
@@ -21,11 +21,7 @@ BLOCK = 1 << 16                          # bytes of a snapshot in one frame
 JSON_DEPTH = 8                           # levels of lists and objects in JSON of a peer
 
 
-class Received(NamedTuple):
-    """A whole frame."""
-    version: int
-    opcode: int
-    payload: bytes
+Received = namedtuple("Received", "version opcode payload")          # a whole frame
 
 
 class Frame(int):
@@ -34,11 +30,9 @@ class Frame(int):
 
     def __new__(cls, opcode, layout="", most=0):
         self = super().__new__(cls, opcode)
-        fields = [field.partition(":") for field in layout.split()]
-        self.most = most
-        self.head = struct.Struct(">" + "".join(form for _, _, form in fields))
-        self._names = [name for name, _, _ in fields]
-        self._fixed = sum(bool(form) for _, _, form in fields)
+        forms = re.findall(r":(\w+)", layout)
+        self.most, self.head = most, struct.Struct(">" + "".join(forms))
+        self._names, self._fixed = re.sub(r":\w+", "", layout).split(), len(forms)
         return self
 
     @functools.cached_property

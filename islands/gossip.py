@@ -10,7 +10,7 @@ import math
 import os
 import random
 import time
-from typing import NamedTuple
+from collections import namedtuple
 
 from cluster import history, snapshots
 from cluster.wire import FrameError, STANDING, STATE, read_json
@@ -31,14 +31,9 @@ LINEAGE = 200              # most epochs in `status`
 BANDWIDTH = 16e6           # bytes per second, by default
 
 
-class IslandSettings(NamedTuple):
+class IslandSettings(namedtuple("IslandSettings", "name peers bandwidth accept tls", defaults=[BANDWIDTH, True, None])):
     """The settings of an island. peers: [(host, port)]; bandwidth: bytes of states per second, each way, 0 for no
     limit; accept: whether it takes over states; tls: the ssl.SSLContext for calls to peers, or None."""
-    name: str
-    peers: list
-    bandwidth: float = BANDWIDTH
-    accept: bool = True
-    tls: object = None
 
     def attach(self, coordinator):
         return Island(coordinator, self)
@@ -50,19 +45,10 @@ def island_settings(name, peers, from_slurm, port, bandwidth, accept, tls=None):
     return IslandSettings(name, list(dict.fromkeys(peers)), BANDWIDTH if bandwidth is None else bandwidth, accept, tls)
 
 
-class Standing(NamedTuple):
-    """How an island stands. fitness: None before it is measured; kind: a key of KINDS; state, state_step: SHA-256
-    (bytes) and step of its newest snapshot; founder: island from which its population descends; ask: whether the peer
-    shall answer."""
-    fitness: object
-    kind: str
-    unit: str
-    step: int
-    epoch: int
-    founder: str
-    state: object
-    state_step: int
-    ask: bool
+class Standing(namedtuple("Standing", "fitness kind unit step epoch founder state state_step ask")):
+    """How an island stands. fitness: a number, None before it is measured; kind: a key of KINDS; unit: of the fitness;
+    state, state_step: SHA-256 (bytes, or None) and step of its newest snapshot; founder: island from which its
+    population descends; ask: whether the peer shall answer."""
 
     def pack(self):
         return json.dumps({**self._asdict(), "state": self.state.hex() if self.state else None}).encode()
@@ -75,7 +61,7 @@ def read_standing(payload):
     """The Standing in a frame. Raises FrameError if it cannot be one."""
     try:
         fields = read_json(payload)
-        state = bytes.fromhex(fields["state"]) if fields["state"] is not None else None
+        state = fields["state"] and bytes.fromhex(fields["state"])
         standing = Standing(**{**fields, "state": state})
         counts = standing.step, standing.epoch, standing.state_step
         fitness = standing.fitness
@@ -118,13 +104,7 @@ class Fitness:
             self.best, self.best_step = self.value, step
 
 
-class Elite(NamedTuple):
-    """The file of an elite; the smallest is the best."""
-    is_loss: bool
-    fitness: float
-    epoch: int
-    step: int
-    name: str
+Elite = namedtuple("Elite", "is_loss fitness epoch step name")       # the file of an elite; the smallest is the best
 
 
 def read_elite(name):
@@ -162,13 +142,9 @@ class Elites:
         return None
 
 
-class Handover(NamedTuple):
-    """A change to another state. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished transfer.Incoming or None;
-    needs_ours: whether our state is needed; since: time.monotonic() at which it began."""
-    kind: str
-    incoming: object
-    needs_ours: bool
-    since: float
+# A change to another state. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished transfer.Incoming or None;
+# needs_ours: whether our state is needed; since: time.monotonic() at which it began
+Handover = namedtuple("Handover", "kind incoming needs_ours since")
 
 
 class Island(Hook):
@@ -181,7 +157,7 @@ class Island(Hook):
 
     def __init__(self, coordinator, settings):
         cfg, run = coordinator.cfg, coordinator.run
-        if run.directory is None or not cfg.SNAPSHOT_EVERY:
+        if not (run.directory and cfg.SNAPSHOT_EVERY):
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
         self.coordinator, self.events = coordinator, coordinator.events
         self.cfg, self.run, self.settings = cfg, run, settings
@@ -231,7 +207,7 @@ class Island(Hook):
         """Between two steps it may change to another state, or begin a tournament."""
         if not self.cfg.OBJECTIVE:
             self.fitness.add("loss", KINDS["loss"][0], loss, self.run.step)
-        if self.coordinator.finished or self.coordinator.closing or self.run.step <= self.run.start.step:
+        if self.coordinator.finished or self.coordinator.closing:
             return
         self.handover = self._due()
         if self.handover and not self.handover.needs_ours:
@@ -395,7 +371,7 @@ class Island(Hook):
                   "parent_ours": parent.hex(), "parent_ours_step": run.step - (not ours)}
         try:
             state, body, more = self._next_state(ours)
-            if state is None:
+            if not state:
                 return self._give_up("no elite can be read")
             state.step, state.seed = run.step, run.seed
             origin.update(more, digest=state_digest.of_state(state).hex())

@@ -29,7 +29,7 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     fitness or a state that no training produces: a state may come from a stranger."""
     share = worse_share(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
     for state in (ours, theirs):
-        if state is not None:
+        if state:
             parameters.check_state(state)
     better, worse = (ours, theirs) if fitness_ours <= fitness_theirs else (theirs, ours)
     moments = np.zeros(theirs.moments.shape, np.float32)
@@ -49,7 +49,7 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
             weights[piece], moments[piece, 2] = _mix(better, worse, piece, share)
         base = better.overlay.astype(np.int64)
         overlay = (base + _round((worse.overlay - base) * share)).astype(np.int8)
-    place = theirs if ours is None else ours
+    place = ours or theirs
     return parameters.State(weights, moments, overlay, place.step, place.seed)
 
 

@@ -150,8 +150,8 @@ class PeerRole(Role):
     def send_piece(self):
         """Sends the requested piece as soon as the bandwidth allows; until then nothing is read from the peer."""
         shelf, bandwidth = self.peers.coordinator.shelf, self.peers.bandwidth
-        sha256, offset = self.wanted.sha256, self.wanted.offset
-        size = min(self.wanted.most, bandwidth.piece)
+        sha256, offset, most = self.wanted
+        size = min(most, bandwidth.piece)
         if not bandwidth.take(size):
             self.session.wait()
             return
@@ -253,18 +253,17 @@ class Peers:
     def _introduced(self, session, author):
         """Of two connections between the same processes, both sides keep the one that the smaller id called."""
         peer, target = self.known.setdefault(author.name, Peer(author)), session.role.target
-        old, same = peer.session, peer.author.key == author.key
+        old, calls = peer.session, self.id < author.key
         if target:
             target.name, target.pause = peer.name, FIRST_PAUSE
-        if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < author.key):
+        if old and peer.author.key == author.key and bool(old.role.target) == calls != bool(target):
             session.close()
             return
         session.role.peer = peer
         session.title = f"{peer.name} ({session.address})"
         session.take(wire.FROM_ISLAND)
         session.idle = None
-        if not session.known:
-            session.become_known()
+        session.become_known()
         peer.session = session
         peer.author = author
         peer.heard = time.monotonic()

@@ -45,7 +45,7 @@ class Incoming:
 
     @property
     def finished(self):
-        return self.upload is not None and self.upload.finished
+        return self.upload and self.upload.finished
 
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
@@ -74,7 +74,7 @@ class Incoming:
             self.upload.unpack()
 
     def drop(self):
-        if self.upload is not None:
+        if self.upload:
             self.upload.drop()
 
     def too_slow(self, now):
