@@ -69,10 +69,15 @@ class Worker:
 
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None,
                  objective=None):
-        self.cfg, self.engine, self.console = cfg, engine, console
-        self.tokens, self.validation, self.decoding = tokens, validation, decoding
+        self.cfg = cfg
+        self.engine = engine
+        self.console = console
+        self.tokens = tokens
+        self.validation = validation
+        self.decoding = decoding
         self.validate_next = validate_first
-        self.inspect, self.objective = inspect, objective
+        self.inspect = inspect
+        self.objective = objective
         self.predictor = ChunkPredictor(cfg)
         self.digests = {}                    # {step: digest of the state} of the present step
         self.done = {}                       # {first member: fitness} of the chunks of this step that are done here
@@ -82,7 +87,9 @@ class Worker:
 
     def serve(self, link):
         """Asks for work and does it until the coordinator is gone (OSError)."""
-        engine, result, answers = self.engine, b"", (wire.JOB_RESPONSE,)
+        engine = self.engine
+        result = b""
+        answers = (wire.JOB_RESPONSE,)
         if link.version == V2:
             answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.HASH_WANTED
         if link.snapshot > engine.step:
@@ -97,7 +104,7 @@ class Worker:
             if frame.opcode == wire.REBUILD:
                 start = link.unpack_step(frame.payload)
                 self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
-                if not start or not self._fetch_snapshot(link, start):
+                if not (start and self._fetch_snapshot(link, start)):
                     self._load()
                 continue
             answer = link.unpack_response(frame.payload)
@@ -134,7 +141,9 @@ class Worker:
             return fitness, loss
         self.predictor.handed_out(self.engine.step, first)
         following = self.predictor.following(self.engine.step)
-        parts, at, end = [], first, first + self.cfg.CHUNK_SIZE
+        parts = []
+        at = first
+        end = first + self.cfg.CHUNK_SIZE
         while at < end:
             started = time.perf_counter()
             count = self.begun.pop(at, None) or self._slice_size(end - at)
@@ -164,7 +173,9 @@ class Worker:
         packed = self.packed[first] = ternary.pack(fitness.tobytes())
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
                             len(packed), packed)
-        self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
+        self.changed = 0
+        self.rebuilt = False
+        self.chunks += 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.SEQ_LEN / 1e3:,.0f} k tokens/s")
         return result
@@ -243,7 +254,9 @@ class Worker:
         self.engine.load(state or parameters.initial_state(self.cfg))
         self.changed = 0
         self.reported_step = -1
-        self.digests, self.done, self.packed = {}, {}, {}
+        self.digests = {}
+        self.done = {}
+        self.packed = {}
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""
@@ -253,13 +266,15 @@ class Worker:
                            f"{self.engine.step} with seed {self.engine.seed}; is the configuration the same on both "
                            "sides, and does it still hold the history of the run?")
         self.rebuilt = True
-        at = f"at step {self.engine.step}, the coordinator at step {step}"
-        self.console.line(f"worker: {at}: rebuilding from the beginning")
+        self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the "
+                          "beginning")
         self._load()
 
     def _fetch_snapshot(self, link, step):
         """Takes over the coordinator's snapshot of this step. Returns whether it was good; if not, replay the run."""
-        data, total, most = bytearray(), 1, snapshots.most_bytes(self.cfg)
+        data = bytearray()
+        total = 1
+        most = snapshots.most_bytes(self.cfg)
         while len(data) < total:
             link.say(wire.SNAPSHOT_REQUEST, step, len(data))
             came = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
@@ -295,7 +310,8 @@ class ChunkPredictor:
     def __init__(self, cfg):
         self._cfg = cfg
         self._step = self._guess = None                      # of the last chunk, and its successor
-        self._right, self._needed = 0, SURE_AFTER
+        self._right = 0
+        self._needed = SURE_AFTER
 
     def handed_out(self, step, first):
         """A chunk was handed out in this step that begins with member `first`."""
@@ -304,7 +320,8 @@ class ChunkPredictor:
         else:
             self._needed *= 2 if self._right >= self._needed else 1
             self._right = 0
-        self._step, self._guess = step, (first + self._cfg.CHUNK_SIZE) % self._cfg.POPULATION_SIZE
+        self._step = step
+        self._guess = (first + self._cfg.CHUNK_SIZE) % self._cfg.POPULATION_SIZE
 
     def following(self, step):
         """First member of the next chunk; -1: that is not certain enough, or nothing was handed out in this step."""
@@ -432,8 +449,10 @@ class RemoteWorker(Role):
 
     def __init__(self, session, coordinator, author, card):
         super().__init__(session)
-        self.coordinator, self.version = coordinator, session.version
-        self.author, self.card = author, card
+        self.coordinator = coordinator
+        self.version = session.version
+        self.author = author
+        self.card = card
         self.conduct = fairness.Conduct()
         coordinator.dispatcher.workers.add(self)
 
@@ -484,10 +503,10 @@ class RemoteWorker(Role):
 
     def status(self):
         silent = time.monotonic() - self.session.heard
-        held = self.coordinator.dispatcher.work.accounts[self].held
         state = ("in doubt" if not self.trusted else
                  "silent" if silent > fairness.ACTIVE_SECONDS and not self.waiting else
-                 "computing" if held else "waiting" if self.waiting else "catching up")
+                 "computing" if self.coordinator.dispatcher.work.accounts[self].held else
+                 "waiting" if self.waiting else "catching up")
         return {"name": self.author.name, "address": self.session.address, "device": self.card.device,
                 "protocol": self.version, "step": self.step, "chunks": self.conduct.results,
                 "chunk_seconds": self.conduct.pace, "last_seen": round(silent, 3), "state": state}
@@ -526,9 +545,9 @@ class Coordinator:
 
     @property
     def finished(self):
-        started, now = self.progress.started, time.monotonic()
+        started = self.progress.started
         return (self.steps is not None and self.run.step >= self.steps
-                or self.minutes is not None and started and now - started >= 60 * self.minutes)
+                or self.minutes is not None and started and time.monotonic() - started >= 60 * self.minutes)
 
     def poll(self, timeout=TICK):
         self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else min(timeout, self.dispatcher.pause))
@@ -662,11 +681,10 @@ class Coordinator:
         self.dispatcher.delivered(worker, chunk, since)
         if worker.trusted:
             self.progress.result(result.updates)
-            liars = work.result(worker, chunk, result.packed, result.sum_loss)
+            for liar in work.result(worker, chunk, result.packed, result.sum_loss):
+                self.ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others")
             if worker.waiting or chunk not in work.done:
                 self.dispatcher.changed = True
-            for liar in liars:
-                self.ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others")
         self.console.progress(f"step {step}: {len(work.done)}/{self.cfg.N_CHUNKS} chunks")
         self._complete_step()
 
@@ -714,10 +732,11 @@ class Coordinator:
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, waits, or is banned."""
-        step, author, rebuilt = worker.step, worker.author, worker.rebuilt_at == worker.step
+        step, author = worker.step, worker.author
         if step <= self.run.step - trust.STEPS_KEPT:
             return True                              # it replays the run, and will be compared later
-        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, rebuilt, self.dispatcher.voters)
+        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step,
+                                                   self.dispatcher.voters)
         taken = self.shelf.digests.get(step)
         if taken and self.trust.contradicts(step, taken):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it

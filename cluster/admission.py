@@ -52,12 +52,13 @@ class Bans:
     the newest are kept. unreadable: why the file cannot be read, None where it can."""
 
     unreadable = None
+    _seen = None               # what identifies the content of the file
     _torn = False              # its last line has no end
 
     def __init__(self, directory=None):
         self.path = directory and os.path.join(directory, BANNED_FILE)
-        # _seen: what identifies the content of the file
-        self._written, self._unwritten, self._seen = {}, Newest(MOST_UNWRITTEN), None
+        self._written = {}
+        self._unwritten = Newest(MOST_UNWRITTEN)
         self._of_host = collections.Counter()
 
     def add(self, identity, reason):
@@ -122,15 +123,21 @@ class Admission:
     connections at a time; arrivals: those that have proved nothing yet, which count by themselves, so that they keep no
     worker out; by_host: the number of those that were let in."""
 
+    validation = bytes(32)     # digest of the held-out data, zeros while unknown
+    _status_until = 0.0        # the last of `_statuses` is good
+
     def __init__(self, coordinator, access, most):
-        self.coordinator, self.cfg, self.access = coordinator, coordinator.cfg, access
+        self.coordinator = coordinator
+        self.cfg = coordinator.cfg
+        self.access = access
         auth.stretched(access.secret)                # takes a while, once
-        self.limits, self.bans = wire.limits(self.cfg), Bans(coordinator.run.directory)
-        self.arrivals, self.by_host = Unproven(min(ARRIVALS, most // 4)), collections.Counter()
+        self.limits = wire.limits(self.cfg)
+        self.bans = Bans(coordinator.run.directory)
+        self.arrivals = Unproven(min(ARRIVALS, most // 4))
+        self.by_host = collections.Counter()
         self.most = most - self.arrivals.most
-        self.validation = bytes(32)                  # digest of the held-out data, zeros while unknown
         self._refused = Newest(HOSTS_LOGGED)         # host -> (since when, reasons that are logged)
-        self._statuses, self._status_until = [], 0.0
+        self._statuses = []
 
     @functools.cached_property
     def config_digest(self):
@@ -221,8 +228,8 @@ class Admission:
         if (began := time.monotonic()) >= self._status_until:
             self._statuses = self.coordinator.hub.on_the_way(self._statuses)
             if len(self._statuses) < VERSIONS:
-                text = status.pack_status(self.coordinator.status())
-                self._statuses.append(wire.frame(wire.STATUS, text, version=V2))
+                self._statuses.append(wire.frame(wire.STATUS, status.pack_status(self.coordinator.status()),
+                                                 version=V2))
             self._status_until = began + 10 * (time.monotonic() - began)
         return self._statuses[-1]
 

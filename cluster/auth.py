@@ -68,8 +68,8 @@ def page_password(secret):
 
 def user_key():
     """Text that identifies this user on this machine, unknown to other users; kept in a file where there can be one."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path, fresh = os.path.join(cache, "egg", "worker-key"), os.urandom(16).hex()
+    path = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "egg", "worker-key")
+    fresh = os.urandom(16).hex()
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with (contextlib.suppress(FileExistsError),
@@ -125,14 +125,14 @@ def listen_host(host, access):
 
 def server_tls(cert, key, ca=None):
     """The ssl.SSLContext of a coordinator, None without `cert`. ca: certificates of the signers of workers'."""
-    needs = "both --tls-cert and --tls-key at the coordinator"
-    return _tls(ssl.PROTOCOL_TLS_SERVER, cert and key, needs, cert, key, ca)
+    return _tls(ssl.PROTOCOL_TLS_SERVER, cert and key, "both --tls-cert and --tls-key at the coordinator",
+                cert, key, ca)
 
 
 def client_tls(ca, cert=None, key=None):
     """The ssl.SSLContext of a worker that trusts coordinators signed by `ca`; None without."""
-    needs = "--tls-ca at the worker: the certificate of the coordinator, or of its signer"
-    return _tls(ssl.PROTOCOL_TLS_CLIENT, ca, needs, cert, key, ca)
+    return _tls(ssl.PROTOCOL_TLS_CLIENT, ca, "--tls-ca at the worker: the certificate of the coordinator, or of its "
+                "signer", cert, key, ca)
 
 
 def der_element(data, at):
@@ -148,8 +148,8 @@ def public_key(certificate):
     signature (r, s) there is a twin, (r, -s), which anybody can make."""
     at, _ = der_element(certificate, 0)
     at, _ = der_element(certificate, at)                 # TBSCertificate
-    before = 5 + (certificate[at] == 0xA0)               # version, if any; serial, algorithm, issuer, validity, subject
-    for _ in range(before):
+    # before it: version, if any; serial, algorithm, issuer, validity, subject
+    for _ in range(5 + (certificate[at] == 0xA0)):
         _, at = der_element(certificate, at)
     return certificate[at:der_element(certificate, at)[1]]
 

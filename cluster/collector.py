@@ -23,8 +23,11 @@ class Collector:
     worker = upload = None
 
     def __init__(self, coordinator):
-        self.coordinator, self.dispatcher = coordinator, coordinator.dispatcher
-        self.cfg, self.run, self.events = coordinator.cfg, coordinator.run, coordinator.events
+        self.coordinator = coordinator
+        self.dispatcher = coordinator.dispatcher
+        self.cfg = coordinator.cfg
+        self.run = coordinator.run
+        self.events = coordinator.events
         self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one
         # voter: its snapshots that were refused or did not come in a row
         self._failed = Newest(MOST_FAILED)
@@ -53,7 +56,9 @@ class Collector:
         try:
             self.upload = snapshots.Upload(self.cfg, step, self.run.seed_of(step), worker.digest, self.run.directory,
                                            remember=remember)
-            self.worker, self._hashes, self._asked = worker, {}, {self._voice(worker)}
+            self.worker = worker
+            self._hashes = {}
+            self._asked = {self._voice(worker)}
             worker.session.reply(SNAPSHOT_WANTED, step)
         except OSError as error:
             self._stop(error)
@@ -148,8 +153,8 @@ class Collector:
         weight, and who comes late begins with a snapshot."""
         run, shelf = self.run, self.shelf
         step = sorted({run.start.step, *shelf.files})[-2:][0]
-        known = step in shelf.digests or not run.start.origin
-        if self.cfg.PERTURB == "activations" and step > run.start.step and known:
+        if (self.cfg.PERTURB == "activations" and step > run.start.step
+                and (step in shelf.digests or not run.start.origin)):
             with contextlib.suppress(OSError):               # the next snapshot will bring another chance
                 run.forget_before(step, shelf.sha256[step], shelf.digests.get(step))
                 shelf.arrange()
@@ -157,8 +162,8 @@ class Collector:
     def _refuse(self, why):
         voice = self._voice(self.worker)
         self._failed[voice] = self._failed.get(voice, 0) + 1
-        step, title = self.upload.step, self.worker.session.title
-        self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}", self.worker.author.host)
+        self.events.warn(f"worker {self.worker.session.title}: its snapshot of step {self.upload.step} is not used: "
+                         f"{why}", self.worker.author.host)
         self.drop()
 
     def _voice(self, worker):

@@ -34,8 +34,9 @@ class Printer:
         self.coloured = self.steered and not os.environ.get("NO_COLOR")
 
     def line(self, text):
-        parts = OWN_CODES.split(text)                # every second one is an own code
-        text = "".join(part if k % 2 and self.coloured else clean(part) for k, part in enumerate(parts))
+        # every second part is an own code
+        text = "".join(part if k % 2 and self.coloured else clean(part)
+                       for k, part in enumerate(OWN_CODES.split(text)))
         self._write(self._erased() + text + "\n")
         self._text, self._next = "", 0.0
         self.progress()
@@ -101,7 +102,8 @@ class Console(Printer):
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
         super().__init__(stream)
-        self.steps, self.minutes = steps, minutes
+        self.steps = steps
+        self.minutes = minutes
         self.live = self.steered and not verbose
         self._out = None if quiet else NonBlockingWriter(self.stream)
 
@@ -109,7 +111,8 @@ class Console(Printer):
         """line: what is printed of the event, None for nothing."""
         match event["event"]:
             case "start":
-                self._first, self._deggs = event["step"], egg_config.loss_unit(event["config"])[0]
+                self._first = event["step"]
+                self._deggs = egg_config.loss_unit(event["config"])[0]
             case "validation":
                 self._validation = event
                 if self.live:
@@ -162,7 +165,8 @@ class Console(Printer):
         if self.minutes is not None:
             ends.append((60 * self.minutes - elapsed, elapsed / (60 * self.minutes)))
         if self.steps is not None:
-            done, took = self._step["step"] + 1 - self._first, self._step["elapsed"]
+            done = self._step["step"] + 1 - self._first
+            took = self._step["elapsed"]
             left = self.steps - self._first - done
             ends.append((took / done * left - (elapsed - took), done / max(done + left, 1)))
         if not ends:
@@ -175,7 +179,8 @@ class Console(Printer):
 
     def _step_line(self, event):
         """The line of d-eggs; its loss has the unit of d-eggs."""
-        better, self._last_loss = event["loss"] <= self._last_loss, event["loss"]
+        better = event["loss"] <= self._last_loss
+        self._last_loss = event["loss"]
         loss = self.colour(f"{event['loss'] / self._deggs:.4f}", "green" if better else "red")
         speed = self.colour(f"{event['tokens_per_second']:.2f}", "blue")
         noise = f"Noise: {event['sigma_shift']} | " if "sigma_shift" in event else ""
@@ -223,7 +228,8 @@ class NonBlockingWriter:
         if len(self.waiting) > self.MOST:
             return self._lose("nobody reads it")
         if self.lost:
-            text, self.lost = f"({self.lost} lines are missing here: they could not be written)\n" + text, 0
+            text = f"({self.lost} lines are missing here: they could not be written)\n" + text
+            self.lost = 0
         self.waiting += text.encode(self.stream.encoding or "utf-8", "replace")
         self.flush()
 

@@ -31,11 +31,14 @@ class Dispatcher:
     _hosts_at = -math.inf      # when there was last more than one host
 
     def __init__(self, cfg, run, events, answer, patience):
-        self.cfg, self.run, self.events = cfg, run, events
+        self.cfg = cfg
+        self.run = run
+        self.events = events
         self._answer = answer
         self.workers = set()
         self.fairness = Fairness(cfg, run, self.workers)
-        self.steps, self.waiting = Newest(2), deque()
+        self.steps = Newest(2)
+        self.waiting = deque()
         self._patience = patience
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -math.inf

@@ -16,7 +16,9 @@ from cluster.hub import Budget, Newest, nothing
 from egg_config import EggError, explained
 
 # Events caused by peers (rate per second, burst), per host and in all; hosts that are counted
-OF_HOST, OF_ALL, HOSTS = (2.0, 64), (32.0, 1024), 4096
+OF_HOST = 2.0, 64
+OF_ALL = 32.0, 1024
+HOSTS = 4096
 LINE = 512                 # bytes of a peer's text in an event that count as another event
 LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1, and begins anew
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
@@ -38,9 +40,12 @@ class Events(contextlib.AbstractContextManager):
     _sampled = None            # (step, texts) of the last sample
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
-        self._of_all, self._of_host = Budget(*OF_ALL), Newest(HOSTS)
+        self._of_all = Budget(*OF_ALL)
+        self._of_host = Newest(HOSTS)
         self._reports = Budget(0.1, 1)               # lines about events that were left out
-        warn, advice, self.files = console.line, "give a --save-dir that can be written", []
+        warn = console.line
+        advice = "give a --save-dir that can be written"
+        self.files = []
         try:
             self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))
             if run.directory:
@@ -113,10 +118,12 @@ class Lines:
     opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
 
     head = nothing             # (): the first lines of the file that takes the place of a long one
+    warned = False
 
     def __init__(self, path, advice, warn, links=False):
-        self.path, self.links = path, links
-        self.warn, self.warned = warn, False
+        self.path = path
+        self.links = links
+        self.warn = warn
         with explained(WatchError, path, advice):
             self._open()
 
@@ -125,7 +132,9 @@ class Lines:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if self.links else os.O_NOFOLLOW)
         self.handle = os.open(self.path, flags, 0o644)
         found = os.fstat(self.handle)
-        self.regular, self.size, self.torn = stat.S_ISREG(found.st_mode), found.st_size, False
+        self.regular = stat.S_ISREG(found.st_mode)
+        self.size = found.st_size
+        self.torn = False
         if self.regular and self.size:
             with contextlib.suppress(OSError), open(self.path, "rb") as file:
                 file.seek(-1, os.SEEK_END)
@@ -181,7 +190,8 @@ class CoordinatorLog(Lines):
 
     def emit(self, event, _):
         if event["event"] == "start":
-            self._config, self._bits = event["config"], egg_config.loss_unit(event["config"])[0]
+            self._config = event["config"]
+            self._bits = egg_config.loss_unit(event["config"])[0]
             self.add(self.head(f"from step {event['step']}"))
         elif event["event"] == "step":
             self.add(f"{event['step']},{event['elapsed']:.3f},{event['loss'] / self._bits:.6f},{event['updates']},"
@@ -192,20 +202,27 @@ class TensorBoard:
     """Scalars and samples for TensorBoard, with the record writer of tensorboardX alone: the thread of its
     SummaryWriter dies when the disk is full, and the run would hang."""
 
+    flush_at = 0.0
+
     def __init__(self, directory, warn):
-        self.directory, self.warn, self.flush_at = directory, warn, 0.0
+        self.directory = directory
+        self.warn = warn
         try:
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2, summary_pb2
         except ImportError:
             raise WatchError("--tensorboard needs tensorboardX: pip install -r requirements/watch.txt") from None
-        self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        self._text = summary.text
         with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
             os.makedirs(directory, exist_ok=True)
             self._writer = event_file_writer.EventsWriter(os.path.join(directory, "egg"), f".{os.getpid()}")
 
     def emit(self, event, _):
-        kind, unit, values = event["event"], event.get("unit", "").replace("/", "_per_"), {}
+        kind = event["event"]
+        unit = event.get("unit", "").replace("/", "_per_")
+        values = {}
         if kind == "step":
             names = "updates", "tokens_per_second", "learning_rate"
             values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}

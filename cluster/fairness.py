@@ -48,7 +48,8 @@ class Fairness:
     passed_over = False
 
     def __init__(self, cfg, run, workers):
-        self.run, self.workers = run, workers
+        self.run = run
+        self.workers = workers
         self.late = []
         self._timeout = cfg.STRAGGLER_TIMEOUT
         self._doubted = Newest(DOUBTED)              # voter: (pause, until when those in doubt get no chunk)
@@ -132,14 +133,14 @@ class Fairness:
     def expired(self, worker, held, now):
         """[(why, seconds, chunks)]: the chunks of this worker whose lease of so many seconds has expired; why: the
         start of a message. held: {chunk: when it was handed out}, not empty."""
-        conduct, heard = worker.conduct, worker.session.heard
+        conduct = worker.conduct
         usual, pace = self.usual, conduct.pace or self.usual
         longest = max(self._timeout, LEASE_FACTOR * max(LEAST_LEASE, LEASE_FACTOR * usual)) if usual else self._timeout
         # by its own time alone, a worker that takes longer and longer would be given more and more
         lease = min(longest, max(LEAST_LEASE, LEASE_FACTOR * pace)) if pace else self._timeout
         if now - min(held.values()) <= lease:
             return []
-        silent = [chunk for chunk, since in held.items() if now - max(since, heard) > lease]
+        silent = [chunk for chunk, since in held.items() if now - max(since, worker.session.heard) > lease]
         stuck = [chunk for chunk, since in held.items() if now - since > longest and chunk not in silent]
         if silent or stuck:
             conduct.punctual = False

@@ -61,7 +61,9 @@ class Caller(_Side):
     welcome, proves_first = None, False
 
     def __init__(self, secret, card, first=False):
-        self._secret, self._text, self._first = secret, json.dumps(card).encode(), first
+        self._secret = secret
+        self._text = json.dumps(card).encode()
+        self._first = first
         self._hello = os.urandom(wire.HELLO.head.size)
 
     def begin(self):
@@ -104,7 +106,8 @@ class Host(_Side):
     card, proved = None, False
 
     def __init__(self, secret):
-        self._secret, self._challenge = secret, os.urandom(wire.HELLO.head.size)
+        self._secret = secret
+        self._challenge = os.urandom(wire.HELLO.head.size)
 
     def handle(self, opcode, payload):
         """Takes a frame of the caller; the answer, None without one. Raises FrameError."""

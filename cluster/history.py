@@ -58,8 +58,8 @@ def open_file(path, mode="rb"):
     # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
     if (os.path.lexists(path) or mode != "ab") and not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    safe = os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(path, mode, buffering=0, opener=lambda name, flags: os.open(name, flags | safe, 0o644))
+    return open(path, mode, buffering=0,
+                opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))
 
 
 def read_file(path, most):
@@ -153,12 +153,16 @@ class Run:
     digest of the training data, zeros while unknown; `notices`: lines about repairs; `beside`: says what was loaded."""
 
     beside = ""
+    data = bytes(32)
 
     def __init__(self, cfg, file, directory=None, lock=None):
-        self.cfg, self.directory, self.notices = cfg, directory, []
-        self._file, self._lock, self.owned = file, lock, lock is not None
+        self.cfg = cfg
+        self.directory = directory
+        self.notices = []
+        self._file = file
+        self._lock = lock
+        self.owned = lock is not None
         self._name = _file_of(directory) if directory else "the temporary history file"
-        self.data = bytes(32)
         if directory:
             with contextlib.suppress(OSError, ValueError):
                 digest = bytes.fromhex(read_file(os.path.join(directory, DATA_FILE), LONGEST_TEXT).decode())
@@ -196,7 +200,9 @@ class Run:
         import pyzstd                                # here, so that a coordinator starts without it
         body = pyzstd.compress(packed, 1)
         data = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)) + with_crc(body)
-        handle, end, done = self._file.fileno(), self._offsets[-1], 0
+        handle = self._file.fileno()
+        end = self._offsets[-1]
+        done = 0
         with explained(HistoryError, self._name, f"step {self.step} is not kept, all before it are; {TO_RETRY}"):
             try:
                 while done < len(data):
@@ -219,8 +225,8 @@ class Run:
     def sync(self):
         """Waits until all appended steps are on the disk, for a run that is kept. Raises HistoryError."""
         if self.directory:
-            advice = f"step {self.step - 1} may not be kept, all before it are; {TO_RETRY}"
-            with explained(HistoryError, self._name, advice):
+            with explained(HistoryError, self._name,
+                           f"step {self.step - 1} may not be kept, all before it are; {TO_RETRY}"):
                 os.fsync(self._file.fileno())
 
     def begin_epoch(self, start):
@@ -257,11 +263,14 @@ class Run:
 
     def _rewrite(self, start):
         """Begins the file anew with this Start, and with the completed steps from there on."""
-        header, moved = _header(self.cfg, start), self._offsets[start.step - self.start.step:]
-        first, end = moved[0], moved[-1]
-        file = write_file(self.directory, FILE, header + self._pread(end - first, first))
+        header = _header(self.cfg, start)
+        moved = self._offsets[start.step - self.start.step:]
+        first = moved[0]
+        file = write_file(self.directory, FILE, header + self._pread(moved[-1] - first, first))
         self._file.close()
-        self._file, self._offsets, self.start = file, [at - first + len(header) for at in moved], start
+        self._file = file
+        self._offsets = [at - first + len(header) for at in moved]
+        self.start = start
 
     def _record(self, step):
         return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
@@ -281,7 +290,8 @@ class Run:
         if differ := difference({**egg_config.make(**egg_config.UNSET).saved(), **config}, self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
-        self._offsets, self.start = [size], start or Start(0, seeds.first_seed(self.cfg))
+        self._offsets = [size]
+        self.start = start or Start(0, seeds.first_seed(self.cfg))
         self.step, self.seed = self.start[:2]
         most, head = most_body(self.cfg), self._pread(HEAD, size)
         while head:
@@ -530,7 +540,8 @@ def _copy_rest(cfg, source, target):
             MOST_COPIED if name in (EVENTS, EVENTS + ".1") or OLD_NAME.fullmatch(name) else 0
         if most:
             with contextlib.suppress(OSError), open_file(os.path.join(source, name)) as file:
-                size, data = os.fstat(file.fileno()).st_size, file.seek(0, os.SEEK_HOLE)
+                size = os.fstat(file.fileno()).st_size
+                data = file.seek(0, os.SEEK_HOLE)
                 file.seek(0)
                 if data == size <= most:
                     with open(os.path.join(target, name), "xb") as copy:
@@ -586,8 +597,7 @@ def differing(there, here):
 
 def difference(there, here, where=("there", "here")):
     """The first NAMED of these as one text, with the number of the others; "" where they agree."""
-    found = differing(there, here)
-    texts = [f"{name} = {a} {where[0]}, {b} {where[1]}" for name, (a, b) in found.items()]
+    texts = [f"{name} = {a} {where[0]}, {b} {where[1]}" for name, (a, b) in differing(there, here).items()]
     return "; ".join(texts[:NAMED] + [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED))
 
 
@@ -606,7 +616,8 @@ def _header_of(path):
 
 def _read_header(file, name):
     """(configuration, Start or None for the random initial model, bytes) of a file's header. Raises HistoryError."""
-    size, data = os.fstat(file.fileno()).st_size, os.pread(file.fileno(), 12 + LONGEST_HEADER + 4, 0)
+    size = os.fstat(file.fileno()).st_size
+    data = os.pread(file.fileno(), 12 + LONGEST_HEADER + 4, 0)
     if data[:8] != MAGIC[:len(data)]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
     length = int.from_bytes(data[8:12], "little")
@@ -618,7 +629,9 @@ def _read_header(file, name):
         raise HistoryError(f"{name} is damaged in its header, bytes 8 to {end}: restore it from a copy")
     try:
         header = json.loads(data[12:end - 4])
-        version, config, start = header["version"], header["config"], header.get("start")
+        version = header["version"]
+        config = header["config"]
+        start = header.get("start")
         start = Start(**start) if start else None
         if type(config) is not dict or start and not _is_possible(start):
             raise ValueError

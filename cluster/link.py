@@ -51,14 +51,19 @@ class Link:
     this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: see
     greeting.Card; first, proves_first: see greeting.Caller; snapshot: step of the coordinator's newest one, or 0."""
 
+    snapshot = 0
+
     def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None, first=False):
-        self.name, self.version, self.proves_first = f"{host}:{port}", version, first
-        self.address, self.card = (host, port), card
+        self.name = f"{host}:{port}"
+        self.version = version
+        self.proves_first = first
+        self.address = (host, port)
+        self.card = card
         self.frame = functools.partial(wire.frame, version=version)
         self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
         self.inbox = bytearray()
         self.most = wire.HEADER.size + max(wire.OTHER_LIMIT, *(most for _, most in self.limits[version].values()))
-        self.sent_at, self.snapshot = time.monotonic(), 0
+        self.sent_at = time.monotonic()
         self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         try:
             tune(self.sock)

@@ -53,7 +53,8 @@ def data_digest(tokens):
     """bytes [32] that identify training data: its size and all of it, or 256 evenly spread pieces of large data."""
     if tokens is None:
         return bytes(32)
-    digest, piece = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode()), 1 << 16
+    digest = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode())
+    piece = 1 << 16
     small, last = len(tokens) <= 256 * piece, len(tokens) - piece
     for start in range(0, len(tokens), piece) if small else [*(int(k * (last / 255)) for k in range(255)), last]:
         digest.update(tokens[start:start + piece])
@@ -148,10 +149,14 @@ class Upload:
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         from model import state_digest
-        self.step, self.seed = step, seed
-        self.digest, self.sha256 = digest, sha256
+        self.step = step
+        self.seed = seed
+        self.digest = digest
+        self.sha256 = sha256
         self.remembered = remember
-        self._cfg, self._size, self._most = cfg, sum(sizes(cfg)), most_bytes(cfg)
+        self._cfg = cfg
+        self._size = sum(sizes(cfg))
+        self._most = most_bytes(cfg)
         self._first = 0 if remember else sum(sizes(cfg)[:2])
         self._raw = bytearray()                      # what it unpacks to, from byte `_first` on: all, or the overlay
         self._digests = state_digest.Digest(step, seed), _begin(step, seed, hashlib.sha256), _begin(step, seed, BLAKE2B)
@@ -187,7 +192,9 @@ class Upload:
             digest, sha256, self.hash = (digest.digest() for digest in self._digests)
             if self.digest not in (None, digest) or self.sha256 not in (None, sha256):
                 raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
-            self.digest, self.sha256, self.finished = digest, sha256, True
+            self.digest = digest
+            self.sha256 = sha256
+            self.finished = True
 
     def overlay(self):
         """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
@@ -225,7 +232,9 @@ class Shelf:
     Files that others read piece by piece stay open meanwhile. stopped: no more snapshots, they cannot be written."""
 
     def __init__(self, cfg, run):
-        self.cfg, self.run, self.directory = cfg, run, run.directory
+        self.cfg = cfg
+        self.run = run
+        self.directory = run.directory
         self._open = {}                                      # key -> (file, time of the last request), the latest last
         self.begin_epoch()
 
@@ -234,13 +243,13 @@ class Shelf:
         self.stopped = False
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
         self.figures, self.sha256 = {}, {}               # step -> figure, see `best`; step -> SHA-256 of the state
-        names, start = os.listdir(self.directory) if self.directory else [], self.run.start
+        names = os.listdir(self.directory) if self.directory else []
+        start = self.run.start
         found = [match for match in map(history.SNAPSHOT.fullmatch, names) if match]
         for match in found:
             self._take(match)
-        first = self.files.get(start.step) if start.epoch else None
-        earlier = [match[0] for match in found
-                   if first and int(match[1]) <= start.step and match[0] not in self.files.values()]
+        earlier = [match[0] for match in found if start.epoch and start.step in self.files
+                   and int(match[1]) <= start.step and match[0] not in self.files.values()]
         parts = [name for name in names if name.startswith("snapshot-") and name.endswith(".part")]
         for name in [*earlier, *parts] if self.run.owned else ():      # otherwise a part may be an upload in progress
             self.remove(name)
@@ -307,7 +316,9 @@ class Shelf:
     def put(self, upload):
         step, name = upload.step, history.snapshot_name(upload.step)
         upload.keep(self._place(name), self.run.fitness(step - 1))
-        self.files[step], self.digests[step], self.sha256[step] = name, upload.digest, upload.sha256
+        self.files[step] = name
+        self.digests[step] = upload.digest
+        self.sha256[step] = upload.sha256
         self.arrange()
 
     def measured(self, step, figure):

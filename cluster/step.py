@@ -32,7 +32,9 @@ class Step:
         self.by_host = by_host
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
         self.accounts = defaultdict(lambda: Account({}, {}))
-        self.holders, self.results, self.done = {}, {}, {}
+        self.holders = {}
+        self.results = {}
+        self.done = {}
         self.validators = set()
         self._reported = set()                       # disputed chunks that `disputed` has returned
 
@@ -128,11 +130,11 @@ class Step:
             self.done[chunk] = next(iter(outcomes))
             return []
         votes = tally(outcomes, self.by_host)
-        ranked = sorted(outcomes, key=lambda outcome: -votes[outcome])
-        first, second = ([votes[outcome] for outcome in ranked] + [0, 0])[:2]
-        if first > max(second, 1):
-            self.done[chunk] = ranked[0]
-            return [author for outcome in ranked[1:] for author in outcomes[outcome]]
+        best = max(votes, key=votes.get, default=None)
+        most = votes.pop(best, 0)
+        if most > max([1, *votes.values()]):
+            self.done[chunk] = best
+            return [author for outcome in votes for author in outcomes[outcome]]
         self.done.pop(chunk, None)
         if not self.holders.get(chunk) and chunk not in self.queue:
             self.queue.appendleft(chunk)

@@ -58,8 +58,10 @@ class Trust:
     _reported = False          # an unconfirmed validation
 
     def __init__(self):
-        self.votes, self.figures = {}, {}
-        self.data, self.validation = {}, {}
+        self.votes = {}
+        self.figures = {}
+        self.data = {}
+        self.validation = {}
         self._tied = {}                              # step without a majority: whether that was told
 
     def judge(self, step, author, digest, rebuilt, at_work=()):
@@ -76,8 +78,8 @@ class Trust:
             votes.setdefault(digest, set()).add(author)
         count, others = self._count(step, digest)
         if count > others:
-            outvoted = {a for d, authors in votes.items() if d != digest for a in authors}
-            return AGREES, outvoted, self._tied.pop(step, None) is not None
+            return (AGREES, {a for d, authors in votes.items() if d != digest for a in authors},
+                    self._tied.pop(step, None) is not None)
         voted = {author.voter for authors in votes.values() for author in authors}
         if count < others or not rebuilt and voted.issuperset(at_work):
             return BAN if rebuilt else REBUILD, set(), False

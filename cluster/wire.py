@@ -11,7 +11,9 @@ from collections import namedtuple
 from cluster import history
 from model import ternary
 
-MAGIC, V1, V2 = b"JOBS", 1, 2
+MAGIC = b"JOBS"
+V1 = 1
+V2 = 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
 DIGEST = 16                              # bytes of a state's digest (model.state_digest)
 
@@ -32,7 +34,8 @@ class Frame(int):
         self = super().__new__(cls, opcode)
         forms = re.findall(r":(\w+)", layout)
         self.most, self.head = most, struct.Struct(">" + "".join(forms))
-        self._names, self._fixed = re.sub(r":\w+", "", layout).split(), len(forms)
+        self._names = re.sub(r":\w+", "", layout).split()
+        self._fixed = len(forms)
         return self
 
     @functools.cached_property
@@ -141,7 +144,8 @@ def limits(cfg):
     """{version: {opcode: (least, most) bytes of payload}} of every known frame; others may have OTHER_LIMIT bytes."""
     sizes = {kind: (kind.head.size, kind.head.size + (kind.most(cfg) if callable(kind.most) else kind.most))
              for kind in NAMES}
-    request, response = JOB_REQUEST.head.size + DIGEST, JOB_RESPONSE.head.size
+    request = JOB_REQUEST.head.size + DIGEST
+    response = JOB_RESPONSE.head.size
     return {V1: sizes, V2: {**sizes, JOB_REQUEST: (request, request),
                             JOB_RESPONSE: (response, response + history.most_body(cfg))}}
 
@@ -205,7 +209,8 @@ def read_result(cfg, n_weights, payload):
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
     # a logit is an int32 shifted by SHIFT_LOGIT; the logarithm of its sum adds no more than -1 to 128 half units
-    tokens, most = cfg.CHUNK_SIZE * cfg.SEQ_LEN * cfg.LOSS_SCALE, 1 << 32 - min(cfg.SHIFT_LOGIT, 8)
+    tokens = cfg.CHUNK_SIZE * cfg.SEQ_LEN * cfg.LOSS_SCALE
+    most = 1 << 32 - min(cfg.SHIFT_LOGIT, 8)
     if (not -16 * tokens <= result.sum_loss <= min(tokens * most, (1 << 62) // cfg.N_CHUNKS)
             or result.updates > n_weights):
         raise FrameError(f"wrong figures: sum of losses {result.sum_loss}, {result.updates} weights changed of "

@@ -118,7 +118,8 @@ class Elites:
     first."""
 
     def __init__(self, directory, most):
-        self.directory, self.most = directory, most
+        self.directory = directory
+        self.most = most
         self.files = sorted(filter(None, map(read_elite, os.listdir(directory))))
 
     def offer(self, path, epoch, step, kind, fitness):
@@ -156,14 +157,20 @@ class Island(Hook):
     merge_event = None         # fields of a merge whose first chunk is not handed out yet
 
     def __init__(self, coordinator, settings):
-        cfg, run = coordinator.cfg, coordinator.run
+        cfg = coordinator.cfg
+        run = coordinator.run
         if not (run.directory and cfg.SNAPSHOT_EVERY):
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
-        self.coordinator, self.events = coordinator, coordinator.events
-        self.cfg, self.run, self.settings = cfg, run, settings
+        self.coordinator = coordinator
+        self.events = coordinator.events
+        self.cfg = cfg
+        self.run = run
+        self.settings = settings
         self.peers = Peers(self, coordinator, settings, transfer.Bucket(settings.bandwidth))
-        self.admit_peer, self.peer_joined = self.peers.admit, self.peers.joined
-        self.fitness, self.elites = Fitness(), Elites(run.directory, cfg.ELITES)
+        self.admit_peer = self.peers.admit
+        self.peer_joined = self.peers.joined
+        self.fitness = Fitness()
+        self.elites = Elites(run.directory, cfg.ELITES)
         self.bandwidth_in = transfer.Bucket(settings.bandwidth)
         self.on_trial = run.start.origin             # of the current epoch, until it has been judged
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
@@ -218,7 +225,8 @@ class Island(Hook):
                     if peer.session and not peer.question_at and now >= peer.next_question_at]
             if free:
                 peer = random.choice(free)
-                peer.question_at, peer.next_question_at = now, now + ASK_EVERY
+                peer.question_at = now
+                peer.next_question_at = now + ASK_EVERY
                 peer.session.reply(STANDING, self.standing(True).pack())
 
     def state_received(self, upload):
@@ -329,14 +337,16 @@ class Island(Hook):
     # epochs
 
     def _due(self):
-        cfg, now, fitness = self.cfg, time.monotonic(), self.fitness
+        cfg = self.cfg
+        now = time.monotonic()
+        fitness = self.fitness
         if self._must_undo() and self.elites.files:
             return Handover("undo", None, False, now)
         if self.incoming and self.incoming.made:
-            theirs, name = self.incoming.standing, self.incoming.peer.name
+            theirs = self.incoming.standing
             if theirs.compares(fitness) and fitness.value is not None and fitness.value > theirs.fitness:
                 return Handover(cfg.MERGE, self.incoming, merging.needs_ours(cfg), now)
-            self._drop_incoming(f"the state of {name} is no longer better than ours: not used")
+            self._drop_incoming(f"the state of {self.incoming.peer.name} is no longer better than ours: not used")
         if fitness.best < math.inf:
             self.idle_since = max(self.idle_since, fitness.best_step)
         if cfg.REJUVENATE_AFTER and self.run.step - self.idle_since >= cfg.REJUVENATE_AFTER:
@@ -363,7 +373,9 @@ class Island(Hook):
 
     def _hand_over(self, ours, digest=None):
         """Begins the next epoch. ours: our State if it is needed; digest: its digest."""
-        handover, run, name = self.handover, self.run, self.settings.name
+        handover = self.handover
+        run = self.run
+        name = self.settings.name
         parent = digest if ours else self.coordinator.trust.leading(run.step - 1)
         origin = {"epoch": run.start.epoch + 1, "kind": handover.kind, "island": name, "from": name,
                   "founder": self.lineage[-1]["founder"], "peer_step": None, "fitness_kind": self.fitness.kind,
@@ -388,7 +400,9 @@ class Island(Hook):
     def _next_state(self, ours):
         """(State of the next epoch, its body as a snapshot or None, more fields of its origin); the State is None if no
         elite can be read. Raises OSError, ValueError for a peer's state that cannot be used."""
-        cfg, kind, incoming = self.cfg, self.handover.kind, self.handover.incoming
+        cfg = self.cfg
+        kind = self.handover.kind
+        incoming = self.handover.incoming
         if kind == "rejuvenate":
             return merging.rejuvenate(cfg, ours), None, {}
         if kind == "undo":

@@ -40,7 +40,8 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
             base = better.moments[:, column].astype(np.float64)
             moments[:, column] = base + (worse.moments[:, column] - base) * (share / (1 << SHARE_BITS))
     if cfg.MERGE == "clone":
-        weights, overlay = np.array(theirs.weights), np.array(theirs.overlay)
+        weights = np.array(theirs.weights)
+        overlay = np.array(theirs.overlay)
         moments[:, 2] = theirs.moments[:, 2]
     else:
         weights = np.empty_like(theirs.weights)

@@ -55,7 +55,8 @@ def parse_bandwidth(text):
 def peers_from_slurm(port, environ=os.environ):
     """[(host, port)] of the other nodes of this process's Slurm job. Raises ConfigError."""
     import subprocess
-    nodes, advice = environ.get("SLURM_JOB_NODELIST"), "give the peers with --peer"
+    nodes = environ.get("SLURM_JOB_NODELIST")
+    advice = "give the peers with --peer"
     if not nodes:
         raise ConfigError(f"--peers-from-slurm: SLURM_JOB_NODELIST is not set: start it in a Slurm job, or {advice}")
     with explained(ConfigError, "--peers-from-slurm needs scontrol to list the nodes", advice):
@@ -74,18 +75,18 @@ class Target:
     pause, call_at = FIRST_PAUSE, 0.0
 
     def __init__(self, host, port):
-        self.host, self.title = host, address_text(host, port)
+        self.host = host
+        self.title = address_text(host, port)
         try:
-            found = resolve(host, port)
+            self.addresses = [(entry[0], entry[4]) for entry in resolve(host, port)]
         except OSError:
             raise NetError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
                            "another island's coordinator") from None
-        self.addresses = [(entry[0], entry[4]) for entry in found]
 
-    def failed(self, longest=False):
+    def failed(self):
         self.addresses.append(self.addresses.pop(0))
         self.call_at = time.monotonic() + self.pause * random.uniform(0.5, 1.0)
-        self.pause = LONGEST_PAUSE if longest else min(2 * self.pause, LONGEST_PAUSE)
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
 
 
 class Peer:
@@ -98,7 +99,8 @@ class Peer:
     given = taken = 0
 
     def __init__(self, author):
-        self.name, self.author = author.name, author
+        self.name = author.name
+        self.author = author
         self.heard = time.monotonic()
         self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # those of this peer that are answered
 
@@ -112,7 +114,9 @@ class PeerRole(Role):
 
     def __init__(self, session, peers, target=None, caller=None):
         super().__init__(session)
-        self.peers, self.target, self.caller = peers, target, caller
+        self.peers = peers
+        self.target = target
+        self.caller = caller
 
     def begin(self):
         self.session.version = V2
@@ -149,7 +153,8 @@ class PeerRole(Role):
 
     def send_piece(self):
         """Sends the requested piece as soon as the bandwidth allows; until then nothing is read from the peer."""
-        shelf, bandwidth = self.peers.coordinator.shelf, self.peers.bandwidth
+        shelf = self.peers.coordinator.shelf
+        bandwidth = self.peers.bandwidth
         sha256, offset, most = self.wanted
         size = min(most, bandwidth.piece)
         if not bandwidth.take(size):
@@ -172,10 +177,14 @@ class Peers:
     transfer.Bucket of the states that they request. Raises NetError."""
 
     def __init__(self, island, coordinator, settings, bandwidth):
-        self.island, self.coordinator = island, coordinator
-        self.cfg, self.events = coordinator.cfg, coordinator.events
+        self.island = island
+        self.coordinator = coordinator
+        self.cfg = coordinator.cfg
+        self.events = coordinator.events
         self.id = os.urandom(8).hex()
-        self.name, self.tls, self.bandwidth = settings.name, settings.tls, bandwidth
+        self.name = settings.name
+        self.tls = settings.tls
+        self.bandwidth = bandwidth
         # the greeting.Card of this island in JOIN and ISLAND; constants as JSON returns them
         self.card = {"role": "island", "id": self.id, "name": self.name,
                      "config": json.loads(json.dumps(self.cfg.shared()))}
@@ -252,7 +261,8 @@ class Peers:
 
     def _introduced(self, session, author):
         """Of two connections between the same processes, both sides keep the one that the smaller id called."""
-        peer, target = self.known.setdefault(author.name, Peer(author)), session.role.target
+        peer = self.known.setdefault(author.name, Peer(author))
+        target = session.role.target
         old, calls = peer.session, self.id < author.key
         if target:
             target.name, target.pause = peer.name, FIRST_PAUSE
@@ -292,7 +302,7 @@ class Peers:
         target, peer = session.role.target, session.role.peer
         if self.coordinator.closing:
             return
-        if target and target.session is session:
+        if target:
             target.session = None
             target.failed()
             if not target.name:
@@ -305,7 +315,7 @@ class Peers:
     def refused(self, session, why, code=None):
         if target := session.role.target:
             target.is_self |= code == ITSELF
-            target.failed(longest=True)
+            target.pause = LONGEST_PAUSE
             self._log_target(target, f"refuses this island: {why}", "refused")
         session.close()
 

@@ -39,8 +39,11 @@ class Incoming:
     got = total = _before = 0                        # _before: bytes by the last check of the speed
 
     def __init__(self, cfg, peer, standing, directory, bucket):
-        self.cfg, self.peer, self.standing = cfg, peer, standing
-        self.directory, self.bucket = directory, bucket
+        self.cfg = cfg
+        self.peer = peer
+        self.standing = standing
+        self.directory = directory
+        self.bucket = bucket
         self._since = time.monotonic()               # of that check
 
     @property
