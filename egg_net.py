@@ -107,18 +107,17 @@ class Worker:
                 if not (start and self._fetch_snapshot(link, start)):
                     self._load()
                 continue
-            answer = link.unpack_response(frame.payload)
-            first = answer.first
-            if answer.packed:
-                self._apply(link, answer.step, answer.packed)
+            seed, step, first, _, packed = link.unpack_response(frame.payload)
+            if packed:
+                self._apply(link, step, packed)
             elif first == wire.NOTHING:
                 # a C++ coordinator may leave these fields empty: a seed of 0 is no information
-                if answer.step < engine.step and answer.seed not in (0, engine.seed):
-                    self._start_over(link, answer.seed, answer.step)
+                if step < engine.step and seed not in (0, engine.seed):
+                    self._start_over(link, seed, step)
                 else:
                     link.check(POLL_SECONDS)
-            elif (answer.seed, answer.step) != (engine.seed, engine.step):
-                self._start_over(link, answer.seed, answer.step)
+            elif (seed, step) != (engine.seed, engine.step):
+                self._start_over(link, seed, step)
             elif first % self.cfg.CHUNK_SIZE or first >= self.cfg.POPULATION_SIZE:
                 raise NetError(f"{link.name}: it hands out member {first}, chunks here begin at multiples of "
                                f"{self.cfg.CHUNK_SIZE} below {self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and "
@@ -277,11 +276,10 @@ class Worker:
         most = snapshots.most_bytes(self.cfg)
         while len(data) < total:
             link.say(wire.SNAPSHOT_REQUEST, step, len(data))
-            came = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
-            total = came.total
-            if (came.step, came.offset) != (step, len(data)) or total > most or total and not came.piece:
+            at_step, total, offset, piece = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
+            if (at_step, offset) != (step, len(data)) or total > most or total and not piece:
                 raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
-            data += came.piece
+            data += piece
         try:
             state = snapshots.unpack(self.cfg, data)
         except ValueError as error:
@@ -843,7 +841,8 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
             place = f"kept in {run.directory}{run.beside}" if run.directory else "not kept (--save-dir keeps the run)"
             who = "with a secret" if access.secret else \
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
-            who += " and TLS" if access.tls else ""
+            if access.tls:
+                who += " and TLS"
             with stop_signals(stopped) as stopped:
                 console.line(f"coordinator on {address_text(*coordinator.address)}, step {run.step}, {place}, {who}")
                 if coordinator.page:

@@ -92,7 +92,8 @@ class Bans:
                 self._written = dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
                 counted = self._written if len(text) <= MOST_WRITTEN else ()         # else none is added
                 self._of_host = collections.Counter(map(_host_of, counted))
-                self._seen, self._torn = seen, text[-1:] not in ("", "\n")
+                self._seen = seen
+                self._torn = text[-1:] not in ("", "\n")
             self.unreadable = None
         except OSError as error:
             self.unreadable = error.strerror
@@ -182,10 +183,10 @@ class Admission:
         return Author(session.host, card.id, card.name, key, former=former)
 
     def let_in_version_1(self, session):
-        for needed, what in ((not self.coordinator.island.takes_version_1, "an island"),
-                             (self.cfg.PERTURB == "activations", "noise on activations (PERTURB)")):
-            if needed:
-                raise Refused(f"{what} needs workers of protocol 2: protocol 1 has no snapshots")
+        what = ("an island" if not self.coordinator.island.takes_version_1 else
+                "noise on activations (PERTURB)" if self.cfg.PERTURB == "activations" else "")
+        if what:
+            raise Refused(f"{what} needs workers of protocol 2: protocol 1 has no snapshots")
         if self.access.secret or self.access.tls:
             raise Refused("protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2")
         author = Author(session.host, session.title, "a version 1 peer", named=False)
@@ -237,7 +238,8 @@ class Admission:
         self.bans.check(author)
         if differ := other_constants(self.cfg.agreed(), card.config):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
-        run, trust = self.coordinator.run, self.coordinator.trust
+        run = self.coordinator.run
+        trust = self.coordinator.trust
         if any(card.data):
             run.keep_data(of_most(trust.data, card.data, author, run.data))
             self._need_same("data", card, run.data, "other training data than most workers of this run have: give "

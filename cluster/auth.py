@@ -76,7 +76,8 @@ def user_key():
               open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file):
             file.write(fresh)
         with history.open_file(path) as file:
-            found, key = os.fstat(file.fileno()), file.read(33).decode()
+            found = os.fstat(file.fileno())
+            key = file.read(33).decode()
         private = found.st_uid == os.getuid() and not found.st_mode & 0o077
         return key if private and len(key) == 32 and key.isalnum() else fresh
     except (OSError, ValueError):

@@ -73,27 +73,29 @@ class Collector:
             worker.session.reply(HASH_WANTED, worker.step)
 
     def take_hash(self, worker, payload):
-        stated = STATE_HASH.unpack(payload)
-        if worker.hash_wanted == stated.step:
+        step, state_hash = STATE_HASH.unpack(payload)
+        if worker.hash_wanted == step:
             worker.hash_wanted = None
-            if self.upload and self.upload.step == stated.step:
-                self._hashes.setdefault(stated.hash, set()).add(worker.author)
+            if self.upload and self.upload.step == step:
+                self._hashes.setdefault(state_hash, set()).add(worker.author)
                 self.settle()
 
     def goes_on(self, worker):
         """The worker has sent a request or a result. What it was asked for before that does not come any more; a hash
         does not from one of an older version."""
         if worker.hash_wanted is not None:
-            worker.states_hashes, worker.hash_wanted = False, None
+            worker.states_hashes = False
+            worker.hash_wanted = None
             self.settle()
         if worker is self.worker and not self.upload.finished:
             self._refuse("it did not come")
 
     def take(self, worker, payload):
-        came, upload = SNAPSHOT_DATA.unpack(payload), self.upload
-        if self.worker is not worker or upload.step != came.step or upload.finished:
+        step, *piece = SNAPSHOT_DATA.unpack(payload)
+        upload = self.upload
+        if self.worker is not worker or upload.step != step or upload.finished:
             return                                   # of an upload that was given up
-        self._unpack(lambda: upload.feed(came.total, came.offset, came.piece))
+        self._unpack(upload.feed, *piece)
         if self.unpacking:
             worker.session.wait()                    # with its next piece
 
@@ -109,10 +111,10 @@ class Collector:
             if not self.unpacking:
                 session.go_on()
 
-    def _unpack(self, work):
+    def _unpack(self, work, *arguments):
         upload = self.upload
         try:
-            work()
+            work(*arguments)
         except ValueError as error:
             self._refuse(error)
         except OSError as error:

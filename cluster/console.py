@@ -123,7 +123,8 @@ class Console(Printer):
             case "snapshot" if self.live:
                 self.line(f"snapshot of step {event['step']} kept")
             case "step" if self.live:
-                self._step, self._step_at = event, time.monotonic()
+                self._step = event
+                self._step_at = time.monotonic()
                 if self._step_at >= self._line_at:
                     self._line_at = self._step_at + self.LINE_EVERY
                     self.line(fit(f"{clock(event['elapsed'])} step {event['step']}", *self._figures()))
@@ -192,10 +193,12 @@ class Console(Printer):
                 f"LR: {event['learning_rate']:g} | {noise}"
                 f"Net: {(sent + received) / event['seconds'] / (1 << 20):.2f} MB/s "
                 f"(Tx: {_bytes_text(sent)}, Rx: {_bytes_text(received)})")
-        validation, self._validation = self._validation, None
+        validation = self._validation
+        self._validation = None
         if validation:
             line += f" | Val: {self.colour(format(validation['value'], '.2f'), 'blue')} {validation['unit']}"
-            line += f" (step {validation['step']})" if validation["step"] != event["step"] else ""
+            if validation["step"] != event["step"]:
+                line += f" (step {validation['step']})"
         return line
 
 
@@ -213,7 +216,8 @@ class NonBlockingWriter:
         with contextlib.suppress(OSError, ValueError, AttributeError):       # streams of tests have no descriptor
             stream.flush()
             number = stream.fileno()
-            waits = stat.S_ISFIFO(os.fstat(number).st_mode) or stat.S_ISCHR(os.fstat(number).st_mode)
+            mode = os.fstat(number).st_mode
+            waits = stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
             if waits:
                 number = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
             self.file = io.FileIO(number, "w", closefd=waits)
@@ -283,7 +287,7 @@ def clean(text):
 
 def printable(text):
     """Text from a peer made safe for a log: clean, and indented, so that no line looks like one of this program."""
-    return "\n".join("  " + line for line in clean(text).split("\n"))
+    return "  " + clean(text).replace("\n", "\n  ")
 
 
 def one_line(text, most=2000):

@@ -89,7 +89,8 @@ class Dispatcher:
         for _ in range(min(self._due, ANSWERS_IN_A_ROW)):
             self._due -= 1
             worker = self.waiting.popleft()
-            worker.waiting, worker.conduct.turn = False, time.monotonic()
+            worker.waiting = False
+            worker.conduct.turn = time.monotonic()
             worker.session.hub.guard(worker.session, self._answer, worker)
 
     def hand_out(self, worker):
@@ -183,7 +184,8 @@ class Dispatcher:
         """Notes how many authors and hosts are at work: one that is alone cannot be audited."""
         active = {worker.author for worker in self.workers if self.fairness.expects(worker, now)}
         self.voters = {author.voter for author in active}
-        self.several, hosts = len(active) > 1, len(self.voters) > 1
+        self.several = len(active) > 1
+        hosts = len(self.voters) > 1
         if self.several:
             self._several_at = now
         if hosts:
@@ -191,7 +193,8 @@ class Dispatcher:
         before = self.alone, self.by_host
         self.alone = not self.several and now - self._several_at >= self._patience
         self.by_host = hosts or now - self._hosts_at < self._patience
-        self.work.alone, self.work.by_host = self.alone, self.by_host
+        self.work.alone = self.alone
+        self.work.by_host = self.by_host
         if (self.alone, self.by_host) != before:
             self.work.settle()
             self.changed = True

@@ -147,7 +147,8 @@ class Lines:
             data = ("\n" * self.torn + text + "\n").encode("utf-8", "replace")
             while data:
                 done = os.write(self.handle, data)
-                self.size, data = self.size + done, data[done:]
+                self.size = self.size + done
+                data = data[done:]
             self.torn = False
         except OSError as error:
             self.torn = True                         # part of the line may have been written
@@ -233,7 +234,7 @@ class TensorBoard:
         summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])
         if kind == "sample":
             # indented: TensorBoard renders it as a code block of Markdown
-            text = "\n".join("    " + line for line in f"{event['prompt']} >>> {event['text']}".split("\n"))
+            text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")
             summary = self._text("sample", text)
         if not (self._writer and summary.value):
             return

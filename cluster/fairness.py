@@ -76,7 +76,7 @@ class Fairness:
         pauses = self.in_doubt(worker) and now < self._doubted.get(worker.author.voter, (0, 0))[1]
         if not pauses and worker.conduct.punctual is not False:
             return False
-        found = any(other.conduct.punctual and other is not worker and self.expects(other, now)
+        found = any(other.conduct.punctual and self.expects(other, now)
                     and (pauses or now - other.conduct.turn < ASK_WITHIN and not other.waiting
                          and not accounts[other].held) for other in self.workers)
         self.passed_over |= found
@@ -89,8 +89,10 @@ class Fairness:
 
     def gave_up(self, worker, now):
         """The worker has taken chunks and does not deliver; its host pauses, longer if it was in doubt already."""
-        voter, doubted = worker.author.voter, self.in_doubt(worker)
-        worker.conduct.owing, worker.conduct.dropped = 0, True
+        voter = worker.author.voter
+        doubted = self.in_doubt(worker)
+        worker.conduct.owing = 0
+        worker.conduct.dropped = True
         pause, _ = self._doubted.get(voter, (DOUBT[0], 0))
         if doubted:
             pause = min(2 * pause, DOUBT[1])

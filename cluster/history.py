@@ -24,7 +24,8 @@ from egg_config import EggError, explained
 from model import seeds, ternary
 
 FILE = "history.egg"
-OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,15}\.egg")
+OLD = "history-{:03d}.egg"
+OLD_NAME = re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
@@ -293,7 +294,8 @@ class Run:
         self._offsets = [size]
         self.start = start or Start(0, seeds.first_seed(self.cfg))
         self.step, self.seed = self.start[:2]
-        most, head = most_body(self.cfg), self._pread(HEAD, size)
+        most = most_body(self.cfg)
+        head = self._pread(HEAD, size)
         while head:
             record = Record(*RECORD.unpack_from(head.ljust(HEAD)))
             length = record.size + 4         # of the body and its CRC-32
@@ -307,7 +309,8 @@ class Run:
 
     def _cut_torn_record(self, longest):
         """Only the last record can be an interrupted write. Anything else is damage: to cut it would lose steps."""
-        size, at = os.fstat(self._file.fileno()).st_size, self._offsets[-1]
+        size = os.fstat(self._file.fileno()).st_size
+        at = self._offsets[-1]
         rest = self._pread(longest + 1, at)
         later = any(is_intact(rest[k:k + HEAD], HEAD) and RECORD.unpack_from(rest, k)[1] > self.step
                     for k in range(1, len(rest) - HEAD + 1))
@@ -461,7 +464,8 @@ def replay(run, engine, until=None):
 
 def _read_cpp_checkpoints(cfg, directory):
     """The Run in the files of the C++ system, without losses. Raises HistoryError."""
-    run, size = _temporary_run(cfg), ternary.packed_size(cfg.STEP_DIGITS)
+    run = _temporary_run(cfg)
+    size = ternary.packed_size(cfg.STEP_DIGITS)
     found = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
 
     def need(ok, what):
@@ -551,7 +555,7 @@ def _copy_rest(cfg, source, target):
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
     size = ternary.packed_size(cfg.STEP_DIGITS)
-    return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
+    return size + (size >> 8) + max(131072 - size >> 11, 0)
 
 
 def decompressor():
@@ -632,7 +636,7 @@ def _read_header(file, name):
         version = header["version"]
         config = header["config"]
         start = header.get("start")
-        start = Start(**start) if start else None
+        start = start and Start(**start)
         if type(config) is not dict or start and not _is_possible(start):
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -644,7 +648,8 @@ def _read_header(file, name):
 
 def _is_possible(start):
     """Whether a Start from a file can be one. Raises ValueError, TypeError, KeyError where it cannot."""
-    origin, plain = start.origin, (str, int, float, type(None))
+    origin = start.origin
+    plain = (str, int, float, type(None))
     return (0 < start.step < MOST_STEPS and 0 <= start.seed < 1 << 32 and type(start.step) is type(start.seed) is int
             and len(bytes.fromhex(start.state)) in (0, 32)
             and (not origin or type(origin["epoch"]) is int and 0 < origin["epoch"] < MOST_STEPS

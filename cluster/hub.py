@@ -281,7 +281,7 @@ class Connection:
     @property
     def certificate(self):
         """The peer's certificate for TLS (bytes), None where it has shown none."""
-        return self.sock.getpeercert(True) if self._tls else None
+        return self._tls and self.sock.getpeercert(True)
 
     def send(self, *parts):
         """Sends bytes, of which no copy is made: a long answer may be on its way to many."""
@@ -364,7 +364,7 @@ class Connection:
     def _transfer(self, mask):
         if mask & WRITE:
             self._flush()
-        if self.open and not self.outbox and not self.paused:
+        if not self.outbox and not self.paused:
             if mask & READ and not self.full():
                 self._read()
             else:

@@ -28,7 +28,8 @@ class RefusedForGood(NetError, UsageError):
 def speaks_tls(address):
     """Whether a TLS server answers at (host, port), whoever it is."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     try:
         with socket.create_connection(address, CONNECT_TIMEOUT) as sock, context.wrap_socket(sock):
             return True

@@ -55,7 +55,8 @@ def data_digest(tokens):
         return bytes(32)
     digest = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode())
     piece = 1 << 16
-    small, last = len(tokens) <= 256 * piece, len(tokens) - piece
+    small = len(tokens) <= 256 * piece
+    last = len(tokens) - piece
     for start in range(0, len(tokens), piece) if small else [*(int(k * (last / 255)) for k in range(255)), last]:
         digest.update(tokens[start:start + piece])
     return digest.digest()
@@ -179,7 +180,8 @@ class Upload:
 
     def unpack(self, data=b""):
         raw = history.decompress(self._zstd, data, PIECE)
-        eof, left = self._zstd.eof, self._size - self._unpacked - len(raw)
+        eof = self._zstd.eof
+        left = self._size - self._unpacked - len(raw)
         self.pending = not eof and not self._zstd.needs_input
         complete = self.got == self.total and not self.pending
         if left < 0 or (eof or complete) and (left or eof != complete or self._zstd.unused_data):
@@ -265,7 +267,8 @@ class Shelf:
                     and (step < start.step or (
                         head.sha256.hex() == start.state if step == start.step and start.state else
                         head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()))):
-                self.files[step], self.sha256[step] = match[0], head.sha256
+                self.files[step] = match[0]
+                self.sha256[step] = head.sha256
                 if match[3] and bool(match[2]) == bool(self.cfg.OBJECTIVE):
                     self.figures[step] = float(match[3])
 

@@ -63,12 +63,12 @@ def fetch_status(cfg, host, port, access=auth.Access()):
 
 def pack_status(status):
     """bytes: the JSON of a status (egg_net.Coordinator.status), with so many entries of its lists as a frame holds."""
-    most = len(status["workers"]) + len(status["banned"]) + len(status["island"]["peers"] if status["island"] else ())
+    most = WORKERS
     while len(data := json.dumps(status).encode()) > STATUS.most:
         most //= 2
         island = status["island"] and {**status["island"], "peers": status["island"]["peers"][:most]}
         status = {**status, "workers": status["workers"][:most], "island": island,
-                  "banned": dict(list(status["banned"].items())[-most:] if most else ())}
+                  "banned": dict(list(status["banned"].items())[-most:])}
     return data
 
 
@@ -105,7 +105,8 @@ def describe_status(status):
             source = "rejuvenated" if epoch["peer_step"] is None else \
                 f"the state of {_cell(epoch['from'])} at its step {epoch['peer_step']}"
             lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")
-        lines += _table(PEER_COLUMNS, island["peers"], 5) if island["peers"] else []
+        if island["peers"]:
+            lines += _table(PEER_COLUMNS, island["peers"], 5)
     return "\n".join(printable(line[:LINE]).removeprefix("  ") for line in lines)
 
 

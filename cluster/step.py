@@ -81,7 +81,7 @@ class Step:
     def give_back(self, worker, chunk):
         """Ends a lease without a result."""
         self._end_lease(worker, chunk)
-        if chunk not in self.done and not self.holders.get(chunk):
+        if chunk not in self.done and chunk not in self.holders:
             self.queue.appendleft(chunk)
 
     def leave(self, worker):
@@ -136,7 +136,7 @@ class Step:
             self.done[chunk] = best
             return [author for outcome in votes for author in outcomes[outcome]]
         self.done.pop(chunk, None)
-        if not self.holders.get(chunk) and chunk not in self.queue:
+        if chunk not in self.holders and chunk not in self.queue:
             self.queue.appendleft(chunk)
         return []
 
@@ -146,7 +146,8 @@ class Step:
     def _excluded(self, chunk, worker):
         """Whether the worker holds this chunk, its author has done it, or its host has while another host is to check
         that. Where results differ everybody is heard: a host that is right twice outvotes nobody alone."""
-        holders, authors = self.holders.get(chunk, ()), self._authors(chunk)
+        holders = self.holders.get(chunk, ())
+        authors = self._authors(chunk)
         if worker in holders or worker.author in authors:
             return True
         if not self.by_host or len(self.results.get(chunk, ())) > 1:

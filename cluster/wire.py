@@ -33,7 +33,8 @@ class Frame(int):
     def __new__(cls, opcode, layout="", most=0):
         self = super().__new__(cls, opcode)
         forms = re.findall(r":(\w+)", layout)
-        self.most, self.head = most, struct.Struct(">" + "".join(forms))
+        self.most = most
+        self.head = struct.Struct(">" + "".join(forms))
         self._names = re.sub(r":\w+", "", layout).split()
         self._fixed = len(forms)
         return self

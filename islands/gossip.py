@@ -51,7 +51,7 @@ class Standing(namedtuple("Standing", "fitness kind unit step epoch founder stat
     population descends; ask: whether the peer shall answer."""
 
     def pack(self):
-        return json.dumps({**self._asdict(), "state": self.state.hex() if self.state else None}).encode()
+        return json.dumps({**self._asdict(), "state": self.state and self.state.hex()}).encode()
 
     def compares(self, other):
         return (self.kind, self.unit) == (other.kind, other.unit)
@@ -267,11 +267,11 @@ class Island(Hook):
         incoming = self.incoming
         if opcode != STATE or not incoming or incoming.peer is not peer or not incoming.requested:
             return False
-        frame = STATE.unpack(payload)
-        if frame.sha256 != incoming.standing.state:
+        sha256, total, *piece = STATE.unpack(payload)
+        if sha256 != incoming.standing.state:
             return False
-        if frame.total:
-            self._advance(lambda: incoming.add(frame.total, frame.offset, frame.piece))
+        if total:
+            self._advance(incoming.add, total, *piece)
         else:
             self._drop_incoming(f"{peer.name} does not have its state of step {incoming.standing.state_step} any more")
         return True
@@ -312,11 +312,11 @@ class Island(Hook):
                               theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
         return True
 
-    def _advance(self, work):
+    def _advance(self, work, *arguments):
         """Calls `work` for the incoming state, then requests the next piece."""
         incoming, name = self.incoming, self.incoming.peer.name
         try:
-            work()
+            work(*arguments)
         except ValueError as error:
             self._drop_incoming(f"the state of {name} is not used: {error}", distrust=True)
         except OSError as error:
@@ -347,8 +347,7 @@ class Island(Hook):
             if theirs.compares(fitness) and fitness.value is not None and fitness.value > theirs.fitness:
                 return Handover(cfg.MERGE, self.incoming, merging.needs_ours(cfg), now)
             self._drop_incoming(f"the state of {self.incoming.peer.name} is no longer better than ours: not used")
-        if fitness.best < math.inf:
-            self.idle_since = max(self.idle_since, fitness.best_step)
+        self.idle_since = max(self.idle_since, fitness.best_step)
         if cfg.REJUVENATE_AFTER and self.run.step - self.idle_since >= cfg.REJUVENATE_AFTER:
             return Handover("rejuvenate", None, True, now)
         return None
@@ -443,7 +442,7 @@ class Island(Hook):
         if self.incoming:                            # its fitness was compared with the previous state
             self._drop_incoming()
         if self.handover.kind == "rejuvenate":
-            self.idle_since = max(self.idle_since, self.run.step)
+            self.idle_since = self.run.step
         self.handover = None
         self.coordinator.dispatcher.changed = True
 

@@ -194,18 +194,18 @@ class Peers:
 
     def check(self, now):
         for target in self.targets:
-            connected = target.name in self.known and self.known[target.name].session
-            if not (target.session or target.is_self or connected) and now >= target.call_at:
+            peer = self.known.get(target.name)
+            if not (target.session or target.is_self or peer and peer.session) and now >= target.call_at:
                 self._call(target)
         for peer in list(self.known.values()):
-            if peer.session and peer.question_at and now - peer.question_at > PATIENCE:
+            if peer.question_at and now - peer.question_at > PATIENCE:
                 peer.session.close()
             if not peer.session and now - peer.heard > FORGOTTEN:
                 del self.known[peer.name]
         self.distrusted = {identity: until for identity, until in self.distrusted.items() if now < until}
 
     def trusted(self, peer):
-        return time.monotonic() >= self.distrusted.get(peer.author.identity, 0.0)
+        return peer.author.identity not in self.distrusted
 
     def distrust(self, peer, why):
         self.distrusted[peer.author.identity] = time.monotonic() + DISTRUST
@@ -265,7 +265,8 @@ class Peers:
         target = session.role.target
         old, calls = peer.session, self.id < author.key
         if target:
-            target.name, target.pause = peer.name, FIRST_PAUSE
+            target.name = peer.name
+            target.pause = FIRST_PAUSE
         if old and peer.author.key == author.key and bool(old.role.target) == calls != bool(target):
             session.close()
             return
@@ -299,7 +300,8 @@ class Peers:
     # ends
 
     def lost(self, session):
-        target, peer = session.role.target, session.role.peer
+        target = session.role.target
+        peer = session.role.peer
         if self.coordinator.closing:
             return
         if target:

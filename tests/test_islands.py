@@ -1,6 +1,7 @@
 """What liars, stolen names and forged files cannot do: votes, validations, snapshots, leases, islands, files."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -429,6 +430,19 @@ def paired(isle):
     """Whether it has one connection to each of two others."""
     sessions = sum(peer.session is not None for peer in list(isle.island.peers.known.values()))
     return (sessions, len(isle.coordinator.hub.connections)) == (2, 2)
+
+
+def test_an_address_that_refuses_is_followed_by_the_next():
+    crew = object.__new__(peers.Peers)
+    crew.coordinator = types.SimpleNamespace(closing=False)
+    crew.events = types.SimpleNamespace(about=lambda *_, **__: None)
+    target = peers.Target("127.0.0.1", 1)
+    target.addresses = ["first", "second"]
+    target.session = types.SimpleNamespace(role=types.SimpleNamespace(target=target, peer=None))
+    target.session.close = functools.partial(crew.lost, target.session)
+    crew.refused(target.session, "another configuration")
+    assert target.addresses == ["second", "first"]
+    assert target.pause == peers.LONGEST_PAUSE and target.logged and not target.session
 
 
 def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
