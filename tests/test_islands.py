@@ -30,7 +30,7 @@ from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import fitness_digits, parameters, seeds, state_digest
 from coordinators import Coordinator, Server, caller, free_port, refused, run_worker, until, work_in_thread
-from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness, begin_together
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE, digests
 
@@ -109,8 +109,10 @@ def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshots, "state_hash", state_hash)
     cfg = ISLE.changed(REJUVENATE_AFTER=12, SNAPSHOT_EVERY=1000)
     with Isle(tmp_path, "a", 0, cfg=cfg) as a:
-        for _ in range(2):
-            a.work(Learner(a.cfg, 0))
+        engines = [Learner(a.cfg, 0) for _ in range(2)]
+        begin_together(engines)                          # else one may do all steps alone
+        for engine in engines:
+            a.work(engine)
         a.tells("rejuvenated")
         step = a.told("rejuvenated")[0]["step"]
         assert hashed == [step] and "goes on with our state" not in a.said
