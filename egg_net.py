@@ -39,7 +39,7 @@ import time
 
 from cluster import auth, event_log, fairness, history, snapshots, status, trust, wire
 from cluster.admission import Admission
-from cluster.collector import Collector, Source
+from cluster.collector import Collector
 from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
@@ -70,10 +70,15 @@ class Worker:
 
     def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None,
                  objective=None):
-        self.cfg, self.engine, self.console = cfg, engine, console
-        self.tokens, self.validation, self.decoding = tokens, validation, decoding
+        self.cfg = cfg
+        self.engine = engine
+        self.console = console
+        self.tokens = tokens
+        self.validation = validation
+        self.decoding = decoding
         self.validate_next = validate_first
-        self.inspect, self.objective = inspect, objective
+        self.inspect = inspect
+        self.objective = objective
         self.predictor = ChunkPredictor(cfg)
         self.digests = {}                    # {step: digest of the state} of the present step
         self.done = {}                       # {first member: packed digits} of the chunks of this step done here
@@ -82,7 +87,9 @@ class Worker:
 
     def serve(self, link):
         """Asks for work and does it until the coordinator is gone (OSError)."""
-        engine, result, answers = self.engine, b"", (wire.JOB_RESPONSE,)
+        engine = self.engine
+        result = b""
+        answers = (wire.JOB_RESPONSE,)
         if link.version == V2:
             answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.HASH_WANTED
         if link.snapshot > engine.step:
@@ -97,30 +104,29 @@ class Worker:
             if frame.opcode == wire.REBUILD:
                 start = link.unpack_step(frame.payload)
                 self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
-                if not start or not self._fetch_snapshot(link, start):
+                if not (start and self._fetch_snapshot(link, start)):
                     self._load()
                 continue
-            answer = link.unpack_response(frame.payload)
-            first = answer.first
-            if answer.packed:
-                self._apply(link, answer.step, answer.packed)
+            seed, step, first, _, packed = link.unpack_response(frame.payload)
+            if packed:
+                self._apply(link, step, packed)
             elif first == wire.NOTHING:
                 # a C++ coordinator may leave these fields empty: a seed of 0 is no information
-                if answer.step < engine.step and answer.seed not in (0, engine.seed):
-                    self._start_over(link, answer.seed, answer.step)
+                if step < engine.step and seed not in (0, engine.seed):
+                    self._start_over(link, seed, step)
                 else:
                     link.check(POLL_SECONDS)
-            elif (answer.seed, answer.step) != (engine.seed, engine.step):
-                self._start_over(link, answer.seed, answer.step)
+            elif (seed, step) != (engine.seed, engine.step):
+                self._start_over(link, seed, step)
             elif first % self.cfg.CHUNK_SIZE or first >= self.cfg.POPULATION_SIZE:
                 raise NetError(f"{link.name}: it hands out member {first}, chunks here begin at multiples of "
                                f"{self.cfg.CHUNK_SIZE} below {self.cfg.POPULATION_SIZE}: set CHUNK_SIZE and "
                                "POPULATION_SIZE as there")
             else:
-                result = self._evaluate(link, first)
+                result = self._result(link, first, *self._evaluate(link, first))
 
     def _evaluate(self, link, first):
-        """The RESULT frame of the chunk that begins with member `first`."""
+        """(packed digits, loss) of the chunk that begins with member `first`."""
         import numpy as np
         from model import fitness_digits
         if first == 0 and self.engine.step != self.reported_step:
@@ -131,10 +137,12 @@ class Worker:
             packed, loss = self.objective.chunk(self.engine, first, link.check)
             self.speed = self.cfg.CHUNK_SIZE / (time.perf_counter() - started)
             self.console.spent(self.objective.pace)
-            return self._result(link, first, packed, loss)
+            return packed, loss
         self.predictor.handed_out(self.engine.step, first)
         following = self.predictor.following()
-        parts, at, end = [], first, first + self.cfg.CHUNK_SIZE
+        parts = []
+        at = first
+        end = first + self.cfg.CHUNK_SIZE
         while at < end:
             started = time.perf_counter()
             count = self.begun.pop(at, None) or self._slice_size(end - at)
@@ -149,12 +157,10 @@ class Worker:
             if (at := at + count) < end:
                 link.check()
         if self.cfg.PERTURB == "activations":
-            packed, loss = parts[0]
-        else:
-            losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            packed = fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg))
-            loss = int(losses.sum())
-        return self._result(link, first, packed, loss)
+            return parts[0]
+        losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        fitness = fitness_digits.chunk_fitness(losses, self.cfg)
+        return fitness_digits.pack_ternary(fitness), int(losses.sum())
 
     def _result(self, link, first, packed, loss):
         """The RESULT frame of a chunk. When this worker has done all chunks of the step, it begins with the update by
@@ -164,16 +170,19 @@ class Worker:
             self._begin_update(ternary.join([self.done[first] for first in sorted(self.done)], self.cfg.CHUNK_DIGITS))
         result = link.frame(wire.RESULT, self.engine.seed, self.engine.step, first, self.changed, loss,
                             len(packed), packed)
-        self.changed, self.rebuilt, self.chunks = 0, False, self.chunks + 1
+        self.changed = 0
+        self.rebuilt = False
+        self.chunks += 1
         self.console.progress(f"step {self.engine.step}: {self.chunks} chunks done, "
                               f"{self.speed * self.cfg.SEQ_LEN / 1e3:,.0f} k tokens/s")
         return result
 
     def _begin_update(self, fitness):
         """Begins with an update and with the chunk that is expected after it, if the engine can."""
-        if self.engine.begin_update(fitness) and (
-                first := self.predictor.first_after(self.engine.step)) != NO_CHUNK:
-            self._begin(first)
+        if self.engine.begin_update(fitness):
+            first = self.predictor.first_after(self.engine.step)
+            if first != NO_CHUNK:
+                self._begin(first)
 
     def _begin(self, first):
         """Begins with the first slice of the chunk that begins with member `first`."""
@@ -230,15 +239,11 @@ class Worker:
                 link.say(wire.VALIDATION, step, tokens, n_bytes, nats)
             if self.objective:
                 link.say(wire.REWARD, step, *self.objective.measured(self.engine))
-        if self.objective and due(cfg.SAMPLE_EVERY, step):
-            self._send_sample(link, step, self.objective.sample(self.engine, step))
-        elif self.tokens is not None and due(cfg.SAMPLE_EVERY, step):
-            self._send_sample(link, step, sample(cfg, self.engine, self.tokens, self.decoding))
-
-    @staticmethod
-    def _send_sample(link, step, text):
-        line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                       # one line of the log
-        link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
+        if due(cfg.SAMPLE_EVERY, step) and (self.objective or self.tokens is not None):
+            text = self.objective.sample(self.engine, step) if self.objective else \
+                sample(cfg, self.engine, self.tokens, self.decoding)
+            line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                   # one line of the log
+            link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
 
     def _state_digest(self):
         step = self.engine.step
@@ -252,7 +257,8 @@ class Worker:
         self.engine.load(state or parameters.initial_state(self.cfg))
         self.changed = 0
         self.reported_step = -1
-        self.digests, self.done = {}, {}
+        self.digests = {}
+        self.done = {}
 
     def _start_over(self, link, seed, step):
         """This replica and the coordinator's run have parted: replay the run from its beginning, once."""
@@ -262,20 +268,21 @@ class Worker:
                            f"{self.engine.step} with seed {self.engine.seed}; is the configuration the same on both "
                            "sides, and does it still hold the history of the run?")
         self.rebuilt = True
-        at = f"at step {self.engine.step}, the coordinator at step {step}"
-        self.console.line(f"worker: {at}: rebuilding from the beginning")
+        self.console.line(f"worker: at step {self.engine.step}, the coordinator at step {step}: rebuilding from the "
+                          "beginning")
         self._load()
 
     def _fetch_snapshot(self, link, step):
         """Takes over the coordinator's snapshot of this step. Returns whether it was good; if not, replay the run."""
-        data, total, most = bytearray(), 1, snapshots.most_bytes(self.cfg)
+        data = bytearray()
+        total = 1
+        most = snapshots.most_bytes(self.cfg)
         while len(data) < total:
             link.say(wire.SNAPSHOT_REQUEST, step, len(data))
-            came = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
-            total = came.total
-            if (came.step, came.offset) != (step, len(data)) or total > most or total and not came.piece:
+            at_step, total, offset, piece = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
+            if (at_step, offset) != (step, len(data)) or total > most or total and not piece:
                 raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
-            data += came.piece
+            data += piece
         try:
             state = snapshots.unpack(self.cfg, data)
         except ValueError as error:
@@ -319,7 +326,8 @@ class ChunkPredictor:
         self._cfg = cfg
         self._step = self._first = self._last = None         # that was handed out last, its first and its last chunk
         self._following = {}                                 # {chunk: the one after it in its step, NO_CHUNK: none}
-        self._sure_of_first, self._sure_of_following = Sureness(), Sureness()
+        self._sure_of_first = Sureness()
+        self._sure_of_following = Sureness()
 
     def handed_out(self, step, first):
         """A chunk was handed out in this step that begins with member `first`."""
@@ -329,7 +337,8 @@ class ChunkPredictor:
             self._following[self._last] = found
         if step != self._step:
             self._sure_of_first.count(first == self._first)
-            self._step, self._first = step, first
+            self._step = step
+            self._first = first
         self._last = first
 
     def _guess(self):
@@ -400,7 +409,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
                 worker.serve(link)
         except OldCoordinator:
-            if not (protocol or access.secret or access.tls or version == V1):
+            if not (protocol or access.secret or access.tls):
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
                 continue
             if not retry:
@@ -442,7 +451,7 @@ class Hook:
         raise Refused(f"island {card.name}: this one is no island: start it with --island NAME", wire.OTHER_CONFIG)
 
     check = nothing            # (now): deadlines and whatever else is due; several times a second
-    peer_joined = nothing      # (session, card, author): a coordinator that called has been let in
+    peer_joined = nothing      # (session, author): a coordinator that called has been let in
     state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
     chunk_handed_out = nothing     # (): a worker has begun with a chunk
     step_completed = nothing   # (loss): a step is in the history and no chunk of the next one handed out
@@ -454,21 +463,26 @@ class Hook:
 
 class RemoteWorker(Role):
     """A worker as the coordinator sees it: the role of its session. card: its greeting.Card, one without digests with
-    protocol 1; conduct: how it has delivered so far; source: what it can do for snapshots."""
+    protocol 1; conduct: how it has delivered so far."""
 
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
     trusted = True             # no other worker contradicts its state
     rebuilt_at = None          # step at which it was last made to rebuild
-    sent_to_start = None       # (epoch, step) of the start to which it was sent
+    sent_to_start = None       # the history.Start to which it was sent
+    state_asked = None         # step at which it was last asked for its state (cluster.collector)
+    states_hashes = True       # it states the hash of its state when it is asked to; older versions do not
+    hash_wanted = None         # the step of which it has been asked for that hash
     next_block = None          # (step, offset) of a snapshot that it reads
     has_worked = False         # it has delivered a result since its last request
 
     def __init__(self, session, coordinator, author, card):
         super().__init__(session)
-        self.coordinator, self.version = coordinator, session.version
-        self.author, self.card = author, card
-        self.conduct, self.source = fairness.Conduct(), Source()
-        coordinator.dispatcher.enter(self)
+        self.coordinator = coordinator
+        self.version = session.version
+        self.author = author
+        self.card = card
+        self.conduct = fairness.Conduct()
+        coordinator.dispatcher.workers.add(self)
 
     def handle(self, opcode, payload):
         """Of use are the results that it owes, a request after one of them or at a later step that there is, a state in
@@ -476,39 +490,40 @@ class RemoteWorker(Role):
         coordinator, useful = self.coordinator, False
         if self.version == V1 and opcode not in wire.FROM_WORKERS:
             return False
-        if opcode in (wire.JOB_REQUEST, wire.RESULT):
-            coordinator.collector.goes_on(self)
-        if opcode == wire.JOB_REQUEST:
-            request = wire.JOB_REQUEST.unpack(payload)
-            useful = self.has_worked or self.step is None or self.step < request.step <= coordinator.run.step
-            self.has_worked = False
-            coordinator.take_request(self, request.step, request.digest or None)
-        elif opcode == wire.RESULT:
-            result = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
-            since = coordinator.dispatcher.owed_since(self, result.step, result.chunk)
-            if since is not None:
-                useful = self.has_worked = True
-            coordinator.take_result(self, result, since)
-        elif opcode == wire.VALIDATION:
-            coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
-        elif opcode == wire.REWARD:
-            coordinator.take_reward(self, *wire.REWARD.unpack(payload))
-        elif opcode == wire.LOG_MESSAGE and coordinator.events.allows(self.author.host, len(payload)):
-            text = printable(payload.decode("utf-8", "replace"))
-            line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
-            coordinator.events.message(self.author.name, text, line)
-        elif opcode == wire.SNAPSHOT_DATA:
-            useful = coordinator.collector.worker is self
-            coordinator.collector.take(self, payload)
-        elif opcode == wire.STATE_HASH:
-            useful = self.source.hash_wanted is not None
-            coordinator.collector.take_hash(self, payload)
-        elif opcode == wire.SNAPSHOT_REQUEST:
-            step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
-            total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
-            useful = data and (step, offset) == self.next_block
-            self.next_block = step, offset + len(data)
-            self.session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
+        match opcode:
+            case wire.JOB_REQUEST:
+                coordinator.collector.goes_on(self)
+                request = wire.JOB_REQUEST.unpack(payload)
+                useful = self.has_worked or self.step is None or self.step < request.step <= coordinator.run.step
+                self.has_worked = False
+                coordinator.take_request(self, request.step, request.digest or None)
+            case wire.RESULT:
+                coordinator.collector.goes_on(self)
+                result, chunk = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
+                since = coordinator.dispatcher.owed_since(self, result.step, chunk)
+                if since:
+                    useful = self.has_worked = True
+                coordinator.take_result(self, result, chunk, since)
+            case wire.VALIDATION:
+                coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
+            case wire.REWARD:
+                coordinator.take_reward(self, *wire.REWARD.unpack(payload))
+            case wire.LOG_MESSAGE if coordinator.events.allows(self.author.host, len(payload)):
+                text = printable(payload.decode("utf-8", "replace"))
+                line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
+                coordinator.events.message(self.author.name, text, line)
+            case wire.SNAPSHOT_DATA:
+                useful = coordinator.collector.worker is self
+                coordinator.collector.take(self, payload)
+            case wire.STATE_HASH:
+                useful = self.hash_wanted is not None
+                coordinator.collector.take_hash(self, payload)
+            case wire.SNAPSHOT_REQUEST:
+                step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
+                total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
+                useful = data and (step, offset) == self.next_block
+                self.next_block = step, offset + len(data)
+                self.session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
         return useful
 
     def closed(self):
@@ -516,10 +531,10 @@ class RemoteWorker(Role):
 
     def status(self):
         silent = time.monotonic() - self.session.heard
-        held = self.coordinator.dispatcher.work.accounts[self].held
         state = ("in doubt" if not self.trusted else
                  "silent" if silent > fairness.ACTIVE_SECONDS and not self.waiting else
-                 "computing" if held else "waiting" if self.waiting else "catching up")
+                 "computing" if self.coordinator.dispatcher.work.accounts[self].held else
+                 "waiting" if self.waiting else "catching up")
         return {"name": self.author.name, "address": self.session.address, "device": self.card.device,
                 "protocol": self.version, "step": self.step, "chunks": self.conduct.results,
                 "chunk_seconds": self.conduct.pace, "last_seen": round(silent, 3), "state": state}
@@ -558,9 +573,9 @@ class Coordinator:
 
     @property
     def finished(self):
-        started, now = self.progress.started, time.monotonic()
+        started = self.progress.started
         return (self.steps is not None and self.run.step >= self.steps
-                or self.minutes is not None and started is not None and now - started >= 60 * self.minutes)
+                or self.minutes is not None and started and time.monotonic() - started >= 60 * self.minutes)
 
     def poll(self, timeout=TICK):
         self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else min(timeout, self.dispatcher.pause))
@@ -654,14 +669,14 @@ class Coordinator:
         elif worker.digest and not self._agrees(worker):
             return
         elif step < run.step:
-            self.collector.ask(worker, step)         # faster ones may have left it no chunk of that step
+            self.collector.ask(worker)               # faster ones may have left it no chunk of that step
             session.send(self._catch_up(step, worker.version))
         elif self.island.handover:
-            self.collector.ask(worker, step, remember=True)
+            self.collector.ask(worker, remember=True)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             self.progress.chunk_handed_out()
-            self.collector.ask(worker, step)
+            self.collector.ask(worker)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
             self.island.chunk_handed_out()
         else:
@@ -676,9 +691,9 @@ class Coordinator:
                                              version=version)}
         return self._answers[key]
 
-    def take_result(self, worker, result, since):
-        """since: when its chunk was handed out to this worker, None where it owes no result."""
-        step, chunk, work = self.run.step, result.chunk, self.dispatcher.work
+    def take_result(self, worker, result, chunk, since):
+        """result: the fields of RESULT; since: when its chunk was handed out to the worker, None where it owes none."""
+        step, work = self.run.step, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
         if result.step > step or worker.version == V2 and worker.step != step:
@@ -689,16 +704,15 @@ class Coordinator:
             if worker.version == V2:
                 raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
             worker.conduct.punctual = False          # it may have been given on an earlier connection: served last
-        if since is None:
+        if not since:
             return                                   # or it has come before
         self.dispatcher.delivered(worker, chunk, since)
         if worker.trusted:
             self.progress.result(result.updates)
-            liars = work.result(worker, chunk, result.packed, result.sum_loss)
+            for liar in work.result(worker, chunk, result.packed, result.sum_loss):
+                self.ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others")
             if worker.waiting or chunk not in work.done:
                 self.dispatcher.changed = True
-            for liar in liars:
-                self.ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others")
         self.console.progress(f"step {step}: {len(work.done)}/{self.cfg.N_CHUNKS} chunks")
         self._complete_step()
 
@@ -729,26 +743,28 @@ class Coordinator:
 
     # what else workers send
 
-    def take_validation(self, worker, step, tokens, n_bytes, nats):
-        figure, unit = self.progress.figure(tokens, n_bytes, nats)
-        if (self.dispatcher.believes(worker, step, (tokens, n_bytes, nats), self.trust)
-                and self.progress.validated(step, (figure, unit)) and not self.cfg.OBJECTIVE):
+    def take_validation(self, worker, step, *stated):
+        """stated: tokens, their bytes, nats."""
+        figure, unit = self.progress.figure(*stated)
+        if (self.dispatcher.believes(worker, step, stated, self.trust)
+                and self.progress.validated(step, figure, unit) and not self.cfg.OBJECTIVE):
             self.shelf.measured(step, figure)
             self.island.validated(step, figure, unit)
 
     def take_reward(self, worker, step, texts, reward):
         self.progress.check_reward(texts, reward)
-        believed = self.dispatcher.believes(worker, step, (texts, reward), self.trust)
-        if believed and self.progress.rewarded(step, texts, reward):
+        if (self.dispatcher.believes(worker, step, (texts, reward), self.trust)
+                and self.progress.rewarded(step, texts, reward)):
             self.shelf.measured(step, reward)
             self.island.validated(step, -reward, "reward")                      # of a fitness less is better
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, waits, or is banned."""
-        step, author, rebuilt = worker.step, worker.author, worker.rebuilt_at == worker.step
+        step, author = worker.step, worker.author
         if step <= self.run.step - trust.STEPS_KEPT:
             return True                              # it replays the run, and will be compared later
-        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, rebuilt, self.dispatcher.voters)
+        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step,
+                                                   self.dispatcher.voters)
         taken = self.shelf.digests.get(step)
         if taken and self.trust.contradicts(step, taken):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it
@@ -758,7 +774,7 @@ class Coordinator:
                 self._distrust(wrong)
             if news:
                 self.dispatcher.changed = True       # others of this state have waited for the decision
-            self.collector.ask_witness(worker, step)
+            self.collector.ask_witness(worker)
             self._complete_step()                    # so may the step
             return True
         self._distrust(author)
@@ -799,13 +815,12 @@ class Coordinator:
     def _send_to_start(self, worker):
         """For a worker that no replay leads to the state with which the run, or its epoch, began: only a snapshot."""
         start = self.run.start
-        known = start.epoch, start.step
-        if worker.version == V1 or worker.sent_to_start == known or not self.shelf.newest:
+        if worker.version == V1 or worker.sent_to_start is start or not self.shelf.newest:
             source = "another state" if start.epoch else "an imported model"
             worker.session.refuse(f"this run began at step {start.step} from {source}, which only a snapshot brings: "
                                   "the worker must speak protocol 2, and the snapshots must lie in the save directory")
             return
-        worker.sent_to_start = known
+        worker.sent_to_start = start
         worker.session.reply(wire.REBUILD, self.shelf.newest)
 
     def begin_epoch(self, state, origin, body=None):
@@ -856,7 +871,8 @@ def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, ste
             place = f"kept in {run.directory}{run.beside}" if run.directory else "not kept (--save-dir keeps the run)"
             who = "with a secret" if access.secret else \
                 "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
-            who += " and TLS" if access.tls else ""
+            if access.tls:
+                who += " and TLS"
             with stop_signals(stopped) as stopped:
                 console.line(f"coordinator on {address_text(*coordinator.address)}, step {run.step}, {place}, {who}")
                 if coordinator.page:

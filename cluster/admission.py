@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import time
-from typing import NamedTuple
 
 import egg_config
 from cluster import auth, greeting, history, snapshots, status, wire
@@ -25,16 +24,11 @@ MOST_BANNED, MOST_WRITTEN = 1 << 26, 1 << 20   # bytes of that file that are rea
 BANS_OF_HOST, MOST_UNWRITTEN = 64, 4096        # lines of a host in it; bans that are not in it
 
 
-class Author(NamedTuple):
-    """Who is responsible for results. key: the `id` of a greeting.Card; certificate: the SHA-256 of its public key
-    (hex), or ""; former: what a ban by an older version names, with a hash of the whole certificate, or the whole of
-    an IPv6 address; host: see hub.host_of."""
-    host: str
-    key: str
-    name: str
-    certificate: str = ""
-    named: bool = True         # False for a peer of version 1: a ban would keep out all of its host, and ends it only
-    former: str = ""
+class Author(collections.namedtuple("Author", "host key name certificate named former", defaults=["", True, ""])):
+    """Who is responsible for results. host: see hub.host_of; key: the `id` of a greeting.Card; certificate: the SHA-256
+    of its public key (hex), or ""; named: False for a peer of version 1: a ban would keep out all of its host, and ends
+    it only; former: what a ban by an older version names, with a hash of the whole certificate, or the whole of an IPv6
+    address."""
 
     @property
     def identity(self):
@@ -58,12 +52,13 @@ class Bans:
     the newest are kept. unreadable: why the file cannot be read, None where it can."""
 
     unreadable = None
+    _seen = None               # what identifies the content of the file
     _torn = False              # its last line has no end
 
     def __init__(self, directory=None):
-        self.path = os.path.join(directory, BANNED_FILE) if directory is not None else None
-        # _seen: what identifies the content of the file
-        self._written, self._unwritten, self._seen = {}, Newest(MOST_UNWRITTEN), None
+        self.path = directory and os.path.join(directory, BANNED_FILE)
+        self._written = {}
+        self._unwritten = Newest(MOST_UNWRITTEN)
         self._of_host = collections.Counter()
 
     def add(self, identity, reason):
@@ -72,7 +67,7 @@ class Bans:
             return
         line = ("\n" * self._torn + f"{identity}\t{reason}\n").encode("utf-8", "replace")
         try:
-            if (self.path is None or self._of_host[_host_of(identity)] >= BANS_OF_HOST
+            if (not self.path or self._of_host[_host_of(identity)] >= BANS_OF_HOST
                     or len(line) + (self._seen or (0,))[0] > MOST_WRITTEN):
                 raise OSError
             with history.open_file(self.path, "ab") as file:
@@ -87,7 +82,7 @@ class Bans:
         return {**self._unwritten, **self._written}
 
     def _read(self):
-        if self.path is None:
+        if not self.path:
             return
         try:
             found = os.lstat(self.path) if os.path.lexists(self.path) else None
@@ -97,7 +92,8 @@ class Bans:
                 self._written = dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
                 counted = self._written if len(text) <= MOST_WRITTEN else ()         # else none is added
                 self._of_host = collections.Counter(map(_host_of, counted))
-                self._seen, self._torn = seen, text[-1:] not in ("", "\n")
+                self._seen = seen
+                self._torn = text[-1:] not in ("", "\n")
             self.unreadable = None
         except OSError as error:
             self.unreadable = error.strerror
@@ -128,15 +124,21 @@ class Admission:
     connections at a time; arrivals: those that have proved nothing yet, which count by themselves, so that they keep no
     worker out; by_host: the number of those that were let in."""
 
+    validation = bytes(32)     # digest of the held-out data, zeros while unknown
+    _status_until = 0.0        # the last of `_statuses` is good
+
     def __init__(self, coordinator, access, most):
-        self.coordinator, self.cfg, self.access = coordinator, coordinator.cfg, access
+        self.coordinator = coordinator
+        self.cfg = coordinator.cfg
+        self.access = access
         auth.stretched(access.secret)                # takes a while, once
-        self.limits, self.bans = wire.limits(self.cfg), Bans(coordinator.run.directory)
-        self.arrivals, self.by_host = Unproven(min(ARRIVALS, most // 4)), collections.Counter()
+        self.limits = wire.limits(self.cfg)
+        self.bans = Bans(coordinator.run.directory)
+        self.arrivals = Unproven(min(ARRIVALS, most // 4))
+        self.by_host = collections.Counter()
         self.most = most - self.arrivals.most
-        self.validation = bytes(32)                  # digest of the held-out data, zeros while unknown
         self._refused = Newest(HOSTS_LOGGED)         # host -> (since when, reasons that are logged)
-        self._statuses, self._status_until = [], 0.0
+        self._statuses = []
 
     @functools.cached_property
     def config_digest(self):
@@ -181,10 +183,10 @@ class Admission:
         return Author(session.host, card.id, card.name, key, former=former)
 
     def let_in_version_1(self, session):
-        for needed, what in ((not self.coordinator.island.takes_version_1, "an island"),
-                             (self.cfg.PERTURB == "activations", "noise on activations (PERTURB)")):
-            if needed:
-                raise Refused(f"{what} needs workers of protocol 2: protocol 1 has no snapshots")
+        what = ("an island" if not self.coordinator.island.takes_version_1 else
+                "noise on activations (PERTURB)" if self.cfg.PERTURB == "activations" else "")
+        if what:
+            raise Refused(f"{what} needs workers of protocol 2: protocol 1 has no snapshots")
         if self.access.secret or self.access.tls:
             raise Refused("protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2")
         author = Author(session.host, session.title, "a version 1 peer", named=False)
@@ -208,7 +210,7 @@ class Admission:
         if card.role == "status":
             session.send(self._status())
         elif card.role == "island" and session.open:
-            coordinator.island.peer_joined(session, card, author)
+            coordinator.island.peer_joined(session, author)
 
     def _enter(self, session, version):
         if self.by_host.total() >= self.most:
@@ -227,8 +229,8 @@ class Admission:
         if (began := time.monotonic()) >= self._status_until:
             self._statuses = self.coordinator.hub.on_the_way(self._statuses)
             if len(self._statuses) < VERSIONS:
-                text = status.pack_status(self.coordinator.status())
-                self._statuses.append(wire.frame(wire.STATUS, text, version=V2))
+                self._statuses.append(wire.frame(wire.STATUS, status.pack_status(self.coordinator.status()),
+                                                 version=V2))
             self._status_until = began + 10 * (time.monotonic() - began)
         return self._statuses[-1]
 
@@ -236,7 +238,8 @@ class Admission:
         self.bans.check(author)
         if differ := other_constants(self.cfg.agreed(), card.config):
             raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
-        run, trust = self.coordinator.run, self.coordinator.trust
+        run = self.coordinator.run
+        trust = self.coordinator.trust
         if any(card.data):
             run.keep_data(of_most(trust.data, card.data, author, run.data))
             self._need_same("data", card, run.data, "other training data than most workers of this run have: give "

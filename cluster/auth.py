@@ -10,8 +10,9 @@ import shlex
 import ssl
 import stat
 import sys
-from typing import NamedTuple
+from collections import namedtuple
 
+from cluster import history
 from egg_config import UsageError, explained
 
 LEAST_SECRET = 16          # bytes
@@ -22,11 +23,8 @@ class AuthError(UsageError):
     """About a secret, a certificate or an address that is not safe to listen on."""
 
 
-class Access(NamedTuple):
-    """How to meet peers. secret: bytes, b"" for none; tls: an ssl.SSLContext or None; insecure: anybody may connect."""
-    secret: bytes = b""
-    tls: object = None
-    insecure: bool = False
+# How to meet peers. secret: bytes, b"" for none; tls: an ssl.SSLContext or None; insecure: anybody may connect
+Access = namedtuple("Access", "secret tls insecure", defaults=[b"", None, False])
 
 
 def read_secret(path=None, environ=os.environ):
@@ -70,16 +68,17 @@ def page_password(secret):
 
 def user_key():
     """Text that identifies this user on this machine, unknown to other users; kept in a file where there can be one."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path, fresh = os.path.join(cache, "egg", "worker-key"), os.urandom(16).hex()
+    path = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "egg", "worker-key")
+    fresh = os.urandom(16).hex()
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with (contextlib.suppress(FileExistsError),
               open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file):
             file.write(fresh)
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            found, key = os.fstat(file.fileno()), file.read(33)
-        private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        with history.open_file(path) as file:
+            found = os.fstat(file.fileno())
+            key = file.read(33).decode()
+        private = found.st_uid == os.getuid() and not found.st_mode & 0o077
         return key if private and len(key) == 32 and key.isalnum() else fresh
     except (OSError, ValueError):
         return fresh
@@ -127,14 +126,14 @@ def listen_host(host, access):
 
 def server_tls(cert, key, ca=None):
     """The ssl.SSLContext of a coordinator, None without `cert`. ca: certificates of the signers of workers'."""
-    needs = "both --tls-cert and --tls-key at the coordinator"
-    return _tls(ssl.PROTOCOL_TLS_SERVER, cert and key, needs, cert, key, ca)
+    return _tls(ssl.PROTOCOL_TLS_SERVER, cert and key, "both --tls-cert and --tls-key at the coordinator",
+                cert, key, ca)
 
 
 def client_tls(ca, cert=None, key=None):
     """The ssl.SSLContext of a worker that trusts coordinators signed by `ca`; None without."""
-    needs = "--tls-ca at the worker: the certificate of the coordinator, or of its signer"
-    return _tls(ssl.PROTOCOL_TLS_CLIENT, ca, needs, cert, key, ca)
+    return _tls(ssl.PROTOCOL_TLS_CLIENT, ca, "--tls-ca at the worker: the certificate of the coordinator, or of its "
+                "signer", cert, key, ca)
 
 
 def der_element(data, at):
@@ -150,8 +149,8 @@ def public_key(certificate):
     signature (r, s) there is a twin, (r, -s), which anybody can make."""
     at, _ = der_element(certificate, 0)
     at, _ = der_element(certificate, at)                 # TBSCertificate
-    before = 5 + (certificate[at] == 0xA0)               # version, if any; serial, algorithm, issuer, validity, subject
-    for _ in range(before):
+    # before it: version, if any; serial, algorithm, issuer, validity, subject
+    for _ in range(5 + (certificate[at] == 0xA0)):
         _, at = der_element(certificate, at)
     return certificate[at:der_element(certificate, at)[1]]
 
@@ -170,19 +169,16 @@ def _tls(kind, complete, needs, cert, key, ca):
         raise AuthError(f"TLS needs {needs}")
     context = ssl.SSLContext(kind)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
-        what, advice = f"{cert}, {key}", "PEM files, --tls-key the key of --tls-cert"
-        if cert is not None:
+    if cert is not None:
+        with explained(AuthError, f"{cert}, {key}", "give PEM files, --tls-key the key of --tls-cert"):
             context.load_cert_chain(cert, key)
-        what, advice = ca, "--tls-ca a certificate, PEM"
-        if ca is not None:
+    if ca is not None:
+        with explained(AuthError, ca, "give --tls-ca a certificate, PEM"):
             context.load_verify_locations(ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-            found = context.cert_store_stats()
-            if kind == ssl.PROTOCOL_TLS_SERVER and 0 < found["x509_ca"] < found["x509"]:
-                raise AuthError(f"{ca} holds certificates that may sign others (CA:TRUE) beside some that may not, and "
-                                "whoever has the key of one has as many votes as it likes: give --tls-ca either those "
-                                "of signers, or those of workers, all without CA:TRUE")
-    except OSError as error:
-        raise AuthError(f"{what}: {error.strerror or error}: give {advice}") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+        found = context.cert_store_stats()
+        if kind == ssl.PROTOCOL_TLS_SERVER and 0 < found["x509_ca"] < found["x509"]:
+            raise AuthError(f"{ca} holds certificates that may sign others (CA:TRUE) beside some that may not, and "
+                            "whoever has the key of one has as many votes as it likes: give --tls-ca either those "
+                            "of signers, or those of workers, all without CA:TRUE")
     return context

@@ -12,13 +12,6 @@ MOST_FAILED = 4096         # that are remembered
 WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of a state beside its giver
 
 
-class Source:
-    """What a worker can do for snapshots."""
-
-    asked = None               # the step at which it was last asked for its state
-    hashes = True              # it states the hash of its state when it is asked to; older versions do not
-    hash_wanted = None         # the step of which it has been asked for that hash
-
 
 class Collector:
     """Collects for an egg_net.Coordinator. shelf: the snapshots.Shelf; worker, upload: who sends or sent which
@@ -30,79 +23,86 @@ class Collector:
     worker = upload = None
 
     def __init__(self, coordinator):
-        self.coordinator, self.dispatcher = coordinator, coordinator.dispatcher
-        self.cfg, self.run, self.events = coordinator.cfg, coordinator.run, coordinator.events
+        self.coordinator = coordinator
+        self.dispatcher = coordinator.dispatcher
+        self.cfg = coordinator.cfg
+        self.run = coordinator.run
+        self.events = coordinator.events
         self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one
         # voter: its snapshots that were refused or did not come in a row
         self._failed = Newest(MOST_FAILED)
         self.shelf = snapshots.Shelf(self.cfg, self.run)
         self.shelf.check_start()
 
-    def _wanted(self, worker, step):
-        """Whether this worker, at `step`, shall send its state for the shelf."""
-        every = self.cfg.SNAPSHOT_EVERY
+    def _wanted(self, worker):
+        """Whether this worker shall send its state for the shelf."""
+        every, step = self.cfg.SNAPSHOT_EVERY, worker.step
         return (every and step and step % every == 0 and self.run.step < step + every and self.shelf.directory
                 and step not in self.shelf.files and not self.shelf.stopped and worker.digest)
 
-    def ask(self, worker, step, remember=False):
-        """Asks a worker at `step`, once, for its state if that is wanted, and if its voter has failed no more often
+    def ask(self, worker, remember=False):
+        """Asks a worker, once at its step, for its state if that is wanted, and if its voter has failed no more often
         than others at work. remember: for `Upload.state`, without a file, and whatever the step."""
         def fails(one):
             return self._failed.get(self._voice(one), 0)
 
-        now = time.monotonic()
-        if self.upload or worker.source.asked == step or not (remember or self._wanted(worker, step)) or any(
-                other.digest and other.source.asked != step and fails(other) < fails(worker)
+        now, step = time.monotonic(), worker.step
+        if self.upload or worker.state_asked == step or not (remember or self._wanted(worker)) or any(
+                other.digest and other.state_asked != step and fails(other) < fails(worker)
                 and self.dispatcher.fairness.expects(other, now)
                 for other in (self.dispatcher.workers if fails(worker) else ())):
             return
-        worker.source.asked = step
+        worker.state_asked = step
         try:
             self.upload = snapshots.Upload(self.cfg, step, self.run.seed_of(step), worker.digest, self.run.directory,
                                            remember=remember)
-            self.worker, self._hashes, self._asked = worker, {}, {self._voice(worker)}
+            self.worker = worker
+            self._hashes = {}
+            self._asked = {self._voice(worker)}
             worker.session.reply(SNAPSHOT_WANTED, step)
         except OSError as error:
             self._stop(error)
 
-    def ask_witness(self, worker, step):
-        """Asks a worker, at `step`, for the hash of its state if that can confirm the present upload."""
-        if (self.upload and step == self.upload.step and worker.digest and worker.source.hashes
-                and worker.source.hash_wanted is None and len(self._asked) <= WITNESSES
+    def ask_witness(self, worker):
+        """Asks a worker for the hash of its state if that can confirm the present upload."""
+        if (self.upload and worker.step == self.upload.step and worker.digest and worker.states_hashes
+                and worker.hash_wanted is None and len(self._asked) <= WITNESSES
                 and self._voice(worker) not in self._asked):
             self._asked.add(self._voice(worker))
-            worker.source.hash_wanted = step
-            worker.session.reply(HASH_WANTED, step)
+            worker.hash_wanted = worker.step
+            worker.session.reply(HASH_WANTED, worker.step)
 
     def take_hash(self, worker, payload):
-        stated = STATE_HASH.unpack(payload)
-        if worker.source.hash_wanted == stated.step:
-            worker.source.hash_wanted = None
-            if self.upload and self.upload.step == stated.step:
-                self._hashes.setdefault(stated.hash, set()).add(worker.author)
+        step, state_hash = STATE_HASH.unpack(payload)
+        if worker.hash_wanted == step:
+            worker.hash_wanted = None
+            if self.upload and self.upload.step == step:
+                self._hashes.setdefault(state_hash, set()).add(worker.author)
                 self.settle()
 
     def goes_on(self, worker):
         """The worker has sent a request or a result. What it was asked for before that does not come any more; a hash
         does not from one of an older version."""
-        if worker.source.hash_wanted is not None:
-            worker.source.hashes, worker.source.hash_wanted = False, None
+        if worker.hash_wanted is not None:
+            worker.states_hashes = False
+            worker.hash_wanted = None
             self.settle()
         if worker is self.worker and not self.upload.finished:
             self._refuse("it did not come")
 
     def take(self, worker, payload):
-        came, upload = SNAPSHOT_DATA.unpack(payload), self.upload
-        if self.worker is not worker or upload.step != came.step or upload.finished:
+        step, *piece = SNAPSHOT_DATA.unpack(payload)
+        upload = self.upload
+        if self.worker is not worker or upload.step != step or upload.finished:
             return                                   # of an upload that was given up
-        self._unpack(lambda: upload.feed(came.total, came.offset, came.piece))
+        self._unpack(upload.feed, *piece)
         if self.unpacking:
             worker.session.wait()                    # with its next piece
 
     @property
     def unpacking(self):
         """Whether `unpack` has something to do, one piece at a time, between the turns of the loop."""
-        return self.upload is not None and self.upload.pending
+        return self.upload and self.upload.pending
 
     def unpack(self):
         if self.unpacking:
@@ -111,10 +111,10 @@ class Collector:
             if not self.unpacking:
                 session.go_on()
 
-    def _unpack(self, work):
+    def _unpack(self, work, *arguments):
         upload = self.upload
         try:
-            work()
+            work(*arguments)
         except ValueError as error:
             self._refuse(error)
         except OSError as error:
@@ -126,9 +126,10 @@ class Collector:
 
     def settle(self):
         """Keeps the whole upload if it is confirmed, or if nobody can confirm it; drops it if others outvote it."""
-        upload, author = self.upload, self.worker and self.worker.author
+        upload = self.upload
         if not (upload and upload.finished):
             return
+        author = self.worker.author
         own, others = shares(self._hashes, upload.hash, self.dispatcher.by_host)
         if others > max(own, 1):
             self._refuse("two others have another state with the same digest")
@@ -154,8 +155,8 @@ class Collector:
         weight, and who comes late begins with a snapshot."""
         run, shelf = self.run, self.shelf
         step = sorted({run.start.step, *shelf.files})[-2:][0]
-        known = step in shelf.digests or not run.start.origin
-        if self.cfg.PERTURB == "activations" and step > run.start.step and known:
+        if (self.cfg.PERTURB == "activations" and step > run.start.step
+                and (step in shelf.digests or not run.start.origin)):
             with contextlib.suppress(OSError):               # the next snapshot will bring another chance
                 run.forget_before(step, shelf.sha256[step], shelf.digests.get(step))
                 shelf.arrange()
@@ -163,8 +164,8 @@ class Collector:
     def _refuse(self, why):
         voice = self._voice(self.worker)
         self._failed[voice] = self._failed.get(voice, 0) + 1
-        step, title = self.upload.step, self.worker.session.title
-        self.events.warn(f"worker {title}: its snapshot of step {step} is not used: {why}", self.worker.author.host)
+        self.events.warn(f"worker {self.worker.session.title}: its snapshot of step {self.upload.step} is not used: "
+                         f"{why}", self.worker.author.host)
         self.drop()
 
     def _voice(self, worker):

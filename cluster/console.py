@@ -34,15 +34,17 @@ class Printer:
         self.coloured = self.steered and not os.environ.get("NO_COLOR")
 
     def line(self, text):
-        parts = OWN_CODES.split(text)                # every second one is an own code
-        text = "".join(part if k % 2 and self.coloured else clean(part) for k, part in enumerate(parts))
+        # every second part is an own code
+        text = "".join(part if k % 2 and self.coloured else clean(part)
+                       for k, part in enumerate(OWN_CODES.split(text)))
         self._write(self._erased() + text + "\n")
         self._text, self._next = "", 0.0
         self.progress()
 
     def progress(self, text=None):
         """Rewrites the line below the others; text: its last part, None for the one that it has."""
-        self._text = self._text if text is None else text
+        if text is not None:
+            self._text = text
         if self.steered and time.monotonic() >= self._next:
             self._next = time.monotonic() + self.PROGRESS_EVERY
             text = fit(*self._parts(), clean(self._text))
@@ -55,13 +57,15 @@ class Printer:
         self._write(self._erased())
 
     def write(self, text, name=None):
-        text = clean(text) if self.terminal else text
+        text = clean(text)
         self._write(self.colour(text, name) if name and text else text)
 
     def sample(self, text):
         """`text` with prompt and continuation in different colours, if it is a sample."""
-        head, _, prompt, more = sample_parts(text) or (text, None, "", None)
-        return head if more is None else head + self.colour(prompt, "blue") + ARROW + self.colour(more, "green")
+        if not (parts := sample_parts(text)):
+            return text
+        head, _, prompt, more = parts
+        return head + self.colour(prompt, "blue") + ARROW + self.colour(more, "green")
 
     def colour(self, text, name):
         return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
@@ -98,35 +102,40 @@ class Console(Printer):
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
         super().__init__(stream)
-        self.steps, self.minutes = steps, minutes
+        self.steps = steps
+        self.minutes = minutes
         self.live = self.steered and not verbose
         self._out = None if quiet else NonBlockingWriter(self.stream)
 
     def emit(self, event, line):
         """line: what is printed of the event, None for nothing."""
-        kind = event["event"]
-        if kind == "start":
-            self._first, self._deggs = event["step"], egg_config.loss_unit(event["config"])[0]
-        elif kind == "validation":
-            self._validation = event
-            if self.live:
-                self.line(fit("validation at step {step}: {value:.3f} {unit}".format(**event)))
-        elif kind == "reward":
-            self.line("reward at step {step}: {value:.4f}, the mean of {texts} texts after held-out prompts".format(
-                **event))
-        elif kind == "snapshot" and self.live:
-            self.line(f"snapshot of step {event['step']} kept")
-        elif kind == "step" and self.live:
-            self._step, self._step_at = event, time.monotonic()
-            if self._step_at >= self._line_at:
-                self._line_at = self._step_at + self.LINE_EVERY
-                self.line(fit(f"{clock(event['elapsed'])} step {event['step']}", *self._figures()))
-            self.progress()
-        elif kind == "step":
-            self.line(self._step_line(event))
-        elif line is not None:
-            before, newline, text = line.rpartition("\n")    # a sample is one line
-            self.line(before + newline + self.sample(text) if kind == "sample" else line)
+        match event["event"]:
+            case "start":
+                self._first = event["step"]
+                self._deggs = egg_config.loss_unit(event["config"])[0]
+            case "validation":
+                self._validation = event
+                if self.live:
+                    self.line(fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}"))
+            case "reward":
+                self.line(f"reward at step {event['step']}: {event['value']:.4f}, the mean of {event['texts']} texts "
+                          "after held-out prompts")
+            case "snapshot" if self.live:
+                self.line(f"snapshot of step {event['step']} kept")
+            case "step" if self.live:
+                self._step = event
+                self._step_at = time.monotonic()
+                if self._step_at >= self._line_at:
+                    self._line_at = self._step_at + self.LINE_EVERY
+                    self.line(fit(f"{clock(event['elapsed'])} step {event['step']}", *self._figures()))
+                self.progress()
+            case "step":
+                self.line(self._step_line(event))
+            case "sample" if line:
+                before, newline, text = line.rpartition("\n")        # a sample is one line
+                self.line(before + newline + self.sample(text))
+            case _ if line:
+                self.line(line)
 
     def spent(self, pace):
         """pace: texts, of which the status line shows the first that fits: what a step with an objective takes."""
@@ -157,7 +166,8 @@ class Console(Printer):
         if self.minutes is not None:
             ends.append((60 * self.minutes - elapsed, elapsed / (60 * self.minutes)))
         if self.steps is not None:
-            done, took = self._step["step"] + 1 - self._first, self._step["elapsed"]
+            done = self._step["step"] + 1 - self._first
+            took = self._step["elapsed"]
             left = self.steps - self._first - done
             ends.append((took / done * left - (elapsed - took), done / max(done + left, 1)))
         if not ends:
@@ -170,7 +180,8 @@ class Console(Printer):
 
     def _step_line(self, event):
         """The line of d-eggs; its loss has the unit of d-eggs."""
-        better, self._last_loss = event["loss"] <= self._last_loss, event["loss"]
+        better = event["loss"] <= self._last_loss
+        self._last_loss = event["loss"]
         loss = self.colour(f"{event['loss'] / self._deggs:.4f}", "green" if better else "red")
         speed = self.colour(f"{event['tokens_per_second']:.2f}", "blue")
         noise = f"Noise: {event['sigma_shift']} | " if "sigma_shift" in event else ""
@@ -182,10 +193,12 @@ class Console(Printer):
                 f"LR: {event['learning_rate']:g} | {noise}"
                 f"Net: {(sent + received) / event['seconds'] / (1 << 20):.2f} MB/s "
                 f"(Tx: {_bytes_text(sent)}, Rx: {_bytes_text(received)})")
-        validation, self._validation = self._validation, None
+        validation = self._validation
+        self._validation = None
         if validation:
             line += f" | Val: {self.colour(format(validation['value'], '.2f'), 'blue')} {validation['unit']}"
-            line += f" (step {validation['step']})" if validation["step"] != event["step"] else ""
+            if validation["step"] != event["step"]:
+                line += f" (step {validation['step']})"
         return line
 
 
@@ -203,7 +216,8 @@ class NonBlockingWriter:
         with contextlib.suppress(OSError, ValueError, AttributeError):       # streams of tests have no descriptor
             stream.flush()
             number = stream.fileno()
-            waits = stat.S_ISFIFO(os.fstat(number).st_mode) or stat.S_ISCHR(os.fstat(number).st_mode)
+            mode = os.fstat(number).st_mode
+            waits = stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
             if waits:
                 number = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
             self.file = io.FileIO(number, "w", closefd=waits)
@@ -218,7 +232,8 @@ class NonBlockingWriter:
         if len(self.waiting) > self.MOST:
             return self._lose("nobody reads it")
         if self.lost:
-            text, self.lost = f"({self.lost} lines are missing here: they could not be written)\n" + text, 0
+            text = f"({self.lost} lines are missing here: they could not be written)\n" + text
+            self.lost = 0
         self.waiting += text.encode(self.stream.encoding or "utf-8", "replace")
         self.flush()
 
@@ -272,7 +287,7 @@ def clean(text):
 
 def printable(text):
     """Text from a peer made safe for a log: clean, and indented, so that no line looks like one of this program."""
-    return "\n".join("  " + line for line in clean(text).split("\n"))
+    return "  " + clean(text).replace("\n", "\n  ")
 
 
 def one_line(text, most=2000):

@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 
 from cluster.fairness import Fairness, SLOW_STEPS
+from cluster.hub import Newest
 from cluster.step import COPY_AFTER, Step
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
@@ -17,9 +18,10 @@ AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second wo
 
 class Dispatcher:
     """Hands out the chunks of the present step, `work`, and holds the requests that must wait; answer(worker) serves
-    such a request again. steps: {number: Step} of the present step and the one before. changed: something has happened
-    for those that wait. several: more than one author is at work, by_host: of more than one host; alone: only one has
-    been for `patience` seconds, so nobody can audit it."""
+    such a request again. workers: the set of those that have been let in; each has `arrived` when it asks for work.
+    steps: {number: Step} of the present step and the one before. changed: something has happened for those that wait.
+    several: more than one author is at work, by_host: of more than one host; alone: only one has been for `patience`
+    seconds, so nobody can audit it."""
 
     work = None
     changed = several = by_host = alone = False
@@ -29,11 +31,14 @@ class Dispatcher:
     _hosts_at = -math.inf      # when there was last more than one host
 
     def __init__(self, cfg, run, events, answer, patience):
-        self.cfg, self.run, self.events = cfg, run, events
+        self.cfg = cfg
+        self.run = run
+        self.events = events
         self._answer = answer
         self.workers = set()
         self.fairness = Fairness(cfg, run, self.workers)
-        self.steps, self.waiting = {}, deque()
+        self.steps = Newest(2)
+        self.waiting = deque()
         self._patience = patience
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -math.inf
@@ -63,7 +68,6 @@ class Dispatcher:
                                      "they deliver in time it is served last", worker.author.host)
             self.work.end()
         self.work = Step(self.cfg, audited, self.alone, self.by_host)
-        self.steps = {number: past for number, past in self.steps.items() if number == step - 1}
         self.steps[step] = self.work
         self.changed = True
 
@@ -77,7 +81,7 @@ class Dispatcher:
         if self.waiting and (now := time.monotonic()) >= self._late_at:
             self._late_at = now + self.pause
             self.fairness.find_late(self.work, now)
-            self.changed = self.changed or bool(self.fairness.late)
+            self.changed |= bool(self.fairness.late)
         if self.changed:
             self.changed = False
             self.waiting = deque(self.fairness.in_order(self.waiting))
@@ -85,7 +89,8 @@ class Dispatcher:
         for _ in range(min(self._due, ANSWERS_IN_A_ROW)):
             self._due -= 1
             worker = self.waiting.popleft()
-            worker.waiting, worker.conduct.turn = False, time.monotonic()
+            worker.waiting = False
+            worker.conduct.turn = time.monotonic()
             worker.session.hub.guard(worker.session, self._answer, worker)
 
     def hand_out(self, worker):
@@ -96,10 +101,9 @@ class Dispatcher:
         if self.fairness.must_wait(worker, self.work.accounts, now):
             return None
         held = self.work.accounts[worker].held
-        full = len(held) >= CHUNKS_HELD
         past = self.steps.get(self.run.step - 1)
         chunk = self.work.take(worker, now, past and past.accounts[worker])
-        if full and chunk is not None:
+        if len(held) > CHUNKS_HELD:
             # One that asks again and again without delivering has lost what it was given. It is not left waiting while
             # there is work, and holds no more than CHUNKS_HELD, so that nobody else waits for it.
             self.give_back(worker, [next(iter(held))])
@@ -144,10 +148,6 @@ class Dispatcher:
             self.work.give_back(worker, chunk)
             self.changed = True
 
-    def enter(self, worker):
-        """The worker has been let in; `arrived` is called when it asks for work."""
-        self.workers.add(worker)
-
     def leave(self, worker):
         """The worker has gone; its chunks are handed out again. Returns whether it was the last one of its author."""
         self.workers.discard(worker)
@@ -162,18 +162,18 @@ class Dispatcher:
     def check(self, now):
         """Leases, audits that nobody can do, chunks that are late; several times a second."""
         for worker, account in list(self.work.accounts.items()):
-            for expired in self.fairness.expired(worker, account.held, now) if account.held else ():
-                self.events.warn(f"worker {worker.session.title} {expired.why} {expired.seconds:.2g} s, its "
-                                 f"{chunks_text(expired.chunks)} handed out again", worker.author.host)
+            for why, seconds, chunks in self.fairness.expired(worker, account.held, now) if account.held else ():
+                self.events.warn(f"worker {worker.session.title} {why} {seconds:.2g} s, its {chunks_text(chunks)} "
+                                 "handed out again", worker.author.host)
                 self.fairness.gave_up(worker, now)
-                self.give_back(worker, expired.chunks)
+                self.give_back(worker, chunks)
         self._count_authors(now)
         for chunk, authors in self.work.disputed():
             names = " and ".join(author.name for author in authors)
             self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide",
                              "")
         self.fairness.check(self.work, now)
-        self.changed = self.changed or self.fairness.passed_over
+        self.changed |= self.fairness.passed_over
 
     def arrived(self, worker):
         """A worker asks for the first time. Authors are counted where that makes a difference: thousands may arrive."""
@@ -185,13 +185,17 @@ class Dispatcher:
         """Notes how many authors and hosts are at work: one that is alone cannot be audited."""
         active = {worker.author for worker in self.workers if self.fairness.expects(worker, now)}
         self.voters = {author.voter for author in active}
-        self.several, hosts = len(active) > 1, len(self.voters) > 1
-        self._several_at = now if self.several else self._several_at
-        self._hosts_at = now if hosts else self._hosts_at
+        self.several = len(active) > 1
+        hosts = len(self.voters) > 1
+        if self.several:
+            self._several_at = now
+        if hosts:
+            self._hosts_at = now
         before = self.alone, self.by_host
         self.alone = not self.several and now - self._several_at >= self._patience
         self.by_host = hosts or now - self._hosts_at < self._patience
-        self.work.alone, self.work.by_host = self.alone, self.by_host
+        self.work.alone = self.alone
+        self.work.by_host = self.by_host
         if (self.alone, self.by_host) != before:
             self.work.settle()
             self.changed = True
@@ -199,7 +203,7 @@ class Dispatcher:
     def witnesses(self, author):
         """Whether another worker may confirm the hash of a state that this author has stated."""
         now = time.monotonic()
-        return any(worker.source.hashes and worker.author != author and self.fairness.expects(worker, now)
+        return any(worker.states_hashes and worker.author != author and self.fairness.expects(worker, now)
                    and not (self.by_host and worker.author.voter == author.voter) for worker in self.workers)
 
 

@@ -15,8 +15,10 @@ from cluster.history import EVENTS
 from cluster.hub import Budget, Newest, nothing
 from egg_config import EggError, explained
 
-# Events caused by peers (burst, rate per second), per host and in all; hosts that are counted
-OF_HOST, OF_ALL, HOSTS = (64, 2.0), (1024, 32.0), 4096
+# Events caused by peers (rate per second, burst), per host and in all; hosts that are counted
+OF_HOST = 2.0, 64
+OF_ALL = 32.0, 1024
+HOSTS = 4096
 LINE = 512                 # bytes of a peer's text in an event that count as another event
 LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1, and begins anew
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
@@ -38,12 +40,15 @@ class Events(contextlib.AbstractContextManager):
     _sampled = None            # (step, texts) of the last sample
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
-        self._of_all, self._of_host = Budget(OF_ALL[1], OF_ALL[0]), Newest(HOSTS)
+        self._of_all = Budget(*OF_ALL)
+        self._of_host = Newest(HOSTS)
         self._reports = Budget(0.1, 1)               # lines about events that were left out
-        warn, advice, self.files = console.line, "give a --save-dir that can be written", []
+        warn = console.line
+        advice = "give a --save-dir that can be written"
+        self.files = []
         try:
             self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))
-            if run.directory is not None:
+            if run.directory:
                 self.files.append(JsonLog(os.path.join(run.directory, EVENTS), advice, warn))
             if log_json is not None:
                 self.files.append(JsonLog(log_json, "give --log-json a file that can be written", warn, links=True))
@@ -67,7 +72,7 @@ class Events(contextlib.AbstractContextManager):
         one as many. They must not fill the disk, and what was logged before must not rotate away."""
         cost = 1 + size // LINE
         if host not in self._of_host:
-            self._of_host[host] = Budget(OF_HOST[1], OF_HOST[0])
+            self._of_host[host] = Budget(*OF_HOST)
         if not (self._of_host[host].take(cost) and self._of_all.take(cost)):
             self._left_out += 1
             return False
@@ -90,12 +95,12 @@ class Events(contextlib.AbstractContextManager):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event, once where
         several workers have the chunk that brings it."""
         _, step, *texts = sample_parts(text) or (text, None)
-        if step is not None and (step, texts) != self._sampled:
+        if step is None:
+            self.emit("message", line, worker=worker, text=text)
+        elif (step, texts) != self._sampled:
             self._sampled = step, texts
             prompt, sample = (x.replace("\u23ce", "\n") for x in texts)
             self.emit("sample", line, worker=worker, step=step, prompt=prompt, text=sample)
-        elif step is None:
-            self.emit("message", line, worker=worker, text=text)
 
     def close(self):
         for file in self.files:
@@ -113,10 +118,12 @@ class Lines:
     opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
 
     head = nothing             # (): the first lines of the file that takes the place of a long one
+    warned = False
 
     def __init__(self, path, advice, warn, links=False):
-        self.path, self.links = path, links
-        self.warn, self.warned = warn, False
+        self.path = path
+        self.links = links
+        self.warn = warn
         with explained(WatchError, path, advice):
             self._open()
 
@@ -125,7 +132,9 @@ class Lines:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if self.links else os.O_NOFOLLOW)
         self.handle = os.open(self.path, flags, 0o644)
         found = os.fstat(self.handle)
-        self.regular, self.size, self.torn = stat.S_ISREG(found.st_mode), found.st_size, False
+        self.regular = stat.S_ISREG(found.st_mode)
+        self.size = found.st_size
+        self.torn = False
         if self.regular and self.size:
             with contextlib.suppress(OSError), open(self.path, "rb") as file:
                 file.seek(-1, os.SEEK_END)
@@ -138,7 +147,8 @@ class Lines:
             data = ("\n" * self.torn + text + "\n").encode("utf-8", "replace")
             while data:
                 done = os.write(self.handle, data)
-                self.size, data = self.size + done, data[done:]
+                self.size = self.size + done
+                data = data[done:]
             self.torn = False
         except OSError as error:
             self.torn = True                         # part of the line may have been written
@@ -151,9 +161,11 @@ class Lines:
         if disk.f_bavail * disk.f_frsize < min(RESERVE, disk.f_blocks * disk.f_frsize // 20):
             raise OSError(errno.ENOSPC, "the disk is nearly full")
         if self.size > LOG_BYTES:
-            os.replace(self.path, self.path + ".1")
-            os.close(self.handle)
-            self._open()
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.path, self.path + ".1")
+            full = self.handle
+            self._open()                             # before the other is closed: it may fail
+            os.close(full)
             if head := self.head():
                 self.add(head)
 
@@ -179,31 +191,39 @@ class CoordinatorLog(Lines):
 
     def emit(self, event, _):
         if event["event"] == "start":
-            self._config, self._bits = event["config"], egg_config.loss_unit(event["config"])[0]
+            self._config = event["config"]
+            self._bits = egg_config.loss_unit(event["config"])[0]
             self.add(self.head(f"from step {event['step']}"))
         elif event["event"] == "step":
-            event = {**event, "loss": event["loss"] / self._bits}
-            self.add("{step},{elapsed:.3f},{loss:.6f},{updates},{learning_rate:g}".format(**event))
+            self.add(f"{event['step']},{event['elapsed']:.3f},{event['loss'] / self._bits:.6f},{event['updates']},"
+                     f"{event['learning_rate']:g}")
 
 
 class TensorBoard:
     """Scalars and samples for TensorBoard, with the record writer of tensorboardX alone: the thread of its
     SummaryWriter dies when the disk is full, and the run would hang."""
 
+    flush_at = 0.0
+
     def __init__(self, directory, warn):
-        self.directory, self.warn, self.flush_at = directory, warn, 0.0
+        self.directory = directory
+        self.warn = warn
         try:
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2, summary_pb2
         except ImportError:
             raise WatchError("--tensorboard needs tensorboardX: pip install -r requirements/watch.txt") from None
-        self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        self._text = summary.text
         with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
             os.makedirs(directory, exist_ok=True)
             self._writer = event_file_writer.EventsWriter(os.path.join(directory, "egg"), f".{os.getpid()}")
 
     def emit(self, event, _):
-        kind, unit, values = event["event"], event.get("unit", "").replace("/", "_per_"), {}
+        kind = event["event"]
+        unit = event.get("unit", "").replace("/", "_per_")
+        values = {}
         if kind == "step":
             names = "updates", "tokens_per_second", "learning_rate"
             values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
@@ -214,9 +234,9 @@ class TensorBoard:
         summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])
         if kind == "sample":
             # indented: TensorBoard renders it as a code block of Markdown
-            text = "\n".join("    " + line for line in f"{event['prompt']} >>> {event['text']}".split("\n"))
+            text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")
             summary = self._text("sample", text)
-        if self._writer is None or not (values or kind == "sample"):
+        if not (self._writer and summary.value):
             return
         try:
             self._writer.write_event(self._event(wall_time=event["time"], step=event["step"], summary=summary))
@@ -229,6 +249,6 @@ class TensorBoard:
 
     def close(self):
         writer, self._writer = self._writer, None
-        if writer is not None:
+        if writer:
             with contextlib.suppress(OSError):
                 writer.close()

@@ -2,7 +2,6 @@
 a late chunk, and from whom a share of the work can be expected. They follow from how a worker has delivered so far."""
 
 import time
-from typing import NamedTuple
 
 from cluster.hub import Newest
 from cluster.step import COPY_AFTER
@@ -39,12 +38,6 @@ class Conduct:
         self.results += 1
 
 
-class Expired(NamedTuple):
-    """Chunks whose lease has expired, why (the start of a message), and the seconds that it lasted."""
-    why: str
-    seconds: float
-    chunks: list
-
 
 class Fairness:
     """workers: the set of those that are connected; usual: seconds that a chunk usually takes, see `check`, None before
@@ -55,7 +48,8 @@ class Fairness:
     passed_over = False
 
     def __init__(self, cfg, run, workers):
-        self.run, self.workers = run, workers
+        self.run = run
+        self.workers = workers
         self.late = []
         self._timeout = cfg.STRAGGLER_TIMEOUT
         self._doubted = Newest(DOUBTED)              # voter: (pause, until when those in doubt get no chunk)
@@ -82,10 +76,10 @@ class Fairness:
         pauses = self.in_doubt(worker) and now < self._doubted.get(worker.author.voter, (0, 0))[1]
         if not pauses and worker.conduct.punctual is not False:
             return False
-        found = any(other.conduct.punctual and other is not worker and self.expects(other, now)
+        found = any(other.conduct.punctual and self.expects(other, now)
                     and (pauses or now - other.conduct.turn < ASK_WITHIN and not other.waiting
                          and not accounts[other].held) for other in self.workers)
-        self.passed_over = self.passed_over or found
+        self.passed_over |= found
         return found
 
     def in_doubt(self, worker):
@@ -95,10 +89,13 @@ class Fairness:
 
     def gave_up(self, worker, now):
         """The worker has taken chunks and does not deliver; its host pauses, longer if it was in doubt already."""
-        voter, doubted = worker.author.voter, self.in_doubt(worker)
-        worker.conduct.owing, worker.conduct.dropped = 0, True
+        voter = worker.author.voter
+        doubted = self.in_doubt(worker)
+        worker.conduct.owing = 0
+        worker.conduct.dropped = True
         pause, _ = self._doubted.get(voter, (DOUBT[0], 0))
-        pause = min(2 * pause, DOUBT[1]) if doubted else pause
+        if doubted:
+            pause = min(2 * pause, DOUBT[1])
         self._doubted[voter] = pause, now + pause
 
     def handed_out(self, worker, now):
@@ -128,24 +125,26 @@ class Fairness:
             if pace := worker.conduct.pace:
                 voter = worker.author.voter
                 paces[voter] = min(pace, paces.get(voter, self._timeout))
-        self.usual = sorted(paces.values())[(len(paces) - 1) // 4] if paces else self.usual
+        if paces:
+            self.usual = sorted(paces.values())[(len(paces) - 1) // 4]
         self.find_late(work, now)
 
     def find_late(self, work, now):
         self.late = work.late(now, self.usual) if self.usual and not work.queue else []
 
     def expired(self, worker, held, now):
-        """[Expired] of the chunks that this worker holds. held: {chunk: when it was handed out}, not empty."""
-        conduct, heard = worker.conduct, worker.session.heard
+        """[(why, seconds, chunks)]: the chunks of this worker whose lease of so many seconds has expired; why: the
+        start of a message. held: {chunk: when it was handed out}, not empty."""
+        conduct = worker.conduct
         usual, pace = self.usual, conduct.pace or self.usual
         longest = max(self._timeout, LEASE_FACTOR * max(LEAST_LEASE, LEASE_FACTOR * usual)) if usual else self._timeout
         # by its own time alone, a worker that takes longer and longer would be given more and more
         lease = min(longest, max(LEAST_LEASE, LEASE_FACTOR * pace)) if pace else self._timeout
         if now - min(held.values()) <= lease:
             return []
-        silent = [chunk for chunk, since in held.items() if now - max(since, heard) > lease]
+        silent = [chunk for chunk, since in held.items() if now - max(since, worker.session.heard) > lease]
         stuck = [chunk for chunk, since in held.items() if now - since > longest and chunk not in silent]
         if silent or stuck:
             conduct.punctual = False
-        found = Expired("silent for", lease, silent), Expired("has not delivered for", longest, stuck)
-        return [expired for expired in found if expired.chunks]
+        found = ("silent for", lease, silent), ("has not delivered for", longest, stuck)
+        return [expired for expired in found if expired[2]]

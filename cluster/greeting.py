@@ -4,8 +4,8 @@ that calls another are the Caller, whoever is called is the Host. Each takes the
 
 import json
 import os
+from collections import namedtuple
 from hmac import compare_digest
-from typing import NamedTuple
 
 from cluster import auth, wire
 from cluster.console import one_line
@@ -19,19 +19,10 @@ class GreetingError(Exception):
     """The other side is not the one that was meant, or wants what this side does not have."""
 
 
-class Card(NamedTuple):
-    """What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process, of a new
-    worker auth.user_key(), "." and more; config: {name: value}; data, validation: SHA-256 of its training and of its
-    held-out data, zeros if unknown."""
-    role: str
-    id: str
-    name: str
-    device: str
-    config: dict
-    data: bytes
-    validation: bytes
-
-
+# What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process, of a new worker
+# auth.user_key(), "." and more; name, device: text; config: {name: value}; data, validation: SHA-256 (bytes) of its
+# training and of its held-out data, zeros if unknown
+Card = namedtuple("Card", "role id name device config data validation")
 UNKNOWN = Card("worker", "", "", "", {}, b"", b"")           # of a worker that speaks version 1
 
 
@@ -70,7 +61,9 @@ class Caller(_Side):
     welcome, proves_first = None, False
 
     def __init__(self, secret, card, first=False):
-        self._secret, self._text, self._first = secret, json.dumps(card).encode(), first
+        self._secret = secret
+        self._text = json.dumps(card).encode()
+        self._first = first
         self._hello = os.urandom(wire.HELLO.head.size)
 
     def begin(self):
@@ -79,7 +72,7 @@ class Caller(_Side):
     def handle(self, opcode, payload):
         """Takes a frame of the host; the answer, None without one. Raises GreetingError where the host wants a secret
         or does not know it, FrameError for a frame out of order."""
-        if opcode == wire.CHALLENGE and self._challenge is None:
+        if opcode == wire.CHALLENGE and not self._challenge:
             self._challenge, flags = wire.CHALLENGE.unpack(payload)
             if flags & wire.SECRET_WANTED and not self._secret:
                 raise GreetingError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
@@ -95,7 +88,7 @@ class Caller(_Side):
             if not compare_digest(payload, auth.early_proof(self._secret, self._hello, self._challenge)):
                 raise GreetingError(IMPOSTOR)
             return self._join()
-        if opcode == wire.WELCOME and self._challenge is not None and self.welcome is None:
+        if opcode == wire.WELCOME and self._challenge and not self.welcome:
             fields = wire.WELCOME.unpack(payload)
             if not compare_digest(fields.proof, self._proof(b"coordinator")):
                 raise GreetingError(IMPOSTOR)
@@ -113,18 +106,19 @@ class Host(_Side):
     card, proved = None, False
 
     def __init__(self, secret):
-        self._secret, self._challenge = secret, os.urandom(wire.HELLO.head.size)
+        self._secret = secret
+        self._challenge = os.urandom(wire.HELLO.head.size)
 
     def handle(self, opcode, payload):
         """Takes a frame of the caller; the answer, None without one. Raises FrameError."""
-        if opcode == wire.HELLO and self._hello is None:
+        if opcode == wire.HELLO and not self._hello:
             self._hello = payload
             flags = wire.SECRET_WANTED | wire.PROVES_FIRST if self._secret else 0
             return wire.CHALLENGE, self._challenge, flags
-        if opcode == wire.PROVE and self._hello is not None and self._secret and not self.proved:
+        if opcode == wire.PROVE and self._hello and self._secret and not self.proved:
             self.proved = True
             return wire.PROVED, auth.early_proof(self._secret, self._hello, self._challenge)
-        if opcode == wire.JOIN and self._hello is not None:
+        if opcode == wire.JOIN and self._hello:
             proof, self._text = wire.JOIN.unpack(payload)
             if not compare_digest(proof, self._proof(b"worker")):
                 raise Refused("wrong secret", wire.NO_ACCESS)

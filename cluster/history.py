@@ -8,7 +8,6 @@ import errno
 import fcntl
 import glob
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -18,14 +17,15 @@ import stat
 import struct
 import tempfile
 import zlib
-from typing import NamedTuple
+from collections import namedtuple
 
 import egg_config
 from egg_config import EggError, explained
 from model import seeds, ternary
 
 FILE = "history.egg"
-OLD, OLD_NAME = "history-{:03d}.egg", re.compile(r"history-\d{3,15}\.egg")
+OLD = "history-{:03d}.egg"
+OLD_NAME = re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
@@ -42,27 +42,11 @@ NAMED = 3                                # constants in which configurations dif
 MOST_COPIED = 1 << 30                    # bytes of a file that is no snapshot
 TO_RETRY = "mend this and start the same command again"
 
-CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # of a CppHead (SPEC 10)
+CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, bytes of fitness (SPEC 10)
 CPP_MAGIC = 0x45474743
 CPP_NAME = re.compile(r"checkpoint_(\d{8,15})\.bin")
 
-
-class Record(NamedTuple):
-    """The head of a record. size: bytes of the body."""
-    size: int
-    step: int
-    sum_loss: int
-    updates: int
-    seed: int
-
-
-class CppHead(NamedTuple):
-    """The head of a checkpoint of the C++ system. size: bytes of fitness."""
-    magic: int
-    version: int
-    step: int
-    seed: int
-    size: int
+Record = namedtuple("Record", "size step sum_loss updates seed")         # the head of one; size: bytes of the body
 
 
 class HistoryError(EggError):
@@ -75,8 +59,8 @@ def open_file(path, mode="rb"):
     # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
     if (os.path.lexists(path) or mode != "ab") and not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    safe = os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(path, mode, buffering=0, opener=lambda name, flags: os.open(name, flags | safe, 0o644))
+    return open(path, mode, buffering=0,
+                opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))
 
 
 def read_file(path, most):
@@ -154,13 +138,10 @@ def most_bytes(cfg):
     return sum(sizes(cfg)) * 101 // 100 + 8192
 
 
-class Start(NamedTuple):
+class Start(namedtuple("Start", "step seed state origin", defaults=["", None])):
     """Where a run, or an epoch of it, begins: with the random initial model, or with another state (`state`: its
-    SHA-256, hex). origin: of an epoch, for JSON: its number (epoch), the state's digest, and more of islands.gossip."""
-    step: int
-    seed: int
-    state: str = ""
-    origin: dict = None
+    SHA-256, hex). origin: {name: value} of an epoch, for JSON: its number (epoch), the state's digest, and more of
+    islands.gossip."""
 
     @property
     def epoch(self):
@@ -173,17 +154,22 @@ class Run:
     digest of the training data, zeros while unknown; `notices`: lines about repairs; `beside`: says what was loaded."""
 
     beside = ""
+    data = bytes(32)
     _newest = None                           # the body of the last record, which every worker is about to ask for
 
     def __init__(self, cfg, file, directory=None, lock=None):
-        self.cfg, self.directory, self.notices = cfg, directory, []
-        self._file, self._lock, self.owned = file, lock, lock is not None
-        self._name = os.path.join(directory, FILE) if directory else "the temporary history file"
-        self.data = bytes(32)
-        if directory is not None:
+        self.cfg = cfg
+        self.directory = directory
+        self.notices = []
+        self._file = file
+        self._lock = lock
+        self.owned = lock is not None
+        self._name = _file_of(directory) if directory else "the temporary history file"
+        if directory:
             with contextlib.suppress(OSError, ValueError):
                 digest = bytes.fromhex(read_file(os.path.join(directory, DATA_FILE), LONGEST_TEXT).decode())
-                self.data = digest if len(digest) == 32 else self.data
+                if len(digest) == 32:
+                    self.data = digest
         self._read_all()                     # sets the rest; _offsets: where the records begin, and the end of the file
 
     def fitness(self, step):
@@ -219,7 +205,9 @@ class Run:
         # a digit for every weight compresses by 2 % only, and that takes six times as long
         body = pyzstd.compress(packed, 1 if self.cfg.PERTURB == "weights" else -1)
         data = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)) + with_crc(body)
-        handle, end, done = self._file.fileno(), self._offsets[-1], 0
+        handle = self._file.fileno()
+        end = self._offsets[-1]
+        done = 0
         with explained(HistoryError, self._name, f"step {self.step} is not kept, all before it are; {TO_RETRY}"):
             try:
                 while done < len(data):
@@ -242,9 +230,9 @@ class Run:
 
     def sync(self):
         """Waits until all appended steps are on the disk, for a run that is kept. Raises HistoryError."""
-        if self.directory is not None:
-            advice = f"step {self.step - 1} may not be kept, all before it are; {TO_RETRY}"
-            with explained(HistoryError, self._name, advice):
+        if self.directory:
+            with explained(HistoryError, self._name,
+                           f"step {self.step - 1} may not be kept, all before it are; {TO_RETRY}"):
                 os.fsync(self._file.fileno())
 
     def begin_epoch(self, start):
@@ -270,7 +258,7 @@ class Run:
         """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
         if digest != self.data:
             self.data = digest
-            if self.directory is not None:
+            if self.directory:
                 _keep_text(self.directory, DATA_FILE, digest.hex())
 
     def close(self):
@@ -281,11 +269,14 @@ class Run:
 
     def _rewrite(self, start):
         """Begins the file anew with this Start, and with the completed steps from there on."""
-        header, moved = _header(self.cfg, start), self._offsets[start.step - self.start.step:]
-        first, end = moved[0], moved[-1]
-        file = write_file(self.directory, FILE, header + self._pread(end - first, first))
+        header = _header(self.cfg, start)
+        moved = self._offsets[start.step - self.start.step:]
+        first = moved[0]
+        file = write_file(self.directory, FILE, header + self._pread(moved[-1] - first, first))
         self._file.close()
-        self._file, self._offsets, self.start = file, [at - first + len(header) for at in moved], start
+        self._file = file
+        self._offsets = [at - first + len(header) for at in moved]
+        self.start = start
 
     def _record(self, step):
         return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
@@ -305,23 +296,26 @@ class Run:
         if differ := difference({**egg_config.make(**egg_config.UNSET).saved(), **config}, self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
                                "give another --save-dir")
-        self._offsets, self.start = [size], start or Start(0, seeds.first_seed(self.cfg))
+        self._offsets = [size]
+        self.start = start or Start(0, seeds.first_seed(self.cfg))
         self.step, self.seed = self.start[:2]
-        most, head = most_body(self.cfg), self._pread(HEAD, size)
+        most = most_body(self.cfg)
+        head = self._pread(HEAD, size)
         while head:
             record = Record(*RECORD.unpack_from(head.ljust(HEAD)))
-            length = record.size
-            good = ((record.step, record.seed) == (self.step, self.seed) and 0 < length <= most
+            length = record.size + 4         # of the body and its CRC-32
+            good = ((record.step, record.seed) == (self.step, self.seed) and 0 < record.size <= most
                     and is_intact(head, HEAD))
-            rest = self._pread(length + 4 + HEAD, self._offsets[-1] + HEAD) if good else b""   # with the next head
-            if not is_intact(rest[:length + 4], length + 4):
+            rest = self._pread(length + HEAD, self._offsets[-1] + HEAD) if good else b""       # with the next head
+            if not is_intact(rest[:length], length):
                 return self._cut_torn_record(HEAD + 4 + most)
-            self._advance(HEAD + length + 4)
-            head = rest[length + 4:]
+            self._advance(HEAD + length)
+            head = rest[length:]
 
     def _cut_torn_record(self, longest):
         """Only the last record can be an interrupted write. Anything else is damage: to cut it would lose steps."""
-        size, at = os.fstat(self._file.fileno()).st_size, self._offsets[-1]
+        size = os.fstat(self._file.fileno()).st_size
+        at = self._offsets[-1]
         rest = self._pread(longest + 1, at)
         later = any(is_intact(rest[k:k + HEAD], HEAD) and RECORD.unpack_from(rest, k)[1] > self.step
                     for k in range(1, len(rest) - HEAD + 1))
@@ -362,10 +356,13 @@ def open_run(cfg, save_dir=None, load_dir=None):
     target = save_dir or beside(load_dir)
     if own and os.path.isdir(target) and os.path.samefile(target, load_dir):
         return open_directory(cfg, load_dir)
-    with contextlib.closing(read_run(cfg, load_dir)) as source, contextlib.ExitStack() as undo:
-        run = undo.enter_context(contextlib.closing(open_directory(cfg, target, source.start)))
-        run.copy(source)
-        undo.pop_all()
+    with contextlib.closing(read_run(cfg, load_dir)) as source:
+        run = open_directory(cfg, target, source.start)
+        try:
+            run.copy(source)
+        except BaseException:
+            run.close()
+            raise
     run.beside = f" ({load_dir} stays as it is)"
     if own:
         _copy_rest(cfg, load_dir, target)
@@ -380,15 +377,18 @@ def beside(directory):
 
 def unused(path):
     """The first of path, path-2, path-3, ... that is not there."""
-    names = itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2)))
-    return next(name for name in names if not os.path.lexists(name))
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = f"{path}-{number}"
+    return found
 
 
 def read_run(cfg, directory):
     """The Run in a save directory, to read, also beside its coordinator, or of C++ checkpoints. Raises HistoryError."""
     if not _holds_own(directory):
         return _read_cpp_checkpoints(cfg, directory)
-    with explained(HistoryError, path := os.path.join(directory, FILE)):
+    with explained(HistoryError, path := _file_of(directory)):
         return Run(cfg, open_file(path), directory)
 
 
@@ -396,7 +396,7 @@ def configuration(directory):
     """{name: value}: the constants of the run in a save directory; {} of C++ checkpoints. Raises HistoryError."""
     if not _holds_own(directory):
         return {}
-    found = determining(_header_of(os.path.join(directory, FILE))[0])
+    found = determining(_header_of(_file_of(directory))[0])
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
         settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)).items()
         found.update((name, value) for name, value in settings if name in egg_config.KEPT)
@@ -413,8 +413,12 @@ def determining(config):
             if name not in egg_config.CONSTANTS or name in egg_config.DETERMINING}
 
 
+def _file_of(directory):
+    return os.path.join(directory, FILE)
+
+
 def holds_run(directory):
-    return os.path.isfile(os.path.join(directory, FILE))
+    return os.path.isfile(_file_of(directory))
 
 
 def _holds_own(directory):
@@ -438,7 +442,7 @@ def epochs(directory):
 def newest(pattern="ckpt*"):
     """The directory whose run was written last, one with a step if there is any. Raises HistoryError without one."""
     def rank(directory):
-        path, trained = os.path.join(directory, FILE), True
+        path, trained = _file_of(directory), True
         with contextlib.suppress(OSError, HistoryError):     # who opens it learns of the error
             _, start, size = _header_of(path)
             trained = start is not None or os.path.getsize(path) > size
@@ -465,7 +469,8 @@ def replay(run, engine, until=None):
 
 def _read_cpp_checkpoints(cfg, directory):
     """The Run in the files of the C++ system, without losses. Raises HistoryError."""
-    run, size = _temporary_run(cfg), ternary.packed_size(cfg.STEP_DIGITS)
+    run = _temporary_run(cfg)
+    size = ternary.packed_size(cfg.STEP_DIGITS)
     found = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
 
     def need(ok, what):
@@ -479,20 +484,19 @@ def _read_cpp_checkpoints(cfg, directory):
             with open_file(path) as file:
                 data = file.read(CPP_CHECKPOINT.size + size + 1)
             need(len(data) >= CPP_CHECKPOINT.size, f" is cut short: {len(data)} bytes")
-            head = CppHead(*CPP_CHECKPOINT.unpack_from(data))
+            magic, version, held, seed, length = CPP_CHECKPOINT.unpack_from(data)
             packed = data[CPP_CHECKPOINT.size:]
-            need((head.magic, head.version) == (CPP_MAGIC, 1),
-                 f" is not a checkpoint of the C++ system: it begins with {head.magic:#010x}, version {head.version}")
-            need(head.step == step, f" holds step {head.step}, its name says {step}")
-            need(head.size == len(packed) == size,
-                 f" holds {head.size} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
+            need((magic, version) == (CPP_MAGIC, 1),
+                 f" is not a checkpoint of the C++ system: it begins with {magic:#010x}, version {version}")
+            need(held == step, f" holds step {held}, its name says {step}")
+            need(length == len(packed) == size,
+                 f" holds {length} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
                  f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
             ternary.check(packed, cfg.STEP_DIGITS)
         except (OSError, ValueError) as error:
             raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         run.append(packed, 0, 0)
-        need(head.seed == run.seed,
-             f": seed {head.seed} where step {step} has {run.seed}: this is another kind of run")
+        need(seed == run.seed, f": seed {seed} where step {step} has {run.seed}: this is another kind of run")
     return run
 
 
@@ -505,7 +509,7 @@ def _temporary_run(cfg):
 
 def open_directory(cfg, directory, start=None):
     """The Run in `directory`, locked; begun at `start` if there is none. Raises HistoryError."""
-    path = os.path.join(directory, FILE)
+    path = _file_of(directory)
     with contextlib.ExitStack() as undo:
         try:
             os.makedirs(directory, exist_ok=True)
@@ -545,7 +549,8 @@ def _copy_rest(cfg, source, target):
             MOST_COPIED if name in (EVENTS, EVENTS + ".1") or OLD_NAME.fullmatch(name) else 0
         if most:
             with contextlib.suppress(OSError), open_file(os.path.join(source, name)) as file:
-                size, data = os.fstat(file.fileno()).st_size, file.seek(0, os.SEEK_HOLE)
+                size = os.fstat(file.fileno()).st_size
+                data = file.seek(0, os.SEEK_HOLE)
                 file.seek(0)
                 if data == size <= most:
                     with open(os.path.join(target, name), "xb") as copy:
@@ -555,7 +560,7 @@ def _copy_rest(cfg, source, target):
 def most_body(cfg):
     """The largest body of a record, in bytes: the documented bound of zstd."""
     size = ternary.packed_size(cfg.STEP_DIGITS)
-    return size + (size >> 8) + ((131072 - size >> 11) if size < 131072 else 0)
+    return size + (size >> 8) + max(131072 - size >> 11, 0)
 
 
 def decompressor():
@@ -601,8 +606,7 @@ def differing(there, here):
 
 def difference(there, here, where=("there", "here")):
     """The first NAMED of these as one text, with the number of the others; "" where they agree."""
-    found = differing(there, here)
-    texts = [f"{name} = {a} {where[0]}, {b} {where[1]}" for name, (a, b) in found.items()]
+    texts = [f"{name} = {a} {where[0]}, {b} {where[1]}" for name, (a, b) in differing(there, here).items()]
     return "; ".join(texts[:NAMED] + [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED))
 
 
@@ -621,7 +625,8 @@ def _header_of(path):
 
 def _read_header(file, name):
     """(configuration, Start or None for the random initial model, bytes) of a file's header. Raises HistoryError."""
-    size, data = os.fstat(file.fileno()).st_size, os.pread(file.fileno(), 12 + LONGEST_HEADER + 4, 0)
+    size = os.fstat(file.fileno()).st_size
+    data = os.pread(file.fileno(), 12 + LONGEST_HEADER + 4, 0)
     if data[:8] != MAGIC[:len(data)]:
         raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
     length = int.from_bytes(data[8:12], "little")
@@ -633,8 +638,10 @@ def _read_header(file, name):
         raise HistoryError(f"{name} is damaged in its header, bytes 8 to {end}: restore it from a copy")
     try:
         header = json.loads(data[12:end - 4])
-        version, config, start = header["version"], header["config"], header.get("start")
-        start = Start(**start) if start else None
+        version = header["version"]
+        config = header["config"]
+        start = header.get("start")
+        start = start and Start(**start)
         if type(config) is not dict or start and not _is_possible(start):
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -646,7 +653,8 @@ def _read_header(file, name):
 
 def _is_possible(start):
     """Whether a Start from a file can be one. Raises ValueError, TypeError, KeyError where it cannot."""
-    origin, plain = start.origin, (str, int, float, type(None))
+    origin = start.origin
+    plain = (str, int, float, type(None))
     return (0 < start.step < MOST_STEPS and 0 <= start.seed < 1 << 32 and type(start.step) is type(start.seed) is int
             and len(bytes.fromhex(start.state)) in (0, 32)
             and (not origin or type(origin["epoch"]) is int and 0 < origin["epoch"] < MOST_STEPS

@@ -78,12 +78,15 @@ class Budget:
     """A token bucket: `rate` a second, and at most `most` saved up."""
 
     def __init__(self, rate, most):
-        self.rate, self.most = rate, most
-        self.credit, self._at = most, time.monotonic()
+        self.rate = rate
+        self.most = most
+        self.credit = most
+        self._at = time.monotonic()
 
     def refill(self):
         now = time.monotonic()
-        self.credit, self._at = min(self.most, self.credit + (now - self._at) * self.rate), now
+        self.credit = min(self.most, self.credit + (now - self._at) * self.rate)
+        self._at = now
         return self.credit
 
     def take(self, cost=1):
@@ -98,7 +101,6 @@ class Newest(dict):
     """Remembers the `most` newest entries, so that peers cannot fill the memory."""
 
     def __init__(self, most):
-        super().__init__()
         self.most = most
 
     def __setitem__(self, key, value):
@@ -108,14 +110,10 @@ class Newest(dict):
             del self[next(iter(self))]
 
 
-class Unproven(dict):
+class Unproven(Newest):
     """{connection: True}: connections whose peers have proved nothing yet, in the order of their arrival, at most
     `most`. When it is full, the oldest connection of the host that has most of them makes room for the next, so that
     they keep nobody out."""
-
-    def __init__(self, most):
-        super().__init__()
-        self.most = most
 
     def room(self):
         """Whether there is room for another one, which may end an older one."""
@@ -136,8 +134,10 @@ class Listener:
     broken = nothing
 
     def __init__(self, hub, sock, accept, room):
-        self.hub, self.sock = hub, sock
-        self._accept, self._room = accept, room
+        self.hub = hub
+        self.sock = sock
+        self._accept = accept
+        self._room = room
         self.check()
 
     def turn(self, _):
@@ -165,8 +165,11 @@ class Hub:
     _hears_strangers = False
 
     def __init__(self):
-        self.selector, self.connections, self._listeners = selectors.DefaultSelector(), set(), []
-        self.strangers, self._share = selectors.DefaultSelector(), Budget(STRANGERS_SHARE, STRANGERS_SECONDS)
+        self.selector = selectors.DefaultSelector()
+        self.connections = set()
+        self._listeners = []
+        self.strangers = selectors.DefaultSelector()
+        self._share = Budget(STRANGERS_SHARE, STRANGERS_SECONDS)
         self.again = set()                           # those with input that is not handled yet: next in the next turn
         self._dice = random.Random()
 
@@ -255,11 +258,16 @@ class Connection:
     _event = 0                 # that the selector waits for
 
     def __init__(self, hub, sock, address, traffic, tls=None, call=None):
-        self.hub, self.sock, self.traffic = hub, sock, traffic
-        self._tls, self._call = tls, call
+        self.hub = hub
+        self.sock = sock
+        self.traffic = traffic
+        self._tls = tls
+        self._call = call
         self._selector = hub.strangers
-        self.host, self.address = host_of(address[0]), address_text(*address[:2])
-        self.inbox, self.outbox = bytearray(), collections.deque()
+        self.host = host_of(address[0])
+        self.address = address_text(*address[:2])
+        self.inbox = bytearray()
+        self.outbox = collections.deque()
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
         if call:
             sock.setblocking(False)
@@ -273,7 +281,7 @@ class Connection:
     @property
     def certificate(self):
         """The peer's certificate for TLS (bytes), None where it has shown none."""
-        return self.sock.getpeercert(True) if self._tls else None
+        return self._tls and self.sock.getpeercert(True)
 
     def send(self, *parts):
         """Sends bytes, of which no copy is made: a long answer may be on its way to many."""
@@ -295,7 +303,7 @@ class Connection:
         """Takes nothing more from the peer until pause(False)."""
         self.paused = paused
         self._flush()
-        if self.open and not paused:
+        if not paused:
             self.hub.again.add(self)
 
     def close(self):
@@ -356,7 +364,7 @@ class Connection:
     def _transfer(self, mask):
         if mask & WRITE:
             self._flush()
-        if self.open and not self.outbox and not self.paused:
+        if not self.outbox and not self.paused:
             if mask & READ and not self.full():
                 self._read()
             else:
@@ -364,7 +372,7 @@ class Connection:
 
     def _read(self):
         try:
-            data = self.sock.recv(self.PIECE) if self.open else None
+            data = self.sock.recv(self.PIECE)
             if data and self._tls and (pending := self.sock.pending()):
                 data += self.sock.recv(pending)          # no selector reports what TLS has decrypted already
         except (BlockingIOError, ssl.SSLWantReadError):

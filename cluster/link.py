@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 
-from cluster import auth, greeting, snapshots, wire
+from cluster import auth, greeting, history, snapshots, wire
 from cluster.hub import NetError, reason, resolve, tune
 from cluster.wire import FrameError, V1, V2
 from egg_config import UsageError
@@ -28,7 +28,8 @@ class RefusedForGood(NetError, UsageError):
 def speaks_tls(address):
     """Whether a TLS server answers at (host, port), whoever it is."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     try:
         with socket.create_connection(address, CONNECT_TIMEOUT) as sock, context.wrap_socket(sock):
             return True
@@ -51,14 +52,19 @@ class Link:
     this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: see
     greeting.Card; first, proves_first: see greeting.Caller; snapshot: step of the coordinator's newest one, or 0."""
 
+    snapshot = 0
+
     def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None, first=False):
-        self.name, self.version, self.proves_first = f"{host}:{port}", version, first
-        self.address, self.card = (host, port), card
+        self.name = f"{host}:{port}"
+        self.version = version
+        self.proves_first = first
+        self.address = (host, port)
+        self.card = card
         self.frame = functools.partial(wire.frame, version=version)
         self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
         self.inbox = bytearray()
         self.most = wire.HEADER.size + max(wire.OTHER_LIMIT, *(most for _, most in self.limits[version].values()))
-        self.sent_at, self.snapshot = time.monotonic(), 0
+        self.sent_at = time.monotonic()
         self.sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         try:
             tune(self.sock)
@@ -147,7 +153,7 @@ class Link:
         return self._checked_step(wire.REBUILD.unpack(payload).step)
 
     def _checked_step(self, step):
-        if step > wire.STEP_LIMIT:
+        if step > history.MOST_STEPS:
             raise NetError(f"{self.name}: step {step} cannot be right")
         return step
 

@@ -25,20 +25,24 @@ class Progress:
     speed = 0.0
 
     def __init__(self, cfg, run, events):
-        self.cfg, self.run, self.events = cfg, run, events
+        self.cfg = cfg
+        self.run = run
+        self.events = events
         self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
         self.first_step = run.step
-        self.validations, self.rewards = [], []
+        self.validations = []
+        self.rewards = []
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
         self.bits, self.unit = egg_config.loss_unit(cfg.constants())
 
     def begin_step(self):
         self._updates = []           # weights changed by the last update, of every worker that reports them
         self._step_started = time.monotonic()
-        self._sent, self._received = self.traffic.sent, self.traffic.received
+        self._sent = self.traffic.sent
+        self._received = self.traffic.received
 
     def chunk_handed_out(self):
-        if self.started is None:
+        if not self.started:
             self.started = self._step_started = time.monotonic()
 
     def result(self, updates):
@@ -77,10 +81,9 @@ class Progress:
             raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens of {n_bytes} bytes")
         return bits / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
 
-    def validated(self, step, figure):
+    def validated(self, step, figure, unit):
         """Notes the figure of a step; whether it is the first of that step."""
-        value, unit = figure
-        return self._measured(self.validations, "validation", step, value, unit=unit)
+        return self._measured(self.validations, "validation", step, figure, unit=unit)
 
     def check_reward(self, texts, reward):
         """Raises FrameError for a reward that no worker of this run can have."""
@@ -93,8 +96,8 @@ class Progress:
 
     def _measured(self, known, kind, step, value, **more):
         """Notes a measure of the present step, or of that before, that is not `known` yet; whether it is one."""
-        first = max(self.run.step - 1, self.run.start.step)
-        if not first <= step <= self.run.step or any(found[0] == step for found in known[-2:]):
+        if (not max(self.run.step - 1, self.run.start.step) <= step <= self.run.step
+                or any(found[0] == step for found in known[-2:])):
             return False
         del known[1:-2]
         known.append((step, value, *more.values()))

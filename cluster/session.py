@@ -64,7 +64,7 @@ class Session(hub.Connection):
                 break
             self.frame_since = None
             self.version = frame.version
-            if not self.role.handle(frame.opcode, frame.payload) and not self.useless.take() and self.open:
+            if not self.role.handle(frame.opcode, frame.payload) and not self.useless.take():
                 self._flooding_since = self._flooding_since or time.monotonic()
                 self.pause()
         if self.open:
@@ -111,8 +111,6 @@ class Session(hub.Connection):
         self.role.check(now)
         if self.idle and now - self.heard > self.idle and not (self.version == V1 and self.role.waiting):
             self.refuse(f"said nothing for {self.idle:g} s")
-        if not self.open:
-            return
         if self._flooding_since and not self.waits:
             credit = self.useless.refill()
             if credit > USELESS / 2:

@@ -11,7 +11,7 @@ import os
 import struct
 import tempfile
 import time
-from typing import NamedTuple
+from collections import namedtuple
 
 from cluster import history
 from cluster.history import most_bytes, open_file, read_file, sizes
@@ -27,15 +27,9 @@ SLICE = 1 << 23            # bytes that are compressed at a time
 BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
 
-class Head(NamedTuple):
-    """The first bytes of a snapshot file. sha256: of the state; config: see `config_digest`; before: SHA-256 of the
-    fitness of the previous step; size: bytes of the body."""
-    step: int
-    seed: int
-    sha256: bytes
-    config: bytes
-    before: bytes
-    size: int
+# The first bytes of a snapshot file. step, seed, size (bytes of the body): int; sha256 (of the state), config (see
+# `config_digest`), before (SHA-256 of the fitness of the previous step): bytes [32]
+Head = namedtuple("Head", "step seed sha256 config before size")
 
 
 def state_hash(state, kind=BLAKE2B):
@@ -59,8 +53,10 @@ def data_digest(tokens):
     """bytes [32] that identify training data: its size and all of it, or 256 evenly spread pieces of large data."""
     if tokens is None:
         return bytes(32)
-    digest, piece = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode()), 1 << 16
-    small, last = len(tokens) <= 256 * piece, len(tokens) - piece
+    digest = hashlib.sha256(f"{len(tokens)} {tokens.dtype}".encode())
+    piece = 1 << 16
+    small = len(tokens) <= 256 * piece
+    last = len(tokens) - piece
     for start in range(0, len(tokens), piece) if small else [*(int(k * (last / 255)) for k in range(255)), last]:
         digest.update(tokens[start:start + piece])
     return digest.digest()
@@ -154,10 +150,14 @@ class Upload:
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
         from model import state_digest
-        self.step, self.seed = step, seed
-        self.digest, self.sha256 = digest, sha256
+        self.step = step
+        self.seed = seed
+        self.digest = digest
+        self.sha256 = sha256
         self.remembered = remember
-        self._cfg, self._size, self._most = cfg, sum(sizes(cfg)), most_bytes(cfg)
+        self._cfg = cfg
+        self._size = sum(sizes(cfg))
+        self._most = most_bytes(cfg)
         self._first = 0 if remember else sum(sizes(cfg)[:2])
         self._raw = bytearray()                      # what it unpacks to, from byte `_first` on: all, or the overlay
         self._digests = state_digest.Digest(step, seed), _begin(step, seed, hashlib.sha256), _begin(step, seed, BLAKE2B)
@@ -180,7 +180,8 @@ class Upload:
 
     def unpack(self, data=b""):
         raw = history.decompress(self._zstd, data, PIECE)
-        eof, left = self._zstd.eof, self._size - self._unpacked - len(raw)
+        eof = self._zstd.eof
+        left = self._size - self._unpacked - len(raw)
         self.pending = not eof and not self._zstd.needs_input
         complete = self.got == self.total and not self.pending
         if left < 0 or (eof or complete) and (left or eof != complete or self._zstd.unused_data):
@@ -193,13 +194,15 @@ class Upload:
             digest, sha256, self.hash = (digest.digest() for digest in self._digests)
             if self.digest not in (None, digest) or self.sha256 not in (None, sha256):
                 raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
-            self.digest, self.sha256, self.finished = digest, sha256, True
+            self.digest = digest
+            self.sha256 = sha256
+            self.finished = True
 
     def overlay(self):
         """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
         if not self._cfg.ADAPTIVE_NOISE_MODE:
             return None
-        values = memoryview(self._raw).cast("b")[sum(sizes(self._cfg)[:2]) - self._first:]
+        values = memoryview(self._raw).cast("b")[-sizes(self._cfg)[2]:]
         return {"mean": round(sum(values) / len(values), 4), "min": min(values), "max": max(values)}
 
     def keep(self, path, fitness):
@@ -231,7 +234,9 @@ class Shelf:
     Files that others read piece by piece stay open meanwhile. stopped: no more snapshots, they cannot be written."""
 
     def __init__(self, cfg, run):
-        self.cfg, self.run, self.directory = cfg, run, run.directory
+        self.cfg = cfg
+        self.run = run
+        self.directory = run.directory
         self._open = {}                                      # key -> (file, time of the last request), the latest last
         self.begin_epoch()
 
@@ -240,20 +245,20 @@ class Shelf:
         self.stopped = False
         self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
         self.figures, self.sha256 = {}, {}               # step -> figure, see `best`; step -> SHA-256 of the state
-        names, start = os.listdir(self.directory) if self.directory else [], self.run.start
+        names = os.listdir(self.directory) if self.directory else []
+        start = self.run.start
         found = [match for match in map(history.SNAPSHOT.fullmatch, names) if match]
         for match in found:
             self._take(match)
-        first = self.files.get(start.step) if start.epoch else None
-        earlier = [match[0] for match in found
-                   if first and int(match[1]) <= start.step and match[0] not in self.files.values()]
+        earlier = [match[0] for match in found if start.epoch and start.step in self.files
+                   and int(match[1]) <= start.step and match[0] not in self.files.values()]
         parts = [name for name in names if name.startswith("snapshot-") and name.endswith(".part")]
         for name in [*earlier, *parts] if self.run.owned else ():      # otherwise a part may be an upload in progress
             self.remove(name)
 
     def _take(self, match):
         """Lists a file, by the match of its name, if its head belongs to this run."""
-        with contextlib.suppress(OSError, ValueError), open_file(os.path.join(self.directory, match[0])) as file:
+        with contextlib.suppress(OSError, ValueError), open_file(self._place(match[0])) as file:
             head = read_head(file.read(HEAD_SIZE))
             step, start = head.step, self.run.start
             if (step == int(match[1]) and head.config == config_digest(self.cfg)
@@ -262,7 +267,8 @@ class Shelf:
                     and (step < start.step or (
                         head.sha256.hex() == start.state if step == start.step and start.state else
                         head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()))):
-                self.files[step], self.sha256[step] = match[0], head.sha256
+                self.files[step] = match[0]
+                self.sha256[step] = head.sha256
                 if match[3] and bool(match[2]) == bool(self.cfg.OBJECTIVE):
                     self.figures[step] = float(match[3])
 
@@ -287,11 +293,14 @@ class Shelf:
         return min((s for s in self.files if s in self.figures), key=lambda s: (sign * self.figures[s], -s),
                    default=None)
 
+    def _place(self, name):
+        return os.path.join(self.directory, name)
+
     def path(self, step):
-        return os.path.join(self.directory, self.files[step]) if step in self.files else None
+        return self._place(self.files[step]) if step in self.files else None
 
     def state(self, step):
-        return read(self.cfg, os.path.join(self.directory, self.files[step]))
+        return read(self.cfg, self._place(self.files[step]))
 
     def check_start(self):
         """Raises HistoryError if the state with which the epoch began is missing or damaged."""
@@ -302,15 +311,17 @@ class Shelf:
         with contextlib.suppress(KeyError, OSError, ValueError):
             if state_digest.of_state(self.state(start.step)).hex() == start.origin["digest"]:
                 return
-        name, old = (os.path.join(self.directory, x) for x in (history.FILE, history.OLD.format(start.epoch - 1)))
+        name, old = map(self._place, (history.FILE, history.OLD.format(start.epoch - 1)))
         raise history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch "
                                    f"{start.epoch} began, is missing or damaged: restore it from a copy, or continue "
                                    f"from the previous epoch: mv {old} {name}")
 
     def put(self, upload):
         step, name = upload.step, history.snapshot_name(upload.step)
-        upload.keep(os.path.join(self.directory, name), self.run.fitness(step - 1))
-        self.files[step], self.digests[step], self.sha256[step] = name, upload.digest, upload.sha256
+        upload.keep(self._place(name), self.run.fitness(step - 1))
+        self.files[step] = name
+        self.digests[step] = upload.digest
+        self.sha256[step] = upload.sha256
         self.arrange()
 
     def measured(self, step, figure):
@@ -328,22 +339,21 @@ class Shelf:
         self.sha256.pop(step, None)
 
     def remove(self, name):
-        history.remove(os.path.join(self.directory, name))
+        history.remove(self._place(name))
 
     def arrange(self):
         """Adds figures to file names, removes old snapshots, updates the links `latest` and `best`."""
         for step, name in list(self.files.items()):
             new = history.snapshot_name(step, self.figures.get(step), self.cfg.OBJECTIVE)
             if step in self.figures and new != name:
-                os.replace(os.path.join(self.directory, name), os.path.join(self.directory, new))
+                os.replace(self._place(name), self._place(new))
                 self.files[step] = new
         stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
         for step in self.files.keys() - stay:
             self.forget(step)
         for link, step in (("latest", self.newest), ("best", self.best)):
-            path = os.path.join(self.directory, f"{link}.egg")
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path + ".part" if step else path)
+            path = self._place(f"{link}.egg")
+            history.remove(path + ".part" if step else path)
             if step:
                 os.symlink(self.files[step], path + ".part")
                 os.replace(path + ".part", path)

@@ -24,18 +24,23 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "descend
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 
 
+def _last(measures, *names):
+    """{name: value} of the last of some measures, None without any."""
+    return dict(zip(names, measures[-1])) if measures else None
+
+
 def report(coordinator):
     """The status of an egg_net.Coordinator, a dict for JSON."""
-    run, bans, progress = coordinator.run, coordinator.admission.bans, coordinator.progress
+    run = coordinator.run
+    bans = coordinator.admission.bans
+    progress = coordinator.progress
     workers = sorted((w.status() for w in coordinator.dispatcher.workers), key=lambda w: (w["name"], w["address"]))
-    last = progress.validations[-1] if progress.validations else None
-    reward = progress.rewards[-1] if progress.rewards else None
     return {"step": run.step, "steps": coordinator.steps, "chunks_done": len(coordinator.dispatcher.work.done),
             "chunks": coordinator.cfg.N_CHUNKS, "tokens_per_second": progress.speed,
-            "loss": None if progress.loss is None else progress.loss * progress.bits, "loss_unit": progress.unit,
+            "loss": progress.loss and progress.loss * progress.bits, "loss_unit": progress.unit,
             "seconds": round(time.monotonic() - progress.started, 1) if progress.started else 0.0,
-            "validation": last and dict(zip(("step", "figure", "unit"), last)),
-            "reward": reward and dict(zip(("step", "value"), reward)), "snapshot": coordinator.shelf.newest,
+            "validation": _last(progress.validations, "step", "figure", "unit"),
+            "reward": _last(progress.rewards, "step", "value"), "snapshot": coordinator.shelf.newest,
             "save_dir": run.directory and path_text(run.directory), "banned": dict(list(bans.all().items())[-BANS:]),
             "ban_file": bans.path and path_text(bans.path), "connected": len(workers), "workers": workers[:WORKERS],
             "island": coordinator.island.status()}
@@ -58,12 +63,12 @@ def fetch_status(cfg, host, port, access=auth.Access()):
 
 def pack_status(status):
     """bytes: the JSON of a status (egg_net.Coordinator.status), with so many entries of its lists as a frame holds."""
-    most = len(status["workers"]) + len(status["banned"]) + len(status["island"]["peers"] if status["island"] else ())
+    most = WORKERS
     while len(data := json.dumps(status).encode()) > STATUS.most:
         most //= 2
         island = status["island"] and {**status["island"], "peers": status["island"]["peers"][:most]}
         status = {**status, "workers": status["workers"][:most], "island": island,
-                  "banned": dict(list(status["banned"].items())[-most:] if most else ())}
+                  "banned": dict(list(status["banned"].items())[-most:])}
     return data
 
 
@@ -100,7 +105,8 @@ def describe_status(status):
             source = "rejuvenated" if epoch["peer_step"] is None else \
                 f"the state of {_cell(epoch['from'])} at its step {epoch['peer_step']}"
             lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")
-        lines += _table(PEER_COLUMNS, island["peers"], 5) if island["peers"] else []
+        if island["peers"]:
+            lines += _table(PEER_COLUMNS, island["peers"], 5)
     return "\n".join(printable(line[:LINE]).removeprefix("  ") for line in lines)
 
 

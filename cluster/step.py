@@ -4,9 +4,8 @@ are audited. No sockets, and no clock of its own.
 Two honest results of a chunk are equal to the bit. A chunk that is audited, or whose results differ, is done when one
 result has at least two votes (trust.tally) and more votes than any other. The authors of the others have lied."""
 
-from collections import defaultdict, deque
+from collections import defaultdict, deque, namedtuple
 from itertools import islice
-from typing import NamedTuple
 
 from cluster.trust import tally, withdraw
 from model import ternary
@@ -15,20 +14,10 @@ LOOK_AHEAD = 16            # chunks of the queue that `take` looks at for one th
 COPY_AFTER = 1.5           # an idle worker copies a chunk after this multiple of its usual time, times its holders
 
 
-class Outcome(NamedTuple):
-    """The result of a chunk. packed: bytes of its ternary fitness (SPEC 8)."""
-    packed: bytes
-    sum_loss: int
-
-
-class Account:
-    """What one worker has been handed in a step. given: {chunk: when, or None once its result has come}, all; held:
-    {chunk: when}, its leases."""
-
-    __slots__ = "given", "held"
-
-    def __init__(self):
-        self.given, self.held = {}, {}
+Outcome = namedtuple("Outcome", "packed sum_loss")       # the result of a chunk; packed: bytes of ternary fitness
+# What one worker has been handed in a step. given: {chunk: when, or None once its result has come}, all; held:
+# {chunk: when}, its leases
+Account = namedtuple("Account", "given held")
 
 
 class Step:
@@ -44,8 +33,10 @@ class Step:
         self.alone = alone
         self.by_host = by_host
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
-        self.accounts = defaultdict(Account)
-        self.holders, self.results, self.done = {}, {}, {}
+        self.accounts = defaultdict(lambda: Account({}, {}))
+        self.holders = {}
+        self.results = {}
+        self.done = {}
         self.validators = set()
         self._reported = set()                       # disputed chunks that `disputed` has returned
 
@@ -98,7 +89,7 @@ class Step:
     def give_back(self, worker, chunk):
         """Ends a lease without a result."""
         self._end_lease(worker, chunk)
-        if chunk not in self.done and not self.holders.get(chunk):
+        if chunk not in self.done and chunk not in self.holders:
             self.queue.appendleft(chunk)
 
     def leave(self, worker):
@@ -123,8 +114,9 @@ class Step:
 
     def settle(self):
         """Judges the chunks that wait for a second author, after `alone` or `by_host` has changed."""
-        for chunk in [c for c in self.results if c not in self.done]:
-            self._judge(chunk)
+        for chunk in self.results:
+            if chunk not in self.done:
+                self._judge(chunk)
 
     def withdraw(self, author):
         """Forgets every result of this author; chunks that nobody else has done are to be done again."""
@@ -146,13 +138,13 @@ class Step:
             self.done[chunk] = next(iter(outcomes))
             return []
         votes = tally(outcomes, self.by_host)
-        ranked = sorted(outcomes, key=lambda outcome: -votes[outcome])
-        first, second = ([votes[outcome] for outcome in ranked] + [0, 0])[:2]
-        if first > max(second, 1):
-            self.done[chunk] = ranked[0]
-            return [author for outcome in ranked[1:] for author in outcomes[outcome]]
+        best = max(votes, key=votes.get, default=None)
+        most = votes.pop(best, 0)
+        if most > max([1, *votes.values()]):
+            self.done[chunk] = best
+            return [author for outcome in votes for author in outcomes[outcome]]
         self.done.pop(chunk, None)
-        if not self.holders.get(chunk) and chunk not in self.queue:
+        if chunk not in self.holders and chunk not in self.queue:
             self.queue.appendleft(chunk)
         return []
 
@@ -162,7 +154,8 @@ class Step:
     def _excluded(self, chunk, worker):
         """Whether the worker holds this chunk, its author has done it, or its host has while another host is to check
         that. Where results differ everybody is heard: a host that is right twice outvotes nobody alone."""
-        holders, authors = self.holders.get(chunk, ()), self._authors(chunk)
+        holders = self.holders.get(chunk, ())
+        authors = self._authors(chunk)
         if worker in holders or worker.author in authors:
             return True
         if not self.by_host or len(self.results.get(chunk, ())) > 1:

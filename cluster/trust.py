@@ -3,6 +3,8 @@ of a validation, the hash of a snapshot, the training data.
 A state is right when it has more votes than any other. A worker that is outvoted, or whose state is tied with another
 when all have voted, rebuilds its replica once; after that it is banned, or waits for a worker that breaks the tie."""
 
+import math
+
 STEPS_KEPT = 8             # steps whose digests are remembered
 CLOSE = 1e-6               # share by which two engines may differ in the nats of a validation
 # verdicts on a state
@@ -56,8 +58,10 @@ class Trust:
     _reported = False          # an unconfirmed validation
 
     def __init__(self):
-        self.votes, self.figures = {}, {}
-        self.data, self.validation = {}, {}
+        self.votes = {}
+        self.figures = {}
+        self.data = {}
+        self.validation = {}
         self._tied = {}                              # step without a majority: whether that was told
 
     def judge(self, step, author, digest, rebuilt, at_work=()):
@@ -74,8 +78,8 @@ class Trust:
             votes.setdefault(digest, set()).add(author)
         count, others = self._count(step, digest)
         if count > others:
-            outvoted = {a for d, authors in votes.items() if d != digest for a in authors}
-            return AGREES, outvoted, self._tied.pop(step, None) is not None
+            return (AGREES, {a for d, authors in votes.items() if d != digest for a in authors},
+                    self._tied.pop(step, None) is not None)
         voted = {author.voter for authors in votes.values() for author in authors}
         if count < others or not rebuilt and voted.issuperset(at_work):
             return BAN if rebuilt else REBUILD, set(), False
@@ -113,7 +117,7 @@ class Trust:
             del self.figures[min(self.figures)]
         stated.append((author, figure))
         same = {a for a, other in stated
-                if other[:-1] == figure[:-1] and abs(other[-1] - figure[-1]) <= CLOSE * abs(figure[-1])}
+                if other[:-1] == figure[:-1] and math.isclose(other[-1], figure[-1], rel_tol=CLOSE)}
         if confirmed := not several or tally({figure: same}, by_host)[figure] > 1:
             stated.clear()
         return confirmed
@@ -121,11 +125,10 @@ class Trust:
     def report_unconfirmed(self, step, objective, warn):
         """Warns of the authors of a figure of this step that does not count, the first time that there is one.
         objective: whether the run has one; warn: takes a line."""
-        names = [] if self._reported else sorted({author.name for (at, _), stated in self.figures.items() if at == step
-                                                  for author, _ in stated})
-        self._reported = self._reported or bool(names)
-        what, files = ("reward or validation", "HELD_OUT and VAL_FILE") if objective else ("validation", "VAL_FILE")
-        if names:
+        names = sorted({author.name for (at, _), stated in self.figures.items() if at == step for author, _ in stated})
+        if names and not self._reported:
+            self._reported = True
+            what, files = ("reward or validation", "HELD_OUT and VAL_FILE") if objective else ("validation", "VAL_FILE")
             warn(f"step {step}: its {what} is not used: two workers must state the same, "
                  f"{' and '.join(names)} did not: give every worker the same {files}")
 

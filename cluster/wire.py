@@ -4,28 +4,26 @@ C++ peers; version 2 adds what a cluster among strangers needs."""
 import functools
 import json
 import math
+import re
 import struct
 from collections import namedtuple
-from typing import NamedTuple
 
 from cluster import history
 from model import ternary
 
-MAGIC, V1, V2 = b"JOBS", 1, 2
+MAGIC = b"JOBS"
+V1 = 1
+V2 = 2
 HEADER = struct.Struct(">4sBBI")         # magic, version, opcode, bytes of payload
 DIGEST = 16                              # bytes of a state's digest (model.state_digest)
-STEP_LIMIT = 1 << 48                     # no run has so many steps
+
 NOTHING = (1 << 64) - 1                  # first member of a response that hands out nothing
 OTHER_LIMIT = 1 << 12                    # bytes of ERROR, and of unknown frames: newer peers may send some
 BLOCK = 1 << 16                          # bytes of a snapshot in one frame
 JSON_DEPTH = 8                           # levels of lists and objects in JSON of a peer
 
 
-class Received(NamedTuple):
-    """A whole frame."""
-    version: int
-    opcode: int
-    payload: bytes
+Received = namedtuple("Received", "version opcode payload")          # a whole frame
 
 
 class Frame(int):
@@ -34,12 +32,11 @@ class Frame(int):
 
     def __new__(cls, opcode, layout="", most=0):
         self = super().__new__(cls, opcode)
-        fields = [field.partition(":") for field in layout.split()]
+        forms = re.findall(r":(\w+)", layout)
         self.most = most
-        self.head = struct.Struct(">" + "".join(form for _, _, form in fields))
-        self._names = [name for name, _, _ in fields]
-        self._fixed = sum(bool(form) for _, _, form in fields)
-        self._open = len(fields) > self._fixed
+        self.head = struct.Struct(">" + "".join(forms))
+        self._names = re.sub(r":\w+", "", layout).split()
+        self._fixed = len(forms)
         return self
 
     @functools.cached_property
@@ -57,12 +54,13 @@ class Frame(int):
     def unpack(self, payload):
         """The fields of a payload, by name."""
         fields = self.head.unpack_from(payload)
-        return self._make((*fields, payload[self.head.size:]) if self._open else fields)
+        return self._make((*fields, payload[self.head.size:]) if len(self._names) > self._fixed else fields)
 
 
 # both versions
 JOB_REQUEST = Frame(0, "seed:Q step:Q zero:Q digest")            # digest: of the state at this step; version 2 alone
-RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",            # see `Result`
+# updates: weights changed by the worker's last update, 0 where it has reported them; packed: ternary fitness (SPEC 8)
+RESULT = Frame(1, "seed:Q step:Q first:Q updates:Q sum_loss:q size:I packed",
                lambda cfg: ternary.packed_size(cfg.CHUNK_DIGITS))
 # first: a member; packed: the digits of all chunks, compressed by zstd in version 2
 JOB_RESPONSE = Frame(2, "seed:Q step:Q first:Q size:I packed", lambda cfg: ternary.packed_size(cfg.STEP_DIGITS))
@@ -151,7 +149,8 @@ def limits(cfg):
     """{version: {opcode: (least, most) bytes of payload}} of every known frame; others may have OTHER_LIMIT bytes."""
     sizes = {kind: (kind.head.size, kind.head.size + (kind.most(cfg) if callable(kind.most) else kind.most))
              for kind in NAMES}
-    request, response = JOB_REQUEST.head.size + DIGEST, JOB_RESPONSE.head.size
+    request = JOB_REQUEST.head.size + DIGEST
+    response = JOB_RESPONSE.head.size
     return {V1: sizes, V2: {**sizes, JOB_REQUEST: (request, request),
                             JOB_RESPONSE: (response, response + history.most_body(cfg))}}
 
@@ -200,32 +199,25 @@ def next_frame(buffer, allowed):
     return Received(version, opcode, payload)
 
 
-class Result(NamedTuple):
-    """A RESULT. updates: weights changed by the worker's last update, 0 where it has reported them already; packed:
-    bytes of ternary fitness (SPEC 8)."""
-    step: int
-    chunk: int
-    updates: int
-    sum_loss: int
-    packed: bytes
-
-
 def read_result(cfg, n_weights, payload):
-    """The Result in a frame, of a model of n_weights weights. Raises FrameError for one that cannot be right."""
-    fields = RESULT.unpack(payload)
-    packed, sum_loss = fields.packed, fields.sum_loss
-    if fields.size != len(packed):
-        raise FrameError(f"wrong length: RESULT says {fields.size} bytes of fitness and carries {len(packed)}")
-    chunk, rest = divmod(fields.first, cfg.CHUNK_SIZE)
+    """(the fields of a RESULT, its chunk), of a model of n_weights weights. Raises FrameError for one that cannot be
+    right."""
+    result = RESULT.unpack(payload)
+    if result.size != len(result.packed):
+        raise FrameError(f"wrong length: RESULT says {result.size} bytes of fitness and carries {len(result.packed)}")
+    chunk, rest = divmod(result.first, cfg.CHUNK_SIZE)
     if rest or chunk >= cfg.N_CHUNKS:
-        raise FrameError(f"wrong chunk: RESULT for member {fields.first}, chunks begin at multiples of "
+        raise FrameError(f"wrong chunk: RESULT for member {result.first}, chunks begin at multiples of "
                          f"{cfg.CHUNK_SIZE} below {cfg.POPULATION_SIZE}")
     try:
-        ternary.check(packed, cfg.CHUNK_DIGITS)
+        ternary.check(result.packed, cfg.CHUNK_DIGITS)
     except ValueError as error:
         raise FrameError(f"wrong fitness: {error}") from None
     # a logit is an int32 shifted by SHIFT_LOGIT; the logarithm of its sum adds no more than -1 to 128 half units
-    tokens, most = cfg.CHUNK_SIZE * cfg.SEQ_LEN * cfg.LOSS_SCALE, 1 << 32 - min(cfg.SHIFT_LOGIT, 8)
-    if not -16 * tokens <= sum_loss <= min(tokens * most, (1 << 62) // cfg.N_CHUNKS) or fields.updates > n_weights:
-        raise FrameError(f"wrong figures: sum of losses {sum_loss}, {fields.updates} weights changed of {n_weights}")
-    return Result(fields.step, chunk, fields.updates, sum_loss, packed)
+    tokens = cfg.CHUNK_SIZE * cfg.SEQ_LEN * cfg.LOSS_SCALE
+    most = 1 << 32 - min(cfg.SHIFT_LOGIT, 8)
+    if (not -16 * tokens <= result.sum_loss <= min(tokens * most, (1 << 62) // cfg.N_CHUNKS)
+            or result.updates > n_weights):
+        raise FrameError(f"wrong figures: sum of losses {result.sum_loss}, {result.updates} weights changed of "
+                         f"{n_weights}")
+    return result, chunk

@@ -10,7 +10,7 @@ import math
 import os
 import random
 import time
-from typing import NamedTuple
+from collections import namedtuple
 
 from cluster import history, snapshots
 from cluster.wire import FrameError, STANDING, STATE, read_json
@@ -31,14 +31,9 @@ LINEAGE = 200              # most epochs in `status`
 BANDWIDTH = 16e6           # bytes per second, by default
 
 
-class IslandSettings(NamedTuple):
+class IslandSettings(namedtuple("IslandSettings", "name peers bandwidth accept tls", defaults=[BANDWIDTH, True, None])):
     """The settings of an island. peers: [(host, port)]; bandwidth: bytes of states per second, each way, 0 for no
     limit; accept: whether it takes over states; tls: the ssl.SSLContext for calls to peers, or None."""
-    name: str
-    peers: list
-    bandwidth: float = BANDWIDTH
-    accept: bool = True
-    tls: object = None
 
     def attach(self, coordinator):
         return Island(coordinator, self)
@@ -50,22 +45,13 @@ def island_settings(name, peers, from_slurm, port, bandwidth, accept, tls=None):
     return IslandSettings(name, list(dict.fromkeys(peers)), BANDWIDTH if bandwidth is None else bandwidth, accept, tls)
 
 
-class Standing(NamedTuple):
-    """How an island stands. fitness: None before it is measured; kind: a key of KINDS; state, state_step: SHA-256
-    (bytes) and step of its newest snapshot; founder: island from which its population descends; ask: whether the peer
-    shall answer."""
-    fitness: object
-    kind: str
-    unit: str
-    step: int
-    epoch: int
-    founder: str
-    state: object
-    state_step: int
-    ask: bool
+class Standing(namedtuple("Standing", "fitness kind unit step epoch founder state state_step ask")):
+    """How an island stands. fitness: a number, None before it is measured; kind: a key of KINDS; unit: of the fitness;
+    state, state_step: SHA-256 (bytes, or None) and step of its newest snapshot; founder: island from which its
+    population descends; ask: whether the peer shall answer."""
 
     def pack(self):
-        return json.dumps({**self._asdict(), "state": self.state.hex() if self.state else None}).encode()
+        return json.dumps({**self._asdict(), "state": self.state and self.state.hex()}).encode()
 
     def compares(self, other):
         return (self.kind, self.unit) == (other.kind, other.unit)
@@ -75,11 +61,11 @@ def read_standing(payload):
     """The Standing in a frame. Raises FrameError if it cannot be one."""
     try:
         fields = read_json(payload)
-        state = bytes.fromhex(fields["state"]) if fields["state"] is not None else None
+        state = fields["state"] and bytes.fromhex(fields["state"])
         standing = Standing(**{**fields, "state": state})
         counts = standing.step, standing.epoch, standing.state_step
         fitness = standing.fitness
-        if not (all(type(x) is int and 0 <= x < 1 << 48 for x in counts) and type(standing.ask) is bool
+        if not (all(type(x) is int and 0 <= x < history.MOST_STEPS for x in counts) and type(standing.ask) is bool
                 and standing.unit in KINDS[standing.kind] and NAME.fullmatch(standing.founder)
                 and (state is None or len(state) == 32)
                 and (fitness is None or type(fitness) in (int, float) and abs(fitness) <= 1 << 30
@@ -118,13 +104,7 @@ class Fitness:
             self.best, self.best_step = self.value, step
 
 
-class Elite(NamedTuple):
-    """The file of an elite; the smallest is the best."""
-    is_loss: bool
-    fitness: float
-    epoch: int
-    step: int
-    name: str
+Elite = namedtuple("Elite", "is_loss fitness epoch step name")       # the file of an elite; the smallest is the best
 
 
 def read_elite(name):
@@ -138,7 +118,8 @@ class Elites:
     first."""
 
     def __init__(self, directory, most):
-        self.directory, self.most = directory, most
+        self.directory = directory
+        self.most = most
         self.files = sorted(filter(None, map(read_elite, os.listdir(directory))))
 
     def offer(self, path, epoch, step, kind, fitness):
@@ -162,13 +143,9 @@ class Elites:
         return None
 
 
-class Handover(NamedTuple):
-    """A change to another state. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished transfer.Incoming or None;
-    needs_ours: whether our state is needed; since: time.monotonic() at which it began."""
-    kind: str
-    incoming: object
-    needs_ours: bool
-    since: float
+# A change to another state. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished transfer.Incoming or None;
+# needs_ours: whether our state is needed; since: time.monotonic() at which it began
+Handover = namedtuple("Handover", "kind incoming needs_ours since")
 
 
 class Island(Hook):
@@ -180,14 +157,20 @@ class Island(Hook):
     merge_event = None         # fields of a merge whose first chunk is not handed out yet
 
     def __init__(self, coordinator, settings):
-        cfg, run = coordinator.cfg, coordinator.run
-        if run.directory is None or not cfg.SNAPSHOT_EVERY:
+        cfg = coordinator.cfg
+        run = coordinator.run
+        if not (run.directory and cfg.SNAPSHOT_EVERY):
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
-        self.coordinator, self.events = coordinator, coordinator.events
-        self.cfg, self.run, self.settings = cfg, run, settings
+        self.coordinator = coordinator
+        self.events = coordinator.events
+        self.cfg = cfg
+        self.run = run
+        self.settings = settings
         self.peers = Peers(self, coordinator, settings, transfer.Bucket(settings.bandwidth))
-        self.admit_peer, self.peer_joined = self.peers.admit, self.peers.joined
-        self.fitness, self.elites = Fitness(), Elites(run.directory, cfg.ELITES)
+        self.admit_peer = self.peers.admit
+        self.peer_joined = self.peers.joined
+        self.fitness = Fitness()
+        self.elites = Elites(run.directory, cfg.ELITES)
         self.bandwidth_in = transfer.Bucket(settings.bandwidth)
         self.on_trial = run.start.origin             # of the current epoch, until it has been judged
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
@@ -219,7 +202,7 @@ class Island(Hook):
     def _offer_elite(self, step):
         """Keeps the snapshot of this step as an elite if it is one of the best."""
         path, fitness = self.coordinator.shelf.path(step), self.fitness
-        if not path or fitness.value is None or not self.elites.most:
+        if not path or fitness.value is None:
             return
         try:
             if self.elites.offer(path, self.run.start.epoch, step, fitness.kind, fitness.value):
@@ -231,7 +214,7 @@ class Island(Hook):
         """Between two steps it may change to another state, or begin a tournament."""
         if not self.cfg.OBJECTIVE:
             self.fitness.add("loss", KINDS["loss"][0], loss, self.run.step)
-        if self.coordinator.finished or self.coordinator.closing or self.run.step <= self.run.start.step:
+        if self.coordinator.finished or self.coordinator.closing:
             return
         self.handover = self._due()
         if self.handover and not self.handover.needs_ours:
@@ -242,7 +225,8 @@ class Island(Hook):
                     if peer.session and not peer.question_at and now >= peer.next_question_at]
             if free:
                 peer = random.choice(free)
-                peer.question_at, peer.next_question_at = now, now + ASK_EVERY
+                peer.question_at = now
+                peer.next_question_at = now + ASK_EVERY
                 peer.session.reply(STANDING, self.standing(True).pack())
 
     def state_received(self, upload):
@@ -260,9 +244,11 @@ class Island(Hook):
         event, self.merge_event = self.merge_event, None
         if event:
             seconds = time.monotonic() - event.pop("since")
-            source = "back to our own state" if event["kind"] == "undo" else "{kind} of the state of {peer}"
-            line = "island: step {step} begins epoch {epoch}: " + source + " of step {peer_step}, handed over in "
-            self.events.emit("merge", line.format(**event) + f"{seconds:.2f} s", **event, seconds=round(seconds, 3))
+            source = "back to our own state" if event["kind"] == "undo" else \
+                f"{event['kind']} of the state of {event['peer']}"
+            line = (f"island: step {event['step']} begins epoch {event['epoch']}: {source} of step "
+                    f"{event['peer_step']}, handed over in {seconds:.2f} s")
+            self.events.emit("merge", line, **event, seconds=round(seconds, 3))
 
     def status(self):
         return {"name": self.settings.name, "epoch": self.run.start.epoch, "kind": self.fitness.kind,
@@ -271,9 +257,8 @@ class Island(Hook):
 
     def shown(self, fitness, kind):
         """A fitness for people: a loss in the unit in which losses are shown, a reward as it is; None of None."""
-        if kind == "reward" and fitness is not None:
-            return _rounded(-fitness)
-        return _rounded(fitness * self.coordinator.progress.bits if fitness and kind == "loss" else fitness)
+        units = {"loss": self.coordinator.progress.bits, "reward": -1}
+        return fitness and _rounded(fitness * units.get(kind, 1))
 
     def handle(self, peer, opcode, payload):
         """Takes a frame of a peer. Returns whether it was useful. Raises FrameError."""
@@ -282,11 +267,11 @@ class Island(Hook):
         incoming = self.incoming
         if opcode != STATE or not incoming or incoming.peer is not peer or not incoming.requested:
             return False
-        frame = STATE.unpack(payload)
-        if frame.sha256 != incoming.standing.state:
+        sha256, total, *piece = STATE.unpack(payload)
+        if sha256 != incoming.standing.state:
             return False
-        if frame.total:
-            self._advance(lambda: incoming.add(frame.total, frame.offset, frame.piece))
+        if total:
+            self._advance(incoming.add, total, *piece)
         else:
             self._drop_incoming(f"{peer.name} does not have its state of step {incoming.standing.state_step} any more")
         return True
@@ -302,17 +287,13 @@ class Island(Hook):
 
     def _take_standing(self, peer, theirs):
         """Both sides judge the same two standings, so the better island need not send anything else."""
-        if theirs.ask and not peer.questions.take():
-            return False
-        expected = theirs.ask or peer.question_at is not None
-        peer.standing = theirs
-        ours = self.standing()
+        if not (peer.questions.take() if theirs.ask else peer.question_at):
+            return False                             # too many, or no answer to ours
+        peer.standing, ours = theirs, self.standing()
         if theirs.ask:
             peer.session.reply(STANDING, ours.pack())
         else:
             peer.question_at = None
-        if not expected:
-            return False
         behind = 0 if None in (ours.fitness, theirs.fitness) else ours.fitness - theirs.fitness
         busy = self.incoming or self.handover or self.coordinator.closing
         outcome, line = "offer" if behind < 0 else "keep", None
@@ -331,11 +312,11 @@ class Island(Hook):
                               theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
         return True
 
-    def _advance(self, work):
+    def _advance(self, work, *arguments):
         """Calls `work` for the incoming state, then requests the next piece."""
         incoming, name = self.incoming, self.incoming.peer.name
         try:
-            work()
+            work(*arguments)
         except ValueError as error:
             self._drop_incoming(f"the state of {name} is not used: {error}", distrust=True)
         except OSError as error:
@@ -356,16 +337,17 @@ class Island(Hook):
     # epochs
 
     def _due(self):
-        cfg, now, fitness = self.cfg, time.monotonic(), self.fitness
+        cfg = self.cfg
+        now = time.monotonic()
+        fitness = self.fitness
         if self._must_undo() and self.elites.files:
             return Handover("undo", None, False, now)
         if self.incoming and self.incoming.made:
-            theirs, name = self.incoming.standing, self.incoming.peer.name
+            theirs = self.incoming.standing
             if theirs.compares(fitness) and fitness.value is not None and fitness.value > theirs.fitness:
                 return Handover(cfg.MERGE, self.incoming, merging.needs_ours(cfg), now)
-            self._drop_incoming(f"the state of {name} is no longer better than ours: not used")
-        if fitness.best < math.inf:
-            self.idle_since = max(self.idle_since, fitness.best_step)
+            self._drop_incoming(f"the state of {self.incoming.peer.name} is no longer better than ours: not used")
+        self.idle_since = max(self.idle_since, fitness.best_step)
         if cfg.REJUVENATE_AFTER and self.run.step - self.idle_since >= cfg.REJUVENATE_AFTER:
             return Handover("rejuvenate", None, True, now)
         return None
@@ -379,19 +361,20 @@ class Island(Hook):
         if origin.get("fitness_kind") != fitness.kind or origin["kind"] not in REGRET \
                 or fitness.value - origin["ours"] <= REGRET[origin["kind"]] * abs(origin["ours"]):
             return False
-        giver = origin["from"]
         sign = -1 if fitness.kind == "reward" else 1
-        why = (f"with the state of {giver}, which promised {sign * origin['theirs']:.4f}, this island has "
+        why = (f"with the state of {origin['from']}, which promised {sign * origin['theirs']:.4f}, this island has "
                f"{sign * fitness.value:.4f} {fitness.unit} after {sign * origin['ours']:.4f} before")
-        if giver in self.peers.known:
-            self.peers.distrust(self.peers.known[giver], why)
+        if giver := self.peers.known.get(origin["from"]):
+            self.peers.distrust(giver, why)
         else:
             self.events.warn(f"island: {why}")
         return True
 
     def _hand_over(self, ours, digest=None):
         """Begins the next epoch. ours: our State if it is needed; digest: its digest."""
-        handover, run, name = self.handover, self.run, self.settings.name
+        handover = self.handover
+        run = self.run
+        name = self.settings.name
         parent = digest if ours else self.coordinator.trust.leading(run.step - 1)
         origin = {"epoch": run.start.epoch + 1, "kind": handover.kind, "island": name, "from": name,
                   "founder": self.lineage[-1]["founder"], "peer_step": None, "fitness_kind": self.fitness.kind,
@@ -399,7 +382,7 @@ class Island(Hook):
                   "parent_ours": parent.hex(), "parent_ours_step": run.step - (not ours)}
         try:
             state, body, more = self._next_state(ours)
-            if state is None:
+            if not state:
                 return self._give_up("no elite can be read")
             state.step, state.seed = run.step, run.seed
             origin.update(more, digest=state_digest.of_state(state).hex())
@@ -416,7 +399,9 @@ class Island(Hook):
     def _next_state(self, ours):
         """(State of the next epoch, its body as a snapshot or None, more fields of its origin); the State is None if no
         elite can be read. Raises OSError, ValueError for a peer's state that cannot be used."""
-        cfg, kind, incoming = self.cfg, self.handover.kind, self.handover.incoming
+        cfg = self.cfg
+        kind = self.handover.kind
+        incoming = self.handover.incoming
         if kind == "rejuvenate":
             return merging.rejuvenate(cfg, ours), None, {}
         if kind == "undo":
@@ -457,16 +442,17 @@ class Island(Hook):
         if self.incoming:                            # its fitness was compared with the previous state
             self._drop_incoming()
         if self.handover.kind == "rejuvenate":
-            self.idle_since = max(self.idle_since, self.run.step)
+            self.idle_since = self.run.step
         self.handover = None
         self.coordinator.dispatcher.changed = True
 
 
 def ancestor(start, name):
     """The entry of `lineage` for an epoch that begins with a history.Start. name: of the island."""
-    origin = {"from": name, "founder": name, "peer_step": None, "digest": None, **(start.origin or {})}
-    return {"epoch": start.epoch, "step": start.step,
-            **{k: origin[k] for k in ("from", "peer_step", "digest", "founder")}}
+    origin = start.origin or {}
+    return {"epoch": start.epoch, "step": start.step, "from": origin.get("from", name),
+            "peer_step": origin.get("peer_step"), "digest": origin.get("digest"),
+            "founder": origin.get("founder", name)}
 
 
 def _rounded(x):

@@ -29,7 +29,7 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     fitness or a state that no training produces: a state may come from a stranger."""
     share = worse_share(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
     for state in (ours, theirs):
-        if state is not None:
+        if state:
             parameters.check_state(state)
     better, worse = (ours, theirs) if fitness_ours <= fitness_theirs else (theirs, ours)
     moments = np.zeros(theirs.moments.shape, np.float32)
@@ -40,7 +40,8 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
             base = better.moments[:, column].astype(np.float64)
             moments[:, column] = base + (worse.moments[:, column] - base) * (share / (1 << SHARE_BITS))
     if cfg.MERGE == "clone":
-        weights, overlay = np.array(theirs.weights), np.array(theirs.overlay)
+        weights = np.array(theirs.weights)
+        overlay = np.array(theirs.overlay)
         moments[:, 2] = theirs.moments[:, 2]
     else:
         weights = np.empty_like(theirs.weights)
@@ -49,7 +50,7 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
             weights[piece], moments[piece, 2] = _mix(better, worse, piece, share)
         base = better.overlay.astype(np.int64)
         overlay = (base + _round((worse.overlay - base) * share)).astype(np.int8)
-    place = theirs if ours is None else ours
+    place = ours or theirs
     return parameters.State(weights, moments, overlay, place.step, place.seed)
 
 

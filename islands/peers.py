@@ -55,7 +55,8 @@ def parse_bandwidth(text):
 def peers_from_slurm(port, environ=os.environ):
     """[(host, port)] of the other nodes of this process's Slurm job. Raises ConfigError."""
     import subprocess
-    nodes, advice = environ.get("SLURM_JOB_NODELIST"), "give the peers with --peer"
+    nodes = environ.get("SLURM_JOB_NODELIST")
+    advice = "give the peers with --peer"
     if not nodes:
         raise ConfigError(f"--peers-from-slurm: SLURM_JOB_NODELIST is not set: start it in a Slurm job, or {advice}")
     with explained(ConfigError, "--peers-from-slurm needs scontrol to list the nodes", advice):
@@ -74,18 +75,18 @@ class Target:
     pause, call_at = FIRST_PAUSE, 0.0
 
     def __init__(self, host, port):
-        self.host, self.title = host, address_text(host, port)
+        self.host = host
+        self.title = address_text(host, port)
         try:
-            found = resolve(host, port)
+            self.addresses = [(entry[0], entry[4]) for entry in resolve(host, port)]
         except OSError:
             raise NetError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
                            "another island's coordinator") from None
-        self.addresses = [(entry[0], entry[4]) for entry in found]
 
-    def failed(self, longest=False):
+    def failed(self):
         self.addresses.append(self.addresses.pop(0))
         self.call_at = time.monotonic() + self.pause * random.uniform(0.5, 1.0)
-        self.pause = LONGEST_PAUSE if longest else min(2 * self.pause, LONGEST_PAUSE)
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
 
 
 class Peer:
@@ -98,7 +99,8 @@ class Peer:
     given = taken = 0
 
     def __init__(self, author):
-        self.name, self.author = author.name, author
+        self.name = author.name
+        self.author = author
         self.heard = time.monotonic()
         self.questions = Budget(1 / ASK_EVERY, QUESTIONS)        # those of this peer that are answered
 
@@ -112,7 +114,9 @@ class PeerRole(Role):
 
     def __init__(self, session, peers, target=None, caller=None):
         super().__init__(session)
-        self.peers, self.target, self.caller = peers, target, caller
+        self.peers = peers
+        self.target = target
+        self.caller = caller
 
     def begin(self):
         self.session.version = V2
@@ -149,9 +153,10 @@ class PeerRole(Role):
 
     def send_piece(self):
         """Sends the requested piece as soon as the bandwidth allows; until then nothing is read from the peer."""
-        shelf, bandwidth = self.peers.coordinator.shelf, self.peers.bandwidth
-        sha256, offset = self.wanted.sha256, self.wanted.offset
-        size = min(self.wanted.most, bandwidth.piece)
+        shelf = self.peers.coordinator.shelf
+        bandwidth = self.peers.bandwidth
+        sha256, offset, most = self.wanted
+        size = min(most, bandwidth.piece)
         if not bandwidth.take(size):
             self.session.wait()
             return
@@ -172,10 +177,14 @@ class Peers:
     transfer.Bucket of the states that they request. Raises NetError."""
 
     def __init__(self, island, coordinator, settings, bandwidth):
-        self.island, self.coordinator = island, coordinator
-        self.cfg, self.events = coordinator.cfg, coordinator.events
+        self.island = island
+        self.coordinator = coordinator
+        self.cfg = coordinator.cfg
+        self.events = coordinator.events
         self.id = os.urandom(8).hex()
-        self.name, self.tls, self.bandwidth = settings.name, settings.tls, bandwidth
+        self.name = settings.name
+        self.tls = settings.tls
+        self.bandwidth = bandwidth
         # the greeting.Card of this island in JOIN and ISLAND; constants as JSON returns them
         self.card = {"role": "island", "id": self.id, "name": self.name,
                      "config": json.loads(json.dumps(self.cfg.shared()))}
@@ -185,18 +194,18 @@ class Peers:
 
     def check(self, now):
         for target in self.targets:
-            connected = target.name in self.known and self.known[target.name].session
-            if not (target.session or target.is_self or connected) and now >= target.call_at:
+            peer = self.known.get(target.name)
+            if not (target.session or target.is_self or peer and peer.session) and now >= target.call_at:
                 self._call(target)
         for peer in list(self.known.values()):
-            if peer.session and peer.question_at and now - peer.question_at > PATIENCE:
+            if peer.question_at and now - peer.question_at > PATIENCE:
                 peer.session.close()
             if not peer.session and now - peer.heard > FORGOTTEN:
                 del self.known[peer.name]
         self.distrusted = {identity: until for identity, until in self.distrusted.items() if now < until}
 
     def trusted(self, peer):
-        return time.monotonic() >= self.distrusted.get(peer.author.identity, 0.0)
+        return peer.author.identity not in self.distrusted
 
     def distrust(self, peer, why):
         self.distrusted[peer.author.identity] = time.monotonic() + DISTRUST
@@ -236,10 +245,11 @@ class Peers:
         if why := self.objection(card, author):
             raise Refused(f"island {card.name}: {why}", OTHER_CONFIG)
 
-    def joined(self, session, card, author):
+    def joined(self, session, author):
+        session.role = PeerRole(session, self)
         session.reply(ISLAND, json.dumps(self.card).encode())
         if session.open:
-            self._introduced(session, PeerRole(session, self), card, author)
+            self._introduced(session, author)
 
     def accepted(self, session, card):
         """The called island, which has this card, has let this island in."""
@@ -247,23 +257,24 @@ class Peers:
         if why := self.objection(card, author):
             self.refused(session, why)
         else:
-            self._introduced(session, session.role, card, author)
+            self._introduced(session, author)
 
-    def _introduced(self, session, role, card, author):
+    def _introduced(self, session, author):
         """Of two connections between the same processes, both sides keep the one that the smaller id called."""
-        peer, target = self.known.setdefault(card.name, Peer(author)), role.target
-        old, same = peer.session, peer.author.key == card.id
+        peer = self.known.setdefault(author.name, Peer(author))
+        target = session.role.target
+        old, calls = peer.session, self.id < author.key
         if target:
-            target.name, target.pause = peer.name, FIRST_PAUSE
-        if old and same and bool(old.role.target) != bool(target) and bool(old.role.target) == (self.id < card.id):
+            target.name = peer.name
+            target.pause = FIRST_PAUSE
+        if old and peer.author.key == author.key and bool(old.role.target) == calls != bool(target):
             session.close()
             return
-        session.role, role.peer = role, peer
+        session.role.peer = peer
         session.title = f"{peer.name} ({session.address})"
         session.take(wire.FROM_ISLAND)
         session.idle = None
-        if not session.known:
-            session.become_known()
+        session.become_known()
         peer.session = session
         peer.author = author
         peer.heard = time.monotonic()
@@ -289,10 +300,11 @@ class Peers:
     # ends
 
     def lost(self, session):
-        target, peer = session.role.target, session.role.peer
+        target = session.role.target
+        peer = session.role.peer
         if self.coordinator.closing:
             return
-        if target and target.session is session:
+        if target:
             target.session = None
             target.failed()
             if not target.name:
@@ -304,8 +316,8 @@ class Peers:
 
     def refused(self, session, why, code=None):
         if target := session.role.target:
-            target.is_self = target.is_self or code == ITSELF
-            target.failed(longest=True)
+            target.is_self |= code == ITSELF
+            target.pause = LONGEST_PAUSE
             self._log_target(target, f"refuses this island: {why}", "refused")
         session.close()
 
@@ -313,15 +325,13 @@ class Peers:
         """Once for each target."""
         if not target.logged and not target.is_self:
             target.logged = True
-            self._log(target.host, f"{target.title} {what}", target.title, target.title, state)
+            line = one_line(f"{target.title} {what}")        # it may quote the constants of a peer
+            self.events.about(target.host, "peer", f"island: {line}", peer=target.title, address=target.title,
+                              state=state)
 
     def _log_peer(self, peer, state):
-        line = f"peer {peer.name} at {peer.address} is {state}"
-        self._log(peer.author.host, line, peer.name, peer.address, state)
-
-    def _log(self, host, line, name, address, state):
-        line = f"island: {one_line(line)}"           # it may quote the constants of a peer
-        self.events.about(host, "peer", line, peer=name, address=address, state=state)
+        self.events.about(peer.author.host, "peer", f"island: peer {peer.name} at {peer.address} is {state}",
+                          peer=peer.name, address=peer.address, state=state)
 
     def status(self):
         rows = []

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from typing import NamedTuple
 
 from cluster import snapshots
 from cluster.hub import Budget
@@ -30,29 +29,26 @@ class Bucket(Budget):
         return not self.rate or super().take(size)
 
 
-class Made(NamedTuple):
-    """A parameters.State, and its body as a snapshot, None of a state that is not merged yet, or was merged late."""
-    state: object
-    body: object
-
-
 class Incoming:
     """A state that is fetched from a peer, as its `standing` offers it. got, total: bytes of its snapshot file that
-    arrived, and all; upload: its snapshots.Upload, None before the first piece; made: the Made of `prepare` or its
-    error."""
+    arrived, and all; upload: its snapshots.Upload, None before the first piece; made: what `prepare` has made, or its
+    error: (parameters.State, its body as a snapshot, None where the state is not merged yet)."""
 
     requested = preparing = False
     upload = made = None
     got = total = _before = 0                        # _before: bytes by the last check of the speed
 
     def __init__(self, cfg, peer, standing, directory, bucket):
-        self.cfg, self.peer, self.standing = cfg, peer, standing
-        self.directory, self.bucket = directory, bucket
+        self.cfg = cfg
+        self.peer = peer
+        self.standing = standing
+        self.directory = directory
+        self.bucket = bucket
         self._since = time.monotonic()               # of that check
 
     @property
     def finished(self):
-        return self.upload is not None and self.upload.finished
+        return self.upload and self.upload.finished
 
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
@@ -81,7 +77,7 @@ class Incoming:
             self.upload.unpack()
 
     def drop(self):
-        if self.upload is not None:
+        if self.upload:
             self.upload.drop()
 
     def too_slow(self, now):
@@ -103,19 +99,18 @@ class Incoming:
             try:
                 theirs = self.upload.state()
                 if merging.needs_ours(self.cfg):
-                    self.made = Made(theirs, None)
+                    self.made = theirs, None
                 else:
                     state = merging.merge(self.cfg, None, theirs, fitness, self.standing.fitness)
-                    self.made = Made(state, snapshots.pack(state))
+                    self.made = state, snapshots.pack(state)
             except (OSError, ValueError) as error:
                 self.made = error
         self.preparing = True
         threading.Thread(target=work, daemon=True).start()
 
     def result(self, ours, fitness):
-        """The Made of the next epoch. Raises OSError, ValueError."""
+        """(State of the next epoch, its body as a snapshot, or None). Raises OSError, ValueError."""
         if isinstance(self.made, Exception):
             raise self.made
-        if self.made.body:
-            return self.made
-        return Made(merging.merge(self.cfg, ours, self.made.state, fitness, self.standing.fitness), None)
+        state, body = self.made
+        return (state, body) if body else (merging.merge(self.cfg, ours, state, fitness, self.standing.fitness), None)

@@ -280,10 +280,10 @@ def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(server):
     with refused("another configuration"):
         Peer2(server, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"})
     peer = Peer2(server)
-    for i in range(3 * event_log.OF_HOST[0]):
+    for i in range(3 * event_log.OF_HOST[1]):
         peer.send(wire.LOG_MESSAGE, f"word {i}.".encode())
     assert peer.chunk(0) == 0
-    text, most = server.said, event_log.OF_HOST[0]
+    text, most = server.said, event_log.OF_HOST[1]
     assert not re.search("[\x1b\x07]|^Step", text, re.M) and text.count("another configuration") == 1
     assert "word 0." in text and most - 10 <= text.count("word ") < most + 10
 

@@ -149,7 +149,7 @@ def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch)
     def arrive(host, name):
         author = admission.Author(host, name, name)
         worker = Arrival(trusted=True, conduct=fairness.Conduct(), author=author, step=0, waiting=True)
-        dispatcher.enter(worker)
+        dispatcher.workers.add(worker)
         dispatcher.arrived(worker)
 
     arrive("a", "0")

@@ -6,6 +6,7 @@ import re
 import struct
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
             peer.close()
         until(lambda: not server.dispatcher.workers)
         size = (tmp_path / history.EVENTS).stat().st_size
-        assert size < 2 * event_log.OF_HOST[0] * event_log.LINE, f"{size} bytes: long lines count as many"
+        assert size < 2 * event_log.OF_HOST[1] * event_log.LINE, f"{size} bytes: long lines count as many"
     assert (tmp_path / history.EVENTS).read_text().count('"event": "step"') == 0
 
 
@@ -77,10 +78,10 @@ def test_what_peers_cause_is_bounded_for_each_host_and_for_all(tmp_path):
         for host in range(3):
             for _ in range(1000):
                 events.about(f"10.0.0.{host}", "joined", f"h{host}", **JOINED)
-        assert [lines.text.count(f"h{host}") for host in range(3)] == [event_log.OF_HOST[0]] * 3
+        assert [lines.text.count(f"h{host}") for host in range(3)] == [event_log.OF_HOST[1]] * 3
         for host in range(5000):
             events.about(f"10.1.{host}", "joined", "many", **JOINED)
-        assert lines.text.count("many") <= event_log.OF_ALL[0] and len(events._of_host) <= event_log.HOSTS
+        assert lines.text.count("many") <= event_log.OF_ALL[1] and len(events._of_host) <= event_log.HOSTS
         assert lines.text.count("lines about peers are left out") == 1
 
 
@@ -99,6 +100,22 @@ def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
     assert events(tmp_path / history.EVENTS)[-1]["step"] == 199
     log = (tmp_path / "coordinator.log").read_text()
     assert log.startswith("# egg, ") and "Step,RelTime" in log and log.splitlines()[-1].startswith("199,")
+
+
+def test_a_long_log_that_cannot_begin_anew_does_so_later(tmp_path, monkeypatch):
+    """Until then its file stays open: its number must not be that of another file, or of a peer."""
+    monkeypatch.setattr(event_log, "LOG_BYTES", 10)
+    told = []
+    log = event_log.JsonLog(str(tmp_path / "log"), "", told.append)
+    log.emit("long enough", None)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", mock.Mock(side_effect=OSError(24, "Too many open files")))
+        log.emit("lost", None)
+    assert os.fstat(log.handle).st_ino == (tmp_path / "log.1").stat().st_ino
+    log.emit("new", None)
+    log.close()
+    assert (tmp_path / "log").read_text() == '"new"\n' and (tmp_path / "log.1").read_text() == '"long enough"\n'
+    assert told == [f"{tmp_path}/log: Too many open files: events are missing in it from now on"]
 
 
 def test_a_disk_that_is_nearly_full_stops_logs_before_it_stops_training(tmp_path, monkeypatch):

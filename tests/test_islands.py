@@ -1,6 +1,7 @@
 """What liars, stolen names and forged files cannot do: votes, validations, snapshots, leases, islands, files."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import fitness_digits, parameters, seeds, state_digest
 from coordinators import Coordinator, Server, caller, free_port, refused, run_worker, until, work_in_thread
-from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness, begin_together
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE, digests
 
@@ -108,8 +109,10 @@ def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshots, "state_hash", state_hash)
     cfg = ISLE.changed(REJUVENATE_AFTER=12, SNAPSHOT_EVERY=1000)
     with Isle(tmp_path, "a", 0, cfg=cfg) as a:
-        for _ in range(2):
-            a.work(Learner(a.cfg, 0))
+        engines = [Learner(a.cfg, 0) for _ in range(2)]
+        begin_together(engines)                          # else one may do all steps alone
+        for engine in engines:
+            a.work(engine)
         a.tells("rejuvenated")
         step = a.told("rejuvenated")[0]["step"]
         assert hashed == [step] and "goes on with our state" not in a.said
@@ -430,6 +433,19 @@ def paired(isle):
     """Whether it has one connection to each of two others."""
     sessions = sum(peer.session is not None for peer in list(isle.island.peers.known.values()))
     return (sessions, len(isle.coordinator.hub.connections)) == (2, 2)
+
+
+def test_an_address_that_refuses_is_followed_by_the_next():
+    crew = object.__new__(peers.Peers)
+    crew.coordinator = types.SimpleNamespace(closing=False)
+    crew.events = types.SimpleNamespace(about=lambda *_, **__: None)
+    target = peers.Target("127.0.0.1", 1)
+    target.addresses = ["first", "second"]
+    target.session = types.SimpleNamespace(role=types.SimpleNamespace(target=target, peer=None))
+    target.session.close = functools.partial(crew.lost, target.session)
+    crew.refused(target.session, "another configuration")
+    assert target.addresses == ["second", "first"]
+    assert target.pause == peers.LONGEST_PAUSE and target.logged and not target.session
 
 
 def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):

@@ -342,7 +342,7 @@ def _sum_up(coordinator, references, final, data):
     after = final.figure if final else None
     unit = data.validation.unit if data.validation else None
     if after is not None:
-        done.validated(final.step, (after, unit))
+        done.validated(final.step, after, unit)
     console.line(done.summary())
     if before is not None and after is not None:
         models = _listed({name: figure for name, figure in references.items() if name != "uniform"})
