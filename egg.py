@@ -233,8 +233,7 @@ def train(cfg, args):
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
     with_objective(cfg, args)
-    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, page(args),
-                       args.log_json, args.tensorboard, args.objective)
+    done = train.train(cfg, args.threads, console, args.objective, http=page(args), **of_the_run(args))
     directory = done.progress.run.directory
     invite_to_continue(args.argv, directory, console)
     if done.final is not None and directory:
@@ -282,9 +281,9 @@ def coordinator(cfg, args):
         raise egg_config.ConfigError("--peer, --peers-from-slurm, --gossip-bandwidth and --no-accept are for islands: "
                                      "give --island NAME too")
     console = run_console(args)
-    done = egg_net.run_coordinator(cfg, args.host, args.port, args.save_dir, args.load_dir, args.steps,
-                                   args.minutes, console, access, page(args, access), args.log_json, args.tensorboard,
-                                   island, hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
+    done = egg_net.run_coordinator(cfg, args.host, args.port, console=console, access=access, http=page(args, access),
+                                   island=island, **of_the_run(args),
+                                   hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
     invite_to_continue(args.argv, done.run.directory, console)
 
 
@@ -523,6 +522,12 @@ def access_to(args):
     """The auth.Access of a worker or of `status`."""
     from cluster import auth
     return auth.Access(auth.read_secret(args.secret_file), auth.client_tls(args.tls_ca, args.tls_cert, args.tls_key))
+
+
+def of_the_run(args):
+    """{name: value}: the options of a run that a coordinator and its logs take as they are."""
+    names = "steps", "minutes", "save_dir", "load_dir", "log_json", "tensorboard"
+    return {name: vars(args)[name] for name in names}
 
 
 def page(args, access=None):

@@ -144,7 +144,7 @@ def run_trial(values, base, files, table, directory):
     cfg = cfg.changed(**files, DEVICE="cuda" if table.gpus else "cpu")
     minutes = table.minutes and max(table.minutes - spent, 1e-6)
     console = Reporter(spent)
-    train.train(cfg, table.steps, minutes, to, threads=None if table.gpus else table.cpus, console=console)
+    train.train(cfg, None if table.gpus else table.cpus, console, steps=table.steps, minutes=minutes, save_dir=to)
     console.report()
 
 
