@@ -7,7 +7,6 @@ to this process, the driver: they end with it, and the same command continues fr
 
 import collections
 import contextlib
-import functools
 import io
 import json
 import logging
@@ -65,22 +64,22 @@ def connected(address):
     host, colon, port = address.rpartition(":")
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env", {})
     environment = None if "working_dir" in job else {"working_dir": ROOT, "excludes": NOT_CARRIED}
-    start = functools.partial(ray.init, address, log_to_driver=False, logging_level=logging.ERROR)
+    options = dict(log_to_driver=False, logging_level=logging.ERROR)
     os.environ["RAY_COLOR_PREFIX"] = "0"
     with contextlib.ExitStack() as stack:
         try:
             if address == "local":
-                start = functools.partial(start, _temp_dir=private_directory(stack), include_dashboard=False)
+                options |= dict(_temp_dir=private_directory(stack), include_dashboard=False)
             stack.callback(disconnect)
             if address == "local":
                 os.environ.setdefault("RAY_AUTH_TOKEN", os.urandom(32).hex())    # or every local user may give it jobs
             else:
                 if colon:            # Ray itself would try for minutes
                     socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-                start()              # without our code
+                ray.init(address, **options)         # without our code
                 check_nodes()
                 ray.shutdown()
-            start(runtime_env=environment)
+            ray.init(address, runtime_env=environment, **options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise RayError(f"no Ray cluster to use at --address {address} ({one_line(str(error), 200)}): start one "
                            "with `ray start --head`, or give --address local for one on this machine") from None
