@@ -164,7 +164,7 @@ def of_directory(args):
     from cluster import history
     for directory in filter(None, (args.save_dir, args.load_dir)):
         if history.holds_run(directory):
-            begins = vars(args).get("objective") and directory != args.save_dir      # only the model goes on
+            begins = args.objective and directory != args.save_dir           # only the model goes on
             return history.configuration(directory), None if begins else directory
     return {}, None
 
@@ -193,7 +193,7 @@ def of_directory_or_machine(args):
 def with_objective(cfg, args):
     """Checks that a run with an objective has it. With --load-dir and an objective its --save-dir, by default a new
     directory, begins with that model."""
-    objective = vars(args).get("objective")
+    objective = args.objective
     if cfg.OBJECTIVE and not objective:
         raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it with "
                                     "--objective FILE")

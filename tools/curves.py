@@ -57,20 +57,17 @@ class Curve:
     "" and None if not known; references: {simple model: its validation}; island: its name, or ""; merges:
     [Merge]; rejuvenations: [Rejuvenation]; samples: the last events of that kind."""
 
+    loss_unit = island = ""
+    unit = None
+    _alpha = 1.0
+    _bits = 1.0                                      # in one unit of the losses, in old files that do not name it
+
     def __init__(self, name):
         self.name = name
-        self.loss = []
-        self.loss_unit = ""
-        self.validation = []
-        self.reward = []
-        self.unit = None
+        self.loss, self.validation, self.reward = [], [], []
+        self.merges, self.rejuvenations = [], []
         self.references = {}
-        self.island = ""
-        self.merges = []
-        self.rejuvenations = []
         self.samples = collections.deque(maxlen=SAMPLES)
-        self._alpha = 1.0
-        self._bits = 1.0                             # in one unit of the losses, in old files that do not name it
 
     @property
     def steps(self):

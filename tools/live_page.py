@@ -134,19 +134,17 @@ class Figures:
     COUNTED = ("joined", "left", "banned", "refused", "snapshot", "gossip", "merge", "rejuvenated")
     LISTED = ("joined", "left", "banned", "refused", "warning", "message")
     LISTED_WITH_LINE = ("peer", "gossip", "merge", "rejuvenated")
+    finished = False
+    sent = received = 0
+    _seconds = _tokens = 0.0                         # of the last steps, fading
 
     def __init__(self, coordinator):
         self.coordinator = coordinator
         self.step = {}
-        self.finished = False
         self.last = {}                               # what was measured, and the best of it, by the name of its curve
         self.best = {}
         self.lines = deque(maxlen=LINES)
         self.counts = dict.fromkeys(self.COUNTED, 0)
-        self.sent = 0
-        self.received = 0
-        self._seconds = 0.0                          # of the last steps, fading
-        self._tokens = 0.0
         self.curve = curves.Curve("")
         run = coordinator.run
         if run.directory is not None and run.step:
@@ -192,9 +190,13 @@ class Figures:
         self._seconds = fade * self._seconds + event["seconds"]
         self._tokens = fade * self._tokens + event["tokens_per_second"] * event["seconds"]
 
+    def _seconds_at(self, step):
+        """Seconds of training after `step` completed steps."""
+        return round(self.curve.at(step).seconds, 3)
+
     def _shown(self, merge):
         return {"step": merge.step, "tokens": merge.step * self.coordinator.progress.tokens_a_step,
-                "seconds": round(self.curve.at(merge.step).seconds, 3), "peer": merge.peer,
+                "seconds": self._seconds_at(merge.step), "peer": merge.peer,
                 "peer_step": merge.peer_step, "part": round(merge.share, 4)}
 
     def seconds_left(self):
@@ -213,7 +215,6 @@ class Figures:
         directory = coordinator.run.directory
         island = status["island"]
         workers = status["workers"]
-        seconds = self.curve.loss[-1].seconds if self.curve.loss else 0.0        # of training
         if island:
             island = {**{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")},
                       "peers": island["peers"][:WORKERS], "n_peers": len(island["peers"])}
@@ -222,8 +223,8 @@ class Figures:
                 **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot", "loss_unit")},
                 "started": coordinator.progress.started is not None, "finished": self.finished,
                 "tokens": status["step"] * coordinator.progress.tokens_a_step,
-                "seconds": round(seconds, 3), "seconds_left": self.seconds_left(),
-                "tokens_per_second": round(self._tokens / self._seconds, 1) if self._seconds else 0.0,
+                "seconds": self._seconds_at(status["step"]), "seconds_left": self.seconds_left(),
+                "tokens_per_second": round(self._tokens / (self._seconds or 1.0), 1),
                 "step_seconds": self.step.get("seconds"),
                 **{k: self.step.get(k) for k in ("loss", "learning_rate", "updates")}, "weights": coordinator.n_weights,
                 "sigma_shift": cfg.sigma_shift(status["step"]) if cfg.PERTURB == "weights" else None, "sent": self.sent,
@@ -276,14 +277,12 @@ class Client(hub.Connection):
     bytes. The page holds those that have got something (`served`) apart from the others."""
 
     PIECE = MOST_HEADER
+    last = None                # whether the response that is being sent is the last one, None where none is
+    ending = False             # the client shall close
+    idle = False               # it has asked for nothing since the last response
 
     def __init__(self, page, sock, address):
         self.page, self.until = page, time.monotonic() + REQUEST_SECONDS
-        # last: whether the response that is being sent is the last one, None where none is; ending: the client shall
-        # close; idle: it has asked for nothing since the last response
-        self.last = None
-        self.ending = False
-        self.idle = False
         super().__init__(page.coordinator.hub, sock, address, page.traffic, page.where.tls)
 
     def received(self):

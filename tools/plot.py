@@ -108,8 +108,9 @@ class Chart:
             return [(x, f"{x:.{decimals}f}") for x in positions]
         first, last = math.log10(self.x_start), math.log10(self.x_end)
         steps = (1, 2, 5) if 3 * (last - first) <= count else (1,)
-        positions = [m * 10.0 ** power for power in range(math.floor(first), math.ceil(last)) for m in steps]
-        return [(x, f"{x:g}") for x in (*positions, 10.0 ** math.ceil(last)) if self.x_start <= x <= self.x_end]
+        powers = range(math.floor(first), math.ceil(last) + 1)
+        positions = [m * 10.0 ** power for power in powers for m in steps]
+        return [(x, f"{x:g}") for x in positions if self.x_start <= x <= self.x_end]
 
 
 class Piece(NamedTuple):
@@ -250,22 +251,21 @@ def _rows(chart, width, dots, frame, paint):
     """The lines of one chart: the curves, the axes and their numbers."""
     columns = width - LABEL - 1
     across, down = (2, 4) if dots else (1, 1)
-    cells = {}                                       # (row, column) -> [dots, run]
+    drawn, runs = np.zeros((2, ROWS, columns), int)          # the dots of each character, and the run that it shows
     for i, line in chart.lines:
         for x, y in _strokes(line, chart, columns * across, ROWS * down):
-            cell = cells.setdefault((y // down, x // across), [0, i])
-            cell[0] |= BRAILLE[x % across][y % down]
-            cell[1] = i
+            place = y // down, x // across
+            drawn[place] |= BRAILLE[x % across][y % down]
+            runs[place] = i
 
     numbers, places = ticks(chart.low, chart.high, ROWS / 3)
     at = {chart.row(y, ROWS): y for y in numbers}
     words = {chart.row(y, ROWS): f"{name} {y:.2f}" for name, y in chart.references.items()}
     out = []
     for row in range(ROWS):
-        text, word = "", _beside(words.get(row, ""), {column for at, column in cells if at == row}, columns)
-        for column in range(columns):
-            bits, i = cells.get((row, column), (0, 0))
-            text += paint(chr(0x2800 + bits) if dots else LETTERS[i % 26], i) if bits else word[column]
+        word = _beside(words.get(row, ""), set(np.flatnonzero(drawn[row])), columns)
+        text = "".join(paint(chr(0x2800 + bits) if dots else LETTERS[i % 26], i) if bits else letter
+                       for bits, i, letter in zip(drawn[row], runs[row], word))
         label = f"{at[row]:.{places}f} {frame[3]}" if row in at else frame[0]
         out.append(label.rjust(LABEL + 1) + text.rstrip())
     axis, below = [frame[1]] * columns, [" "] * (width + LABEL)
