@@ -274,6 +274,11 @@ def one_line(text, most=2000):
     return clean(text[:most].replace("\n", " ")).strip()
 
 
+def shortened(words, most, between=", "):
+    """The first words as one text, and how many more there are."""
+    return between.join(words[:most] + [f"and {len(words) - most} more"] * (len(words) > most))
+
+
 def clock(seconds):
     """1:05, 2:03:59."""
     minutes, seconds = divmod(int(seconds), 60)

@@ -21,6 +21,7 @@ import zlib
 from typing import NamedTuple
 
 import egg_config
+from cluster.console import shortened
 from egg_config import EggError, explained
 from model import seeds, ternary
 
@@ -598,7 +599,7 @@ def difference(there, here, where=("there", "here")):
     """The first NAMED of these as one text, with the number of the others; "" where they agree."""
     found = differing(there, here)
     texts = [f"{name} = {a} {where[0]}, {b} {where[1]}" for name, (a, b) in found.items()]
-    return "; ".join(texts[:NAMED] + [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED))
+    return shortened(texts, NAMED, "; ")
 
 
 def _header(cfg, start):

@@ -28,7 +28,7 @@ import numpy as np
 
 from egg_config import EggError, explained
 from engine import hardware
-from model import fitness_digits, sampling
+from model import data_files, fitness_digits, sampling
 from model.seeds import hash32
 from tools import processes
 
@@ -306,14 +306,11 @@ class Objective:
 
     def _encoded(self, text, before=0):
         """int32: the tokens of a prompt, or of its part behind `before` tokens. Raises ObjectiveError for one that is
-        too long."""
-        prompt = self.decoding.encode(text.encode("utf-8", "replace"))
+        too long, DataError for one that the model has no tokens for."""
+        prompt = data_files.encoded(self.cfg, self.decoding, text.encode("utf-8", "replace"))
         if before + len(prompt) + self.write > LONGEST:
             raise ObjectiveError(f"{self.path}: the prompt {text[:40]!r} ... has {before + len(prompt)} tokens, with "
                                  f"TOKENS = {self.write} more than {LONGEST}: shorten it")
-        if prompt.max(initial=0) >= self.cfg.VOCAB_SIZE:
-            raise ObjectiveError(f"{self.cfg.DECODING_FILE} has {len(self.decoding)} tokens, the model "
-                                 f"{self.cfg.VOCAB_SIZE}: give the decoding.bin of its training")
         return prompt
 
     def _held(self, rows, tokens, drawn):

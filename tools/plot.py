@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cluster.console import one_line, takes_escapes
+from cluster.console import one_line, shortened, takes_escapes
 from cluster.event_log import WatchError
 from egg_config import explained
 from tools.curves import Thinned, read_curve
@@ -174,8 +174,8 @@ class Tree:
         found = collections.Counter(sorted(origin for name in self.runs for origin, _ in self.descent(name)))
         gone = [printable(name) for name in self.runs if name not in found]
         lines = [f"{printable(k)} on {n}" for k, n in found.most_common()]
-        gone = f"; gone: {shortened(gone)}" if gone else ""
-        return f"lines that live on {len(self.runs)} islands: {shortened(lines)}{gone}"
+        gone = f"; gone: {shortened(gone, MOST_NAMED)}" if gone else ""
+        return f"lines that live on {len(self.runs)} islands: {shortened(lines, MOST_NAMED)}{gone}"
 
 
 def _place(share, count):
@@ -191,11 +191,6 @@ def _with_units(title, units):
 def printable(name):
     """The name of an island, which may be a stranger's text."""
     return one_line(name, NAME) or "?"
-
-
-def shortened(words):
-    """The first words, and how many more there are."""
-    return ", ".join(words[:MOST_NAMED] + [f"and {len(words) - MOST_NAMED} more"] * (len(words) > MOST_NAMED))
 
 
 def ticks(low, high, count):
@@ -231,7 +226,7 @@ def terminal(charts, names, tree, stream, width=None):
         ends = ", ".join(f"{chart.title.partition(',')[0]} {line[-1][1]:.4g}"
                          for chart in charts for k, line in chart.lines if k == i)
         if i in islands:
-            shares = shortened([f"{v:.0%} {printable(k)}" for k, v in tree.descent(islands[i])])
+            shares = shortened([f"{v:.0%} {printable(k)}" for k, v in tree.descent(islands[i])], MOST_NAMED)
             ends += f"; island {printable(islands[i])}, of {shares}"
         out.append(f"{paint(LETTERS[i % 26] if islands or not dots else '*', i)} {name}: {ends}")
     if tree.runs:

@@ -117,12 +117,11 @@ def members_a_second(cfg, engine):
         count = min(4 * count, cfg.CHUNK_SIZE)
 
 
-def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=auth.Access(), protocol=0, name=None,
+def work(cfg, host, port, device, threads=None, console=None, access=auth.Access(), protocol=0, name=None,
          objective=None):
-    """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port (default
-    cfg.PORT) for ever. access, protocol, name: see egg_net.run_worker. objective: the file of --objective."""
+    """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port for
+    ever. access, protocol, name: see egg_net.run_worker. objective: the file of --objective."""
     console = console or egg_net.Console()
-    port = cfg.PORT if port is None else port
     check_address(host, port)
     data = open_data(cfg, console)
     print_references(cfg, data, console)
