@@ -42,9 +42,10 @@ Trained = namedtuple("Trained", "progress final")
 
 def open_data(cfg, console=None):
     """The Data of cfg; the console gets warnings. Raises DataError."""
+    console = console or egg_net.Console(quiet=True)
+
     def warn(line):
-        if console:
-            console.line("warning: " + line)
+        console.line("warning: " + line)
 
     decoding = data_files.load_decoding(cfg, warn)
     if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
