@@ -233,7 +233,8 @@ def train(cfg, args):
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
     with_objective(cfg, args)
-    done = train.train(cfg, args.threads, console, args.objective, http=page(args), **of_the_run(args))
+    done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
+                       **of_the_run(args))
     directory = done.progress.run.directory
     invite_to_continue(args.argv, directory, console)
     if done.final is not None and directory:
@@ -327,10 +328,10 @@ def ray(cfg, args):
       python egg.py ray --save-dir ckpt --preset best
       ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
     with_objective(cfg, args)
-    from cluster import auth
     from deploy import ray
-    console, access = run_console(args), auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
-    invite_to_continue(args.argv, ray.train(cfg, args, access.secret, page(args, access), console), console)
+    console, access = run_console(args), access_to_page(args)
+    options = {"http": page(args, access), **of_the_run(args)}
+    invite_to_continue(args.argv, ray.train(cfg, args, access.secret, options, console), console)
 
 
 @command(CLUSTER, option("file FILE", "the table of settings, TOML (docs/CLUSTERS.md)"),
@@ -530,10 +531,14 @@ def of_the_run(args):
     return {name: vars(args)[name] for name in names}
 
 
-def page(args, access=None):
-    """The live_page.Where of --http, None without it. access: default: with the secret, without TLS."""
+def access_to_page(args):
+    """The auth.Access of a run whose page has no TLS."""
     from cluster import auth
-    access = access or auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+    return auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+
+
+def page(args, access):
+    """The live_page.Where of --http, None without it."""
     if args.http:
         from tools import live_page
         return live_page.where(args.http, access)

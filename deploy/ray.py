@@ -254,7 +254,7 @@ class WorkerActor:
 
 class Workers:
     """The workers of a run. workers: their number, 0 or None for as many as the nodes have room for; cpus: of a worker
-    on a node without GPUs, None for the fewest that a node has; arguments(number, threads): of WorkerActor.run."""
+    on a node without GPUs, None for the fewest that a node has; arguments: of WorkerActor.run, but the last two."""
 
     def __init__(self, cfg, workers, cpus, arguments, console):
         self.device = cfg.DEVICE
@@ -290,7 +290,7 @@ class Workers:
             for _ in range(wanted - self.started.count(resources)):
                 actor = ray.remote(WorkerActor).options(**resources, **FOR_EVER).remote()
                 self.placed.append(actor.placed.remote())
-                self.alive[actor.run.remote(*self.arguments(len(self.started), self.cpus))] = actor
+                self.alive[actor.run.remote(*self.arguments, len(self.started), self.cpus)] = actor
                 self.started.append(resources)
 
     def watch(self):
@@ -321,12 +321,11 @@ def home(save_dir):
     return here if here in holding or not holding else holding[0]
 
 
-def train(cfg, args, secret, http, console):
-    """The command `egg.py ray`; args: its arguments. Returns the directory of the run. Raises UsageError, RayError,
-    DataError, HistoryError, NetError; the completed steps are kept in every case."""
-    save_dir = absolute(args.save_dir)
-    load_dir, log_json, tensorboard, objective = (path and os.path.abspath(path) for path in (
-        args.load_dir, args.log_json, args.tensorboard, args.objective))
+def train(cfg, args, secret, options, console):
+    """The command `egg.py ray`; args: its arguments; options: of egg_net.run_coordinator. Returns the directory of the
+    run. Raises UsageError, RayError, DataError, HistoryError, NetError; the completed steps are kept in every case."""
+    save_dir, objective = absolute(args.save_dir), args.objective and os.path.abspath(args.objective)
+    paths = {name: os.path.abspath(path) for name in ("load_dir", "log_json", "tensorboard") if (path := options[name])}
     data_files.open_tokens(cfg, cfg.INPUT_FILE)              # an error is reported once, not by every node
     with connected(args.address):
         files = {name: ray.put(np.fromfile(getattr(cfg, name), np.uint8)) for name in egg_config.DATA_FILES
@@ -337,12 +336,10 @@ def train(cfg, args, secret, http, console):
         free_port = ray.remote(lambda: socket.create_server(("", 0)).getsockname()[1])
         port = args.port or ray.get(free_port.options(**there).remote())
         actor = ray.remote(CoordinatorActor).options(**there, max_concurrency=4, **FOR_EVER).remote()
-        finish = actor.run.remote(cfg, port=port, save_dir=save_dir, load_dir=load_dir, steps=args.steps,
-                                  minutes=args.minutes, access=auth.Access(secret), http=http, log_json=log_json,
-                                  tensorboard=tensorboard)
+        finish = actor.run.remote(cfg, port=port, access=auth.Access(secret),
+                                  **{**options, **paths, "save_dir": save_dir})
         console.line(f"the coordinator is on {node}, port {port}")
-        workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
-            cfg, files, (node, port), secret, objective, number, threads), console)
+        workers = Workers(cfg, args.workers, args.cpus, (cfg, files, (node, port), secret, objective), console)
         try:
             summary, validations = follow(actor, finish, workers, args.wait or WAIT_MINUTES, console)
         finally:

@@ -48,14 +48,10 @@ class Merge(NamedTuple):
     digest: str
 
 
-class Rejuvenation(NamedTuple):
-    step: int
-
-
 class Curve:
     """The course of a run, built event by event. loss, validation, reward: [Point]; loss_unit, unit: of the first two,
     "" and None if not known; references: {simple model: its validation}; island: its name, or ""; merges:
-    [Merge]; rejuvenations: [Rejuvenation]; samples: the last events of that kind."""
+    [Merge]; rejuvenations: [Point], of which only the step counts; samples: the last events of that kind."""
 
     loss_unit = island = ""
     unit = None
@@ -123,7 +119,7 @@ class Curve:
             self.samples.append({"step": int(*_numbers(event, "step")), "worker": worker,
                                  **{name: str(event[name]) for name in ("prompt", "text")}})
         elif kind == "rejuvenated":
-            self.rejuvenations.append(Rejuvenation(int(*_numbers(event, "step"))))
+            self.rejuvenations.append(self.at(int(*_numbers(event, "step"))))
             del self.rejuvenations[:-MERGES]
 
     def _measured(self, points, event, value):

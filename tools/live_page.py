@@ -116,8 +116,8 @@ METRICS = {
     "island": (
         ("egg_island_epoch", "starts of the history: merges and rejuvenations so far", "epoch"),
         ("egg_island_fitness", "what is compared with peers: lower is better, of a reward higher", "fitness", "kind"),
-        ("egg_island_peers", "islands that are known", "known"),
-        ("egg_island_peers_up", "islands that can be reached", "up")),
+        ("egg_island_peers", "islands that are known", "n_peers"),
+        ("egg_island_peers_up", "islands that can be reached", "n_up")),
     "peers": (
         ("egg_island_peer_fitness", "fitness that a peer states", "fitness", "name", "kind"),
         ("egg_island_peer_step", "step that a peer states", "step", "name"),
@@ -216,8 +216,10 @@ class Figures:
         island = status["island"]
         workers = status["workers"]
         if island:
+            peers = island["peers"]
             island = {**{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")},
-                      "peers": island["peers"][:WORKERS], "n_peers": len(island["peers"])}
+                      "peers": peers[:WORKERS], "n_peers": len(peers),
+                      "n_up": sum(peer["state"] == "up" for peer in peers)}
         return {"time": round(time.time(), 3),
                 "name": os.path.basename(os.path.abspath(directory)) if directory else None,
                 **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot", "loss_unit")},
@@ -239,15 +241,13 @@ class Figures:
 
     def metrics(self):
         """The same in the text format of Prometheus."""
-        state, island = self.state(), self.coordinator.status()["island"]
-        peers = island["peers"] if island else []
-        up = sum(peer["state"] == "up" for peer in peers)
+        state = self.state()
+        parts = "validation", "best", "reward", "best_reward", "island"
         return prometheus({
-            "run": [state], **{source: [state[source]] for source in ("validation", "best", "reward", "best_reward")},
+            "run": [state], **{source: [state[source]] for source in parts},
             "loss": [{"value": state["loss"], "unit": state["loss_unit"]}],
             "events": [{"event": kind, "count": n} for kind, n in self.counts.items()],
-            "workers": state["workers"], "peers": peers[:WORKERS],
-            "island": [island and {**island, "known": len(peers), "up": up}]})
+            "workers": state["workers"], "peers": state["island"]["peers"] if state["island"] else []})
 
 
 def prometheus(sources):
@@ -288,19 +288,15 @@ class Client(hub.Connection):
     def received(self):
         """Answers at most one request, so that no client keeps the others waiting."""
         now = time.monotonic()
-        if self.last:
+        last, self.last = self.last, None
+        if last:
             # not closed at once: with unread input the system would discard the response
-            self.last = None
             self.ending = True
             self.until = now + LINGER_SECONDS
             self.end()
-        elif self.last is not None:
-            self.last = None
+        elif last is not None or self.idle and self.inbox:
             self.idle = not self.inbox
             self.until = now + (IDLE_SECONDS if self.idle else REQUEST_SECONDS)
-        elif self.idle and self.inbox:
-            self.idle = False
-            self.until = now + REQUEST_SECONDS
         end = self.inbox.find(b"\r\n\r\n")
         if self.ending:
             self.inbox.clear()
@@ -346,9 +342,8 @@ class Page:
         self.newcomers = hub.Unproven(MOST_CLIENTS // 2)
         self.served = set()
         with open(PAGE, "rb") as file:
-            html = file.read()
-        self.html = Body(HTML, html)
-        self.policy = policy(html)
+            self.html = Body(HTML, file.read())
+        self.policy = policy(self.html.plain)
         self.figures = Figures(coordinator)
         self._bodies = {}                            # by path: the newest last, before it those still on their way
         self._looked = -math.inf                     # when a browser last asked for the state

@@ -209,16 +209,12 @@ class Judge:
 
     def __init__(self, path, count, seconds, reader, name="reward"):
         self._path, self._seconds, self._name = path, seconds, name
-        self._pipes, self._processes = [], []
         try:
-            for _ in range(count):
-                process, pipe = processes.start(_judge, path, name, reader)
-                self._processes.append(process)
-                self._pipes.append(pipe)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            self.close()
+            started = [processes.start(_judge, path, name, reader) for _ in range(count)]
+        except (pickle.PicklingError, AttributeError, TypeError) as error:       # at the first one, if at all
             raise ObjectiveError(f"{path}: a column of DATA cannot be passed to another process ({_said(error)}): give "
                                  "numbers and texts") from None
+        self._processes, self._pipes = zip(*started)
         self.waited = 0.0                            # seconds in `finish`
         # (pipe, first text, end) of the answers that are expected; at first that the file has loaded, however long
         self._busy = [(pipe, 0, None) for pipe in self._pipes]

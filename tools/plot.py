@@ -156,7 +156,8 @@ class Tree:
                            for part, shares in ((1 - m.share, states[name][-1][2]), (m.share, theirs)))
             states[name].append((m.step, m.digest, kept + taken))                # without those that have gone
             self.gifts.append(Gift(m.peer, x(m.peer, m.peer_step, x(name, m.step)), name, x(name, m.step)))
-        self.rejuvenations = [(name, x(name, step)) for name, run in self.runs.items() for step, in run.rejuvenations]
+        self.rejuvenations = [(name, x(name, point.step)) for name, run in self.runs.items()
+                              for point in run.rejuvenations]
         self.lanes = {}
         for name, parts in states.items():
             starts = [x(name, step, 0.0) for step, _, _ in parts]
@@ -332,13 +333,13 @@ def picture(charts, names, path, tree):
             ax.axhline(y, color="0.45", linewidth=0.9, linestyle=(0, (2, 3)))
             ax.annotate(f"{name} {y:.2f}", (1, y), xycoords=("axes fraction", "data"), va="center", color="0.35",
                         xytext=(4, 0), textcoords="offset points", fontsize=9)   # beside the curves
-        ax.set_ylabel(chart.title)
         margin = 0.08 * (chart.high - chart.low)
         if chart.log:
             ax.set_xscale("log")
             ax.set_xticks(*zip(*chart.x_ticks(9)))
             ax.set_xticks([], minor=True)
-        ax.set(xlim=(min(c.x_start for c in charts), chart.x_end), ylim=(chart.low - margin, chart.high + margin))
+        ax.set(ylabel=chart.title, xlim=(min(c.x_start for c in charts), chart.x_end),
+               ylim=(chart.low - margin, chart.high + margin))
         ax.grid(True, color="0.9", linewidth=0.8)
     if tree.runs:
         _draw_tree(axes[-1], tree)
