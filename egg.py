@@ -164,7 +164,7 @@ def of_directory(args):
     from cluster import history
     for directory in filter(None, (args.save_dir, args.load_dir)):
         if history.holds_run(directory):
-            begins = vars(args).get("objective") and directory != args.save_dir      # only the model goes on
+            begins = args.objective and directory != args.save_dir           # only the model goes on
             return history.configuration(directory), None if begins else directory
     return {}, None
 
@@ -193,7 +193,7 @@ def of_directory_or_machine(args):
 def with_objective(cfg, args):
     """Checks that a run with an objective has it. With --load-dir and an objective its --save-dir, by default a new
     directory, begins with that model."""
-    objective = vars(args).get("objective")
+    objective = args.objective
     if cfg.OBJECTIVE and not objective:
         raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it with "
                                     "--objective FILE")
@@ -233,8 +233,8 @@ def train(cfg, args):
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
     with_objective(cfg, args)
-    done = train.train(cfg, args.steps, args.minutes, args.save_dir, args.load_dir, args.threads, console, page(args),
-                       args.log_json, args.tensorboard, args.objective)
+    done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
+                       **of_the_run(args))
     directory = done.progress.run.directory
     invite_to_continue(args.argv, directory, console)
     if done.final is not None and directory:
@@ -282,9 +282,9 @@ def coordinator(cfg, args):
         raise egg_config.ConfigError("--peer, --peers-from-slurm, --gossip-bandwidth and --no-accept are for islands: "
                                      "give --island NAME too")
     console = run_console(args)
-    done = egg_net.run_coordinator(cfg, args.host, args.port, args.save_dir, args.load_dir, args.steps,
-                                   args.minutes, console, access, page(args, access), args.log_json, args.tensorboard,
-                                   island, hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
+    done = egg_net.run_coordinator(cfg, args.host, args.port, console=console, access=access, http=page(args, access),
+                                   island=island, **of_the_run(args),
+                                   hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
     invite_to_continue(args.argv, done.run.directory, console)
 
 
@@ -328,10 +328,10 @@ def ray(cfg, args):
       python egg.py ray --save-dir ckpt --preset best
       ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
     with_objective(cfg, args)
-    from cluster import auth
     from deploy import ray
-    console, access = run_console(args), auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
-    invite_to_continue(args.argv, ray.train(cfg, args, access.secret, page(args, access), console), console)
+    console, access = run_console(args), access_to_page(args)
+    options = {"http": page(args, access), **of_the_run(args)}
+    invite_to_continue(args.argv, ray.train(cfg, args, access.secret, options, console), console)
 
 
 @command(CLUSTER, option("file FILE", "the table of settings, TOML (docs/CLUSTERS.md)"),
@@ -525,10 +525,20 @@ def access_to(args):
     return auth.Access(auth.read_secret(args.secret_file), auth.client_tls(args.tls_ca, args.tls_cert, args.tls_key))
 
 
-def page(args, access=None):
-    """The live_page.Where of --http, None without it. access: default: with the secret, without TLS."""
+def of_the_run(args):
+    """{name: value}: the options of a run that a coordinator and its logs take as they are."""
+    names = "steps", "minutes", "save_dir", "load_dir", "log_json", "tensorboard"
+    return {name: vars(args)[name] for name in names}
+
+
+def access_to_page(args):
+    """The auth.Access of a run whose page has no TLS."""
     from cluster import auth
-    access = access or auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+    return auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+
+
+def page(args, access):
+    """The live_page.Where of --http, None without it."""
     if args.http:
         from tools import live_page
         return live_page.where(args.http, access)

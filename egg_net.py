@@ -854,32 +854,35 @@ def room_for_connections(http):
     return room
 
 
-def run_coordinator(cfg, host=None, port=None, save_dir=None, load_dir=None, steps=None, minutes=None, console=None,
-                    access=auth.Access(), http=None, log_json=None, tensorboard=None, island=None, stopped=None,
-                    hint=None):
+@contextlib.contextmanager
+def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, log_json=None, tensorboard=None,
+                       **options):
+    """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json,
+    tensorboard: see event_log.Events; options: of Coordinator. Raises EggError."""
+    with (contextlib.closing(history.open_run(cfg, save_dir, load_dir)) as run,
+          event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events,
+          contextlib.closing(Coordinator(cfg, run, host, port, console=console, events=events, **options)) as opened):
+        yield opened
+
+
+def run_coordinator(cfg, host=None, port=None, *, console=None, stopped=None, hint=None, **options):
     """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
-    or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; log_json, tensorboard: see
-    event_log.Events; http, island: see Coordinator; hint: a line at the start, or None. Returns its Progress.
-    Raises EggError."""
-    console = console or Console()
-    run = history.open_run(cfg, save_dir, load_dir)
-    with (contextlib.closing(run),
-          event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
-        coordinator = Coordinator(cfg, run, host, cfg.PORT if port is None else port, steps, minutes, console=console,
-                                  access=access, events=events, http=http, island=island)
-        with contextlib.closing(coordinator):
-            place = f"kept in {run.directory}{run.beside}" if run.directory else "not kept (--save-dir keeps the run)"
-            who = "with a secret" if access.secret else \
-                "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
-            if access.tls:
-                who += " and TLS"
-            with stop_signals(stopped) as stopped:
-                console.line(f"coordinator on {address_text(*coordinator.address)}, step {run.step}, {place}, {who}")
-                if coordinator.page:
-                    console.line(coordinator.page.invitation())
-                if hint:
-                    console.line(hint)
-                while not coordinator.finished and not stopped:
-                    coordinator.poll()
-                coordinator.finish(0 if stopped else 5)
+    or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; hint: a line at the start, or None;
+    options: see `opened_coordinator`. Returns its Progress. Raises EggError."""
+    console, port = console or Console(), cfg.PORT if port is None else port
+    with opened_coordinator(cfg, host, port, console, **options) as coordinator, stop_signals(stopped) as stopped:
+        run, access = coordinator.run, coordinator.access
+        place = f"kept in {run.directory}{run.beside}" if run.directory else "not kept (--save-dir keeps the run)"
+        who = "with a secret" if access.secret else \
+            "open to this machine" if auth.is_loopback(coordinator.address[0]) else "OPEN TO ANYBODY"
+        if access.tls:
+            who += " and TLS"
+        console.line(f"coordinator on {address_text(*coordinator.address)}, step {run.step}, {place}, {who}")
+        if coordinator.page:
+            console.line(coordinator.page.invitation())
+        if hint:
+            console.line(hint)
+        while not coordinator.finished and not stopped:
+            coordinator.poll()
+        coordinator.finish(0 if stopped else 5)
         return coordinator.progress

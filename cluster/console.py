@@ -162,17 +162,10 @@ class Console(Printer):
 
     def _goal(self, elapsed):
         """A bar and the time of the end, "" for a run without one."""
-        ends = []                                            # [(seconds left, share done)]
-        if self.minutes is not None:
-            ends.append((60 * self.minutes - elapsed, elapsed / (60 * self.minutes)))
-        if self.steps is not None:
-            done = self._step["step"] + 1 - self._first
-            took = self._step["elapsed"]
-            left = self.steps - self._first - done
-            ends.append((took / done * left - (elapsed - took), done / max(done + left, 1)))
-        if not ends:
+        left, share = to_the_end(self.minutes, self.steps, self._first, self._step["step"] + 1, self._step["elapsed"],
+                                 elapsed)
+        if left is None:
             return ""
-        left, share = min(ends)
         full = min(int(share * self.BAR), self.BAR)
         form = "%H:%M:%S" if left < 3600 else "%H:%M" if left < 72000 else "%a %d %b"
         end = time.strftime(form, time.localtime(round(time.time() + max(left, 0))))
@@ -295,6 +288,11 @@ def one_line(text, most=2000):
     return clean(text[:most].replace("\n", " ")).strip()
 
 
+def shortened(words, most, between=", "):
+    """The first words as one text, and how many more there are."""
+    return between.join(words[:most] + [f"and {len(words) - most} more"] * (len(words) > most))
+
+
 def clock(seconds):
     """1:05, 2:03:59."""
     minutes, seconds = divmod(int(seconds), 60)
@@ -304,6 +302,19 @@ def clock(seconds):
 def path_text(path):
     """A path as text that can be encoded; its bytes need not be UTF-8."""
     return os.fsencode(path).decode("utf-8", "replace")
+
+
+def to_the_end(minutes, steps, first, step, took, elapsed):
+    """(seconds until the end of a run, share of it that is done), (None, None) where nothing tells. It ends after
+    `minutes` or with `steps` completed steps, None: it does not. first: its first step; step: the present one, to
+    which it `took` these seconds; elapsed: seconds since it began."""
+    ends = []
+    if minutes is not None:
+        ends.append((60 * minutes - elapsed, elapsed / (60 * minutes)))
+    if steps is not None and step > first:
+        ends.append((took / (step - first) * (steps - step) - (elapsed - took),
+                     (step - first) / max(steps - first, 1)))
+    return min(ends, default=(None, None))
 
 
 def count_text(n):

@@ -20,6 +20,7 @@ import zlib
 from collections import namedtuple
 
 import egg_config
+from cluster.console import shortened
 from egg_config import EggError, explained
 from model import seeds, ternary
 
@@ -606,8 +607,9 @@ def differing(there, here):
 
 def difference(there, here, where=("there", "here")):
     """The first NAMED of these as one text, with the number of the others; "" where they agree."""
-    texts = [f"{name} = {a} {where[0]}, {b} {where[1]}" for name, (a, b) in differing(there, here).items()]
-    return "; ".join(texts[:NAMED] + [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED))
+    found = differing(there, here)
+    texts = [f"{name} = {a} {where[0]}, {b} {where[1]}" for name, (a, b) in found.items()]
+    return shortened(texts, NAMED, "; ")
 
 
 def _header(cfg, start):

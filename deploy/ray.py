@@ -7,7 +7,6 @@ to this process, the driver: they end with it, and the same command continues fr
 
 import collections
 import contextlib
-import functools
 import io
 import json
 import logging
@@ -65,22 +64,22 @@ def connected(address):
     host, colon, port = address.rpartition(":")
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env", {})
     environment = None if "working_dir" in job else {"working_dir": ROOT, "excludes": NOT_CARRIED}
-    start = functools.partial(ray.init, address, log_to_driver=False, logging_level=logging.ERROR)
+    options = dict(log_to_driver=False, logging_level=logging.ERROR)
     os.environ["RAY_COLOR_PREFIX"] = "0"
     with contextlib.ExitStack() as stack:
         try:
             if address == "local":
-                start = functools.partial(start, _temp_dir=private_directory(stack), include_dashboard=False)
+                options |= dict(_temp_dir=private_directory(stack), include_dashboard=False)
             stack.callback(disconnect)
             if address == "local":
                 os.environ.setdefault("RAY_AUTH_TOKEN", os.urandom(32).hex())    # or every local user may give it jobs
             else:
                 if colon:            # Ray itself would try for minutes
                     socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-                start()              # without our code
+                ray.init(address, **options)         # without our code
                 check_nodes()
                 ray.shutdown()
-            start(runtime_env=environment)
+            ray.init(address, runtime_env=environment, **options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise RayError(f"no Ray cluster to use at --address {address} ({one_line(str(error), 200)}): start one "
                            "with `ray start --head`, or give --address local for one on this machine") from None
@@ -255,7 +254,7 @@ class WorkerActor:
 
 class Workers:
     """The workers of a run. workers: their number, 0 or None for as many as the nodes have room for; cpus: of a worker
-    on a node without GPUs, None for the fewest that a node has; arguments(number, threads): of WorkerActor.run."""
+    on a node without GPUs, None for the fewest that a node has; arguments: of WorkerActor.run, but the last two."""
 
     def __init__(self, cfg, workers, cpus, arguments, console):
         self.device = cfg.DEVICE
@@ -291,7 +290,7 @@ class Workers:
             for _ in range(wanted - self.started.count(resources)):
                 actor = ray.remote(WorkerActor).options(**resources, **FOR_EVER).remote()
                 self.placed.append(actor.placed.remote())
-                self.alive[actor.run.remote(*self.arguments(len(self.started), self.cpus))] = actor
+                self.alive[actor.run.remote(*self.arguments, len(self.started), self.cpus)] = actor
                 self.started.append(resources)
 
     def watch(self):
@@ -322,12 +321,11 @@ def home(save_dir):
     return here if here in holding or not holding else holding[0]
 
 
-def train(cfg, args, secret, http, console):
-    """The command `egg.py ray`; args: its arguments. Returns the directory of the run. Raises UsageError, RayError,
-    DataError, HistoryError, NetError; the completed steps are kept in every case."""
-    save_dir = absolute(args.save_dir)
-    load_dir, log_json, tensorboard, objective = (path and os.path.abspath(path) for path in (
-        args.load_dir, args.log_json, args.tensorboard, args.objective))
+def train(cfg, args, secret, options, console):
+    """The command `egg.py ray`; args: its arguments; options: of egg_net.run_coordinator. Returns the directory of the
+    run. Raises UsageError, RayError, DataError, HistoryError, NetError; the completed steps are kept in every case."""
+    save_dir, objective = absolute(args.save_dir), args.objective and os.path.abspath(args.objective)
+    paths = {name: os.path.abspath(path) for name in ("load_dir", "log_json", "tensorboard") if (path := options[name])}
     data_files.open_tokens(cfg, cfg.INPUT_FILE)              # an error is reported once, not by every node
     with connected(args.address):
         files = {name: ray.put(np.fromfile(getattr(cfg, name), np.uint8)) for name in egg_config.DATA_FILES
@@ -338,12 +336,10 @@ def train(cfg, args, secret, http, console):
         free_port = ray.remote(lambda: socket.create_server(("", 0)).getsockname()[1])
         port = args.port or ray.get(free_port.options(**there).remote())
         actor = ray.remote(CoordinatorActor).options(**there, max_concurrency=4, **FOR_EVER).remote()
-        finish = actor.run.remote(cfg, port=port, save_dir=save_dir, load_dir=load_dir, steps=args.steps,
-                                  minutes=args.minutes, access=auth.Access(secret), http=http, log_json=log_json,
-                                  tensorboard=tensorboard)
+        finish = actor.run.remote(cfg, port=port, access=auth.Access(secret),
+                                  **{**options, **paths, "save_dir": save_dir})
         console.line(f"the coordinator is on {node}, port {port}")
-        workers = Workers(cfg, args.workers, args.cpus, lambda number, threads: (
-            cfg, files, (node, port), secret, objective, number, threads), console)
+        workers = Workers(cfg, args.workers, args.cpus, (cfg, files, (node, port), secret, objective), console)
         try:
             summary, validations = follow(actor, finish, workers, args.wait or WAIT_MINUTES, console)
         finally:

@@ -47,13 +47,6 @@ class Table(NamedTuple):
     gpus: int = 0
 
 
-class Base(NamedTuple):
-    """The configuration of all trials, as egg_config.load takes it."""
-    preset: str
-    defines: list
-    environ: dict
-
-
 def read_table(path):
     """The Table in a TOML file. Raises UsageError."""
     def need(ok, what):
@@ -101,12 +94,6 @@ def title(trial, names):
     return trial.trial_id.rpartition("_")[2][-3:] + "-" + re.sub(r"[^\w.=,+-]", "_", text)[:80]
 
 
-def configuration(base, values):
-    """The Config of a trial. base: a Base; values: {constant: value}. Raises ConfigError."""
-    defines = [*base.defines, *(f"{name}={value}" for name, value in values.items())]
-    return egg_config.load(base.preset, defines, base.environ)
-
-
 # --- a trial ---------------------------------------------------------------------------------------------------------
 
 class Reporter(Console):
@@ -132,19 +119,17 @@ class Reporter(Console):
             tune.report({**found, "minutes": self.trained})
 
 
-def run_trial(values, base, files, table, directory):
-    """Runs or continues a trial. values: {constant: value}; files: {constant: path}; others: see `configuration`,
-    `sweep`."""
+def run_trial(cfg, files, table, directory):
+    """Runs or continues a trial. files: {constant: path}; directory: of all trials."""
     from tools import train
     to, spent = os.path.join(directory, tune.get_context().get_trial_name()), 0.0
     if holds_run(to):
         with contextlib.suppress(event_log.WatchError):          # it ended before its first step
             spent = curves.read_curve(to).loss[-1].seconds / 60
-    cfg = configuration(base, values)
     cfg = cfg.changed(**files, DEVICE="cuda" if table.gpus else "cpu")
     minutes = table.minutes and max(table.minutes - spent, 1e-6)
     console = Reporter(spent)
-    train.train(cfg, table.steps, minutes, to, threads=None if table.gpus else table.cpus, console=console)
+    train.train(cfg, None if table.gpus else table.cpus, console, steps=table.steps, minutes=minutes, save_dir=to)
     console.report()
 
 
@@ -172,13 +157,17 @@ def sweep(path, preset, defines, directory, address):
     directory = cluster.absolute(directory or os.path.splitext(path)[0])
     # without the secret, which must not stand in the files of Ray Tune
     environ = {name: text for name, text in os.environ.items() if name.startswith("EGG_") and name != "EGG_SECRET"}
-    base = Base(preset or table.preset, defines, environ)
-    files = check(table, base)
+    preset = preset or table.preset
+
+    def configuration(values):
+        return egg_config.load(preset, [*defines, *(f"{name}={value}" for name, value in values.items())], environ)
+
+    files = check(table, configuration)
     names = [name for name, value in table.constants.items() if isinstance(value, dict) or len(value) > 1]
-    remember(directory, json.dumps([table._asdict(), base.preset, base.defines], indent=1))
+    remember(directory, json.dumps([table._asdict(), preset, defines], indent=1))
 
     def trial(values):
-        run_trial(values, base, files, table, directory)
+        run_trial(configuration(values), files, table, directory)
 
     trainable = tune.with_resources(trial, {"cpu": table.cpus, "gpu": table.gpus})
     count = table.samples * math.prod(len(v) for v in table.constants.values() if isinstance(v, list))
@@ -202,12 +191,13 @@ def sweep(path, preset, defines, directory, address):
     return [row[-1] for row in ranked]
 
 
-def check(table, base):
-    """The data files of the trials, {constant: path}. Raises UsageError, DataError for settings that cannot work."""
+def check(table, configuration):
+    """The data files of the trials, {constant: path}. configuration: makes the Config of a trial of its constants.
+    Raises UsageError, DataError for settings that cannot work."""
     choices = [value if isinstance(value, list) else [value["low"], value["high"]]
                for value in table.constants.values()]
     for values in itertools.product(*choices):
-        cfg = configuration(base, dict(zip(table.constants, values)))
+        cfg = configuration(dict(zip(table.constants, values)))
         if not cfg.VALIDATE_EVERY or not os.path.isfile(cfg.VAL_FILE):
             raise UsageError(f"VALIDATE_EVERY = {cfg.VALIDATE_EVERY}, VAL_FILE = {cfg.VAL_FILE}: trials are ranked by "
                              "validation: give a number of steps and a file that exists")

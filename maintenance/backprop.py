@@ -191,9 +191,8 @@ def _model(cfg, device):
     def rotated(h):
         frequency = 10000.0 ** (-torch.arange(0, cfg.HEAD_DIM, 2, device=h.device) / cfg.HEAD_DIM)
         angle = torch.arange(h.shape[2], device=h.device)[:, None] * frequency
-        even, odd = h[..., ::2], h[..., 1::2]
-        cos, sin = angle.cos(), angle.sin()
-        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+        pairs = torch.view_as_complex(h.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
 
     def logits(x, states=None):
         states = {} if states is None else states

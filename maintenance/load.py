@@ -39,10 +39,10 @@ def measure(directory, workers, seconds, chunk_seconds):
         port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
         threading.Thread(target=process.stdout.read, daemon=True).start()
         card = {"role": "worker", "device": "none", "config": cfg.agreed(), "data": ""}
-        links = [Link(cfg, "127.0.0.1", port, V2, auth.Access(), {**card, "id": str(i), "name": f"w{i}"})
-                 for i in range(workers)]
+        simulated = [SimulatedWorker(cfg, "127.0.0.1", port, V2, auth.Access(),
+                                     {**card, "id": str(i), "name": f"w{i}"}) for i in range(workers)]
         before = cpu_seconds(process.pid)
-        results, took, answered, after_step = _serve(cfg, links, seconds, chunk_seconds)
+        results, took, answered, after_step = _serve(cfg, simulated, seconds, chunk_seconds)
         used = cpu_seconds(process.pid) - before
         with open(f"/proc/{process.pid}/status") as file:
             memory = int(re.search(r"VmHWM:\s+(\d+)", file.read())[1]) / 1024
@@ -55,59 +55,55 @@ def measure(directory, workers, seconds, chunk_seconds):
             "CPU us a result": round(1e6 * used / max(results, 1), 1)}
 
 
-class SimulatedWorker:
-    """One connection: its socket, what has come, when it asked, and whether a step has just ended for it."""
+class SimulatedWorker(Link):
+    """A connection that waits for nothing."""
 
-    def __init__(self, link):
-        self.sock = link.sock
-        self.inbox = bytearray()
-        self.asked = None          # when; the first requests are not counted: they all come at once
-        self.after_step = False
-        self.sock.setblocking(False)
+    asked = None               # when; the first requests are not counted: they all come at once
+    after_step = False         # whether a step has just ended for it
 
-    def send(self, frames):
+    def ask(self, step, result=b""):
+        frames = result + self.request(step)
         self.asked = time.perf_counter()
         self.sock.send(frames)
 
+    def request(self, step):
+        return self.frame(JOB_REQUEST, 0, step, 0, bytes(wire.DIGEST))
 
-def _request(step):
-    return wire.frame(JOB_REQUEST, 0, step, 0, bytes(wire.DIGEST), version=V2)
 
-
-def _serve(cfg, links, seconds, chunk_seconds):
+def _serve(cfg, simulated, seconds, chunk_seconds):
     """Lets the simulated workers work for this time. Returns (number of results, seconds, [seconds] of answers, the
     same of those just after the end of a step)."""
     dice = random.Random(1)
-    limits = wire.limits(cfg)
     pairs = cfg.CHUNK_SIZE // 2
     # ternary digits as often as in a run of the default configuration
     fitness = [fitness_digits.pack_ternary(np.array(dice.choices((-1, 0, 1), (46, 6, 48), k=pairs), np.int8))
                for _ in range(256)]
     poll = select.epoll()
-    workers = {link.sock.fileno(): SimulatedWorker(link) for link in links}
+    workers = {worker.sock.fileno(): worker for worker in simulated}
     for number, worker in workers.items():
         poll.register(number, select.EPOLLIN)
-        worker.sock.send(_request(0))
+        worker.sock.setblocking(False)
+        worker.sock.send(worker.request(0))
     answered, after_step = [], []
     given = {}                     # step -> first members of the chunks that were handed out
-    due = []                       # heap of (time, number of the worker, its result and next request)
+    due = []                       # heap of (time, number of the worker, step, its result)
     results = 0
     started = now = time.perf_counter()
     while now - started < seconds:
         while due and due[0][0] <= now:
-            _, number, frames = heapq.heappop(due)
-            workers[number].send(frames)
+            _, number, step, result = heapq.heappop(due)
+            workers[number].ask(step, result)
         for number, _ in poll.poll(max(0.0, min(0.1, due[0][0] - now)) if due else 0.1):
             worker = workers[number]
             worker.inbox += worker.sock.recv(1 << 16)
-            if not (got := wire.next_frame(worker.inbox, limits)):
+            if not (got := wire.next_frame(worker.inbox, worker.limits)):
                 continue
             response = wire.JOB_RESPONSE.unpack(got.payload)
             step, first = response.step, response.first
             now = time.perf_counter()
             if response.size:                               # the fitness of a step that has just been completed
                 worker.after_step = True
-                worker.send(_request(step))
+                worker.ask(step)
                 continue
             if worker.asked is not None and first not in given.setdefault(step, set()):
                 (after_step if worker.after_step else answered).append(now - worker.asked)
@@ -115,8 +111,8 @@ def _serve(cfg, links, seconds, chunk_seconds):
             worker.after_step = False
             results += 1
             packed = fitness[first // cfg.CHUNK_SIZE % 256]
-            result = wire.frame(RESULT, 0, step, first, 0, 5, len(packed), packed, version=V2)
-            heapq.heappush(due, (now + chunk_seconds * dice.uniform(0.5, 1.5), number, result + _request(step)))
+            result = worker.frame(RESULT, 0, step, first, 0, 5, len(packed), packed)
+            heapq.heappush(due, (now + chunk_seconds * dice.uniform(0.5, 1.5), number, step, result))
         now = time.perf_counter()
     return results, now - started, answered, after_step
 

@@ -34,7 +34,6 @@ SHAPES = {
 MOST_FOR_CPU = 16e6        # multiply-adds a token of a shape that is measured on a CPU
 
 
-
 def print_table(cfg, names, device, threads, whole_steps):
     """Prints a line for each named shape, [] for all, and instruction: evaluation of a chunk, the same operations as a
     share of what the device can do, update; with whole_steps also a step through coordinator and worker, and the share

@@ -202,6 +202,18 @@ def load_decoding(cfg, warn=warn):
     return Decoding.read(cfg.DECODING_FILE)
 
 
+def encoded(cfg, decoding, text):
+    """int32: the tokens of a text (bytes) for the model; see Decoding.encode. Raises DataError."""
+    if decoding is None:
+        raise DataError(f"{cfg.DECODING_FILE} is missing, and without it no text can be turned into tokens: start in "
+                        "its directory, or name it with -D DECODING_FILE=...")
+    tokens = decoding.encode(text)
+    if tokens.max(initial=0) >= cfg.VOCAB_SIZE:
+        raise DataError(f"{cfg.DECODING_FILE} has {len(decoding)} tokens, the model {cfg.VOCAB_SIZE}: give the "
+                        "decoding.bin of its training")
+    return tokens
+
+
 def text(decoding, tokens):
     """str: the text of the tokens, or their ids if `decoding` is None."""
     if decoding is None:

@@ -60,7 +60,8 @@ def test_ray_warns_once_of_a_secret_that_others_may_read(tmp_path, monkeypatch, 
     (tmp_path / "s").chmod(0o644)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "deploy.ray", SimpleNamespace(
-        train=lambda cfg, args, secret, where, console: print(auth.page_password(secret) == where.password)))
+        train=lambda cfg, args, secret, options, console: print(
+            auth.page_password(secret) == options["http"].password)))
     assert egg.main("ray --save-dir x --secret-file s --http 0".split()) == 0
     said = capsys.readouterr()
     assert said.out == "True\n" and said.err.count("others on this machine may read") == 1

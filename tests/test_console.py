@@ -239,7 +239,7 @@ def test_a_worker_leaves_no_status_line(monkeypatch):
     monkeypatch.setattr(egg_net, "run_worker", ended)
     stream = Lines(terminal=True)
     with pytest.raises(KeyboardInterrupt):
-        train.work(CFG.changed(), "localhost", console=Console(stream))
+        train.work(CFG.changed(), "localhost", 1, "cpu", console=Console(stream))
     assert "1 chunks done" in stream.text and screen(stream.text, 80)[-1] == ""
 
 

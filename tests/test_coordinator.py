@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import pathlib
 import re
 import resource
 import signal
@@ -290,12 +291,14 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
 def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):
     lines = Lines()
     first = train.train(small, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert (first.progress.run.step, first.final.step, first.unit) == (3, 3, "bits/byte")
-    assert first.before is not None
-    assert 0 < first.after < 20 and len(first.references) == 3
+    after, unit = first.final.figure
+    assert (first.progress.run.step, first.final.step, unit) == (3, 3, "bits/byte")
+    assert first.progress.validations[0][0] < 3 and 0 < after < 20
+    told = [json.loads(line) for line in pathlib.Path("run", history.EVENTS).read_text().splitlines()]
+    assert [len(event["values"]) for event in told if event["event"] == "references"] == [3]
     second = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
     assert (second.progress.first_step, second.progress.run.step) == (3, 5)
-    assert second.before == pytest.approx(first.after, abs=1e-12)
+    assert second.progress.validations[0][1] == pytest.approx(after, abs=1e-12)
     for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:",
                   "bits/byte after (unigram",
                   "sample after 5 steps", "the run lies in run"):

@@ -227,7 +227,7 @@ def test_a_reply_of_nothing_and_one_that_is_no_text_are_appended_too(judged, rep
 
 def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "BYTES", data_files.Decoding([*(bytes([b]) for b in range(256)), b"ab"]))
-    with refused("decoding.bin has 257 tokens, the model 256: give the decoding.bin", objective.ObjectiveError):
+    with refused("decoding.bin has 257 tokens, the model 256: give the decoding.bin", data_files.DataError):
         judged(GAME)
 
 

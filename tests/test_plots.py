@@ -233,7 +233,7 @@ def archipelago(directory, hostile="$\\frac{\x1b[31m\n" + "x" * 300):
 def test_a_curve_knows_what_an_island_took_in(tmp_path):
     paths = archipelago(tmp_path)
     a, b, c = map(read_curve, paths)
-    assert (a.island, a.merges, a.rejuvenations, a.steps) == ("a", [], [(70,)], 100)
+    assert (a.island, a.merges, [point.step for point in a.rejuvenations], a.steps) == ("a", [], [70], 100)
     assert b.merges == [Merge(30, 30.5, "a", 20, 1.0, "a20", "b30")] and b.at(30)[:3] == (30, 3000, 15.0)
     assert b.at(0)[:3] == (0, 0, 0)
     # our own wins a tie
@@ -359,7 +359,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
                 assert state["island"] is None and state["merges"] == []
                 assert not [name for name in values if name.startswith("egg_island")]
                 continue
-            assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3}
+            assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3, "n_up": 1}
             assert state["merges"] == [{"step": 3, "tokens": 3 * server.progress.tokens_a_step,
                                         "seconds": pytest.approx(state["seconds"], abs=1e-3),
                                         "peer": peer, "peer_step": peer_step, "part": part} for peer, peer_step,

@@ -220,10 +220,11 @@ def test_the_preset_trains_and_goes_on(here):
                "VALIDATE_EVERY=2", "SAMPLE_EVERY=2"]
     cfg, lines = configured("nano-egg", *defines), Lines()
     first = train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert first.unit == "bits/byte" and 0 < first.after < 20 and first.final.step == 3
+    after, unit = first.final.figure
+    assert unit == "bits/byte" and 0 < after < 20 and first.final.step == 3
     second = train.train(cfg, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert (second.progress.first_step,
-            second.progress.run.step) == (3, 5) and second.before == pytest.approx(first.after, abs=1e-12)
+    assert (second.progress.first_step, second.progress.run.step) == (3, 5)
+    assert second.progress.validations[0][1] == pytest.approx(after, abs=1e-12)
     assert "| LR: 1 |" in lines.text
     run = history.open_run(cfg, "run")
     engine = cpu_engine.CpuEngine(cfg)

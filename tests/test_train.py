@@ -267,7 +267,7 @@ def test_a_gpu_that_must_not_be_used_is_none(started):
 def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch, capsys):
     monkeypatch.setattr(hardware, "devices", lambda cfg: ["cuda:0"])
     done = types.SimpleNamespace(run=types.SimpleNamespace(directory=None))
-    monkeypatch.setattr("egg_net.run_coordinator", lambda *_, hint: hint and print(hint) or done)
+    monkeypatch.setattr("egg_net.run_coordinator", lambda *_, hint, **__: hint and print(hint) or done)
     monkeypatch.setattr("tools.train.work", lambda *_, **__: None)
     history.open_run(egg_config.make(), "ckpt").close()
     for command, words in ((["worker", "localhost"], "--preset best suits this machine"),
@@ -288,7 +288,7 @@ def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpu
     monkeypatch.setattr(train, "Training", stop)
     cfg = CFG.changed(CHUNK_SIZE=8, POPULATION_SIZE=16, INPUT_FILE="my data/train.bin", VAL_FILE="my data/val.bin")
     with pytest.raises(train.TrainError, match="enough"):
-        train.train(cfg, 1)
+        train.train(cfg, steps=1)
     said = capsys.readouterr()
     assert ("3 GPUs, but a step has 2 of the chunks" in said.out + said.err) == (gpus == 3)
     assert ("-D POPULATION_SIZE=24 has" in said.out + said.err) == (gpus == 3)

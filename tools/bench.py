@@ -129,8 +129,8 @@ def whole_step(cfg, tokens, device, threads, seconds):
         (np.asarray(tokens, np.uint32) % cfg.VOCAB_SIZE).astype(kind).tofile(data)
         quiet = dict(INPUT_FILE=str(data), DETOKENIZE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, SNAPSHOT_EVERY=0,
                      DEVICE=device.partition(":")[0])
-        train.train(cfg.changed(**quiet), minutes=seconds / 20, save_dir=directory,
-                    threads=threads, console=egg_net.Console(quiet=True), log_json=str(log))
+        train.train(cfg.changed(**quiet), threads, egg_net.Console(quiet=True), minutes=seconds / 20,
+                    save_dir=directory, log_json=str(log))
         events = [json.loads(line) for line in log.read_text().splitlines()]
     ends = [event["elapsed"] for event in events if event["event"] == "step"]
     joined = sum(event["event"] == "joined" for event in events)

@@ -48,29 +48,22 @@ class Merge(NamedTuple):
     digest: str
 
 
-class Rejuvenation(NamedTuple):
-    step: int
-
-
 class Curve:
     """The course of a run, built event by event. loss, validation, reward: [Point]; loss_unit, unit: of the first two,
     "" and None if not known; references: {simple model: its validation}; island: its name, or ""; merges:
-    [Merge]; rejuvenations: [Rejuvenation]; samples: the last events of that kind."""
+    [Merge]; rejuvenations: [Point], of which only the step counts; samples: the last events of that kind."""
+
+    loss_unit = island = ""
+    unit = None
+    _alpha = 1.0
+    _bits = 1.0                                      # in one unit of the losses, in old files that do not name it
 
     def __init__(self, name):
         self.name = name
-        self.loss = []
-        self.loss_unit = ""
-        self.validation = []
-        self.reward = []
-        self.unit = None
+        self.loss, self.validation, self.reward = [], [], []
+        self.merges, self.rejuvenations = [], []
         self.references = {}
-        self.island = ""
-        self.merges = []
-        self.rejuvenations = []
         self.samples = collections.deque(maxlen=SAMPLES)
-        self._alpha = 1.0
-        self._bits = 1.0                             # in one unit of the losses, in old files that do not name it
 
     @property
     def steps(self):
@@ -126,7 +119,7 @@ class Curve:
             self.samples.append({"step": int(*_numbers(event, "step")), "worker": worker,
                                  **{name: str(event[name]) for name in ("prompt", "text")}})
         elif kind == "rejuvenated":
-            self.rejuvenations.append(Rejuvenation(int(*_numbers(event, "step"))))
+            self.rejuvenations.append(self.at(int(*_numbers(event, "step"))))
             del self.rejuvenations[:-MERGES]
 
     def _measured(self, points, event, value):

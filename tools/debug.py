@@ -3,6 +3,7 @@ weights. DEBUG=1 prints them with the names, columns and colours of d-eggs.
 """
 
 import json
+import re
 
 import numpy as np
 
@@ -71,34 +72,38 @@ def trace(cfg, state, tokens):
 
 # --- for people and for programs -------------------------------------------------------------------------------------
 
+# the lines of d-eggs; what stands between <a colour> and </> has this colour
+PART = ("<grey>{head}</><white>{name:14}</>: Mean:<bold>{mean:5.1f}</> Std:<bold>{std:4.1f}</> "
+        "Ent:<magenta>{entropy:4.2f}</>(<magenta>{bits:3.0f}%</>) <{of_saturated}>Sat:{saturated:3d}%</> "
+        "<{of_zero}>Zero:{zero:3d}%</> <{of_range}>Range:[{low:4d}..{high:4d}]</>")
+QUERY = ("<grey>{head}</><yellow>{name:14}</>: Ent:<magenta>{entropy:4.2f}</>(<magenta>{bits:3.0f}%</>) "
+         "MaxW:<cyan>{largest:6d}</> SumW:<green>{sum:8d}</> Ctx:<bold>{context:4d}</>")
+COLOURED = re.compile("<([a-z]+)>(.*?)</>")
+
+
 def describe(traced, colour):
     """[str]: the lines of a trace; colour(text, name) paints."""
     step, position = traced["step"], traced["position"]
     lines = []
     for part in traced["parts"]:
+        place = f"[S{step:5d} L{part['layer']:2d} T{position:3d}"
         if "head" not in part:
-            lines.append(_line(f"[S{step:5d} L{part['layer']:2d} T{position:3d}] ", part, colour))
+            lines.append(_line(place + "] ", part))
             continue
         possible = np.log2(part["context"]) if part["context"] > 1 else np.inf
-        head = colour(f"[S{step:5d} L{part['layer']:2d} T{position:3d} H{part['head']}] ", "grey")
-        lines.append(head + colour(f"{'Attn':14}", "yellow") + ": " + _entropy(part["entropy"], possible, colour)
-                     + "MaxW:" + colour(f"{part['largest']:6d}", "cyan") + " SumW:"
-                     + colour(f"{part['sum']:8d}", "green") + " Ctx:" + colour(f"{part['context']:4d}", "bold"))
-    lines += [_line(f"[S{step:5d} L{part['layer']:2d} Wght] ", part, colour) for part in traced["weights"]]
-    return lines
+        lines.append(QUERY.format_map({**part, "head": f"{place} H{part['head']}] ",
+                                       "bits": 100 * part["entropy"] / possible}))
+    lines += [_line(f"[S{step:5d} L{part['layer']:2d} Wght] ", part) for part in traced["weights"]]
+    return [COLOURED.sub(lambda found: colour(found[2], found[1]), line) for line in lines]
 
 
-def _line(head, s, colour):
-    saturated, zero = (int(100 * s[share] + 1e-9) for share in ("saturated", "zero"))
-    return (colour(head, "grey") + colour(f"{s['name']:14}", "white") + ": Mean:" + colour(f"{s['mean']:5.1f}", "bold")
-            + " Std:" + colour(f"{s['std']:4.1f}", "bold") + " " + _entropy(s["entropy"], 8, colour)
-            + colour(f"Sat:{saturated:3d}%", "red" if saturated > 10 else "yellow" if saturated else "grey") + " "
-            + colour(f"Zero:{zero:3d}%", "blue" if zero > 50 else "cyan" if zero > 10 else "grey") + " "
-            + colour(f"Range:[{s['low']:4d}..{s['high']:4d}]", "red" if max(-s["low"], s["high"]) >= 127 else "green"))
-
-
-def _entropy(bits, possible, colour):
-    return "Ent:" + colour(f"{bits:4.2f}", "magenta") + "(" + colour(f"{100 * bits / possible:3.0f}%", "magenta") + ") "
+def _line(head, part):
+    saturated, zero = (int(100 * part[share] + 1e-9) for share in ("saturated", "zero"))
+    return PART.format_map({
+        **part, "head": head, "bits": 100 * part["entropy"] / 8, "saturated": saturated, "zero": zero,
+        "of_saturated": "red" if saturated > 10 else "yellow" if saturated else "grey",
+        "of_zero": "blue" if zero > 50 else "cyan" if zero > 10 else "grey",
+        "of_range": "red" if max(-part["low"], part["high"]) >= 127 else "green"})
 
 
 def report(cfg, engine, tokens, console, path=None):

@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import hmac
 import http
-import itertools
 import json
 import math
 import operator
@@ -22,6 +21,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from cluster import auth, hub
+from cluster.console import to_the_end
 from cluster.event_log import WatchError
 from egg_config import ROOT
 from tools import curves
@@ -83,32 +83,47 @@ def where(address, access):
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
-# (name, help text, field of `Figures.state`)
-METRICS = (
-    ("egg_steps_total", "steps of the run that are complete", "step"),
-    ("egg_tokens_total", "tokens evaluated in them", "tokens"),
-    ("egg_tokens_per_second", "tokens evaluated per second, over the last 10 seconds or so", "tokens_per_second"),
-    ("egg_step_seconds", "duration of the last step", "step_seconds"),
-    ("egg_learning_rate", "learning rate of the last step", "learning_rate"),
-    ("egg_sigma_shift", "SIGMA_SHIFT of the current step: larger means quieter noise", "sigma_shift"),
-    ("egg_weights_changed", "weights that the last reported update changed", "updates"),
-    ("egg_chunks", "chunks of a step", "chunks"),
-    ("egg_chunks_done", "chunks of the current step that are done", "chunks_done"),
-    ("egg_sent_bytes_total", "bytes sent to workers in the steps since the start", "sent"),
-    ("egg_received_bytes_total", "bytes received from workers in the steps since the start", "received"),
-    ("egg_snapshot_step", "step of the newest snapshot, 0 without one", "snapshot"),
-    ("egg_workers", "workers that are connected", "n_workers"))
-# ... of a worker
-WORKER_METRICS = (
-    ("egg_worker_chunks_total", "results taken from a worker", "chunks"),
-    ("egg_worker_chunk_seconds", "seconds per chunk of a worker", "chunk_seconds"),
-    ("egg_worker_last_seen_seconds", "seconds since a worker was heard", "last_seen"))
-# ... of a peer, fields that are labels beside the name
-PEER_METRICS = (
-    ("egg_island_peer_fitness", "fitness that a peer states", "fitness", "kind"),
-    ("egg_island_peer_step", "step that a peer states", "step"),
-    ("egg_island_given_total", "states given to a peer", "given"),
-    ("egg_island_taken_total", "states taken from a peer", "taken"))
+# {source: ((name, help text, field of what the source has, fields that are labels), ...)}; see `Figures.metrics`
+METRICS = {
+    "run": (
+        ("egg_steps_total", "steps of the run that are complete", "step"),
+        ("egg_tokens_total", "tokens evaluated in them", "tokens"),
+        ("egg_tokens_per_second", "tokens evaluated per second, over the last 10 seconds or so", "tokens_per_second"),
+        ("egg_step_seconds", "duration of the last step", "step_seconds"),
+        ("egg_learning_rate", "learning rate of the last step", "learning_rate"),
+        ("egg_sigma_shift", "SIGMA_SHIFT of the current step: larger means quieter noise", "sigma_shift"),
+        ("egg_weights_changed", "weights that the last reported update changed", "updates"),
+        ("egg_chunks", "chunks of a step", "chunks"),
+        ("egg_chunks_done", "chunks of the current step that are done", "chunks_done"),
+        ("egg_sent_bytes_total", "bytes sent to workers in the steps since the start", "sent"),
+        ("egg_received_bytes_total", "bytes received from workers in the steps since the start", "received"),
+        ("egg_snapshot_step", "step of the newest snapshot, 0 without one", "snapshot"),
+        ("egg_workers", "workers that are connected", "n_workers")),
+    "loss": (("egg_loss", "mean loss of the population in the last step", "value", "unit"),),
+    "events": (("egg_events_total", "events since the start, by kind", "count", "event"),),
+    "validation": (
+        ("egg_validation", "the last validation", "value", "unit"),
+        ("egg_validation_step", "step of the last validation", "step")),
+    "best": (("egg_validation_best", "the lowest validation", "value", "unit"),),
+    "reward": (
+        ("egg_reward", "the last mean reward on held-out prompts", "value"),
+        ("egg_reward_step", "step of the last one", "step")),
+    "best_reward": (("egg_reward_best", "the highest of them", "value"),),
+    "workers": (
+        ("egg_worker_chunks_total", "results taken from a worker", "chunks", "name", "address", "device"),
+        ("egg_worker_chunk_seconds", "seconds per chunk of a worker", "chunk_seconds", "name", "address", "device"),
+        ("egg_worker_last_seen_seconds", "seconds since a worker was heard", "last_seen", "name", "address", "device")),
+    "island": (
+        ("egg_island_epoch", "starts of the history: merges and rejuvenations so far", "epoch"),
+        ("egg_island_fitness", "what is compared with peers: lower is better, of a reward higher", "fitness", "kind"),
+        ("egg_island_peers", "islands that are known", "n_peers"),
+        ("egg_island_peers_up", "islands that can be reached", "n_up")),
+    "peers": (
+        ("egg_island_peer_fitness", "fitness that a peer states", "fitness", "name", "kind"),
+        ("egg_island_peer_step", "step that a peer states", "step", "name"),
+        ("egg_island_given_total", "states given to a peer", "given", "name"),
+        ("egg_island_taken_total", "states taken from a peer", "taken", "name")),
+}
 CURVES = {"step": "loss", "validation": "validation", "reward": "reward"}      # the events that add to a curve
 BEST = {"validation": min, "reward": max}
 
@@ -119,20 +134,17 @@ class Figures:
     COUNTED = ("joined", "left", "banned", "refused", "snapshot", "gossip", "merge", "rejuvenated")
     LISTED = ("joined", "left", "banned", "refused", "warning", "message")
     LISTED_WITH_LINE = ("peer", "gossip", "merge", "rejuvenated")
+    finished = False
+    sent = received = 0
+    _seconds = _tokens = 0.0                         # of the last steps, fading
 
     def __init__(self, coordinator):
         self.coordinator = coordinator
         self.step = {}
-        self.finished = False
         self.last = {}                               # what was measured, and the best of it, by the name of its curve
         self.best = {}
         self.lines = deque(maxlen=LINES)
-        self.merges = deque(maxlen=MERGES)
         self.counts = dict.fromkeys(self.COUNTED, 0)
-        self.sent = 0
-        self.received = 0
-        self._seconds = 0.0                          # of the last steps, fading
-        self._tokens = 0.0
         self.curve = curves.Curve("")
         run = coordinator.run
         if run.directory is not None and run.step:
@@ -145,8 +157,6 @@ class Figures:
             self.curves[name] = curves.Thinned(POINTS)
             for point in getattr(self.curve, name):
                 self._add(name, point)
-        for merge in self.curve.merges:
-            self._add_merge(merge)
         coordinator.events.sinks.append(self)
 
     def _add(self, name, point):
@@ -158,11 +168,6 @@ class Figures:
             self.last[name] = found
             self.best[name] = BEST[name](self.best.get(name, found), found, key=operator.itemgetter("value"))
 
-    def _add_merge(self, merge):
-        self.merges.append({"step": merge.step, "tokens": merge.step * self.coordinator.progress.tokens_a_step,
-                            "seconds": round(self.curve.at(merge.step).seconds, 3), "peer": merge.peer,
-                            "peer_step": merge.peer_step, "part": round(merge.share, 4)})
-
     def emit(self, event, line):
         kind, curve = event["event"], self.curve
         curve.add(event)
@@ -173,13 +178,9 @@ class Figures:
         elif kind in self.LISTED or line and kind in self.LISTED_WITH_LINE:
             text = line or f"worker {event['worker']} ({event['address']}, {event['device']}) {kind}"
             self.lines.appendleft({"time": event["time"], "kind": kind, "text": text})
-        if kind == "merge":
-            self._add_merge(curve.merges[-1])
         if kind in self.counts:
             self.counts[kind] += 1
         self.finished = self.finished or kind == "stop"
-        for points in (curve.loss, curve.validation, curve.reward, curve.merges, curve.rejuvenations):
-            del points[:-POINTS]                     # what is older is in the thinned curves
 
     def _add_step(self, event):
         self.step = event
@@ -189,15 +190,23 @@ class Figures:
         self._seconds = fade * self._seconds + event["seconds"]
         self._tokens = fade * self._tokens + event["tokens_per_second"] * event["seconds"]
 
+    def _seconds_at(self, step):
+        """Seconds of training after `step` completed steps."""
+        return round(self.curve.at(step).seconds, 3)
+
+    def _shown(self, merge):
+        return {"step": merge.step, "tokens": merge.step * self.coordinator.progress.tokens_a_step,
+                "seconds": self._seconds_at(merge.step), "peer": merge.peer,
+                "peer_step": merge.peer_step, "part": round(merge.share, 4)}
+
     def seconds_left(self):
-        """Until `minutes` or `steps` end the run, the rest at the speed so far; None where nothing tells."""
-        coordinator, progress, ends = self.coordinator, self.coordinator.progress, []
-        done = coordinator.run.step - progress.first_step
-        if coordinator.minutes is not None and progress.started is not None:
-            ends.append(60 * coordinator.minutes - (time.monotonic() - progress.started))
-        if coordinator.steps is not None and done:
-            ends.append(progress.seconds / done * (coordinator.steps - coordinator.run.step))
-        return round(max(min(ends), 0.0), 1) if ends else None
+        """Until `minutes` or `steps` end the run, at the speed so far; None where nothing tells."""
+        coordinator, progress = self.coordinator, self.coordinator.progress
+        if progress.started is None:
+            return None
+        left, _ = to_the_end(coordinator.minutes, coordinator.steps, progress.first_step, coordinator.run.step,
+                             progress.seconds, time.monotonic() - progress.started)
+        return None if left is None else round(max(left, 0.0), 1)
 
     def state(self):
         """What the page shows, as a dict for JSON."""
@@ -206,17 +215,18 @@ class Figures:
         directory = coordinator.run.directory
         island = status["island"]
         workers = status["workers"]
-        seconds = self.curve.loss[-1].seconds if self.curve.loss else 0.0        # of training
         if island:
+            peers = island["peers"]
             island = {**{k: island[k] for k in ("name", "epoch", "fitness", "kind", "founder")},
-                      "peers": island["peers"][:WORKERS], "n_peers": len(island["peers"])}
+                      "peers": peers[:WORKERS], "n_peers": len(peers),
+                      "n_up": sum(peer["state"] == "up" for peer in peers)}
         return {"time": round(time.time(), 3),
                 "name": os.path.basename(os.path.abspath(directory)) if directory else None,
                 **{k: status[k] for k in ("step", "steps", "chunks", "chunks_done", "snapshot", "loss_unit")},
                 "started": coordinator.progress.started is not None, "finished": self.finished,
                 "tokens": status["step"] * coordinator.progress.tokens_a_step,
-                "seconds": round(seconds, 3), "seconds_left": self.seconds_left(),
-                "tokens_per_second": round(self._tokens / self._seconds, 1) if self._seconds else 0.0,
+                "seconds": self._seconds_at(status["step"]), "seconds_left": self.seconds_left(),
+                "tokens_per_second": round(self._tokens / (self._seconds or 1.0), 1),
                 "step_seconds": self.step.get("seconds"),
                 **{k: self.step.get(k) for k in ("loss", "learning_rate", "updates")}, "weights": coordinator.n_weights,
                 "sigma_shift": cfg.sigma_shift(status["step"]) if cfg.PERTURB == "weights" else None, "sent": self.sent,
@@ -226,48 +236,32 @@ class Figures:
                 "references": self.curve.references, "unit": self.curve.unit,
                 "curves": {name: points.all() for name, points in self.curves.items()},
                 "workers": workers[:WORKERS], "n_workers": len(workers), "island": island,
-                "merges": list(self.merges), "samples": [*reversed(self.curve.samples)], "lines": list(self.lines)}
+                "merges": [self._shown(merge) for merge in self.curve.merges[-MERGES:]],
+                "samples": [*reversed(self.curve.samples)], "lines": list(self.lines)}
 
     def metrics(self):
         """The same in the text format of Prometheus."""
         state = self.state()
-        island = self.coordinator.status()["island"]
-        unit = {"unit": self.curve.unit}
-        rows = [(name, text, state[field]) for name, text, field in METRICS]
-        rows += [("egg_loss", "mean loss of the population in the last step", state["loss"],
-                  {"unit": state["loss_unit"]})]
-        rows += [("egg_events_total", "events since the start, by kind", n, {"event": k})
-                 for k, n in self.counts.items()]
-        if found := state["validation"]:
-            rows += [("egg_validation", "the last validation", found["value"], unit),
-                     ("egg_validation_best", "the lowest validation", state["best"]["value"], unit),
-                     ("egg_validation_step", "step of the last validation", found["step"])]
-        if found := state["reward"]:
-            rows += [("egg_reward", "the last mean reward on held-out prompts", found["value"]),
-                     ("egg_reward_best", "the highest of them", state["best_reward"]["value"]),
-                     ("egg_reward_step", "step of the last one", found["step"])]
-        rows += [(name, text, worker[field], {k: worker[k] for k in ("name", "address", "device")})
-                 for name, text, field in WORKER_METRICS for worker in state["workers"]]
-        if island:
-            up, kind = sum(peer["state"] == "up" for peer in island["peers"]), {"kind": island["kind"]}
-            rows += [("egg_island_epoch", "starts of the history: merges and rejuvenations so far", island["epoch"]),
-                     ("egg_island_fitness", "what is compared with peers: lower is better, of a reward higher",
-                      island["fitness"], kind),
-                     ("egg_island_peers", "islands that are known", len(island["peers"])),
-                     ("egg_island_peers_up", "islands that can be reached", up),
-                     *((name, text, peer[field], {k: peer[k] for k in ("name", *labels)})
-                       for name, text, field, *labels in PEER_METRICS for peer in island["peers"][:WORKERS])]
-        return prometheus(row for row in rows if row[2] is not None)
+        parts = "validation", "best", "reward", "best_reward", "island"
+        return prometheus({
+            "run": [state], **{source: [state[source]] for source in parts},
+            "loss": [{"value": state["loss"], "unit": state["loss_unit"]}],
+            "events": [{"event": kind, "count": n} for kind, n in self.counts.items()],
+            "workers": state["workers"], "peers": state["island"]["peers"] if state["island"] else []})
 
 
-def prometheus(rows):
-    """str: the text format. rows: (name, help text, value, {label: value} if any); names in _total are counters."""
+def prometheus(sources):
+    """str: the text format. sources: {source in METRICS: [{field: value} or None]}; names in _total are counters."""
     lines = []
-    for (name, text), found in itertools.groupby(rows, lambda row: row[:2]):
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
-        for _, _, value, *labels in found:
-            words = ",".join(f"{k}={quoted(v)}" for k, v in labels[0].items()) if labels else ""
-            lines.append(f"{name}{{{words}}} {value}" if words else f"{name} {value}")
+    for source, metrics in METRICS.items():
+        for name, text, field, *labels in metrics:
+            entries = [entry for entry in sources[source] if entry and entry[field] is not None]
+            if entries:
+                kind = "counter" if name.endswith("_total") else "gauge"
+                lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+            for entry in entries:
+                words = ",".join(f"{label}={quoted(entry[label])}" for label in labels)
+                lines.append(f"{name}{{{words}}} {entry[field]}" if words else f"{name} {entry[field]}")
     return "\n".join(lines) + "\n"
 
 
@@ -283,32 +277,26 @@ class Client(hub.Connection):
     bytes. The page holds those that have got something (`served`) apart from the others."""
 
     PIECE = MOST_HEADER
+    last = None                # whether the response that is being sent is the last one, None where none is
+    ending = False             # the client shall close
+    idle = False               # it has asked for nothing since the last response
 
     def __init__(self, page, sock, address):
         self.page, self.until = page, time.monotonic() + REQUEST_SECONDS
-        # last: whether the response that is being sent is the last one, None where none is; ending: the client shall
-        # close; idle: it has asked for nothing since the last response
-        self.last = None
-        self.ending = False
-        self.idle = False
         super().__init__(page.coordinator.hub, sock, address, page.traffic, page.where.tls)
 
     def received(self):
         """Answers at most one request, so that no client keeps the others waiting."""
         now = time.monotonic()
-        if self.last:
+        last, self.last = self.last, None
+        if last:
             # not closed at once: with unread input the system would discard the response
-            self.last = None
             self.ending = True
             self.until = now + LINGER_SECONDS
             self.end()
-        elif self.last is not None:
-            self.last = None
+        elif last is not None or self.idle and self.inbox:
             self.idle = not self.inbox
             self.until = now + (IDLE_SECONDS if self.idle else REQUEST_SECONDS)
-        elif self.idle and self.inbox:
-            self.idle = False
-            self.until = now + REQUEST_SECONDS
         end = self.inbox.find(b"\r\n\r\n")
         if self.ending:
             self.inbox.clear()
@@ -354,9 +342,8 @@ class Page:
         self.newcomers = hub.Unproven(MOST_CLIENTS // 2)
         self.served = set()
         with open(PAGE, "rb") as file:
-            html = file.read()
-        self.html = Body(HTML, html)
-        self.policy = policy(html)
+            self.html = Body(HTML, file.read())
+        self.policy = policy(self.html.plain)
         self.figures = Figures(coordinator)
         self._bodies = {}                            # by path: the newest last, before it those still on their way
         self._looked = -math.inf                     # when a browser last asked for the state

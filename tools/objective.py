@@ -28,7 +28,7 @@ import numpy as np
 
 from egg_config import EggError, explained
 from engine import hardware
-from model import fitness_digits, sampling
+from model import data_files, fitness_digits, sampling
 from model.seeds import hash32
 from tools import processes
 
@@ -209,16 +209,12 @@ class Judge:
 
     def __init__(self, path, count, seconds, reader, name="reward"):
         self._path, self._seconds, self._name = path, seconds, name
-        self._pipes, self._processes = [], []
         try:
-            for _ in range(count):
-                process, pipe = processes.start(_judge, path, name, reader)
-                self._processes.append(process)
-                self._pipes.append(pipe)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            self.close()
+            started = [processes.start(_judge, path, name, reader) for _ in range(count)]
+        except (pickle.PicklingError, AttributeError, TypeError) as error:       # at the first one, if at all
             raise ObjectiveError(f"{path}: a column of DATA cannot be passed to another process ({_said(error)}): give "
                                  "numbers and texts") from None
+        self._processes, self._pipes = zip(*started)
         self.waited = 0.0                            # seconds in `finish`
         # (pipe, first text, end) of the answers that are expected; at first that the file has loaded, however long
         self._busy = [(pipe, 0, None) for pipe in self._pipes]
@@ -306,14 +302,11 @@ class Objective:
 
     def _encoded(self, text, before=0):
         """int32: the tokens of a prompt, or of its part behind `before` tokens. Raises ObjectiveError for one that is
-        too long."""
-        prompt = self.decoding.encode(text.encode("utf-8", "replace"))
+        too long, DataError for one that the model has no tokens for."""
+        prompt = data_files.encoded(self.cfg, self.decoding, text.encode("utf-8", "replace"))
         if before + len(prompt) + self.write > LONGEST:
             raise ObjectiveError(f"{self.path}: the prompt {text[:40]!r} ... has {before + len(prompt)} tokens, with "
                                  f"TOKENS = {self.write} more than {LONGEST}: shorten it")
-        if prompt.max(initial=0) >= self.cfg.VOCAB_SIZE:
-            raise ObjectiveError(f"{self.cfg.DECODING_FILE} has {len(self.decoding)} tokens, the model "
-                                 f"{self.cfg.VOCAB_SIZE}: give the decoding.bin of its training")
         return prompt
 
     def _held(self, rows, tokens, drawn):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cluster.console import one_line, takes_escapes
+from cluster.console import one_line, shortened, takes_escapes
 from cluster.event_log import WatchError
 from egg_config import explained
 from tools.curves import Thinned, read_curve
@@ -108,8 +108,9 @@ class Chart:
             return [(x, f"{x:.{decimals}f}") for x in positions]
         first, last = math.log10(self.x_start), math.log10(self.x_end)
         steps = (1, 2, 5) if 3 * (last - first) <= count else (1,)
-        positions = [m * 10.0 ** power for power in range(math.floor(first), math.ceil(last)) for m in steps]
-        return [(x, f"{x:g}") for x in (*positions, 10.0 ** math.ceil(last)) if self.x_start <= x <= self.x_end]
+        powers = range(math.floor(first), math.ceil(last) + 1)
+        positions = [m * 10.0 ** power for power in powers for m in steps]
+        return [(x, f"{x:g}") for x in positions if self.x_start <= x <= self.x_end]
 
 
 class Piece(NamedTuple):
@@ -155,7 +156,8 @@ class Tree:
                            for part, shares in ((1 - m.share, states[name][-1][2]), (m.share, theirs)))
             states[name].append((m.step, m.digest, kept + taken))                # without those that have gone
             self.gifts.append(Gift(m.peer, x(m.peer, m.peer_step, x(name, m.step)), name, x(name, m.step)))
-        self.rejuvenations = [(name, x(name, step)) for name, run in self.runs.items() for step, in run.rejuvenations]
+        self.rejuvenations = [(name, x(name, point.step)) for name, run in self.runs.items()
+                              for point in run.rejuvenations]
         self.lanes = {}
         for name, parts in states.items():
             starts = [x(name, step, 0.0) for step, _, _ in parts]
@@ -173,8 +175,8 @@ class Tree:
         found = collections.Counter(sorted(origin for name in self.runs for origin, _ in self.descent(name)))
         gone = [printable(name) for name in self.runs if name not in found]
         lines = [f"{printable(k)} on {n}" for k, n in found.most_common()]
-        gone = f"; gone: {shortened(gone)}" if gone else ""
-        return f"lines that live on {len(self.runs)} islands: {shortened(lines)}{gone}"
+        gone = f"; gone: {shortened(gone, MOST_NAMED)}" if gone else ""
+        return f"lines that live on {len(self.runs)} islands: {shortened(lines, MOST_NAMED)}{gone}"
 
 
 def _place(share, count):
@@ -190,11 +192,6 @@ def _with_units(title, units):
 def printable(name):
     """The name of an island, which may be a stranger's text."""
     return one_line(name, NAME) or "?"
-
-
-def shortened(words):
-    """The first words, and how many more there are."""
-    return ", ".join(words[:MOST_NAMED] + [f"and {len(words) - MOST_NAMED} more"] * (len(words) > MOST_NAMED))
 
 
 def ticks(low, high, count):
@@ -230,7 +227,7 @@ def terminal(charts, names, tree, stream, width=None):
         ends = ", ".join(f"{chart.title.partition(',')[0]} {line[-1][1]:.4g}"
                          for chart in charts for k, line in chart.lines if k == i)
         if i in islands:
-            shares = shortened([f"{v:.0%} {printable(k)}" for k, v in tree.descent(islands[i])])
+            shares = shortened([f"{v:.0%} {printable(k)}" for k, v in tree.descent(islands[i])], MOST_NAMED)
             ends += f"; island {printable(islands[i])}, of {shares}"
         out.append(f"{paint(LETTERS[i % 26] if islands or not dots else '*', i)} {name}: {ends}")
     if tree.runs:
@@ -250,22 +247,21 @@ def _rows(chart, width, dots, frame, paint):
     """The lines of one chart: the curves, the axes and their numbers."""
     columns = width - LABEL - 1
     across, down = (2, 4) if dots else (1, 1)
-    cells = {}                                       # (row, column) -> [dots, run]
+    drawn, runs = np.zeros((2, ROWS, columns), int)          # the dots of each character, and the run that it shows
     for i, line in chart.lines:
         for x, y in _strokes(line, chart, columns * across, ROWS * down):
-            cell = cells.setdefault((y // down, x // across), [0, i])
-            cell[0] |= BRAILLE[x % across][y % down]
-            cell[1] = i
+            place = y // down, x // across
+            drawn[place] |= BRAILLE[x % across][y % down]
+            runs[place] = i
 
     numbers, places = ticks(chart.low, chart.high, ROWS / 3)
     at = {chart.row(y, ROWS): y for y in numbers}
     words = {chart.row(y, ROWS): f"{name} {y:.2f}" for name, y in chart.references.items()}
     out = []
     for row in range(ROWS):
-        text, word = "", _beside(words.get(row, ""), {column for at, column in cells if at == row}, columns)
-        for column in range(columns):
-            bits, i = cells.get((row, column), (0, 0))
-            text += paint(chr(0x2800 + bits) if dots else LETTERS[i % 26], i) if bits else word[column]
+        word = _beside(words.get(row, ""), set(np.flatnonzero(drawn[row])), columns)
+        text = "".join(paint(chr(0x2800 + bits) if dots else LETTERS[i % 26], i) if bits else letter
+                       for bits, i, letter in zip(drawn[row], runs[row], word))
         label = f"{at[row]:.{places}f} {frame[3]}" if row in at else frame[0]
         out.append(label.rjust(LABEL + 1) + text.rstrip())
     axis, below = [frame[1]] * columns, [" "] * (width + LABEL)
@@ -337,13 +333,13 @@ def picture(charts, names, path, tree):
             ax.axhline(y, color="0.45", linewidth=0.9, linestyle=(0, (2, 3)))
             ax.annotate(f"{name} {y:.2f}", (1, y), xycoords=("axes fraction", "data"), va="center", color="0.35",
                         xytext=(4, 0), textcoords="offset points", fontsize=9)   # beside the curves
-        ax.set_ylabel(chart.title)
         margin = 0.08 * (chart.high - chart.low)
         if chart.log:
             ax.set_xscale("log")
             ax.set_xticks(*zip(*chart.x_ticks(9)))
             ax.set_xticks([], minor=True)
-        ax.set(xlim=(min(c.x_start for c in charts), chart.x_end), ylim=(chart.low - margin, chart.high + margin))
+        ax.set(ylabel=chart.title, xlim=(min(c.x_start for c in charts), chart.x_end),
+               ylim=(chart.low - margin, chart.high + margin))
         ax.grid(True, color="0.9", linewidth=0.8)
     if tree.runs:
         _draw_tree(axes[-1], tree)

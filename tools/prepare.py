@@ -10,7 +10,7 @@ import numpy as np
 
 import egg_config
 from cluster.history import replacing, unused
-from egg_config import UsageError
+from egg_config import UsageError, explained
 from model.data_files import WORDS, DataError, read_text
 
 FILES = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}     # of a directory
@@ -39,17 +39,14 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
         files = {name: _encode(bpe, parts, name, say) for name, parts in files.items()}
         files["decoding.bin"] = [len(pieces).to_bytes(4, "little")]
         files["decoding.bin"] += (len(x).to_bytes(4, "little") + x for x in pieces)
-    try:
+    advice = "nothing was changed there; give --out a directory that can be written"
+    with explained(DataError, out, advice), contextlib.ExitStack() as stack:     # any error leaves the old files
         os.makedirs(out, exist_ok=True)
-        with contextlib.ExitStack() as stack:        # an interruption or an error leaves the old files
-            for name, parts in files.items():
-                file = stack.enter_context(replacing(out, name))
-                file.writelines(parts)
-                file.flush()
-                os.fsync(file.fileno())              # all are on the disk before the first takes its place
-    except OSError as error:
-        raise DataError(f"{error.filename or out}: {error.strerror}: nothing was changed there; give --out a directory "
-                        "that can be written") from None
+        for name, parts in files.items():
+            file = stack.enter_context(replacing(out, name))
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())                  # all are on the disk before the first takes its place
     for name, parts in files.items():
         say(f"{os.path.join(out, name)}: {sum(map(len, parts)):,} bytes")
     return n_tokens

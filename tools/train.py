@@ -10,7 +10,7 @@ import time
 from collections import namedtuple
 
 import egg_net
-from cluster import auth, event_log, history
+from cluster import auth
 from cluster.console import printable, stop_signals
 from cluster.link import check_address
 from egg_config import EggError, explained
@@ -33,19 +33,19 @@ class TrainError(EggError):
 
 # tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None
 Data = namedtuple("Data", "tokens validation decoding")
-# The last measurement of the first worker: step; figure: of the validation, sample: str, reward: (number of held-out
+# The last measurement of the first worker: step; figure: (validation, unit), sample: str, reward: (number of held-out
 # prompts, mean), each or None
 Final = namedtuple("Final", "step figure sample reward")
-# The result of `train`. progress: a cluster.progress.Progress; before, after: validation figures in `unit`, or None;
-# references: {simple model: figure}; final: a Final, None if no worker was alive at the end
-TrainSummary = namedtuple("TrainSummary", "progress before after unit references final")
+# The result of `train`. progress: a cluster.progress.Progress; final: a Final, None if no worker was alive at the end
+Trained = namedtuple("Trained", "progress final")
 
 
 def open_data(cfg, console=None):
     """The Data of cfg; the console gets warnings. Raises DataError."""
+    console = console or egg_net.Console(quiet=True)
+
     def warn(line):
-        if console:
-            console.line("warning: " + line)
+        console.line("warning: " + line)
 
     decoding = data_files.load_decoding(cfg, warn)
     if cfg.NTT_MODE and not cfg.NTT_CAUSAL:
@@ -118,12 +118,11 @@ def members_a_second(cfg, engine):
         count = min(4 * count, cfg.CHUNK_SIZE)
 
 
-def work(cfg, host, port=None, device="cpu", threads=None, console=None, access=auth.Access(), protocol=0, name=None,
+def work(cfg, host, port, device, threads=None, console=None, access=auth.Access(), protocol=0, name=None,
          objective=None):
-    """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port (default
-    cfg.PORT) for ever. access, protocol, name: see egg_net.run_worker. objective: the file of --objective."""
+    """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port for
+    ever. access, protocol, name: see egg_net.run_worker. objective: the file of --objective."""
     console = console or egg_net.Console()
-    port = cfg.PORT if port is None else port
     check_address(host, port)
     data = open_data(cfg, console)
     print_references(cfg, data, console)
@@ -167,7 +166,8 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
                                name=device, console=console, inspect=inspector(cfg, data.tokens),
                                objective=judge)
             if pipe.recv() == "finish":
-                figure = data.validation and data.validation.bits(engine.validate(data.validation.windows)[0])
+                known = data.validation
+                figure = known and (known.bits(engine.validate(known.windows)[0]), known.unit)
                 text = None if not cfg.SAMPLE_EVERY else judge.sample(engine, engine.step) if judge else \
                     egg_net.sample(cfg, engine, data.tokens, data.decoding)
                 pipe.send(("final", Final(engine.step, figure, text, judge and judge.measured(engine))))
@@ -273,7 +273,8 @@ class Training:
                             return value
         return None
 
-    def end(self):
+    def close(self):
+        self.coordinator.dismiss()
         for child in self.children:                  # all at once, before waiting for each
             child.pipe.close()
         for child in self.children:
@@ -283,79 +284,67 @@ class Training:
                 child.process.join()
 
 
-def train(cfg, steps=None, minutes=None, save_dir=None, load_dir=None, threads=None, console=None, http=None,
-          log_json=None, tensorboard=None, objective=None):
+def train(cfg, threads=None, console=None, objective=None, steps=None, minutes=None, **options):
     """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or
-    Ctrl-C; prints a summary and returns a TrainSummary. save_dir, load_dir: see cluster.history.open_run. threads:
-    cores of a CPU worker, default all. http, log_json, tensorboard: see egg_net.run_coordinator; objective: the file of
-    --objective. Raises DataError, EngineError, HistoryError, NetError, ObjectiveError, TrainError; the completed steps
-    are kept in every case."""
+    Ctrl-C; prints a summary and returns a Trained. threads: cores of a CPU worker, default all; objective: the file of
+    --objective; options: see egg_net.opened_coordinator. Raises DataError, EngineError, HistoryError, NetError,
+    ObjectiveError, TrainError; the completed steps are kept in every case."""
     console = console or egg_net.Console()
     devices = hardware.devices(cfg)
     data = open_data(cfg, console)
-    run = history.open_run(cfg, save_dir, load_dir)
-    with (contextlib.closing(run),
-          event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events):
-        # a random secret keeps other processes of this machine out
-        coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, steps, minutes, console=console, peers=False,
-                                          access=auth.Access(os.urandom(32)), events=events, http=http)
-        training = None
-        try:
-            references = print_references(cfg, data, console, events.emit)
-            if coordinator.finished:
-                console.line(f"the run has its {run.step} steps already: raise --steps to continue")
-                return TrainSummary(coordinator.progress, None, None, None, references, None)
-            ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
-            console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from "
-                         f"step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
-            if len(devices) > cfg.N_CHUNKS:
-                events.warn(f"{len(devices)} GPUs, but a step has {cfg.N_CHUNKS} of the chunks that they share: some "
-                            f"wait; a new run with -D POPULATION_SIZE={len(devices) * cfg.CHUNK_SIZE} has one for each")
-            console.line(f"kept in {run.directory}{run.beside}" if run.directory else
-                         "nothing of this run is kept: --save-dir DIR keeps it")
-            if coordinator.page:
-                console.line(coordinator.page.invitation())
-            with stop_signals() as stopped:
-                training = Training(coordinator, devices, threads, objective)
-                while not coordinator.finished and not stopped:
-                    coordinator.poll()
-                    training.watch()
-                if stopped:
-                    console.line("stopping (once more to stop at once) ...")
-                coordinator.drain(APPLY_SECONDS)
-                coordinator.dismiss()
-                final = training.final()
-                summary = _sum_up(coordinator, references, final, data)
-                coordinator.finish(0)
-                return summary
-        finally:
-            coordinator.close()
-            if training is not None:
-                training.end()
+    access = auth.Access(os.urandom(32))             # a random secret keeps other processes of this machine out
+    with egg_net.opened_coordinator(cfg, "127.0.0.1", 0, console, steps=steps, minutes=minutes, peers=False,
+                                    access=access, **options) as coordinator:
+        run, events = coordinator.run, coordinator.events
+        references = print_references(cfg, data, console, events.emit)
+        if coordinator.finished:
+            console.line(f"the run has its {run.step} steps already: raise --steps to continue")
+            return Trained(coordinator.progress, None)
+        ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
+        console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from "
+                     f"step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
+        if len(devices) > cfg.N_CHUNKS:
+            events.warn(f"{len(devices)} GPUs, but a step has {cfg.N_CHUNKS} of the chunks that they share: some "
+                        f"wait; a new run with -D POPULATION_SIZE={len(devices) * cfg.CHUNK_SIZE} has one for each")
+        console.line(f"kept in {run.directory}{run.beside}" if run.directory else
+                     "nothing of this run is kept: --save-dir DIR keeps it")
+        if coordinator.page:
+            console.line(coordinator.page.invitation())
+        with (stop_signals() as stopped,
+              contextlib.closing(Training(coordinator, devices, threads, objective)) as training):
+            while not coordinator.finished and not stopped:
+                coordinator.poll()
+                training.watch()
+            if stopped:
+                console.line("stopping (once more to stop at once) ...")
+            coordinator.drain(APPLY_SECONDS)
+            coordinator.dismiss()
+            final = training.final()
+            _sum_up(coordinator, references, final)
+            coordinator.finish(0)
+            return Trained(coordinator.progress, final)
 
 
-def _sum_up(coordinator, references, final, data):
-    """Logs the last validation and sample like earlier ones, and prints a summary. Returns the TrainSummary."""
-    console, events = coordinator.console, coordinator.events
-    done = coordinator.progress
-    before = done.validations[0][1] if done.validations else None
-    after = final.figure if final else None
-    unit = data.validation.unit if data.validation else None
-    if after is not None:
-        done.validated(final.step, after, unit)
+def _sum_up(coordinator, references, final):
+    """Logs the last validation and sample like earlier ones, and prints a summary. final: a Final or None."""
+    console, done = coordinator.console, coordinator.progress
+    before = done.validations[:1]                    # [(step, figure, unit)]
+    if final and final.figure:
+        done.validated(final.step, *final.figure)
     console.line(done.summary())
-    if before is not None and after is not None:
-        models = _listed({name: figure for name, figure in references.items() if name != "uniform"})
-        console.line(f"validation: {before:.3f} before, {after:.3f} {unit} after ({models})")
-    if final is not None and final.reward is not None:
+    if final is None:
+        return
+    if before and final.figure:
+        models, (after, unit) = {k: x for k, x in references.items() if k != "uniform"}, final.figure
+        console.line(f"validation: {before[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
+    if final.reward:
         done.rewarded(final.step, *final.reward)
-        before_it = done.rewards[0][1] if done.rewards else final.reward[1]
-        console.line(f"reward: {before_it:.4f} before, {final.reward[1]:.4f} after, on held-out prompts")
-    if final is not None and final.sample is not None:
+        first = done.rewards[0][1] if done.rewards else final.reward[1]
+        console.line(f"reward: {first:.4f} before, {final.reward[1]:.4f} after, on held-out prompts")
+    if final.sample is not None:
         prompt, text = final.sample.split(" >>> ", 1)
-        events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
+        coordinator.events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
         console.line(f"sample after {final.step} steps:\n{console.sample(printable(final.sample))}")
-    return TrainSummary(done, before, after, unit, references, final)
 
 
 def _listed(references):

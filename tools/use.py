@@ -66,18 +66,6 @@ def _state(cfg, run, best, warn):
 
 # --- generate ---------------------------------------------------------------------------------------------------------
 
-def prompt_tokens(cfg, decoding, text):
-    """int32: the tokens of a prompt (bytes). Raises UseError, DataError."""
-    if decoding is None:
-        raise UseError(f"{cfg.DECODING_FILE} is missing, and without it no text can be turned into tokens: start in "
-                       "its directory, or name it with -D DECODING_FILE=...")
-    tokens = decoding.encode(text)
-    if tokens.max() >= cfg.VOCAB_SIZE:
-        raise UseError(f"{cfg.DECODING_FILE} has {len(decoding)} tokens, the model {cfg.VOCAB_SIZE}: give the "
-                       "decoding.bin of its training")
-    return tokens
-
-
 def stream(decoding, tokens):
     """Yields the text of each token. A character that is split comes with the last of its tokens."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -90,7 +78,7 @@ def generate(cfg, engine, text, count, seed, console, **settings):
     """Writes `text` (bytes) and the model's continuation of `count` tokens, token by token: to a terminal as text, else
     as these bytes and no other. settings: temp, min_p, penalty; None: SAMPLING_* of cfg."""
     decoding = data_files.load_decoding(cfg)
-    prompt = prompt_tokens(cfg, decoding, text)
+    prompt = data_files.encoded(cfg, decoding, text)
     more = engine.generate(prompt, count, seed, **settings)
     if not console.terminal:
         for piece in itertools.chain([text], (decoding.decode([token]) for token in more)):
@@ -145,7 +133,7 @@ def _read_tokens(cfg, decoding, name, path):
     text = data_files.read_text(path)
     if not text:
         raise UseError(f"{path} is empty: give a text")
-    tokens = prompt_tokens(cfg, decoding, text)
+    tokens = data_files.encoded(cfg, decoding, text)
     if tokens.size <= cfg.SEQ_LEN:
         raise UseError(f"{path} holds {tokens.size} tokens, too few for a window of SEQ_LEN = {cfg.SEQ_LEN}: give a "
                        "longer text")
