@@ -2,52 +2,29 @@
 plain reading of the SPEC, in every configuration tried.
 """
 
-import hashlib
-
 import numpy as np
 import pytest
 
 import egg_config
-from engine import cpu_engine, cpu_kernels, cpu_rules
-from model import fitness_digits, integer_tables, parameters, rules, sampling, seeds
+from engine import cpu_engine, cpu_rules
+from model import fitness_digits, integer_tables, parameters, rules, seeds
 from model.reading import Reading
-from readings import (TINY, callable_by_python, drawn, member_loss, nats, population_fitness, random_config, shaken,
-                      votes_on)
-from recordings import (PART_OF_E, digest_of_part, digests, golden, in_part, python, recorded_generation,
-                        recorded_updates)
-
-STEPS = 6
+from readings import TINY, callable_by_python, drawn, nats, plain_losses, random_config, shaken, votes_on
+from recordings import (PART_OF_E, digest_of_part, digests, golden, hold_against_recording, in_part, python,
+                        recorded_generation, recorded_updates)
 
 
 # --- recordings, and the plain reading --------------------------------------------------------------------------------
 
-def hold_against_recording(name):
-    cfg, tokens, z = golden(name)
-    engine = cpu_engine.CpuEngine(cfg, tokens)
-    assert hashlib.sha256(engine.state().weights).digest() == hashlib.sha256(z["model_0"]).digest()
-    for k in range(STEPS):
-        firsts = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
-        losses = np.concatenate([engine.evaluate(first, cfg.CHUNK_SIZE) for first in firsts])
-        assert np.array_equal(losses, z["loss"][k]), k
-        fitness = population_fitness(cfg, losses)
-        assert np.array_equal(fitness, z["fitness"][k])
-        assert engine.update(fitness) == z["updates"][k]
-        state = engine.state()
-        assert np.array_equal(state.overlay, z["scales"][k])
-        assert digests(state) == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256"))
-        if k == 2 and "adam_3" in z:
-            assert np.array_equal(state.moments, z["adam_3"])
-    assert np.array_equal(engine.state().weights, z["model_6"])
-
-
 @pytest.mark.parametrize("name", "ABD")
 def test_recorded_runs(name):
-    hold_against_recording(name)
+    hold_against_recording(cpu_engine.CpuEngine, name)
 
 
 def test_recorded_run_with_the_instructions_of_any_processor():
     """tests/test_simd.py holds the operations of every kind against NumPy; this is a whole run."""
-    code = "import test_egg; from engine import simd; simd.use('portable'); test_egg.hold_against_recording('A')"
+    code = ("from engine import cpu_engine, simd; from recordings import hold_against_recording\n"
+            "simd.use('portable'); hold_against_recording(cpu_engine.CpuEngine, 'A')")
     python("-c", code, PYTHONPATH="tests")
 
 
@@ -94,9 +71,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
     engine = cpu_engine.CpuEngine(cfg, tokens)
     state = shaken(engine, rng, 3)
-    windows = rules.windows(cfg, tokens, 3, 0, 2)
-    expected = [member_loss(cfg, state, p, windows[p // 2]) for p in range(4)]
-    assert engine.evaluate(0, 4).tolist() == expected
+    assert engine.evaluate(0, 4).tolist() == plain_losses(cfg, state, rules.windows(cfg, tokens, 3, 0, 2), 4)
 
 
 def test_exact_loss_in_fixed_point():
@@ -131,46 +106,6 @@ def test_validation_and_logits_are_those_of_the_plain_reading(seed):
     assert count == 3 * cfg.SEQ_LEN and got == pytest.approx(expected, rel=1e-9)
 
 
-def test_generation_does_not_depend_on_the_cache():
-    """Greedy tokens one by one, from cached keys and values, are those of whole passes over the sequence, also beyond
-    SEQ_LEN."""
-    cfg = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2)
-    engine, prompt = cpu_engine.CpuEngine(cfg), [5, 17, 250]
-    got = list(engine.generate(prompt, 30, seed=1, temp=0, penalty=0))
-    sequence, reading = list(prompt), Reading(cfg, engine.state())
-    for token in got:
-        assert token == reading.logits(sequence)[-1].argmax()
-        sequence.append(token)
-    assert len(got) == 30
-
-
-def test_sampling():
-    """Greedy; min-p cuts; the penalty is taken once; the draw follows the weights (chi-square at 1e-4)."""
-    cfg = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=2)
-    engine = cpu_engine.CpuEngine(cfg)
-    c, unseen = engine._model, np.zeros(256, np.uint8)
-    chosen = callable_by_python(cpu_kernels.chosen)
-
-    def choose(z, seen=unseen, random=0, **settings):
-        s = sampling.settings(cfg, **settings)
-        return chosen(c, z, seen, s.penalty, s.temp, s.floor, np.uint32(random))
-
-    z = np.full(256, -1000, np.int32)
-    z[[7, 99, 200]] = 10, 8, 4
-    seen = unseen.copy()
-    seen[7] = 1
-    assert choose(z, temp=0) == 7
-    # 3 and 1.8 logit units
-    assert choose(z, seen, temp=0, penalty=0.5) == 99 and choose(z, seen, temp=0, penalty=0.3) == 7
-    rng = np.random.default_rng(6)
-    draws = [choose(z, random=r, temp=1.0, min_p=0.0, penalty=0) for r in rng.integers(0, 2 ** 32, 6000)]
-    weights = np.exp(-np.array([0, 2, 6]) / 6)
-    expected = 6000 * weights / weights.sum()
-    counts = np.array([draws.count(t) for t in (7, 99, 200)])
-    assert counts.sum() == 6000 and ((counts - expected) ** 2 / expected).sum() < 18.4
-    assert 200 not in {choose(z, random=r, temp=1.0, min_p=0.5, penalty=0) for r in rng.integers(0, 2 ** 32, 500)}
-
-
 def test_sgd_accumulates_votes():
     cfg = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=8, OPTIMIZER="sgd",
                           LR_SCHEDULE=((0, 0.01),))
@@ -186,15 +121,6 @@ def test_sgd_accumulates_votes():
     assert changed == np.count_nonzero(step) > 100
     assert np.array_equal(after.weights, before.weights + step) and np.array_equal(after.moments[:, 2], acc - step)
     assert not after.moments[:, :2].any()
-
-
-def test_threads_give_the_same_bits():
-    cfg, tokens, z = golden("B")
-    one, two = cpu_engine.CpuEngine(cfg, tokens, threads=1), cpu_engine.CpuEngine(cfg, tokens)
-    assert np.array_equal(one.evaluate(0, 64), two.evaluate(0, 64))
-    one.update(z["fitness"][0])
-    two.update(z["fitness"][0])
-    assert digests(one.state()) == digests(two.state())
 
 
 # --- what the model is made of ----------------------------------------------------------------------------------------
@@ -262,13 +188,6 @@ def test_ternary_packing():
                               (bytes([81]), 4, "after the last")):
         with pytest.raises(ValueError, match=says):
             fitness_digits.unpack_ternary(data, count)
-
-
-@pytest.mark.parametrize("name", "ABD")
-def test_fitness_of_recorded_losses(name):
-    cfg, _, z = golden(name)
-    for k in range(STEPS):
-        assert np.array_equal(population_fitness(cfg, z["loss"][k].astype(np.int64)), z["fitness"][k])
 
 
 def test_initial_model_of_the_default_configuration():

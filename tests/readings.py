@@ -25,9 +25,18 @@ def member_reading(cfg, state, member, kind=Reading):
     return kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
 
 
-def member_loss(cfg, state, member, window, kind=Reading):
-    """Its loss over a window int [SEQ_LEN + 1]."""
-    return member_reading(cfg, state, member, kind).loss(window[:-1], window[1:])
+def plain_losses(cfg, state, windows, count, kind=Reading):
+    """[int]: the losses of the first members of the State's step, over the windows of their pairs. A window begins with
+    the tokens before it, and ends with its soft targets, where the configuration has such."""
+    losses = []
+    for member in range(count):
+        before, window, drawn = np.split(windows[member // 2], np.cumsum([cfg.STATE_TOKENS, cfg.SEQ_LEN + 1]))
+        clean, reading = kind(cfg, state), member_reading(cfg, state, member, kind)
+        if before.size:
+            clean.hidden(before)
+        reading.carried = clean.carried
+        losses.append(reading.loss(window[:-1], np.column_stack([window[1:], drawn.reshape(cfg.SEQ_LEN, -1)])))
+    return losses
 
 
 def plain(values):
@@ -109,6 +118,14 @@ def drawn(cfg, z, seen, position, seed, **settings):
     walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
     threshold = seeds.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
     return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
+
+
+def hold_text_against_the_reading(engine, prompt, tokens, seed, kind=Reading, **settings):
+    """What an engine wrote behind a prompt, with all settings of the draw."""
+    cfg, sequence = engine.cfg, [*prompt, *tokens]
+    z = kind(cfg, engine.state()).logits(sequence[:-1])
+    for t in range(len(prompt) - 1, len(sequence) - 1):
+        assert sequence[t + 1] == drawn(cfg, z[t], np.unique(sequence[:t + 1]), t, seed, **settings), (t, settings)
 
 
 def settings_of(rng):

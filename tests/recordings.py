@@ -12,6 +12,7 @@ import pyzstd
 
 import egg_config
 from model import fitness_digits, parameters
+from readings import population_fitness
 
 HERE = pathlib.Path(__file__).parent.parent
 
@@ -40,6 +41,31 @@ def digests(state):
     return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in arrays)
 
 
+def recorded_digests(z, step):
+    """Those of a recording after the update of a step."""
+    return tuple(str(z[part][step]) for part in ("model_sha256", "adam_sha256", "scales_sha256"))
+
+
+def hold_against_recording(engine_type, name):
+    """Six whole steps of an engine."""
+    cfg, tokens, z = golden(name)
+    engine = engine_type(cfg, tokens)
+    assert np.array_equal(engine.state().weights, z["model_0"].view(np.int8))
+    for k in range(6):
+        firsts = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
+        losses = np.concatenate([engine.evaluate(first, cfg.CHUNK_SIZE) for first in firsts])
+        assert np.array_equal(losses, z["loss"][k]), f"losses of step {k}"
+        fitness = population_fitness(cfg, losses)
+        assert np.array_equal(fitness, z["fitness"][k]), f"fitness of step {k}"
+        assert engine.update(fitness) == z["updates"][k]
+        state = engine.state()
+        assert np.array_equal(state.overlay, z["scales"][k])
+        assert digests(state) == recorded_digests(z, k), f"update {k}"
+        if k == 2 and "adam_3" in z:
+            assert np.array_equal(state.moments, z["adam_3"])
+    assert np.array_equal(engine.state().weights, z["model_6"].view(np.int8))
+
+
 def recorded_updates(engine, step, hold):
     """Brings an engine of golden E, which has done `step` updates or fewer, to `step` updates, and calls hold(state, k)
     with the State after update k.
@@ -59,7 +85,7 @@ def recorded_updates(engine, step, hold):
 def hold_against_golden_e(state, k):
     """The whole state is the recorded one after update k."""
     cfg, _, z = golden("E")
-    assert digests(state) == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256")), k
+    assert digests(state) == recorded_digests(z, k), k
     assert digest_of_part(cfg, state) == PART_OF_E[k]
 
 

@@ -3,8 +3,6 @@ engine is held against the golden recordings and, on random configurations, agai
 
 import contextlib
 import hashlib
-import json
-import pathlib
 import re
 
 import numpy as np
@@ -14,17 +12,15 @@ from numba import cuda, uint32
 
 import egg_config
 import no_device
-import recordings
 from engine import cuda_engine, kernel_cache
 from kernels import attention, head, host, pairs, parts, product, transformer, update
 from model import fitness_digits, parameters, rules, sampling, seeds
+from model.reading import Reading
 from compiling import CARDS, hold_against_cards, kernels_of, path_of
 from engines_compared import OTHER_INSTRUCTIONS, SEED, compare
 from fakes import any_fitness
-from readings import TINY, hold_draws_against_the_distribution
-from recordings import digests, recorded_generation
-
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+from readings import TINY, hold_draws_against_the_distribution, votes_on
+from recordings import HERE, digests, golden, hold_against_recording, recorded_digests, recorded_generation
 
 
 # --- without a GPU ----------------------------------------------------------------------------------------------------
@@ -122,21 +118,12 @@ def test_optimizer_rounds_as_the_specification_does():
 def test_plan_gives_the_votes():
     """The walk of the update's kernels, done by NumPy, against the sums of SPEC 9."""
     cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
-    rng = np.random.default_rng(SEED)
-    plan, pairs, seed = update.plan(cfg), np.arange(cfg.N_PAIRS), 4000000000
-    fitness = rng.integers(-1, 2, cfg.N_PAIRS)
-
-    def noise(seeds, index):
-        with np.errstate(over="ignore"):
-            x = seeds.astype(np.uint32) + np.uint32(index) * np.uint32(0x9E3779B9)
-            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-                x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
-        return rules.uniform_noise(x ^ x >> np.uint32(16), cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN).astype(np.int64)
-
+    plan, pairs, state = update.plan(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
+    fitness, state.seed = any_fitness(cfg, SEED), 4000000000
     n = np.arange(plan.span + 16)
     operands = np.zeros((len(plan.rows), n.size), np.int64)
     for row, (index, delta, shift, low, high) in zip(operands, plan.rows.astype(np.int64)):
-        row[:] = noise(seed + n + delta, index)
+        row[:] = Reading(cfg, state, state.seed + n).noise(delta, index)
         if shift >= 0:
             signs = fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)]
             row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), signs, 0)
@@ -151,10 +138,7 @@ def test_plan_gives_the_votes():
         rows = operands[element:element + 8 * update.EIGHTS]
         votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
     for t in parameters.tensors(cfg):
-        a = np.stack([noise(seed + pairs + t.seed_a, c) for c in range(t.cols)])
-        b = np.stack([noise(seed + pairs + t.seed_b, r) for r in range(t.rows if t.matrix else t.cols)])
-        want = parameters.to_canonical((b * fitness) @ a.T) if t.matrix else (a * b) @ fitness
-        assert np.array_equal(votes[t.span], want), t
+        assert np.array_equal(votes[t.span], votes_on(cfg, state, t, fitness)), t
 
 
 def test_largest_slice():
@@ -310,34 +294,14 @@ def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, com
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
-def golden(name):
-    return np.load(GOLDEN / f"{name}.npz")
-
-
-def digests_after(data, step):
-    return tuple(str(data[f"{what}_sha256"][step]) for what in ("model", "adam", "scales"))
-
-
 def digest(array):
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["A", "B", "D"])
+@pytest.mark.parametrize("name", "ABD")
 def test_golden(name):
-    data = golden(name)
-    cfg = egg_config.make(**json.loads(str(data["config"])))
-    tokens = np.frombuffer(data["input_bin"].tobytes(), np.uint8 if cfg.VOCAB_SIZE == 256 else "<u4")
-    engine = cuda_engine.CudaEngine(cfg, tokens)
-    assert np.array_equal(engine.state().weights, data["model_0"].view(np.int8))
-    for step in range(6):
-        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
-        assert np.array_equal(np.concatenate(losses), data["loss"][step]), f"losses of step {step}"
-        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
-        assert np.array_equal(fitness, data["fitness"][step]), f"fitness of step {step}"
-        assert engine.update(fitness) == data["updates"][step]
-        assert digests(engine.state()) == digests_after(data, step), f"update {step}"
-    assert np.array_equal(engine.state().weights, data["model_6"].view(np.int8))
+    hold_against_recording(cuda_engine.CudaEngine, name)
 
 
 @pytest.mark.gpu
@@ -345,11 +309,8 @@ def test_golden_default_configuration():
     """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its
     recording as far as the race left that alone: the recorded losses, the fitness of two steps and the states after
     them."""
-    import pyzstd
-    recorded, mended = golden("E"), golden("E_mended")
-    cfg = egg_config.make()
-    tokens = np.frombuffer(pyzstd.decompress((GOLDEN / "input_8k.bin.zst").read_bytes()), "<u4")
-    engine = cuda_engine.CudaEngine(cfg, tokens)
+    cfg, tokens, recorded = golden("E")
+    mended, engine = np.load(HERE / "tests" / "golden" / "E_mended.npz"), cuda_engine.CudaEngine(cfg, tokens)
     assert digests(engine.state())[0] == str(recorded["init_model_sha256"])
     for step in range(6):
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
@@ -361,16 +322,15 @@ def test_golden_default_configuration():
         engine.update(fitness)
         for data in (mended, recorded)[:2 if step < 2 else 1]:
             assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
-            assert digests(engine.state()) == digests_after(data, step), f"update {step}"
+            assert digests(engine.state()) == recorded_digests(data, step), f"update {step}"
 
 
 @pytest.mark.gpu
 def test_load_and_pieces_of_a_chunk():
     """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the
     host."""
-    data = golden("A")
-    cfg = egg_config.make(**json.loads(str(data["config"])))
-    engine = cuda_engine.CudaEngine(cfg, np.frombuffer(data["input_bin"].tobytes(), "<u4"))
+    cfg, tokens, data = golden("A")
+    engine = cuda_engine.CudaEngine(cfg, tokens)
     start = engine.state()
     for step in range(3):
         engine.update(data["fitness"][step])
@@ -536,7 +496,7 @@ def test_random_configurations_against_the_cpu_engine(compared):
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for
     every occurrence."""
-    engine = cuda_engine.CudaEngine(*recordings.golden("E")[:2])
+    engine = cuda_engine.CudaEngine(*golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, sampling.settings(engine.cfg)._replace(penalty=np.float32(0))
     z, read = cuda.device_array(cfg.VOCAB_SIZE, np.int32), engine._forward.read
@@ -565,9 +525,7 @@ def test_the_draw_follows_the_exact_distribution():
 def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
     from engine import cpu_engine
     from tools import debug
-    data = golden("A")
-    cfg = egg_config.make(**json.loads(str(data["config"])))
-    tokens = np.frombuffer(data["input_bin"].tobytes(), "<u4")
+    cfg, tokens, data = golden("A")
     engines = [cpu_engine.CpuEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)]
     for engine in engines:
         for step in range(3):

@@ -17,8 +17,8 @@ from chaos_cluster import chaos
 from compiling import CARDS, LARGE, OTHERS, hold_against_cards, kernels_of, path_of
 from engines_compared import SEED
 from fakes import Lines, any_fitness, lie
-from readings import configured, member_reading, nats, plain, shaken, votes_on
-from coordinators import refused
+from readings import (configured, hold_text_against_the_reading, member_reading, nats, plain, plain_losses, settings_of,
+                      shaken, votes_on)
 
 COMPILED = ["compiled_gru"]                                  # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
@@ -53,12 +53,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     engine = cpu_engine.CpuEngine(cfg, tokens)
     state = shaken(engine, rng, rng.integers(9))
     windows = rules.windows(cfg, tokens, state.step, 0, 4)
-    for member, loss in enumerate(engine.evaluate(0, 8)[:6]):
-        before, window = np.split(windows[member // 2], [cfg.STATE_TOKENS])
-        clean, reading = Reading(cfg, state), member_reading(cfg, state, member)
-        clean.hidden(before)
-        reading.carried = clean.carried
-        assert loss == reading.loss(window[:-1], window[1:]), member
+    assert engine.evaluate(0, 8)[:6].tolist() == plain_losses(cfg, state, windows, 6)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -70,15 +65,13 @@ def test_validation_through_a_reset(seed):
     assert count == 16 and got == pytest.approx(2 * nats(cfg, z, window[1:]), rel=1e-9)
 
 
-def test_generation_is_greedy_on_the_state():
-    cfg = BASE
-    engine, reading = cpu_engine.CpuEngine(cfg), Reading(cfg, parameters.initial_state(cfg))
-    got = list(engine.generate([5, 17, 250], 20, seed=1, temp=0, penalty=0))
-    token = reading.logits([5, 17, 250])[-1].argmax()
-    for said in got:
-        assert said == token
-        token = reading.logits([token])[0].argmax()
+@pytest.mark.parametrize("seed", range(4))
+def test_generation_goes_on_with_the_state(seed):
+    rng, prompt = np.random.default_rng(30 + seed), [5, 17, 250]
+    engine, settings = cpu_engine.CpuEngine(egg_config.make(**random_config(rng))), settings_of(rng)
+    got = list(engine.generate(prompt, 20, seed, **settings))
     assert len(got) == 20
+    hold_text_against_the_reading(engine, prompt, got, seed, **settings)
 
 
 @pytest.mark.parametrize("clt", [0, 1])
@@ -137,33 +130,6 @@ def test_noise_is_kept():
         kept.append(seeds.next_seed(kept[-1], step, 3))
     assert len(set(kept)) == 3 and kept[0] == kept[2] != kept[3] == kept[5] != kept[6]
     assert seeds.next_seed(42, 6, 0) == 42 != seeds.next_seed(42, 6) == seeds.hash32(42, 7)
-
-
-@pytest.mark.parametrize("define, says", [
-    ("HEAD_DIM=32", "has no meaning with MODEL = gru"), ("SHIFT_OUT=8", "has no meaning"), ("GROUP_SIZE=3", "even"),
-    ("GROUP_SIZE=48", "divide POPULATION_SIZE"),
-    ("FIXED_POINT=8", "at most 7"), ("MODEL=lstm", "transformer, gru"), ("HIDDEN_DIM=100", "multiple of 32"),
-    ("ZTEST_ALPHA=0", "from 1e-6"),
-    ("MODEL=transformer", "VALIDATE_WINDOW|SEQ_LEN|STATE_TOKENS")])
-def test_bad_constants_are_named_in_one_line(define, says):
-    with refused(says, egg_config.ConfigError):
-        configured("nano-egg", define)
-
-
-def test_transformer_refuses_constants_of_the_gru():
-    with pytest.raises(egg_config.ConfigError, match="STATE_TOKENS = 4: has no meaning with MODEL = transformer"):
-        egg_config.make(STATE_TOKENS=4)
-    assert BASE.fingerprint() != BASE.changed(STATE_TOKENS=6).fingerprint()
-
-
-def test_pieces_and_threads_give_the_same_bits():
-    """A chunk may be evaluated in any pieces, by any worker: what a window begins from is part of no one's memory."""
-    cfg = BASE
-    tokens = np.random.default_rng(2).integers(0, 256, 500).astype(np.uint8)
-    one, two = cpu_engine.CpuEngine(cfg, tokens, threads=1), cpu_engine.CpuEngine(cfg, tokens)
-    whole = one.evaluate(0, 64)
-    assert np.array_equal(whole, np.concatenate([two.evaluate(*piece) for piece in ((0, 2), (2, 20), (22, 42))]))
-    assert np.array_equal(whole, one.evaluate(0, 64)) and len(set(whole.tolist())) > 32
 
 
 # --- training it ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from model.reading import Reading
 from tools import debug, train, use
 from coordinators import Peer, Server, kept, refused, whole
 from fakes import CFG as NET_CFG, Lines, differing, feed, step_alone
-from readings import TINY, callable_by_python, drawn, hold_draws_against_the_distribution, random_config, settings_of
+from readings import (TINY, callable_by_python, hold_draws_against_the_distribution, hold_text_against_the_reading,
+                      random_config, settings_of)
 from recordings import HERE, digests
 from commands import process, run
 
@@ -44,11 +45,8 @@ def test_tokens_are_those_of_the_plain_reading(seed):
     engine = cpu_engine.CpuEngine(cfg)
     prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
     got = list(engine.generate(prompt, cfg.SEQ_LEN + 9, 70 + seed, **settings))
-    sequence = prompt + got
-    z = Reading(cfg, engine.state()).logits(sequence[:-1])
-    for t in range(len(prompt) - 1, len(sequence) - 1):
-        assert sequence[t + 1] == drawn(cfg, z[t], np.unique(sequence[:t + 1]), t, 70 + seed, **settings), (t, settings)
     assert len(got) == cfg.SEQ_LEN + 9
+    hold_text_against_the_reading(engine, prompt, got, 70 + seed, **settings)
 
 
 def test_the_draw_follows_the_exact_distribution():
@@ -81,11 +79,8 @@ def test_a_sequence_takes_the_memory_that_it_has_come_to():
     after."""
     engine = cpu_engine.CpuEngine(CFG)
     endless = engine.generate([5], 1 << 40, 3, temp=9.0)
-    got = [next(endless) for _ in range(300)]
-    sequence, settings = [5] + got, dict(temp=9.0, min_p=CFG.SAMPLING_MIN_P, penalty=CFG.SAMPLING_PRESENCE_PENALTY)
-    z = Reading(CFG, engine.state()).logits(sequence)
-    for t in range(280, 300):
-        assert sequence[t + 1] == drawn(CFG, z[t], np.unique(sequence[:t + 1]), t, 3, **settings), t
+    hold_text_against_the_reading(engine, [5], [next(endless) for _ in range(300)], 3, temp=9.0,
+                                  min_p=CFG.SAMPLING_MIN_P, penalty=CFG.SAMPLING_PRESENCE_PENALTY)
 
 
 def test_a_prompt_of_another_vocabulary_is_refused():

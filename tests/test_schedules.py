@@ -16,7 +16,7 @@ from tools import arch
 from compiling import CARDS, path_of
 from coordinators import cluster
 from fakes import any_fitness, step_alone
-from readings import BASE, SMALL, configured, member_loss, votes_on
+from readings import BASE, SMALL, configured, plain_losses, votes_on
 from recordings import HERE, python
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
@@ -82,8 +82,7 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
         found.append(engine.evaluate(0, 8))
         windows = rules.windows(cfg, tokens, step, 0, 4)
         assert np.array_equal(found[-1], alone.evaluate(0, 8)) and engine.validate(windows) == alone.validate(windows)
-        if cfg.MODEL == "transformer":
-            assert found[-1].tolist() == [member_loss(cfg, state, i, windows[i // 2]) for i in range(8)]
+        assert found[-1].tolist() == plain_losses(cfg, state, windows, 8)
     assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
 
 
@@ -104,8 +103,6 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
         history.open_run(falling, tmp_path)
     assert configured(None, "SIGMA_SCHEDULE=4:5,9:6").SIGMA_SCHEDULE == ((4, 5), (9, 6))
     assert configured(None, "SIGMA_SCHEDULE=").SIGMA_SCHEDULE == ()
-    with pytest.raises(egg_config.ConfigError, match="'4' is not step:shift,step:shift,..."):
-        configured(None, "SIGMA_SCHEDULE=4")
 
 
 @pytest.mark.parametrize("preset", egg_config.PRESETS)
@@ -163,7 +160,7 @@ def test_what_reads_the_data_needs_them(values):
         engine.update(np.ones(16, np.int8))
 
 
-def seen_by_hand(cfg, state, tokens, t, fitness, often):
+def seen_by_hand(cfg, state, tokens, t, fitness, often=1):
     """int64, canonical: the votes of SPEC 9 for a table by token, in plain NumPy; those on tokens in a pair's window
     count `often` times, the others once."""
     windows = rules.windows(cfg, tokens, state.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
@@ -227,10 +224,8 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     state, votes = parameters.initial_state(cfg), np.load(tmp_path / "votes.npy")
     state.step, state.seed = 3, 77
     for t in parameters.tensors(cfg):
-        want = np.zeros(t.size, np.int64)
-        if t.seen:
-            once, four = (seen_by_hand(cfg, state, tokens, t, fitness, often) for often in (1, 4))
-            want = four - once
+        four_times = seen_by_hand(cfg, state, tokens, t, fitness, 4 if t.seen else 1)
+        want = four_times - seen_by_hand(cfg, state, tokens, t, fitness)
         assert np.array_equal(votes[t.span], want) and want.any() == t.seen, t.name
 
 

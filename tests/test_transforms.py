@@ -6,7 +6,7 @@ import pytest
 from engine import cpu_engine
 from model import parameters, rules, transforms
 from model.reading import Reading
-from readings import BASE, member_loss, nats, random_config, shaken
+from readings import BASE, hold_text_against_the_reading, nats, plain_losses, random_config, shaken
 
 
 # --- number-theoretic transforms --------------------------------------------------------------------------------------
@@ -76,14 +76,13 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
     engine = cpu_engine.CpuEngine(cfg, tokens)
     state = shaken(engine, rng)
-    reading, windows = NttReading(cfg, state), rules.windows(cfg, tokens, 0, 0, 2)
-    assert engine.evaluate(0, 4).tolist() == [member_loss(cfg, state, p, windows[p // 2], NttReading)
-                                              for p in range(4)]
-    want = nats(cfg, reading.logits(windows[0, :-1]), windows[0, 1:])
+    windows = rules.windows(cfg, tokens, 0, 0, 2)
+    assert engine.evaluate(0, 4).tolist() == plain_losses(cfg, state, windows, 4, NttReading)
+    want = nats(cfg, NttReading(cfg, state).logits(windows[0, :-1]), windows[0, 1:])
     assert engine.validate(windows[:1])[0] == pytest.approx(want, rel=1e-9)
-    prompt = [5, 17, 250]
-    tokens = list(engine.generate(prompt, cfg.SEQ_LEN + 6, seed=1, temp=0, penalty=0))
-    assert tokens == reading.logits(prompt + tokens).argmax(1)[len(prompt) - 1:-1].tolist()
+    prompt, greedy = [5, 17, 250], dict(temp=0, min_p=0, penalty=0)
+    tokens = list(engine.generate(prompt, cfg.SEQ_LEN + 6, 1, **greedy))
+    hold_text_against_the_reading(engine, prompt, tokens, 1, NttReading, **greedy)
 
 
 def test_a_causal_coefficient_sees_no_later_token():
