@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import shlex
 import subprocess
 import sys
 import types
@@ -21,23 +22,25 @@ DEGGS = {"EGG_DEVICE": "cpu", "EGG_PRESET": "deggs"}      # `train` would take a
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 400
 
 
-def run(*arguments, env=None):
-    """What the command line does in the current directory, in this process, which has imported the engine already."""
+def run(line, *more, env=None):
+    """What a command line does in the current directory, in this process, which has imported the engine already. line:
+    as a user types it; more: further words, as they are."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with (mock.patch.dict(os.environ, {**DEGGS, **(env or {})}), contextlib.redirect_stdout(out),
           mock.patch.object(sys, "argv", [str(HERE / "egg.py")]), contextlib.redirect_stderr(err)):
         try:
-            status = egg.main([*map(str, arguments)])
+            status = egg.main([*shlex.split(line), *map(str, more)])
         except SystemExit as ended:
             status = ended.code
     stdout, stderr = (stream.buffer.getvalue().decode("utf-8", "replace") for stream in (out, err))
     return types.SimpleNamespace(returncode=status, stdout=stdout, stderr=stderr)
 
 
-def process(*arguments, program=HERE / "egg.py", python=sys.executable, env=None, stdin=None, timeout=120, **options):
+def process(line, *more, python=(sys.executable,), program=HERE / "egg.py", env=None, timeout=120, **options):
     """The same as a process of its own, which has ended."""
-    return subprocess.run([python, program, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
-                          stdin=stdin or subprocess.DEVNULL, env={**os.environ, **DEGGS, **(env or {})}, **options)
+    return subprocess.run([*python, program, *shlex.split(line), *map(str, more)], capture_output=True, text=True,
+                          timeout=timeout, stdin=subprocess.DEVNULL, env={**os.environ, **DEGGS, **(env or {})},
+                          **options)
 
 
 def certificate(directory, name, *arguments):

@@ -159,13 +159,8 @@ def card(cfg=CFG, **values):
             "config": cfg.agreed(), "data": "", **values}
 
 
-def lie(found):
-    """What `evaluate` found, the other way round."""
-    return (-found[0], found[1]) if isinstance(found, tuple) else found[::-1].copy()
-
-
-class Liar(FakeEngine):
-    """Evaluates wrongly from some step on."""
+class Lying:
+    """Of an engine: evaluates wrongly from some step on."""
 
     def __init__(self, cfg=CFG, start=0, **options):
         super().__init__(cfg, **options)
@@ -173,11 +168,17 @@ class Liar(FakeEngine):
 
     def evaluate(self, first, count):
         found = super().evaluate(first, count)
-        return lie(found) if self.step >= self.start else found
+        if self.step < self.start:
+            return found
+        return (-found[0], found[1]) if isinstance(found, tuple) else found[::-1].copy()
 
 
-class Drifting(FakeEngine):
-    """Its weights change by themselves after some step, so many times."""
+class Liar(Lying, FakeEngine):
+    pass
+
+
+class Drifts:
+    """Of an engine: its weights change by themselves after some step, so many times."""
 
     def __init__(self, cfg=CFG, after=3, times=1, **options):
         super().__init__(cfg, **options)
@@ -187,8 +188,13 @@ class Drifting(FakeEngine):
         changed = super().update(fitness)
         if self.step >= self.after and self.times:
             self.times -= 1
-            self.weights[3] ^= 1
+            self.drift()
         return changed
+
+
+class Drifting(Drifts, FakeEngine):
+    def drift(self):
+        self.weights[3] ^= 1
 
 
 def begin_together(engines):

@@ -157,35 +157,6 @@ def test_the_best_snapshot_stays_and_one_that_a_kill_left_goes(tmp_path):
     assert trained(20)[0] == rated and not (tmp_path / left).exists()
 
 
-class LyingEngine:
-    """An engine that inverts the digits of its chunks."""
-
-    def __init__(self, engine):
-        self._engine = engine
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def evaluate(self, first, count):
-        digits, loss = self._engine.evaluate(first, count)
-        return -digits, loss
-
-
-def test_a_liar_is_named(tmp_path):
-    cfg = CFG.changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=0)
-    honest, other, lying = engines(3, cfg)
-    with Server(tmp_path, cfg, steps=6, drain=15) as server:
-        threads = [server.work(engine, retry=True, name=name)
-                   for name, engine in (("a", honest), ("b", other))]
-        server.reaches(2)
-        with contextlib.suppress(egg_config.EggError):
-            egg_net.run_worker(cfg, "127.0.0.1", server.port, LyingEngine(lying), retry=False, name="liar",
-                               console=egg_net.Console(Lines()))
-        server.reaches(6)
-    [thread.join(0.1) for thread in threads]
-    assert "liar" in server.said
-
-
 def test_protocol_1_is_refused_by_name(tmp_path):
     with Server(tmp_path, CFG, stay=True) as server:
         peer = Peer(server)

@@ -122,10 +122,10 @@ def test_status_as_a_table_and_as_json(tmp_path):
         engine = FakeEngine(pause=0.01)
         server.work(engine, access=auth.Access(SECRET), name="node7/cuda:0")
         server.reaches(2)
-        ask = "status", "127.0.0.1", "--port", server.port
-        table = process(*ask, "--secret-file", secret)
-        told = json.loads(process(*ask, "--secret-file", secret, "--json").stdout)
-        fails(process(*ask), 2, "egg: 127.0.0.1:", "wants a secret")
+        ask = f"status 127.0.0.1 --port {server.port}"
+        table = process(ask, "--secret-file", secret)
+        told = json.loads(process(ask, "--json", "--secret-file", secret).stdout)
+        fails(process(ask), 2, "egg: 127.0.0.1:", "wants a secret")
     assert table.returncode == 0 and re.search(r"^step \d+, \d of 4 chunks done, [\d,]+ tokens/s, loss ",
                                                table.stdout), table
     assert re.search(r"^node7/cuda:0 +fake +127.0.0.1:\d+ +(computing|waiting|catching up) +\d+ +\d+ +[\d.e-]+ "

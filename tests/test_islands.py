@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-import egg
 import egg_config
 import egg_net
 from cluster import auth, greeting, history, snapshots, wire
@@ -32,6 +31,7 @@ from coordinators import Coordinator, Server, caller, free_port, refused, run_wo
 from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE, digests
+from commands import fails, run
 
 
 # --- lies of peers ----------------------------------------------------------------------------------------------------
@@ -281,22 +281,17 @@ def test_peers_of_a_slurm_job(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, status, says", [
-    (["--peer", "127.0.0.1:1"], 2, "give --island NAME"),
-    (["--island", "a b"], 2, "is not a name"),
-    (["--island", "a", "--peer", "nowhere"], 2, "is not HOST:PORT"),
-    (["--island", "a", "--gossip-bandwidth", "fast"], 2, "bytes a second"),
-    (["--island", "a"], 2, "needs --save-dir"),
-    (["--island", "a", "--save-dir", "here", "-D", "SNAPSHOT_EVERY=0"], 2, "SNAPSHOT_EVERY above 0"),
-    (["--island", "a", "--save-dir", "here", "--peer", "no-such.invalid:3"], 1, "cannot be reached"),
-    (["--island", "a", "--save-dir", "here", "--peer", "no such.invalid:3"], 2, "is not HOST:PORT"),
+    ("--peer 127.0.0.1:1", 2, "give --island NAME"),
+    ("--island 'a b'", 2, "is not a name"),
+    ("--island a --peer nowhere", 2, "is not HOST:PORT"),
+    ("--island a --gossip-bandwidth fast", 2, "bytes a second"),
+    ("--island a", 2, "needs --save-dir"),
+    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", 2, "SNAPSHOT_EVERY above 0"),
+    ("--island a --save-dir here --peer no-such.invalid:3", 1, "cannot be reached"),
+    ("--island a --save-dir here --peer 'no such.invalid:3'", 2, "is not HOST:PORT"),
 ])
-def test_wrong_use_is_one_line(here, capsys, arguments, status, says):
-    try:
-        code = egg.main(["coordinator", "--port", "0", "--preset", "laptop", *arguments])
-    except SystemExit as ended:
-        code = ended.code
-    error = capsys.readouterr().err
-    assert code == status and says in error and error.count("\n") == 1
+def test_wrong_use_is_one_line(here, arguments, status, says):
+    fails(run(f"coordinator --port 0 --preset laptop {arguments}"), status, says)
 
 
 def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_path):
@@ -470,15 +465,15 @@ def test_every_island_has_its_own_noise():
     assert runs[0][0] == seeds.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*runs))
 
 
-def test_islands_that_begin_with_one_model_have_their_own_noise(here, capsys):
+def test_islands_that_begin_with_one_model_have_their_own_noise(here):
     from tools import use
     cfg = changed(ISLAND_SEED=1)
     state = Learner(cfg, 1).state()
     metadata = {"format": use.FORMAT, "config": json.dumps(cfg.saved()), "step": "9", "seed": "77"}
     use.write_tensors("w", use.to_arrays(cfg, state, False), metadata)
     starts = []
-    for name, defines in (("same", []), ("two", ["-D", "ISLAND_SEED=2"]), ("three", ["-D", "ISLAND_SEED=3"])):
-        assert egg.main(["import", "w", "--save-dir", name, *defines]) == 0
+    for name, defines in ("same", ""), ("two", "-D ISLAND_SEED=2"), ("three", "-D ISLAND_SEED=3"):
+        assert run(f"import w --save-dir {name} {defines}", env={"EGG_PRESET": ""}).returncode == 0
         starts.append(history.epochs(name)[0])
     assert starts[0].seed == 77 and len({start.seed for start in starts}) == 3
     assert {start.step for start in starts} == {9}

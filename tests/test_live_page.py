@@ -424,11 +424,11 @@ def test_a_steep_beginning_does_not_flatten_the_curve():
 def test_a_busy_port_is_one_line(here):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        fails(run("coordinator", "--port", 0, "--http", port), 1,
+        fails(run("coordinator --port 0 --http", port), 1,
               f"egg: --http 127.0.0.1:{port}: this port is in use: choose another\n")
-    fails(run("coordinator", "--port", 0, "--http", "0.0.0.0:0"), 2,
+    fails(run("coordinator --port 0 --http 0.0.0.0:0"), 2,
           "egg: --http 0.0.0.0:0 would show the run to anybody")
-    fails(run("coordinator", "--http", "what"), 2)
+    fails(run("coordinator --http what"), 2)
 
 
 def test_the_coordinator_with_a_page_needs_neither_numba_nor_threads(tmp_path):

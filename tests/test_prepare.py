@@ -19,11 +19,11 @@ from coordinators import refused
 
 # --- own text ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("arguments", [["--out", "my books", "--vocab-size", "300"], ["--vocab-size", "256"]])
+@pytest.mark.parametrize("arguments", ["--out 'my books' --vocab-size 300", "--vocab-size 256"])
 def test_prepare_leads_to_text(arguments, here, compiled):
     """Text -> training -> generation by what is printed."""
     (here / "it's mine.txt").write_bytes(TEXT * 2)
-    made = run("prepare", "it's mine.txt", *arguments)
+    made = run(f"prepare {arguments}", "it's mine.txt")
     assert made.returncode == 0 and made.stderr == "", made
     line = line_with("next: ", made.stdout)
     assert "--preset laptop" in line and " --save-dir ckpt-" in line.replace("'", "")
@@ -33,7 +33,7 @@ def test_prepare_leads_to_text(arguments, here, compiled):
     assert again.returncode == 0 and "steps 3 to 4" in again.stdout, again
     written = paste(line_with("try it: ", again.stdout), "try it: ")
     assert written.returncode == 0 and written.stdout.startswith("\n"), written
-    assert line_with("next: ", run("prepare", "it's mine.txt", *arguments, "--force").stdout).count("-2") == 1
+    assert line_with("next: ", run(f"prepare --force {arguments}", "it's mine.txt").stdout).count("-2") == 1
 
 
 def test_prepare_leads_to_the_preset_of_the_machine():
@@ -50,23 +50,23 @@ def test_prepare_leads_to_the_preset_of_the_machine():
 def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(here, monkeypatch):
     monkeypatch.setattr(egg_config, "SHIPPED", egg_config.make().fingerprint())
     (here / "t.txt").write_bytes(TEXT)
-    told = run("prepare", "t.txt", "--out", "mine", env={"EGG_PRESET": ""})
+    told = run("prepare t.txt --out mine", env={"EGG_PRESET": ""})
     assert told.returncode == 0 and "no GPU here: these are bytes" in told.stdout and "BPE" not in told.stdout, told
     assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told.stdout
     assert sorted(os.listdir("mine")) == ["input.bin", "val.bin"]
-    for number, more in enumerate((["--vocab-size", 300], ["-D", "VOCAB_SIZE=300"])):
-        told = run("prepare", "t.txt", "--out", f"tokens-{number}", *more)
+    for number, more in enumerate(("--vocab-size 300", "-D VOCAB_SIZE=300")):
+        told = run(f"prepare t.txt --out tokens-{number} {more}")
         assert "the preset laptop turns these tokens into bytes again" in told.stdout and "BPE: " in told.stdout, told
         assert os.path.exists(f"tokens-{number}/decoding.bin")
-    told = run("prepare", "t.txt", "--vocab-size", 300, "--out", "gpu", "-D", "DEVICE=cuda")
+    told = run("prepare t.txt --vocab-size 300 --out gpu -D DEVICE=cuda")
     assert "no GPU" not in told.stdout
-    fails(run("prepare", "t.txt", "--out", "t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
+    fails(run("prepare t.txt --out t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
 
 
 def test_prepare_asks_before_it_replaces(here, monkeypatch):
     (here / "t.txt").write_bytes(TEXT)
     (here / "val.bin").write_bytes(b"old")
-    fails(run("prepare", "t.txt", "--vocab-size", 256), 2,
+    fails(run("prepare t.txt --vocab-size 256"), 2,
           "val.bin would be replaced: give another directory with --out DIR, or --force")
     assert (here / "val.bin").read_bytes() == b"old" and not (here / "input.bin").exists()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -75,10 +75,10 @@ def test_prepare_asks_before_it_replaces(here, monkeypatch):
         raise EOFError
 
     monkeypatch.setattr("builtins.input", end_of_input)
-    assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == 2
+    assert run("prepare t.txt --vocab-size 256").returncode == 2
     for answer, replaced in (("", False), ("n", False), ("y", True)):
         monkeypatch.setattr("builtins.input", lambda question: answer)
-        assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == (0 if replaced else 2)
+        assert run("prepare t.txt --vocab-size 256").returncode == (0 if replaced else 2)
         assert ((here / "val.bin").read_bytes() != b"old") == replaced
 
 

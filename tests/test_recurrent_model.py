@@ -16,7 +16,7 @@ from tools import debug, prepare, train
 from chaos_cluster import chaos
 from compiling import CARDS, LARGE, OTHERS, hold_against_cards, kernels_of, path_of
 from engines_compared import SEED
-from fakes import Lines, any_fitness, lie
+from fakes import Drifts, Lines, Lying, any_fitness
 from readings import (configured, hold_text_against_the_reading, member_reading, nats, plain, plain_losses, settings_of,
                       shaken, votes_on)
 
@@ -141,28 +141,14 @@ class Engine(cpu_engine.CpuEngine):
         super().__init__(cfg or CHAOS, np.random.default_rng(4).integers(0, 256, 3000).astype(np.uint8), threads=1)
 
 
-class Liar(Engine):
-    def __init__(self, cfg=None, start=0, pause=0.0):
-        super().__init__(cfg)
-        self.start = start
-
-    def evaluate(self, first, count):
-        found = super().evaluate(first, count)
-        return lie(found) if self.step >= self.start else found
+class Liar(Lying, Engine):
+    pass
 
 
-class Drifting(Engine):
-    def __init__(self, cfg=None, after=3, pause=0.0):
-        super().__init__(cfg)
-        self.after, self.times = after, 1
-
-    def update(self, fitness):
-        changed = super().update(fitness)
-        if self.step >= self.after and self.times:
-            self.times -= 1
-            self._model.weights[3] ^= 1
-            self._pack()
-        return changed
+class Drifting(Drifts, Engine):
+    def drift(self):
+        self._model.weights[3] ^= 1
+        self._pack()
 
 
 # the numbers of CFG, whose peers are among the troublemakers

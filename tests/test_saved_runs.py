@@ -170,9 +170,9 @@ def load(best=False, directory="ckpt", cfg=CFG):
     return use.load(cfg, directory, best, threads=1, console=egg_net.Console(lines)), lines.text
 
 
-def call(*arguments):
+def call(line, *more):
     """(status, standard output, standard error) of a command, without the line that names the run."""
-    done = run(*arguments, env={"EGG_PRESET": ""})
+    done = run(line, *more, env={"EGG_PRESET": ""})
     return done.returncode, done.stdout, re.sub(r"^egg: \S+, step \d+\n", "", done.stderr)
 
 
@@ -225,22 +225,21 @@ def test_reading_a_run_leaves_it_to_its_coordinator(here):
 
 
 def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here):
-    ask = "generate", "--prompt", "the qu", "--tokens", "12", "--seed", "9"
-    status, out, err = call(*ask, "--load-dir", "ckpt", "--temp", "9")
+    ask = "generate --prompt 'the qu' --tokens 12 --seed 9"
+    status, out, err = call(f"{ask} --load-dir ckpt --temp 9")
     engine = with_state(here[STEPS])
     more = bytes(engine.generate(list(b"the qu"), 12, 9, temp=9))
     assert (status, err) == (0, "") and out == "the qu" + more.decode("utf-8", "replace")
     # newest ckpt*
-    assert call(*ask, "--temp", "9", "--best")[1] != out
-    again = call(*ask, "-D", "SAMPLING_TEMP=9", "-D", "N_LAYERS=2")
-    assert again == (0, out, "")
+    assert call(f"{ask} --temp 9 --best")[1] != out
+    assert call(f"{ask} -D SAMPLING_TEMP=9 -D N_LAYERS=2") == (0, out, "")
 
 
 def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
     """The prompt from standard input, and a continuation that is no UTF-8; which run it was is said on the side."""
     prompt = b"\xe2\x82lazy\xff\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt)))
-    assert egg.main(["generate", "--prompt", "-", "--tokens", "60", "--temp", "90", "--seed", "3"]) == 0
+    assert egg.main("generate --prompt - --tokens 60 --temp 90 --seed 3".split()) == 0
     out, err = capsysbinary.readouterr()
     engine = with_state(here[STEPS])
     more = bytes(engine.generate(list(prompt), 60, 3, temp=90.0))
@@ -251,28 +250,28 @@ def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, status, says", [
-    (["generate", "--prompt", ""], 2, "the prompt is empty"),
-    (["generate", "--tokens", "0"], 2, "'0' is not a whole number, 1 or more"),
-    (["generate", "--tokens", "-3"], 2, "--tokens"),
-    (["generate", "--temp", "-1"], 2, "argument --temp: '-1' is not a number from 0.0 to 100.0"),
-    (["generate", "--min-p", "nan"], 2, "'nan' is not a number from 0.0 to 1.0"),
-    (["generate", "--load-dir", "nowhere"], 1, "nowhere: no such directory: give --load-dir"),
-    (["generate", "--load-dir", "."], 1, "holds no run"),
-    (["generate", "-D", "HIDDEN_DIM=128"], 2, "another configuration: -D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64"),
-    (["eval", "missing.txt"], 1, "missing.txt: No such file"),
-    (["eval", "short.txt"], 1, "too few for a window"),
-    (["eval", "empty.txt"], 1, "empty.txt is empty: give a text"),
-    (["eval", "short.bin"], 1, "short.bin holds 5 tokens"),
-    (["export", "no/such/place"], 1, "no/such/place: No such file"),
-    (["import", "short.txt", "--save-dir", "new"], 1, "no safetensors file"),
-    (["import", "missing.txt", "--save-dir", "new"], 1, "missing.txt: No such file"),
-    (["import", "short.txt"], 2, "--save-dir"),
-    (["debug", "--json", "no/such/place"], 1, "no/such/place: No such file")])
+    ("generate --prompt ''", 2, "the prompt is empty"),
+    ("generate --tokens 0", 2, "'0' is not a whole number, 1 or more"),
+    ("generate --tokens -3", 2, "--tokens"),
+    ("generate --temp -1", 2, "argument --temp: '-1' is not a number from 0.0 to 100.0"),
+    ("generate --min-p nan", 2, "'nan' is not a number from 0.0 to 1.0"),
+    ("generate --load-dir nowhere", 1, "nowhere: no such directory: give --load-dir"),
+    ("generate --load-dir .", 1, "holds no run"),
+    ("generate -D HIDDEN_DIM=128", 2, "another configuration: -D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64"),
+    ("eval missing.txt", 1, "missing.txt: No such file"),
+    ("eval short.txt", 1, "too few for a window"),
+    ("eval empty.txt", 1, "empty.txt is empty: give a text"),
+    ("eval short.bin", 1, "short.bin holds 5 tokens"),
+    ("export no/such/place", 1, "no/such/place: No such file"),
+    ("import short.txt --save-dir new", 1, "no safetensors file"),
+    ("import missing.txt --save-dir new", 1, "missing.txt: No such file"),
+    ("import short.txt", 2, "--save-dir"),
+    ("debug --json no/such/place", 1, "no/such/place: No such file")])
 def test_what_is_wrong_is_said_in_one_line(here, arguments, status, says):
     pathlib.Path("short.txt").write_text("brief")
     pathlib.Path("short.bin").write_text("brief")
     pathlib.Path("empty.txt").write_bytes(b"")
-    got, _, err = call(*arguments)
+    got, _, err = call(arguments)
     assert got == status and says in err and err.startswith("egg: ") and err.count("\n") == 1
 
 
@@ -282,15 +281,15 @@ def test_without_a_run_or_a_vocabulary(tmp_path, monkeypatch):
     wide = CFG.changed(VOCAB_SIZE=300, N_LAYERS=1)
     history.open_run(wide, "ckpt-wide").close()
     monkeypatch.setenv("EGG_DEVICE", "cpu")
-    status, out, err = call("generate", "--prompt", "x")
+    status, out, err = call("generate --prompt x")
     assert status == 1 and not out
     assert "decoding.bin is missing, and without it no text can be turned into tokens" in err
     pieces = [bytes([b]) for b in range(256) if b != 0x21]
     pathlib.Path("decoding.bin").write_bytes(len(pieces).to_bytes(4, "little")
                                              + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
-    status, out, err = call("generate", "--prompt", "x!")
+    status, out, err = call("generate --prompt 'x!'")
     assert status == 1 and not out and "no token for byte 0x21" in err and err.count("\n") == 1
-    assert call("generate", "--prompt", "x", "--tokens", "2")[0] == 0
+    assert call("generate --prompt x --tokens 2")[0] == 0
 
 
 def test_text_comes_while_it_is_made_and_steers_no_terminal():
@@ -335,8 +334,8 @@ def test_eval_gives_the_figures_of_the_engine(here):
     assert (status, err) == (0, "")
     assert re.search(rf"^val.bin: {count} tokens, {count} bytes, in windows of 8; [\d,]+ tokens/s on cpu", out)
     pathlib.Path("val.txt").write_bytes(TEXT[:500])
-    assert call("eval", "val.txt")[1].splitlines()[1:] == out.splitlines()[1:]
-    few = call("eval", "--tokens", "16", "--best")[1]
+    assert call("eval val.txt")[1].splitlines()[1:] == out.splitlines()[1:]
+    few = call("eval --tokens 16 --best")[1]
     assert few.startswith("val.bin: 16 tokens") and f"step {SNAPSHOT} " in few
 
 
@@ -360,7 +359,7 @@ def test_eval_without_the_training_data(here):
 
 def test_export_is_a_safetensors_file(here):
     """By hand, from the description of the format, and by the library."""
-    assert call("export", "w.safetensors")[0] == 0
+    assert call("export w.safetensors")[0] == 0
     data = pathlib.Path("w.safetensors").read_bytes()
     length, = struct.unpack_from("<Q", data)
     header = json.loads(data[8:8 + length])
@@ -388,8 +387,8 @@ def test_export_is_a_safetensors_file(here):
 
 
 def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here):
-    call("export", "w.safetensors", "--best")
-    status, out, err = call("import", "w.safetensors", "--save-dir", "new")
+    call("export w.safetensors --best")
+    status, out, err = call("import w.safetensors --save-dir new")
     assert (status, err) == (0, "")
     assert out.startswith(f"new: a run at step {SNAPSHOT}, its optimizer and noise scales begin anew\nnext: ")
     state = load(directory="new")[0].state()
@@ -397,16 +396,16 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here):
     assert (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
     assert egg_config.load(environ={}, saved=history.configuration("new")).saved() == CFG.saved()
-    assert "holds a run already" in call("import", "w.safetensors", "--save-dir", "new")[2]
+    assert "holds a run already" in call("import w.safetensors --save-dir new")[2]
 
 
 def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_refused(here):
-    call("export", "w.safetensors")
+    call("export w.safetensors")
     arrays, metadata = safetensors.numpy.load_file("w.safetensors"), use.open_tensors("w.safetensors")[1]
 
     def refused(changed, says, metadata=metadata, **more):
         safetensors.numpy.save_file({**changed, **more}, "other.safetensors", metadata)
-        status, _, err = call("import", "other.safetensors", "--save-dir", "other")
+        status, _, err = call("import other.safetensors --save-dir other")
         assert status in (1, 2) and says in err and err.count("\n") == 1 and not os.path.exists("other"), err
 
     refused({k: v for k, v in arrays.items() if k != "ln_f"}, "has no ln_f")
@@ -420,14 +419,13 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
     refused(arrays, "layers.1.ln_1", {**metadata, "config": json.dumps({**CFG.saved(), "N_LAYERS": 1})})
     safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
-    assert call("import", "other.safetensors", "--save-dir", "other",
-                *DEFINES)[1].startswith("other: a run at step 1")
+    assert call("import other.safetensors --save-dir other", *DEFINES)[1].startswith("other: a run at step 1")
     state = load(directory="other")[0].state()
     assert np.array_equal(state.weights, here[STEPS].weights) and state.seed == here[1].seed
 
 
 def test_damaged_safetensors_files_end_in_one_line(here):
-    call("export", "w.safetensors")
+    call("export w.safetensors")
     data, rng = pathlib.Path("w.safetensors").read_bytes(), np.random.default_rng(1)
     damaged = [data[:n] for n in (0, 7, 8, 100, len(data) - 1)] + [data + b"x", b"\xff" * 8 + data[8:],
                                                                    data[:8] + b"[]" + data[10:]]
@@ -435,7 +433,7 @@ def test_damaged_safetensors_files_end_in_one_line(here):
         damaged.append(data[:at] + bytes([rng.integers(256)]) + data[at + 1:])
     for number, wrong in enumerate(damaged):
         pathlib.Path("wrong").write_bytes(wrong)
-        status, _, err = call("import", "wrong", "--save-dir", f"from-{number}")
+        status, _, err = call(f"import wrong --save-dir from-{number}")
         one_line = err.startswith("egg: ") and err.count("\n") == 1
         assert number >= 8 and status == 0 or status in (1, 2) and one_line, (number, err)
 
@@ -443,13 +441,13 @@ def test_damaged_safetensors_files_end_in_one_line(here):
 def test_training_goes_on_from_an_import_to_the_bit(here):
     """With --full the run is the one that was exported: a coordinator and a worker that begins at step 0, against the
     engine alone."""
-    assert call("export", "w.safetensors", "--full")[0] == 0
+    assert call("export w.safetensors --full")[0] == 0
     arrays = safetensors.numpy.load_file("w.safetensors")
     t = next(t for t in parameters.tensors(CFG) if (t.name, t.layer) == ("w_up", 1))
     moments = here[STEPS].moments[t.span]
     assert moments.any()
     assert np.array_equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
-    assert "with the optimizer's state" in call("import", "w.safetensors", "--save-dir", "new")[1]
+    assert "with the optimizer's state" in call("import w.safetensors --save-dir new")[1]
     alone, worker = make(), make()
     alone.load(here[STEPS])
     record = history.open_run(CFG, None)
@@ -474,8 +472,8 @@ def test_training_goes_on_from_an_import_to_the_bit(here):
 
 
 def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
-    call("export", "w.safetensors")
-    call("import", "w.safetensors", "--save-dir", "new")
+    call("export w.safetensors")
+    call("import w.safetensors --save-dir new")
     with Server("new", CFG, save=True) as server:
         old = Peer(server)
         old.ask(0)
@@ -488,8 +486,8 @@ def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
 
 
 def test_the_snapshot_an_imported_run_began_with_stays(here):
-    call("export", "w.safetensors")
-    call("import", "w.safetensors", "--save-dir", "new")
+    call("export w.safetensors")
+    call("import w.safetensors --save-dir new")
     run = history.open_run(CFG, "new")
     engine = make()
     shelf = snapshots.Shelf(CFG, run)
@@ -534,7 +532,7 @@ def test_a_trace_shows_every_part_of_member_0(here):
 
 
 def test_debug_command_and_layout(here):
-    status, out, err = call("debug", "--json", "trace.jsonl")
+    status, out, err = call("debug --json trace.jsonl")
     assert (status, err) == (0, "") and "\x1b" not in out
     number = r" *-?\d+\.\d+"
     for line in out.splitlines():
@@ -542,7 +540,7 @@ def test_debug_command_and_layout(here):
                             rf"Ent:{number}\( *\d+%\) Sat: *\d+% Zero: *\d+% Range:\[ *-?\d+\.\. *-?\d+\]|"
                             rf"\[S    6 L ?\d T  7 H[01]\] Attn          : Ent:{number}\( *\d+%\) MaxW: *\d+ "
                             r"SumW: *\d+ Ctx: +\d+", line), line
-    call("debug", "--json", "trace.jsonl", "--best")
+    call("debug --json trace.jsonl --best")
     steps = [json.loads(line)["step"] for line in open("trace.jsonl")]
     assert steps == [STEPS, SNAPSHOT]
     colour = lambda text, name: f"\x1b[{console.COLOURS[name]}m{text}\x1b[0m"
@@ -565,14 +563,14 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
 # --- the way from training to text ------------------------------------------------------------------------------------
 
 def test_a_training_ends_by_inviting_to_what_works_at_once(here):
-    done = process("train", "--steps", "2", "--save-dir", "ckpt new", *DEFINES)
+    done = process("train --steps 2 --save-dir 'ckpt new'", *DEFINES)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("try it: ")
     program, script, *arguments = shlex.split(last.removeprefix("try it: "))
     assert (HERE / "egg.py").samefile(script)
     assert arguments == ["generate", "--load-dir", "ckpt new"]
-    written = process(*arguments, program=script)
+    written = process("", *arguments, program=script)
     assert written.returncode == 0 and written.stdout.startswith("\n")
     assert written.stderr == "egg: ckpt new, step 2\n"
     assert len(written.stdout) > 100

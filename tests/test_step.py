@@ -19,7 +19,7 @@ from cluster.step import Step
 from cluster.wire import JOB_RESPONSE, REBUILD, V2
 from model import fitness_digits
 from coordinators import Holder, Peer, Peer2, Server, caller, callers, cluster, idle, kept, refused, until
-from fakes import BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, card, changed, expected
+from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, card, changed, expected
 from commands import certificate
 
 
@@ -200,14 +200,15 @@ def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
         assert all(peer.answer().step == 1 for peer in peers[2:])
 
 
-def test_a_liar_is_found_by_audits_named_and_banned(tmp_path):
-    cfg = changed(AUDIT_RATE=1.0)
+@pytest.mark.parametrize("base", [CFG, ACTIVATIONS], ids=["weights", "activations"])
+def test_a_liar_is_found_by_audits_named_and_banned(tmp_path, base):
+    cfg = base.changed(AUDIT_RATE=1.0)
     engines = [FakeEngine(cfg, 0.002), Liar(cfg, 2, pause=0.001), FakeEngine(cfg, 0.002), FakeEngine(cfg, 0.002)]
     server = cluster(tmp_path, engines, 20, cfg, save=True)
     assert re.search(r"^banned w1 at 127.0.0.1: its result for chunk \d of step \d+ is not that of two others$",
                      server.said, re.M)
     assert server.said.count("banned w") == 1
-    assert kept(tmp_path, cfg) == expected(20)[0]
+    assert kept(tmp_path, cfg) == expected(20, cfg)[0]
 
 
 def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
