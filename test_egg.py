@@ -9,7 +9,7 @@ import egg_config
 from engine import cpu_engine, cpu_rules
 from model import fitness_digits, integer_tables, parameters, rules, seeds
 from model.reading import Reading
-from readings import TINY, callable_by_python, drawn, nats, plain_losses, random_config, shaken, votes_on
+from readings import TINY, callable_by_python, drawn, equal, nats, plain_losses, random_config, shaken, votes_on
 from recordings import (PART_OF_E, digest_of_part, digests, golden, hold_against_recording, in_part, python,
                         recorded_generation, recorded_updates)
 
@@ -34,7 +34,7 @@ def test_recorded_default_configuration():
     cfg, tokens, z = golden("E")
     engine = cpu_engine.CpuEngine(cfg, tokens)
     for chunk in range(cfg.N_CHUNKS):
-        assert np.array_equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 64), z["loss_head"][chunk, :64])
+        equal(engine.evaluate(chunk * cfg.CHUNK_SIZE, 64), z["loss_head"][chunk, :64])
     hold_against_recorded_generation(engine, 0)
     engine._tensors, found = [*filter(in_part, engine._tensors)], []
     recorded_updates(engine, 3, lambda state, k: found.append(digest_of_part(cfg, state)))
@@ -119,7 +119,8 @@ def test_sgd_accumulates_votes():
     acc = rate * votes
     step = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
     assert changed == np.count_nonzero(step) > 100
-    assert np.array_equal(after.weights, before.weights + step) and np.array_equal(after.moments[:, 2], acc - step)
+    equal(after.weights, before.weights + step)
+    equal(after.moments[:, 2], acc - step)
     assert not after.moments[:, :2].any()
 
 
@@ -143,7 +144,7 @@ def test_draws_are_xorshift32():
         x ^= x >> 17
         x ^= x << 5 & 0xFFFFFFFF
         plain.append(x)
-    assert np.array_equal(parameters._xorshift(42, 5000), plain)
+    equal(parameters._xorshift(42, 5000), plain)
 
 
 @pytest.mark.parametrize("gaussian", [0, 1])
@@ -167,14 +168,14 @@ def test_windows_begin_where_the_rule_says():
     for step, first in ((0, 0), (3, 17), (10 ** 6, 60)):
         starts = rules.window_starts(cfg, tokens.size, step, first, 4)
         assert starts.tolist() == [(step * 8 + pair * (5000 // 64)) % (5000 - 8) for pair in range(first, first + 4)]
-        assert np.array_equal(rules.windows(cfg, tokens, step, first, 4)[:, 0], starts)
+        equal(rules.windows(cfg, tokens, step, first, 4)[:, 0], starts)
 
 
 def test_canonical_order_is_four_rows_side_by_side():
     m = np.arange(8 * 3, dtype=np.int8).reshape(8, 3)
     flat = parameters.to_canonical(m)
     assert flat[:4].tolist() == m[:4, 0].tolist() and flat[4:8].tolist() == m[:4, 1].tolist()
-    assert np.array_equal(parameters.from_canonical(flat, 3), m)
+    equal(parameters.from_canonical(flat, 3), m)
 
 
 def test_ternary_packing():
@@ -182,7 +183,8 @@ def test_ternary_packing():
     for n in (1, 4, 5, 6, 1000):
         f = rng.integers(-1, 2, n).astype(np.int8)
         data = fitness_digits.pack_ternary(f)
-        assert len(data) == -(-n // 5) and np.array_equal(fitness_digits.unpack_ternary(data, n), f)
+        assert len(data) == -(-n // 5)
+        equal(fitness_digits.unpack_ternary(data, n), f)
     assert fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8)) == bytes([1 + 3 * 2 + 81])
     for data, count, says in ((b"\xf3", 5, "ternary digits"), (b"\0\0", 5, "bytes of fitness"),
                               (bytes([81]), 4, "after the last")):

@@ -15,6 +15,16 @@ def configured(preset=None, *defines):
     return egg_config.load(preset, defines, {})
 
 
+def equal(found, wanted, what=""):
+    """Holds arrays of one shape against each other, value by value; NumPy says where they differ."""
+    np.testing.assert_array_equal(found, wanted, str(what))
+
+
+def as_data(cfg, tokens):
+    """Tokens as a file of training data holds them."""
+    return tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+
+
 def population_fitness(cfg, losses):
     chunks = np.split(losses, range(cfg.CHUNK_SIZE, losses.size, cfg.CHUNK_SIZE))
     return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])

@@ -12,7 +12,7 @@ import pyzstd
 
 import egg_config
 from model import fitness_digits, parameters
-from readings import population_fitness
+from readings import equal, population_fitness
 
 HERE = pathlib.Path(__file__).parent.parent
 
@@ -50,20 +50,20 @@ def hold_against_recording(engine_type, name):
     """Six whole steps of an engine."""
     cfg, tokens, z = golden(name)
     engine = engine_type(cfg, tokens)
-    assert np.array_equal(engine.state().weights, z["model_0"].view(np.int8))
+    equal(engine.state().weights, z["model_0"].view(np.int8))
     for k in range(6):
         firsts = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
         losses = np.concatenate([engine.evaluate(first, cfg.CHUNK_SIZE) for first in firsts])
-        assert np.array_equal(losses, z["loss"][k]), f"losses of step {k}"
+        equal(losses, z["loss"][k], f"losses of step {k}")
         fitness = population_fitness(cfg, losses)
-        assert np.array_equal(fitness, z["fitness"][k]), f"fitness of step {k}"
+        equal(fitness, z["fitness"][k], f"fitness of step {k}")
         assert engine.update(fitness) == z["updates"][k]
         state = engine.state()
-        assert np.array_equal(state.overlay, z["scales"][k])
+        equal(state.overlay, z["scales"][k])
         assert digests(state) == recorded_digests(z, k), f"update {k}"
         if k == 2 and "adam_3" in z:
-            assert np.array_equal(state.moments, z["adam_3"])
-    assert np.array_equal(engine.state().weights, z["model_6"].view(np.int8))
+            equal(state.moments, z["adam_3"])
+    equal(engine.state().weights, z["model_6"].view(np.int8))
 
 
 def recorded_updates(engine, step, hold):
@@ -124,5 +124,5 @@ def recorded_generation(engine, step):
     cfg, tokens, z = golden("E")
     recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
     start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
-    assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
+    equal(recorded[:prompt], tokens[start:start + prompt])
     return recorded, prompt

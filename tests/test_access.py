@@ -19,7 +19,7 @@ import egg_config
 import egg_net
 from cluster import admission, auth, event_log, greeting, history, hub, snapshots, status, trust, wire
 from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME
-from coordinators import Coordinator, Peer, Peer2, Server, refused, until, whole
+from coordinators import Coordinator, Peer, Peer2, Server, refused, run_worker, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
 from recordings import HERE
 from readings import configured
@@ -182,14 +182,13 @@ def test_tls(tmp_path, certificates):
                     assert b"JOBS" not in data                    # at most an alert of TLS
         assert "no TLS" in server.said
         for plain in auth.Access(SECRET), auth.Access():          # and the worker tries no older protocol, nor again
-            for call in (lambda: egg_net.run_worker(CFG, "127.0.0.1", server.port, FakeEngine(), access=plain,
-                                                    console=egg_net.Console(Lines())),
+            for call in (lambda: run_worker(server, FakeEngine(), retry=True, access=plain),
                          lambda: status.fetch_status(CFG, "127.0.0.1", server.port, plain)):
                 with refused(f"127.0.0.1:{server.port}: it seems to speak TLS: give --tls-ca"):
                     call()
     with Server(tmp_path, access=auth.Access(SECRET)) as server:
         with pytest.raises((egg_net.NetError, OSError)):
-            egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card())
+            Peer2(server, access=ours)
     for wrong in (dict(cert=cert), dict(cert=None, key=key), dict(cert=key, key=key),
                   dict(cert=tmp_path / "none", key=key)):
         with pytest.raises(auth.AuthError):

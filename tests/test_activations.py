@@ -15,6 +15,7 @@ from compiling import LARGE, OTHERS, hold_against_cards
 from coordinators import Peer, Peer2, Server, cluster, refused
 from fakes import Lines
 from model import activations, parameters, reading, rules
+from readings import equal
 from tools import use
 
 CFG = egg_config.make(
@@ -48,7 +49,7 @@ def test_an_update_takes_the_sum_of_the_chunks_and_leaves_norms_alone():
         if t.name.startswith("ln_"):
             assert not moved.any() and not total[t.span].any()
         elif not t.matrix:                                   # which do not decay
-            assert np.array_equal(np.sign(moved), np.sign(total[t.span]))
+            equal(np.sign(moved), np.sign(total[t.span]))
 
 
 def test_noise_is_uniform_and_independent():
@@ -84,7 +85,7 @@ def test_sums_settle_alike_on_both_sides_of_zero(shift):
     """Else every settled sum has a mean, and every weight whose input has one moves, whatever is learnt."""
     settled, sums = rules.activation_rules(lambda function: function).settled, np.arange(120 << shift)
     above, below = (np.array([settled(sign * z, shift) for z in sums.tolist()]) for sign in (1, -1))
-    assert np.array_equal(above, -below)
+    equal(above, -below)
     assert np.abs((above << shift) - sums).max() <= 1 << shift >> 1
 
 

@@ -17,9 +17,9 @@ from kernels import attention, head, host, pairs, parts, product, transformer, u
 from model import fitness_digits, parameters, rules, sampling, seeds
 from model.reading import Reading
 from compiling import CARDS, hold_against_cards, kernels_of, path_of
-from engines_compared import OTHER_INSTRUCTIONS, SEED, compare
+from engines_compared import OTHER_INSTRUCTIONS, SEED, begun_ahead, compare
 from fakes import any_fitness
-from readings import TINY, hold_draws_against_the_distribution, votes_on
+from readings import TINY, as_data, equal, hold_draws_against_the_distribution, votes_on
 from recordings import HERE, digests, golden, hold_against_recording, recorded_digests, recorded_generation
 
 
@@ -138,7 +138,7 @@ def test_plan_gives_the_votes():
         rows = operands[element:element + 8 * update.EIGHTS]
         votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
     for t in parameters.tensors(cfg):
-        assert np.array_equal(votes[t.span], votes_on(cfg, state, t, fitness)), t
+        equal(votes[t.span], votes_on(cfg, state, t, fitness), t)
 
 
 def test_largest_slice():
@@ -315,7 +315,7 @@ def test_golden_default_configuration():
     for step in range(6):
         losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
         if step == 0:
-            assert np.array_equal([x[:256] for x in losses], recorded["loss_head"])
+            equal([x[:256] for x in losses], recorded["loss_head"])
         found = [digest(x.astype(np.int32)) for x in losses]
         assert found == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
         fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
@@ -337,10 +337,10 @@ def test_load_and_pieces_of_a_chunk():
     engine.load(start)
     assert (engine.step, engine.seed) == (0, seeds.INITIAL_SEED)
     pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
-    assert np.array_equal(np.concatenate(pieces), data["loss"][0, 64:128])
+    equal(np.concatenate(pieces), data["loss"][0, 64:128])
     engine._tokens = None
     del engine._members
-    assert np.array_equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
+    equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
 
 
 @pytest.mark.gpu
@@ -352,33 +352,19 @@ def test_evaluations_begun_ahead(constants, on_device):
     """Right and wrong expectations, of evaluations and updates, tokens on the device and on the host: the same losses,
     changes and states as without, in three steps."""
     cfg = egg_config.make(**constants, HIDDEN_DIM=128, CHUNK_SIZE=512, POPULATION_SIZE=1024, SEQ_LEN=32)
-    tokens = np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000).astype(
-        np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    tokens = as_data(cfg, np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000))
     plain, ahead = cuda_engine.CudaEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)
     if not on_device:
         plain._tokens = ahead._tokens = None
-    for step in range(3):
-        for first, count, expected in ((0, 300, (300, 212)), (300, 212, (512, 512)), (0, 512, (512, 512)),
-                                       (512, 512, (0, 512)), (2, 300, None), (512, 512, None)):
-            ahead.begin(first, count)
-            if expected:
-                ahead.begin(*expected)
-            losses = ahead.evaluate(first, count)
-            assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
-        assert len(np.unique(losses)) > 2
-        fitness = any_fitness(cfg, step)
+    for step, fitness in begun_ahead(plain, ahead, 300):
         assert ahead.begin_update(fitness if step < 2 else -fitness)
         ahead.begin(0, 300 if step else 2)
         if step == 1:
-            assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "the update is undone"
+            equal(ahead.evaluate(0, 512), plain.evaluate(0, 512), "the update is undone")
             ahead.begin_update(fitness)
             ahead.begin(0, 300)
         assert ahead.update(fitness) == plain.update(fitness)
-        assert ahead.digest() == plain.digest() and digests(ahead.state()) == digests(plain.state())
-    ahead.begin(0, 512)
-    ahead.load(parameters.initial_state(cfg))
-    plain.load(parameters.initial_state(cfg))
-    assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "what was begun before a load is stale"
+        assert digests(ahead.state()) == digests(plain.state())
 
 
 @pytest.mark.gpu
@@ -513,7 +499,7 @@ def test_recorded_generation(step):
     texts = cuda_engine.texts_for(engine, 1, len(recorded))
     texts._advance = texts._advance._enqueue                 # no graph has this function
     texts.begin(recorded[None, :prompt], prompt, engine.seed & 0xFFFFFFFF, s)
-    assert np.array_equal(texts.until(len(recorded))[0], recorded)
+    equal(texts.until(len(recorded))[0], recorded)
 
 
 @pytest.mark.gpu

@@ -3,8 +3,6 @@
 import ast
 import re
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import egg
 import egg_config
 from cluster import wire
 from commands import run
-from recordings import HERE
+from recordings import HERE, python
 from model import fitness_digits
 from tools import live_page
 from tools.curves import read_curve
@@ -100,8 +98,7 @@ def test_files_of_the_program_exist(path):
 
 
 def test_the_tables_of_constants_and_presets_are_those_of_the_program():
-    command = [sys.executable, HERE / "egg_config.py"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = python(HERE / "egg_config.py")
     assert printed in (HERE / "docs" / "CONFIGURATION.md").read_text(), "python egg_config.py prints what stands there"
     described = {row[0] for row in rows(printed)}
     assert described == {"constant", *egg_config.CONSTANTS} and printed == egg_config.tables() + "\n"

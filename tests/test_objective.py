@@ -27,7 +27,7 @@ from pages import EVERYBODY, ask, parse_metrics, state_of
 from run_logs import example
 from model import data_files, fitness_digits, sampling
 from model.reading import Reading
-from readings import drawn, random_config
+from readings import drawn, equal, random_config
 from tools import objective, train
 import commands
 
@@ -115,7 +115,7 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
         assert (texts[::2] == texts[1::2]).all() and (seeds[::2] == seeds[1::2]).all()
         assert len(np.unique(seeds)) == 6
     losses = engine.evaluate(16, 4)
-    assert np.array_equal(fitness[:2], fitness_digits.chunk_fitness(losses, cfg))
+    equal(fitness[:2], fitness_digits.chunk_fitness(losses, cfg))
     assert loss == int(losses.sum()) * 4
     again = own.rewards(engine, 8 + 2, 6, lambda: None)
     better = np.sign(again[:, 0] - again[:, 1])
@@ -288,7 +288,8 @@ def test_answers_about_a_chunk_that_was_given_up_are_not_taken_for_another(judge
     want = own.rewards(engine, 4, 4, lambda: None)
     with pytest.raises(ConnectionError):             # the coordinator, while the texts are judged
         own.rewards(engine, 0, 4, gone)
-    assert np.array_equal(own.rewards(engine, 4, 4, lambda: None), want) and want.any()
+    equal(own.rewards(engine, 4, 4, lambda: None), want)
+    assert want.any()
 
 
 def test_a_judge_ends_with_its_parent_also_in_a_function_that_never_returns(tmp_path):

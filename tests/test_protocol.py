@@ -22,8 +22,8 @@ from cluster.wire import (HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG
                           VALIDATION, WELCOME)
 from islands import gossip
 from model import fitness_digits
-from coordinators import Peer, Peer2, Server, refused, result_frame, until
-from fakes import CFG, FakeEngine, GOOD, Lines, SECRET, card, changed
+from coordinators import Peer, Peer2, Server, refused, result_frame, run_worker, until
+from fakes import CFG, FakeEngine, GOOD, SECRET, card, changed
 from fuzzing import SLOW
 
 LIMITS = wire.limits(CFG)
@@ -143,8 +143,7 @@ def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
     def serve(**options):
         old = Closing()
         try:
-            return old, egg_net.run_worker(CFG, "127.0.0.1", old.port, FakeEngine(), retry=False,
-                                           console=egg_net.Console(Lines()), **options)
+            return old, run_worker(old.port, FakeEngine(), **options)
         finally:
             old.listener.close()
 

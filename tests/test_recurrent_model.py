@@ -17,8 +17,8 @@ from chaos_cluster import chaos
 from compiling import CARDS, LARGE, OTHERS, hold_against_cards, kernels_of, path_of
 from engines_compared import SEED
 from fakes import Drifts, Lines, Lying, any_fitness
-from readings import (configured, hold_text_against_the_reading, member_reading, nats, plain, plain_losses, settings_of,
-                      shaken, votes_on)
+from readings import (configured, equal, hold_text_against_the_reading, member_reading, nats, plain, plain_losses,
+                      settings_of, shaken, votes_on)
 
 COMPILED = ["compiled_gru"]                                  # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
@@ -87,7 +87,8 @@ def test_ztest_moves_what_is_significant(clt):
     want = np.concatenate([votes_on(cfg, state, t, fitness) for t in parameters.tensors(cfg)])
     moves = np.where(abs(want) * 16 >= t * math.isqrt(cfg.N_PAIRS) * (256 if clt else 1), np.sign(want), 0)
     expected = np.clip(state.weights + moves, -127, 127)
-    assert np.array_equal(after.weights, expected) and changed == np.count_nonzero(expected != state.weights) > 1000
+    equal(after.weights, expected)
+    assert changed == np.count_nonzero(expected != state.weights) > 1000
     assert not after.moments.any()
 
 
@@ -118,10 +119,11 @@ def test_groups_read_the_same_tokens_and_follow_a_stream():
     first, second = rules.windows(cfg, tokens, 0, 0, 32), rules.windows(cfg, tokens, 1, 0, 32)
     assert first.shape == (32, 5 + 12 + 1) and len(np.unique(first, axis=0)) == 8
     assert (first[0:4] == first[0]).all() and (first[4] != first[3]).any() and first[4, 5] == 1000 // 8
-    assert np.array_equal(second[:, 5:6], first[:, -1:]) and np.array_equal(second[:, :5], first[:, 12:17])
+    equal(second[:, 5:6], first[:, -1:])
+    equal(second[:, :5], first[:, 12:17])
     # the end of the data comes before its beginning
-    assert np.array_equal(first[0, :5], tokens[-5:])
-    assert np.array_equal(rules.windows(cfg, tokens, 0, 5, 3), first[5:8])
+    equal(first[0, :5], tokens[-5:])
+    equal(rules.windows(cfg, tokens, 0, 5, 3), first[5:8])
 
 
 def test_noise_is_kept():
@@ -253,7 +255,7 @@ def test_quotients_by_a_multiplication_are_exact(width):
                 sums = np.int32(bits) + y.astype(np.int32)
                 # float64 holds the product exactly; what is rounded off below is far less than 1 / d
                 got = np.floor(sums.view(np.float32).astype(np.float64) * a + c)
-                assert np.array_equal(got, base + y // d), (d, base)
+                equal(got, base + y // d, (d, base))
 
 
 @pytest.mark.parametrize("limit, widest", [(99, (96, 96, 64)), (163, (128, 128, 96)), (227, (160, 128, 128))])
@@ -384,7 +386,7 @@ def test_every_multiprocessor_takes_several_tiles(cpu_compiled):
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     for engine in engines:
         engine.load(state)
-    assert np.array_equal(*(engine.evaluate(0, 4096) for engine in engines))
+    equal(*(engine.evaluate(0, 4096) for engine in engines))
 
 
 @pytest.mark.gpu
@@ -397,11 +399,11 @@ def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     tokens = np.random.default_rng(5).integers(0, 9, 700).astype(np.uint8)
     gpu, whole = cuda_engine.CudaEngine(cfg, tokens), cpu_engine.CpuEngine(cfg, tokens).evaluate(0, 64)
     pieces = ((0, 2), (2, 30), (32, 32))
-    assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
+    equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     gpu._tokens = None
     del gpu._members
     monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 5))
-    assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
+    equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     window = np.random.default_rng(6).integers(0, 256, (7, 400))
     nats, count = gpu.validate(window)
     assert count == 7 * 399 and nats == pytest.approx(cpu_engine.CpuEngine(cfg).validate(window)[0], rel=1e-9)

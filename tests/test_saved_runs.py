@@ -22,10 +22,10 @@ from engine import cpu_engine, cpu_transformer
 from model import data_files, fitness_digits, integer_tables, parameters, rules, state_digest
 from model.reading import Reading
 from tools import debug, train, use
-from coordinators import Peer, Server, kept, refused, whole
+from coordinators import Peer, Server, kept, refused, run_worker, whole
 from fakes import CFG as NET_CFG, Lines, differing, feed, step_alone
-from readings import (TINY, callable_by_python, hold_draws_against_the_distribution, hold_text_against_the_reading,
-                      random_config, settings_of)
+from readings import (TINY, callable_by_python, equal, hold_draws_against_the_distribution,
+                      hold_text_against_the_reading, random_config, settings_of)
 from recordings import HERE, digests
 from commands import process, run
 
@@ -104,7 +104,7 @@ def test_the_tokens_of_a_text_are_those_of_the_bpe_that_made_the_vocabulary():
     cfg = egg_config.make()
     decoding = data_files.load_decoding(cfg)
     tokens = np.fromfile(HERE / "val.bin", "<u4")
-    assert np.array_equal(decoding.encode(decoding.decode(tokens)), tokens)
+    equal(decoding.encode(decoding.decode(tokens)), tokens)
     for text in ("naïve – 😀".encode(), bytes(range(256)), b"", b"  \n\n  x"):
         assert decoding.decode(decoding.encode(text)) == text
 
@@ -380,9 +380,9 @@ def test_export_is_a_safetensors_file(here):
         flat = state.weights[t.span]
         want = parameters.from_canonical(flat, t.cols) if t.matrix else flat
         assert told["dtype"] == "I8"
-        assert np.array_equal(np.frombuffer(data, np.int8, end - first, 8 + length + first).reshape(told["shape"]),
-                              want)
-        assert np.array_equal(by_library[name_of(t)], want) and by_library[name_of(t)].dtype == np.int8
+        equal(np.frombuffer(data, np.int8, end - first, 8 + length + first).reshape(told["shape"]), want)
+        equal(by_library[name_of(t)], want)
+        assert by_library[name_of(t)].dtype == np.int8
     assert max(told["data_offsets"][1] for told in header.values()) == len(data) - 8 - length
 
 
@@ -392,7 +392,7 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here):
     assert (status, err) == (0, "")
     assert out.startswith(f"new: a run at step {SNAPSHOT}, its optimizer and noise scales begin anew\nnext: ")
     state = load(directory="new")[0].state()
-    assert np.array_equal(state.weights, here[SNAPSHOT].weights)
+    equal(state.weights, here[SNAPSHOT].weights)
     assert (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
     assert egg_config.load(environ={}, saved=history.configuration("new")).saved() == CFG.saved()
@@ -421,7 +421,8 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
     assert call("import other.safetensors --save-dir other", *DEFINES)[1].startswith("other: a run at step 1")
     state = load(directory="other")[0].state()
-    assert np.array_equal(state.weights, here[STEPS].weights) and state.seed == here[1].seed
+    equal(state.weights, here[STEPS].weights)
+    assert state.seed == here[1].seed
 
 
 def test_damaged_safetensors_files_end_in_one_line(here):
@@ -446,7 +447,7 @@ def test_training_goes_on_from_an_import_to_the_bit(here):
     t = next(t for t in parameters.tensors(CFG) if (t.name, t.layer) == ("w_up", 1))
     moments = here[STEPS].moments[t.span]
     assert moments.any()
-    assert np.array_equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
+    equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
     assert "with the optimizer's state" in call("import w.safetensors --save-dir new")[1]
     alone, worker = make(), make()
     alone.load(here[STEPS])
@@ -481,7 +482,7 @@ def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
         server.shelf.block = lambda *_: (0, b"")         # the snapshot cannot be read
         lost = cpu_engine.CpuEngine(CFG, threads=1)
         with refused("from an imported model"):
-            egg_net.run_worker(CFG, "127.0.0.1", server.port, lost, retry=False, console=egg_net.Console(Lines()))
+            run_worker(server, lost)
     assert lost.step == 0
 
 

@@ -16,7 +16,7 @@ from tools import arch
 from compiling import CARDS, path_of
 from coordinators import cluster
 from fakes import any_fitness, step_alone
-from readings import BASE, SMALL, configured, plain_losses, votes_on
+from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
 from recordings import HERE, python
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
@@ -81,7 +81,8 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
             one.load(state)
         found.append(engine.evaluate(0, 8))
         windows = rules.windows(cfg, tokens, step, 0, 4)
-        assert np.array_equal(found[-1], alone.evaluate(0, 8)) and engine.validate(windows) == alone.validate(windows)
+        equal(found[-1], alone.evaluate(0, 8))
+        assert engine.validate(windows) == alone.validate(windows)
         assert found[-1].tolist() == plain_losses(cfg, state, windows, 8)
     assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
 
@@ -142,14 +143,14 @@ def test_rare_tokens_learn_more_slowly(rest):
     for t in parameters.tensors(cfg):
         part = t.span
         if t not in tables:
-            assert np.array_equal(got.moments[part],
-                                  without.moments[part]) and np.array_equal(got.weights[part], without.weights[part])
+            equal(got.moments[part], without.moments[part])
+            equal(got.weights[part], without.weights[part])
             continue
-        assert np.array_equal(got.moments[part, :2], without.moments[part, :2])
+        equal(got.moments[part, :2], without.moments[part, :2])
         scale = np.tile(np.repeat(factor, 4), t.rows // 4)
         where = (scale < 1) & (np.abs(without.moments[part, 2]) < 1) & (got.weights[part] == without.weights[part])
         assert where.sum() > t.size // 4
-        assert np.array_equal(got.moments[part, 2][where], (without.moments[part, 2] * scale)[where])
+        equal(got.moments[part, 2][where], (without.moments[part, 2] * scale)[where])
         assert not got.moments[part, 2][scale == 0].any() and got.moments[part, 2][scale > 0].any()
 
 
@@ -190,7 +191,8 @@ def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
         often = 5 if t.name == "embedding" else 1
         votes = seen_by_hand(cfg, before, tokens, t, fitness, often)
         moved = after.weights[part].astype(np.int64) - before.weights[part] + after.moments[part, 2].astype(np.float64)
-        assert np.array_equal(moved, votes * (2.0 ** -12 / 2 ** 5)) and votes.any(), t.name
+        equal(moved, votes * (2.0 ** -12 / 2 ** 5), t.name)
+        assert votes.any(), t.name
 
 
 SIMULATED_SEEN = """
@@ -226,7 +228,8 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     for t in parameters.tensors(cfg):
         four_times = seen_by_hand(cfg, state, tokens, t, fitness, 4 if t.seen else 1)
         want = four_times - seen_by_hand(cfg, state, tokens, t, fitness)
-        assert np.array_equal(votes[t.span], want) and want.any() == t.seen, t.name
+        equal(votes[t.span], want, t.name)
+        assert want.any() == t.seen, t.name
 
 
 def test_shares_are_of_all_the_data():
@@ -243,11 +246,11 @@ def test_initial_values_of_tables_by_token(model):
     rest = dict(SMALL, HEAD_DIM=64, MODEL=model)
     states = {mask: parameters.initial_state(egg_config.make(**rest, HOST_MASK=7, TOKEN_MASK=mask))
               for mask in (-1, 7, 1, 0)}
-    assert np.array_equal(states[-1].weights, states[7].weights)
+    equal(states[-1].weights, states[7].weights)
     for t in parameters.tensors(egg_config.make(**rest)):
         parts = {mask: state.weights[t.span] for mask, state in states.items()}
         if t.by_token:
             assert set(parts[1]) == {-1, 0, 1} and not parts[0].any()
-            assert np.array_equal(parts[1], np.sign(parts[7]) * (np.abs(parts[7]) & 1))
+            equal(parts[1], np.sign(parts[7]) * (np.abs(parts[7]) & 1))
         else:
-            assert np.array_equal(parts[1], parts[7])
+            equal(parts[1], parts[7])

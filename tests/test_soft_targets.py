@@ -8,7 +8,7 @@ import pytest
 import egg_config
 from engine import cpu_engine
 from model import rules, seeds, soft_targets
-from readings import plain_losses
+from readings import equal, plain_losses
 from tools import arch
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
@@ -49,7 +49,8 @@ def test_the_drawn_targets_are_those_of_the_specification(values):
     tokens, T, seed = data(cfg), cfg.SEQ_LEN, 2**32 - 3          # seeds of later pairs wrap around
     cut = soft_targets.windows(cfg, tokens, soft_targets.followers(cfg, tokens, 2), 61, seed, 4, 6)
     plain = rules.windows(cfg, tokens, 61, 4, 6)
-    assert cut.shape == (6, cfg.WINDOW) and np.array_equal(cut[:, :plain.shape[1]], plain)
+    assert cut.shape == (6, cfg.WINDOW)
+    equal(cut[:, :plain.shape[1]], plain)
     for pair, start in enumerate(rules.window_starts(cfg, tokens.size, 61, 4, 6)):
         for t in range(T):
             known = following(tokens, (start + t + 1) % tokens.size, 2)
@@ -57,7 +58,7 @@ def test_the_drawn_targets_are_those_of_the_specification(values):
                      for j in range(7)]
             assert cut[pair, plain.shape[1] + 7 * t:][:7].tolist() == drawn
     again = soft_targets.windows(cfg, tokens, None, 61, seed, 4, 6)[:, plain.shape[1]:]
-    assert np.array_equal(again, np.repeat(plain[:, -T:], 7, 1))
+    equal(again, np.repeat(plain[:, -T:], 7, 1))
 
 
 @pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
@@ -82,7 +83,7 @@ def test_every_cut_of_a_step_and_every_context_in_turn(values):
     for step in range(5):
         whole = one.evaluate(0, 32)
         parts = [two.evaluate(first, count) for first, count in ((0, 4), (4, 2), (6, 26))]
-        assert np.array_equal(np.concatenate(parts), whole)
+        equal(np.concatenate(parts), whole)
         plain.load(one.state())
         assert np.array_equal(plain.evaluate(0, 32), whole) == (step in (0, 2))
         fitness = np.sign(whole[1::2] - whole[::2]).astype(np.int8)

