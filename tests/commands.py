@@ -62,6 +62,12 @@ def line_with(label, text):
     return found
 
 
+def succeeds(result):
+    """What a command that ends well has printed."""
+    assert result.returncode == 0, result
+    return result.stdout
+
+
 def fails(result, status, *words):
     assert result.returncode == status and result.stderr.startswith("egg: ") and result.stderr.count("\n") == 1, result
     assert [word for word in words if word not in result.stderr] == [], result.stderr

@@ -19,7 +19,7 @@ import egg_net
 from cluster import admission, auth, event_log, history, snapshots, wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
 from model import fitness_digits
-from fakes import CFG, GOOD, Lines, any_fitness, begin_together, card
+from fakes import CFG, FakeEngine, GOOD, Lines, any_fitness, begin_together, card
 from recordings import HERE
 
 
@@ -173,6 +173,23 @@ class Peer:
             return True
 
 
+@contextlib.contextmanager
+def listening(serve):
+    """The port of a listener on this machine, in whose thread serve(socket) has every connection in turn."""
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as sock:
+                    serve(sock)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(60)
+
+
 def free_port():
     """A port of this machine that a server can come back to: connections take none below 32768 as their own end."""
     while True:
@@ -261,6 +278,25 @@ class Peer2(Peer):
 
     def result(self, step, position, packed=GOOD, loss=5):
         self.send(RESULT, 0, step, position, 0, loss, len(packed), packed)
+
+
+def first_step(server, *peers):
+    """Completes step 0; the engine of the next one."""
+    engine = FakeEngine(server.cfg)
+    for chunk in range(4):
+        peer = peers[chunk % len(peers)]
+        peer.ask(0, engine.digest())
+        assert peer.answer().first == 32 * chunk
+        peer.result(0, 32 * chunk)
+    server.reaches(1)
+    engine.update(np.ones(server.cfg.N_PAIRS, np.int8))
+    return engine
+
+
+def asks(peer, engine, *answers):
+    """(opcode, payload) that a peer gets which states the state of an engine."""
+    peer.ask(engine.step, engine.digest())
+    return peer.next(*answers)
 
 
 def upload(peer, state):

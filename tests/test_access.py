@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ import egg_config
 import egg_net
 from cluster import admission, auth, event_log, greeting, history, hub, snapshots, status, trust, wire
 from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME
-from coordinators import Coordinator, Peer, Peer2, Server, refused, run_worker, until, whole
+from coordinators import Coordinator, Peer, Peer2, Server, listening, refused, run_worker, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
 from recordings import HERE
 from readings import configured
@@ -141,22 +140,8 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
         sock.sendall(wire.frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
         sock.recv(1)
 
-    with answering(impostor) as port, refused("does not know the secret"):
+    with listening(impostor) as port, refused("does not know the secret"):
         Peer2(port, secret=SECRET)
-
-
-@contextlib.contextmanager
-def answering(serve):
-    """The port of a listener, whose first connection a thread gives to `serve`."""
-    def accept():
-        with listener.accept()[0] as sock:
-            serve(sock)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=accept)
-        thread.start()
-        yield listener.getsockname()[1]
-        thread.join(60)
 
 
 def test_tls(tmp_path, certificates):
@@ -309,7 +294,7 @@ def test_an_impostor_gets_nothing_to_guess_with():
         sock.sendall(wire.frame(wire.PROVED, os.urandom(32), version=V2))
         got.append(sock.recv(10000))
 
-    with answering(impostor) as port, refused("does not know the secret"):
+    with listening(impostor) as port, refused("does not know the secret"):
         Peer2(port, secret=SECRET)
     assert got == [wire.frame(wire.PROVE, version=V2), b""]
 

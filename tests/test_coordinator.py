@@ -19,8 +19,8 @@ from model import fitness_digits, seeds, state_digest
 from maintenance import load
 from tools import train
 from chaos_cluster import CHAOS, OFTEN, chaos
-from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, free_port, kept, refused, until,
-                          upload, work_in_thread)
+from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, first_step, free_port, kept,
+                          refused, until, upload, work_in_thread)
 from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected
 from commands import fails, process
 
@@ -80,13 +80,8 @@ def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
 def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:
-        engine = FakeEngine(cfg)
         liar, *others = [Peer2(server, name=name) for name in ("liar", "w0", "w1")]
-        for chunk in range(4):
-            liar.ask(0, engine.digest())
-            assert liar.answer().first == 32 * chunk
-            liar.result(0, 32 * chunk)
-        engine.update(np.ones(cfg.N_PAIRS, np.int8))
+        engine = first_step(server, liar)
         right, state = engine.digest(), engine.state()
         state.weights[5] ^= 1
         liar.ask(1, state_digest.of_state(state))

@@ -392,9 +392,9 @@ def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
     with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:        # a run that is resumed
         assert state_of(server)["best_reward"] == {"step": 4, "value": -0.125}
     example(tmp_path / "plain")
-    assert commands.run("plot --out", tmp_path / "a.svg", tmp_path, tmp_path / "plain").returncode == 0
+    commands.succeeds(commands.run("plot --out", tmp_path / "a.svg", tmp_path, tmp_path / "plain"))
     assert "<svg" in (tmp_path / "a.svg").read_text()
-    first, second = (commands.run("plot", path).stdout for path in (tmp_path, tmp_path / "plain"))
+    first, second = (commands.succeeds(commands.run("plot", path)) for path in (tmp_path, tmp_path / "plain"))
     assert "reward, mean on held-out prompts\n" in first and ": reward -0.125, training loss" in first
     assert "reward" not in first.partition("training loss ")[2].partition("\n")[2] + second
 
@@ -427,8 +427,8 @@ def place(tmp_path_factory, compiled_activations):
     TOKENS.tofile(at / "input.bin")
     TOKENS.tofile(at / "val.bin")
     (at / "own.py").write_text(LETTERS)
-    done = commands.process("train --preset laptop -D DETOKENIZE=0 -D SOFT_TARGETS= --steps 1 --save-dir ckpt", cwd=at)
-    assert done.returncode == 0, done.stderr
+    line = "train --preset laptop -D DETOKENIZE=0 -D SOFT_TARGETS= --steps 1 --save-dir ckpt"
+    commands.succeeds(commands.process(line, cwd=at))
     return at
 
 

@@ -12,7 +12,7 @@ import egg
 import egg_config
 from model import data_files
 from tools import prepare
-from commands import PROSE, TEXT, fails, line_with, paste, run
+from commands import PROSE, TEXT, fails, line_with, paste, run, succeeds
 from readings import configured
 from coordinators import refused
 
@@ -27,12 +27,11 @@ def test_prepare_leads_to_text(arguments, here, compiled):
     assert made.returncode == 0 and made.stderr == "", made
     line = line_with("next: ", made.stdout)
     assert "--preset laptop" in line and " --save-dir ckpt-" in line.replace("'", "")
-    trained = paste(line + " --steps 3", "next: ")
-    assert trained.returncode == 0 and "steps 0 to 3" in trained.stdout and "bits/byte after" in trained.stdout, trained
-    again = paste(line_with("continue it: ", trained.stdout) + " --steps 4", "continue it: ")
-    assert again.returncode == 0 and "steps 3 to 4" in again.stdout, again
-    written = paste(line_with("try it: ", again.stdout), "try it: ")
-    assert written.returncode == 0 and written.stdout.startswith("\n"), written
+    trained = succeeds(paste(line + " --steps 3", "next: "))
+    assert "steps 0 to 3" in trained and "bits/byte after" in trained
+    again = succeeds(paste(line_with("continue it: ", trained) + " --steps 4", "continue it: "))
+    assert "steps 3 to 4" in again
+    assert succeeds(paste(line_with("try it: ", again), "try it: ")).startswith("\n")
     assert line_with("next: ", run(f"prepare --force {arguments}", "it's mine.txt").stdout).count("-2") == 1
 
 
@@ -50,13 +49,13 @@ def test_prepare_leads_to_the_preset_of_the_machine():
 def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(here, monkeypatch):
     monkeypatch.setattr(egg_config, "SHIPPED", egg_config.make().fingerprint())
     (here / "t.txt").write_bytes(TEXT)
-    told = run("prepare t.txt --out mine", env={"EGG_PRESET": ""})
-    assert told.returncode == 0 and "no GPU here: these are bytes" in told.stdout and "BPE" not in told.stdout, told
-    assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told.stdout
+    told = succeeds(run("prepare t.txt --out mine", env={"EGG_PRESET": ""}))
+    assert "no GPU here: these are bytes" in told and "BPE" not in told
+    assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told
     assert sorted(os.listdir("mine")) == ["input.bin", "val.bin"]
     for number, more in enumerate(("--vocab-size 300", "-D VOCAB_SIZE=300")):
-        told = run(f"prepare t.txt --out tokens-{number} {more}")
-        assert "the preset laptop turns these tokens into bytes again" in told.stdout and "BPE: " in told.stdout, told
+        told = succeeds(run(f"prepare t.txt --out tokens-{number} {more}"))
+        assert "the preset laptop turns these tokens into bytes again" in told and "BPE: " in told
         assert os.path.exists(f"tokens-{number}/decoding.bin")
     told = run("prepare t.txt --vocab-size 300 --out gpu -D DEVICE=cuda")
     assert "no GPU" not in told.stdout

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 
 import hypothesis
@@ -22,7 +21,8 @@ from cluster.wire import (HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG
                           VALIDATION, WELCOME)
 from islands import gossip
 from model import fitness_digits
-from coordinators import Peer, Peer2, Server, refused, result_frame, run_worker, until
+from coordinators import (Peer, Peer2, Server, asks, first_step, listening, refused, result_frame, run_worker, until,
+                          upload)
 from fakes import CFG, FakeEngine, GOOD, SECRET, card, changed
 from fuzzing import SLOW
 
@@ -120,42 +120,26 @@ def test_a_worker_that_does_not_fit_is_told_what_differs(tmp_path, words, other,
         Peer2(server, data="ab" * 32)                       # after a restart too
 
 
-class Closing:
-    """A coordinator of protocol 1 alone: closes on anything else. Counts who came."""
-
-    def __init__(self):
-        self.listener, self.versions = socket.create_server(("127.0.0.1", 0)), []
-        self.port = self.listener.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        with contextlib.suppress(OSError):
-            while True:
-                with self.listener.accept()[0] as sock:
-                    data = sock.recv(1 << 16)
-                    self.versions += [data[4]] * data.startswith(wire.MAGIC)         # it may be asked for TLS
-                    if data[4] == 1:
-                        sock.sendall(wire.frame(JOB_RESPONSE, 42, 0, 32, 0))
-                        time.sleep(0.2)
-
-
 def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
-    def serve(**options):
-        old = Closing()
-        try:
-            return old, run_worker(old.port, FakeEngine(), **options)
-        finally:
-            old.listener.close()
+    def old(sock):
+        """A coordinator of protocol 1 alone: closes on anything else."""
+        data = sock.recv(1 << 16)
+        versions.extend([data[4]] * data.startswith(wire.MAGIC))         # it may be asked for TLS
+        if data[4] == 1:
+            sock.sendall(wire.frame(JOB_RESPONSE, 42, 0, 32, 0))
+            time.sleep(0.2)
 
-    old, chunks = serve()
-    assert old.versions == [2, 1] and chunks == 1
-    old, chunks = serve(protocol=1)
-    assert old.versions == [1] and chunks == 1
-    for options in (dict(protocol=2), dict(access=auth.Access(SECRET))):
-        with refused("closed the connection during the introduction"):
-            serve(**options)
-    with refused("protocol 1 has neither secret nor TLS"):
-        serve(protocol=1, access=auth.Access(SECRET))
+    for options, tried in ({}, [2, 1]), (dict(protocol=1), [1]):
+        versions = []
+        with listening(old) as port:
+            assert run_worker(port, FakeEngine(), **options) == 1
+        assert versions == tried
+    with listening(old) as port:
+        for options in dict(protocol=2), dict(access=auth.Access(SECRET)):
+            with refused("closed the connection during the introduction"):
+                run_worker(port, FakeEngine(), **options)
+        with refused("protocol 1 has neither secret nor TLS"):
+            run_worker(port, FakeEngine(), protocol=1, access=auth.Access(SECRET))
 
 
 # --- any bytes --------------------------------------------------------------------------------------------------------
@@ -390,7 +374,7 @@ def test_a_full_disk_is_no_fault_of_a_peer(tmp_path, monkeypatch):
         monkeypatch.setattr(server.run, "append", full)
         peer = Peer2(server)
         for _ in range(4):
-            peer.result(0, peer.chunk(0))
+            peer.works(0)
         server.thread.join(60)
 
 
@@ -414,7 +398,7 @@ def test_one_lie_cannot_move_the_loss_out_of_sight(tmp_path):
     with Server(tmp_path) as server:
         for loss in (most + 1, -16 * CFG.CHUNK_SIZE * CFG.SEQ_LEN * CFG.LOSS_SCALE - 1, -(1 << 50)):
             peer = Peer2(server)
-            peer.result(0, peer.chunk(0), loss=loss)
+            peer.works(0, loss=loss)
             assert ends(peer)
         assert server.said.count("wrong figures: sum of losses") == 3
 
@@ -449,21 +433,9 @@ def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:
         peer, other = Peer2(server, name="a"), Peer2(server, name="b")
-        engine = FakeEngine(cfg)
-        for _ in range(4):
-            peer.ask(0, engine.digest())
-            peer.result(0, peer.answer().first)
-        peer.ask(0, engine.digest())
-        packed = history.unzip(peer.answer().packed, 13)
-        engine.update(fitness_digits.unpack_ternary(packed, cfg.N_PAIRS))
-        peer.ask(1, engine.digest())
-        opcode, _ = peer.next(wire.SNAPSHOT_WANTED, wire.JOB_RESPONSE)
-        assert opcode == wire.SNAPSHOT_WANTED
-        body = snapshots.pack(engine.state())
-        for offset in range(0, len(body), wire.BLOCK):
-            piece = body[offset:offset + wire.BLOCK]
-            peer.send(wire.SNAPSHOT_DATA, 1, len(body), offset, piece)
-        collector = server.collector
+        engine, collector = first_step(server, peer), server.collector
+        assert asks(peer, engine, wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == wire.SNAPSHOT_WANTED
+        upload(peer, engine.state())
         until(lambda: collector.upload is None or collector.upload.finished)
         other.ask(0, FakeEngine(cfg).digest())
         assert other.answer().step == 1 and not server.failure
@@ -636,7 +608,7 @@ def test_wrong_frames_end_their_connection_with_one_line_and_nothing_else(tmp_pa
         assert again.closed() and server.said == before, "the same offence is told once"
         honest.result(0, first)
         for _ in range(3):
-            honest.result(0, honest.chunk(0))
+            honest.works(0)
         server.reaches(1)
         assert fitness_digits.unpack_ternary(server.run.fitness(0), CFG.N_PAIRS).all()
 

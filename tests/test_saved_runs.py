@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import struct
 import types
@@ -27,7 +26,7 @@ from fakes import CFG as NET_CFG, Lines, differing, feed, step_alone
 from readings import (TINY, callable_by_python, equal, hold_draws_against_the_distribution,
                       hold_text_against_the_reading, random_config, settings_of)
 from recordings import HERE, digests
-from commands import process, run
+from commands import run
 
 CFG = NET_CFG.changed(LR_SCHEDULE=((0, 1.2),), DEVICE="cpu", N_LAYERS=2)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
@@ -559,19 +558,3 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
         ends.append(engine.digest())
         assert capsys.readouterr().out.count("Emb  ") == (2 if constants else 0)
     assert ends[0] == ends[1] and [json.loads(line)["step"] for line in open("trace.jsonl")] == [0, 10]
-
-
-# --- the way from training to text ------------------------------------------------------------------------------------
-
-def test_a_training_ends_by_inviting_to_what_works_at_once(here):
-    done = process("train --steps 2 --save-dir 'ckpt new'", *DEFINES)
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("try it: ")
-    program, script, *arguments = shlex.split(last.removeprefix("try it: "))
-    assert (HERE / "egg.py").samefile(script)
-    assert arguments == ["generate", "--load-dir", "ckpt new"]
-    written = process("", *arguments, program=script)
-    assert written.returncode == 0 and written.stdout.startswith("\n")
-    assert written.stderr == "egg: ckpt new, step 2\n"
-    assert len(written.stdout) > 100

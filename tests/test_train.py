@@ -19,7 +19,7 @@ import egg_config
 from cluster import history
 from engine import hardware
 from tools import train
-from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run
+from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
 from recordings import HERE, python
 from readings import configured
 
@@ -38,33 +38,31 @@ def bytes_here(tmp_path, monkeypatch):
 
 def test_a_run_goes_on_by_its_directory_alone(bytes_here, compiled):
     """train, the printed commands, coordinator, export, import: the constants are named once."""
-    first = run("train --steps 2 --save-dir 'ckpt one'", *bytes_here)
-    assert first.returncode == 0, first.stderr
-    assert len(line_with("validation: ", first.stdout)) < 80 and "(unigram " in first.stdout
-    again = line_with("continue it: ", first.stdout)
+    first = succeeds(run("train --steps 2 --save-dir 'ckpt one'", *bytes_here))
+    assert len(line_with("validation: ", first)) < 80 and "(unigram " in first
+    again = line_with("continue it: ", first)
     assert shlex.split(again)[-3:] == ["train", "--save-dir", "ckpt one"]
-    more = paste(again + " --steps 4", "continue it: ")
-    assert more.returncode == 0 and "train.bin: 18,000 bytes\nmy data/val.bin: validation on 64 bytes\n" in more.stdout
-    assert "steps 2 to 4: " in more.stdout
-    for line in (line_with("try it: ", first.stdout), line_with("try it: ", more.stdout)):
-        written = paste(line, "try it: ")
-        assert written.returncode == 0 and written.stdout.startswith("\n"), written
-    told = run("eval --load-dir 'ckpt one'")
-    assert told.returncode == 0 and told.stdout.startswith("my data/val.bin: ") and "bigram" in told.stdout, told
-    assert run("export w.safetensors --load-dir 'ckpt one'").returncode == 0
-    begun = run("import w.safetensors --save-dir 'new one'")
-    assert begun.returncode == 0 and shlex.split(begun.stdout.splitlines()[-1])[-6:] == [
+    more = succeeds(paste(again + " --steps 4", "continue it: "))
+    assert "train.bin: 18,000 bytes\nmy data/val.bin: validation on 64 bytes\n" in more and "steps 2 to 4: " in more
+    for said in first, more:
+        assert said.splitlines()[-1] == line_with("try it: ", said)
+        written = paste(said.splitlines()[-1], "try it: ")
+        assert succeeds(written).startswith("\n") and len(written.stdout) > 100
+        assert written.stderr == "egg: ckpt one, step 4\n"
+    told = succeeds(run("eval --load-dir 'ckpt one'"))
+    assert told.startswith("my data/val.bin: ") and "bigram" in told
+    succeeds(run("export w.safetensors --load-dir 'ckpt one'"))
+    begun = succeeds(run("import w.safetensors --save-dir 'new one'"))
+    assert shlex.split(begun.splitlines()[-1])[-6:] == [
         "--save-dir", "new one", "-D", "INPUT_FILE=my data/train.bin", "-D", "VAL_FILE=my data/val.bin"]
-    measured = run("eval --load-dir 'new one'")
-    assert measured.returncode == 0 and measured.stdout.splitlines()[1:] == told.stdout.splitlines()[1:], measured
-    on = paste(line_with("next: ", begun.stdout) + " --steps 5", "next: ")
-    assert on.returncode == 0 and "my data/train.bin: 18,000" in on.stdout and "steps 4 to 5: " in on.stdout, on
-    copied = run("train --load-dir 'ckpt one' --save-dir copy --steps 5")
-    assert copied.returncode == 0 and "steps 4 to 5: " in copied.stdout, copied
+    assert succeeds(run("eval --load-dir 'new one'")).splitlines()[1:] == told.splitlines()[1:]
+    on = succeeds(paste(line_with("next: ", begun) + " --steps 5", "next: "))
+    assert "my data/train.bin: 18,000" in on and "steps 4 to 5: " in on
+    assert "steps 4 to 5: " in succeeds(run("train --load-dir 'ckpt one' --save-dir copy --steps 5"))
     before = pathlib.Path("copy", "history.egg").read_bytes()
-    beside = run("train --load-dir copy --steps 6")
-    assert "steps 5 to 6: " in beside.stdout and "kept in copy-2 (copy stays as it is)\n" in beside.stdout, beside
-    assert shlex.split(line_with("continue it: ", beside.stdout))[-2:] == ["--save-dir", "copy-2"]
+    beside = succeeds(run("train --load-dir copy --steps 6"))
+    assert "steps 5 to 6: " in beside and "kept in copy-2 (copy stays as it is)\n" in beside
+    assert shlex.split(line_with("continue it: ", beside))[-2:] == ["--save-dir", "copy-2"]
     assert pathlib.Path("copy", "history.egg").read_bytes() == before
 
 
@@ -200,9 +198,9 @@ def test_nothing_is_compiled_that_the_run_does_not_use(compiled_activations):
 
 
 def test_without_samples_the_end_has_none(bytes_here, compiled):
-    done = run("train --steps 1", *bytes_here, "-DSAMPLE_EVERY=0")
-    assert done.returncode == 0 and "sample" not in done.stdout and "validation: " in done.stdout, done
-    assert "nothing of this run is kept: --save-dir DIR keeps it" in done.stdout.splitlines()
+    said = succeeds(run("train --steps 1", *bytes_here, "-DSAMPLE_EVERY=0"))
+    assert "sample" not in said and "validation: " in said
+    assert "nothing of this run is kept: --save-dir DIR keeps it" in said.splitlines()
 
 
 def test_what_make_run_says_fits_a_terminal():
@@ -271,19 +269,13 @@ def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):
     monkeypatch.setattr("egg_net.run_coordinator", lambda *_, hint: hint and print(hint) or done)
     monkeypatch.setattr("tools.train.work", lambda *_, **__: None)
     history.open_run(egg_config.make(), "ckpt").close()
-
-    def says(line):
-        done = run(line, env={"EGG_PRESET": ""})
-        assert done.returncode == 0, done
-        return done.stdout
-
     for command, words in (("worker localhost", "--preset best suits this machine"),
                            ("coordinator", "--preset best suits GPUs, --preset laptop CPUs")):
-        said = says(command)
+        said = succeeds(run(command, env={"EGG_PRESET": ""}))
         assert said.count("\n") == 1 and said.startswith("no preset: ") and words in said
         for chosen in "--preset deggs", "--preset best", "-D N_LAYERS=2":
-            assert says(f"{command} {chosen}") == ""
-    assert says("coordinator --save-dir ckpt") == ""
+            assert succeeds(run(f"{command} {chosen}", env={"EGG_PRESET": ""})) == ""
+    assert succeeds(run("coordinator --save-dir ckpt", env={"EGG_PRESET": ""})) == ""
 
 
 @pytest.mark.parametrize("gpus", [2, 3])
