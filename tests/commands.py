@@ -11,13 +11,21 @@ from unittest import mock
 
 import egg
 import egg_config
+import egg_net
 import fakes
 from fakes import differing
 from recordings import HERE
+from tools import train
+
+
+
+def defines(cfg, **more):
+    """[word]: what gives a command the constants of cfg, without the local ones, and more."""
+    return [f"-D{name}={egg_config.text(value)}" for name, value in {**differing(cfg), **more}.items()]
+
 
 CFG = fakes.CFG.changed(DEVICE="cpu", VALIDATE_TOKENS=64, SNAPSHOT_EVERY=0)
-CHANGED = {**differing(CFG), "SNAPSHOT_EVERY": 0}
-DEFINES = [f"-D{name}={egg_config.text(value)}" for name, value in CHANGED.items()]
+DEFINES = defines(CFG, SNAPSHOT_EVERY=0)
 DEGGS = {"EGG_DEVICE": "cpu", "EGG_PRESET": "deggs"}      # `train` would take another preset
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 400
 
@@ -55,6 +63,11 @@ def paste(line, label, **more):
     """Runs the command behind `label` in a printed line as a shell does; the finished process."""
     return subprocess.run(line.removeprefix(label), shell=True, capture_output=True, text=True, errors="replace",
                           timeout=120, stdin=subprocess.DEVNULL, env={**os.environ, "EGG_DEVICE": "cpu"}, **more)
+
+
+def train_here(cfg, steps, lines, save_dir="run", **options):
+    """What tools.train.train returns; `lines` gets what it prints."""
+    return train.train(cfg, steps=steps, save_dir=save_dir, threads=1, console=egg_net.Console(lines), **options)
 
 
 def line_with(label, text):

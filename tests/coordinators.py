@@ -248,6 +248,13 @@ def kept(directory, cfg=CFG):
         return whole(run)
 
 
+def replayed(directory, engine):
+    """An engine, brought to the end of the run in a directory."""
+    with contextlib.closing(history.read_run(engine.cfg, directory)) as run:
+        history.replay(run, engine)
+    return engine
+
+
 def coordinator_process(directory, port=0, cfg=CFG, before=""):
     """A coordinator in a process of its own, which runs the program `before` first: (process, port)."""
     constants = cfg.constants()

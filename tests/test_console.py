@@ -166,6 +166,13 @@ STEP_EVENT = {"event": "step", "step": 1, "tokens": 9, "loss": 1.0, "unit": "bit
               "received": 1}
 
 
+def begun(stream, step=0, **limits):
+    """A console that has told of the start of a run."""
+    console = Console(stream, **limits)
+    console.emit({"event": "start", "step": step, "config": CFG.constants()}, None)
+    return console
+
+
 def screen(text, columns):
     """The lines that a terminal shows in the end, without colours."""
     rows = [""]
@@ -186,14 +193,13 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
     stream = Lines(terminal=True)
-    console = Console(stream, minutes=2)
-    console.emit({"event": "start", "step": 0, "config": CFG.constants()}, None)
+    console = begun(stream, minutes=2)
     console.emit({"event": "references", "unit": "bits/byte", "values": {"uniform": 8.0, "bigram": 3.5052}}, None)
     for step in range(300):
         if step == 100:
             console.emit({"event": "validation", "step": 100, "value": 4.2, "unit": "bits/byte"}, None)
-        console.emit({"event": "step", "step": step, "tokens": 32768 * step, "loss": 3.847, "unit": "bits/byte",
-                      "seconds": 0.03, "elapsed": 65.3, "tokens_per_second": 943710.2}, None)
+        console.emit({**STEP_EVENT, "step": step, "tokens": 32768 * step, "loss": 3.847, "elapsed": 65.3,
+                      "tokens_per_second": 943710.2}, None)
     console.line("a warning")
     console.progress("step 300: 3/8 chunks")
     rows = screen(stream.text, columns)
@@ -213,8 +219,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
     stream = Lines(terminal=True)
-    console = Console(stream)
-    console.emit({"event": "start", "step": 0, "config": CFG.constants()}, None)
+    console = begun(stream)
     console.emit(STEP_EVENT, None)
     console.progress("1/8 chunks")
     console.line("a\x1b[2Jb")
@@ -247,16 +252,12 @@ def test_the_bar_ends_where_the_run_does(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("cluster.console.time.time", lambda: 0.0)
     monkeypatch.setattr("cluster.console.time.localtime", time.gmtime)
-    event = {"event": "step", "step": 119, "tokens": 9, "loss": 1.0, "unit": "bits/token", "elapsed": 10.0,
-             "tokens_per_second": 9.0}
     for limits, bar in ((dict(steps=200), "[#-------] ends 00:00:40"), (dict(minutes=1), "[#-------] ends 00:00:50"),
                         (dict(steps=200, minutes=1), "[#-------] ends 00:00:40"), (dict(minutes=900), "ends 14:59"),
                         (dict(steps=120), "[########] ends 00:00:00"), (dict(minutes=1e4), "ends Wed 07 Jan"),
                         ({}, "")):
         stream = Lines(terminal=True)
-        console = Console(stream, **limits)
-        console.emit({"event": "start", "step": 100, "config": CFG.constants()}, None)
-        console.emit(event, None)
+        begun(stream, 100, **limits).emit({**STEP_EVENT, "step": 119, "elapsed": 10.0}, None)
         assert re.search(r"\r?0:10 ?" + re.escape(bar) if bar.startswith("[") else bar, stream.text), stream.text
         assert ("[" in stream.text.replace("\x1b[", "")) == bool(bar)
 

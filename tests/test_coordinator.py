@@ -17,12 +17,11 @@ from cluster import admission, auth, dispatch, fairness, history, snapshots, wir
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import fitness_digits, seeds, state_digest
 from maintenance import load
-from tools import train
 from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, first_step, free_port, kept,
                           refused, until, upload, work_in_thread)
 from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected
-from commands import fails, process
+from commands import fails, process, train_here
 
 
 # --- what the disk, a kill and chaos do -------------------------------------------------------------------------------
@@ -284,34 +283,32 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
 
 def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):
     lines = Lines()
-    first = train.train(small, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
+    first = train_here(small, 3, lines)
     assert (first.progress.run.step, first.final.step, first.unit) == (3, 3, "bits/byte")
     assert first.before is not None
     assert 0 < first.after < 20 and len(first.references) == 3
-    second = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
+    second = train_here(small, 5, lines)
     assert (second.progress.first_step, second.progress.run.step) == (3, 5)
     assert second.before == pytest.approx(first.after, abs=1e-12)
     for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:",
                   "bits/byte after (unigram",
                   "sample after 5 steps", "the run lies in run"):
         assert words in lines.text, words
-    third = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
+    third = train_here(small, 5, lines)
     assert third.final is None and "the run has its 5 steps already" in lines.text
 
 
 def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, tmp_path, compiled):
     # validation is off, so that the run is quick and its history all there is
     cfg, lines = small.changed(VALIDATE_EVERY=0, SAMPLE_EVERY=0), Lines()
-    options = dict(steps=80, threads=1)
-    killed = dict(options, save_dir="killed", console=egg_net.Console(lines))
     others = multiprocessing.active_children()                   # of other tests: the compilers of kernels
-    thread = threading.Thread(target=train.train, args=(cfg,), kwargs=killed)
+    thread = threading.Thread(target=train_here, args=(cfg, 80, lines, "killed"))
     thread.start()
     until(lambda: "Step 2 " in lines.text)
     for child in multiprocessing.active_children():
         if child not in others:
             child.kill()
-    train.train(cfg, save_dir="undisturbed", console=egg_net.Console(Lines()), **options)
+    train_here(cfg, 80, Lines(), "undisturbed")
     thread.join(60)
     assert "the worker on cpu was killed by SIGKILL: starting it again" in lines.text
     packed = kept("killed", cfg)
@@ -322,4 +319,4 @@ def test_training_names_what_is_missing(small, tmp_path):
     from model import data_files
     (tmp_path / "input.bin").unlink()
     with pytest.raises(data_files.DataError, match="input.bin"):
-        train.train(small, steps=1, console=egg_net.Console(Lines()))
+        train_here(small, 1, Lines(), None)

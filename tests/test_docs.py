@@ -76,7 +76,10 @@ def test_the_picture_of_learning_shows_figures_of_the_readme():
             assert abs(near.seconds - int(at)) < 0.1 * int(at) and low - 0.01 < near.value < high + 0.01, (name, at)
 
 
-@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+every_document = pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+
+
+@every_document
 def test_lines_fit_and_links_lead_somewhere(path):
     text = path.read_text()
     assert [line for line in text.split("\n") if len(line) > COLUMNS] == []
@@ -89,7 +92,7 @@ def test_lines_fit_and_links_lead_somewhere(path):
         assert not section or section in headings(file), target
 
 
-@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+@every_document
 def test_files_of_the_program_exist(path):
     folders = "|".join(sorted({file.parent.name for file in SOURCES} - {HERE.name}))
     named = re.findall(rf"\b(?:requirements|{folders})/[\w/]+\.(?:py|sh|txt)\b", path.read_text())
@@ -124,7 +127,7 @@ def commands(path):
     return found
 
 
-@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+@every_document
 def test_commands_are_understood(path):
     for arguments in commands(path):
         args = egg.parsed(arguments)

@@ -168,11 +168,10 @@ def test_an_odd_configuration_of_an_import_is_one_line(here, tmp_path, config):
 
 @pytest.mark.parametrize("change", [
     {"config": 5}, {"config": [[1, 2]]}, {"version": {}}, {"version": 9}, {"start": 3},
-    {"start": {"step": "x", "seed": 1}}, {"start": {"step": 1 << 63, "seed": 1}}, {"start": {"step": -1, "seed": 1}},
-    {"start": {"step": 1, "seed": 1 << 40}},
-    {"start": {"step": 1, "seed": 1, "state": "zz"}}, {"start": {"step": 1, "seed": 1, "origin": 7}},
-    {"start": {"step": 1, "seed": 1, "origin": {"epoch": "1", "digest": ""}}},
-    {"start": {"step": 1, "seed": 1, "more": 1}}, "[" * 100_000, "5", "null", "[]", '"\\ud800"'])
+    *({"start": {"step": 1, "seed": 1, **start}} for start in (
+        {"step": "x"}, {"step": 1 << 63}, {"step": -1}, {"seed": 1 << 40}, {"state": "zz"}, {"origin": 7},
+        {"origin": {"epoch": "1", "digest": ""}}, {"more": 1})),
+    "[" * 100_000, "5", "null", "[]", '"\\ud800"'])
 def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
     run = history.open_run(CFG, tmp_path)
     run.close()

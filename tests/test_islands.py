@@ -804,12 +804,16 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
         run.append(fitness_digits.pack_ternary(fitness), 0, 0)
         engine.update(fitness)
     run.close()
+
+    def island(run):
+        return Coordinator(cfg, run, log_dir=tmp_path, console=egg_net.Console(Lines()),
+                           island=gossip.IslandSettings("a", []))
+
     names, outcomes = ("link", "replace", "fsync", "unlink", "chmod", "symlink"), []
     for last in range(1, 40):
         directory = tmp_path / str(last)
         shutil.copytree(base, directory)
-        coordinator = Coordinator(cfg, history.open_run(cfg, directory), log_dir=tmp_path,
-                                  console=egg_net.Console(Lines()), island=gossip.IslandSettings("a", []))
+        coordinator = island(history.open_run(cfg, directory))
         state, calls = engine.state(), [0]
 
         def last_call(real):
@@ -832,9 +836,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
         coordinator.run.close()
         coordinator.close()
         run = history.open_run(cfg, directory)
-        with contextlib.closing(run), contextlib.closing(Coordinator(cfg, run, log_dir=tmp_path,
-                                                                     console=egg_net.Console(Lines()),
-                                                                     island=gossip.IslandSettings("a", []))) as again:
+        with contextlib.closing(run), contextlib.closing(island(run)) as again:
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:

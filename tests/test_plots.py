@@ -13,7 +13,7 @@ import egg_net
 from cluster import event_log, history, status as cluster_status, wire
 from cluster.console import Printer
 from cluster.progress import Progress
-from tools import curves, plot, train
+from tools import curves, plot
 from tools.curves import Merge, Thinned, read_curve
 from coordinators import Server, until
 from fakes import CFG, FakeEngine, Lines
@@ -21,7 +21,7 @@ from fuzzing import EXAMPLES
 from pages import EVERYBODY, ask, parse_metrics, state_of
 from recordings import HERE
 from run_logs import Stream, charts, events, example, of_kind, told_to, write
-from commands import fails, run
+from commands import fails, run, train_here
 
 
 # --- curves and plots -------------------------------------------------------------------------------------------------
@@ -177,8 +177,7 @@ def test_a_forged_log_is_a_curve_or_a_line(tmp_path, seed):
 
 def test_training_shows_and_keeps_its_course(small, tmp_path, compiled):
     lines = Lines()
-    train.train(small, steps=4, save_dir="run", threads=1, console=egg_net.Console(lines), http=EVERYBODY,
-                log_json="log")
+    train_here(small, 4, lines, http=EVERYBODY, log_json="log")
     assert re.search(r"^live page: http://127.0.0.1:\d+/$", lines.text, re.M)
     told = events(tmp_path / "log")
     assert [e["event"] for e in told] == [e["event"] for e in events(tmp_path / "run" / history.EVENTS)]

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import egg_config
-import egg_net
-from cluster import history
 from engine import cpu_engine
 from model import fitness_digits, optimizers, parameters, rules, seeds
 from model.reading import Reading
-from tools import debug, prepare, train
+from tools import debug, prepare
 from chaos_cluster import chaos
+from commands import train_here
 from compiling import CARDS, LARGE, OTHERS, hold_against_cards, kernels_of, path_of
+from coordinators import replayed
 from engines_compared import SEED
 from fakes import Drifts, Lines, Lying, any_fitness
 from readings import (configured, equal, hold_text_against_the_reading, member_reading, nats, plain, plain_losses,
@@ -173,17 +173,12 @@ def test_the_preset_trains_and_goes_on(here):
     defines = ["DETOKENIZE=0", "CHUNK_SIZE=8", "POPULATION_SIZE=16", "HIDDEN_DIM=64", "N_LAYERS=2", "DEVICE=cpu",
                "VALIDATE_EVERY=2", "SAMPLE_EVERY=2"]
     cfg, lines = configured("nano-egg", *defines), Lines()
-    first = train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
+    first = train_here(cfg, 3, lines)
     assert first.unit == "bits/byte" and 0 < first.after < 20 and first.final.step == 3
-    second = train.train(cfg, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
-    assert (second.progress.first_step,
-            second.progress.run.step) == (3, 5) and second.before == pytest.approx(first.after, abs=1e-12)
-    assert "| LR: 1 |" in lines.text
-    run = history.open_run(cfg, "run")
-    engine = cpu_engine.CpuEngine(cfg)
-    history.replay(run, engine)
-    run.close()
-    assert engine.step == 5
+    second = train_here(cfg, 5, lines)
+    assert (second.progress.first_step, second.progress.run.step) == (3, 5)
+    assert second.before == pytest.approx(first.after, abs=1e-12) and "| LR: 1 |" in lines.text
+    assert replayed("run", cpu_engine.CpuEngine(cfg)).step == 5
 
 
 def test_it_learns():

@@ -22,16 +22,15 @@ from model import data_files, fitness_digits, integer_tables, parameters, rules,
 from model.reading import Reading
 from tools import debug, train, use
 from coordinators import Peer, Server, kept, refused, run_worker, whole
-from fakes import CFG as NET_CFG, Lines, differing, feed, step_alone
+from fakes import CFG as NET_CFG, Lines, feed, step_alone
 from readings import (TINY, callable_by_python, equal, hold_draws_against_the_distribution,
                       hold_text_against_the_reading, random_config, settings_of)
 from recordings import HERE, digests
-from commands import run
+from commands import defines, run
 
 CFG = NET_CFG.changed(LR_SCHEDULE=((0, 1.2),), DEVICE="cpu", N_LAYERS=2)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
 STEPS, SNAPSHOT = 6, 4
-DEFINES = [x for name, value in differing(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -418,7 +417,7 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
     refused(arrays, "layers.1.ln_1", {**metadata, "config": json.dumps({**CFG.saved(), "N_LAYERS": 1})})
     safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
-    assert call("import other.safetensors --save-dir other", *DEFINES)[1].startswith("other: a run at step 1")
+    assert call("import other.safetensors --save-dir other", *defines(CFG))[1].startswith("other: a run at step 1")
     state = load(directory="other")[0].state()
     equal(state.weights, here[STEPS].weights)
     assert state.seed == here[1].seed

@@ -1,6 +1,5 @@
 """Switches that change from step to step or by token: schedules, rates, initial values, seen votes."""
 
-import contextlib
 import functools
 import json
 
@@ -14,7 +13,7 @@ from engine import cpu_engine, cuda_engine
 from model import optimizers, parameters, rules
 from tools import arch
 from compiling import CARDS, path_of
-from coordinators import cluster
+from coordinators import cluster, replayed
 from fakes import any_fitness, step_alone
 from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
 from recordings import HERE, python
@@ -50,10 +49,7 @@ def test_distributed_and_resumed(tmp_path, values):
         assert "not that of others" not in server.said and server.failure is None
         assert ("| Noise: 5 | Net" in server.said) == ("SIGMA_SCHEDULE" in values)
     assert changed > 0 and [worker.digest() for worker in workers] == [alone.digest()] * 2
-    replica = engine()
-    with contextlib.closing(history.read_run(cfg, tmp_path)) as run:
-        history.replay(run, replica)
-    assert replica.digest() == alone.digest()
+    assert replayed(tmp_path, engine()).digest() == alone.digest()
 
 
 def test_the_schedule_is_that_of_the_specification_and_data():

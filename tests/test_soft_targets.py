@@ -43,7 +43,10 @@ def test_the_table_of_what_follows(values, context):
         assert known.tokens[first:first + size].tolist() == following(tokens, place, context)
 
 
-@pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
+of_every_kind = pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
+
+
+@of_every_kind
 def test_the_drawn_targets_are_those_of_the_specification(values):
     cfg = BASE.changed(**values, SOFT_TARGETS=((0, 2),))
     tokens, T, seed = data(cfg), cfg.SEQ_LEN, 2**32 - 3          # seeds of later pairs wrap around
@@ -61,7 +64,7 @@ def test_the_drawn_targets_are_those_of_the_specification(values):
     equal(again, np.repeat(plain[:, -T:], 7, 1))
 
 
-@pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
+@of_every_kind
 def test_the_loss_is_the_mean_over_the_targets(values):
     """Each member's loss is that of the plain reading."""
     cfg = BASE.changed(**values, SOFT_TARGETS=((0, 2),))
@@ -71,7 +74,7 @@ def test_the_loss_is_the_mean_over_the_targets(values):
     assert engine.evaluate(0, 16).tolist() == plain_losses(cfg, engine.state(), cut, 16)
 
 
-@pytest.mark.parametrize("values", (dict(), GRU), ids=("transformer", "gru"))
+@of_every_kind
 def test_every_cut_of_a_step_and_every_context_in_turn(values):
     """The losses depend on neither slices nor threads; context 0 is the loss without soft targets; a context that
     comes back is the same again."""
