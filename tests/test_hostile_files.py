@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 
 import hypothesis
 import numpy as np
@@ -55,8 +54,12 @@ except history.HistoryError as error:
 
 
 def record(run, body):
-    fields = history.RECORD.pack(len(body), run.step, 0, 0, run.seed)
-    return fields + zlib.crc32(fields).to_bytes(4, "little") + body + zlib.crc32(body).to_bytes(4, "little")
+    return history.with_crc(history.RECORD.pack(len(body), run.step, 0, 0, run.seed)) + history.with_crc(body)
+
+
+def headed(text):
+    """A history without steps, with this text in its header."""
+    return history.with_crc(history.MAGIC + len(text.encode()).to_bytes(4, "little") + text.encode())
 
 
 def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
@@ -117,9 +120,7 @@ def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_p
     run = history.open_run(CFG, tmp_path / "run")
     run.close()
     header = {**CFG.saved(), **evil}
-    text = json.dumps({"version": 1, "config": header}).encode()
-    (tmp_path / "run" / history.FILE).write_bytes(history.with_crc(history.MAGIC + len(text).to_bytes(4, "little")
-                                                                   + text))
+    (tmp_path / "run" / history.FILE).write_bytes(headed(json.dumps({"version": 1, "config": header})))
     kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3}
     (tmp_path / "run" / history.SETTINGS).write_text(json.dumps({**kept, **evil, "HIDDEN_DIM": 96}))
     use.write_tensors(tmp_path / "model", {"x": np.zeros(1, np.int8)}, {"config": json.dumps(header)})
@@ -177,9 +178,8 @@ def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
     run.close()
     data = (tmp_path / history.FILE).read_bytes()
     header = json.loads(data[12:-4])
-    text = change.encode() if isinstance(change, str) else json.dumps({**header, **change}).encode()
-    data = history.MAGIC + len(text).to_bytes(4, "little") + text
-    (tmp_path / history.FILE).write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
+    text = change if isinstance(change, str) else json.dumps({**header, **change})
+    (tmp_path / history.FILE).write_bytes(headed(text))
     for call in (lambda: history.open_run(CFG, tmp_path), lambda: history.configuration(tmp_path),
                  lambda: history.epochs(tmp_path)):
         with contextlib.suppress(history.HistoryError):
