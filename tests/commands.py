@@ -30,11 +30,12 @@ DEGGS = {"EGG_DEVICE": "cpu", "EGG_PRESET": "deggs"}      # `train` would take a
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 400
 
 
-def run(line, *more, env=None):
+def run(line, *more, preset="deggs", **environ):
     """What a command line does in the current directory, in this process, which has imported the engine already. line:
-    as a user types it; more: further words, as they are."""
+    as a user types it; more: further words, as they are; preset: what EGG_PRESET says, in an environment with
+    `environ`."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    with (mock.patch.dict(os.environ, {**DEGGS, **(env or {})}), contextlib.redirect_stdout(out),
+    with (mock.patch.dict(os.environ, {**DEGGS, "EGG_PRESET": preset, **environ}), contextlib.redirect_stdout(out),
           mock.patch.object(sys, "argv", [str(HERE / "egg.py")]), contextlib.redirect_stderr(err)):
         try:
             status = egg.main([*shlex.split(line), *map(str, more)])

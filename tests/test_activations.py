@@ -11,7 +11,7 @@ import egg_config
 import egg_net
 from cluster import history
 from activations_compared import GPU_KINDS, course, engine_of, step_of
-from compiling import LARGE, OTHERS, hold_against_cards
+from compiling import LARGE, OTHERS, compiled_as, hold_against_cards
 from coordinators import Peer, Peer2, Server, cluster, refused
 from fakes import Lines
 from model import activations, parameters, reading, rules
@@ -127,17 +127,6 @@ def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_sn
     assert "by a snapshot" in said.text
 
 
-def test_a_run_is_rebuilt_from_its_first_snapshot(tmp_path):
-    cluster(tmp_path, engines(1), 8, save=True, cfg=CFG)
-    with contextlib.closing(history.read_run(CFG, tmp_path)) as run:
-        from cluster import snapshots
-        shelf = snapshots.Shelf(CFG, run)
-        engine, = engines(1)
-        engine.load(shelf.state(shelf.newest))
-        history.replay(run, engine)
-    assert engine.digest() == alone(8).digest()
-
-
 def test_the_best_snapshot_stays_and_one_that_a_kill_left_goes(tmp_path):
     cfg = CFG.changed(SNAPSHOT_EVERY=2)
 
@@ -179,9 +168,9 @@ KERNELS = dict(
 
 
 @pytest.mark.parametrize((), [
-    pytest.param(marks=pytest.mark.compiles(KERNELS, OTHERS, part="not writing"), id="all"),
-    pytest.param(marks=pytest.mark.compiles(KERNELS, LARGE, names=("product", "recur", "head")), id="large"),
-    pytest.param(marks=[pytest.mark.compiles(KERNELS), pytest.mark.deep], id="every card")])
+    compiled_as("all", KERNELS, OTHERS, part="not writing"),
+    compiled_as("large", KERNELS, LARGE, names=("product", "recur", "head")),
+    compiled_as("every card", KERNELS, deep=True)])
 def test_kernels_compile_for_every_card_without_local_memory(compiled_kernels):
     hold_against_cards(compiled_kernels)
 

@@ -81,7 +81,7 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
     ("prepare x --vocab-size 255", ("--vocab-size", "256 to 262144")),
 ])
 def test_wrong_use_is_one_line_and_status_2(args, words):
-    result = run(args, env={"EGG_PRESET": ""})
+    result = run(args, preset="")
     fails(result, 2, *words)
     assert result.stdout == ""
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import egg_net
 from cluster import admission, auth, dispatch, fairness, history, snapshots, wire
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import fitness_digits, seeds, state_digest
@@ -229,19 +228,6 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
     log = (tmp_path / "coordinator.log").read_text().splitlines()
     assert log[0].startswith("# egg") and "# CHUNK_SIZE = 32" in log and log[-2] == "Step,RelTime,Loss,Updates,LR"
     assert re.fullmatch(r"0,\d+\.\d{3},1\.000000,5,0\.5", log[-1])
-
-
-def test_colours_only_on_a_terminal_and_not_with_no_color(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert egg_net.Console(Lines()).colour("x", "red") == "x"
-    stream = Lines(terminal=True)
-    console = egg_net.Console(stream)
-    assert console.colour("x", "red") == "\x1b[31mx\x1b[0m"
-    console.progress("step 12: 3/8 chunks")
-    console.line("done")
-    assert stream.text == "\r\x1b[Jstep 12: 3/8 chunks\r\x1b[Jdone\n"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert egg_net.Console(stream).colour("x", "red") == "x"
 
 
 def test_answers_come_within_a_millisecond(tmp_path):

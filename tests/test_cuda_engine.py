@@ -8,15 +8,15 @@ import re
 import numpy as np
 import pytest
 import sanitize
-from numba import cuda, uint32
+from numba import cuda
 
 import egg_config
 import no_device
-from engine import cuda_engine, kernel_cache
+from engine import cuda_engine
 from kernels import attention, head, host, pairs, parts, product, transformer, update
 from model import fitness_digits, parameters, rules, sampling, seeds
 from model.reading import Reading
-from compiling import CARDS, hold_against_cards, kernels_of, path_of
+from compiling import CARDS, compiled_as, hold_against_cards, kernels_for, kernels_of, path_of
 from engines_compared import OTHER_INSTRUCTIONS, SEED, begun_ahead, compare
 from fakes import any_fitness
 from readings import TINY, as_data, equal, hold_draws_against_the_distribution, votes_on
@@ -38,25 +38,17 @@ def test_every_kernel_compiles(names, compiled_kernels):
         assert names <= {name for name, *_ in made}
 
 
-@pytest.mark.compiles({}, [(10, 0)], names=("embed", "head"))
-def test_large_tiles_compile(compiled_kernels):
-    hold_against_cards(compiled_kernels)
-
-
-@pytest.mark.parametrize("other", [
-    pytest.param(None, marks=pytest.mark.compiles(other, [(9, 0)], names=("full_width_product", "up", "head")),
-                 id=str(other)) for other in OTHER_INSTRUCTIONS])
-def test_other_instructions_compile(other, compiled_kernels):
-    """Those that cc 9.0 need not use."""
-    hold_against_cards(compiled_kernels)
+# rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2
+WIDE_ROWS = dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
 
 
 @pytest.mark.parametrize((), [
-    pytest.param(marks=pytest.mark.compiles(dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1,
-                                                 ADAPTIVE_NOISE_MODE=2), [cc], part="noisy"), id=f"cc{cc[0]}")
-    for cc in ((8, 6), (9, 0))])
-def test_wide_rows_compile(compiled_kernels):
-    """Rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2."""
+    compiled_as("large tiles", {}, [(10, 0)], names=("embed", "head")),
+    *(compiled_as(f"wide rows, cc{cc[0]}", WIDE_ROWS, [cc], part="noisy") for cc in ((8, 6), (9, 0))),
+    *(compiled_as(str(other), other, [(9, 0)], names=("full_width_product", "up", "head"))
+      for other in OTHER_INSTRUCTIONS)])
+def test_other_shapes_and_instructions_compile(compiled_kernels):
+    """Instructions that cc 9.0 need not use are among them."""
     hold_against_cards(compiled_kernels)
 
 
@@ -77,21 +69,6 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
                 assert most <= (kib - 1) * 1024, (H, T)
                 for shape in [kernel.shape for kernel in kernels.full_width.values()]:
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
-
-
-def test_kernels_that_differ_are_told_apart():
-    """What saves compiling above: equal are kernels of equal code, constants and called functions."""
-    def keys(cc=(8, 0), **constants):
-        known = {}
-        return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)["all"]}
-
-    base, mask, newer = keys(), keys(DEVICE_MASK=7), keys((9, 0))
-    falling = [keys(SIGMA_SCHEDULE=schedule) for schedule in (((0, 2), (9, 5)), ((5, 2), (7, 3), (8, 4)))]
-    assert falling[0] == falling[1] and {name for name in base if base[name] != falling[0][name]} == {
-        "embed", "up", "full_width_product", "head", "read_transformer", "logits"}
-    assert base == keys(VALIDATE_EVERY=7)
-    assert "operands" in {name for name in base if base[name] != mask[name]}
-    assert base["digest"] == mask["digest"] == newer["digest"] and base["products"] != newer["products"]
 
 
 def test_numba_made_quicker_compiles_to_the_same():
@@ -261,7 +238,7 @@ def every_verb(cfg, engine, tokens):
 
 @pytest.mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
-    forward = cuda_engine.kernels(sanitize.config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
+    forward = kernels_for(sanitize.config(name))[0]
     assert (path_of(forward) == "wgmma") == (name == "gru, fast")
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 

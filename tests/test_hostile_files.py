@@ -144,7 +144,7 @@ def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_
                       {"config": json.dumps(cfg.saved())})
     for command, of in (("generate --load-dir", "run"), ("eval --load-dir", "run"),
                         ("train --steps 1 --load-dir", "run"), ("import --save-dir new", "small")):
-        fails(run(command, tmp_path / of, env={"EGG_PRESET": ""}), 2, "holds a model of 117,524,480 weights",
+        fails(run(command, tmp_path / of, preset=""), 2, "holds a model of 117,524,480 weights",
               "add -D HIDDEN_DIM=1024")
     status, said = in_memory(GENERATE, "generate", "--load-dir", tmp_path / "run")
     assert status == 2 and "takes 1.5 GB" in said
@@ -153,7 +153,7 @@ def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_
         raise use.UseError("it is loaded")
 
     monkeypatch.setattr(use, "load", loaded)
-    fails(run("generate -DHIDDEN_DIM=1024 --load-dir", tmp_path / "run", env={"EGG_PRESET": ""}), 1, "it is loaded")
+    fails(run("generate -DHIDDEN_DIM=1024 --load-dir", tmp_path / "run", preset=""), 1, "it is loaded")
 
 
 @pytest.mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
@@ -163,7 +163,7 @@ def test_an_odd_configuration_of_an_import_is_one_line(here, tmp_path, config):
     header = json.dumps({"embedding": {"dtype": "I8", "shape": [4, 4], "data_offsets": [0, 16]},
                          "__metadata__": {"config": config}}).encode()
     (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    result = run("import --save-dir run", tmp_path / "x", env={"EGG_PRESET": ""})
+    result = run("import --save-dir run", tmp_path / "x", preset="")
     fails(result, 1 if result.returncode == 1 else 2)
 
 

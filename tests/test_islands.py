@@ -473,7 +473,7 @@ def test_islands_that_begin_with_one_model_have_their_own_noise(here):
     use.write_tensors("w", use.to_arrays(cfg, state, False), metadata)
     starts = []
     for name, defines in ("same", ""), ("two", "-D ISLAND_SEED=2"), ("three", "-D ISLAND_SEED=3"):
-        assert run(f"import w --save-dir {name} {defines}", env={"EGG_PRESET": ""}).returncode == 0
+        assert run(f"import w --save-dir {name} {defines}", preset="").returncode == 0
         starts.append(history.epochs(name)[0])
     assert starts[0].seed == 77 and len({start.seed for start in starts}) == 3
     assert {start.step for start in starts} == {9}

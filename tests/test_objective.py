@@ -439,7 +439,7 @@ def run(place, here):
 
     def run(line, *more, status=0):
         small = ["-D", "DEVICE=cpu"] if line.startswith("train") else []
-        done = commands.run(line, *more, *small, env={"EGG_PRESET": ""})
+        done = commands.run(line, *more, *small, preset="")
         assert done.returncode == status, done.stderr + done.stdout
         return done.stdout + done.stderr
     return run

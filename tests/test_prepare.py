@@ -49,7 +49,7 @@ def test_prepare_leads_to_the_preset_of_the_machine():
 def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(here, monkeypatch):
     monkeypatch.setattr(egg_config, "SHIPPED", egg_config.make().fingerprint())
     (here / "t.txt").write_bytes(TEXT)
-    told = succeeds(run("prepare t.txt --out mine", env={"EGG_PRESET": ""}))
+    told = succeeds(run("prepare t.txt --out mine", preset=""))
     assert "no GPU here: these are bytes" in told and "BPE" not in told
     assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told
     assert sorted(os.listdir("mine")) == ["input.bin", "val.bin"]

@@ -13,7 +13,7 @@ from model.reading import Reading
 from tools import debug, prepare
 from chaos_cluster import chaos
 from commands import train_here
-from compiling import CARDS, LARGE, OTHERS, hold_against_cards, kernels_of, path_of
+from compiling import CARDS, LARGE, OTHERS, compiled_as, hold_against_cards, kernels_of, path_of
 from coordinators import replayed
 from engines_compared import SEED
 from fakes import Drifts, Lines, Lying, any_fitness
@@ -274,12 +274,12 @@ def test_general_kernels_fit_every_card():
 
 
 @pytest.mark.parametrize((), [
-    pytest.param(marks=pytest.mark.compiles(WIDE, OTHERS, part="noisy"), id="general"),
-    pytest.param(marks=pytest.mark.compiles(WIDE, LARGE, part="noisy", names=("recur", "product")), id="large"),
-    pytest.param(marks=pytest.mark.compiles(SMALL, OTHERS, part="forward"), id="narrow"),
-    pytest.param(marks=pytest.mark.compiles(SMALL, LARGE, part="noisy"), id="narrow, large"),
-    pytest.param(marks=[pytest.mark.compiles(SMALL, LARGE, part="forward"), pytest.mark.deep], id="narrow, all"),
-    pytest.param(marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
+    compiled_as("general", WIDE, OTHERS, part="noisy"),
+    compiled_as("large", WIDE, LARGE, part="noisy", names=("recur", "product")),
+    compiled_as("narrow", SMALL, OTHERS, part="forward"),
+    compiled_as("narrow, large", SMALL, LARGE, part="noisy"),
+    compiled_as("narrow, all", SMALL, LARGE, part="forward", deep=True),
+    compiled_as("fast", FAST, [(9, 0)], part="noisy")])
 def test_every_kernel_compiles(compiled_kernels):
     """Those of the forward pass, of each path; the head of validation in the tiles of a narrow model, which most cards
     share."""

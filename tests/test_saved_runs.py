@@ -170,7 +170,7 @@ def load(best=False, directory="ckpt", cfg=CFG):
 
 def call(line, *more):
     """(status, standard output, standard error) of a command, without the line that names the run."""
-    done = run(line, *more, env={"EGG_PRESET": ""})
+    done = run(line, *more, preset="")
     return done.returncode, done.stdout, re.sub(r"^egg: \S+, step \d+\n", "", done.stderr)
 
 

@@ -5,14 +5,13 @@ import json
 
 import numpy as np
 import pytest
-from numba import uint32
 
 import egg_config
 from cluster import history
-from engine import cpu_engine, cuda_engine
+from engine import cpu_engine
 from model import optimizers, parameters, rules
 from tools import arch
-from compiling import CARDS, path_of
+from compiling import kernels_for, path_of
 from coordinators import cluster, replayed
 from fakes import any_fitness, step_alone
 from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
@@ -105,7 +104,7 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
 @pytest.mark.parametrize("preset", egg_config.PRESETS)
 def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(preset):
     cfg = configured(preset)
-    forward = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[0]
+    forward = kernels_for(cfg)[0]
     if cfg.PERTURB == "activations":                         # only the general path has that noise
         assert path_of(forward) == "general"
         return

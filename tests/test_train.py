@@ -99,7 +99,7 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
         for where in ("--save-dir", "--load-dir"):
             fails(run(f"{command} {where} ckpt -D N_LAYERS=3 -DVALIDATE_EVERY=5"), 2,
                   "ckpt holds a run of another configuration: -D N_LAYERS: N_LAYERS = 3, there it is 1; leave that out")
-    fails(run("train --save-dir ckpt", env={"EGG_SEQ_LEN": "16"}), 2, "EGG_SEQ_LEN: SEQ_LEN = 16, there it is 8;")
+    fails(run("train --save-dir ckpt", EGG_SEQ_LEN="16"), 2, "EGG_SEQ_LEN: SEQ_LEN = 16, there it is 8;")
     fails(run("train --save-dir ckpt --preset nano-egg"), 2,
           "--preset nano-egg: MODEL = gru, there it is transformer (and ")
     fails(run("generate --load-dir ckpt -D HIDDEN_DIM=128"), 2,
@@ -255,7 +255,7 @@ def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, de
 
 
 def test_what_the_preset_of_the_machine_forbids_names_it(bytes_here):
-    fails(run("train -D MODEL=transformer", env={"EGG_PRESET": ""}), 2, "has no meaning with MODEL = transformer",
+    fails(run("train -D MODEL=transformer", preset=""), 2, "has no meaning with MODEL = transformer",
           "(with the preset laptop, which `", "--preset deggs egg_config.py as it is)")
 
 
@@ -271,11 +271,11 @@ def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):
     history.open_run(egg_config.make(), "ckpt").close()
     for command, words in (("worker localhost", "--preset best suits this machine"),
                            ("coordinator", "--preset best suits GPUs, --preset laptop CPUs")):
-        said = succeeds(run(command, env={"EGG_PRESET": ""}))
+        said = succeeds(run(command, preset=""))
         assert said.count("\n") == 1 and said.startswith("no preset: ") and words in said
         for chosen in "--preset deggs", "--preset best", "-D N_LAYERS=2":
-            assert succeeds(run(f"{command} {chosen}", env={"EGG_PRESET": ""})) == ""
-    assert succeeds(run("coordinator --save-dir ckpt", env={"EGG_PRESET": ""})) == ""
+            assert succeeds(run(f"{command} {chosen}", preset="")) == ""
+    assert succeeds(run("coordinator --save-dir ckpt", preset="")) == ""
 
 
 @pytest.mark.parametrize("gpus", [2, 3])
