@@ -103,6 +103,9 @@ class Server:
     def reaches(self, step):
         until(lambda: self.run.step >= step)
 
+    def has_workers(self, count):
+        until(lambda: len(self.dispatcher.workers) == count)
+
     def work(self, engine, **options):
         return work_in_thread(self.port, engine, self.cfg, **options)
 

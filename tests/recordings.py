@@ -25,6 +25,12 @@ def python(*arguments, cwd=HERE, **environ):
     return done.stdout
 
 
+def write_decoding(path, pieces):
+    """The path (str) of a decoding.bin with these bytes of tokens."""
+    path.write_bytes(len(pieces).to_bytes(4, "little") + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
+    return str(path)
+
+
 def golden(name):
     """(configuration, tokens, recording) of golden/<name>.npz."""
     z = np.load(HERE / "tests" / "golden" / f"{name}.npz")

@@ -128,10 +128,9 @@ def test_strangers_cannot_silence_the_refusals_of_others(tmp_path, monkeypatch):
     coordinator.close(), run.close()
 
 
-def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
-    with Server(tmp_path) as server:
-        with refused("it has no secret, and here is one"):
-            Peer2(server, secret=SECRET)
+def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(server):
+    with refused("it has no secret, and here is one"):
+        Peer2(server, secret=SECRET)
 
     def impostor(sock):
         sock.recv(1000)

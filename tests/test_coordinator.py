@@ -68,7 +68,7 @@ def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
         for _ in range(2):                                       # the second time there is nothing left to distrust
             server._distrust(author)
         other.close()
-        until(lambda: len(server.dispatcher.workers) == 1)
+        server.has_workers(1)
         assert upload and server.collector.upload is upload
         giver.close()
         until(lambda: server.collector.upload is None)

@@ -11,6 +11,7 @@ import pytest
 import egg_config
 from model import data_files
 from coordinators import refused
+from recordings import write_decoding
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BASE = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=300)
@@ -18,11 +19,6 @@ BASE = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=300)
 
 def write_tokens(path, tokens, kind="<u4"):
     np.asarray(tokens, kind).tofile(path)
-    return str(path)
-
-
-def write_decoding(path, pieces):
-    path.write_bytes(len(pieces).to_bytes(4, "little") + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
     return str(path)
 
 

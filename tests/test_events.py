@@ -38,7 +38,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
                 peer.send(wire.LOG_MESSAGE, b"x" * 16000)
             peer.send(JOB_REQUEST, 0, 0, 0, bytes(16))
             peer.close()
-        until(lambda: not server.dispatcher.workers)
+        server.has_workers(0)
         size = (tmp_path / history.EVENTS).stat().st_size
         assert size < 2 * event_log.OF_HOST[0] * event_log.LINE, f"{size} bytes: long lines count as many"
     assert (tmp_path / history.EVENTS).read_text().count('"event": "step"') == 0
@@ -151,7 +151,7 @@ def test_a_validation_counts_from_the_holder_of_chunk_0_alone(tmp_path):
             assert idle.chunk(0) in (0, 32)
             if kind is Peer:
                 idle.close()
-                until(lambda: not server.dispatcher.workers)
+                server.has_workers(0)
         assert progress.validations == []
         validate(idle, 0)                                        # it holds chunk 0 now, and is alone
         until(lambda: progress.validations)

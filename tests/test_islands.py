@@ -186,6 +186,10 @@ class Isle(Server):
     def tells(self, event, /, **fields):
         until(lambda: self.told(event, **fields))
 
+    def outcomes(self, first):
+        """{outcome} of its tournaments from number `first` on."""
+        return {event["outcome"] for event in self.told("gossip")[first:]}
+
     def work(self, engine):
         return work_in_thread(self.port, engine, self.cfg, validation=self.validation)
 
@@ -582,7 +586,7 @@ def test_validation_and_loss_are_never_compared(tmp_path):
         b.tells("gossip", outcome="refused")
         n = len(b.told("gossip"))
         until(lambda: len(b.told("gossip")) > n + 5)
-        assert {e["outcome"] for e in b.told("gossip")[n:]} == {"refused"} and b.island.fitness.kind == "loss"
+        assert b.outcomes(n) == {"refused"} and b.island.fitness.kind == "loss"
     assert a.run.start.epoch == b.run.start.epoch == 0
 
 
@@ -603,8 +607,8 @@ def test_one_state_is_not_taken_twice(a):
     stranger = Stranger(a)
     stranger.serve(data, sha256, lambda: a.told("merge"))
     n = len(a.told("gossip"))
-    assert not stranger.serve(data, sha256, lambda: "keep" in {e["outcome"] for e in a.told("gossip")[n + 3:]})
-    assert a.run.start.epoch == 1 and {e["outcome"] for e in a.told("gossip")[n + 3:]} == {"keep"}
+    assert not stranger.serve(data, sha256, lambda: "keep" in a.outcomes(n + 3))
+    assert a.run.start.epoch == 1 and a.outcomes(n + 3) == {"keep"}
     data, sha256 = own_snapshot(9500)              # another one is
     stranger.serve(data, sha256, lambda: a.run.start.epoch == 2)
 
@@ -649,7 +653,7 @@ def test_a_wrong_state_is_never_used_and_its_giver_not_believed(tmp_path, wrong)
         assert asked and a.run.start.epoch == 0 and a.island.peers.distrusted
         n = len(a.told("gossip"))
         more = stranger.serve(data, sha256, lambda: len(a.told("gossip")) > n + 3)
-        assert not more and {e["outcome"] for e in a.told("gossip")[n:]} == {"refused"}
+        assert not more and a.outcomes(n) == {"refused"}
         assert a.status()["island"]["peers"][0]["state"] == "distrusted"
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")] and opened(a).step == a.run.step
 

@@ -368,9 +368,8 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
         assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
 
 
-def test_status_tells_of_an_island(tmp_path):
-    with Server(tmp_path) as server:
-        told = server.status()
+def test_status_tells_of_an_island(server):
+    told = server.status()
     # a coordinator of before there were any
     plain = cluster_status.describe_status({k: v for k, v in told.items() if k != "island"})
     assert plain == cluster_status.describe_status({**told, "island": None}) and "island" not in plain

@@ -362,7 +362,7 @@ def test_whatever_a_frame_raises_drops_that_peer_and_nobody_else(tmp_path, monke
         answer = server.dispatcher._answer
         monkeypatch.setattr(server.dispatcher, "_answer", broken)
         server.dispatcher.changed = True
-        until(lambda: len(server.dispatcher.workers) == 2)
+        server.has_workers(2)
         monkeypatch.setattr(server.dispatcher, "_answer", answer)
         assert not server.failure and server.thread.is_alive()
         honest.result(0, 32)

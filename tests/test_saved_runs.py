@@ -25,7 +25,7 @@ from coordinators import Peer, Server, kept, refused, run_worker, whole
 from fakes import CFG as NET_CFG, Lines, feed, step_alone
 from readings import (TINY, callable_by_python, equal, hold_draws_against_the_distribution,
                       hold_text_against_the_reading, random_config, settings_of)
-from recordings import HERE, digests
+from recordings import HERE, digests, write_decoding
 from commands import defines, run
 
 CFG = NET_CFG.changed(LR_SCHEDULE=((0, 1.2),), DEVICE="cpu", N_LAYERS=2)
@@ -282,9 +282,7 @@ def test_without_a_run_or_a_vocabulary(tmp_path, monkeypatch):
     status, out, err = call("generate --prompt x")
     assert status == 1 and not out
     assert "decoding.bin is missing, and without it no text can be turned into tokens" in err
-    pieces = [bytes([b]) for b in range(256) if b != 0x21]
-    pathlib.Path("decoding.bin").write_bytes(len(pieces).to_bytes(4, "little")
-                                             + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
+    write_decoding(tmp_path / "decoding.bin", [bytes([b]) for b in range(256) if b != 0x21])
     status, out, err = call("generate --prompt 'x!'")
     assert status == 1 and not out and "no token for byte 0x21" in err and err.count("\n") == 1
     assert call("generate --prompt x --tokens 2")[0] == 0

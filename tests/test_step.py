@@ -281,7 +281,7 @@ def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
 
     with Server(tmp_path, save=True, access=access) as server:
         peers = come(leaf, key), come(tmp_path / "twin", key)
-        until(lambda: len(server.dispatcher.workers) == 2)
+        server.has_workers(2)
         first, second = (worker.author for worker in server.dispatcher.workers)
         assert first.voter == second.voter and first.identity == second.identity and first.former != second.former
         with refused("its certificate may sign others"):
@@ -582,7 +582,7 @@ def test_what_a_banned_author_left_is_done_again_even_when_it_has_gone(server):
     until(lambda: 0 in server.dispatcher.work.done)
     author = server.author("liar")
     liar.close()
-    until(lambda: len(server.dispatcher.workers) == 1)
+    server.has_workers(1)
     server.ban(author, "it lied about another chunk")
     assert 0 not in server.dispatcher.work.done
     assert 0 in [other.chunk(0) for _ in range(4)]
