@@ -9,7 +9,8 @@ import egg_config
 from engine import cpu_engine, cpu_rules
 from model import fitness_digits, integer_tables, parameters, rules, seeds
 from model.reading import Reading
-from readings import TINY, callable_by_python, drawn, equal, nats, plain_losses, random_config, shaken, votes_on
+from readings import (TINY, callable_by_python, drawn, equal, hold_validation_against_the_reading, plain_losses,
+                      random_config, shaken, votes_on)
 from recordings import (PART_OF_E, digest_of_part, digests, golden, hold_against_recording, in_part, python,
                         recorded_generation, recorded_updates)
 
@@ -65,13 +66,14 @@ def hold_against_recorded_generation(engine, step):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_losses_are_those_of_the_plain_reading(seed):
+def test_losses_and_validation_are_those_of_the_plain_reading(seed):
     rng = np.random.default_rng(seed)
     cfg = random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3)
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
     engine = cpu_engine.CpuEngine(cfg, tokens)
     state = shaken(engine, rng, 3)
     assert engine.evaluate(0, 4).tolist() == plain_losses(cfg, state, rules.windows(cfg, tokens, 3, 0, 2), 4)
+    hold_validation_against_the_reading(engine, rng.integers(0, cfg.VOCAB_SIZE, (2, cfg.SEQ_LEN + 1)))
 
 
 def test_exact_loss_in_fixed_point():
@@ -93,17 +95,6 @@ def test_divisions_by_a_reciprocal_are_exact():
         assert divide(np.int32(p), np.int32(d)) == int(p / d), (p, d)
         q = quotient(np.int32(p), np.int32(d), np.float32(1) / np.float32(d))
         assert q == np.clip(p // d, -127, 127), (p, d)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_validation_and_logits_are_those_of_the_plain_reading(seed):
-    rng = np.random.default_rng(100 + seed)
-    cfg = random_config(rng)
-    engine, state = cpu_engine.CpuEngine(cfg), parameters.initial_state(cfg)
-    windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + 1))
-    expected = sum(nats(cfg, Reading(cfg, state).logits(window[:-1]), window[1:]) for window in windows)
-    got, count = engine.validate(windows)
-    assert count == 3 * cfg.SEQ_LEN and got == pytest.approx(expected, rel=1e-9)
 
 
 def test_sgd_accumulates_votes():

@@ -1,6 +1,7 @@
 """Oracles: plain readings of members, of fitness and of the draw of a token."""
 
 import numpy as np
+import pytest
 
 import egg_config
 from model import fitness_digits, integer_tables, parameters, seeds
@@ -81,6 +82,13 @@ def nats(cfg, z, targets):
     """float: what targets [n] cost with logits z [n, V]."""
     z = z / cfg.SOFTMAX_EXP_SCALE
     return (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(len(z)), targets]).sum()
+
+
+def hold_validation_against_the_reading(engine, windows, kind=Reading):
+    cfg, windows = engine.cfg, np.array(windows)
+    want = sum(nats(cfg, kind(cfg, engine.state()).logits(window[:-1]), window[1:]) for window in windows)
+    got, count = engine.validate(windows)
+    assert count == windows[:, 1:].size and got == pytest.approx(want, rel=1e-9)
 
 
 def random_config(rng, **more):

@@ -230,3 +230,26 @@ def test_run_workers_gives_up_on_a_worker_that_is_refused(tmp_path):
         done = subprocess.run([*command, "-D", "VOCAB_SIZE=256", "-D", "DEVICE=cpu"], cwd=tmp_path, capture_output=True,
                               text=True, timeout=60)
     assert done.returncode == 2 and "refuses this worker: " in done.stderr and "again" not in done.stderr
+
+
+SLURM_WORKER = """
+import sys
+if "--list-devices" in sys.argv:
+    sys.exit(print("\\n".join(f"cuda:{i}" for i in range(5))))
+with open("log", "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("tasks, task, gpus", [("1(x4)", 0, [0, 1, 2, 3, 4]), ("2(x4)", 0, [0, 2, 4]),
+                                               ("2,1(x3)", 1, [1, 3]), ("8", 6, [])])
+def test_tasks_of_a_slurm_step_share_the_gpus_of_a_node(tmp_path, tasks, task, gpus):
+    (tmp_path / "egg.py").write_text(SLURM_WORKER)
+    shutil.copy(HERE / "run-workers.sh", tmp_path)
+    environ = {**os.environ, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": str(task),
+               "SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3"}
+    did = subprocess.run([tmp_path / "run-workers.sh", "--port", "7"], cwd="/", env=environ, timeout=60)
+    log = tmp_path / "log"
+    assert did.returncode == 0
+    lines = sorted(log.read_text().splitlines() if log.exists() else [])
+    assert lines == [f"worker 10.1.2.3 --port 7 --gpu {i}" for i in gpus]

@@ -17,8 +17,8 @@ from compiling import CARDS, LARGE, OTHERS, compiled_as, hold_against_cards, ker
 from coordinators import replayed
 from engines_compared import SEED
 from fakes import Drifts, Lines, Lying, any_fitness
-from readings import (configured, equal, hold_text_against_the_reading, member_reading, nats, plain, plain_losses,
-                      settings_of, shaken, votes_on)
+from readings import (configured, equal, hold_text_against_the_reading, hold_validation_against_the_reading,
+                      member_reading, plain, plain_losses, settings_of, shaken, votes_on)
 
 COMPILED = ["compiled_gru"]                                  # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
@@ -45,7 +45,7 @@ def random_config(rng, **more):
 
 
 @pytest.mark.parametrize("seed", range(9))
-def test_losses_are_those_of_the_plain_reading(seed):
+def test_losses_and_validation_are_those_of_the_plain_reading(seed):
     rng = np.random.default_rng(seed)
     cfg = egg_config.make(**random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3))
     # with 8 kinds, token 0 comes often
@@ -54,15 +54,7 @@ def test_losses_are_those_of_the_plain_reading(seed):
     state = shaken(engine, rng, rng.integers(9))
     windows = rules.windows(cfg, tokens, state.step, 0, 4)
     assert engine.evaluate(0, 8)[:6].tolist() == plain_losses(cfg, state, windows, 6)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_validation_through_a_reset(seed):
-    cfg = egg_config.make(**random_config(np.random.default_rng(20 + seed)))
-    engine, tokens = cpu_engine.CpuEngine(cfg), np.array([5, 17, 250, 3, 0, 9, 77, 200], np.int32)
-    z, window = Reading(cfg, engine.state()).logits(tokens), np.append(tokens, 11)
-    got, count = engine.validate([window, window])
-    assert count == 16 and got == pytest.approx(2 * nats(cfg, z, window[1:]), rel=1e-9)
+    hold_validation_against_the_reading(engine, [[5, 17, 250, 3, 0, 9, 77, 200, 11]] * 2)        # through a reset
 
 
 @pytest.mark.parametrize("seed", range(4))
