@@ -17,10 +17,8 @@ CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_S
                       POPULATION_SIZE=128, VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3,
                       AUDIT_RATE=0.0)
 # the same with noise on activations, where a chunk gives a digit for every weight
-ACTIVATIONS = egg_config.make(**{name: getattr(CFG, name) for name in (
-    "HIDDEN_DIM", "N_LAYERS", "SEQ_LEN", "VOCAB_SIZE", "CHUNK_SIZE", "POPULATION_SIZE", "VALIDATE_EVERY",
-    "SAMPLE_EVERY", "SAMPLE_PROMPT", "SAMPLE_TOKENS", "AUDIT_RATE")}, MODEL="gru", PERTURB="activations", GROUP_SIZE=8,
-    LOSS="exact", HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0)
+ACTIVATIONS = CFG.changed(MODEL="gru", HEAD_DIM=64, PERTURB="activations", GROUP_SIZE=8, LOSS="exact", HOST_GAUSSIAN=1,
+                          ADAPTIVE_NOISE_MODE=0)
 
 
 def any_fitness(cfg, rng):
@@ -101,6 +99,11 @@ def expected(steps, cfg=CFG, kind=None):
     """([packed fitness of each step], digest) as one engine, of the class `kind`, without a network does it."""
     engine = (kind or FakeEngine)(cfg)
     return [fitness_digits.pack_ternary(step_alone(engine)[0]) for _ in range(steps)], engine.digest()
+
+
+def full(*_):
+    """What a full disk does."""
+    raise OSError(28, "No space left on device")
 
 
 class Lines:

@@ -13,15 +13,13 @@ from cluster import history
 from activations_compared import GPU_KINDS, course, engine_of, step_of
 from compiling import LARGE, OTHERS, compiled_as, hold_against_cards
 from coordinators import Peer, Peer2, Server, cluster, refused
-from fakes import Lines
+from fakes import ACTIVATIONS, Lines
 from model import activations, parameters, reading, rules
 from readings import equal
 from tools import use
 
-CFG = egg_config.make(
-    MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact",
-    CHUNK_SIZE=16, POPULATION_SIZE=32, GROUP_SIZE=8, ADAPTIVE_NOISE_MODE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
-    AUDIT_RATE=0.0, SNAPSHOT_EVERY=5, HOST_GAUSSIAN=1, ADAPTIVE_THRESHOLD_ALPHA=0.77)
+CFG = ACTIVATIONS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
+                          SNAPSHOT_EVERY=5, ADAPTIVE_THRESHOLD_ALPHA=0.77)
 COMPILED = ["compiled_activations"]                           # for conftest.py
 CHEAP = 38, 97, 117, 121, 145, 191, 214, 273, 848, 2093, 2211  # for the plain reading; the last with large groups
 TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)

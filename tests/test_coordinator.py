@@ -19,7 +19,7 @@ from maintenance import load
 from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, first_step, free_port, kept,
                           refused, until, upload, work_in_thread)
-from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected, full
 from commands import fails, process, train_here
 
 
@@ -46,10 +46,6 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
 
 def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch):
     cfg = changed(SNAPSHOT_EVERY=2)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(snapshots.Upload, "keep", full)
     server = cluster(tmp_path, [FakeEngine(cfg, 0.002)], 6, cfg, save=True)
     assert server.said.count("no more snapshots, No space left on device") == 1

@@ -21,7 +21,7 @@ from model import data_files
 from tools import plot
 from tools.curves import read_curve
 from coordinators import Peer, Peer2, Server, callers, cluster, refused, until
-from fakes import CFG, FakeEngine, Lines, VALIDATION, changed
+from fakes import CFG, FakeEngine, Lines, VALIDATION, changed, full
 from pages import EVERYBODY, state_of
 from recordings import HERE
 from run_logs import Stream, charts, events, example, of_kind, told_to, write
@@ -388,9 +388,6 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
         with told_to(tmp_path, tensorboard=tmp_path / "file"):
             pass
     with told_to(tmp_path, lines := Lines(), tensorboard=tmp_path / "tb") as told:
-        def full(_):
-            raise OSError(28, "No space left on device")
-
         monkeypatch.setattr(told.files[-1]._writer, "write_event", full)
         for step in range(3):
             told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")

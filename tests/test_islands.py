@@ -28,7 +28,7 @@ from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import fitness_digits, parameters, seeds, state_digest
 from coordinators import Coordinator, Server, caller, free_port, refused, run_worker, until, work_in_thread
-from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness, full
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE, digests
 from commands import fails, run
@@ -857,9 +857,6 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
 
 
 def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with two(tmp_path) as (a, b):
         monkeypatch.setattr(history, "write_file", full)
         b.says("goes on with our state: the new state cannot be kept: No space left")

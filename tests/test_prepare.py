@@ -15,6 +15,7 @@ from tools import prepare
 from commands import PROSE, TEXT, fails, line_with, paste, run, succeeds
 from readings import configured
 from coordinators import refused
+from fakes import full
 
 
 # --- own text ---------------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def test_bad_texts_leave_the_old_files(here, monkeypatch):
         prepare.prepare(["good"], 256, out="good", say=lambda line: None)
     (here / "val.bin").unlink()
     (here / "val.bin").mkdir()
-    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(data_files.DataError, match="No space left on device"):
         prepare.prepare(["good"], 256, say=lambda line: None)
     assert (here / "input.bin").read_bytes() == b"old" and (here / "decoding.bin").read_bytes() == b"oldest"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import egg_config
+import fakes
 from engine import cpu_engine
 from model import fitness_digits, optimizers, parameters, rules, seeds
 from model.reading import Reading
@@ -85,11 +86,9 @@ def test_ztest_moves_what_is_significant(clt):
 
 
 def test_ztest_works_with_the_transformer_and_the_others_with_the_gru():
-    transformer = dict(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=64, POPULATION_SIZE=64,
-                       OPTIMIZER="ztest", ZTEST_ALPHA=0.5)
-    adamw = {**SMALL, "OPTIMIZER": "adamw", "ADAPTIVE_NOISE_MODE": 1, "LR_SCHEDULE": ((0, 1.5),)}
-    for constants in (transformer, adamw, {**SMALL, "OPTIMIZER": "sgd", "LR_SCHEDULE": ((0, 0.1),)}):
-        cfg = egg_config.make(**constants)
+    for cfg in (fakes.CFG.changed(CHUNK_SIZE=64, OPTIMIZER="ztest", ZTEST_ALPHA=0.5),
+                BASE.changed(OPTIMIZER="adamw", ADAPTIVE_NOISE_MODE=1, LR_SCHEDULE=((0, 1.5),)),
+                BASE.changed(OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1),))):
         engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint8) % 7)
         before = engine.state()
         changed = engine.update(np.ones(cfg.N_PAIRS, np.int8))

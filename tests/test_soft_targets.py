@@ -5,16 +5,14 @@ import functools
 import numpy as np
 import pytest
 
-import egg_config
+import readings
 from engine import cpu_engine
 from model import rules, seeds, soft_targets
 from readings import equal, plain_losses
 from tools import arch
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
-SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
-             LOSS="exact")
-BASE = egg_config.make(**SMALL)
+BASE = readings.BASE.changed(HEAD_DIM=64, LOSS="exact")
 GRU = dict(MODEL="gru", STATE_TOKENS=3, GROUP_SIZE=4)
 WIDE = dict(VOCAB_SIZE=300, USE_SAME_DATA=1)
 
