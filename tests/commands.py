@@ -89,4 +89,4 @@ def fails(result, status, *words):
 
 PROSE = ("It was the best of times, it was the worst of times;\n"
          "it was the age of wisdom, it was the age of foolishness.\n"
-         "Caf\u00e9 na\u00efve \u2014 \u6625\u7720\u4e0d\u89ba\u6681\n\n\tand 1234567890 more ...\n")
+         "Caf\u00e9 na\u00efve \u2014 \u6625\u7720\u4e0d\u89ba\u6681\n\n\tand 1234567890 more ...\n").encode()

@@ -113,7 +113,7 @@ def test_command_line_in_processes(here):
     fails(run("train --preset=deggs -DVOCAB_SIZE=256"), 1, "input.bin is missing", "prepare TEXT")
     (here / "input.bin").write_bytes(bytes(64))
     fails(run("worker localhost -DVOCAB_SIZE=256"), 1, "input.bin holds 64 tokens, too few", "66 are needed")
-    (here / "my text.txt").write_text(PROSE * 200)
+    (here / "my text.txt").write_bytes(PROSE * 200)
     result = process("prepare 'my text.txt' --vocab-size 320 --out 'my data'")
     assert result.returncode == 0 and result.stderr == ""
     assert sorted(os.listdir("my data")) == ["decoding.bin", "input.bin", "val.bin"]
