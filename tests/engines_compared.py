@@ -6,10 +6,10 @@ from unittest import mock
 import numpy as np
 
 import egg_config
-from model import fitness_digits, parameters, sampling
+from model import parameters, sampling
 from compiling import CARDS
 from coordinators import until
-from fakes import any_fitness
+from fakes import any_fitness, step_alone
 from readings import as_data, equal, settings_of
 from recordings import digests
 
@@ -49,10 +49,8 @@ def course(engine, start, windows, prompt, count, seed, settings, texts, lengths
     cfg, seen = engine.cfg, {}
     engine.load(start)
     for step in range(3):
-        chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
-        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks]
-        changed = engine.update(np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses]))
-        seen[f"losses of step {step}"] = np.concatenate(losses).tolist()
+        _, losses, changed = step_alone(engine)
+        seen[f"losses of step {step}"] = losses.tolist()
         seen[f"update {step}"] = changed, digests(engine.state()), engine.seed
         seen[f"digest after update {step}"] = engine.digest()
     seen["validation"] = engine.validate(windows)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import egg_config
-from model import fitness_digits, integer_tables, parameters, seeds
+from model import integer_tables, parameters, seeds
 from model.reading import Reading
 
 
@@ -24,11 +24,6 @@ def equal(found, wanted, what=""):
 def as_data(cfg, tokens):
     """Tokens as a file of training data holds them."""
     return tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
-
-
-def population_fitness(cfg, losses):
-    chunks = np.split(losses, range(cfg.CHUNK_SIZE, losses.size, cfg.CHUNK_SIZE))
-    return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])
 
 
 def member_reading(cfg, state, member, kind=Reading):

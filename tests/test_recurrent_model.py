@@ -9,7 +9,7 @@ import pytest
 import egg_config
 import fakes
 from engine import cpu_engine
-from model import fitness_digits, optimizers, parameters, rules, seeds
+from model import optimizers, parameters, rules, seeds
 from model.reading import Reading
 from tools import debug, prepare
 from chaos_cluster import chaos
@@ -17,7 +17,7 @@ from commands import train_here
 from compiling import CARDS, LARGE, OTHERS, compiled_as, hold_against_cards, kernels_of, path_of
 from coordinators import replayed
 from engines_compared import SEED
-from fakes import Drifts, Lines, Lying, any_fitness
+from fakes import Drifts, Lines, Lying, any_fitness, step_alone
 from readings import (configured, equal, hold_text_against_the_reading, hold_validation_against_the_reading,
                       member_reading, plain, plain_losses, settings_of, shaken, votes_on)
 
@@ -180,7 +180,7 @@ def test_it_learns():
     engine, window = cpu_engine.CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
     before = engine.validate(window)[0]
     for _ in range(40):
-        engine.update(fitness_digits.chunk_fitness(engine.evaluate(0, 256), cfg))
+        step_alone(engine)
     assert engine.validate(window)[0] < 0.75 * before
 
 

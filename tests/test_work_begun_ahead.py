@@ -13,7 +13,7 @@ from egg_net import ChunkPredictor, SURE_AFTER, Worker
 from model import fitness_digits, parameters, rules, seeds
 from coordinators import cluster
 from no_device import device_array
-from fakes import CFG, FakeEngine, any_fitness, expected
+from fakes import CFG, FakeEngine, any_fitness, expected, step_alone
 from recordings import digests
 from engines_compared import begun_ahead
 from readings import as_data, equal
@@ -164,8 +164,7 @@ def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_
 def run(engine, steps):
     """As one engine without a network does it: digests of the state."""
     for _ in range(steps):
-        losses = [engine.evaluate(first, CFG.CHUNK_SIZE) for first in range(0, CFG.POPULATION_SIZE, CFG.CHUNK_SIZE)]
-        engine.update(np.concatenate([fitness_digits.chunk_fitness(x, CFG) for x in losses]))
+        step_alone(engine)
     return digests(engine.state())
 
 
