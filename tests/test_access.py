@@ -262,20 +262,14 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
 def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(server):
     with refused("another configuration"):
         Peer2(server, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"})
-    peer = Peer2(server)
+    peer = Peer2(server, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
     for i in range(3 * event_log.OF_HOST[0]):
         peer.send(wire.LOG_MESSAGE, f"word {i}.".encode())
     assert peer.chunk(0) == 0
     text, most = server.said, event_log.OF_HOST[0]
-    assert not re.search("[\x1b\x07]|^Step", text, re.M) and text.count("another configuration") == 1
+    assert not re.search("[\x1b\x07\u202e]|^Step", text, re.M) and text.count("another configuration") == 1
     assert "word 0." in text and most - 10 <= text.count("word ") < most + 10
-
-
-def test_names_cannot_write_to_the_terminal(server):
-    peer = Peer2(server, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
-    assert peer.chunk(0) == 0
-    assert "worker [31mred Step 5 | fake (127.0.0.1:" in server.said
-    assert not re.search("[\x1b\x07\u202e]", server.said)
+    assert "worker [31mred Step 5 | fake (127.0.0.1:" in text
     assert status.fetch_status(CFG, "127.0.0.1", server.port)["workers"][0]["name"] == "[31mred Step 5 | fake"
 
 

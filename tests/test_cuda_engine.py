@@ -14,11 +14,11 @@ import egg_config
 import no_device
 from engine import cuda_engine
 from kernels import attention, head, host, pairs, parts, product, transformer, update
-from model import fitness_digits, parameters, rules, sampling, seeds
+from model import parameters, rules, sampling, seeds
 from model.reading import Reading
 from compiling import CARDS, compiled_as, hold_against_cards, kernels_for, kernels_of, path_of
 from engines_compared import OTHER_INSTRUCTIONS, SEED, begun_ahead, compare
-from fakes import any_fitness
+from fakes import any_fitness, step_alone
 from readings import TINY, as_data, equal, hold_draws_against_the_distribution, votes_on
 from recordings import HERE, digests, golden, hold_against_recording, recorded_digests, recorded_generation
 
@@ -290,13 +290,12 @@ def test_golden_default_configuration():
     mended, engine = np.load(HERE / "tests" / "golden" / "E_mended.npz"), cuda_engine.CudaEngine(cfg, tokens)
     assert digests(engine.state())[0] == str(recorded["init_model_sha256"])
     for step in range(6):
-        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
+        fitness, losses, _ = step_alone(engine)
+        chunks = losses.reshape(cfg.N_CHUNKS, -1)
         if step == 0:
-            equal([x[:256] for x in losses], recorded["loss_head"])
-        found = [digest(x.astype(np.int32)) for x in losses]
+            equal(chunks[:, :256], recorded["loss_head"])
+        found = [digest(x.astype(np.int32)) for x in chunks]
         assert found == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
-        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
-        engine.update(fitness)
         for data in (mended, recorded)[:2 if step < 2 else 1]:
             assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
             assert digests(engine.state()) == recorded_digests(data, step), f"update {step}"

@@ -27,7 +27,7 @@ from cluster import auth, greeting, history, snapshots, wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import fitness_digits, parameters, seeds, state_digest
-from coordinators import Coordinator, Server, caller, free_port, refused, run_worker, until, work_in_thread
+from coordinators import Coordinator, Server, caller, free_port, listening, refused, run_worker, until, work_in_thread
 from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness, full
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE, digests
@@ -57,8 +57,8 @@ def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monk
 
 
 def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
-    def answer():
-        sock, inbox, host = listener.accept()[0], bytearray(), greeting.Host(b"")
+    def answer(sock):
+        inbox, host = bytearray(), greeting.Host(b"")
         limits = wire.only(wire.limits(ISLE), {V2: (wire.HELLO, wire.JOIN)})
         while not host.card:
             inbox += sock.recv(1 << 16)
@@ -68,10 +68,10 @@ def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
         card = json.dumps({"role": "island", "id": "x", "name": "b", "config": config}).encode()
         welcome = frame(*host.welcome(bytes(32), bytes(32), 0, 0), version=V2)
         sock.sendall(welcome + frame(ISLAND, card, version=V2))
+        sock.recv(1 << 16)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=answer, daemon=True).start()
-        with Isle(tmp_path, "a", rate=0, peers=[listener.getsockname()[1]]) as a:
+    with listening(answer) as port:
+        with Isle(tmp_path, "a", rate=0, peers=[port]) as a:
             a.says("refuses this island")
         assert "Step 999999" in a.said and "\nStep" not in a.said
 

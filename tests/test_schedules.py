@@ -18,6 +18,7 @@ from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
 from recordings import HERE, python
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
+TOKENS = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
 
 
 # --- distributed, resumed ---------------------------------------------------------------------------------------------
@@ -37,8 +38,7 @@ def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
     cfg = BASE.changed(**values)
-    tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
-    engine = functools.partial(cpu_engine.CpuEngine, cfg, tokens, threads=1)
+    engine = functools.partial(cpu_engine.CpuEngine, cfg, TOKENS, threads=1)
     alone, changed = engine(), 0
     for _ in range(6):
         changed += step_alone(alone)[2]
@@ -62,20 +62,19 @@ def test_the_schedule_is_that_of_the_specification_and_data():
 def test_noise_is_as_loud_as_its_schedule_says(rest):
     """The losses of a step are those of SIGMA_SHIFT alone, and of a plain reading of the rules; what is without noise
     does not change."""
-    tokens = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
     cfg = BASE.changed(**rest, SIGMA_SCHEDULE=((2, 5), (4, 0)))
     assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
     assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in arch.describe(cfg)
     assert "targets" not in arch.describe(cfg)
-    engine, found = cpu_engine.CpuEngine(cfg, tokens, threads=1), []
+    engine, found = cpu_engine.CpuEngine(cfg, TOKENS, threads=1), []
     for step, shift in (3, 5), (1, 3), (9, 0):
         state = engine.state()
         state.step = step
-        alone = cpu_engine.CpuEngine(BASE.changed(**rest, SIGMA_SHIFT=shift), tokens, threads=1)
+        alone = cpu_engine.CpuEngine(BASE.changed(**rest, SIGMA_SHIFT=shift), TOKENS, threads=1)
         for one in engine, alone:
             one.load(state)
         found.append(engine.evaluate(0, 8))
-        windows = rules.windows(cfg, tokens, step, 0, 4)
+        windows = rules.windows(cfg, TOKENS, step, 0, 4)
         equal(found[-1], alone.evaluate(0, 8))
         assert engine.validate(windows) == alone.validate(windows)
         assert found[-1].tolist() == plain_losses(cfg, state, windows, 8)
