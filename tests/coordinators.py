@@ -16,7 +16,7 @@ import pytest
 
 import egg_config
 import egg_net
-from cluster import admission, auth, event_log, history, snapshots, wire
+from cluster import admission, auth, event_log, history, snapshots, status, wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
 from model import fitness_digits
 from fakes import CFG, FakeEngine, GOOD, Lines, any_fitness, begin_together, card
@@ -112,6 +112,10 @@ class Server:
     def stop(self):
         self.stopping = True
         self.thread.join(60)
+
+    def fetched(self):
+        """Its status, as a client fetches it."""
+        return status.fetch_status(self.cfg, "127.0.0.1", self.port)
 
     def status(self):
         """What the coordinator states about itself, read in its own thread: nothing changes meanwhile."""

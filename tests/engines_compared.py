@@ -15,7 +15,7 @@ from recordings import digests
 
 SEED = 20240607
 # the constants of an engine that is compared beside that of the configuration itself: other instructions, equal bits
-OTHER_INSTRUCTIONS = [{"TENSOR_CORES": "mma"}] if "TENSOR_CORES" in egg_config.CONSTANTS else []
+OTHER_INSTRUCTIONS = dict(TENSOR_CORES="mma")
 
 
 def begun_ahead(plain, ahead, piece):
@@ -96,13 +96,13 @@ def compare(constants, seed, ready):
     seconds["compiling"] = gpu.compile_seconds
     seconds["GPU"] = max(0.0, seconds["GPU"] - gpu.compile_seconds)
     others, limit, kib = [], cuda_engine.ptx.shared_limit, list(CARDS.values())[seed % len(CARDS)]
-    for more in OTHER_INSTRUCTIONS:                              # in the tiles of a card with so much shared memory
-        with mock.patch.object(cuda_engine.ptx, "shared_limit", lambda gpu: min(limit(gpu), kib * 1024)):
-            other = cuda_engine.CudaEngine(cfg.changed(**more), tokens)
-        for state in start, end:                                 # the first and a later state
-            other.load(state)
-            others.append((more, state, other.evaluate(0, cfg.CHUNK_SIZE).tolist()))
-        seconds["compiling, other"] = seconds.get("compiling, other", 0.0) + other.compile_seconds
+    # in the tiles of a card with so much shared memory
+    with mock.patch.object(cuda_engine.ptx, "shared_limit", lambda gpu: min(limit(gpu), kib * 1024)):
+        other = cuda_engine.CudaEngine(cfg.changed(**OTHER_INSTRUCTIONS), tokens)
+    for state in start, end:                                     # the first and a later state
+        other.load(state)
+        others.append((state, other.evaluate(0, cfg.CHUNK_SIZE).tolist()))
+    seconds["compiling, other"] = other.compile_seconds
     timed("waiting for the CPU engine", until, (ready / cfg.MODEL).exists, 400)
     cpu = cpu_engine.CpuEngine(cfg, tokens, threads=1)
     want, _ = timed("CPU", course, cpu, **verbs)
@@ -112,8 +112,8 @@ def compare(constants, seed, ready):
         wrong.append(f"validation {nats} {nats_gpu}")
     if "tokens" in wrong:
         wrong.append(f"{want['tokens']} {got['tokens']} with {settings}")
-    for more, state, losses in others:
+    for state, losses in others:
         cpu.load(state)
         if cpu.evaluate(0, cfg.CHUNK_SIZE).tolist() != losses:
-            wrong.append(f"losses of step {state.step} with {more} in tiles of {kib} KiB")
+            wrong.append(f"losses of step {state.step} with {OTHER_INSTRUCTIONS} in tiles of {kib} KiB")
     return ", ".join(wrong), seconds

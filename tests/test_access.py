@@ -270,7 +270,7 @@ def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(server):
     assert not re.search("[\x1b\x07\u202e]|^Step", text, re.M) and text.count("another configuration") == 1
     assert "word 0." in text and most - 10 <= text.count("word ") < most + 10
     assert "worker [31mred Step 5 | fake (127.0.0.1:" in text
-    assert status.fetch_status(CFG, "127.0.0.1", server.port)["workers"][0]["name"] == "[31mred Step 5 | fake"
+    assert server.fetched()["workers"][0]["name"] == "[31mred Step 5 | fake"
 
 
 # --- the secret -------------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def test_a_hostile_status_is_one_line(payload, monkeypatch):
 def test_the_table_of_a_status_cannot_be_wide(server):
     peer = Peer2(server)
     peer.chunk(0)
-    told = status.fetch_status(CFG, "127.0.0.1", server.port)
+    told = server.fetched()
     told["workers"] = [{**told["workers"][0], "step": "x" * 100_000, "name": "\x1b[31m" * 1000}] * 50
     told["save_dir"] = "y" * 1_000_000
     text = status.describe_status(told)

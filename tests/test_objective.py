@@ -20,7 +20,7 @@ import egg_config
 import egg_net
 from cluster import admission, history, snapshots, trust
 from cluster.status import describe_status
-from coordinators import Server, refused, run_worker, until
+from coordinators import Server, refused, until
 from engine import cpu_engine
 from fakes import FakeEngine, Lines, VALIDATION, changed
 from pages import EVERYBODY, ask, parse_metrics, state_of
@@ -409,13 +409,6 @@ def test_a_reward_counts_if_two_workers_state_it():
     assert not counts(one, 4, 300, 9.5) and not asked.report_unconfirmed(6, "x", lines.append)
     assert "step 6: its reward or validation is not used: two workers must state the same, a and b did not" in lines[0]
     assert counts(two, 4, -0.5) and counts(two, 4, 300, 9.5)
-
-
-def test_another_file_is_another_configuration(tmp_path):
-    with Server(tmp_path, CFG.changed(OBJECTIVE="a" * 64)) as server:
-        engine = new_engine()
-        with pytest.raises(egg_config.EggError, match="OBJECTIVE"):
-            run_worker(server, engine, CFG)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

@@ -404,7 +404,7 @@ def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
         more = dict(workers=[worker] * 4000, connected=4000, island=island, banned=banned)
         monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), **more})
         with Server(tmp_path) as server:
-            told = cluster_status.fetch_status(CFG, "127.0.0.1", server.port)
+            told = server.fetched()
         shown = len(told["workers"])
         assert 500 < shown < 4000 and told["connected"] == 4000 and len(told["banned"]) == 100
         assert len(json.dumps(told).encode()) <= wire.STATUS.most

@@ -392,7 +392,7 @@ def test_a_save_directory_need_not_be_utf_8(tmp_path):
         server.admission.bans.add(author.identity, "so")
         with refused("banned: so"):
             Peer2(server, name="w")
-        told = status.fetch_status(CFG, "127.0.0.1", server.port)
+        told = server.fetched()
         assert told["save_dir"].endswith("r\ufffdn") and "r\ufffdn" in status.describe_status(told)
         assert not server.failure
 

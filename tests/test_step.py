@@ -224,7 +224,7 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
                     with refused("banned: it said that"):
                         Peer2(server, name="w1")
                 Peer2(server, name="w2")
-                told = status.fetch_status(CFG, "127.0.0.1", server.port)
+                told = server.fetched()
                 assert told["banned"] == {"w1 at 127.0.0.1": "it said that 2 + 2 = 5"}
                 assert ("banned: w1 at 127.0.0.1: it said that 2 + 2 = 5\n"
                         f"to lift a ban remove its line from {tmp_path}") in status.describe_status(told)
