@@ -30,7 +30,8 @@ from cluster import admission, history, snapshots, wire                   # noqa
 from cluster.link import OldCoordinator                                              # noqa: E402
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, V2  # noqa: E402
 from egg_config import EggError                                                      # noqa: E402
-from coordinators import Peer2, caller
+from commands import defines                                                         # noqa: E402
+from coordinators import Peer2, caller                                               # noqa: E402
 from fakes import GOOD, changed                                                 # noqa: E402
 from maintenance import load                                                         # noqa: E402
 from model import parameters, seeds, state_digest                                        # noqa: E402
@@ -62,13 +63,16 @@ def arrive(host, port, name):
         return caller(host, port, CFG, name=name)
 
 
-# --- floods: each is called again and again, with what it returned ---------------------------------------------------
+# --- floods: each is called again and again, with what it returned, at first with [] ----------------------------------
+
+def connect(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=1)
+
 
 def connections(port, _, held):
     """Half-open ones: as many as the system allows are held, the oldest go."""
-    held = held or []
     for _ in range(20):
-        sock = socket.create_connection(("127.0.0.1", port), timeout=1)
+        sock = connect(port)
         if random.random() < 0.5:
             sock.send(wire.frame(HELLO, bytes(32), version=V2))
         held.append(sock)
@@ -80,7 +84,7 @@ def connections(port, _, held):
 def frames(port, _, held):
     """Frames that cannot be right, before and after the introduction."""
     if random.random() < 0.5:
-        sock = socket.create_connection(("127.0.0.1", port), timeout=1)
+        sock = connect(port)
     else:
         sock = Peer2(port, CFG, name="hostile").link.sock
         sock.settimeout(1)
@@ -104,7 +108,6 @@ def blanks(port, _, peers):
 
 
 def pour(port, peers, data, count):
-    peers = peers or []
     while len(peers) < count:
         peers.append(Peer2(port, CFG, name=f"flood{len(peers)}").link.sock)
         peers[-1].setblocking(False)
@@ -120,9 +123,8 @@ def pour(port, peers, data, count):
 
 def http(_, page, clients):
     """Sixteen clients that send headers of 8 KB of spaces."""
-    clients = clients or []
     while len(clients) < 16:
-        clients.append(socket.create_connection(("127.0.0.1", page), timeout=1))
+        clients.append(connect(page))
         clients[-1].setblocking(False)
     request = b"GET / HTTP/1.1\r\nHost: localhost\r\nX:" + b" " * 8000 + b"\x01\r\n\r\n"
     answered, ready, _ = select.select(clients, clients, [], 0.05)
@@ -140,10 +142,9 @@ def http(_, page, clients):
 
 def pages(_, page, held):
     """160 connections to the page that are held, and one that asks for everything again and again."""
-    held = held or []
     while len(held) < 160:
-        held.append(socket.create_connection(("127.0.0.1", page), timeout=1))
-    with socket.create_connection(("127.0.0.1", page), timeout=1) as sock:
+        held.append(connect(page))
+    with connect(page) as sock:
         sock.send(b"GET /state.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         while sock.recv(1 << 16):
             pass
@@ -167,7 +168,7 @@ def slow_walk(port, _, walkers):
 
 def of_another_host(kind, port, name, count, running):
     """`count` workers, which are started once and go on by themselves."""
-    if running is None:
+    if not running:
         running = [kind(port, "127.0.0.2", name) for _ in range(count)]
         for worker in running:
             worker.start()
@@ -189,7 +190,7 @@ def takes_a_chunk(peer):
 
 def holders(port, _, peers):
     """Twenty connections that take a chunk, hold it for 50 ms, leave and come again."""
-    peers, peer = peers or [], Peer2(port, CFG, name="holder")
+    peer = Peer2(port, CFG, name="holder")
     with contextlib.suppress(TimeoutError):                      # it has to wait
         takes_a_chunk(peer)
     peers.append((time.monotonic() + 0.05, peer))
@@ -200,7 +201,6 @@ def holders(port, _, peers):
 
 def readers(port, _, held):
     """Connections that ask for the status and do not read it."""
-    held = held or []
     held.append(Peer2(port, CFG, role="status"))
     while len(held) > 200:
         held.pop(0).close()
@@ -215,7 +215,7 @@ def uploads(port, _, takers):
 def warnings(port, _, number):
     """Under one new name after another: a wrong state, which is rebuilt to another wrong one; a wrong chunk; a frame
     that cannot be right. Each makes a warning or a refusal, the first a ban."""
-    number = itertools.count() if number is None else number
+    number = number or itertools.count()
     with contextlib.suppress(*GONE), contextlib.closing((peer := Peer2(port, CFG, name=f"{next(number)} liar")).link):
         peer.ask(NO_STEP)
         step, how = peer.answer(0.05).step, random.choice(("state", "state", "chunk", "frame"))
@@ -242,10 +242,10 @@ FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, blan
 
 
 def flood(kind, port, page, seconds):
-    until, state, count = time.monotonic() + seconds, None, 0
+    until, state, count = time.monotonic() + seconds, [], 0
     while time.monotonic() < until:
         try:
-            state = FLOODS[kind](port, page, state)
+            state = FLOODS[kind](port, page, state) or []
             count += 1
         except GONE:
             time.sleep(0.002)
@@ -353,11 +353,9 @@ def attack(kind, seconds, workers):
     """dict of what the flood did. workers: number of honest ones."""
     with tempfile.TemporaryDirectory() as place:
         place = pathlib.Path(place)
-        constants = [f"-D{name}={value}" for name, value in CFG.constants().items()
-                     if name in ("HIDDEN_DIM", "HEAD_DIM", "N_LAYERS", "SEQ_LEN", "VOCAB_SIZE", "CHUNK_SIZE",
-                                 "POPULATION_SIZE", "VALIDATE_EVERY", "SNAPSHOT_EVERY", "AUDIT_RATE")]
-        command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--http", "0", "--save-dir", place]
-        process = subprocess.Popen([*command, *constants], cwd=place, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, HERE / "egg.py", *"coordinator --port 0 --http 0 --save-dir".split(), place,
+                   *defines(CFG, SNAPSHOT_EVERY=CFG.SNAPSHOT_EVERY)]
+        process = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, text=True)
         try:
             port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
             page = int(re.search(r":(\d+)/", process.stdout.readline())[1])
@@ -366,9 +364,7 @@ def attack(kind, seconds, workers):
             newcomer = Newcomer(port)
             [one.start() for one in honest]
             time.sleep(1)
-            rates, used = [], []
-            absent, steps = [], []
-            did = "0"
+            rates, used, absent, steps, did = [], [], [], [], "0"
             for phase in range(3):
                 if phase == 1:
                     newcomer.start()
@@ -377,8 +373,8 @@ def attack(kind, seconds, workers):
                     time.sleep(1)                                # it takes a moment to start
                 for one in honest:
                     one.longest = 0
-                before, began, cpu = (max(one.step for one in honest), time.monotonic(),
-                                      load.cpu_seconds(process.pid))
+                before, began = max(one.step for one in honest), time.monotonic()
+                cpu = load.cpu_seconds(process.pid)
                 time.sleep(seconds - 1.5 if phase == 1 else seconds / 3)
                 took, now = time.monotonic() - began, max(one.step for one in honest)
                 steps.append(range(before, now))

@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import egg_config
 from recordings import HERE
 
@@ -25,13 +27,18 @@ def path_of(forward):
     return "general" if not hasattr(kernels, "wgmma") else "wgmma" if kernels.wgmma else "registers"
 
 
-def kernels_of(constants, cc):
-    """{part: [Kernel]} of engine.cuda_engine.kernels for a configuration on a card: "all", those that do not "write",
-    the "forward" pass, and of it the "noisy" one."""
+def kernels_for(cfg, cc=(9, 0)):
+    """engine.cuda_engine.kernels for a configuration on a card: (forward, its own kernels, {verb: [Kernel]})."""
     from numba import uint32
 
     from engine import cuda_engine
-    forward, own, by_verb = cuda_engine.kernels(egg_config.make(**constants), cc, CARDS[cc] * 1024, uint32)
+    return cuda_engine.kernels(cfg, cc, CARDS[cc] * 1024, uint32)
+
+
+def kernels_of(constants, cc):
+    """{part: [Kernel]} for a configuration on a card: "all", those that do not "write", the "forward" pass, and of it
+    the "noisy" one."""
+    forward, own, by_verb = kernels_for(egg_config.make(**constants), cc)
     every = {(id(kernel.dispatcher), repr(kernel.signature)): kernel for some in by_verb.values() for kernel in some}
     noisy, every = [kernel.dispatcher for kernel in forward.kernels["step"]], list(every.values())
     return {"all": every, "not writing": [kernel for kernel in every if kernel not in by_verb["write"]],
@@ -104,6 +111,11 @@ def write_at_once(path, text):
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_text(text)
     part.rename(path)
+
+
+def compiled_as(name, *arguments, deep=False, **which):
+    """A parameter of a test of `compiled_kernels`, which are what a Compiler compiles for these arguments."""
+    return pytest.param(marks=[pytest.mark.compiles(*arguments, **which), *[pytest.mark.deep] * deep], id=name)
 
 
 def hold_against_cards(made):

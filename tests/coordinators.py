@@ -16,10 +16,10 @@ import pytest
 
 import egg_config
 import egg_net
-from cluster import admission, auth, event_log, history, snapshots, wire
+from cluster import admission, auth, event_log, history, snapshots, status, wire
 from cluster.wire import JOB_REQUEST, RESULT, V2
 from model import fitness_digits
-from fakes import CFG, GOOD, Lines, any_fitness, begin_together, card
+from fakes import CFG, FakeEngine, GOOD, GOOD_STEP, Lines, any_fitness, begin_together, card
 from recordings import HERE
 
 
@@ -103,12 +103,19 @@ class Server:
     def reaches(self, step):
         until(lambda: self.run.step >= step)
 
+    def has_workers(self, count):
+        until(lambda: len(self.dispatcher.workers) == count)
+
     def work(self, engine, **options):
         return work_in_thread(self.port, engine, self.cfg, **options)
 
     def stop(self):
         self.stopping = True
         self.thread.join(60)
+
+    def fetched(self):
+        """Its status, as a client fetches it."""
+        return status.fetch_status(self.cfg, "127.0.0.1", self.port)
 
     def status(self):
         """What the coordinator states about itself, read in its own thread: nothing changes meanwhile."""
@@ -173,6 +180,23 @@ class Peer:
             return True
 
 
+@contextlib.contextmanager
+def listening(serve):
+    """The port of a listener on this machine, in whose thread serve(socket) has every connection in turn."""
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as sock:
+                    serve(sock)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(60)
+
+
 def free_port():
     """A port of this machine that a server can come back to: connections take none below 32768 as their own end."""
     while True:
@@ -231,6 +255,13 @@ def kept(directory, cfg=CFG):
         return whole(run)
 
 
+def replayed(directory, engine):
+    """An engine, brought to the end of the run in a directory."""
+    with contextlib.closing(history.read_run(engine.cfg, directory)) as run:
+        history.replay(run, engine)
+    return engine
+
+
 def coordinator_process(directory, port=0, cfg=CFG, before=""):
     """A coordinator in a process of its own, which runs the program `before` first: (process, port)."""
     constants = cfg.constants()
@@ -249,9 +280,9 @@ def coordinator_process(directory, port=0, cfg=CFG, before=""):
 class Peer2(Peer):
     """A worker of protocol 2 spoken frame by frame."""
 
-    def __init__(self, at, cfg=None, secret=b"", **values):
+    def __init__(self, at, cfg=None, secret=b"", access=None, **values):
         self.cfg, *_ = place(at, cfg)
-        self.link = egg_net.Link(*place(at, cfg), V2, auth.Access(secret), card(self.cfg, **values))
+        self.link = egg_net.Link(*place(at, cfg), V2, access or auth.Access(secret), card(self.cfg, **values))
 
     def ask(self, step, digest=bytes(16)):
         self.send(JOB_REQUEST, 0, step, 0, digest.ljust(wire.DIGEST, b"\0"))
@@ -261,6 +292,25 @@ class Peer2(Peer):
 
     def result(self, step, position, packed=GOOD, loss=5):
         self.send(RESULT, 0, step, position, 0, loss, len(packed), packed)
+
+
+def first_step(server, *peers):
+    """Completes step 0; the engine of the next one."""
+    engine = FakeEngine(server.cfg)
+    for chunk in range(4):
+        peer = peers[chunk % len(peers)]
+        peer.ask(0, engine.digest())
+        assert peer.answer().first == 32 * chunk
+        peer.result(0, 32 * chunk)
+    server.reaches(1)
+    engine.update(GOOD_STEP)
+    return engine
+
+
+def asks(peer, engine, *answers):
+    """(opcode, payload) that a peer gets which states the state of an engine."""
+    peer.ask(engine.step, engine.digest())
+    return peer.next(*answers)
 
 
 def upload(peer, state):

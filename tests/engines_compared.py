@@ -6,14 +6,40 @@ from unittest import mock
 import numpy as np
 
 import egg_config
-from model import fitness_digits, parameters, sampling
+from model import parameters, sampling
 from compiling import CARDS
 from coordinators import until
+from fakes import any_fitness, step_alone
+from readings import as_data, equal, settings_of
 from recordings import digests
 
 SEED = 20240607
 # the constants of an engine that is compared beside that of the configuration itself: other instructions, equal bits
-OTHER_INSTRUCTIONS = [{"TENSOR_CORES": "mma"}] if "TENSOR_CORES" in egg_config.CONSTANTS else []
+OTHER_INSTRUCTIONS = dict(TENSOR_CORES="mma")
+
+
+def begun_ahead(plain, ahead, piece):
+    """Gives (step, fitness) of three steps, for the caller's updates, after evaluations with right and wrong
+    expectations: the losses of an engine that has begun them, or something else, are those of a plain one. piece:
+    members of a chunk."""
+    chunk = plain.cfg.CHUNK_SIZE
+    for step in range(3):
+        for first, count, expected in ((0, piece, (piece, chunk - piece)), (piece, chunk - piece, (chunk, chunk)),
+                                       (0, chunk, (chunk, chunk)), (chunk, chunk, (0, chunk)), (2, piece, None),
+                                       (chunk, chunk, None)):
+            ahead.begin(first, count)
+            if expected:
+                ahead.begin(*expected)
+            losses = ahead.evaluate(first, count)
+            equal(losses, plain.evaluate(first, count), (step, first))
+            assert (first, count) not in ahead._begun and (expected is None or expected in ahead._begun)
+        assert len(np.unique(losses)) > 2
+        yield step, any_fitness(plain.cfg, step)
+        assert ahead.digest() == plain.digest()
+    ahead.begin(0, chunk)
+    for engine in plain, ahead:
+        engine.load(parameters.initial_state(plain.cfg))
+    equal(ahead.evaluate(0, chunk), plain.evaluate(0, chunk), "what was begun before a load is stale")
 
 
 def course(engine, start, windows, prompt, count, seed, settings, texts, lengths):
@@ -23,11 +49,8 @@ def course(engine, start, windows, prompt, count, seed, settings, texts, lengths
     cfg, seen = engine.cfg, {}
     engine.load(start)
     for step in range(3):
-        chunks = range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)
-        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in chunks]
-        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
-        changed = engine.update(fitness_digits.pack_ternary(fitness))
-        seen[f"losses of step {step}"] = np.concatenate(losses).tolist()
+        _, losses, changed = step_alone(engine)
+        seen[f"losses of step {step}"] = losses.tolist()
         seen[f"update {step}"] = changed, digests(engine.state()), engine.seed
         seen[f"digest after update {step}"] = engine.digest()
     seen["validation"] = engine.validate(windows)
@@ -49,14 +72,13 @@ def compare(constants, seed, ready):
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 3 * cfg.SEQ_LEN + 200)
     if cfg.SOFT_TARGETS:                                        # of few kinds, so that contexts come back
         tokens = tokens % 5 * (cfg.VOCAB_SIZE // 5)
-    tokens = tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    tokens = as_data(cfg, tokens)
     start = parameters.initial_state(cfg)
     start.seed = int(rng.integers(2 ** 32))
     longer = int(rng.integers(40)) if cfg.MODEL == "gru" else 0            # VALIDATE_WINDOW
     windows = rng.integers(0, cfg.VOCAB_SIZE, (3, cfg.SEQ_LEN + longer + 1))
     prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 12))
-    settings = {name: float(rng.choice(values)) for name, values in
-                dict(temp=(0.0, 0.6, 1.5), min_p=(0.0, 0.08, 0.5), penalty=(0.0, 0.2, 1.0)).items()}
+    settings = settings_of(rng)
     texts = rng.integers(0, cfg.VOCAB_SIZE, (2 * int(rng.integers(1, 20)), 24)).astype(np.int32)
     texts[::3, 1] = 0                                           # which resets the recurrent model
     # often beyond SEQ_LEN
@@ -74,13 +96,13 @@ def compare(constants, seed, ready):
     seconds["compiling"] = gpu.compile_seconds
     seconds["GPU"] = max(0.0, seconds["GPU"] - gpu.compile_seconds)
     others, limit, kib = [], cuda_engine.ptx.shared_limit, list(CARDS.values())[seed % len(CARDS)]
-    for more in OTHER_INSTRUCTIONS:                              # in the tiles of a card with so much shared memory
-        with mock.patch.object(cuda_engine.ptx, "shared_limit", lambda gpu: min(limit(gpu), kib * 1024)):
-            other = cuda_engine.CudaEngine(cfg.changed(**more), tokens)
-        for state in start, end:                                 # the first and a later state
-            other.load(state)
-            others.append((more, state, other.evaluate(0, cfg.CHUNK_SIZE).tolist()))
-        seconds["compiling, other"] = seconds.get("compiling, other", 0.0) + other.compile_seconds
+    # in the tiles of a card with so much shared memory
+    with mock.patch.object(cuda_engine.ptx, "shared_limit", lambda gpu: min(limit(gpu), kib * 1024)):
+        other = cuda_engine.CudaEngine(cfg.changed(**OTHER_INSTRUCTIONS), tokens)
+    for state in start, end:                                     # the first and a later state
+        other.load(state)
+        others.append((state, other.evaluate(0, cfg.CHUNK_SIZE).tolist()))
+    seconds["compiling, other"] = other.compile_seconds
     timed("waiting for the CPU engine", until, (ready / cfg.MODEL).exists, 400)
     cpu = cpu_engine.CpuEngine(cfg, tokens, threads=1)
     want, _ = timed("CPU", course, cpu, **verbs)
@@ -90,8 +112,8 @@ def compare(constants, seed, ready):
         wrong.append(f"validation {nats} {nats_gpu}")
     if "tokens" in wrong:
         wrong.append(f"{want['tokens']} {got['tokens']} with {settings}")
-    for more, state, losses in others:
+    for state, losses in others:
         cpu.load(state)
         if cpu.evaluate(0, cfg.CHUNK_SIZE).tolist() != losses:
-            wrong.append(f"losses of step {state.step} with {more} in tiles of {kib} KiB")
+            wrong.append(f"losses of step {state.step} with {OTHER_INSTRUCTIONS} in tiles of {kib} KiB")
     return ", ".join(wrong), seconds

@@ -18,10 +18,8 @@ CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_S
                       POPULATION_SIZE=128, VALIDATE_EVERY=2, SAMPLE_EVERY=2, SAMPLE_PROMPT=4, SAMPLE_TOKENS=3,
                       AUDIT_RATE=0.0)
 # the same with noise on activations, where a chunk gives a digit for every weight
-ACTIVATIONS = egg_config.make(**{name: getattr(CFG, name) for name in (
-    "HIDDEN_DIM", "N_LAYERS", "SEQ_LEN", "VOCAB_SIZE", "CHUNK_SIZE", "POPULATION_SIZE", "VALIDATE_EVERY",
-    "SAMPLE_EVERY", "SAMPLE_PROMPT", "SAMPLE_TOKENS", "AUDIT_RATE")}, MODEL="gru", PERTURB="activations", GROUP_SIZE=8,
-    LOSS="exact", HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0)
+ACTIVATIONS = CFG.changed(MODEL="gru", HEAD_DIM=64, PERTURB="activations", GROUP_SIZE=8, LOSS="exact", HOST_GAUSSIAN=1,
+                          ADAPTIVE_NOISE_MODE=0)
 
 
 def any_fitness(cfg, rng):
@@ -105,6 +103,11 @@ def expected(steps, cfg=CFG, kind=None):
     return [step_alone(engine)[0] for _ in range(steps)], engine.digest()
 
 
+def full(*_):
+    """What a full disk does."""
+    raise OSError(28, "No space left on device")
+
+
 class Lines:
     """A stream that remembers what was printed."""
 
@@ -161,16 +164,8 @@ def card(cfg=CFG, **values):
             "config": cfg.agreed(), "data": "", **values}
 
 
-def lie(found):
-    """What `evaluate` found, the other way round."""
-    if not isinstance(found, tuple):
-        return found[::-1].copy()
-    packed, loss = found
-    return pack_ternary(-unpack_ternary(packed, 5 * len(packed))), loss
-
-
-class Liar(FakeEngine):
-    """Evaluates wrongly from some step on."""
+class Lying:
+    """Of an engine: evaluates wrongly from some step on."""
 
     def __init__(self, cfg=CFG, start=0, **options):
         super().__init__(cfg, **options)
@@ -178,11 +173,20 @@ class Liar(FakeEngine):
 
     def evaluate(self, first, count):
         found = super().evaluate(first, count)
-        return lie(found) if self.step >= self.start else found
+        if self.step < self.start:
+            return found
+        if not isinstance(found, tuple):
+            return found[::-1].copy()
+        packed, loss = found
+        return pack_ternary(-unpack_ternary(packed, 5 * len(packed))), loss
 
 
-class Drifting(FakeEngine):
-    """Its weights change by themselves after some step, so many times."""
+class Liar(Lying, FakeEngine):
+    pass
+
+
+class Drifts:
+    """Of an engine: its weights change by themselves after some step, so many times."""
 
     def __init__(self, cfg=CFG, after=3, times=1, **options):
         super().__init__(cfg, **options)
@@ -192,8 +196,13 @@ class Drifting(FakeEngine):
         changed = super().update(fitness)
         if self.step >= self.after and self.times:
             self.times -= 1
-            self.weights[3] ^= 1
+            self.drift()
         return changed
+
+
+class Drifting(Drifts, FakeEngine):
+    def drift(self):
+        self.weights[3] ^= 1
 
 
 def begin_together(engines):

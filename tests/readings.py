@@ -1,6 +1,7 @@
 """Oracles: plain readings of members, of fitness and of the draw of a token."""
 
 import numpy as np
+import pytest
 
 import egg_config
 from model import fitness_digits, integer_tables, parameters, seeds
@@ -15,9 +16,14 @@ def configured(preset=None, *defines):
     return egg_config.load(preset, defines, {})
 
 
-def population_fitness(cfg, losses):
-    chunks = np.split(losses, range(cfg.CHUNK_SIZE, losses.size, cfg.CHUNK_SIZE))
-    return np.concatenate([fitness_digits.chunk_fitness(chunk, cfg) for chunk in chunks])
+def equal(found, wanted, what=""):
+    """Holds arrays of one shape against each other, value by value; NumPy says where they differ."""
+    np.testing.assert_array_equal(found, wanted, str(what))
+
+
+def as_data(cfg, tokens):
+    """Tokens as a file of training data holds them."""
+    return tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
 
 
 def member_reading(cfg, state, member, kind=Reading):
@@ -25,9 +31,18 @@ def member_reading(cfg, state, member, kind=Reading):
     return kind(cfg, state, state.seed + member // 2, 1 - 2 * (member % 2))
 
 
-def member_loss(cfg, state, member, window, kind=Reading):
-    """Its loss over a window int [SEQ_LEN + 1]."""
-    return member_reading(cfg, state, member, kind).loss(window[:-1], window[1:])
+def plain_losses(cfg, state, windows, count, kind=Reading):
+    """[int]: the losses of the first members of the State's step, over the windows of their pairs. A window begins with
+    the tokens before it, and ends with its soft targets, where the configuration has such."""
+    losses = []
+    for member in range(count):
+        before, window, drawn = np.split(windows[member // 2], np.cumsum([cfg.STATE_TOKENS, cfg.SEQ_LEN + 1]))
+        clean, reading = kind(cfg, state), member_reading(cfg, state, member, kind)
+        if before.size:
+            clean.hidden(before)
+        reading.carried = clean.carried
+        losses.append(reading.loss(window[:-1], np.column_stack([window[1:], drawn.reshape(cfg.SEQ_LEN, -1)])))
+    return losses
 
 
 def plain(values):
@@ -63,6 +78,13 @@ def nats(cfg, z, targets):
     """float: what targets [n] cost with logits z [n, V]."""
     z = z / cfg.SOFTMAX_EXP_SCALE
     return (np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(len(z)), targets]).sum()
+
+
+def hold_validation_against_the_reading(engine, windows, kind=Reading):
+    cfg, windows = engine.cfg, np.array(windows)
+    want = sum(nats(cfg, kind(cfg, engine.state()).logits(window[:-1]), window[1:]) for window in windows)
+    got, count = engine.validate(windows)
+    assert count == windows[:, 1:].size and got == pytest.approx(want, rel=1e-9)
 
 
 def random_config(rng, **more):
@@ -110,6 +132,14 @@ def drawn(cfg, z, seen, position, seed, **settings):
     walk = np.argsort(np.arange(z.size) % cfg.HIDDEN_DIM, kind="stable")
     threshold = seeds.hash32((seed + 999 + 555 * position) & 0xFFFFFFFF, 0) % int(weights.sum())
     return int(walk[np.searchsorted(np.cumsum(weights[walk]), threshold, side="right")])
+
+
+def hold_text_against_the_reading(engine, prompt, tokens, seed, kind=Reading, **settings):
+    """What an engine wrote behind a prompt, with all settings of the draw."""
+    cfg, sequence = engine.cfg, [*prompt, *tokens]
+    z = kind(cfg, engine.state()).logits(sequence[:-1])
+    for t in range(len(prompt) - 1, len(sequence) - 1):
+        assert sequence[t + 1] == drawn(cfg, z[t], np.unique(sequence[:t + 1]), t, seed, **settings), (t, settings)
 
 
 def settings_of(rng):

@@ -12,6 +12,8 @@ import pyzstd
 
 import egg_config
 from model import fitness_digits, parameters
+from fakes import step_alone
+from readings import equal
 
 HERE = pathlib.Path(__file__).parent.parent
 
@@ -22,6 +24,12 @@ def python(*arguments, cwd=HERE, **environ):
                           capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr + done.stdout
     return done.stdout
+
+
+def write_decoding(path, pieces):
+    """The path (str) of a decoding.bin with these bytes of tokens."""
+    path.write_bytes(len(pieces).to_bytes(4, "little") + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
+    return str(path)
 
 
 def golden(name):
@@ -38,6 +46,29 @@ def digests(state):
     """(SHA-256 of the weights, of the moments, of the overlay), hex, as the recordings have them."""
     arrays = state.weights, state.moments, state.overlay
     return tuple(hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for x in arrays)
+
+
+def recorded_digests(z, step):
+    """Those of a recording after the update of a step."""
+    return tuple(str(z[part][step]) for part in ("model_sha256", "adam_sha256", "scales_sha256"))
+
+
+def hold_against_recording(engine_type, name):
+    """Six whole steps of an engine."""
+    cfg, tokens, z = golden(name)
+    engine = engine_type(cfg, tokens)
+    equal(engine.state().weights, z["model_0"].view(np.int8))
+    for k in range(6):
+        fitness, losses, changed = step_alone(engine)
+        equal(losses, z["loss"][k], f"losses of step {k}")
+        equal(fitness_digits.unpack_ternary(fitness, cfg.N_PAIRS), z["fitness"][k], f"fitness of step {k}")
+        assert changed == z["updates"][k]
+        state = engine.state()
+        equal(state.overlay, z["scales"][k])
+        assert digests(state) == recorded_digests(z, k), f"update {k}"
+        if k == 2 and "adam_3" in z:
+            equal(state.moments, z["adam_3"])
+    equal(engine.state().weights, z["model_6"].view(np.int8))
 
 
 def recorded_updates(engine, step, hold):
@@ -59,7 +90,7 @@ def recorded_updates(engine, step, hold):
 def hold_against_golden_e(state, k):
     """The whole state is the recorded one after update k."""
     cfg, _, z = golden("E")
-    assert digests(state) == tuple(str(z[part][k]) for part in ("model_sha256", "adam_sha256", "scales_sha256")), k
+    assert digests(state) == recorded_digests(z, k), k
     assert digest_of_part(cfg, state) == PART_OF_E[k]
 
 
@@ -98,5 +129,5 @@ def recorded_generation(engine, step):
     cfg, tokens, z = golden("E")
     recorded, prompt = z[f"gen_{step}"].astype(np.int32), 32
     start = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
-    assert np.array_equal(recorded[:prompt], tokens[start:start + prompt])
+    equal(recorded[:prompt], tokens[start:start + prompt])
     return recorded, prompt

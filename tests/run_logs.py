@@ -28,14 +28,18 @@ def told_to(directory, lines=None, *more, saved=None, **options):
         yield told
 
 
+def write(path, *told):
+    """Events, as the last lines of a log."""
+    with open(path, "a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in told)
+
+
 def example(path, steps=300, loss=2.0, unit="bits/byte"):
-    with open(path, "w") as file:
-        for k in range(steps):
-            if k % 50 == 0:
-                print(json.dumps({"event": "validation", "step": k, "tokens": k * 10000, "value": 4 * loss * 0.99 ** k,
-                                  "unit": unit}), file=file)
-            print(json.dumps({"event": "step", "step": k, "tokens": k * 10000, "loss": loss * 0.99 ** k,
-                              "seconds": 0.5}), file=file)
+    for k in range(steps):
+        told = {"step": k, "tokens": k * 10000}
+        if k % 50 == 0:
+            write(path, {"event": "validation", "value": 4 * loss * 0.99 ** k, "unit": unit, **told})
+        write(path, {"event": "step", "loss": loss * 0.99 ** k, "seconds": 0.5, **told})
 
 
 class Stream(io.StringIO):

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ import egg_config
 import egg_net
 from cluster import admission, auth, event_log, greeting, history, hub, snapshots, status, trust, wire
 from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME
-from coordinators import Coordinator, Peer, Peer2, Server, refused, until, whole
+from coordinators import Coordinator, Peer, Peer2, Server, listening, refused, run_worker, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
 from recordings import HERE
 from readings import configured
@@ -130,10 +129,9 @@ def test_strangers_cannot_silence_the_refusals_of_others(tmp_path, monkeypatch):
     coordinator.close(), run.close()
 
 
-def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
-    with Server(tmp_path) as server:
-        with refused("it has no secret, and here is one"):
-            Peer2(server, secret=SECRET)
+def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(server):
+    with refused("it has no secret, and here is one"):
+        Peer2(server, secret=SECRET)
 
     def impostor(sock):
         sock.recv(1000)
@@ -142,22 +140,8 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(tmp_path):
         sock.sendall(wire.frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
         sock.recv(1)
 
-    with answering(impostor) as port, refused("does not know the secret"):
+    with listening(impostor) as port, refused("does not know the secret"):
         Peer2(port, secret=SECRET)
-
-
-@contextlib.contextmanager
-def answering(serve):
-    """The port of a listener, whose first connection a thread gives to `serve`."""
-    def accept():
-        with listener.accept()[0] as sock:
-            serve(sock)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=accept)
-        thread.start()
-        yield listener.getsockname()[1]
-        thread.join(60)
 
 
 def test_tls(tmp_path, certificates):
@@ -183,14 +167,13 @@ def test_tls(tmp_path, certificates):
                     assert b"JOBS" not in data                    # at most an alert of TLS
         assert "no TLS" in server.said
         for plain in auth.Access(SECRET), auth.Access():          # and the worker tries no older protocol, nor again
-            for call in (lambda: egg_net.run_worker(CFG, "127.0.0.1", server.port, FakeEngine(), access=plain,
-                                                    console=egg_net.Console(Lines())),
+            for call in (lambda: run_worker(server, FakeEngine(), retry=True, access=plain),
                          lambda: status.fetch_status(CFG, "127.0.0.1", server.port, plain)):
                 with refused(f"127.0.0.1:{server.port}: it seems to speak TLS: give --tls-ca"):
                     call()
     with Server(tmp_path, access=auth.Access(SECRET)) as server:
         with pytest.raises((egg_net.NetError, OSError)):
-            egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card())
+            Peer2(server, access=ours)
     for wrong in (dict(cert=cert), dict(cert=None, key=key), dict(cert=key, key=key),
                   dict(cert=tmp_path / "none", key=key)):
         with pytest.raises(auth.AuthError):
@@ -280,21 +263,15 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
 def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(server):
     with refused("another configuration"):
         Peer2(server, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"})
-    peer = Peer2(server)
+    peer = Peer2(server, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
     for i in range(3 * event_log.OF_HOST[1]):
         peer.send(wire.LOG_MESSAGE, f"word {i}.".encode())
     assert peer.chunk(0) == 0
     text, most = server.said, event_log.OF_HOST[1]
-    assert not re.search("[\x1b\x07]|^Step", text, re.M) and text.count("another configuration") == 1
+    assert not re.search("[\x1b\x07\u202e]|^Step", text, re.M) and text.count("another configuration") == 1
     assert "word 0." in text and most - 10 <= text.count("word ") < most + 10
-
-
-def test_names_cannot_write_to_the_terminal(server):
-    peer = Peer2(server, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
-    assert peer.chunk(0) == 0
-    assert "worker [31mred Step 5 | fake (127.0.0.1:" in server.said
-    assert not re.search("[\x1b\x07\u202e]", server.said)
-    assert status.fetch_status(CFG, "127.0.0.1", server.port)["workers"][0]["name"] == "[31mred Step 5 | fake"
+    assert "worker [31mred Step 5 | fake (127.0.0.1:" in text
+    assert server.fetched()["workers"][0]["name"] == "[31mred Step 5 | fake"
 
 
 # --- the secret -------------------------------------------------------------------------------------------------------
@@ -311,7 +288,7 @@ def test_an_impostor_gets_nothing_to_guess_with():
         sock.sendall(wire.frame(wire.PROVED, os.urandom(32), version=V2))
         got.append(sock.recv(10000))
 
-    with answering(impostor) as port, refused("does not know the secret"):
+    with listening(impostor) as port, refused("does not know the secret"):
         Peer2(port, secret=SECRET)
     assert got == [wire.frame(wire.PROVE, version=V2), b""]
 

@@ -12,18 +12,17 @@ import egg_config
 import egg_net
 from cluster import history
 from activations_compared import GPU_KINDS, course, engine_of, step_of
-from compiling import LARGE, OTHERS, hold_against_cards
+from compiling import LARGE, OTHERS, compiled_as, hold_against_cards
 from coordinators import Peer, Peer2, Server, cluster, refused
-from fakes import Lines, any_fitness, lie
+from fakes import ACTIVATIONS, Lines, any_fitness
 from model import activations, parameters, reading, rules
 from model.fitness_digits import unpack_ternary
+from readings import equal
 from recordings import HERE, python
 from tools import use
 
-CFG = egg_config.make(
-    MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact",
-    CHUNK_SIZE=16, POPULATION_SIZE=32, GROUP_SIZE=8, ADAPTIVE_NOISE_MODE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
-    AUDIT_RATE=0.0, SNAPSHOT_EVERY=5, HOST_GAUSSIAN=1, ADAPTIVE_THRESHOLD_ALPHA=0.77)
+CFG = ACTIVATIONS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
+                          SNAPSHOT_EVERY=5, ADAPTIVE_THRESHOLD_ALPHA=0.77)
 COMPILED = ["compiled_activations"]                           # for conftest.py
 CHEAP = 38, 97, 117, 121, 145, 191, 214, 273, 848, 2093, 2211  # for the plain reading; the last with large groups
 TOKENS = (np.random.default_rng(1).integers(0, 5, 500) * 50).astype(np.uint8)
@@ -51,7 +50,7 @@ def test_an_update_takes_the_sum_of_the_chunks_and_leaves_norms_alone():
         if t.name.startswith("ln_"):
             assert not moved.any() and not total[t.span].any()
         elif not t.matrix:                                   # which do not decay
-            assert np.array_equal(np.sign(moved), np.sign(total[t.span]))
+            equal(np.sign(moved), np.sign(total[t.span]))
 
 
 def test_noise_is_uniform_and_independent():
@@ -87,21 +86,8 @@ def test_sums_settle_alike_on_both_sides_of_zero(shift):
     """Else every settled sum has a mean, and every weight whose input has one moves, whatever is learnt."""
     settled, sums = rules.activation_rules(lambda function: function).settled, np.arange(120 << shift)
     above, below = (np.array([settled(sign * z, shift) for z in sums.tolist()]) for sign in (1, -1))
-    assert np.array_equal(above, -below)
+    equal(above, -below)
     assert np.abs((above << shift) - sums).max() <= 1 << shift >> 1
-
-
-@pytest.mark.parametrize("constants, words", [
-    (dict(MODEL="transformer"), "PERTURB = activations: has no meaning with MODEL = transformer"),
-    (dict(OPTIMIZER="ztest"), "OPTIMIZER = ztest: must be adamw with PERTURB = activations"),
-    (dict(ADAPTIVE_NOISE_MODE=1), "ADAPTIVE_NOISE_MODE = 1: must be 0"),
-    (dict(GROUP_SIZE=32), "GROUP_SIZE = 32: must divide CHUNK_SIZE = 16"),
-    (dict(CHUNK_SIZE=1 << 20, POPULATION_SIZE=0, GROUP_SIZE=2), "CHUNK_SIZE = 1048576: must be at most 131072"),
-    (dict(NOISE_GATE=5), "NOISE_GATE = 5: must be one of 0, 1, 3, 7, 15, 31, 63"),
-])
-def test_what_does_not_fit_is_named(constants, words):
-    with pytest.raises(egg_config.ConfigError, match=words):
-        CFG.changed(**constants)
 
 
 def test_what_a_chunk_sends():
@@ -142,17 +128,6 @@ def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_sn
     assert "by a snapshot" in said.text
 
 
-def test_a_run_is_rebuilt_from_its_first_snapshot(tmp_path):
-    cluster(tmp_path, engines(1), 8, save=True, cfg=CFG)
-    with contextlib.closing(history.read_run(CFG, tmp_path)) as run:
-        from cluster import snapshots
-        shelf = snapshots.Shelf(CFG, run)
-        engine, = engines(1)
-        engine.load(shelf.state(shelf.newest))
-        history.replay(run, engine)
-    assert engine.digest() == alone(8).digest()
-
-
 def test_the_best_snapshot_stays_and_one_that_a_kill_left_goes(tmp_path):
     cfg = CFG.changed(SNAPSHOT_EVERY=2)
 
@@ -171,34 +146,6 @@ def test_the_best_snapshot_stays_and_one_that_a_kill_left_goes(tmp_path):
     assert left not in trained(16)
     (tmp_path / left).write_bytes(data)                      # as if killed before it was removed
     assert trained(20)[0] == rated and not (tmp_path / left).exists()
-
-
-class LyingEngine:
-    """An engine that inverts the digits of its chunks."""
-
-    def __init__(self, engine):
-        self._engine = engine
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def evaluate(self, first, count):
-        return lie(self._engine.evaluate(first, count))
-
-
-def test_a_liar_is_named(tmp_path):
-    cfg = CFG.changed(AUDIT_RATE=1.0, SNAPSHOT_EVERY=0)
-    honest, other, lying = engines(3, cfg)
-    with Server(tmp_path, cfg, steps=6, drain=15) as server:
-        threads = [server.work(engine, retry=True, name=name)
-                   for name, engine in (("a", honest), ("b", other))]
-        server.reaches(2)
-        with contextlib.suppress(egg_config.EggError):
-            egg_net.run_worker(cfg, "127.0.0.1", server.port, LyingEngine(lying), retry=False, name="liar",
-                               console=egg_net.Console(Lines()))
-        server.reaches(6)
-    [thread.join(0.1) for thread in threads]
-    assert "liar" in server.said
 
 
 def test_protocol_1_is_refused_by_name(tmp_path):
@@ -252,9 +199,9 @@ KERNELS = dict(
 
 
 @pytest.mark.parametrize((), [
-    pytest.param(marks=pytest.mark.compiles(KERNELS, OTHERS, part="not writing"), id="all"),
-    pytest.param(marks=pytest.mark.compiles(KERNELS, LARGE, names=("product", "recur", "head")), id="large"),
-    pytest.param(marks=[pytest.mark.compiles(KERNELS), pytest.mark.deep], id="every card")])
+    compiled_as("all", KERNELS, OTHERS, part="not writing"),
+    compiled_as("large", KERNELS, LARGE, names=("product", "recur", "head")),
+    compiled_as("every card", KERNELS, deep=True)])
 def test_kernels_compile_for_every_card_without_local_memory(compiled_kernels):
     hold_against_cards(compiled_kernels)
 

@@ -81,12 +81,12 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
     ("prepare x --vocab-size 255", ("--vocab-size", "256 to 262144")),
 ])
 def test_wrong_use_is_one_line_and_status_2(args, words):
-    result = run(*args.split(), env={"EGG_PRESET": ""})
+    result = run(args, preset="")
     fails(result, 2, *words)
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["coordinator", "worker", "train", "arch", "prepare", "bench"])
+@pytest.mark.parametrize("command", "coordinator worker train arch prepare bench".split())
 def test_help_of_every_command(command):
     result = run(command, "--help")
     assert result.returncode == 0
@@ -94,10 +94,8 @@ def test_help_of_every_command(command):
 
 
 @pytest.mark.parametrize("ntt", [0, 3])
-def test_arch_adds_up(ntt, capsys):
-    defines = "N_LAYERS=2", "HIDDEN_DIM=128", "VOCAB_SIZE=1000", f"NTT_MODE={ntt}"
-    assert egg.main(["arch", *(f"-D{define}" for define in defines)]) == 0
-    out = capsys.readouterr().out
+def test_arch_adds_up(ntt):
+    out = run(f"arch -D N_LAYERS=2 -D HIDDEN_DIM=128 -D VOCAB_SIZE=1000 -D NTT_MODE={ntt}").stdout
     cfg = egg_config.make(N_LAYERS=2, HIDDEN_DIM=128, VOCAB_SIZE=1000, NTT_MODE=ntt)
     lines, names = [line.split() for line in out.splitlines()], {p.name for p in parameters.TABLE}
     totals = {line[0]: int(line[-3].replace(",", "")) for line in lines if line and line[0] in names}
@@ -110,16 +108,16 @@ def test_arch_adds_up(ntt, capsys):
 def test_command_line_in_processes(here):
     fails(process("hatch", cwd=here), 2, "hatch")
     fails(process("arch", cwd=here, env={"EGG_HEAD_DIM": "48"}), 2, "HEAD_DIM = 48")
-    fails(run("prepare", "no such text"), 1, "no such text: No such file")
-    fails(run("worker", "localhost", "-D", "DEVICE=cuda", "--gpu", "999"), 1)
-    fails(run("train", "--preset=deggs", "-DVOCAB_SIZE=256"), 1, "input.bin is missing", "prepare TEXT")
+    fails(run("prepare 'no such text'"), 1, "no such text: No such file")
+    fails(run("worker localhost -D DEVICE=cuda --gpu 999"), 1)
+    fails(run("train --preset=deggs -DVOCAB_SIZE=256"), 1, "input.bin is missing", "prepare TEXT")
     (here / "input.bin").write_bytes(bytes(64))
-    fails(run("worker", "localhost", "-DVOCAB_SIZE=256"), 1, "input.bin holds 64 tokens, too few", "66 are needed")
-    (here / "my text.txt").write_text(PROSE * 200)
-    result = process("prepare", "my text.txt", "--vocab-size", "320", "--out", "my data")
+    fails(run("worker localhost -DVOCAB_SIZE=256"), 1, "input.bin holds 64 tokens, too few", "66 are needed")
+    (here / "my text.txt").write_bytes(PROSE * 200)
+    result = process("prepare 'my text.txt' --vocab-size 320 --out 'my data'")
     assert result.returncode == 0 and result.stderr == ""
     assert sorted(os.listdir("my data")) == ["decoding.bin", "input.bin", "val.bin"]
-    result = run("worker", "localhost", "--list-devices", "-D", "DEVICE=cpu")
+    result = run("worker localhost --list-devices -D DEVICE=cpu")
     assert (result.returncode, result.stdout, result.stderr) == (0, "cpu\n", "")
 
 
@@ -149,10 +147,10 @@ def test_make_with_another_python_is_not_ignored(tmp_path):
 
 def test_run_workers_passes_on_a_wrong_option():
     script = HERE / "run-workers.sh"
-    result = process("--port", "none", python=script, program="localhost", cwd="/")
+    result = process("localhost --port none", python=(), program=script, cwd="/")
     fails(result, 2, "'none' is not a whole number from 0 to 65535")
     assert result.stdout == ""
-    result = process(python=script, program="--help", cwd="/")
+    result = process("--help", python=(), program=script, cwd="/")
     assert result.returncode == 0 and result.stdout.startswith("usage: ./run-workers.sh [HOST]")
 
 
@@ -203,7 +201,7 @@ def test_ctrl_c_while_an_error_is_printed_leaves_no_traceback(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(egg, "failed", interrupted)
-    assert egg.main(["arch", "-D", "N_LAYERS=0"]) == 130
+    assert run("arch -D N_LAYERS=0").returncode == 130
 
 
 def test_ctrl_c_on_run_workers_leaves_no_worker(cluster_of_two):
@@ -232,3 +230,26 @@ def test_run_workers_gives_up_on_a_worker_that_is_refused(tmp_path):
         done = subprocess.run([*command, "-D", "VOCAB_SIZE=256", "-D", "DEVICE=cpu"], cwd=tmp_path, capture_output=True,
                               text=True, timeout=60)
     assert done.returncode == 2 and "refuses this worker: " in done.stderr and "again" not in done.stderr
+
+
+SLURM_WORKER = """
+import sys
+if "--list-devices" in sys.argv:
+    sys.exit(print("\\n".join(f"cuda:{i}" for i in range(5))))
+with open("log", "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("tasks, task, gpus", [("1(x4)", 0, [0, 1, 2, 3, 4]), ("2(x4)", 0, [0, 2, 4]),
+                                               ("2,1(x3)", 1, [1, 3]), ("8", 6, [])])
+def test_tasks_of_a_slurm_step_share_the_gpus_of_a_node(tmp_path, tasks, task, gpus):
+    (tmp_path / "egg.py").write_text(SLURM_WORKER)
+    shutil.copy(HERE / "run-workers.sh", tmp_path)
+    environ = {**os.environ, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": str(task),
+               "SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3"}
+    did = subprocess.run([tmp_path / "run-workers.sh", "--port", "7"], cwd="/", env=environ, timeout=60)
+    log = tmp_path / "log"
+    assert did.returncode == 0
+    lines = sorted(log.read_text().splitlines() if log.exists() else [])
+    assert lines == [f"worker 10.1.2.3 --port 7 --gpu {i}" for i in gpus]

@@ -21,6 +21,7 @@ from cluster.console import Console
 from commands import CFG, DEFINES, TEXT, fails, paste, process, run
 from fakes import Lines
 from recordings import HERE, python
+from run_logs import write
 from tools import train
 
 
@@ -36,10 +37,10 @@ def clone(tmp_path):
 def test_a_python_without_the_libraries(clone, monkeypatch):
     """The system's Python, as it comes."""
     monkeypatch.chdir(clone.parent)
-    bare = dict(program="-S", env={"PYTHONPATH": ""})
-    for command in (["arch"], ["worker", "localhost"], ["train", "--save-dir", "x"], ["coordinator"]):
-        result = process(clone / "egg.py", *command, **bare)
-        library = "numpy" if command == ["arch"] else ""
+    bare = dict(python=[sys.executable, "-S"], env={"PYTHONPATH": ""})
+    for command in "arch", "worker localhost", "train --save-dir x", "coordinator":
+        result = process(command, program=clone / "egg.py", **bare)
+        library = "numpy" if command == "arch" else ""
         fails(result, 1, "has no " + library, "install it with `make -C 'a clone' install`")
     advice = re.search("`(.*)`", result.stderr)[1]
     dry = subprocess.run(advice.replace("make", "make -n"), shell=True, capture_output=True, text=True)
@@ -48,12 +49,10 @@ def test_a_python_without_the_libraries(clone, monkeypatch):
     (clone / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (clone / ".venv" / "bin" / "python").chmod(0o755)
     (clone / ".venv" / "ready").touch()
-    result = process(clone / "egg.py", "arch", "-D", "N_LAYERS=2", **bare)
-    fails(result, 1, "has no numpy: it is installed for another: ")
-    for directory in clone.parent, clone:
+    for directory, program in (clone.parent, clone / "egg.py"), (clone, "egg.py"):
         monkeypatch.chdir(directory)
-        program = clone / "egg.py" if directory == clone.parent else "egg.py"
-        result = process(program, "arch", "-D", "N_LAYERS=2", **bare)
+        result = process("arch -D N_LAYERS=2", program=program, **bare)
+        fails(result, 1, "has no numpy: it is installed for another: ")
         done = paste(result.stderr.partition("another: ")[2], "")
         assert done.returncode == 0 and "multiply-adds" in done.stdout, (result, done)
 
@@ -61,7 +60,7 @@ def test_a_python_without_the_libraries(clone, monkeypatch):
 def test_a_missing_library_is_named_with_what_installs_it(here):
     (here / "libraries").mkdir()
     (here / "libraries" / "sitecustomize.py").write_text("import sys; sys.modules['pyzstd'] = None")
-    fails(process("coordinator", "--port", 0, env={"PYTHONPATH": here / "libraries"}), 1, "has no pyzstd: ")
+    fails(process("coordinator --port 0", env={"PYTHONPATH": here / "libraries"}), 1, "has no pyzstd: ")
 
 
 def test_a_missing_module_of_the_program_is_an_error_of_it(monkeypatch):
@@ -107,7 +106,7 @@ def test_ctrl_c_in_a_callback_is_not_lost():
                "        signal.raise_signal(signal.SIGINT)\n"
                "egg_config.load = lambda *_, **__: (str(Last()), time.sleep(60))\n"
                "sys.exit(egg.main(['arch']))\n")
-    ended = process(program, program="-c", env={"PYTHONPATH": HERE}, timeout=50)
+    ended = process("", python=[sys.executable, "-c"], program=program, env={"PYTHONPATH": HERE}, timeout=50)
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
@@ -136,7 +135,7 @@ def test_what_installs_a_library_is_a_command(here):
     """From any directory: with the Python that runs the program, or the pip of `make`, and the list where it is."""
     (here / "tokenizers.py").write_text("raise ImportError")
     (here / "t.txt").write_bytes(TEXT)
-    result = process("prepare", "t.txt", "--vocab-size", 8192, env={"PYTHONPATH": here})
+    result = process("prepare t.txt --vocab-size 8192", env={"PYTHONPATH": here})
     fails(result, 1, "the BPE needs the tokenizers library: ", "--vocab-size 256")
     words = shlex.split(re.search("`(.*)`", result.stderr)[1])
     assert words[-3] == "install" and os.path.samefile(words[-1], HERE / "requirements" / "prepare.txt")
@@ -147,8 +146,8 @@ def test_commands_in_messages_are_those_of_this_directory(here, monkeypatch):
     program = min(os.path.relpath(HERE / "egg.py"), str(HERE / "egg.py"), key=len)
     fails(run("generate"), 1, f"make one with `{sys.executable} {program} train --save-dir ckpt`")
     monkeypatch.chdir(HERE)
-    assert run("train", "--help").stdout.count("\n") > 10
-    fails(run("train", "--steps", "x"), 2, "egg.py train --help)")
+    assert run("train --help").stdout.count("\n") > 10
+    fails(run("train --steps x"), 2, "egg.py train --help)")
     columns = []
     for interpreter in sys.executable, "/a directory with a long name/of an environment/bin/python":
         monkeypatch.setattr(sys, "executable", interpreter)
@@ -165,6 +164,13 @@ def test_commands_in_messages_are_those_of_this_directory(here, monkeypatch):
 STEP_EVENT = {"event": "step", "step": 1, "tokens": 9, "loss": 1.0, "unit": "bits/byte", "seconds": 0.03,
               "elapsed": 1.0, "updates": 1, "reports": 1, "tokens_per_second": 9.0, "learning_rate": 0.5, "sent": 1,
               "received": 1}
+
+
+def begun(stream, step=0, **limits):
+    """A console that has told of the start of a run."""
+    console = Console(stream, **limits)
+    console.emit({"event": "start", "step": step, "config": CFG.constants()}, None)
+    return console
 
 
 def screen(text, columns):
@@ -187,14 +193,13 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
     stream = Lines(terminal=True)
-    console = Console(stream, minutes=2)
-    console.emit({"event": "start", "step": 0, "config": CFG.constants()}, None)
+    console = begun(stream, minutes=2)
     console.emit({"event": "references", "unit": "bits/byte", "values": {"uniform": 8.0, "bigram": 3.5052}}, None)
     for step in range(300):
         if step == 100:
             console.emit({"event": "validation", "step": 100, "value": 4.2, "unit": "bits/byte"}, None)
-        console.emit({"event": "step", "step": step, "tokens": 32768 * step, "loss": 3.847, "unit": "bits/byte",
-                      "seconds": 0.03, "elapsed": 65.3, "tokens_per_second": 943710.2}, None)
+        console.emit({**STEP_EVENT, "step": step, "tokens": 32768 * step, "loss": 3.847, "elapsed": 65.3,
+                      "tokens_per_second": 943710.2}, None)
     console.line("a warning")
     console.progress("step 300: 3/8 chunks")
     rows = screen(stream.text, columns)
@@ -214,14 +219,13 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
     stream = Lines(terminal=True)
-    console = Console(stream)
-    console.emit({"event": "start", "step": 0, "config": CFG.constants()}, None)
+    console = begun(stream)
     console.emit(STEP_EVENT, None)
     console.progress("1/8 chunks")
     console.line("a\x1b[2Jb")
     console.clear()
     assert stream.text.startswith("Step 1 | ") and stream.text.count("\n") == 2 and "\x1b" not in stream.text
-    (tmp_path / "log").write_text("".join(json.dumps({**STEP_EVENT, "step": k, "tokens": k}) + "\n" for k in range(9)))
+    write(tmp_path / "log", *({**STEP_EVENT, "step": k, "tokens": k} for k in range(9)))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert egg.main(["plot", str(tmp_path / "log")]) == 0 and "\x1b" not in capsys.readouterr().out
 
@@ -248,16 +252,12 @@ def test_the_bar_ends_where_the_run_does(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("cluster.console.time.time", lambda: 0.0)
     monkeypatch.setattr("cluster.console.time.localtime", time.gmtime)
-    event = {"event": "step", "step": 119, "tokens": 9, "loss": 1.0, "unit": "bits/token", "elapsed": 10.0,
-             "tokens_per_second": 9.0}
     for limits, bar in ((dict(steps=200), "[#-------] ends 00:00:40"), (dict(minutes=1), "[#-------] ends 00:00:50"),
                         (dict(steps=200, minutes=1), "[#-------] ends 00:00:40"), (dict(minutes=900), "ends 14:59"),
                         (dict(steps=120), "[########] ends 00:00:00"), (dict(minutes=1e4), "ends Wed 07 Jan"),
                         ({}, "")):
         stream = Lines(terminal=True)
-        console = Console(stream, **limits)
-        console.emit({"event": "start", "step": 100, "config": CFG.constants()}, None)
-        console.emit(event, None)
+        begun(stream, 100, **limits).emit({**STEP_EVENT, "step": 119, "elapsed": 10.0}, None)
         assert re.search(r"\r?0:10 ?" + re.escape(bar) if bar.startswith("[") else bar, stream.text), stream.text
         assert ("[" in stream.text.replace("\x1b[", "")) == bool(bar)
 
@@ -287,10 +287,9 @@ def test_no_text_steers_a_terminal(hostile, here, monkeypatch, capsys):
     console.emit({"event": "warning"}, f"refused {hostile}")
     assert harmless(stream.text) and "refused" in stream.text
     log = here / f"log {hostile}"
-    log.write_text("".join(json.dumps(event) + "\n" for event in (
-        {"event": "island", "name": hostile + "x"}, {"event": "references", "values": {hostile: 4.0}},
-        {"event": "validation", "step": 0, "tokens": 0, "value": 4.1, "unit": hostile},
-        {"event": "step", "step": 0, "tokens": 0, "loss": 1, "unit": hostile, "seconds": 1})))
+    write(log, {"event": "island", "name": hostile + "x"}, {"event": "references", "values": {hostile: 4.0}},
+          {"event": "validation", "step": 0, "tokens": 0, "value": 4.1, "unit": hostile},
+          {"event": "step", "step": 0, "tokens": 0, "loss": 1, "unit": hostile, "seconds": 1})
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert egg.main(["plot", log.name]) == 0
     assert egg.main(["plot", "no " + hostile]) == 1 and egg.main(["arch", "-D", f"MODEL={hostile}"]) == 2

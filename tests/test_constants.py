@@ -18,6 +18,7 @@ from tools import train
 from readings import BASE, configured
 from recordings import HERE
 from commands import process
+from coordinators import refused
 
 
 # --- overrides and combinations ---------------------------------------------------------------------------------------
@@ -33,20 +34,56 @@ def test_overrides_in_order():
     assert configured(None, "USE_SAME_DATA=true").USE_SAME_DATA == 1
 
 
-@pytest.mark.parametrize("define, says", [
-    ("HIDDEN_DIM=96", "multiple of HEAD_DIM"), ("HIDDEN_DIM=100", "multiple of 32"),
-    ("HIDDEN_DIM=2048", "from 64 to 1024"), ("HEAD_DIM=48", "32, 64, 128"), ("SEQ_LEN=13", "multiple of 8"),
-    ("CHUNK_SIZE=41", "even"), ("POPULATION_SIZE=5", "multiple of CHUNK_SIZE"), ("VOCAB_SIZE=100", "from 256"),
-    ("N_LAYERS=two", "whole number"), ("NO_LAYERS=2", "did you mean N_LAYERS"),
-    ("hidden_dim=128", "did you mean HIDDEN_DIM?"), ("LOSS=cubic", "deggs, exact"), ("N_LAYERS", "NAME=VALUE"),
-    ("DEVICE_MASK=128", "from 0 to 127"), ("LR_SCHEDULE=5:1", "start at step 0"), ("LR_SCHEDULE=fast", "step:rate"),
-    ("DETOKENIZE=1", "VOCAB_SIZE 256"),
-    ("USE_MUON=2", "one of 0, 1"), ("ADAM_BETA1=nan", "from 0.0 to 1.0"), ("SAMPLING_TEMP=-1", "from 0.0")])
-def test_bad_constants_are_named_in_one_line(define, says):
-    with pytest.raises(egg_config.ConfigError) as error:
-        configured(None, define)
-    text = str(error.value)
-    assert says in text and "\n" not in text and define.split("=")[0] in text
+REFUSED = {                                                  # preset -> (definitions, what is said of them)
+    None: [
+        ("HIDDEN_DIM=96", "multiple of HEAD_DIM"), ("HIDDEN_DIM=100", "multiple of 32"),
+        ("HIDDEN_DIM=2048", "from 64 to 1024"), ("HEAD_DIM=48", "32, 64, 128"), ("SEQ_LEN=13", "multiple of 8"),
+        ("CHUNK_SIZE=41", "even"), ("POPULATION_SIZE=5", "multiple of CHUNK_SIZE"), ("VOCAB_SIZE=100", "from 256"),
+        ("N_LAYERS=two", "whole number"), ("NO_LAYERS=2", "did you mean N_LAYERS"),
+        ("hidden_dim=128", "did you mean HIDDEN_DIM?"), ("LOSS=cubic", "deggs, exact"), ("N_LAYERS", "NAME=VALUE"),
+        ("DEVICE_MASK=128", "from 0 to 127"), ("LR_SCHEDULE=5:1", "start at step 0"),
+        ("LR_SCHEDULE=fast", "step:rate"), ("DETOKENIZE=1", "VOCAB_SIZE 256"), ("USE_MUON=2", "one of 0, 1"),
+        ("ADAM_BETA1=nan", "from 0.0 to 1.0"), ("SAMPLING_TEMP=-1", "from 0.0"),
+        ("DEVICE_MASK=43 DEVICE_GAUSSIAN=1", "DEVICE_MASK = 43"),                # three draws must fit a byte
+        ("USE_MUON=1 OPTIMIZER=sgd", "USE_MUON = 1: needs OPTIMIZER adamw"),
+        ("MUON_MOMENTUM=1.0", "MUON_MOMENTUM = 1.0: must be from 0.0 to 0.9999"),
+        ("MUON_NS=quartic", "MUON_NS = quartic: must be one of quintic, cubic"),
+        ("NTT_MODE=4", "NTT_MODE = 4: must be from 0 to 3"),
+        ("NTT_MODE=1 SEQ_LEN=24", "NTT_MODE = 1: needs a SEQ_LEN that is a power of two, not 24"),
+        ("NTT_MODE=2 SEQ_LEN=512", "NTT_MODE = 2: needs SEQ_LEN of 256 at most, not 512"),
+        ("RARE_TOKENS=0.1 OPTIMIZER=ztest", "RARE_TOKENS = 0.1: needs OPTIMIZER adamw or sgd"),
+        ("SEEN_VOTES=2 OPTIMIZER=ztest", "SEEN_VOTES = 2: needs OPTIMIZER adamw or sgd"),
+        ("SEEN_VOTES=0", "SEEN_VOTES = 0: must be from 1 to 127"),
+        ("SIGMA_SCHEDULE=5:16", "SIGMA_SCHEDULE = ((5, 16),): shifts must be from 0 to 15"),
+        ("SIGMA_SCHEDULE=5:2,5:3", "SIGMA_SCHEDULE = ((5, 2), (5, 3)): steps must rise, from 0 on"),
+        ("SIGMA_SCHEDULE=-5:2", "SIGMA_SCHEDULE = ((-5, 2),): steps must rise, from 0 on"),
+        ("SIGMA_SCHEDULE=4", "'4' is not step:shift,step:shift,..."),
+        ("SOFT_TARGETS=0:2", "SOFT_TARGETS = ((0, 2),): needs LOSS exact"),
+        ("SOFT_TARGETS=0:8 LOSS=exact VOCAB_SIZE=256", "contexts must be from 0 to 7"),
+        ("SOFT_TARGETS=0:4 LOSS=exact", "contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192"),
+        ("SOFT_TARGETS=0:2,0:3 LOSS=exact", "steps must rise, from 0 on"),
+        ("TOKEN_MASK=50 HOST_GAUSSIAN=1", "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN"),
+        ("PERTURB=activations", "PERTURB = activations: has no meaning with MODEL = transformer")],
+    "nano-egg": [
+        ("HEAD_DIM=32", "has no meaning with MODEL = gru"), ("SHIFT_OUT=8", "has no meaning"),
+        ("GROUP_SIZE=3", "even"), ("GROUP_SIZE=48", "divide POPULATION_SIZE"), ("FIXED_POINT=8", "at most 7"),
+        ("MODEL=lstm", "transformer, gru"), ("HIDDEN_DIM=100", "multiple of 32"), ("ZTEST_ALPHA=0", "from 1e-6"),
+        ("MODEL=transformer", "VALIDATE_WINDOW = 448: has no meaning")],
+    "laptop": [
+        ("OPTIMIZER=ztest", "OPTIMIZER = ztest: must be adamw with PERTURB = activations"),
+        ("ADAPTIVE_NOISE_MODE=1", "ADAPTIVE_NOISE_MODE = 1: must be 0"),
+        ("GROUP_SIZE=32 CHUNK_SIZE=16", "GROUP_SIZE = 32: must divide CHUNK_SIZE = 16"),
+        ("CHUNK_SIZE=1048576 POPULATION_SIZE=0 GROUP_SIZE=2", "CHUNK_SIZE = 1048576: must be at most 131072"),
+        ("NOISE_GATE=5", "NOISE_GATE = 5: must be one of 0, 1, 3, 7, 15, 31, 63")],
+}
+
+
+@pytest.mark.parametrize("preset, defines, says",
+                         [(preset, *row) for preset, rows in REFUSED.items() for row in rows])
+def test_constants_that_cannot_be_are_named_in_one_line(preset, defines, says):
+    with refused(re.escape(says), egg_config.ConfigError) as error:
+        configured(preset, *defines.split())
+    assert defines.split("=")[0] in str(error.value)
 
 
 def test_environment_is_checked_too():
@@ -54,10 +91,13 @@ def test_environment_is_checked_too():
         egg_config.load(environ={"EGG_HIDEN_DIM": "1"})
 
 
-def test_fingerprint_covers_what_must_agree():
+def test_the_fingerprint_covers_what_must_agree():
+    """And a saved run names the constants that determine it."""
     base = egg_config.make()
-    assert egg_config.make(N_LAYERS=5).fingerprint() != base.fingerprint()
-    assert egg_config.make(PORT=1, DEVICE="cpu").fingerprint() == base.fingerprint()
+    for name, constant in CONSTANTS.items():
+        other = egg_config.Config(**{**base.constants(), name: "another value"})
+        assert (other.fingerprint() != base.fingerprint()) == (constant.agree != "local"), name
+        assert (name in history.difference(base.saved(), other.saved())) == (name in egg_config.DETERMINING), name
 
 
 # fingerprints of commit 84062b8, and the SHA-256 of the constants that a run saved by it holds
@@ -133,6 +173,8 @@ def test_what_follows_from_who_must_agree(name, agree, shared, saved, kept, may_
     (dict(SIMD="mmx"), "SIMD = mmx: must be one of auto, vnni512, vnni256, madd, portable"),
     (dict(STATE_TOKENS=4), "STATE_TOKENS = 4: has no meaning with MODEL = transformer: leave it at 0"),
     (dict(MODEL="gru", NTT_MODE=1), "NTT_MODE = 1: has no meaning with MODEL = gru: leave it at 0"),
+    (dict(SIGMA_SCHEDULE=((5, 2.5),)), "SIGMA_SCHEDULE = ((5, 2.5),): must be pairs of a step and a shift"),
+    (dict(SOFT_TARGETS=((0, 2.0),)), "SOFT_TARGETS = ((0, 2.0),): must be pairs of a step and a context"),
     (dict(LR_SCHEDULE=()), "LR_SCHEDULE = (): must start at step 0, steps rising"),
     (dict(HIDEN_DIM=64), "HIDEN_DIM: no such constant in egg_config.py; did you mean HIDDEN_DIM?")])
 def test_a_bad_constant_is_one_line(values, message):
@@ -202,48 +244,6 @@ def test_good_edits(tmp_path):
     with pytest.raises(misspelt.ConfigError) as error:
         misspelt.make().N_LAYERS
     assert str(error.value) == f"egg_config.py: the constant N_LAYERS is missing; is it N_LAYER in line {line}?"
-
-
-# --- switches ---------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("values, says", [
-    (dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=43), "DEVICE_MASK = 43"),              # three draws must fit a byte
-    (dict(USE_MUON=1, OPTIMIZER="sgd"), "USE_MUON = 1: needs OPTIMIZER adamw"),
-    (dict(MUON_MOMENTUM=1.0), "MUON_MOMENTUM = 1.0: must be from 0.0 to 0.9999"),
-    (dict(MUON_NS="quartic"), "MUON_NS = quartic: must be one of quintic, cubic"),
-    (dict(NTT_MODE=4), "NTT_MODE = 4: must be from 0 to 3"),
-    (dict(NTT_MODE=1, SEQ_LEN=24), "NTT_MODE = 1: needs a SEQ_LEN that is a power of two, not 24"),
-    (dict(RARE_TOKENS=0.1, OPTIMIZER="ztest"), "RARE_TOKENS = 0.1: needs OPTIMIZER adamw or sgd"),
-    (dict(SEEN_VOTES=2, OPTIMIZER="ztest"), "SEEN_VOTES = 2: needs OPTIMIZER adamw or sgd"),
-    (dict(SEEN_VOTES=0), "SEEN_VOTES = 0: must be from 1 to 127"),
-    (dict(SIGMA_SCHEDULE=((5, 16),)), "SIGMA_SCHEDULE = ((5, 16),): shifts must be from 0 to 15"),
-    (dict(SIGMA_SCHEDULE=((5, 2), (5, 3))), "SIGMA_SCHEDULE = ((5, 2), (5, 3)): steps must rise, from 0 on"),
-    (dict(SIGMA_SCHEDULE=((-5, 2),)), "SIGMA_SCHEDULE = ((-5, 2),): steps must rise, from 0 on"),
-    (dict(SIGMA_SCHEDULE=((5, 2.5),)), "SIGMA_SCHEDULE = ((5, 2.5),): must be pairs of a step and a shift"),
-    (dict(SOFT_TARGETS=((0, 2),)), "SOFT_TARGETS = ((0, 2),): needs LOSS exact"),
-    (dict(SOFT_TARGETS=((0, 8),), LOSS="exact", VOCAB_SIZE=256), "contexts must be from 0 to 7"),
-    (dict(SOFT_TARGETS=((0, 4),), LOSS="exact"), "contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192"),
-    (dict(SOFT_TARGETS=((0, 2), (0, 3)), LOSS="exact"), "steps must rise, from 0 on"),
-    (dict(SOFT_TARGETS=((0, 2.0),), LOSS="exact"), "must be pairs of a step and a context"),
-    (dict(TOKEN_MASK=50, HOST_GAUSSIAN=1), "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN"),
-    (dict(NTT_MODE=2, SEQ_LEN=512), "NTT_MODE = 2: needs SEQ_LEN of 256 at most, not 512")])
-def test_combinations_that_cannot_work_are_refused(values, says):
-    with pytest.raises(egg_config.ConfigError, match=re.escape(says)):
-        egg_config.make(**values)
-
-
-@pytest.mark.parametrize("values", [
-    dict(USE_MUON=1), dict(MUON_MOMENTUM=0.9), dict(MUON_LR_SCALE=2.0), dict(MUON_NS="cubic"), dict(NTT_MODE=1),
-    dict(NTT_CAUSAL=0),
-    dict(HOST_GAUSSIAN=1), dict(DEVICE_GAUSSIAN=1), dict(HOST_MASK=7), dict(DEVICE_MASK=7),
-    dict(ADAPTIVE_NOISE_MODE=2), dict(USE_SAME_DATA=1), dict(OPTIMIZER="sgd"),
-    dict(LOSS="exact"), dict(LR_SCHEDULE=((0, 0.5),)), dict(TOKEN_MASK=3), dict(RARE_TOKENS=0.01),
-    dict(SIGMA_SCHEDULE=((5, 4),)), dict(SEEN_VOTES=2), dict(SOFT_TARGETS=((5, 0),), LOSS="exact")],
-    ids=lambda values: next(iter(values)))
-def test_every_switch_is_in_the_fingerprint(values):
-    cfg, base = egg_config.make(**values), egg_config.make()
-    assert cfg.fingerprint() != base.fingerprint()
-    assert list(values)[0] in history.difference(base.saved(), cfg.saved())
 
 
 def test_the_form_that_sees_its_targets_is_warned_of(here):

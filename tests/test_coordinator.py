@@ -13,17 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import egg_net
 from cluster import admission, auth, dispatch, fairness, history, snapshots, wire
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import fitness_digits, seeds, state_digest
 from maintenance import load
-from tools import train
 from chaos_cluster import CHAOS, OFTEN, chaos
-from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, free_port, kept, refused, until,
-                          upload, work_in_thread)
-from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, GOOD_STEP, Lines, SECRET, changed, expected
-from commands import fails, process
+from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, first_step, free_port, kept,
+                          refused, until, upload, work_in_thread)
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected, full
+from commands import fails, process, train_here
 
 
 # --- what the disk, a kill and chaos do -------------------------------------------------------------------------------
@@ -49,10 +47,6 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
 
 def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch):
     cfg = changed(SNAPSHOT_EVERY=2)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(snapshots.Upload, "keep", full)
     server = cluster(tmp_path, [FakeEngine(cfg, 0.002)], 6, cfg, save=True)
     assert server.said.count("no more snapshots, No space left on device") == 1
@@ -71,7 +65,7 @@ def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
         for _ in range(2):                                       # the second time there is nothing left to distrust
             server._distrust(author)
         other.close()
-        until(lambda: len(server.dispatcher.workers) == 1)
+        server.has_workers(1)
         assert upload and server.collector.upload is upload
         giver.close()
         until(lambda: server.collector.upload is None)
@@ -81,13 +75,8 @@ def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
 def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:
-        engine = FakeEngine(cfg)
         liar, *others = [Peer2(server, name=name) for name in ("liar", "w0", "w1")]
-        for chunk in range(4):
-            liar.ask(0, engine.digest())
-            assert liar.answer().first == 32 * chunk
-            liar.result(0, 32 * chunk)
-        engine.update(GOOD_STEP)
+        engine = first_step(server, liar)
         right, state = engine.digest(), engine.state()
         state.weights[5] ^= 1
         liar.ask(1, state_digest.of_state(state))
@@ -123,10 +112,10 @@ def test_status_as_a_table_and_as_json(tmp_path):
         engine = FakeEngine(pause=0.01)
         server.work(engine, access=auth.Access(SECRET), name="node7/cuda:0")
         server.reaches(2)
-        ask = "status", "127.0.0.1", "--port", server.port
-        table = process(*ask, "--secret-file", secret)
-        told = json.loads(process(*ask, "--secret-file", secret, "--json").stdout)
-        fails(process(*ask), 2, "egg: 127.0.0.1:", "wants a secret")
+        ask = f"status 127.0.0.1 --port {server.port}"
+        table = process(ask, "--secret-file", secret)
+        told = json.loads(process(ask, "--json", "--secret-file", secret).stdout)
+        fails(process(ask), 2, "egg: 127.0.0.1:", "wants a secret")
     assert table.returncode == 0 and re.search(r"^step \d+, \d of 4 chunks done, [\d,]+ tokens/s, loss ",
                                                table.stdout), table
     assert re.search(r"^node7/cuda:0 +fake +127.0.0.1:\d+ +(computing|waiting|catching up) +\d+ +\d+ +[\d.e-]+ "
@@ -238,19 +227,6 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
     assert re.fullmatch(r"0,\d+\.\d{3},1\.000000,5,0\.5", log[-1])
 
 
-def test_colours_only_on_a_terminal_and_not_with_no_color(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert egg_net.Console(Lines()).colour("x", "red") == "x"
-    stream = Lines(terminal=True)
-    console = egg_net.Console(stream)
-    assert console.colour("x", "red") == "\x1b[31mx\x1b[0m"
-    console.progress("step 12: 3/8 chunks")
-    console.line("done")
-    assert stream.text == "\r\x1b[Jstep 12: 3/8 chunks\r\x1b[Jdone\n"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert egg_net.Console(stream).colour("x", "red") == "x"
-
-
 def test_answers_come_within_a_millisecond(tmp_path):
     cfg = CFG.changed(POPULATION_SIZE=32 * 400)
     with Server(tmp_path, cfg) as server:
@@ -290,36 +266,34 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
 
 def test_training_on_this_machine_goes_on_where_it_stopped(small, tmp_path, compiled):
     lines = Lines()
-    first = train.train(small, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
+    first = train_here(small, 3, lines)
     after, unit = first.final.figure
     assert (first.progress.run.step, first.final.step, unit) == (3, 3, "bits/byte")
     assert first.progress.validations[0][0] < 3 and 0 < after < 20
     told = [json.loads(line) for line in pathlib.Path("run", history.EVENTS).read_text().splitlines()]
     assert [len(event["values"]) for event in told if event["event"] == "references"] == [3]
-    second = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
+    second = train_here(small, 5, lines)
     assert (second.progress.first_step, second.progress.run.step) == (3, 5)
     assert second.progress.validations[0][1] == pytest.approx(after, abs=1e-12)
     for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:",
                   "bits/byte after (unigram",
                   "sample after 5 steps", "the run lies in run"):
         assert words in lines.text, words
-    third = train.train(small, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
+    third = train_here(small, 5, lines)
     assert third.final is None and "the run has its 5 steps already" in lines.text
 
 
 def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, tmp_path, compiled):
     # validation is off, so that the run is quick and its history all there is
     cfg, lines = small.changed(VALIDATE_EVERY=0, SAMPLE_EVERY=0), Lines()
-    options = dict(steps=80, threads=1)
-    killed = dict(options, save_dir="killed", console=egg_net.Console(lines))
     others = multiprocessing.active_children()                   # of other tests: the compilers of kernels
-    thread = threading.Thread(target=train.train, args=(cfg,), kwargs=killed)
+    thread = threading.Thread(target=train_here, args=(cfg, 80, lines, "killed"))
     thread.start()
     until(lambda: "Step 2 " in lines.text)
     for child in multiprocessing.active_children():
         if child not in others:
             child.kill()
-    train.train(cfg, save_dir="undisturbed", console=egg_net.Console(Lines()), **options)
+    train_here(cfg, 80, Lines(), "undisturbed")
     thread.join(60)
     assert "the worker on cpu was killed by SIGKILL: starting it again" in lines.text
     packed = kept("killed", cfg)
@@ -330,4 +304,4 @@ def test_training_names_what_is_missing(small, tmp_path):
     from model import data_files
     (tmp_path / "input.bin").unlink()
     with pytest.raises(data_files.DataError, match="input.bin"):
-        train.train(small, steps=1, console=egg_net.Console(Lines()))
+        train_here(small, 1, Lines(), None)

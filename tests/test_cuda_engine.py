@@ -3,28 +3,24 @@ engine is held against the golden recordings and, on random configurations, agai
 
 import contextlib
 import hashlib
-import json
-import pathlib
 import re
 
 import numpy as np
 import pytest
 import sanitize
-from numba import cuda, uint32
+from numba import cuda
 
 import egg_config
 import no_device
-import recordings
-from engine import cuda_engine, kernel_cache
+from engine import cuda_engine
 from kernels import attention, head, host, pairs, parts, product, transformer, update
 from model import fitness_digits, parameters, rules, sampling, seeds
-from compiling import CARDS, hold_against_cards, kernels_of, path_of
-from engines_compared import OTHER_INSTRUCTIONS, SEED, compare
-from fakes import any_fitness
-from readings import TINY, hold_draws_against_the_distribution
-from recordings import digests, recorded_generation
-
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+from model.reading import Reading
+from compiling import CARDS, compiled_as, hold_against_cards, kernels_for, kernels_of, path_of
+from engines_compared import OTHER_INSTRUCTIONS, SEED, begun_ahead, compare
+from fakes import any_fitness, step_alone
+from readings import TINY, as_data, equal, hold_draws_against_the_distribution, votes_on
+from recordings import HERE, digests, golden, hold_against_recording, recorded_digests, recorded_generation
 
 
 # --- without a GPU ----------------------------------------------------------------------------------------------------
@@ -42,25 +38,16 @@ def test_every_kernel_compiles(names, compiled_kernels):
         assert names <= {name for name, *_ in made}
 
 
-@pytest.mark.compiles({}, [(10, 0)], names=("embed", "head"))
-def test_large_tiles_compile(compiled_kernels):
-    hold_against_cards(compiled_kernels)
-
-
-@pytest.mark.parametrize("other", [
-    pytest.param(None, marks=pytest.mark.compiles(other, [(9, 0)], names=("full_width_product", "up", "head")),
-                 id=str(other)) for other in OTHER_INSTRUCTIONS])
-def test_other_instructions_compile(other, compiled_kernels):
-    """Those that cc 9.0 need not use."""
-    hold_against_cards(compiled_kernels)
+# rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2
+WIDE_ROWS = dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
 
 
 @pytest.mark.parametrize((), [
-    pytest.param(marks=pytest.mark.compiles(dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1,
-                                                 ADAPTIVE_NOISE_MODE=2), [cc], part="noisy"), id=f"cc{cc[0]}")
-    for cc in ((8, 6), (9, 0))])
-def test_wide_rows_compile(compiled_kernels):
-    """Rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2."""
+    compiled_as("large tiles", {}, [(10, 0)], names=("embed", "head")),
+    *(compiled_as(f"wide rows, cc{cc[0]}", WIDE_ROWS, [cc], part="noisy") for cc in ((8, 6), (9, 0))),
+    compiled_as("other instructions", OTHER_INSTRUCTIONS, [(9, 0)], names=("full_width_product", "up", "head"))])
+def test_other_shapes_and_instructions_compile(compiled_kernels):
+    """Instructions that cc 9.0 need not use are among them."""
     hold_against_cards(compiled_kernels)
 
 
@@ -81,21 +68,6 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
                 assert most <= (kib - 1) * 1024, (H, T)
                 for shape in [kernel.shape for kernel in kernels.full_width.values()]:
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
-
-
-def test_kernels_that_differ_are_told_apart():
-    """What saves compiling above: equal are kernels of equal code, constants and called functions."""
-    def keys(cc=(8, 0), **constants):
-        known = {}
-        return {k.name: kernel_cache.key(known, k.dispatcher, k.signature) for k in kernels_of(constants, cc)["all"]}
-
-    base, mask, newer = keys(), keys(DEVICE_MASK=7), keys((9, 0))
-    falling = [keys(SIGMA_SCHEDULE=schedule) for schedule in (((0, 2), (9, 5)), ((5, 2), (7, 3), (8, 4)))]
-    assert falling[0] == falling[1] and {name for name in base if base[name] != falling[0][name]} == {
-        "embed", "up", "full_width_product", "head", "read_transformer", "logits"}
-    assert base == keys(VALIDATE_EVERY=7)
-    assert "operands" in {name for name in base if base[name] != mask[name]}
-    assert base["digest"] == mask["digest"] == newer["digest"] and base["products"] != newer["products"]
 
 
 def test_numba_made_quicker_compiles_to_the_same():
@@ -122,21 +94,12 @@ def test_optimizer_rounds_as_the_specification_does():
 def test_plan_gives_the_votes():
     """The walk of the update's kernels, done by NumPy, against the sums of SPEC 9."""
     cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
-    rng = np.random.default_rng(SEED)
-    plan, pairs, seed = update.plan(cfg), np.arange(cfg.N_PAIRS), 4000000000
-    fitness = rng.integers(-1, 2, cfg.N_PAIRS)
-
-    def noise(seeds, index):
-        with np.errstate(over="ignore"):
-            x = seeds.astype(np.uint32) + np.uint32(index) * np.uint32(0x9E3779B9)
-            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-                x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
-        return rules.uniform_noise(x ^ x >> np.uint32(16), cfg.DEVICE_MASK, cfg.DEVICE_GAUSSIAN).astype(np.int64)
-
+    plan, pairs, state = update.plan(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
+    fitness, state.seed = any_fitness(cfg, SEED), 4000000000
     n = np.arange(plan.span + 16)
     operands = np.zeros((len(plan.rows), n.size), np.int64)
     for row, (index, delta, shift, low, high) in zip(operands, plan.rows.astype(np.int64)):
-        row[:] = noise(seed + n + delta, index)
+        row[:] = Reading(cfg, state, state.seed + n).noise(delta, index)
         if shift >= 0:
             signs = fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)]
             row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), signs, 0)
@@ -151,10 +114,7 @@ def test_plan_gives_the_votes():
         rows = operands[element:element + 8 * update.EIGHTS]
         votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
     for t in parameters.tensors(cfg):
-        a = np.stack([noise(seed + pairs + t.seed_a, c) for c in range(t.cols)])
-        b = np.stack([noise(seed + pairs + t.seed_b, r) for r in range(t.rows if t.matrix else t.cols)])
-        want = parameters.to_canonical((b * fitness) @ a.T) if t.matrix else (a * b) @ fitness
-        assert np.array_equal(votes[t.span], want), t
+        equal(votes[t.span], votes_on(cfg, state, t, fitness), t)
 
 
 def test_largest_slice():
@@ -277,7 +237,7 @@ def every_verb(cfg, engine, tokens):
 
 @pytest.mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
-    forward = cuda_engine.kernels(sanitize.config(name), (9, 0), CARDS[9, 0] * 1024, uint32)[0]
+    forward = kernels_for(sanitize.config(name))[0]
     assert (path_of(forward) == "wgmma") == (name == "gru, fast")
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
@@ -310,34 +270,14 @@ def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, com
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
-def golden(name):
-    return np.load(GOLDEN / f"{name}.npz")
-
-
-def digests_after(data, step):
-    return tuple(str(data[f"{what}_sha256"][step]) for what in ("model", "adam", "scales"))
-
-
 def digest(array):
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["A", "B", "D"])
+@pytest.mark.parametrize("name", "ABD")
 def test_golden(name):
-    data = golden(name)
-    cfg = egg_config.make(**json.loads(str(data["config"])))
-    tokens = np.frombuffer(data["input_bin"].tobytes(), np.uint8 if cfg.VOCAB_SIZE == 256 else "<u4")
-    engine = cuda_engine.CudaEngine(cfg, tokens)
-    assert np.array_equal(engine.state().weights, data["model_0"].view(np.int8))
-    for step in range(6):
-        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
-        assert np.array_equal(np.concatenate(losses), data["loss"][step]), f"losses of step {step}"
-        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
-        assert np.array_equal(fitness, data["fitness"][step]), f"fitness of step {step}"
-        assert engine.update(fitness_digits.pack_ternary(fitness)) == data["updates"][step]
-        assert digests(engine.state()) == digests_after(data, step), f"update {step}"
-    assert np.array_equal(engine.state().weights, data["model_6"].view(np.int8))
+    hold_against_recording(cuda_engine.CudaEngine, name)
 
 
 @pytest.mark.gpu
@@ -345,42 +285,38 @@ def test_golden_default_configuration():
     """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its
     recording as far as the race left that alone: the recorded losses, the fitness of two steps and the states after
     them."""
-    import pyzstd
-    recorded, mended = golden("E"), golden("E_mended")
-    cfg = egg_config.make()
-    tokens = np.frombuffer(pyzstd.decompress((GOLDEN / "input_8k.bin.zst").read_bytes()), "<u4")
-    engine = cuda_engine.CudaEngine(cfg, tokens)
+    cfg, tokens, recorded = golden("E")
+    mended, engine = np.load(HERE / "tests" / "golden" / "E_mended.npz"), cuda_engine.CudaEngine(cfg, tokens)
     assert digests(engine.state())[0] == str(recorded["init_model_sha256"])
     for step in range(6):
-        losses = [engine.evaluate(first, cfg.CHUNK_SIZE) for first in range(0, cfg.POPULATION_SIZE, cfg.CHUNK_SIZE)]
+        packed, losses, _ = step_alone(engine)
+        fitness = fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
+        chunks = losses.reshape(cfg.N_CHUNKS, -1)
         if step == 0:
-            assert np.array_equal([x[:256] for x in losses], recorded["loss_head"])
-        found = [digest(x.astype(np.int32)) for x in losses]
+            equal(chunks[:, :256], recorded["loss_head"])
+        found = [digest(x.astype(np.int32)) for x in chunks]
         assert found == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
-        fitness = np.concatenate([fitness_digits.chunk_fitness(x, cfg) for x in losses])
-        engine.update(fitness_digits.pack_ternary(fitness))
         for data in (mended, recorded)[:2 if step < 2 else 1]:
             assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
-            assert digests(engine.state()) == digests_after(data, step), f"update {step}"
+            assert digests(engine.state()) == recorded_digests(data, step), f"update {step}"
 
 
 @pytest.mark.gpu
 def test_load_and_pieces_of_a_chunk():
     """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the
     host."""
-    data = golden("A")
-    cfg = egg_config.make(**json.loads(str(data["config"])))
-    engine = cuda_engine.CudaEngine(cfg, np.frombuffer(data["input_bin"].tobytes(), "<u4"))
+    cfg, tokens, data = golden("A")
+    engine = cuda_engine.CudaEngine(cfg, tokens)
     start = engine.state()
     for step in range(3):
         engine.update(fitness_digits.pack_ternary(data["fitness"][step].astype(np.int8)))
     engine.load(start)
     assert (engine.step, engine.seed) == (0, seeds.INITIAL_SEED)
     pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
-    assert np.array_equal(np.concatenate(pieces), data["loss"][0, 64:128])
+    equal(np.concatenate(pieces), data["loss"][0, 64:128])
     engine._tokens = None
     del engine._members
-    assert np.array_equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
+    equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
 
 
 @pytest.mark.gpu
@@ -392,33 +328,19 @@ def test_evaluations_begun_ahead(constants, on_device):
     """Right and wrong expectations, of evaluations and updates, tokens on the device and on the host: the same losses,
     changes and states as without, in three steps."""
     cfg = egg_config.make(**constants, HIDDEN_DIM=128, CHUNK_SIZE=512, POPULATION_SIZE=1024, SEQ_LEN=32)
-    tokens = np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000).astype(
-        np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    tokens = as_data(cfg, np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000))
     plain, ahead = cuda_engine.CudaEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)
     if not on_device:
         plain._tokens = ahead._tokens = None
-    for step in range(3):
-        for first, count, expected in ((0, 300, (300, 212)), (300, 212, (512, 512)), (0, 512, (512, 512)),
-                                       (512, 512, (0, 512)), (2, 300, None), (512, 512, None)):
-            ahead.begin(first, count)
-            if expected:
-                ahead.begin(*expected)
-            losses = ahead.evaluate(first, count)
-            assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
-        assert len(np.unique(losses)) > 2
-        fitness = any_fitness(cfg, step)
+    for step, fitness in begun_ahead(plain, ahead, 300):
         assert ahead.begin_update(fitness if step < 2 else any_fitness(cfg, 9))
         ahead.begin(0, 300 if step else 2)
         if step == 1:
-            assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "the update is undone"
+            equal(ahead.evaluate(0, 512), plain.evaluate(0, 512), "the update is undone")
             ahead.begin_update(fitness)
             ahead.begin(0, 300)
         assert ahead.update(fitness) == plain.update(fitness)
-        assert ahead.digest() == plain.digest() and digests(ahead.state()) == digests(plain.state())
-    ahead.begin(0, 512)
-    ahead.load(parameters.initial_state(cfg))
-    plain.load(parameters.initial_state(cfg))
-    assert np.array_equal(ahead.evaluate(0, 512), plain.evaluate(0, 512)), "what was begun before a load is stale"
+        assert digests(ahead.state()) == digests(plain.state())
 
 
 @pytest.mark.gpu
@@ -536,7 +458,7 @@ def test_random_configurations_against_the_cpu_engine(compared):
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for
     every occurrence."""
-    engine = cuda_engine.CudaEngine(*recordings.golden("E")[:2])
+    engine = cuda_engine.CudaEngine(*golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, sampling.settings(engine.cfg)._replace(penalty=np.float32(0))
     z, read = cuda.device_array(cfg.VOCAB_SIZE, np.int32), engine._forward.read
@@ -553,7 +475,7 @@ def test_recorded_generation(step):
     texts = cuda_engine.texts_for(engine, 1, len(recorded))
     texts._advance = texts._advance._enqueue                 # no graph has this function
     texts.begin(recorded[None, :prompt], prompt, engine.seed & 0xFFFFFFFF, s)
-    assert np.array_equal(texts.until(len(recorded))[0], recorded)
+    equal(texts.until(len(recorded))[0], recorded)
 
 
 @pytest.mark.gpu
@@ -565,9 +487,7 @@ def test_the_draw_follows_the_exact_distribution():
 def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
     from engine import cpu_engine
     from tools import debug
-    data = golden("A")
-    cfg = egg_config.make(**json.loads(str(data["config"])))
-    tokens = np.frombuffer(data["input_bin"].tobytes(), "<u4")
+    cfg, tokens, data = golden("A")
     engines = [cpu_engine.CpuEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)]
     for engine in engines:
         for step in range(3):

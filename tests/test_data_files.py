@@ -1,6 +1,5 @@
 """Data files: tokens, decoding, validation and reference figures."""
 
-import itertools
 import math
 import os
 import re
@@ -11,6 +10,7 @@ import pytest
 import egg_config
 from model import data_files
 from coordinators import refused
+from recordings import write_decoding
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BASE = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=300)
@@ -18,11 +18,6 @@ BASE = egg_config.make(SEQ_LEN=8, VOCAB_SIZE=300)
 
 def write_tokens(path, tokens, kind="<u4"):
     np.asarray(tokens, kind).tofile(path)
-    return str(path)
-
-
-def write_decoding(path, pieces):
-    path.write_bytes(len(pieces).to_bytes(4, "little") + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
     return str(path)
 
 
@@ -174,6 +169,22 @@ def test_validation_off_missing_or_wrong(tmp_path):
         data_files.open_validation(BASE.changed(VAL_FILE=path), data_files.Decoding([b"x"] * 30))
 
 
+def bits_by_hand(train, vocab, windows, length):
+    """float: bits that the tokens of windows cost by contexts of `length` tokens, counted in the training data."""
+    text = train.tolist()
+
+    def share(context, token):
+        if not context:
+            return (text.count(token) + 1) / (len(text) + vocab)
+        n = len(context)
+        after = [text[i + n] for i in range(len(text) - n) if text[i:i + n] == context]
+        shorter, kinds = share(context[1:], token), len(set(after))
+        return (after.count(token) + kinds * shorter) / (len(after) + kinds) if after else shorter
+
+    return sum(-math.log2(share(row[max(0, t - length):t], row[t]))
+               for row in windows.tolist() for t in range(1, len(row)))
+
+
 @pytest.mark.parametrize("vocab", [7, 70000])        # pair codes of 32 and of 64 bits
 def test_references_agree_with_the_plain_formulas(vocab):
     rng = np.random.default_rng(3)
@@ -181,17 +192,10 @@ def test_references_agree_with_the_plain_formulas(vocab):
     train = rng.integers(0, 6, 500).astype(np.uint32) * (vocab // 7)
     windows = rng.integers(0, 7, (6, 9)) * (vocab // 7)
     validation = data_files.Validation(windows.astype(np.int32), 100, "bits/byte")
-    pairs = list(itertools.pairwise(train.tolist()))
-    p_one, p_two = 0.0, 0.0
-    for row in windows.tolist():
-        for h, w in itertools.pairwise(row):
-            one = ((train == w).sum() + 1) / (500 + vocab)
-            after = [b for a, b in pairs if a == h]
-            two = (after.count(w) + len(set(after)) * one) / (len(after) + len(set(after))) if after else one
-            p_one, p_two = p_one - math.log2(one), p_two - math.log2(two)
+    want = [48 * math.log2(vocab), *(bits_by_hand(train, vocab, windows, length) for length in (0, 1))]
     got = data_files.references(cfg, train, validation)
-    assert got == {"uniform": pytest.approx(48 * math.log2(vocab) / 100), "unigram": pytest.approx(p_one / 100),
-                   "bigram": pytest.approx(p_two / 100)}
+    assert [*got] == ["uniform", "unigram", "bigram"]
+    assert [*got.values()] == pytest.approx([bits / 100 for bits in want])
 
 
 def test_tables_of_contexts_against_counting_by_hand():
@@ -199,20 +203,8 @@ def test_tables_of_contexts_against_counting_by_hand():
     train = rng.integers(0, 3, 200).astype(np.uint8)
     windows = rng.integers(0, 4, (3, 8)).astype(np.int32)
     validation = data_files.Validation(windows, 21, "bits/byte")
-    text = train.tolist()
-
-    def share(context, token):
-        if not context:
-            return (text.count(token) + 1) / (len(text) + 256)
-        n = len(context)
-        after = [text[i + n] for i in range(len(text) - n) if text[i:i + n] == context]
-        shorter, kinds = share(context[1:], token), len(set(after))
-        return (after.count(token) + kinds * shorter) / (len(after) + kinds) if after else shorter
-
-    for length, figure in zip((2, 3), data_files.context_tables(train, validation, (2, 3)).values(), strict=True):
-        want = sum(-math.log2(share(row[max(0, t + 1 - length):t + 1], row[t + 1]))
-                   for row in windows.tolist() for t in range(7))
-        assert figure == pytest.approx(want / 21)
+    want = [bits_by_hand(train, 256, windows, length) / 21 for length in (2, 3)]
+    assert [*data_files.context_tables(train, validation, (2, 3)).values()] == pytest.approx(want)
 
 
 def test_references_of_a_large_file_come_from_parts_of_it(monkeypatch):

@@ -3,8 +3,6 @@
 import ast
 import re
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import egg
 import egg_config
 from cluster import wire
 from commands import run
-from recordings import HERE
+from recordings import HERE, python
 from model import fitness_digits
 from tools import live_page
 from tools.curves import read_curve
@@ -78,7 +76,10 @@ def test_the_picture_of_learning_shows_figures_of_the_readme():
             assert abs(near.seconds - int(at)) < 0.1 * int(at) and low - 0.01 < near.value < high + 0.01, (name, at)
 
 
-@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+every_document = pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+
+
+@every_document
 def test_lines_fit_and_links_lead_somewhere(path):
     text = path.read_text()
     assert [line for line in text.split("\n") if len(line) > COLUMNS] == []
@@ -91,7 +92,7 @@ def test_lines_fit_and_links_lead_somewhere(path):
         assert not section or section in headings(file), target
 
 
-@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+@every_document
 def test_files_of_the_program_exist(path):
     folders = "|".join(sorted({file.parent.name for file in SOURCES} - {HERE.name}))
     named = re.findall(rf"\b(?:requirements|{folders})/[\w/]+\.(?:py|sh|txt)\b", path.read_text())
@@ -100,8 +101,7 @@ def test_files_of_the_program_exist(path):
 
 
 def test_the_tables_of_constants_and_presets_are_those_of_the_program():
-    command = [sys.executable, HERE / "egg_config.py"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = python(HERE / "egg_config.py")
     assert printed in (HERE / "docs" / "CONFIGURATION.md").read_text(), "python egg_config.py prints what stands there"
     described = {row[0] for row in rows(printed)}
     assert described == {"constant", *egg_config.CONSTANTS} and printed == egg_config.tables() + "\n"
@@ -127,7 +127,7 @@ def commands(path):
     return found
 
 
-@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+@every_document
 def test_commands_are_understood(path):
     for arguments in commands(path):
         args = egg.parsed(arguments)

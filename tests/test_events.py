@@ -22,10 +22,10 @@ from model import data_files
 from tools import plot
 from tools.curves import read_curve
 from coordinators import Peer, Peer2, Server, callers, cluster, refused, until
-from fakes import CFG, FakeEngine, Lines, VALIDATION, changed
+from fakes import CFG, FakeEngine, Lines, VALIDATION, changed, full
 from pages import EVERYBODY, state_of
 from recordings import HERE
-from run_logs import Stream, charts, events, example, of_kind, told_to
+from run_logs import Stream, charts, events, example, of_kind, told_to, write
 from commands import fails, run
 
 
@@ -39,7 +39,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
                 peer.send(wire.LOG_MESSAGE, b"x" * 16000)
             peer.send(JOB_REQUEST, 0, 0, 0, bytes(16))
             peer.close()
-        until(lambda: not server.dispatcher.workers)
+        server.has_workers(0)
         size = (tmp_path / history.EVENTS).stat().st_size
         assert size < 2 * event_log.OF_HOST[1] * event_log.LINE, f"{size} bytes: long lines count as many"
     assert (tmp_path / history.EVENTS).read_text().count('"event": "step"') == 0
@@ -168,7 +168,7 @@ def test_a_validation_counts_from_the_holder_of_chunk_0_alone(tmp_path):
             assert idle.chunk(0) in (0, 32)
             if kind is Peer:
                 idle.close()
-                until(lambda: not server.dispatcher.workers)
+                server.has_workers(0)
         assert progress.validations == []
         validate(idle, 0)                                        # it holds chunk 0 now, and is alone
         until(lambda: progress.validations)
@@ -301,14 +301,13 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
     bits = 16 / 6 / np.log(2)
     for vocabulary, unit in ((256, "bits/byte"), (8192, "bits/token")):
         path = tmp_path / str(vocabulary)
-        old = [{"event": "start", "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary, "RECOMBINE_ALPHA": 1}},
-               {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "seconds": 1}]
-        new = [{"event": "step", "step": 1, "tokens": 10, "loss": 7.0, "unit": unit, "seconds": 1}]
-        for told in (old, old + new):
-            path.write_text("".join(json.dumps(event) + "\n" for event in told))
+        step = {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "seconds": 1}
+        write(path, {"event": "start", "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary,
+                                                  "RECOMBINE_ALPHA": 1}})
+        for told, losses in (step, [2 * bits]), ({**step, "step": 1, "loss": 7.0, "unit": unit}, [2 * bits, 7.0]):
+            write(path, told)
             curve = read_curve(path)
-            assert [point.value for point in curve.loss] == [pytest.approx(2 * bits), 7.0][:len(told) - 1]
-            assert curve.loss_unit == unit
+            assert [point.value for point in curve.loss] == pytest.approx(losses) and curve.loss_unit == unit
     text = plot.terminal(*charts([path]), Stream(), 80)
     assert "training loss, bits/token\n" in text
 
@@ -316,13 +315,10 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
 def test_a_label_stands_where_no_curve_is(tmp_path):
     """A curve that ends on a reference: its label is left of it, whole."""
     path = tmp_path / "log"
-    with open(path, "w") as file:
-        print(json.dumps({"event": "references", "values": {"unigram": 4.6, "bigram": 3.5}}), file=file)
-        for k in range(100):
-            value = 3.5 + 4 * 0.9 ** k
-            for event in ("validation", "step"):
-                print(json.dumps({"event": event, "step": k, "tokens": k, "value": value, "loss": 1, "seconds": 1,
-                                  "unit": "bits/byte"}), file=file)
+    write(path, {"event": "references", "values": {"unigram": 4.6, "bigram": 3.5}})
+    for k in range(100):
+        told = {"step": k, "tokens": k, "value": 3.5 + 4 * 0.9 ** k, "loss": 1, "seconds": 1, "unit": "bits/byte"}
+        write(path, {"event": "validation", **told}, {"event": "step", **told})
     for width in (60, 80, 160):
         text = plot.terminal(*charts([path]), Stream(), width)
         assert " unigram 4.60" in text and re.search("[ \u2502\u2524]bigram 3.50(?=[ \n])", text), text
@@ -368,7 +364,7 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up(tmp_path):
 
 @pytest.mark.parametrize("path, reason", [("/nonexistent/log", "No such file"), (".", "Is a directory")])
 def test_a_log_that_cannot_be_written_is_one_line_at_the_start(here, path, reason):
-    fails(run("coordinator", "--port", 0, "--log-json", path, "--steps", 1), 1, f"egg: {path}: ", reason,
+    fails(run("coordinator --port 0 --steps 1 --log-json", path), 1, f"egg: {path}: ", reason,
           ": give --log-json a file that can be written\n")
 
 
@@ -409,9 +405,6 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
         with told_to(tmp_path, tensorboard=tmp_path / "file"):
             pass
     with told_to(tmp_path, lines := Lines(), tensorboard=tmp_path / "tb") as told:
-        def full(_):
-            raise OSError(28, "No space left on device")
-
         monkeypatch.setattr(told.files[-1]._writer, "write_event", full)
         for step in range(3):
             told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
@@ -424,12 +417,12 @@ def test_missing_libraries_are_named(here, monkeypatch, capsys):
     monkeypatch.delattr("maintenance.backprop", raising=False)               # where another test has loaded it
     monkeypatch.delitem(sys.modules, "maintenance.backprop", raising=False)
     advice = f"{egg.pip()} install -r {egg.from_here(HERE / 'requirements')}"
-    fails(run("coordinator", "--port", 0, "--tensorboard", "tb"), 1,
+    fails(run("coordinator --port 0 --tensorboard tb"), 1,
           f"egg: --tensorboard needs tensorboardX: {advice}/watch.txt\n")
     example(here / "log")
-    fails(run("plot", "log", "--out", "a.png"), 1, f"egg: --out needs matplotlib: {advice}/watch.txt; without")
+    fails(run("plot log --out a.png"), 1, f"egg: --out needs matplotlib: {advice}/watch.txt; without")
     assert egg.main(["backprop", "--log-json", "b.jsonl"], maintenance.PROGRAM) == 1
     assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
-    fails(run("import", "w", "--save-dir", "new"), 1,
+    fails(run("import w --save-dir new"), 1,
           f"egg: export and import need safetensors: `{advice}/export.txt`\n")
     assert not (here / "a.png").exists() and not (here / "b.jsonl").exists()

@@ -64,7 +64,7 @@ def test_a_turn_takes_a_few_frames_of_each_and_a_flood_ends(tmp_path, monkeypatc
                          daemon=True).start()
         for k in range(4):
             started = time.process_time()                        # which a busy machine does not lengthen
-            honest.result(0, honest.chunk(0))
+            honest.works(0)
             assert time.process_time() - started < 0.5
         server.says("it sends more than it may")
         until(lambda: len(server.hub.connections) == 1)
@@ -189,11 +189,10 @@ def test_a_hostile_status_is_one_line(payload, monkeypatch):
         status.fetch_status(CFG, "127.0.0.1", 1)
 
 
-def test_the_table_of_a_status_cannot_be_wide(tmp_path):
-    with Server(tmp_path) as server:
-        peer = Peer2(server)
-        peer.chunk(0)
-        told = status.fetch_status(CFG, "127.0.0.1", server.port)
+def test_the_table_of_a_status_cannot_be_wide(server):
+    peer = Peer2(server)
+    peer.chunk(0)
+    told = server.fetched()
     told["workers"] = [{**told["workers"][0], "step": "x" * 100_000, "name": "\x1b[31m" * 1000}] * 50
     told["save_dir"] = "y" * 1_000_000
     text = status.describe_status(told)

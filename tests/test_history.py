@@ -1,7 +1,6 @@
 """history.egg, C++ checkpoints, and runs that are rebuilt from them."""
 
 import contextlib
-import json
 import math
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ from cluster import fairness, history, step
 from model import fitness_digits, parameters, seeds
 from coordinators import Server, filled, free_port, kept, refused, until, whole, work_in_thread
 from fakes import CFG, any_fitness, step_alone
-from recordings import HERE, digests
+from recordings import HERE, digests, golden, recorded_digests
 from readings import configured
 
 
@@ -36,6 +35,12 @@ def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     seconds = time.thread_time() - started
     assert run.step == 100_000 and run.fitness(50_000) == fitness and seconds < 5, f"{seconds:.1f} s"
     run.close()
+
+
+def cannot_open(words, directory, cfg=CFG, load_dir=None):
+    """A run is refused with these words, a pattern, in one line."""
+    with refused(words, history.HistoryError):
+        history.open_run(cfg, directory, load_dir)
 
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -62,8 +67,7 @@ def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):
     history.open_run(CFG, str(tmp_path)).close()
     monkeypatch.undo()
     history.open_run(CFG, str(tmp_path)).close()
-    with pytest.raises(history.HistoryError, match="NTT_MODE = 0 there, 1 here"):
-        history.open_run(CFG.changed(NTT_MODE=1), str(tmp_path))
+    cannot_open("NTT_MODE = 0 there, 1 here", tmp_path, CFG.changed(NTT_MODE=1))
 
 
 def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
@@ -96,13 +100,10 @@ def test_a_corrupt_middle_is_refused_with_its_position_and_left_alone(tmp_path):
             bad = bytearray(data)
             bad[at] ^= 0x41
             file.write_bytes(bad)
-            with pytest.raises(history.HistoryError, match=rf"damaged at byte {offsets[k]} \(step {k}\)"):
-                history.open_run(CFG, tmp_path)
+            cannot_open(rf"damaged at byte {offsets[k]} \(step {k}\)", tmp_path)
             assert file.read_bytes() == bad
-    missing = data[:offsets[10]] + data[offsets[11]:]
-    file.write_bytes(missing)
-    with pytest.raises(history.HistoryError, match=rf"byte {offsets[10]} \(step 10\)"):
-        history.open_run(CFG, tmp_path)
+    file.write_bytes(data[:offsets[10]] + data[offsets[11]:])
+    cannot_open(rf"byte {offsets[10]} \(step 10\)", tmp_path)
 
 
 def test_a_damaged_record_before_a_torn_one_is_no_interrupted_write(tmp_path):
@@ -116,8 +117,7 @@ def test_a_damaged_record_before_a_torn_one_is_no_interrupted_write(tmp_path):
             bad = bytearray(data[:last + torn])
             bad[at] ^= 0x41
             file.write_bytes(bad)
-            with pytest.raises(history.HistoryError, match=rf"damaged at byte {first} \(step 1\) with more behind it"):
-                history.open_run(CFG, tmp_path)
+            cannot_open(rf"damaged at byte {first} \(step 1\) with more behind it", tmp_path)
             assert file.read_bytes() == bad
 
 
@@ -137,9 +137,7 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
     file = tmp_path / history.FILE
     data = file.read_bytes()
     other = CFG.changed(SIGMA_SHIFT=5, LR_SCHEDULE=((0, 0.1),))
-    differ = r"SIGMA_SHIFT = 3 there, 5 here; LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here"
-    with pytest.raises(history.HistoryError, match=differ):
-        history.open_run(other, tmp_path)
+    cannot_open(r"SIGMA_SHIFT = 3 there, 5 here; LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here", tmp_path, other)
     harmless = CFG.changed(VALIDATE_EVERY=7, SAMPLING_TEMP=0.1, PORT=1)
     history.open_run(harmless, tmp_path).close()
     for words, content in (("not a fitness history", b"something else"),
@@ -147,8 +145,7 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
                            ("cut short in its header", data[:50]), ("cut short in its header", data[:4]),
                            ("damaged in its header", data[:60] + b"!" + data[61:])):
         file.write_bytes(content)
-        with pytest.raises(history.HistoryError, match=words):
-            history.open_run(CFG, tmp_path)
+        cannot_open(words, tmp_path)
         assert file.read_bytes() == content
 
 
@@ -160,8 +157,7 @@ def test_directories_that_cannot_be_used_are_one_line(tmp_path):
                               ("Not a directory", tmp_path / "file" / "x", None),
                               ("no such directory", None, tmp_path / "none"),
                               ("holds no run", tmp_path / "new", tmp_path)):
-        with refused(words, history.HistoryError):
-            history.open_run(CFG, save, load)
+        cannot_open(words, save, load_dir=load)
     run.close()
     history.open_run(CFG, tmp_path / "run").close()
 
@@ -204,8 +200,7 @@ def test_load_dir_continues_elsewhere(tmp_path, monkeypatch):
     history.open_run(CFG, tmp_path / "b", tmp_path / "a").close()       # the same command again goes on
     assert kept(tmp_path / "b") == packed + packed[:1]
     filled(tmp_path / "c", 3)
-    with pytest.raises(history.HistoryError, match="holds another run than --load-dir"):
-        history.open_run(CFG, tmp_path / "c", tmp_path / "a")
+    cannot_open("holds another run than --load-dir", tmp_path / "c", load_dir=tmp_path / "a")
     run = history.open_run(CFG)
     assert (run.step, run.directory) == (0, None)
     run.close()
@@ -214,10 +209,9 @@ def test_load_dir_continues_elsewhere(tmp_path, monkeypatch):
 # --- C++ checkpoints, golden runs -------------------------------------------------------------------------------------
 
 def golden_a():
-    """(Config, recorded arrays) of golden configuration A."""
-    recorded = np.load(HERE / "tests" / "golden" / "A.npz")
-    return egg_config.make(**json.loads(str(recorded["config"])), VALIDATE_EVERY=0, SAMPLE_EVERY=0,
-                           AUDIT_RATE=0.0), recorded
+    """(Config, tokens, recording) of golden configuration A, for a cluster that trains and no more."""
+    cfg, tokens, recorded = golden("A")
+    return cfg.changed(VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0), tokens, recorded
 
 
 def hold_against_fitness(run, cfg, recorded):
@@ -225,23 +219,18 @@ def hold_against_fitness(run, cfg, recorded):
         assert (fitness_digits.unpack_ternary(run.fitness(k), cfg.N_PAIRS) == recorded["fitness"][k]).all()
 
 
-def digests_of(recorded):
-    return tuple(str(recorded[name][5]) for name in ("model_sha256", "adam_sha256", "scales_sha256"))
-
-
 CHECKPOINTS = HERE / "tests" / "golden" / "cpp_checkpoint_A"
 
 
 def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
     from engine import cpu_engine
-    cfg, recorded = golden_a()
+    cfg, _, recorded = golden_a()
     run = history.open_run(cfg, tmp_path / "run", CHECKPOINTS)
     hold_against_fitness(run, cfg, recorded)
     engine = cpu_engine.CpuEngine(cfg)
     history.replay(run, engine)
     run.close()
-    assert (engine.state().weights == recorded["model_6"].view(np.int8).ravel()).all()
-    assert digests(engine.state()) == digests_of(recorded)
+    assert digests(engine.state()) == recorded_digests(recorded, 5)
     assert history.open_run(cfg, tmp_path / "run").step == 6
 
 
@@ -264,8 +253,7 @@ def test_damaged_cpp_checkpoints_are_refused(tmp_path, words, number, change):
         file.unlink()
     else:
         file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(history.HistoryError, match=words):
-        history.open_run(golden_a()[0], tmp_path / "run", tmp_path / "cpp")
+    cannot_open(words, tmp_path / "run", golden_a()[0], tmp_path / "cpp")
     assert not (tmp_path / "run").exists()
 
 
@@ -289,8 +277,8 @@ class Stuck:
 def golden_worker(port, pipe, stuck_at=None, flag=None):
     """A worker process on golden configuration A; sends its digests when the coordinator has its six steps."""
     from engine import cpu_engine
-    cfg, recorded = golden_a()
-    engine = cpu_engine.CpuEngine(cfg, np.frombuffer(recorded["input_bin"].tobytes(), "<u4"), 1)
+    cfg, tokens, _ = golden_a()
+    engine = cpu_engine.CpuEngine(cfg, tokens, 1)
     pipe.recv()                                               # the sign to begin
     serve = engine if stuck_at is None else Stuck(engine, stuck_at, flag)
     work_in_thread(port, serve, cfg, retry=True)
@@ -308,7 +296,7 @@ def start_golden_worker(*arguments):
 def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_path, compiled, monkeypatch):
     monkeypatch.setattr(step, "COPY_AFTER", math.inf)         # only the kill hands the victim's chunk to another,
     monkeypatch.setattr(fairness, "LEAST_LEASE", 60)          # however slow this machine is
-    cfg, recorded = golden_a()
+    cfg, _, recorded = golden_a()
     port, flag = free_port(), tmp_path / "stuck"
     server = Server(tmp_path / "run", cfg, port=port, save=True, steps=4)
     steady, victim, late = start_golden_worker(port), start_golden_worker(port, 2, str(flag)), start_golden_worker(port)
@@ -327,16 +315,16 @@ def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_
             assert server.run.record(k)[0] == recorded["loss"][k].astype(np.int64).sum()
         hold_against_fitness(server.run, cfg, recorded)
         assert [server.run.record(k)[1] for k in range(1, 6)] == list(recorded["updates"][:5])
-        assert steady[1].recv() == late[1].recv() == digests_of(recorded)
+        assert steady[1].recv() == late[1].recv() == recorded_digests(recorded, 5)
     steady[0].join(60), late[0].join(60), victim[0].join(60)
 
 
 def test_golden_a_is_driven_hardly_slower_than_alone(tmp_path, compiled):
     """A coordinator costs 5 ms of processor time a chunk at most. A wait of 50 ms in every chunk would show in what the
     clock says, which depends on what else the machine does: so the engine alone takes turns with it."""
-    cfg, recorded = golden_a()
     from engine import cpu_engine
-    engine = cpu_engine.CpuEngine(cfg, np.frombuffer(recorded["input_bin"].tobytes(), "<u4"))
+    cfg, tokens, _ = golden_a()
+    engine = cpu_engine.CpuEngine(cfg, tokens)
     rounds = []
 
     def timed(steps):

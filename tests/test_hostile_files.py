@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 
 import hypothesis
 import numpy as np
@@ -55,8 +54,12 @@ except history.HistoryError as error:
 
 
 def record(run, body):
-    fields = history.RECORD.pack(len(body), run.step, 0, 0, run.seed)
-    return fields + zlib.crc32(fields).to_bytes(4, "little") + body + zlib.crc32(body).to_bytes(4, "little")
+    return history.with_crc(history.RECORD.pack(len(body), run.step, 0, 0, run.seed)) + history.with_crc(body)
+
+
+def headed(text):
+    """A history without steps, with this text in its header."""
+    return history.with_crc(history.MAGIC + len(text.encode()).to_bytes(4, "little") + text.encode())
 
 
 def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
@@ -117,9 +120,7 @@ def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_p
     run = history.open_run(CFG, tmp_path / "run")
     run.close()
     header = {**CFG.saved(), **evil}
-    text = json.dumps({"version": 1, "config": header}).encode()
-    (tmp_path / "run" / history.FILE).write_bytes(history.with_crc(history.MAGIC + len(text).to_bytes(4, "little")
-                                                                   + text))
+    (tmp_path / "run" / history.FILE).write_bytes(headed(json.dumps({"version": 1, "config": header})))
     kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3}
     (tmp_path / "run" / history.SETTINGS).write_text(json.dumps({**kept, **evil, "HIDDEN_DIM": 96}))
     use.write_tensors(tmp_path / "model", {"x": np.zeros(1, np.int8)}, {"config": json.dumps(header)})
@@ -136,15 +137,14 @@ sys.exit(egg.main(sys.argv[1:]))
 """
 
 
-def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_so(tmp_path, monkeypatch):
+def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_so(here, tmp_path, monkeypatch):
     cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=8)
     history.open_run(cfg, tmp_path / "run").close()
     use.write_tensors(tmp_path / "small", {"embedding": np.zeros((4, 4), np.int8)},
                       {"config": json.dumps(cfg.saved())})
-    for command in (["generate", "--load-dir", tmp_path / "run"], ["eval", "--load-dir", tmp_path / "run"],
-                    ["train", "--load-dir", tmp_path / "run", "--steps", "1"],
-                    ["import", tmp_path / "small", "--save-dir", tmp_path / "new"]):
-        fails(run(*command, env={"EGG_PRESET": ""}), 2, "holds a model of 117,524,480 weights",
+    for command, of in (("generate --load-dir", "run"), ("eval --load-dir", "run"),
+                        ("train --steps 1 --load-dir", "run"), ("import --save-dir new", "small")):
+        fails(run(command, tmp_path / of, preset=""), 2, "holds a model of 117,524,480 weights",
               "add -D HIDDEN_DIM=1024")
     status, said = in_memory(GENERATE, "generate", "--load-dir", tmp_path / "run")
     assert status == 2 and "takes 1.5 GB" in said
@@ -153,36 +153,33 @@ def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_
         raise use.UseError("it is loaded")
 
     monkeypatch.setattr(use, "load", loaded)
-    fails(run("generate", "--load-dir", tmp_path / "run", "-DHIDDEN_DIM=1024", env={"EGG_PRESET": ""}), 1,
-          "it is loaded")
+    fails(run("generate -DHIDDEN_DIM=1024 --load-dir", tmp_path / "run", preset=""), 1, "it is loaded")
 
 
 @pytest.mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
                                     '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
                                     '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
-def test_an_odd_configuration_of_an_import_is_one_line(tmp_path, config):
+def test_an_odd_configuration_of_an_import_is_one_line(here, tmp_path, config):
     header = json.dumps({"embedding": {"dtype": "I8", "shape": [4, 4], "data_offsets": [0, 16]},
                          "__metadata__": {"config": config}}).encode()
     (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    result = run("import", tmp_path / "x", "--save-dir", tmp_path / "run", env={"EGG_PRESET": ""})
+    result = run("import --save-dir run", tmp_path / "x", preset="")
     fails(result, 1 if result.returncode == 1 else 2)
 
 
 @pytest.mark.parametrize("change", [
     {"config": 5}, {"config": [[1, 2]]}, {"version": {}}, {"version": 9}, {"start": 3},
-    {"start": {"step": "x", "seed": 1}}, {"start": {"step": 1 << 63, "seed": 1}}, {"start": {"step": -1, "seed": 1}},
-    {"start": {"step": 1, "seed": 1 << 40}},
-    {"start": {"step": 1, "seed": 1, "state": "zz"}}, {"start": {"step": 1, "seed": 1, "origin": 7}},
-    {"start": {"step": 1, "seed": 1, "origin": {"epoch": "1", "digest": ""}}},
-    {"start": {"step": 1, "seed": 1, "more": 1}}, "[" * 100_000, "5", "null", "[]", '"\\ud800"'])
+    *({"start": {"step": 1, "seed": 1, **start}} for start in (
+        {"step": "x"}, {"step": 1 << 63}, {"step": -1}, {"seed": 1 << 40}, {"state": "zz"}, {"origin": 7},
+        {"origin": {"epoch": "1", "digest": ""}}, {"more": 1})),
+    "[" * 100_000, "5", "null", "[]", '"\\ud800"'])
 def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
     run = history.open_run(CFG, tmp_path)
     run.close()
     data = (tmp_path / history.FILE).read_bytes()
     header = json.loads(data[12:-4])
-    text = change.encode() if isinstance(change, str) else json.dumps({**header, **change}).encode()
-    data = history.MAGIC + len(text).to_bytes(4, "little") + text
-    (tmp_path / history.FILE).write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
+    text = change if isinstance(change, str) else json.dumps({**header, **change})
+    (tmp_path / history.FILE).write_bytes(headed(text))
     for call in (lambda: history.open_run(CFG, tmp_path), lambda: history.configuration(tmp_path),
                  lambda: history.epochs(tmp_path)):
         with contextlib.suppress(history.HistoryError):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from recordings import HERE
+from recordings import HERE, python
 
 # from the bottom up: a root file, or any file of a folder -> what it may import besides its own folder
 MODEL = {"egg_config"}
@@ -170,13 +170,12 @@ run.append(bytes(-(-cfg.N_PAIRS // 5)), 0, 0)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_the_coordinator_loads_neither_engine_nor_libraries(tmp_path, steps):
     """Also where it goes on with a saved run."""
-    for _ in range(steps):
-        subprocess.run([sys.executable, "-c", COORDINATOR, tmp_path], cwd=HERE, capture_output=True, check=True)
-    done = subprocess.run([sys.executable, "-c", COORDINATOR, tmp_path], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 0 and f"step {steps}," in done.stdout, done.stderr
+    for _ in range(steps + 1):
+        said = python("-c", COORDINATOR, tmp_path)
+    assert f"step {steps}," in said
     unwanted = {"numpy", "pyzstd", "numba", "llvmlite", "numba_cuda", "tokenizers", "matplotlib", "tensorboardX",
                 "http", "multiprocessing", "egg", "egg_kernels", "engine", "kernels", "islands", "tools"}
-    assert not unwanted & set(done.stdout.split())
+    assert not unwanted & set(said.split())
 
 
 def test_the_coordinator_starts_in_less_time_than_numpy(tmp_path):

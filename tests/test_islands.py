@@ -22,17 +22,17 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-import egg
 import egg_config
 import egg_net
 from cluster import auth, greeting, history, snapshots, wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import fitness_digits, parameters, seeds, state_digest
-from coordinators import Coordinator, Server, caller, free_port, refused, run_worker, until, work_in_thread
-from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness, begin_together
+from coordinators import Coordinator, Server, caller, free_port, listening, refused, run_worker, until, work_in_thread
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness, begin_together, full
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE, digests
+from commands import fails, run
 
 
 # --- lies of peers ----------------------------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monk
 
 
 def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
-    def answer():
-        sock, inbox, host = listener.accept()[0], bytearray(), greeting.Host(b"")
+    def answer(sock):
+        inbox, host = bytearray(), greeting.Host(b"")
         limits = wire.only(wire.limits(ISLE), {V2: (wire.HELLO, wire.JOIN)})
         while not host.card:
             inbox += sock.recv(1 << 16)
@@ -69,10 +69,10 @@ def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
         card = json.dumps({"role": "island", "id": "x", "name": "b", "config": config}).encode()
         welcome = frame(*host.welcome(bytes(32), bytes(32), 0, 0), version=V2)
         sock.sendall(welcome + frame(ISLAND, card, version=V2))
+        sock.recv(1 << 16)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=answer, daemon=True).start()
-        with Isle(tmp_path, "a", rate=0, peers=[listener.getsockname()[1]]) as a:
+    with listening(answer) as port:
+        with Isle(tmp_path, "a", rate=0, peers=[port]) as a:
             a.says("refuses this island")
         assert "Step 999999" in a.said and "\nStep" not in a.said
 
@@ -189,6 +189,10 @@ class Isle(Server):
     def tells(self, event, /, **fields):
         until(lambda: self.told(event, **fields))
 
+    def outcomes(self, first):
+        """{outcome} of its tournaments from number `first` on."""
+        return {event["outcome"] for event in self.told("gossip")[first:]}
+
     def work(self, engine):
         return work_in_thread(self.port, engine, self.cfg, validation=self.validation)
 
@@ -284,22 +288,17 @@ def test_peers_of_a_slurm_job(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, status, says", [
-    (["--peer", "127.0.0.1:1"], 2, "give --island NAME"),
-    (["--island", "a b"], 2, "is not a name"),
-    (["--island", "a", "--peer", "nowhere"], 2, "is not HOST:PORT"),
-    (["--island", "a", "--gossip-bandwidth", "fast"], 2, "bytes a second"),
-    (["--island", "a"], 2, "needs --save-dir"),
-    (["--island", "a", "--save-dir", "here", "-D", "SNAPSHOT_EVERY=0"], 2, "SNAPSHOT_EVERY above 0"),
-    (["--island", "a", "--save-dir", "here", "--peer", "no-such.invalid:3"], 1, "cannot be reached"),
-    (["--island", "a", "--save-dir", "here", "--peer", "no such.invalid:3"], 2, "is not HOST:PORT"),
+    ("--peer 127.0.0.1:1", 2, "give --island NAME"),
+    ("--island 'a b'", 2, "is not a name"),
+    ("--island a --peer nowhere", 2, "is not HOST:PORT"),
+    ("--island a --gossip-bandwidth fast", 2, "bytes a second"),
+    ("--island a", 2, "needs --save-dir"),
+    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", 2, "SNAPSHOT_EVERY above 0"),
+    ("--island a --save-dir here --peer no-such.invalid:3", 1, "cannot be reached"),
+    ("--island a --save-dir here --peer 'no such.invalid:3'", 2, "is not HOST:PORT"),
 ])
-def test_wrong_use_is_one_line(here, capsys, arguments, status, says):
-    try:
-        code = egg.main(["coordinator", "--port", "0", "--preset", "laptop", *arguments])
-    except SystemExit as ended:
-        code = ended.code
-    error = capsys.readouterr().err
-    assert code == status and says in error and error.count("\n") == 1
+def test_wrong_use_is_one_line(here, arguments, status, says):
+    fails(run(f"coordinator --port 0 --preset laptop {arguments}"), status, says)
 
 
 def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_path):
@@ -487,15 +486,15 @@ def test_every_island_has_its_own_noise():
     assert runs[0][0] == seeds.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*runs))
 
 
-def test_islands_that_begin_with_one_model_have_their_own_noise(here, capsys):
+def test_islands_that_begin_with_one_model_have_their_own_noise(here):
     from tools import use
     cfg = changed(ISLAND_SEED=1)
     state = Learner(cfg, 1).state()
     metadata = {"format": use.FORMAT, "config": json.dumps(cfg.saved()), "step": "9", "seed": "77"}
     use.write_tensors("w", use.to_arrays(cfg, state, False), metadata)
     starts = []
-    for name, defines in (("same", []), ("two", ["-D", "ISLAND_SEED=2"]), ("three", ["-D", "ISLAND_SEED=3"])):
-        assert egg.main(["import", "w", "--save-dir", name, *defines]) == 0
+    for name, defines in ("same", ""), ("two", "-D ISLAND_SEED=2"), ("three", "-D ISLAND_SEED=3"):
+        assert run(f"import w --save-dir {name} {defines}", preset="").returncode == 0
         starts.append(history.epochs(name)[0])
     assert starts[0].seed == 77 and len({start.seed for start in starts}) == 3
     assert {start.step for start in starts} == {9}
@@ -604,7 +603,7 @@ def test_validation_and_loss_are_never_compared(tmp_path):
         b.tells("gossip", outcome="refused")
         n = len(b.told("gossip"))
         until(lambda: len(b.told("gossip")) > n + 5)
-        assert {e["outcome"] for e in b.told("gossip")[n:]} == {"refused"} and b.island.fitness.kind == "loss"
+        assert b.outcomes(n) == {"refused"} and b.island.fitness.kind == "loss"
     assert a.run.start.epoch == b.run.start.epoch == 0
 
 
@@ -625,8 +624,8 @@ def test_one_state_is_not_taken_twice(a):
     stranger = Stranger(a)
     stranger.serve(data, sha256, lambda: a.told("merge"))
     n = len(a.told("gossip"))
-    assert not stranger.serve(data, sha256, lambda: "keep" in {e["outcome"] for e in a.told("gossip")[n + 3:]})
-    assert a.run.start.epoch == 1 and {e["outcome"] for e in a.told("gossip")[n + 3:]} == {"keep"}
+    assert not stranger.serve(data, sha256, lambda: "keep" in a.outcomes(n + 3))
+    assert a.run.start.epoch == 1 and a.outcomes(n + 3) == {"keep"}
     data, sha256 = own_snapshot(9500)              # another one is
     stranger.serve(data, sha256, lambda: a.run.start.epoch == 2)
 
@@ -671,7 +670,7 @@ def test_a_wrong_state_is_never_used_and_its_giver_not_believed(tmp_path, wrong)
         assert asked and a.run.start.epoch == 0 and a.island.peers.distrusted
         n = len(a.told("gossip"))
         more = stranger.serve(data, sha256, lambda: len(a.told("gossip")) > n + 3)
-        assert not more and {e["outcome"] for e in a.told("gossip")[n:]} == {"refused"}
+        assert not more and a.outcomes(n) == {"refused"}
         assert a.status()["island"]["peers"][0]["state"] == "distrusted"
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")] and opened(a).step == a.run.step
 
@@ -826,12 +825,16 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
         run.append(fitness, 0, 0)
         engine.update(fitness)
     run.close()
+
+    def island(run):
+        return Coordinator(cfg, run, log_dir=tmp_path, console=egg_net.Console(Lines()),
+                           island=gossip.IslandSettings("a", []))
+
     names, outcomes = ("link", "replace", "fsync", "unlink", "chmod", "symlink"), []
     for last in range(1, 40):
         directory = tmp_path / str(last)
         shutil.copytree(base, directory)
-        coordinator = Coordinator(cfg, history.open_run(cfg, directory), log_dir=tmp_path,
-                                  console=egg_net.Console(Lines()), island=gossip.IslandSettings("a", []))
+        coordinator = island(history.open_run(cfg, directory))
         state, calls = engine.state(), [0]
 
         def last_call(real):
@@ -854,9 +857,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
         coordinator.run.close()
         coordinator.close()
         run = history.open_run(cfg, directory)
-        with contextlib.closing(run), contextlib.closing(Coordinator(cfg, run, log_dir=tmp_path,
-                                                                     console=egg_net.Console(Lines()),
-                                                                     island=gossip.IslandSettings("a", []))) as again:
+        with contextlib.closing(run), contextlib.closing(island(run)) as again:
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:
@@ -873,9 +874,6 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
 
 
 def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with two(tmp_path) as (a, b):
         monkeypatch.setattr(history, "write_file", full)
         b.says("goes on with our state: the new state cannot be kept: No space left")

@@ -16,11 +16,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from numba import uint32
 
 import egg_config
 from engine import kernel_cache, simd
-from compiling import CARDS
+from compiling import kernels_for
 from recordings import HERE, python
 from readings import configured
 
@@ -32,8 +31,7 @@ CARD = (8, 0)
 
 def cuda_files(cfg, cc=CARD):
     """[names of the files] of every CUDA kernel of a configuration."""
-    from engine import cuda_engine
-    every, known = cuda_engine.kernels(cfg, cc, CARDS[cc] * 1024, uint32)[2], {}
+    every, known = kernels_for(cfg, cc)[2], {}
     return [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, cc).name for k in sum(every.values(), [])]
 
 
@@ -42,14 +40,19 @@ FROZEN_NOWHERE = ("LR_SCHEDULE=0:0.1", "VALIDATE_EVERY=77", "PORT=1", "SNAPSHOT_
                   "INPUT_FILE=other.bin", "AUDIT_RATE=1.0")
 FROZEN = {"DEVICE_MASK=7": {"operands"}, "ADAM_EPS=0.5": {"optimize"}, "SHIFT_LOGIT=9": {"head", "logits"},
           "ADAPTIVE_NOISE_INC=9": {"rescale"}, "GROUP_SIZE=4": {"cut_windows"}}
+FALLING = {"embed", "up", "full_width_product", "head", "read_transformer", "logits"}
 
 
 def test_cuda_kernels_are_named_by_the_constants_that_they_freeze():
+    def changed(define):
+        return {name.split("-")[1] for name in set(cuda_files(configured(None, define))) - base}
+
     base = set(cuda_files(egg_config.make()))
     assert set(cuda_files(configured(None, *FROZEN_NOWHERE))) == base
     for define, kernels in FROZEN.items():
-        changed = {name.split("-")[1] for name in set(cuda_files(configured(None, define))) - base}
-        assert kernels <= changed and "digest" not in changed, (define, changed)
+        assert kernels <= changed(define) and "digest" not in changed(define), (define, changed(define))
+    falling = [configured(None, f"SIGMA_SCHEDULE={schedule}") for schedule in ("0:2,9:5", "5:2,7:3,8:4")]
+    assert changed("SIGMA_SCHEDULE=0:2,9:5") == FALLING and cuda_files(falling[0]) == cuda_files(falling[1])
     assert not base & set(cuda_files(egg_config.make(), (8, 6))), "another card"
 
 
@@ -57,9 +60,8 @@ def test_cuda_kernels_are_named_by_the_constants_that_they_freeze():
 def test_a_run_compiles_what_its_verbs_use(preset):
     """The kernels of validation and generation are apart from those of a step; Muon's are there only if they are
     used."""
-    from engine import cuda_engine
     cfg = configured(preset)
-    every = cuda_engine.kernels(cfg, (9, 0), CARDS[9, 0] * 1024, uint32)[2]
+    every = kernels_for(cfg)[2]
     assert set(every) == {"load", "step", "validate", "write", "digest"} and all(every.values())
     names = {verb: {kernel.name for kernel in kernels} for verb, kernels in every.items()}
     assert names["digest"] == {"digest"} and names["write"] == {
@@ -303,11 +305,11 @@ def test_several_processes_compile_what_is_missing(cores, tmp_path, monkeypatch,
 
 def test_a_fork_compiles_what_a_gpu_runs(tmp_path, monkeypatch):
     """Without a GPU: to the machine code of the card, from the same PTX as numba-cuda makes alone."""
-    from numba import cuda, types
+    from numba import cuda
 
     from engine import cuda_engine
     monkeypatch.setattr(cuda_engine, "COMPILERS", 8)
-    of_verb = cuda_engine.kernels(egg_config.make(), (9, 0), CARDS[9, 0] * 1024, types.uint32)[2]
+    of_verb = kernels_for(egg_config.make())[2]
     made = {tmp_path / k.name: k for k in of_verb["step"] if k.name in ("rescale", "cut_windows")}
     cuda_engine._compile_together(made, (9, 0), 0.0)
     for path, kernel in made.items():

@@ -12,7 +12,7 @@ from model import optimizers, parameters
 from activations_compared import fma
 from compiling import CARDS
 from fakes import any_fitness
-from readings import BASE, SMALL, votes_on
+from readings import BASE, SMALL, equal, votes_on
 from recordings import HERE, digests, python
 
 
@@ -64,8 +64,8 @@ def test_muon_is_its_plain_reading(ns):
         for t in parameters.tensors(cfg):
             part = t.span
             if not t.hidden:
-                assert np.array_equal(got.weights[part],
-                                      plain.weights[part]) and np.array_equal(got.moments[part], plain.moments[part])
+                equal(got.weights[part], plain.weights[part])
+                equal(got.moments[part], plain.moments[part])
                 continue
             m = fma(state.moments[part, 0], np.float32(0.85), -votes_on(cfg, state, t, fitness).astype(np.float32))
             x = parameters.to_canonical(direction_of(parameters.from_canonical(m, t.cols),
@@ -73,8 +73,8 @@ def test_muon_is_its_plain_reading(ns):
             size = np.float32(0.2) * np.sqrt(np.float32(max(t.rows, t.cols)))
             acc = fma(-rate, fma(state.weights[part], np.float32(0.1), x * size), state.moments[part, 2])
             change = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
-            assert np.array_equal(got.moments[part], np.stack([m, 0 * m, (acc - change).astype(np.float32)], 1)), t
-            assert np.array_equal(got.weights[part], state.weights[part] + change)
+            equal(got.moments[part], np.stack([m, 0 * m, (acc - change).astype(np.float32)], 1), t)
+            equal(got.weights[part], state.weights[part] + change)
             moved += np.count_nonzero(change)
         state = got
     assert moved > 1000
@@ -125,8 +125,8 @@ def product_digest():
     out = [np.empty((96, 96), np.float32), np.empty((96, 128), np.float32)]
     cpu_update.muon_panels(x, x, True, np.float32(1), np.float32(1), out[0], 0, 3)
     cpu_update.muon_panels(square, x, False, np.float32(3.4445), np.float32(0.7), out[1], 0, 4)
-    assert np.array_equal(out[0], chains(x, x.T))
-    assert np.array_equal(out[1], fma(np.float32(0.7), chains(square, x), np.float32(3.4445) * x))
+    equal(out[0], chains(x, x.T))
+    equal(out[1], fma(np.float32(0.7), chains(square, x), np.float32(3.4445) * x))
     return hashlib.sha256(out[0].tobytes() + out[1].tobytes()).hexdigest()
 
 
@@ -175,10 +175,11 @@ def test_muons_kernels_in_the_simulator(tmp_path):
         got, matrix = np.load(tmp_path / f"{rows}.npz"), parameters.from_canonical(m, cols)
         x = np.ascontiguousarray(matrix if rows < cols else matrix.T)
         x = x / norm_of(x)
-        assert np.array_equal(got["moments"][:, 0], m) and np.array_equal(got["x"], x.ravel())
+        equal(got["moments"][:, 0], m)
+        equal(got["x"], x.ravel())
     square = chains(x, x.T)
     out = fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
-    assert np.array_equal(np.load(tmp_path / "out.npy"), out.ravel())
+    equal(np.load(tmp_path / "out.npy"), out.ravel())
 
 
 def test_the_plan_of_muon_covers_the_hidden_matrices_once():

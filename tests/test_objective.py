@@ -20,14 +20,14 @@ import egg_config
 import egg_net
 from cluster import admission, history, snapshots, trust
 from cluster.status import describe_status
-from coordinators import Server, refused, run_worker, until
+from coordinators import Server, refused, until
 from engine import cpu_engine
 from fakes import FakeEngine, Lines, VALIDATION, changed
 from pages import EVERYBODY, ask, parse_metrics, state_of
 from run_logs import example
 from model import data_files, fitness_digits, sampling
 from model.reading import Reading
-from readings import drawn, random_config
+from readings import drawn, equal, random_config
 from tools import objective, train
 import commands
 
@@ -116,7 +116,7 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
         assert (texts[::2] == texts[1::2]).all() and (seeds[::2] == seeds[1::2]).all()
         assert len(np.unique(seeds)) == 6
     losses = engine.evaluate(16, 4)
-    assert np.array_equal(fitness[:2], fitness_digits.chunk_fitness(losses, cfg))
+    equal(fitness[:2], fitness_digits.chunk_fitness(losses, cfg))
     assert loss == int(losses.sum()) * 4
     again = own.rewards(engine, 8 + 2, 6, lambda: None)
     better = np.sign(again[:, 0] - again[:, 1])
@@ -289,7 +289,8 @@ def test_answers_about_a_chunk_that_was_given_up_are_not_taken_for_another(judge
     want = own.rewards(engine, 4, 4, lambda: None)
     with pytest.raises(ConnectionError):             # the coordinator, while the texts are judged
         own.rewards(engine, 0, 4, gone)
-    assert np.array_equal(own.rewards(engine, 4, 4, lambda: None), want) and want.any()
+    equal(own.rewards(engine, 4, 4, lambda: None), want)
+    assert want.any()
 
 
 def test_a_judge_ends_with_its_parent_also_in_a_function_that_never_returns(tmp_path):
@@ -379,7 +380,7 @@ def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path)
     assert snapshots.Shelf(plain, history.open_run(plain)).best is None
 
 
-def test_page_metrics_status_and_plots_have_the_reward(tmp_path, capsys):
+def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
     with Server(tmp_path, FAKE, save=True, steps=5, stay=True, http=EVERYBODY) as server:
         server.work(FakeEngine(FAKE, 0.003), objective=Scripted(FAKE, REWARDS))
         until(lambda: server.run.step == 5 and server.page.figures.step.get("step") == 4)
@@ -393,10 +394,9 @@ def test_page_metrics_status_and_plots_have_the_reward(tmp_path, capsys):
     with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:        # a run that is resumed
         assert state_of(server)["best_reward"] == {"step": 4, "value": -0.125}
     example(tmp_path / "plain")
-    assert egg.main(["plot", str(tmp_path), str(tmp_path / "plain"), "--out", str(tmp_path / "a.svg")]) == 0
+    commands.succeeds(commands.run("plot --out", tmp_path / "a.svg", tmp_path, tmp_path / "plain"))
     assert "<svg" in (tmp_path / "a.svg").read_text()
-    assert egg.main(["plot", str(tmp_path)]) == 0 and egg.main(["plot", str(tmp_path / "plain")]) == 0
-    first, second = capsys.readouterr().out.removeprefix("picture").split("* plain")
+    first, second = (commands.succeeds(commands.run("plot", path)) for path in (tmp_path, tmp_path / "plain"))
     assert "reward, mean on held-out prompts\n" in first and ": reward -0.125, training loss" in first
     assert "reward" not in first.partition("training loss ")[2].partition("\n")[2] + second
 
@@ -413,13 +413,6 @@ def test_a_reward_counts_if_two_workers_state_it():
     assert counts(two, 4, -0.5) and counts(two, 4, 300, 9.5)
 
 
-def test_another_file_is_another_configuration(tmp_path):
-    with Server(tmp_path, CFG.changed(OBJECTIVE="a" * 64)) as server:
-        engine = new_engine()
-        with pytest.raises(egg_config.EggError, match="OBJECTIVE"):
-            run_worker(server, engine, CFG)
-
-
 # --- the command line ------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -429,9 +422,8 @@ def place(tmp_path_factory, compiled_activations):
     TOKENS.tofile(at / "input.bin")
     TOKENS.tofile(at / "val.bin")
     (at / "own.py").write_text(LETTERS)
-    done = commands.process("train", "--preset", "laptop", "-D", "DETOKENIZE=0", "-D", "SOFT_TARGETS=", "--steps", "1",
-                            "--save-dir", "ckpt", cwd=at)
-    assert done.returncode == 0, done.stderr
+    line = "train --preset laptop -D DETOKENIZE=0 -D SOFT_TARGETS= --steps 1 --save-dir ckpt"
+    commands.succeeds(commands.process(line, cwd=at))
     return at
 
 
@@ -440,9 +432,9 @@ def run(place, here):
     """A function that runs a command in a copy of that directory."""
     shutil.copytree(place, here, dirs_exist_ok=True)
 
-    def run(*words, status=0):
-        small = ["-D", "DEVICE=cpu"] if "train" in words else []
-        done = commands.run(*words, *small, env={"EGG_PRESET": ""})
+    def run(line, *more, status=0):
+        small = ["-D", "DEVICE=cpu"] if line.startswith("train") else []
+        done = commands.run(line, *more, *small, preset="")
         assert done.returncode == status, done.stderr + done.stdout
         return done.stdout + done.stderr
     return run
@@ -450,62 +442,62 @@ def run(place, here):
 
 def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     kept = {name: (tmp_path / "ckpt" / name).read_bytes() for name in ("history.egg",)}
-    small = "-D", "CHUNK_SIZE=16", "-D", "POPULATION_SIZE=32", "-D", "VALIDATE_EVERY=1", "-D", "TEXT_SHARE=0.35"
-    said = run("train", "--objective", "own.py", "--load-dir", "ckpt", "--save-dir", "new", "--steps", "3", *small)
+    small = "-D CHUNK_SIZE=16 -D POPULATION_SIZE=32 -D VALIDATE_EVERY=1 -D TEXT_SHARE=0.35"
+    said = run(f"train --objective own.py --load-dir ckpt --save-dir new --steps 3 {small}")
     assert "new begins with the model of ckpt, step 1" in said and "before, " in said and "on held-out prompts" in said
     assert {name: (tmp_path / "ckpt" / name).read_bytes() for name in kept} == kept
     for command in ("train", "ray"):
-        said = run(command, "--save-dir", "new", status=2)
+        said = run(f"{command} --save-dir new", status=2)
         assert "new is a run with an objective: continue it with --objective FILE" in said
-    run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "4")           # with the share that it has
+    run("train --objective own.py --save-dir new --steps 4")           # with the share that it has
     assert "TEXT_SHARE" not in history.configuration(str(tmp_path / "new"))             # 0.35, as older runs
     events = [json.loads(line) for line in (tmp_path / "new" / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "reward"][:2] == [1, 2]
     samples = [e["text"] for e in events if e["event"] == "sample"]
     assert samples and all(re.search(r" \(reward \S+\)$", text) for text in samples)            # also at the end
-    said = run("eval", "--load-dir", "new", "--objective", "own.py")
+    said = run("eval --load-dir new --objective own.py")
     assert "mean reward" in said and "of 256 texts after held-out prompts" in said and " >>> " in said
-    run("generate", "--load-dir", "new", "--prompt", "the", "--tokens", "3")
-    run("eval", "--load-dir", "new", "--objective", os.path.join(HERE, "examples", "words.py"))
+    run("generate --load-dir new --prompt the --tokens 3")
+    run("eval --load-dir new --objective", os.path.join(HERE, "examples", "words.py"))
     (tmp_path / "own.py").write_text(LETTERS + "# changed\n")
-    said = run("train", "--objective", "own.py", "--save-dir", "new", "--steps", "5", status=2)
+    said = run("train --objective own.py --save-dir new --steps 5", status=2)
     assert "another configuration: --objective own.py: OBJECTIVE = " in said
 
 
 def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_validations(run, tmp_path):
     (tmp_path / "val.bin").unlink()
-    small = "-D", "CHUNK_SIZE=16", "-D", "POPULATION_SIZE=32", "--objective", "own.py", "--load-dir", "ckpt"
-    said = run("train", *small, "-D", "VALIDATE_EVERY=1", "--save-dir", "a", "--steps", "3")
+    small = "-D CHUNK_SIZE=16 -D POPULATION_SIZE=32 --objective own.py --load-dir ckpt"
+    said = run(f"train {small} -D VALIDATE_EVERY=1 --save-dir a --steps 3")
     assert "reward at step 2: " in said and "val.bin is missing: no validation" in said
-    said = run("train", *small, "-D", "VALIDATE_EVERY=0", "--save-dir", "b", "--steps", "3")
+    said = run(f"train {small} -D VALIDATE_EVERY=0 --save-dir b --steps 3")
     assert "reward at step 3: " in said and "reward at step 2: " not in said and "after, on held-out prompts" in said
 
 
 def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
     before = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
-    small = "--objective", "own.py", "--load-dir", "ckpt", "-D", "CHUNK_SIZE=16", "-D", "POPULATION_SIZE=32"
-    said = run("train", *small, "--steps", "2")
+    small = "--objective own.py --load-dir ckpt -D CHUNK_SIZE=16 -D POPULATION_SIZE=32"
+    said = run(f"train {small} --steps 2")
     assert "egg: ckpt-2 begins with the model of ckpt, step 1; ckpt stays as it is\n" in said
     assert "kept in ckpt-2\n" in said and "--save-dir ckpt-2 --objective own.py" in said
     assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()} == before
     assert history.configuration(str(tmp_path / "ckpt-2"))["TEXT_SHARE"] == 0.5
-    said = run("train", *small, "--save-dir", "ckpt-2", "--steps", "3")               # the same once more
+    said = run(f"train {small} --save-dir ckpt-2 --steps 3")                            # the same once more
     assert "egg: ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
-    said = run("coordinator", *small, "--steps", "1", "--port", "0")
+    said = run(f"coordinator {small} --steps 1 --port 0")
     assert "ckpt-3 begins with the model of ckpt, step 1; ckpt stays" in said and "kept in ckpt-3, " in said
 
 
 def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     (tmp_path / "own.py").write_text("def reward(completions):\n    raise ValueError('no such thing')\n")
-    said = run("train", "--objective", "own.py", "--load-dir", "ckpt", "--save-dir", "new", "--steps", "3", status=1)
+    said = run("train --objective own.py --load-dir ckpt --save-dir new --steps 3", status=1)
     assert "own.py: reward raised ValueError: no such thing, for the prompt" in said and "Traceback" not in said
     assert not (tmp_path / "new").exists()
-    assert "no.py: No such file" in run("train", "--objective", "no.py", "--save-dir", "x", status=1)
-    assert "give --objective the path" in run("train", "--objective", "", "--steps", "1", status=1)
-    for more in (["own.txt"], ["--tokens", "5"]):
-        said = run("eval", "--load-dir", "ckpt", "--objective", "own.py", *more, status=2)
+    assert "no.py: No such file" in run("train --objective no.py --save-dir x", status=1)
+    assert "give --objective the path" in run("train --objective '' --steps 1", status=1)
+    for more in "own.txt", "--tokens 5":
+        said = run(f"eval --load-dir ckpt --objective own.py {more}", status=2)
         assert "leave FILE and --tokens out" in said
-    said = run("train", "--objective", "own.py", "--save-dir", "ckpt", status=2)
+    said = run("train --objective own.py --save-dir ckpt", status=2)
     assert "there it is unset; leave that out" in said
 
 

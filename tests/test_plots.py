@@ -9,20 +9,19 @@ import re
 
 import pytest
 
-import egg
 import egg_net
 from cluster import event_log, history, status as cluster_status, wire
 from cluster.console import Printer
 from cluster.progress import Progress
-from tools import curves, plot, train
+from tools import curves, plot
 from tools.curves import Merge, Thinned, read_curve
 from coordinators import Server, until
 from fakes import CFG, FakeEngine, Lines
 from fuzzing import EXAMPLES
 from pages import EVERYBODY, ask, parse_metrics, state_of
 from recordings import HERE
-from run_logs import Stream, charts, events, example, of_kind, told_to
-from commands import fails, run
+from run_logs import Stream, charts, events, example, of_kind, told_to, write
+from commands import fails, run, train_here
 
 
 # --- curves and plots -------------------------------------------------------------------------------------------------
@@ -60,9 +59,8 @@ def test_a_terminal_plot_of_any_width(tmp_path):
 
 def test_a_terminal_plot_puts_figures_where_its_axes_say(tmp_path):
     path = tmp_path / "line"
-    with open(path, "w") as file:          # a straight line from (0, 10) to (100 steps, 0)
-        for k in range(101):
-            print(json.dumps({"event": "step", "step": k, "tokens": k, "loss": 10 - k / 10, "seconds": 1}), file=file)
+    # a straight line from (0, 10) to (100 steps, 0)
+    write(path, *({"event": "step", "step": k, "tokens": k, "loss": 10 - k / 10, "seconds": 1} for k in range(101)))
     made, names, tree = charts([path], "steps")
     rows = plot.terminal(made[1:], names, tree, Stream("ascii"), 59).splitlines()[1:1 + plot.ROWS]
     assert [row.rindex("a") - 9 if k else row.index("a") - 9 for k, row in enumerate(rows)][::plot.ROWS - 1] == [0, 49]
@@ -75,10 +73,10 @@ def test_a_terminal_plot_puts_figures_where_its_axes_say(tmp_path):
 
 def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path):
     path = tmp_path / "line"
-    with open(path, "w") as file:          # a straight line from (1 s, 3) to (1,000 s, 0); what is at 0 s has no place
-        for k, seconds in enumerate((0, 1, 10, 100, 1000)):
-            print(json.dumps({"event": "validation", "step": k, "tokens": k, "seconds": seconds, "unit": "bits/byte",
-                              "value": 4 - k}), file=file)
+    # a straight line from (1 s, 3) to (1,000 s, 0); what is at 0 s has no place
+    for k, seconds in enumerate((0, 1, 10, 100, 1000)):
+        write(path, {"event": "validation", "step": k, "tokens": k, "seconds": seconds, "unit": "bits/byte",
+                     "value": 4 - k})
     (chart, _), names, tree = charts([path], "time", True)
     assert [(x, round(y)) for _, line in chart.lines for x, y in line] == [(1, 3), (10, 2), (100, 1), (1000, 0)]
     assert [chart.across(x) for x in (1, 10, 100, 1000)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
@@ -87,37 +85,34 @@ def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path):
     text = plot.terminal([chart], names, tree, Stream("ascii"), 70)
     below = text.splitlines()[plot.ROWS + 2].split()
     assert below == ["1", "10", "100", "1000"] and "time of training, s\n" in text
-    assert egg.main(["plot", str(path), "--x", "time", "--log", "--out", str(tmp_path / "a.svg")]) == 0
+    assert run("plot --x time --log", path, "--out", tmp_path / "a.svg").returncode == 0
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
-def test_runs_of_the_same_name_and_runs_with_one_point(tmp_path, capsys):
+def test_runs_of_the_same_name_and_runs_with_one_point(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name / "ckpt").mkdir(parents=True)
         example(tmp_path / name / "ckpt" / history.EVENTS, steps=1, unit="bits/token" if name == "a" else "bits/byte")
     runs = [str(tmp_path / name / "ckpt") for name in ("a", "b")]
-    assert egg.main(["plot", *runs]) == 0
-    out = capsys.readouterr().out
+    out = run("plot", *runs).stdout
     assert f"a {runs[0]}: " in out and f"b {runs[1]}: " in out and "validation, bits/byte or bits/token\n" in out
 
 
-def test_a_picture(here, capsys):
+def test_a_picture(here):
     example("one"), example("two", steps=100)
-    assert egg.main(["plot", "one", "two", "--x", "time", "--out", "a.png"]) == 0
+    assert run("plot one two --x time --out a.png").stdout == "picture: a.png\n"
     assert (here / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert capsys.readouterr().out == "picture: a.png\n"
-    assert egg.main(["plot", "one", "--out", "a.svg"]) == 0 and "<svg" in (here / "a.svg").read_text()
+    assert run("plot one --out a.svg").returncode == 0 and "<svg" in (here / "a.svg").read_text()
     for out, line in (("no/a.png", "No such file or directory"), ("a.what", "Format 'what' is not supported"),
                       ("x", "--out x: the suffix says what to write: x.png, ")):
-        fails(run("plot", "one", "--out", out), 1, line)
+        fails(run("plot one --out", out), 1, line)
         assert not (here / "x.png").exists()
 
 
 def test_references_are_shown_where_they_hold_for_every_run(tmp_path):
     for name, values in (("a", {"uniform": 8.0, "bigram": 3.5}), ("b", {"uniform": 8.0, "bigram": 3.9}), ("c", {})):
         example(tmp_path / name)
-        with open(tmp_path / name, "a") as file:
-            print(json.dumps({"event": "references", "values": values}), file=file)
+        write(tmp_path / name, {"event": "references", "values": values})
     for names, shown in (("a", {"uniform": 8.0, "bigram": 3.5}), ("ab", {"uniform": 8.0}), ("ac", {}), ("ca", {})):
         assert charts([tmp_path / name for name in names])[0][0].references == shown
 
@@ -146,9 +141,9 @@ def test_what_is_no_regular_file_or_too_large_for_a_log_is_one_line(tmp_path, mo
     for name, words in (("pipe", "not a regular file"), ("device", "not a regular file"),
                         ("sparse", "more than 1,073,741,824 bytes"), (f"pipe/{history.EVENTS}", "not a regular file")):
         fails(run("plot", tmp_path / name), 1, words)
-    with open(tmp_path / "long", "a") as file:
-        file.write('{"event": "merge", "step": 1, "time": 1, "peer": "p", "peer_step": 1, "kind": "clone", '
-                   '"parent_theirs": "x", "digest": "y"}\n' * 2000 + '{"event": "rejuvenated", "step": 1}\n' * 2000)
+    merge = {"event": "merge", "step": 1, "time": 1, "peer": "p", "peer_step": 1, "kind": "clone", "parent_theirs": "x",
+             "digest": "y"}
+    write(tmp_path / "long", *[merge, {"event": "rejuvenated", "step": 1}] * 2000)
     monkeypatch.setattr(curves, "POINTS", 64)
     curve = read_curve(tmp_path / "long")
     assert len(curve.loss) < 64 and curve.steps == 300 and len(curve.merges) + len(curve.rejuvenations) == 2048
@@ -167,25 +162,22 @@ KINDS = {"step": ["step", "tokens", "loss", "seconds", "unit"], "island": ["name
 @pytest.mark.parametrize("seed", range(EXAMPLES // 5))
 def test_a_forged_log_is_a_curve_or_a_line(tmp_path, seed):
     dice, good = random.Random(seed), {"kind": "clone", "unit": "bits", "values": {"uniform": 2.0}, "peer": "p"}
-    with open(tmp_path / "log", "w") as file:
-        for kind in ["island", "step", "merge", *dice.choices([*KINDS], k=40)]:
-            event = {name: dice.choice(ODD) if dice.random() < 0.3 else good.get(name, dice.random() * 10)
-                     for name in KINDS[kind] if dice.random() < 0.97}
-            if kind == "start":
-                event["config"] = {name: dice.choice(ODD) for name in ("RECOMBINE_ALPHA", "SOFTMAX_EXP_SCALE",
-                                                                       "VOCAB_SIZE")}
-            print(json.dumps(dice.choice(ODD) if dice.random() < 0.05 else {"event": kind, **event}), file=file)
-    for x, log in itertools.product(("tokens", "time", "steps"), (False, True)):
+    for kind in ["island", "step", "merge", *dice.choices([*KINDS], k=40)]:
+        event = {name: dice.choice(ODD) if dice.random() < 0.3 else good.get(name, dice.random() * 10)
+                 for name in KINDS[kind] if dice.random() < 0.97}
+        if kind == "start":
+            event["config"] = {name: dice.choice(ODD) for name in ("RECOMBINE_ALPHA", "SOFTMAX_EXP_SCALE",
+                                                                   "VOCAB_SIZE")}
+        write(tmp_path / "log", dice.choice(ODD) if dice.random() < 0.05 else {"event": kind, **event})
+    ways = [dict(x=x, log=log) for x in ("tokens", "time", "steps") for log in (False, True)]
+    for way in *ways, dict(out=str(tmp_path / "x.svg")):
         with contextlib.suppress(event_log.WatchError):
-            plot.plot([tmp_path / "log"], Printer(Stream()), x, log=log)
-    with contextlib.suppress(event_log.WatchError):
-        plot.plot([tmp_path / "log"], Printer(Stream()), out=str(tmp_path / "x.svg"))
+            plot.plot([tmp_path / "log"], Printer(Stream()), **way)
 
 
-def test_training_shows_and_keeps_its_course(small, tmp_path, compiled, capsys):
+def test_training_shows_and_keeps_its_course(small, tmp_path, compiled):
     lines = Lines()
-    train.train(small, steps=4, save_dir="run", threads=1, console=egg_net.Console(lines), http=EVERYBODY,
-                log_json="log")
+    train_here(small, 4, lines, http=EVERYBODY, log_json="log")
     assert re.search(r"^live page: http://127.0.0.1:\d+/$", lines.text, re.M)
     told = events(tmp_path / "log")
     assert [e["event"] for e in told] == [e["event"] for e in events(tmp_path / "run" / history.EVENTS)]
@@ -193,31 +185,32 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled, capsys):
     assert set(of_kind("references", told)[0]["values"]) == {"uniform", "unigram", "bigram"}
     curve = read_curve("run")
     assert len(curve.loss) == 4 and [point.step for point in curve.validation] == [0, 2, 4]
-    assert egg.main(["plot", "run", "log", "--x", "steps"]) == 0
-    assert "training loss" in capsys.readouterr().out
+    assert "training loss" in run("plot run log --x steps").stdout
 
 
 # --- islands ----------------------------------------------------------------------------------------------------------
 
-def an_island(path, name, steps, merges=(), pushes=(), alpha=0.5):
-    """A log as an island writes it. merges: {step: (peer, its step, kind, ours, theirs, digest of theirs, digest of the
-    result)}."""
-    def line(event, **fields):
-        print(json.dumps({"event": event, **fields}), file=file)
+MERGE = "peer", "peer_step", "kind", "ours", "theirs", "parent_theirs", "digest"
 
-    with open(path, "w") as file:
-        line("start", time=0, step=0, directory=None, config={"RECOMBINE_ALPHA": alpha})
-        line("island", time=0, name=name, peers=[])
-        for k in range(steps):
-            for peer, peer_step, kind, ours, theirs, parent, digest in [merges[k]] if k in merges else ():
-                line("merge", time=k + 0.5, step=k, peer=peer, peer_step=peer_step, kind=kind, ours=ours, theirs=theirs,
-                     digest=digest,
-                     parent_ours="", parent_theirs=parent, seconds=0.1, epoch=1)
-            if k in pushes:
-                line("rejuvenated", time=k + 0.5, step=k, epoch=1, digest="")
-            if k % 10 == 0:
-                line("validation", time=k, step=k, tokens=100 * k, value=8 - k / 50, unit="bits/byte")
-            line("step", time=k + 1, step=k, tokens=100 * k, loss=2 - k / 200, seconds=0.5)
+
+def an_island(path, name, steps, merges=(), pushes=(), alpha=0.5):
+    """A log as an island writes it. merges: {step: the fields MERGE}."""
+    def line(event, **fields):
+        told.append({"event": event, **fields})
+
+    told = []
+    line("start", time=0, step=0, directory=None, config={"RECOMBINE_ALPHA": alpha})
+    line("island", time=0, name=name, peers=[])
+    for k in range(steps):
+        if k in merges:
+            line("merge", time=k + 0.5, step=k, parent_ours="", seconds=0.1, epoch=1, **dict(zip(MERGE, merges[k])))
+        if k in pushes:
+            line("rejuvenated", time=k + 0.5, step=k, epoch=1, digest="")
+        if k % 10 == 0:
+            line("validation", time=k, step=k, tokens=100 * k, value=8 - k / 50, unit="bits/byte")
+        line("step", time=k + 1, step=k, tokens=100 * k, loss=2 - k / 200, seconds=0.5)
+    path.unlink(missing_ok=True)
+    write(path, *told)
 
 
 def archipelago(directory, hostile="$\\frac{\x1b[31m\n" + "x" * 300):
@@ -238,16 +231,13 @@ def test_a_curve_knows_what_an_island_took_in(tmp_path):
     assert b.at(0)[:3] == (0, 0, 0)
     # our own wins a tie
     assert [m.share for m in c.merges] == [pytest.approx(1 - 0.25 * 6 / 8, abs=1e-4), pytest.approx(0.25, abs=1e-4)]
-    with open(paths[2], "a") as file:
-        for what in ({"event": "merge"}, {"event": "merge", "step": 1, "time": 1, "peer": "x", "peer_step": "NaN",
-                                          "kind": "clone"}, {"event": "island"},
-                     {"event": "merge", "step": 99, "time": 1, "peer": "x", "peer_step": 1, "kind": "recombine",
-                      "ours": None, "theirs": 1},
-                     {"event": "start", "config": 3}, {"event": "rejuvenated", "step": []}):
-            print(json.dumps(what), file=file)
-        assert read_curve(paths[2]).merges == c.merges
-        # went on from before the second
-        print(json.dumps({"event": "step", "step": 50, "tokens": 0, "loss": 1, "seconds": 1}), file=file)
+    bad = {"event": "merge", "step": 1, "time": 1, "peer": "x", "peer_step": "NaN", "kind": "clone"}
+    write(paths[2], {"event": "merge"}, bad, {"event": "island"}, {"event": "start", "config": 3},
+          {**bad, "step": 99, "peer_step": 1, "kind": "recombine", "ours": None, "theirs": 1},
+          {"event": "rejuvenated", "step": []})
+    assert read_curve(paths[2]).merges == c.merges
+    # went on from before the second
+    write(paths[2], {"event": "step", "step": 50, "tokens": 0, "loss": 1, "seconds": 1})
     assert read_curve(paths[2]).merges == c.merges[:1] and read_curve(tmp_path / "a").merges == []
 
 
@@ -306,11 +296,11 @@ def test_islands_in_the_terminal(tmp_path):
 
 def test_islands_in_a_picture(here):
     archipelago(here)
-    assert egg.main(["plot", "a", "b", "c", "--x", "time", "--out", "islands.svg"]) == 0
+    assert run("plot a b c --x time --out islands.svg").returncode == 0
     drawn = (here / "islands.svg").read_text()
     assert "$\\frac{" in drawn and "lines that live on 3 islands" in drawn           # as it is, no formula
-    assert egg.main(["plot", "a", "--out", "one.png"]) == 0
-    assert egg.main(["plot", "c", "a", "--x", "steps", "--out", "two.png"]) == 0
+    for line in "plot a --out one.png", "plot c a --x steps --out two.png":
+        assert run(line).returncode == 0
 
 
 # islands.gossip lets none such in; what is shown does not rely on it
@@ -378,9 +368,8 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
         assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
 
 
-def test_status_tells_of_an_island(tmp_path):
-    with Server(tmp_path) as server:
-        told = server.status()
+def test_status_tells_of_an_island(server):
+    told = server.status()
     # a coordinator of before there were any
     plain = cluster_status.describe_status({k: v for k, v in told.items() if k != "island"})
     assert plain == cluster_status.describe_status({**told, "island": None}) and "island" not in plain
@@ -415,7 +404,7 @@ def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
         more = dict(workers=[worker] * 4000, connected=4000, island=island, banned=banned)
         monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), **more})
         with Server(tmp_path) as server:
-            told = cluster_status.fetch_status(CFG, "127.0.0.1", server.port)
+            told = server.fetched()
         shown = len(told["workers"])
         assert 500 < shown < 4000 and told["connected"] == 4000 and len(told["banned"]) == 100
         assert len(json.dumps(told).encode()) <= wire.STATUS.most

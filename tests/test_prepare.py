@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shlex
 import sys
 
 import numpy as np
@@ -12,35 +13,35 @@ import egg
 import egg_config
 from model import data_files
 from tools import prepare
-from commands import PROSE, TEXT, fails, line_with, paste, run
+from commands import PROSE, TEXT, fails, line_with, paste, run, succeeds
 from readings import configured
 from coordinators import refused
+from fakes import full
 
 
 # --- own text ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("arguments", [["--out", "my books", "--vocab-size", "300"], ["--vocab-size", "256"]])
+@pytest.mark.parametrize("arguments", ["--out 'my books' --vocab-size 300", "--vocab-size 256"])
 def test_prepare_leads_to_text(arguments, here, compiled):
     """Text -> training -> generation by what is printed."""
     (here / "it's mine.txt").write_bytes(TEXT * 2)
-    made = run("prepare", "it's mine.txt", *arguments)
+    made = run(f"prepare {arguments}", "it's mine.txt")
     assert made.returncode == 0 and made.stderr == "", made
     line = line_with("next: ", made.stdout)
     assert "--preset laptop" in line and " --save-dir ckpt-" in line.replace("'", "")
-    trained = paste(line + " --steps 3", "next: ")
-    assert trained.returncode == 0 and "steps 0 to 3" in trained.stdout and "bits/byte after" in trained.stdout, trained
-    again = paste(line_with("continue it: ", trained.stdout) + " --steps 4", "continue it: ")
-    assert again.returncode == 0 and "steps 3 to 4" in again.stdout, again
-    written = paste(line_with("try it: ", again.stdout), "try it: ")
-    assert written.returncode == 0 and written.stdout.startswith("\n"), written
-    assert line_with("next: ", run("prepare", "it's mine.txt", *arguments, "--force").stdout).count("-2") == 1
+    trained = succeeds(paste(line + " --steps 3", "next: "))
+    assert "steps 0 to 3" in trained and "bits/byte after" in trained
+    again = succeeds(paste(line_with("continue it: ", trained) + " --steps 4", "continue it: "))
+    assert "steps 3 to 4" in again
+    assert succeeds(paste(line_with("try it: ", again), "try it: ")).startswith("\n")
+    assert line_with("next: ", run(f"prepare --force {arguments}", "it's mine.txt").stdout).count("-2") == 1
 
 
 def test_prepare_leads_to_the_preset_of_the_machine():
     assert prepare.training_on(".", 8192, False, True)[:2] == ["--preset", "best"]
-    assert prepare.training_on("/x/a b", 5000, False, True) == [
-        "--preset", "best", "-D", "VOCAB_SIZE=5000", "-D", "INPUT_FILE=/x/a b/input.bin", "-D",
-        "VAL_FILE=/x/a b/val.bin", "-D", "DECODING_FILE=/x/a b/decoding.bin", "--save-dir", "ckpt-a b"]
+    assert shlex.join(prepare.training_on("/x/a b", 5000, False, True)) == (
+        "--preset best -D VOCAB_SIZE=5000 -D 'INPUT_FILE=/x/a b/input.bin' -D 'VAL_FILE=/x/a b/val.bin' "
+        "-D 'DECODING_FILE=/x/a b/decoding.bin' --save-dir 'ckpt-a b'")
     assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
     for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
         args = egg.parsed(["train", *prepare.training_on(directory, size, plain, gpu)])
@@ -50,23 +51,23 @@ def test_prepare_leads_to_the_preset_of_the_machine():
 def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(here, monkeypatch):
     monkeypatch.setattr(egg_config, "SHIPPED", egg_config.make().fingerprint())
     (here / "t.txt").write_bytes(TEXT)
-    told = run("prepare", "t.txt", "--out", "mine", env={"EGG_PRESET": ""})
-    assert told.returncode == 0 and "no GPU here: these are bytes" in told.stdout and "BPE" not in told.stdout, told
-    assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told.stdout
+    told = succeeds(run("prepare t.txt --out mine", preset=""))
+    assert "no GPU here: these are bytes" in told and "BPE" not in told
+    assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told
     assert sorted(os.listdir("mine")) == ["input.bin", "val.bin"]
-    for number, more in enumerate((["--vocab-size", 300], ["-D", "VOCAB_SIZE=300"])):
-        told = run("prepare", "t.txt", "--out", f"tokens-{number}", *more)
-        assert "the preset laptop turns these tokens into bytes again" in told.stdout and "BPE: " in told.stdout, told
+    for number, more in enumerate(("--vocab-size 300", "-D VOCAB_SIZE=300")):
+        told = succeeds(run(f"prepare t.txt --out tokens-{number} {more}"))
+        assert "the preset laptop turns these tokens into bytes again" in told and "BPE: " in told
         assert os.path.exists(f"tokens-{number}/decoding.bin")
-    told = run("prepare", "t.txt", "--vocab-size", 300, "--out", "gpu", "-D", "DEVICE=cuda")
+    told = run("prepare t.txt --vocab-size 300 --out gpu -D DEVICE=cuda")
     assert "no GPU" not in told.stdout
-    fails(run("prepare", "t.txt", "--out", "t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
+    fails(run("prepare t.txt --out t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
 
 
 def test_prepare_asks_before_it_replaces(here, monkeypatch):
     (here / "t.txt").write_bytes(TEXT)
     (here / "val.bin").write_bytes(b"old")
-    fails(run("prepare", "t.txt", "--vocab-size", 256), 2,
+    fails(run("prepare t.txt --vocab-size 256"), 2,
           "val.bin would be replaced: give another directory with --out DIR, or --force")
     assert (here / "val.bin").read_bytes() == b"old" and not (here / "input.bin").exists()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -75,10 +76,10 @@ def test_prepare_asks_before_it_replaces(here, monkeypatch):
         raise EOFError
 
     monkeypatch.setattr("builtins.input", end_of_input)
-    assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == 2
+    assert run("prepare t.txt --vocab-size 256").returncode == 2
     for answer, replaced in (("", False), ("n", False), ("y", True)):
         monkeypatch.setattr("builtins.input", lambda question: answer)
-        assert egg.main(["prepare", "t.txt", "--vocab-size", "256"]) == (0 if replaced else 2)
+        assert run("prepare t.txt --vocab-size 256").returncode == (0 if replaced else 2)
         assert ((here / "val.bin").read_bytes() != b"old") == replaced
 
 
@@ -95,75 +96,75 @@ def read_back(directory, vocab):
     return [decoding.expand(np.fromfile(directory / name, kind)).tobytes() for name in ("input.bin", "val.bin")]
 
 
+def prepared(text, vocab, held_out=None, said=None):
+    """What `prepare` returns, which makes files here of a text (bytes); said: a list for what it says."""
+    with open("t", "wb") as file:
+        file.write(text)
+    return prepare.prepare(["t"], vocab, held_out, ".", [].append if said is None else said.append)
+
+
 def test_split_gives_back_all_of_the_text():
-    for data in (PROSE.encode() * 3000, b"x" * 100000, b"a\n" * 30000, PROSE.encode() * 5, (b"y" * 999 + b"\n") * 1000):
+    for data in (PROSE * 3000, b"x" * 100000, b"a\n" * 30000, PROSE * 5, (b"y" * 999 + b"\n") * 1000):
         train, held_out = prepare.split(data)
         assert sum(map(len, train)) + sum(map(len, held_out)) == len(data) and len(train) == len(held_out) + 1
         assert b"".join(a + b for a, b in itertools.zip_longest(train, held_out, fillvalue=b"")) == data
         assert 0.04 < sum(map(len, held_out)) / len(data) < 0.11
         if len(data) > 50000 and data.count(b"\n") * 200 > len(data):
             assert all(part.endswith(b"\n") for part in train + held_out), "cuts are at line ends"
-    assert len(prepare.split(PROSE.encode() * 30000)[1]) == prepare.VAL_BLOCKS
+    assert len(prepare.split(PROSE * 30000)[1]) == prepare.VAL_BLOCKS
 
 
 @pytest.mark.parametrize("vocab", [256, 257, 400])
-def test_any_bytes_come_back(tmp_path, vocab):
+def test_any_bytes_come_back(here, vocab):
     rng = np.random.default_rng(5)
     noise = rng.integers(0, 256, 30000, dtype=np.uint8).tobytes()
-    data = (PROSE.encode() * 100 + noise + b"\x00" * 1000 + "\u00e9\u2028\u0085\u00a0".encode() * 100
+    data = (PROSE * 100 + noise + b"\x00" * 1000 + "\u00e9\u2028\u0085\u00a0".encode() * 100
             + b"\r\n \r\n" * 500 + bytes(range(256)) * 20)
-    (tmp_path / "text").write_bytes(data)
     said = []
-    assert prepare.prepare([str(tmp_path / "text")], vocab, None, str(tmp_path / "out"), said.append) == vocab
+    assert prepared(data, vocab, said=said) == vocab
     train, held_out = prepare.split(data)
-    assert read_back(tmp_path / "out", vocab) == [b"".join(train), b"".join(held_out)]
+    assert read_back(here, vocab) == [b"".join(train), b"".join(held_out)]
     assert any("held out" in line for line in said)
-    assert sorted(os.listdir(tmp_path / "out")) == sorted(["input.bin", "val.bin"] + ["decoding.bin"] * (vocab > 256))
+    assert sorted(os.listdir()) == ["decoding.bin"] * (vocab > 256) + ["input.bin", "t", "val.bin"]
     if vocab > 256:
-        decoding = data_files.Decoding.read(str(tmp_path / "out" / "decoding.bin"))
+        decoding = data_files.Decoding.read("decoding.bin")
         assert decoding.decode(range(256)) == bytes(range(256))
         assert len(set(map(bytes, map(decoding.expand, np.arange(vocab)[:, None])))) == vocab
 
 
-def test_several_texts_zst_and_held_out_file(tmp_path):
-    parts = [PROSE.encode() * 200, b"second file, no line end", PROSE.upper().encode() * 50]
-    (tmp_path / "a").write_bytes(parts[0])
-    (tmp_path / "b").write_bytes(parts[1])
-    (tmp_path / "c.zst").write_bytes(pyzstd.compress(parts[2]))
-    (tmp_path / "v").write_bytes(b"held out\xff")
-    texts = [str(tmp_path / n) for n in ("a", "b", "c.zst")]
-    prepare.prepare(texts, 300, str(tmp_path / "v"), str(tmp_path), lambda line: None)
-    assert read_back(tmp_path, 300) == [b"".join(parts), b"held out\xff"]
+def test_several_texts_zst_and_held_out_file(here):
+    parts = [PROSE * 200, b"second file, no line end", PROSE.upper() * 50]
+    for name, text in zip(("a", "b", "c.zst", "v"), (*parts[:2], pyzstd.compress(parts[2]), b"held out\xff")):
+        (here / name).write_bytes(text)
+    prepare.prepare(["a", "b", "c.zst"], 300, "v", say=lambda line: None)
+    assert read_back(here, 300) == [b"".join(parts), b"held out\xff"]
 
 
-def test_the_vocabulary_is_learned_from_the_training_part_alone(tmp_path):
-    (tmp_path / "t").write_bytes(PROSE.encode() * 50)
-    (tmp_path / "v").write_bytes(b"zyzzyva " * 5000)
-    prepare.prepare([str(tmp_path / "t")], 320, str(tmp_path / "v"), str(tmp_path), lambda line: None)
-    decoding = data_files.Decoding.read(str(tmp_path / "decoding.bin"))
+def test_the_vocabulary_is_learned_from_the_training_part_alone(here):
+    (here / "v").write_bytes(b"zyzzyva " * 5000)
+    prepared(PROSE * 50, 320, "v")
+    decoding = data_files.Decoding.read("decoding.bin")
     assert not any(b"zy" in decoding.decode([t]) for t in range(320)) and decoding.lengths.max() > 2
 
 
-def test_a_text_longer_than_the_pieces_of_the_encoder(tmp_path, monkeypatch):
-    data = PROSE.encode() * 100 + b"no line end" * 500
-    (tmp_path / "t").write_bytes(data)
+def test_a_text_longer_than_the_pieces_of_the_encoder(here, monkeypatch):
+    data = PROSE * 100 + b"no line end" * 500
     monkeypatch.setattr(prepare, "ENCODE_BYTES", 100)
-    prepare.prepare([str(tmp_path / "t")], 400, str(tmp_path / "t"), str(tmp_path), lambda line: None)
-    assert read_back(tmp_path, 400) == [data, data]
+    prepared(data, 400, "t")
+    assert read_back(here, 400) == [data, data]
 
 
-def test_fewer_tokens_than_asked_for(tmp_path):
-    (tmp_path / "t").write_bytes(b"abababab\n" * 200)
+def test_fewer_tokens_than_asked_for(here):
     said = []
-    got = prepare.prepare([str(tmp_path / "t")], 5000, None, str(tmp_path), said.append)
+    got = prepared(b"abababab\n" * 200, 5000, said=said)
     assert 256 < got < 300 and any(f"{5000 - got:,} tokens fewer" in line for line in said)
-    assert len(data_files.Decoding.read(str(tmp_path / "decoding.bin"))) == got
+    assert len(data_files.Decoding.read("decoding.bin")) == got
 
 
 def test_bad_texts_leave_the_old_files(here, monkeypatch):
     old = {"input.bin": b"old", "val.bin": b"older", "decoding.bin": b"oldest"}
     for name, content in {**old, "empty": b"", "short": b"ab", "bad.zst": b"no zstd",
-                          "cut.zst": pyzstd.compress(b"a" * 999)[:-2], "good": PROSE.encode() * 100}.items():
+                          "cut.zst": pyzstd.compress(b"a" * 999)[:-2], "good": PROSE * 100}.items():
         (here / name).write_bytes(content)
     for texts, words in ((["none"], "No such file"), (["."], "Is a directory"), (["empty"], "no text"),
                          (["short"], "too short"), (["bad.zst"], "no whole zstd file"),
@@ -177,17 +178,16 @@ def test_bad_texts_leave_the_old_files(here, monkeypatch):
         prepare.prepare(["good"], 256, out="good", say=lambda line: None)
     (here / "val.bin").unlink()
     (here / "val.bin").mkdir()
-    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(data_files.DataError, match="No space left on device"):
         prepare.prepare(["good"], 256, say=lambda line: None)
     assert (here / "input.bin").read_bytes() == b"old" and (here / "decoding.bin").read_bytes() == b"oldest"
     assert not [name for name in os.listdir(here) if name.startswith("input.bin.")], "no temporary file stays"
 
 
-def test_without_the_tokenizers_library(tmp_path, monkeypatch):
+def test_without_the_tokenizers_library(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    (tmp_path / "t").write_bytes(PROSE.encode() * 100)
-    with refused("pip install -r requirements/prepare.txt", data_files.DataError):
-        prepare.prepare([str(tmp_path / "t")], 300, out=str(tmp_path), say=lambda line: None)
+    with refused("pip install -r .*requirements/prepare.txt", data_files.DataError):
+        prepared(PROSE * 100, 300)
     assert os.path.exists(os.path.join(HERE, "requirements/prepare.txt"))
-    assert prepare.prepare([str(tmp_path / "t")], 256, out=str(tmp_path), say=lambda line: None) == 256
+    assert prepared(PROSE * 100, 256) == 256

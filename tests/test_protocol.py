@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 
 import hypothesis
@@ -22,8 +21,9 @@ from cluster.wire import (HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG
                           VALIDATION, WELCOME)
 from islands import gossip
 from model import fitness_digits
-from coordinators import Peer, Peer2, Server, refused, result_frame, until
-from fakes import CFG, FakeEngine, GOOD, Lines, SECRET, card, changed
+from coordinators import (Peer, Peer2, Server, asks, first_step, listening, refused, result_frame, run_worker, until,
+                          upload)
+from fakes import CFG, FakeEngine, GOOD, SECRET, card, changed
 from fuzzing import SLOW
 
 LIMITS = wire.limits(CFG)
@@ -120,43 +120,26 @@ def test_a_worker_that_does_not_fit_is_told_what_differs(tmp_path, words, other,
         Peer2(server, data="ab" * 32)                       # after a restart too
 
 
-class Closing:
-    """A coordinator of protocol 1 alone: closes on anything else. Counts who came."""
-
-    def __init__(self):
-        self.listener, self.versions = socket.create_server(("127.0.0.1", 0)), []
-        self.port = self.listener.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        with contextlib.suppress(OSError):
-            while True:
-                with self.listener.accept()[0] as sock:
-                    data = sock.recv(1 << 16)
-                    self.versions += [data[4]] * data.startswith(wire.MAGIC)         # it may be asked for TLS
-                    if data[4] == 1:
-                        sock.sendall(wire.frame(JOB_RESPONSE, 42, 0, 32, 0))
-                        time.sleep(0.2)
-
-
 def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
-    def serve(**options):
-        old = Closing()
-        try:
-            return old, egg_net.run_worker(CFG, "127.0.0.1", old.port, FakeEngine(), retry=False,
-                                           console=egg_net.Console(Lines()), **options)
-        finally:
-            old.listener.close()
+    def old(sock):
+        """A coordinator of protocol 1 alone: closes on anything else."""
+        data = sock.recv(1 << 16)
+        versions.extend([data[4]] * data.startswith(wire.MAGIC))         # it may be asked for TLS
+        if data[4] == 1:
+            sock.sendall(wire.frame(JOB_RESPONSE, 42, 0, 32, 0))
+            time.sleep(0.2)
 
-    old, chunks = serve()
-    assert old.versions == [2, 1] and chunks == 1
-    old, chunks = serve(protocol=1)
-    assert old.versions == [1] and chunks == 1
-    for options in (dict(protocol=2), dict(access=auth.Access(SECRET))):
-        with refused("closed the connection during the introduction"):
-            serve(**options)
-    with refused("protocol 1 has neither secret nor TLS"):
-        serve(protocol=1, access=auth.Access(SECRET))
+    for options, tried in ({}, [2, 1]), (dict(protocol=1), [1]):
+        versions = []
+        with listening(old) as port:
+            assert run_worker(port, FakeEngine(), **options) == 1
+        assert versions == tried
+    with listening(old) as port:
+        for options in dict(protocol=2), dict(access=auth.Access(SECRET)):
+            with refused("closed the connection during the introduction"):
+                run_worker(port, FakeEngine(), **options)
+        with refused("protocol 1 has neither secret nor TLS"):
+            run_worker(port, FakeEngine(), protocol=1, access=auth.Access(SECRET))
 
 
 # --- any bytes --------------------------------------------------------------------------------------------------------
@@ -180,7 +163,8 @@ BYTES = st.one_of(st.binary(max_size=300), st.lists(FRAME, max_size=5).map(hosti
 
 @hypothesis.given(BYTES, st.integers(1, 50))
 def test_the_frame_parser_takes_any_bytes(data, piece):
-    """However the bytes come: frames or a FrameError, never more held than the longest frame that is allowed."""
+    """However the bytes come: whole frames, with what was sent, or a FrameError; never more held than the longest frame
+    that is allowed."""
     def parse(pieces):
         buffer, got = bytearray(), []
         try:
@@ -194,9 +178,12 @@ def test_the_frame_parser_takes_any_bytes(data, piece):
 
     whole_, split = parse([data]), parse([data[k:k + piece] for k in range(0, len(data), piece)])
     assert whole_ == split
+    sent = b""
     for version, opcode, payload in whole_[0]:
         least, most = LIMITS[version].get(opcode, (0, wire.OTHER_LIMIT))
         assert least <= len(payload) <= most
+        sent += wire.frame(wire.Frame(opcode), payload, version=version)
+    assert data.startswith(sent)
 
 
 @hypothesis.given(BYTES)
@@ -375,7 +362,7 @@ def test_whatever_a_frame_raises_drops_that_peer_and_nobody_else(tmp_path, monke
         answer = server.dispatcher._answer
         monkeypatch.setattr(server.dispatcher, "_answer", broken)
         server.dispatcher.changed = True
-        until(lambda: len(server.dispatcher.workers) == 2)
+        server.has_workers(2)
         monkeypatch.setattr(server.dispatcher, "_answer", answer)
         assert not server.failure and server.thread.is_alive()
         honest.result(0, 32)
@@ -391,7 +378,7 @@ def test_a_full_disk_is_no_fault_of_a_peer(tmp_path, monkeypatch):
         monkeypatch.setattr(server.run, "append", full)
         peer = Peer2(server)
         for _ in range(4):
-            peer.result(0, peer.chunk(0))
+            peer.works(0)
         server.thread.join(60)
 
 
@@ -405,7 +392,7 @@ def test_a_save_directory_need_not_be_utf_8(tmp_path):
         server.admission.bans.add(author.identity, "so")
         with refused("banned: so"):
             Peer2(server, name="w")
-        told = status.fetch_status(CFG, "127.0.0.1", server.port)
+        told = server.fetched()
         assert told["save_dir"].endswith("r\ufffdn") and "r\ufffdn" in status.describe_status(told)
         assert not server.failure
 
@@ -415,7 +402,7 @@ def test_one_lie_cannot_move_the_loss_out_of_sight(tmp_path):
     with Server(tmp_path) as server:
         for loss in (most + 1, -16 * CFG.CHUNK_SIZE * CFG.SEQ_LEN * CFG.LOSS_SCALE - 1, -(1 << 50)):
             peer = Peer2(server)
-            peer.result(0, peer.chunk(0), loss=loss)
+            peer.works(0, loss=loss)
             assert ends(peer)
         assert server.said.count("wrong figures: sum of losses") == 3
 
@@ -450,20 +437,9 @@ def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:
         peer, other = Peer2(server, name="a"), Peer2(server, name="b")
-        engine = FakeEngine(cfg)
-        for _ in range(4):
-            peer.ask(0, engine.digest())
-            peer.result(0, peer.answer().first)
-        peer.ask(0, engine.digest())
-        engine.update(history.unzip(peer.answer().packed, 13))
-        peer.ask(1, engine.digest())
-        opcode, _ = peer.next(wire.SNAPSHOT_WANTED, wire.JOB_RESPONSE)
-        assert opcode == wire.SNAPSHOT_WANTED
-        body = snapshots.pack(engine.state())
-        for offset in range(0, len(body), wire.BLOCK):
-            piece = body[offset:offset + wire.BLOCK]
-            peer.send(wire.SNAPSHOT_DATA, 1, len(body), offset, piece)
-        collector = server.collector
+        engine, collector = first_step(server, peer), server.collector
+        assert asks(peer, engine, wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == wire.SNAPSHOT_WANTED
+        upload(peer, engine.state())
         until(lambda: collector.upload is None or collector.upload.finished)
         other.ask(0, FakeEngine(cfg).digest())
         assert other.answer().step == 1 and not server.failure
@@ -587,16 +563,6 @@ def test_frames_are_those_of_the_specification():
     assert wire.frame(LOG_MESSAGE, b"hi").hex() == "4a4f4253" "01" "03" "00000002" "6869"
 
 
-def test_frames_come_out_whole_however_the_bytes_arrive():
-    limits, buffer, got = wire.limits(CFG), bytearray(), []
-    sent = [(LOG_MESSAGE, b"text"), (JOB_REQUEST, bytes(24)), (99, b"from a newer peer"), (LOG_MESSAGE, b"")]
-    for byte in b"".join(wire.frame(wire.Frame(opcode), payload) for opcode, payload in sent):
-        buffer.append(byte)
-        while one := wire.next_frame(buffer, limits):
-            got.append(one[1:])
-    assert got == sent and not buffer
-
-
 REFUSED = {
     "wrong magic": b"GET / HTTP/1.1\r\n\r\n",
     "protocol version 3, here 1 or 2": b"JOBS\x03\x00" + bytes([0, 0, 0, 24]) + bytes(24),
@@ -636,7 +602,7 @@ def test_wrong_frames_end_their_connection_with_one_line_and_nothing_else(tmp_pa
         assert again.closed() and server.said == before, "the same offence is told once"
         honest.result(0, first)
         for _ in range(3):
-            honest.result(0, honest.chunk(0))
+            honest.works(0)
         server.reaches(1)
         assert fitness_digits.unpack_ternary(server.run.fitness(0), CFG.N_PAIRS).all()
 

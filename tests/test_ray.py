@@ -100,6 +100,20 @@ def wait_for(process, condition, seconds=120):
         time.sleep(0.1)
 
 
+def goes_on(driver, run, steps):
+    """Waits until a run has so many more steps."""
+    step = step_of(run)
+    wait_for(driver, lambda: step_of(run) >= step + steps)
+
+
+def interrupted(driver):
+    """What a driver has printed that ends well after Ctrl-C."""
+    driver.send_signal(signal.SIGINT)
+    said = driver.communicate()[0]
+    assert driver.returncode == 0, said
+    return said
+
+
 def step_of(directory):
     return max((event["step"] for event in events(directory) if event["event"] == "step"), default=0)
 
@@ -147,8 +161,7 @@ def test_deaths_and_arrivals_of_nodes_change_nothing_but_time(place, three_nodes
     driver = drive(place, three_nodes, run, *DEFINES)
     wait_for(driver, lambda: joined(run) >= 2 and step_of(run) >= 10)
     three_nodes.remove_node(three_nodes.worker_nodes.copy().pop(), allow_graceful=False)
-    step = step_of(run)
-    wait_for(driver, lambda: step_of(run) >= step + 5)
+    goes_on(driver, run, 5)
     three_nodes.add_node(num_cpus=1)
     count = joined(run)
     wait_for(driver, lambda: joined(run) > count)
@@ -156,9 +169,8 @@ def test_deaths_and_arrivals_of_nodes_change_nothing_but_time(place, three_nodes
     wait_for(driver, lambda: sum(event["event"] == "start" for event in events(run)) > 1)
     step = step_of(run)
     wait_for(driver, lambda: step_of(run) >= max(step + 5, STEPS))
-    driver.send_signal(signal.SIGINT)
-    said = driver.communicate()[0]
-    assert driver.returncode == 0 and said.count("coordinator on") > 1 and "continue it: " in said, said
+    said = interrupted(driver)
+    assert said.count("coordinator on") > 1 and "continue it: " in said, said
     assert "\nRay: (raylet) " in said and "[state-dump]" not in said and "\x1b" not in said, said
     (step, ours), plain = digests(run, place / "plain")
     assert step == STEPS and (step, ours) == plain
@@ -171,11 +183,9 @@ def test_a_killed_driver_and_an_interrupted_one_go_on(place, three_nodes):
     driver.kill()
     driver.communicate()
     driver = drive(place, three_nodes, run)                  # the run keeps its constants
-    step = step_of(run)
-    wait_for(driver, lambda: step_of(run) >= step + 10)
-    driver.send_signal(signal.SIGINT)
-    said = driver.communicate()[0]
-    assert driver.returncode == 0 and "continue it: " in said and "Traceback" not in said, said
+    goes_on(driver, run, 10)
+    said = interrupted(driver)
+    assert "continue it: " in said and "Traceback" not in said, said
     (step, ours), plain = digests(run, place / "plain")
     assert step >= 20 and (step, ours) == plain
 
@@ -196,9 +206,8 @@ def test_nobody_else_can_replace_the_code_of_a_run(place, three_nodes, monkeypat
         wait_for(driver, lambda: step_of(run) >= 10)
         [private] = pathlib.Path(root).glob("egg-*")
         assert private.stat().st_mode & 0o777 == 0o700 and [*private.glob("ray/session_*/runtime_resources")]
-        driver.send_signal(signal.SIGINT)
-        said = driver.communicate()[0]
-        assert driver.returncode == 0 and not private.exists(), said
+        said = interrupted(driver)
+        assert not private.exists(), said
 
 
 def test_members_are_judged_by_the_file_on_the_node(place, three_nodes):

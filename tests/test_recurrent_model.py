@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 
 import egg_config
-import egg_net
-from cluster import history
+import fakes
 from engine import cpu_engine
-from model import fitness_digits, optimizers, parameters, rules, seeds
+from model import optimizers, parameters, rules, seeds
 from model.reading import Reading
-from tools import debug, prepare, train
+from tools import debug, prepare
 from chaos_cluster import chaos
-from compiling import CARDS, LARGE, OTHERS, hold_against_cards, kernels_of, path_of
+from commands import train_here
+from compiling import CARDS, LARGE, OTHERS, compiled_as, hold_against_cards, kernels_of, path_of
+from coordinators import replayed
 from engines_compared import SEED
-from fakes import Lines, any_fitness, lie
-from readings import configured, member_reading, nats, plain, shaken, votes_on
-from coordinators import refused
+from fakes import Drifts, Lines, Lying, any_fitness, step_alone
+from readings import (configured, equal, hold_text_against_the_reading, hold_validation_against_the_reading,
+                      member_reading, plain, plain_losses, settings_of, shaken, votes_on)
 
 COMPILED = ["compiled_gru"]                                  # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
@@ -45,7 +46,7 @@ def random_config(rng, **more):
 
 
 @pytest.mark.parametrize("seed", range(9))
-def test_losses_are_those_of_the_plain_reading(seed):
+def test_losses_and_validation_are_those_of_the_plain_reading(seed):
     rng = np.random.default_rng(seed)
     cfg = egg_config.make(**random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3))
     # with 8 kinds, token 0 comes often
@@ -53,32 +54,17 @@ def test_losses_are_those_of_the_plain_reading(seed):
     engine = cpu_engine.CpuEngine(cfg, tokens)
     state = shaken(engine, rng, rng.integers(9))
     windows = rules.windows(cfg, tokens, state.step, 0, 4)
-    for member, loss in enumerate(engine.evaluate(0, 8)[:6]):
-        before, window = np.split(windows[member // 2], [cfg.STATE_TOKENS])
-        clean, reading = Reading(cfg, state), member_reading(cfg, state, member)
-        clean.hidden(before)
-        reading.carried = clean.carried
-        assert loss == reading.loss(window[:-1], window[1:]), member
+    assert engine.evaluate(0, 8)[:6].tolist() == plain_losses(cfg, state, windows, 6)
+    hold_validation_against_the_reading(engine, [[5, 17, 250, 3, 0, 9, 77, 200, 11]] * 2)        # through a reset
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_validation_through_a_reset(seed):
-    cfg = egg_config.make(**random_config(np.random.default_rng(20 + seed)))
-    engine, tokens = cpu_engine.CpuEngine(cfg), np.array([5, 17, 250, 3, 0, 9, 77, 200], np.int32)
-    z, window = Reading(cfg, engine.state()).logits(tokens), np.append(tokens, 11)
-    got, count = engine.validate([window, window])
-    assert count == 16 and got == pytest.approx(2 * nats(cfg, z, window[1:]), rel=1e-9)
-
-
-def test_generation_is_greedy_on_the_state():
-    cfg = BASE
-    engine, reading = cpu_engine.CpuEngine(cfg), Reading(cfg, parameters.initial_state(cfg))
-    got = list(engine.generate([5, 17, 250], 20, seed=1, temp=0, penalty=0))
-    token = reading.logits([5, 17, 250])[-1].argmax()
-    for said in got:
-        assert said == token
-        token = reading.logits([token])[0].argmax()
+@pytest.mark.parametrize("seed", range(4))
+def test_generation_goes_on_with_the_state(seed):
+    rng, prompt = np.random.default_rng(30 + seed), [5, 17, 250]
+    engine, settings = cpu_engine.CpuEngine(egg_config.make(**random_config(rng))), settings_of(rng)
+    got = list(engine.generate(prompt, 20, seed, **settings))
     assert len(got) == 20
+    hold_text_against_the_reading(engine, prompt, got, seed, **settings)
 
 
 @pytest.mark.parametrize("clt", [0, 1])
@@ -94,16 +80,15 @@ def test_ztest_moves_what_is_significant(clt):
     want = np.concatenate([votes_on(cfg, state, t, fitness) for t in parameters.tensors(cfg)])
     moves = np.where(abs(want) * 16 >= t * math.isqrt(cfg.N_PAIRS) * (256 if clt else 1), np.sign(want), 0)
     expected = np.clip(state.weights + moves, -127, 127)
-    assert np.array_equal(after.weights, expected) and changed == np.count_nonzero(expected != state.weights) > 1000
+    equal(after.weights, expected)
+    assert changed == np.count_nonzero(expected != state.weights) > 1000
     assert not after.moments.any()
 
 
 def test_ztest_works_with_the_transformer_and_the_others_with_the_gru():
-    transformer = dict(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=64, POPULATION_SIZE=64,
-                       OPTIMIZER="ztest", ZTEST_ALPHA=0.5)
-    adamw = {**SMALL, "OPTIMIZER": "adamw", "ADAPTIVE_NOISE_MODE": 1, "LR_SCHEDULE": ((0, 1.5),)}
-    for constants in (transformer, adamw, {**SMALL, "OPTIMIZER": "sgd", "LR_SCHEDULE": ((0, 0.1),)}):
-        cfg = egg_config.make(**constants)
+    for cfg in (fakes.CFG.changed(CHUNK_SIZE=64, OPTIMIZER="ztest", ZTEST_ALPHA=0.5),
+                BASE.changed(OPTIMIZER="adamw", ADAPTIVE_NOISE_MODE=1, LR_SCHEDULE=((0, 1.5),)),
+                BASE.changed(OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1),))):
         engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint8) % 7)
         before = engine.state()
         changed = engine.update(any_fitness(cfg, 1))
@@ -125,10 +110,11 @@ def test_groups_read_the_same_tokens_and_follow_a_stream():
     first, second = rules.windows(cfg, tokens, 0, 0, 32), rules.windows(cfg, tokens, 1, 0, 32)
     assert first.shape == (32, 5 + 12 + 1) and len(np.unique(first, axis=0)) == 8
     assert (first[0:4] == first[0]).all() and (first[4] != first[3]).any() and first[4, 5] == 1000 // 8
-    assert np.array_equal(second[:, 5:6], first[:, -1:]) and np.array_equal(second[:, :5], first[:, 12:17])
+    equal(second[:, 5:6], first[:, -1:])
+    equal(second[:, :5], first[:, 12:17])
     # the end of the data comes before its beginning
-    assert np.array_equal(first[0, :5], tokens[-5:])
-    assert np.array_equal(rules.windows(cfg, tokens, 0, 5, 3), first[5:8])
+    equal(first[0, :5], tokens[-5:])
+    equal(rules.windows(cfg, tokens, 0, 5, 3), first[5:8])
 
 
 def test_noise_is_kept():
@@ -137,33 +123,6 @@ def test_noise_is_kept():
         kept.append(seeds.next_seed(kept[-1], step, 3))
     assert len(set(kept)) == 3 and kept[0] == kept[2] != kept[3] == kept[5] != kept[6]
     assert seeds.next_seed(42, 6, 0) == 42 != seeds.next_seed(42, 6) == seeds.hash32(42, 7)
-
-
-@pytest.mark.parametrize("define, says", [
-    ("HEAD_DIM=32", "has no meaning with MODEL = gru"), ("SHIFT_OUT=8", "has no meaning"), ("GROUP_SIZE=3", "even"),
-    ("GROUP_SIZE=48", "divide POPULATION_SIZE"),
-    ("FIXED_POINT=8", "at most 7"), ("MODEL=lstm", "transformer, gru"), ("HIDDEN_DIM=100", "multiple of 32"),
-    ("ZTEST_ALPHA=0", "from 1e-6"),
-    ("MODEL=transformer", "VALIDATE_WINDOW|SEQ_LEN|STATE_TOKENS")])
-def test_bad_constants_are_named_in_one_line(define, says):
-    with refused(says, egg_config.ConfigError):
-        configured("nano-egg", define)
-
-
-def test_transformer_refuses_constants_of_the_gru():
-    with pytest.raises(egg_config.ConfigError, match="STATE_TOKENS = 4: has no meaning with MODEL = transformer"):
-        egg_config.make(STATE_TOKENS=4)
-    assert BASE.fingerprint() != BASE.changed(STATE_TOKENS=6).fingerprint()
-
-
-def test_pieces_and_threads_give_the_same_bits():
-    """A chunk may be evaluated in any pieces, by any worker: what a window begins from is part of no one's memory."""
-    cfg = BASE
-    tokens = np.random.default_rng(2).integers(0, 256, 500).astype(np.uint8)
-    one, two = cpu_engine.CpuEngine(cfg, tokens, threads=1), cpu_engine.CpuEngine(cfg, tokens)
-    whole = one.evaluate(0, 64)
-    assert np.array_equal(whole, np.concatenate([two.evaluate(*piece) for piece in ((0, 2), (2, 20), (22, 42))]))
-    assert np.array_equal(whole, one.evaluate(0, 64)) and len(set(whole.tolist())) > 32
 
 
 # --- training it ------------------------------------------------------------------------------------------------------
@@ -175,28 +134,14 @@ class Engine(cpu_engine.CpuEngine):
         super().__init__(cfg or CHAOS, np.random.default_rng(4).integers(0, 256, 3000).astype(np.uint8), threads=1)
 
 
-class Liar(Engine):
-    def __init__(self, cfg=None, start=0, pause=0.0):
-        super().__init__(cfg)
-        self.start = start
-
-    def evaluate(self, first, count):
-        found = super().evaluate(first, count)
-        return lie(found) if self.step >= self.start else found
+class Liar(Lying, Engine):
+    pass
 
 
-class Drifting(Engine):
-    def __init__(self, cfg=None, after=3, pause=0.0):
-        super().__init__(cfg)
-        self.after, self.times = after, 1
-
-    def update(self, fitness):
-        changed = super().update(fitness)
-        if self.step >= self.after and self.times:
-            self.times -= 1
-            self._model.weights[3] ^= 1
-            self._pack()
-        return changed
+class Drifting(Drifts, Engine):
+    def drift(self):
+        self._model.weights[3] ^= 1
+        self._pack()
 
 
 # the numbers of CFG, whose peers are among the troublemakers
@@ -219,18 +164,13 @@ def test_the_preset_trains_and_goes_on(here):
     defines = ["DETOKENIZE=0", "CHUNK_SIZE=8", "POPULATION_SIZE=16", "HIDDEN_DIM=64", "N_LAYERS=2", "DEVICE=cpu",
                "VALIDATE_EVERY=2", "SAMPLE_EVERY=2"]
     cfg, lines = configured("nano-egg", *defines), Lines()
-    first = train.train(cfg, steps=3, save_dir="run", threads=1, console=egg_net.Console(lines))
+    first = train_here(cfg, 3, lines)
     after, unit = first.final.figure
     assert unit == "bits/byte" and 0 < after < 20 and first.final.step == 3
-    second = train.train(cfg, steps=5, save_dir="run", threads=1, console=egg_net.Console(lines))
+    second = train_here(cfg, 5, lines)
     assert (second.progress.first_step, second.progress.run.step) == (3, 5)
-    assert second.progress.validations[0][1] == pytest.approx(after, abs=1e-12)
-    assert "| LR: 1 |" in lines.text
-    run = history.open_run(cfg, "run")
-    engine = cpu_engine.CpuEngine(cfg)
-    history.replay(run, engine)
-    run.close()
-    assert engine.step == 5
+    assert second.progress.validations[0][1] == pytest.approx(after, abs=1e-12) and "| LR: 1 |" in lines.text
+    assert replayed("run", cpu_engine.CpuEngine(cfg)).step == 5
 
 
 def test_it_learns():
@@ -241,7 +181,7 @@ def test_it_learns():
     engine, window = cpu_engine.CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
     before = engine.validate(window)[0]
     for _ in range(40):
-        engine.update(fitness_digits.pack_ternary(fitness_digits.chunk_fitness(engine.evaluate(0, 256), cfg)))
+        step_alone(engine)
     assert engine.validate(window)[0] < 0.75 * before
 
 
@@ -302,7 +242,7 @@ def test_quotients_by_a_multiplication_are_exact(width):
                 sums = np.int32(bits) + y.astype(np.int32)
                 # float64 holds the product exactly; what is rounded off below is far less than 1 / d
                 got = np.floor(sums.view(np.float32).astype(np.float64) * a + c)
-                assert np.array_equal(got, base + y // d), (d, base)
+                equal(got, base + y // d, (d, base))
 
 
 @pytest.mark.parametrize("limit, widest", [(99, (96, 96, 64)), (163, (128, 128, 96)), (227, (160, 128, 128))])
@@ -326,12 +266,12 @@ def test_general_kernels_fit_every_card():
 
 
 @pytest.mark.parametrize((), [
-    pytest.param(marks=pytest.mark.compiles(WIDE, OTHERS, part="noisy"), id="general"),
-    pytest.param(marks=pytest.mark.compiles(WIDE, LARGE, part="noisy", names=("recur", "product")), id="large"),
-    pytest.param(marks=pytest.mark.compiles(SMALL, OTHERS, part="forward"), id="narrow"),
-    pytest.param(marks=pytest.mark.compiles(SMALL, LARGE, part="noisy"), id="narrow, large"),
-    pytest.param(marks=[pytest.mark.compiles(SMALL, LARGE, part="forward"), pytest.mark.deep], id="narrow, all"),
-    pytest.param(marks=pytest.mark.compiles(FAST, [(9, 0)], part="noisy"), id="fast")])
+    compiled_as("general", WIDE, OTHERS, part="noisy"),
+    compiled_as("large", WIDE, LARGE, part="noisy", names=("recur", "product")),
+    compiled_as("narrow", SMALL, OTHERS, part="forward"),
+    compiled_as("narrow, large", SMALL, LARGE, part="noisy"),
+    compiled_as("narrow, all", SMALL, LARGE, part="forward", deep=True),
+    compiled_as("fast", FAST, [(9, 0)], part="noisy")])
 def test_every_kernel_compiles(compiled_kernels):
     """Those of the forward pass, of each path; the head of validation in the tiles of a narrow model, which most cards
     share."""
@@ -433,7 +373,7 @@ def test_every_multiprocessor_takes_several_tiles(cpu_compiled):
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     for engine in engines:
         engine.load(state)
-    assert np.array_equal(*(engine.evaluate(0, 4096) for engine in engines))
+    equal(*(engine.evaluate(0, 4096) for engine in engines))
 
 
 @pytest.mark.gpu
@@ -446,11 +386,11 @@ def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     tokens = np.random.default_rng(5).integers(0, 9, 700).astype(np.uint8)
     gpu, whole = cuda_engine.CudaEngine(cfg, tokens), cpu_engine.CpuEngine(cfg, tokens).evaluate(0, 64)
     pieces = ((0, 2), (2, 30), (32, 32))
-    assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
+    equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     gpu._tokens = None
     del gpu._members
     monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 5))
-    assert np.array_equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
+    equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     window = np.random.default_rng(6).integers(0, 256, (7, 400))
     nats, count = gpu.validate(window)
     assert count == 7 * 399 and nats == pytest.approx(cpu_engine.CpuEngine(cfg).validate(window)[0], rel=1e-9)

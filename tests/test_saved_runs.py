@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import struct
 import types
@@ -22,16 +21,16 @@ from engine import cpu_engine, cpu_transformer
 from model import data_files, integer_tables, parameters, rules, state_digest
 from model.reading import Reading
 from tools import debug, train, use
-from coordinators import Peer, Server, kept, refused, whole
-from fakes import CFG as NET_CFG, Lines, differing, feed, step_alone
-from readings import TINY, callable_by_python, drawn, hold_draws_against_the_distribution, random_config, settings_of
-from recordings import HERE, digests
-from commands import process, run
+from coordinators import Peer, Server, kept, refused, run_worker, whole
+from fakes import CFG as NET_CFG, Lines, feed, step_alone
+from readings import (TINY, callable_by_python, equal, hold_draws_against_the_distribution,
+                      hold_text_against_the_reading, random_config, settings_of)
+from recordings import HERE, digests, write_decoding
+from commands import defines, run
 
 CFG = NET_CFG.changed(LR_SCHEDULE=((0, 1.2),), DEVICE="cpu", N_LAYERS=2)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
 STEPS, SNAPSHOT = 6, 4
-DEFINES = [x for name, value in differing(CFG).items() for x in ("-D", f"{name}={egg_config.text(value)}")]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -44,11 +43,8 @@ def test_tokens_are_those_of_the_plain_reading(seed):
     engine = cpu_engine.CpuEngine(cfg)
     prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
     got = list(engine.generate(prompt, cfg.SEQ_LEN + 9, 70 + seed, **settings))
-    sequence = prompt + got
-    z = Reading(cfg, engine.state()).logits(sequence[:-1])
-    for t in range(len(prompt) - 1, len(sequence) - 1):
-        assert sequence[t + 1] == drawn(cfg, z[t], np.unique(sequence[:t + 1]), t, 70 + seed, **settings), (t, settings)
     assert len(got) == cfg.SEQ_LEN + 9
+    hold_text_against_the_reading(engine, prompt, got, 70 + seed, **settings)
 
 
 def test_the_draw_follows_the_exact_distribution():
@@ -81,11 +77,8 @@ def test_a_sequence_takes_the_memory_that_it_has_come_to():
     after."""
     engine = cpu_engine.CpuEngine(CFG)
     endless = engine.generate([5], 1 << 40, 3, temp=9.0)
-    got = [next(endless) for _ in range(300)]
-    sequence, settings = [5] + got, dict(temp=9.0, min_p=CFG.SAMPLING_MIN_P, penalty=CFG.SAMPLING_PRESENCE_PENALTY)
-    z = Reading(CFG, engine.state()).logits(sequence)
-    for t in range(280, 300):
-        assert sequence[t + 1] == drawn(CFG, z[t], np.unique(sequence[:t + 1]), t, 3, **settings), t
+    hold_text_against_the_reading(engine, [5], [next(endless) for _ in range(300)], 3, temp=9.0,
+                                  min_p=CFG.SAMPLING_MIN_P, penalty=CFG.SAMPLING_PRESENCE_PENALTY)
 
 
 def test_a_prompt_of_another_vocabulary_is_refused():
@@ -109,7 +102,7 @@ def test_the_tokens_of_a_text_are_those_of_the_bpe_that_made_the_vocabulary():
     cfg = egg_config.make()
     decoding = data_files.load_decoding(cfg)
     tokens = np.fromfile(HERE / "val.bin", "<u4")
-    assert np.array_equal(decoding.encode(decoding.decode(tokens)), tokens)
+    equal(decoding.encode(decoding.decode(tokens)), tokens)
     for text in ("naïve – 😀".encode(), bytes(range(256)), b"", b"  \n\n  x"):
         assert decoding.decode(decoding.encode(text)) == text
 
@@ -175,9 +168,9 @@ def load(best=False, directory="ckpt", cfg=CFG):
     return use.load(cfg, directory, best, threads=1, console=egg_net.Console(lines)), lines.text
 
 
-def call(*arguments):
+def call(line, *more):
     """(status, standard output, standard error) of a command, without the line that names the run."""
-    done = run(*arguments, env={"EGG_PRESET": ""})
+    done = run(line, *more, preset="")
     return done.returncode, done.stdout, re.sub(r"^egg: \S+, step \d+\n", "", done.stderr)
 
 
@@ -230,22 +223,21 @@ def test_reading_a_run_leaves_it_to_its_coordinator(here):
 
 
 def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here):
-    ask = "generate", "--prompt", "the qu", "--tokens", "12", "--seed", "9"
-    status, out, err = call(*ask, "--load-dir", "ckpt", "--temp", "9")
+    ask = "generate --prompt 'the qu' --tokens 12 --seed 9"
+    status, out, err = call(f"{ask} --load-dir ckpt --temp 9")
     engine = with_state(here[STEPS])
     more = bytes(engine.generate(list(b"the qu"), 12, 9, temp=9))
     assert (status, err) == (0, "") and out == "the qu" + more.decode("utf-8", "replace")
     # newest ckpt*
-    assert call(*ask, "--temp", "9", "--best")[1] != out
-    again = call(*ask, "-D", "SAMPLING_TEMP=9", "-D", "N_LAYERS=2")
-    assert again == (0, out, "")
+    assert call(f"{ask} --temp 9 --best")[1] != out
+    assert call(f"{ask} -D SAMPLING_TEMP=9 -D N_LAYERS=2") == (0, out, "")
 
 
 def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
     """The prompt from standard input, and a continuation that is no UTF-8; which run it was is said on the side."""
     prompt = b"\xe2\x82lazy\xff\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt)))
-    assert egg.main(["generate", "--prompt", "-", "--tokens", "60", "--temp", "90", "--seed", "3"]) == 0
+    assert egg.main("generate --prompt - --tokens 60 --temp 90 --seed 3".split()) == 0
     out, err = capsysbinary.readouterr()
     engine = with_state(here[STEPS])
     more = bytes(engine.generate(list(prompt), 60, 3, temp=90.0))
@@ -256,28 +248,28 @@ def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, status, says", [
-    (["generate", "--prompt", ""], 2, "the prompt is empty"),
-    (["generate", "--tokens", "0"], 2, "'0' is not a whole number, 1 or more"),
-    (["generate", "--tokens", "-3"], 2, "--tokens"),
-    (["generate", "--temp", "-1"], 2, "argument --temp: '-1' is not a number from 0.0 to 100.0"),
-    (["generate", "--min-p", "nan"], 2, "'nan' is not a number from 0.0 to 1.0"),
-    (["generate", "--load-dir", "nowhere"], 1, "nowhere: no such directory: give --load-dir"),
-    (["generate", "--load-dir", "."], 1, "holds no run"),
-    (["generate", "-D", "HIDDEN_DIM=128"], 2, "another configuration: -D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64"),
-    (["eval", "missing.txt"], 1, "missing.txt: No such file"),
-    (["eval", "short.txt"], 1, "too few for a window"),
-    (["eval", "empty.txt"], 1, "empty.txt is empty: give a text"),
-    (["eval", "short.bin"], 1, "short.bin holds 5 tokens"),
-    (["export", "no/such/place"], 1, "no/such/place: No such file"),
-    (["import", "short.txt", "--save-dir", "new"], 1, "no safetensors file"),
-    (["import", "missing.txt", "--save-dir", "new"], 1, "missing.txt: No such file"),
-    (["import", "short.txt"], 2, "--save-dir"),
-    (["debug", "--json", "no/such/place"], 1, "no/such/place: No such file")])
+    ("generate --prompt ''", 2, "the prompt is empty"),
+    ("generate --tokens 0", 2, "'0' is not a whole number, 1 or more"),
+    ("generate --tokens -3", 2, "--tokens"),
+    ("generate --temp -1", 2, "argument --temp: '-1' is not a number from 0.0 to 100.0"),
+    ("generate --min-p nan", 2, "'nan' is not a number from 0.0 to 1.0"),
+    ("generate --load-dir nowhere", 1, "nowhere: no such directory: give --load-dir"),
+    ("generate --load-dir .", 1, "holds no run"),
+    ("generate -D HIDDEN_DIM=128", 2, "another configuration: -D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64"),
+    ("eval missing.txt", 1, "missing.txt: No such file"),
+    ("eval short.txt", 1, "too few for a window"),
+    ("eval empty.txt", 1, "empty.txt is empty: give a text"),
+    ("eval short.bin", 1, "short.bin holds 5 tokens"),
+    ("export no/such/place", 1, "no/such/place: No such file"),
+    ("import short.txt --save-dir new", 1, "no safetensors file"),
+    ("import missing.txt --save-dir new", 1, "missing.txt: No such file"),
+    ("import short.txt", 2, "--save-dir"),
+    ("debug --json no/such/place", 1, "no/such/place: No such file")])
 def test_what_is_wrong_is_said_in_one_line(here, arguments, status, says):
     pathlib.Path("short.txt").write_text("brief")
     pathlib.Path("short.bin").write_text("brief")
     pathlib.Path("empty.txt").write_bytes(b"")
-    got, _, err = call(*arguments)
+    got, _, err = call(arguments)
     assert got == status and says in err and err.startswith("egg: ") and err.count("\n") == 1
 
 
@@ -287,15 +279,13 @@ def test_without_a_run_or_a_vocabulary(tmp_path, monkeypatch):
     wide = CFG.changed(VOCAB_SIZE=300, N_LAYERS=1)
     history.open_run(wide, "ckpt-wide").close()
     monkeypatch.setenv("EGG_DEVICE", "cpu")
-    status, out, err = call("generate", "--prompt", "x")
+    status, out, err = call("generate --prompt x")
     assert status == 1 and not out
     assert "decoding.bin is missing, and without it no text can be turned into tokens" in err
-    pieces = [bytes([b]) for b in range(256) if b != 0x21]
-    pathlib.Path("decoding.bin").write_bytes(len(pieces).to_bytes(4, "little")
-                                             + b"".join(len(p).to_bytes(4, "little") + p for p in pieces))
-    status, out, err = call("generate", "--prompt", "x!")
+    write_decoding(tmp_path / "decoding.bin", [bytes([b]) for b in range(256) if b != 0x21])
+    status, out, err = call("generate --prompt 'x!'")
     assert status == 1 and not out and "no token for byte 0x21" in err and err.count("\n") == 1
-    assert call("generate", "--prompt", "x", "--tokens", "2")[0] == 0
+    assert call("generate --prompt x --tokens 2")[0] == 0
 
 
 def test_text_comes_while_it_is_made_and_steers_no_terminal():
@@ -340,8 +330,8 @@ def test_eval_gives_the_figures_of_the_engine(here):
     assert (status, err) == (0, "")
     assert re.search(rf"^val.bin: {count} tokens, {count} bytes, in windows of 8; [\d,]+ tokens/s on cpu", out)
     pathlib.Path("val.txt").write_bytes(TEXT[:500])
-    assert call("eval", "val.txt")[1].splitlines()[1:] == out.splitlines()[1:]
-    few = call("eval", "--tokens", "16", "--best")[1]
+    assert call("eval val.txt")[1].splitlines()[1:] == out.splitlines()[1:]
+    few = call("eval --tokens 16 --best")[1]
     assert few.startswith("val.bin: 16 tokens") and f"step {SNAPSHOT} " in few
 
 
@@ -365,7 +355,7 @@ def test_eval_without_the_training_data(here):
 
 def test_export_is_a_safetensors_file(here):
     """By hand, from the description of the format, and by the library."""
-    assert call("export", "w.safetensors")[0] == 0
+    assert call("export w.safetensors")[0] == 0
     data = pathlib.Path("w.safetensors").read_bytes()
     length, = struct.unpack_from("<Q", data)
     header = json.loads(data[8:8 + length])
@@ -386,32 +376,32 @@ def test_export_is_a_safetensors_file(here):
         flat = state.weights[t.span]
         want = parameters.from_canonical(flat, t.cols) if t.matrix else flat
         assert told["dtype"] == "I8"
-        assert np.array_equal(np.frombuffer(data, np.int8, end - first, 8 + length + first).reshape(told["shape"]),
-                              want)
-        assert np.array_equal(by_library[name_of(t)], want) and by_library[name_of(t)].dtype == np.int8
+        equal(np.frombuffer(data, np.int8, end - first, 8 + length + first).reshape(told["shape"]), want)
+        equal(by_library[name_of(t)], want)
+        assert by_library[name_of(t)].dtype == np.int8
     assert max(told["data_offsets"][1] for told in header.values()) == len(data) - 8 - length
 
 
 def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here):
-    call("export", "w.safetensors", "--best")
-    status, out, err = call("import", "w.safetensors", "--save-dir", "new")
+    call("export w.safetensors --best")
+    status, out, err = call("import w.safetensors --save-dir new")
     assert (status, err) == (0, "")
     assert out.startswith(f"new: a run at step {SNAPSHOT}, its optimizer and noise scales begin anew\nnext: ")
     state = load(directory="new")[0].state()
-    assert np.array_equal(state.weights, here[SNAPSHOT].weights)
+    equal(state.weights, here[SNAPSHOT].weights)
     assert (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
     assert egg_config.load(environ={}, saved=history.configuration("new")).saved() == CFG.saved()
-    assert "holds a run already" in call("import", "w.safetensors", "--save-dir", "new")[2]
+    assert "holds a run already" in call("import w.safetensors --save-dir new")[2]
 
 
 def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_refused(here):
-    call("export", "w.safetensors")
+    call("export w.safetensors")
     arrays, metadata = safetensors.numpy.load_file("w.safetensors"), use.open_tensors("w.safetensors")[1]
 
     def refused(changed, says, metadata=metadata, **more):
         safetensors.numpy.save_file({**changed, **more}, "other.safetensors", metadata)
-        status, _, err = call("import", "other.safetensors", "--save-dir", "other")
+        status, _, err = call("import other.safetensors --save-dir other")
         assert status in (1, 2) and says in err and err.count("\n") == 1 and not os.path.exists("other"), err
 
     refused({k: v for k, v in arrays.items() if k != "ln_f"}, "has no ln_f")
@@ -425,14 +415,14 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
     refused(arrays, "layers.1.ln_1", {**metadata, "config": json.dumps({**CFG.saved(), "N_LAYERS": 1})})
     safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
-    assert call("import", "other.safetensors", "--save-dir", "other",
-                *DEFINES)[1].startswith("other: a run at step 1")
+    assert call("import other.safetensors --save-dir other", *defines(CFG))[1].startswith("other: a run at step 1")
     state = load(directory="other")[0].state()
-    assert np.array_equal(state.weights, here[STEPS].weights) and state.seed == here[1].seed
+    equal(state.weights, here[STEPS].weights)
+    assert state.seed == here[1].seed
 
 
 def test_damaged_safetensors_files_end_in_one_line(here):
-    call("export", "w.safetensors")
+    call("export w.safetensors")
     data, rng = pathlib.Path("w.safetensors").read_bytes(), np.random.default_rng(1)
     damaged = [data[:n] for n in (0, 7, 8, 100, len(data) - 1)] + [data + b"x", b"\xff" * 8 + data[8:],
                                                                    data[:8] + b"[]" + data[10:]]
@@ -440,7 +430,7 @@ def test_damaged_safetensors_files_end_in_one_line(here):
         damaged.append(data[:at] + bytes([rng.integers(256)]) + data[at + 1:])
     for number, wrong in enumerate(damaged):
         pathlib.Path("wrong").write_bytes(wrong)
-        status, _, err = call("import", "wrong", "--save-dir", f"from-{number}")
+        status, _, err = call(f"import wrong --save-dir from-{number}")
         one_line = err.startswith("egg: ") and err.count("\n") == 1
         assert number >= 8 and status == 0 or status in (1, 2) and one_line, (number, err)
 
@@ -448,13 +438,13 @@ def test_damaged_safetensors_files_end_in_one_line(here):
 def test_training_goes_on_from_an_import_to_the_bit(here):
     """With --full the run is the one that was exported: a coordinator and a worker that begins at step 0, against the
     engine alone."""
-    assert call("export", "w.safetensors", "--full")[0] == 0
+    assert call("export w.safetensors --full")[0] == 0
     arrays = safetensors.numpy.load_file("w.safetensors")
     t = next(t for t in parameters.tensors(CFG) if (t.name, t.layer) == ("w_up", 1))
     moments = here[STEPS].moments[t.span]
     assert moments.any()
-    assert np.array_equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
-    assert "with the optimizer's state" in call("import", "w.safetensors", "--save-dir", "new")[1]
+    equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
+    assert "with the optimizer's state" in call("import w.safetensors --save-dir new")[1]
     alone, worker = make(), make()
     alone.load(here[STEPS])
     record = history.open_run(CFG, None)
@@ -479,8 +469,8 @@ def test_training_goes_on_from_an_import_to_the_bit(here):
 
 
 def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
-    call("export", "w.safetensors")
-    call("import", "w.safetensors", "--save-dir", "new")
+    call("export w.safetensors")
+    call("import w.safetensors --save-dir new")
     with Server("new", CFG, save=True) as server:
         old = Peer(server)
         old.ask(0)
@@ -488,13 +478,13 @@ def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
         server.shelf.block = lambda *_: (0, b"")         # the snapshot cannot be read
         lost = cpu_engine.CpuEngine(CFG, threads=1)
         with refused("from an imported model"):
-            egg_net.run_worker(CFG, "127.0.0.1", server.port, lost, retry=False, console=egg_net.Console(Lines()))
+            run_worker(server, lost)
     assert lost.step == 0
 
 
 def test_the_snapshot_an_imported_run_began_with_stays(here):
-    call("export", "w.safetensors")
-    call("import", "w.safetensors", "--save-dir", "new")
+    call("export w.safetensors")
+    call("import w.safetensors --save-dir new")
     run = history.open_run(CFG, "new")
     engine = make()
     shelf = snapshots.Shelf(CFG, run)
@@ -539,7 +529,7 @@ def test_a_trace_shows_every_part_of_member_0(here):
 
 
 def test_debug_command_and_layout(here):
-    status, out, err = call("debug", "--json", "trace.jsonl")
+    status, out, err = call("debug --json trace.jsonl")
     assert (status, err) == (0, "") and "\x1b" not in out
     number = r" *-?\d+\.\d+"
     for line in out.splitlines():
@@ -547,7 +537,7 @@ def test_debug_command_and_layout(here):
                             rf"Ent:{number}\( *\d+%\) Sat: *\d+% Zero: *\d+% Range:\[ *-?\d+\.\. *-?\d+\]|"
                             rf"\[S    6 L ?\d T  7 H[01]\] Attn          : Ent:{number}\( *\d+%\) MaxW: *\d+ "
                             r"SumW: *\d+ Ctx: +\d+", line), line
-    call("debug", "--json", "trace.jsonl", "--best")
+    call("debug --json trace.jsonl --best")
     steps = [json.loads(line)["step"] for line in open("trace.jsonl")]
     assert steps == [STEPS, SNAPSHOT]
     colour = lambda text, name: f"\x1b[{console.COLOURS[name]}m{text}\x1b[0m"
@@ -565,19 +555,3 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
         ends.append(engine.digest())
         assert capsys.readouterr().out.count("Emb  ") == (2 if constants else 0)
     assert ends[0] == ends[1] and [json.loads(line)["step"] for line in open("trace.jsonl")] == [0, 10]
-
-
-# --- the way from training to text ------------------------------------------------------------------------------------
-
-def test_a_training_ends_by_inviting_to_what_works_at_once(here):
-    done = process("train", "--steps", "2", "--save-dir", "ckpt new", *DEFINES)
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("try it: ")
-    program, script, *arguments = shlex.split(last.removeprefix("try it: "))
-    assert (HERE / "egg.py").samefile(script)
-    assert arguments == ["generate", "--load-dir", "ckpt new"]
-    written = process(*arguments, program=script)
-    assert written.returncode == 0 and written.stdout.startswith("\n")
-    assert written.stderr == "egg: ckpt new, step 2\n"
-    assert len(written.stdout) > 100

@@ -8,6 +8,7 @@ import pytest
 from engine import simd
 from model import integer_tables
 from recordings import python
+from readings import equal
 
 
 def hold_against_numpy():
@@ -51,21 +52,24 @@ def hold_against_numpy():
                 products(x, 1, packed, 7, init, stride, out, k4)
                 columns = w.transpose(0, 2, 1).reshape(4 * k4, panel).astype(np.int64)
                 plain = x[:, 1:1 + 4 * k4].astype(np.int64) @ columns
-                assert np.array_equal(out[:, :panel], plain + init[:, :panel]) and not out[:, panel:].any(), k4
+                equal(out[:, :panel], plain + init[:, :panel], k4)
+                assert not out[:, panel:].any(), k4
             init, sums, noise = (rng.integers(-1 << 31, 1 << 31, shape).astype(np.int32)
                                  for shape in (panel + 5, rows + 2, (rows // 2, panel + 7)))
             for stride, pair in (0, np.zeros(rows, int)), (panel + 7, np.arange(rows) // 2):
                 out = np.zeros((rows, panel + 3), np.int32)
                 noisy_products(x, packed, 7, init, sums, noise, stride, 9, out, k4)
                 added = (sums[2:, None] * noise[pair, 3:][:, :panel] >> np.int32(9)) + init[5:]     # int32, wraps
-                assert np.array_equal(out[:, :panel], added + plain.astype(np.int32)) and not out[:, panel:].any(), k4
+                equal(out[:, :panel], added + plain.astype(np.int32), k4)
+                assert not out[:, panel:].any(), k4
     for count in (1, 5, 32, 100):
         x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, count + 2), (count, panel)))
         out, plain = np.zeros((rows, panel + 1), np.float32), np.zeros((rows, panel), np.float32)
         chains(x, w, out, count)
         for k in range(count):                                  # fma: exact in extended precision, then rounded once
             plain = (np.asarray(x[:, k, None], np.longdouble) * w[k] + plain).astype(np.float32)
-        assert np.array_equal(out[:, :panel], plain) and not out[:, panel:].any(), count
+        equal(out[:, :panel], plain, count)
+        assert not out[:, panel:].any(), count
     for count in (32, 64, 96, 4096):
         for low, high in ((0, 256), (255, 256)):
             x = rng.integers(low, high, count + 3).astype(np.uint8)
@@ -77,7 +81,7 @@ def hold_against_numpy():
         plain[:at], plain[at + count:] = x[:at], x[at + count:]
         out = x.copy()
         activated(out, at, count)
-        assert np.array_equal(out, plain)
+        equal(out, plain)
     for short in (0, 1):
         table = np.sort(rng.integers(0, 1 << 18, 256).astype(np.int32))[::-1].copy()
         table[95 if short else 256:] = 0
@@ -88,7 +92,8 @@ def hold_against_numpy():
             values = table[np.minimum(1000 - (z[2:2 + count].astype(np.int64) >> shift), 255)]
             for out in np.empty(0, np.int32), np.zeros(count + 20, np.int32):
                 assert summed(table, short, 1000, shift, z, 2, count, out, 3) == values.sum(), (short, count)
-            assert np.array_equal(out[3:3 + count], values) and not out[:3].any()
+            equal(out[3:3 + count], values)
+            assert not out[:3].any()
 
 
 @pytest.mark.parametrize("kind", simd.available())

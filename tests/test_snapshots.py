@@ -13,7 +13,7 @@ import pyzstd
 from cluster import history, snapshots, wire
 from cluster.wire import JOB_RESPONSE
 from model import parameters, state_digest
-from coordinators import Server, caller, callers, cluster, refused, until, upload, whole
+from coordinators import Server, asks, caller, callers, cluster, first_step, refused, until, upload, whole
 from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, any_fitness, changed, expected, feed
 from recordings import digests
 
@@ -198,12 +198,6 @@ def forged(state):
             return type(state)(changed_, state.moments, state.overlay, state.step, state.seed)
 
 
-def asks(peer, engine, *answers):
-    """(opcode, payload) that a peer gets which states the state of an engine."""
-    peer.ask(engine.step, engine.digest())
-    return peer.next(*answers)
-
-
 def gives(peer, engine, state=None):
     """A peer is asked for its snapshot, sends it, and is answered."""
     assert asks(peer, engine, wire.SNAPSHOT_WANTED)[1] == engine.step.to_bytes(8, "big")
@@ -213,19 +207,6 @@ def gives(peer, engine, state=None):
 
 def states_hash(peer, engine):
     peer.send(wire.STATE_HASH, engine.step, snapshots.state_hash(engine.state()))
-
-
-def first_step(server, *peers):
-    """Completes step 0; the engine of the next one."""
-    engine = FakeEngine(server.cfg)
-    for chunk in range(4):
-        peer = peers[chunk % len(peers)]
-        peer.ask(0, engine.digest())
-        assert peer.answer().first == 32 * chunk
-        peer.result(0, 32 * chunk)
-    server.reaches(1)
-    engine.update(GOOD_STEP)
-    return engine
 
 
 @pytest.fixture

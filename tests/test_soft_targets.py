@@ -5,18 +5,14 @@ import functools
 import numpy as np
 import pytest
 
-import egg_config
+import readings
 from engine import cpu_engine
-from model import rules, seeds, soft_targets
-from model.fitness_digits import pack_ternary
-from model.reading import Reading
-from readings import member_reading
+from model import fitness_digits, rules, seeds, soft_targets
+from readings import equal, plain_losses
 from tools import arch
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
-SMALL = dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=16, POPULATION_SIZE=32,
-             LOSS="exact")
-BASE = egg_config.make(**SMALL)
+BASE = readings.BASE.changed(HEAD_DIM=64, LOSS="exact")
 GRU = dict(MODEL="gru", STATE_TOKENS=3, GROUP_SIZE=4)
 WIDE = dict(VOCAB_SIZE=300, USE_SAME_DATA=1)
 
@@ -45,13 +41,17 @@ def test_the_table_of_what_follows(values, context):
         assert known.tokens[first:first + size].tolist() == following(tokens, place, context)
 
 
-@pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
+of_every_kind = pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
+
+
+@of_every_kind
 def test_the_drawn_targets_are_those_of_the_specification(values):
     cfg = BASE.changed(**values, SOFT_TARGETS=((0, 2),))
     tokens, T, seed = data(cfg), cfg.SEQ_LEN, 2**32 - 3          # seeds of later pairs wrap around
     cut = soft_targets.windows(cfg, tokens, soft_targets.followers(cfg, tokens, 2), 61, seed, 4, 6)
     plain = rules.windows(cfg, tokens, 61, 4, 6)
-    assert cut.shape == (6, cfg.WINDOW) and np.array_equal(cut[:, :plain.shape[1]], plain)
+    assert cut.shape == (6, cfg.WINDOW)
+    equal(cut[:, :plain.shape[1]], plain)
     for pair, start in enumerate(rules.window_starts(cfg, tokens.size, 61, 4, 6)):
         for t in range(T):
             known = following(tokens, (start + t + 1) % tokens.size, 2)
@@ -59,27 +59,20 @@ def test_the_drawn_targets_are_those_of_the_specification(values):
                      for j in range(7)]
             assert cut[pair, plain.shape[1] + 7 * t:][:7].tolist() == drawn
     again = soft_targets.windows(cfg, tokens, None, 61, seed, 4, 6)[:, plain.shape[1]:]
-    assert np.array_equal(again, np.repeat(plain[:, -T:], 7, 1))
+    equal(again, np.repeat(plain[:, -T:], 7, 1))
 
 
-@pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
+@of_every_kind
 def test_the_loss_is_the_mean_over_the_targets(values):
     """Each member's loss is that of the plain reading."""
     cfg = BASE.changed(**values, SOFT_TARGETS=((0, 2),))
     tokens = data(cfg)
     engine = cpu_engine.CpuEngine(cfg, tokens, threads=1)
-    state = engine.state()
     cut = soft_targets.windows(cfg, tokens, soft_targets.followers(cfg, tokens, 2), 0, engine.seed, 0, 8)
-    for member, loss in enumerate(engine.evaluate(0, 16)):
-        before, window, drawn = np.split(cut[member // 2], np.cumsum([cfg.STATE_TOKENS, cfg.SEQ_LEN + 1]))
-        clean, reading = Reading(cfg, state), member_reading(cfg, state, member)
-        if cfg.STATE_TOKENS:
-            clean.hidden(before)
-        reading.carried = clean.carried
-        assert loss == reading.loss(window[:-1], np.column_stack([window[1:], drawn.reshape(-1, 7)]))
+    assert engine.evaluate(0, 16).tolist() == plain_losses(cfg, engine.state(), cut, 16)
 
 
-@pytest.mark.parametrize("values", (dict(), GRU), ids=("transformer", "gru"))
+@of_every_kind
 def test_every_cut_of_a_step_and_every_context_in_turn(values):
     """The losses depend on neither slices nor threads; context 0 is the loss without soft targets; a context that
     comes back is the same again."""
@@ -91,10 +84,10 @@ def test_every_cut_of_a_step_and_every_context_in_turn(values):
     for step in range(5):
         whole = one.evaluate(0, 32)
         parts = [two.evaluate(first, count) for first, count in ((0, 4), (4, 2), (6, 26))]
-        assert np.array_equal(np.concatenate(parts), whole)
+        equal(np.concatenate(parts), whole)
         plain.load(one.state())
         assert np.array_equal(plain.evaluate(0, 32), whole) == (step in (0, 2))
-        fitness = pack_ternary(np.sign(whole[1::2] - whole[::2]).astype(np.int8))
+        fitness = fitness_digits.pack_ternary(np.sign(whole[1::2] - whole[::2]).astype(np.int8))
         assert one.update(fitness) == two.update(fitness)
 
 

@@ -16,10 +16,10 @@ import pytest
 import egg_net
 from cluster import admission, auth, dispatch, event_log, fairness, history, hub, status, trust, wire
 from cluster.step import Account, Step
-from cluster.wire import JOB_RESPONSE, REBUILD, V2
+from cluster.wire import JOB_RESPONSE, REBUILD
 from model import fitness_digits
 from coordinators import Holder, Peer, Peer2, Server, caller, callers, cluster, idle, kept, refused, until
-from fakes import BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, card, changed, expected
+from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, SECRET, changed, expected
 from commands import certificate
 
 
@@ -44,8 +44,7 @@ def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
     assert step.result(B, 1, *NO) == [] and 1 not in step.done
     assert step.disputed() == [(1, [A, B])]
     assert step.take(A, 1) is None and step.take(B, 1) is None and step.take(C, 1) == 1
-    assert step.result(C, 1, *YES) == [B] and step.complete \
-        and step.fitness() == GOOD_STEP
+    assert step.result(C, 1, *YES) == [B] and step.complete and step.fitness() == GOOD_STEP
     step.withdraw(B)
     assert step.result(D, 1, *NO) == [D] and step.complete
 
@@ -210,14 +209,15 @@ def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
         assert all(peer.answer().step == 1 for peer in peers[2:])
 
 
-def test_a_liar_is_found_by_audits_named_and_banned(tmp_path):
-    cfg = changed(AUDIT_RATE=1.0)
+@pytest.mark.parametrize("base", [CFG, ACTIVATIONS], ids=["weights", "activations"])
+def test_a_liar_is_found_by_audits_named_and_banned(tmp_path, base):
+    cfg = base.changed(AUDIT_RATE=1.0)
     engines = [FakeEngine(cfg, 0.002), Liar(cfg, 2, pause=0.001), FakeEngine(cfg, 0.002), FakeEngine(cfg, 0.002)]
     server = cluster(tmp_path, engines, 20, cfg, save=True)
     assert re.search(r"^banned w1 at 127.0.0.1: its result for chunk \d of step \d+ is not that of two others$",
                      server.said, re.M)
     assert server.said.count("banned w") == 1
-    assert kept(tmp_path, cfg) == expected(20)[0]
+    assert kept(tmp_path, cfg) == expected(20, cfg)[0]
 
 
 def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
@@ -226,8 +226,7 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
             if turn == 0:
                 peer = Peer2(server, name="w1")
                 assert peer.chunk(0) == 0
-                server.ban(server.author(),
-                                       "it said that 2 + 2 = 5")
+                server.ban(server.author(), "it said that 2 + 2 = 5")
                 with refused("banned: it said that 2 [+] 2 = 5; to let w1 at 127.0.0.1 in again, remove its line"):
                     peer.answer()
             if turn < 2:
@@ -235,7 +234,7 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
                     with refused("banned: it said that"):
                         Peer2(server, name="w1")
                 Peer2(server, name="w2")
-                told = status.fetch_status(CFG, "127.0.0.1", server.port)
+                told = server.fetched()
                 assert told["banned"] == {"w1 at 127.0.0.1": "it said that 2 + 2 = 5"}
                 assert ("banned: w1 at 127.0.0.1: it said that 2 + 2 = 5\n"
                         f"to lift a ban remove its line from {tmp_path}") in status.describe_status(told)
@@ -250,12 +249,12 @@ def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
     access = auth.Access(SECRET, auth.server_tls(cert, key, ca=cert))
     ours = auth.Access(SECRET, auth.client_tls(cert, cert, key))
     with Server(tmp_path, save=True, access=access) as server:
-        link = egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w1"))
+        peer = Peer2(server, access=ours, name="w1")
         until(lambda: server.dispatcher.workers)
         server.ban(server.author(), "it lied")
-        link.close()
+        peer.close()
         with refused("banned: it lied"):
-            egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="another name"))
+            Peer2(server, access=ours, name="another name")
     assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / admission.BANNED_FILE).read_text())
 
 
@@ -288,12 +287,11 @@ def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
     access = auth.Access(SECRET, auth.server_tls(ca, ca_key, ca=ca))
 
     def come(cert, key):
-        ours = auth.Access(SECRET, auth.client_tls(ca, cert, key))
-        return egg_net.Link(CFG, "127.0.0.1", server.port, V2, ours, card(name="w"))
+        return Peer2(server, access=auth.Access(SECRET, auth.client_tls(ca, cert, key)), name="w")
 
     with Server(tmp_path, save=True, access=access) as server:
-        links = come(leaf, key), come(tmp_path / "twin", key)
-        until(lambda: len(server.dispatcher.workers) == 2)
+        peers = come(leaf, key), come(tmp_path / "twin", key)
+        server.has_workers(2)
         first, second = (worker.author for worker in server.dispatcher.workers)
         assert first.voter == second.voter and first.identity == second.identity and first.former != second.former
         with refused("its certificate may sign others"):
@@ -305,7 +303,7 @@ def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
             f"certificate {hashlib.sha256(shown).hexdigest()}\tby an older version\n")
         with refused("banned: by an older version"):
             come(leaf, key)
-        links[0].close(), links[1].close()
+        peers[0].close(), peers[1].close()
 
 
 def test_bans_that_cannot_be_written_hold_until_the_end(tmp_path):
@@ -545,14 +543,6 @@ def test_one_host_cannot_fill_both_sides_of_an_audit():
     assert audit(step, 0, (third, GOOD)) == ["one", "two"] and step.done[0][0] == GOOD
 
 
-def with_certificate(server, ca, cert, key, name):
-    peer = Peer2.__new__(Peer2)
-    peer.cfg = server.cfg
-    access = auth.Access(SECRET, auth.client_tls(ca, cert, key))
-    peer.link = egg_net.Link(peer.cfg, "127.0.0.1", server.port, V2, access, card(peer.cfg, name=name))
-    return peer
-
-
 @pytest.mark.parametrize("kind", ["connections", "addresses of one /64", "certificates of one key"])
 def test_one_liar_keeps_no_lie_and_gets_nobody_banned(kind, tmp_path, monkeypatch):
     """Every chunk is audited: three sybils of one liar, and two honest hosts."""
@@ -571,8 +561,9 @@ def test_one_liar_keeps_no_lie_and_gets_nobody_banned(kind, tmp_path, monkeypatc
         access = auth.Access(SECRET, auth.server_tls(ca, ca_key, ca=ca))
     with Server(tmp_path, cfg, access=access) as server:
         if kind == "certificates of one key":
-            honest, sybils = ([with_certificate(server, ca, *pair, pair[0].name) for pair in part]
-                              for part in (made[:2], made[2:]))
+            shown = [auth.Access(SECRET, auth.client_tls(ca, *pair)) for pair in made]
+            peers = [Peer2(server, access=ours, name=cert.name) for ours, (cert, _) in zip(shown, made)]
+            honest, sybils = peers[:2], peers[2:]
         else:
             sybils = [caller(f"127.0.0.2{i if 'addresses' in kind else ''}", server, name=f"s{i}") for i in range(3)]
             honest = callers(server, 3, 4)
@@ -601,7 +592,7 @@ def test_what_a_banned_author_left_is_done_again_even_when_it_has_gone(server):
     until(lambda: 0 in server.dispatcher.work.done)
     author = server.author("liar")
     liar.close()
-    until(lambda: len(server.dispatcher.workers) == 1)
+    server.has_workers(1)
     server.ban(author, "it lied about another chunk")
     assert 0 not in server.dispatcher.work.done
     assert 0 in [other.chunk(0) for _ in range(4)]

@@ -19,7 +19,7 @@ import egg_config
 from cluster import history
 from engine import hardware
 from tools import train
-from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run
+from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
 from recordings import HERE, python
 from readings import configured
 
@@ -38,33 +38,31 @@ def bytes_here(tmp_path, monkeypatch):
 
 def test_a_run_goes_on_by_its_directory_alone(bytes_here, compiled):
     """train, the printed commands, coordinator, export, import: the constants are named once."""
-    first = run("train", "--steps", 2, "--save-dir", "ckpt one", *bytes_here)
-    assert first.returncode == 0, first.stderr
-    assert len(line_with("validation: ", first.stdout)) < 80 and "(unigram " in first.stdout
-    again = line_with("continue it: ", first.stdout)
+    first = succeeds(run("train --steps 2 --save-dir 'ckpt one'", *bytes_here))
+    assert len(line_with("validation: ", first)) < 80 and "(unigram " in first
+    again = line_with("continue it: ", first)
     assert shlex.split(again)[-3:] == ["train", "--save-dir", "ckpt one"]
-    more = paste(again + " --steps 4", "continue it: ")
-    assert more.returncode == 0 and "train.bin: 18,000 bytes\nmy data/val.bin: validation on 64 bytes\n" in more.stdout
-    assert "steps 2 to 4: " in more.stdout
-    for line in (line_with("try it: ", first.stdout), line_with("try it: ", more.stdout)):
-        written = paste(line, "try it: ")
-        assert written.returncode == 0 and written.stdout.startswith("\n"), written
-    told = run("eval", "--load-dir", "ckpt one")
-    assert told.returncode == 0 and told.stdout.startswith("my data/val.bin: ") and "bigram" in told.stdout, told
-    assert run("export", "w.safetensors", "--load-dir", "ckpt one").returncode == 0
-    begun = run("import", "w.safetensors", "--save-dir", "new one")
-    assert begun.returncode == 0 and shlex.split(begun.stdout.splitlines()[-1])[-6:] == [
+    more = succeeds(paste(again + " --steps 4", "continue it: "))
+    assert "train.bin: 18,000 bytes\nmy data/val.bin: validation on 64 bytes\n" in more and "steps 2 to 4: " in more
+    for said in first, more:
+        assert said.splitlines()[-1] == line_with("try it: ", said)
+        written = paste(said.splitlines()[-1], "try it: ")
+        assert succeeds(written).startswith("\n") and len(written.stdout) > 100
+        assert written.stderr == "egg: ckpt one, step 4\n"
+    told = succeeds(run("eval --load-dir 'ckpt one'"))
+    assert told.startswith("my data/val.bin: ") and "bigram" in told
+    succeeds(run("export w.safetensors --load-dir 'ckpt one'"))
+    begun = succeeds(run("import w.safetensors --save-dir 'new one'"))
+    assert shlex.split(begun.splitlines()[-1])[-6:] == [
         "--save-dir", "new one", "-D", "INPUT_FILE=my data/train.bin", "-D", "VAL_FILE=my data/val.bin"]
-    measured = run("eval", "--load-dir", "new one")
-    assert measured.returncode == 0 and measured.stdout.splitlines()[1:] == told.stdout.splitlines()[1:], measured
-    on = paste(line_with("next: ", begun.stdout) + " --steps 5", "next: ")
-    assert on.returncode == 0 and "my data/train.bin: 18,000" in on.stdout and "steps 4 to 5: " in on.stdout, on
-    copied = run("train", "--load-dir", "ckpt one", "--save-dir", "copy", "--steps", 5)
-    assert copied.returncode == 0 and "steps 4 to 5: " in copied.stdout, copied
+    assert succeeds(run("eval --load-dir 'new one'")).splitlines()[1:] == told.splitlines()[1:]
+    on = succeeds(paste(line_with("next: ", begun) + " --steps 5", "next: "))
+    assert "my data/train.bin: 18,000" in on and "steps 4 to 5: " in on
+    assert "steps 4 to 5: " in succeeds(run("train --load-dir 'ckpt one' --save-dir copy --steps 5"))
     before = pathlib.Path("copy", "history.egg").read_bytes()
-    beside = run("train", "--load-dir", "copy", "--steps", 6)
-    assert "steps 5 to 6: " in beside.stdout and "kept in copy-2 (copy stays as it is)\n" in beside.stdout, beside
-    assert shlex.split(line_with("continue it: ", beside.stdout))[-2:] == ["--save-dir", "copy-2"]
+    beside = succeeds(run("train --load-dir copy --steps 6"))
+    assert "steps 5 to 6: " in beside and "kept in copy-2 (copy stays as it is)\n" in beside
+    assert shlex.split(line_with("continue it: ", beside))[-2:] == ["--save-dir", "copy-2"]
     assert pathlib.Path("copy", "history.egg").read_bytes() == before
 
 
@@ -86,26 +84,25 @@ def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):
     assert history.configuration("ckpt")["SEQ_LEN"] == CFG.SEQ_LEN
 
 
-def test_the_continuation_is_that_of_the_arguments(here, monkeypatch, capsys):
+def test_the_continuation_is_that_of_the_arguments(here, monkeypatch):
     done = types.SimpleNamespace(run=types.SimpleNamespace(directory="ckpt"))
     monkeypatch.setattr("egg_net.run_coordinator", lambda *_, **__: done)
-    assert egg.main(["coordinator", "--steps", "3", "--load-dir=old", "--verb", "-DPORT=9", "-D", "N_LAYERS=2",
-                     "--peer", "a:1", "--peer", "[::1]:2", "--island", "x", "--save-dir", "ckpt"]) == 0
-    assert shlex.split(line_with("continue it: ", capsys.readouterr().out))[4:] == [
-        "coordinator", "--save-dir", "ckpt", "--verbose", "--island", "x", "--peer", "a:1", "--peer", "[::1]:2", "-D",
-        "PORT=9"]
+    said = run("coordinator --steps 3 --load-dir=old --verb -DPORT=9 -D N_LAYERS=2 --peer a:1 --peer [::1]:2 "
+               "--island x --save-dir ckpt").stdout
+    assert " ".join(shlex.split(line_with("continue it: ", said))[4:]) == (
+        "coordinator --save-dir ckpt --verbose --island x --peer a:1 --peer [::1]:2 -D PORT=9")
 
 
 def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     history.open_run(CFG, "ckpt").close()
     for command in ("train", "coordinator"):
         for where in ("--save-dir", "--load-dir"):
-            fails(run(command, where, "ckpt", "-D", "N_LAYERS=3", "-DVALIDATE_EVERY=5"), 2,
+            fails(run(f"{command} {where} ckpt -D N_LAYERS=3 -DVALIDATE_EVERY=5"), 2,
                   "ckpt holds a run of another configuration: -D N_LAYERS: N_LAYERS = 3, there it is 1; leave that out")
-    fails(run("train", "--save-dir", "ckpt", env={"EGG_SEQ_LEN": "16"}), 2, "EGG_SEQ_LEN: SEQ_LEN = 16, there it is 8;")
-    fails(run("train", "--save-dir", "ckpt", "--preset", "nano-egg"), 2,
+    fails(run("train --save-dir ckpt", EGG_SEQ_LEN="16"), 2, "EGG_SEQ_LEN: SEQ_LEN = 16, there it is 8;")
+    fails(run("train --save-dir ckpt --preset nano-egg"), 2,
           "--preset nano-egg: MODEL = gru, there it is transformer (and ")
-    fails(run("generate", "--load-dir", "ckpt", "-D", "HIDDEN_DIM=128"), 2,
+    fails(run("generate --load-dir ckpt -D HIDDEN_DIM=128"), 2,
           "-D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64;")
     same = ["-DN_LAYERS=1", "-DPOPULATION_SIZE=128", "-DLR_SCHEDULE=" + egg_config.text(CFG.LR_SCHEDULE)]
     laptop = configured("laptop").saved()
@@ -199,9 +196,9 @@ def test_nothing_is_compiled_that_the_run_does_not_use(compiled_activations):
 
 
 def test_without_samples_the_end_has_none(bytes_here, compiled):
-    done = run("train", "--steps", 1, *bytes_here, "-DSAMPLE_EVERY=0")
-    assert done.returncode == 0 and "sample" not in done.stdout and "validation: " in done.stdout, done
-    assert "nothing of this run is kept: --save-dir DIR keeps it" in done.stdout.splitlines()
+    said = succeeds(run("train --steps 1", *bytes_here, "-DSAMPLE_EVERY=0"))
+    assert "sample" not in said and "validation: " in said
+    assert "nothing of this run is kept: --save-dir DIR keeps it" in said.splitlines()
 
 
 def test_what_make_run_says_fits_a_terminal():
@@ -216,17 +213,17 @@ def test_the_fingerprint_of_the_unedited_constants():
 
 @pytest.fixture
 def started(tmp_path, monkeypatch, capsys):
-    """What `train` would start: started(device, *arguments) -> (cfg, the line about the preset)."""
+    """What `train` would start: started(device, arguments) -> (cfg, the line about the preset)."""
     found = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tools.train.train", lambda cfg, *_, **__: found.append(cfg) or sys.exit(0))
     monkeypatch.setattr(hardware, "devices", lambda cfg: [device if cfg.DEVICE == "auto" else "cpu"])
 
-    def start(on, *arguments):
+    def start(on, arguments=""):
         nonlocal device
         device = on
         with pytest.raises(SystemExit):
-            egg.main(["train", *arguments])
+            egg.main(["train", *arguments.split()])
         return found[-1], capsys.readouterr().out
 
     device = "cpu"
@@ -237,14 +234,14 @@ def started(tmp_path, monkeypatch, capsys):
 def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, device, preset, other):
     history.open_run(egg_config.make(), "ckpt").close()
     fast, deggs = configured(preset), egg_config.make()
-    for more in [], ["--save-dir", "new", "--minutes", "1"], ["-D", "PORT=7"]:
-        cfg, said = started(device, *more)
+    for more in "", "--save-dir new --minutes 1", "-D PORT=7":
+        cfg, said = started(device, more)
         assert cfg.shared() == fast.shared() and other not in said
         assert said.count("\n") == 1 and f"here: taking the preset {preset} (--preset deggs" in said
-    assert started(device, "-D", "N_LAYERS=2")[0].shared() == fast.changed(N_LAYERS=2).shared()
-    assert started(device, "-D", "INPUT_FILE=mine.bin")[0].INPUT_FILE == "mine.bin"
-    for chosen in ["--save-dir", "ckpt"], ["--load-dir", "ckpt"], ["--preset", "deggs"]:
-        cfg, said = started(device, *chosen)
+    assert started(device, "-D N_LAYERS=2")[0].shared() == fast.changed(N_LAYERS=2).shared()
+    assert started(device, "-D INPUT_FILE=mine.bin")[0].INPUT_FILE == "mine.bin"
+    for chosen in "--save-dir ckpt", "--load-dir ckpt", "--preset deggs":
+        cfg, said = started(device, chosen)
         assert cfg.shared() == deggs.shared() and said == ""
     with monkeypatch.context() as patch:
         patch.setenv("EGG_SEQ_LEN", "32")
@@ -256,28 +253,27 @@ def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, de
 
 
 def test_what_the_preset_of_the_machine_forbids_names_it(bytes_here):
-    fails(run("train", "-D", "MODEL=transformer", env={"EGG_PRESET": ""}), 2, "has no meaning with MODEL = transformer",
+    fails(run("train -D MODEL=transformer", preset=""), 2, "has no meaning with MODEL = transformer",
           "(with the preset laptop, which `", "--preset deggs egg_config.py as it is)")
 
 
 def test_a_gpu_that_must_not_be_used_is_none(started):
-    assert started("cuda:0", "-D", "DEVICE=cpu")[0].MODEL == "gru"
+    assert started("cuda:0", "-D DEVICE=cpu")[0].MODEL == "gru"
 
 
-def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch, capsys):
+def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):
     monkeypatch.setattr(hardware, "devices", lambda cfg: ["cuda:0"])
     done = types.SimpleNamespace(run=types.SimpleNamespace(directory=None))
     monkeypatch.setattr("egg_net.run_coordinator", lambda *_, hint, **__: hint and print(hint) or done)
     monkeypatch.setattr("tools.train.work", lambda *_, **__: None)
     history.open_run(egg_config.make(), "ckpt").close()
-    for command, words in ((["worker", "localhost"], "--preset best suits this machine"),
-                           (["coordinator"], "--preset best suits GPUs, --preset laptop CPUs")):
-        assert egg.main(command) == 0
-        said = capsys.readouterr().out
+    for command, words in (("worker localhost", "--preset best suits this machine"),
+                           ("coordinator", "--preset best suits GPUs, --preset laptop CPUs")):
+        said = succeeds(run(command, preset=""))
         assert said.count("\n") == 1 and said.startswith("no preset: ") and words in said
-        for chosen in ["--preset", "deggs"], ["--preset", "best"], ["-D", "N_LAYERS=2"]:
-            assert egg.main([*command, *chosen]) == 0 and capsys.readouterr().out == ""
-    assert egg.main(["coordinator", "--save-dir", "ckpt"]) == 0 and capsys.readouterr().out == ""
+        for chosen in "--preset deggs", "--preset best", "-D N_LAYERS=2":
+            assert succeeds(run(f"{command} {chosen}", preset="")) == ""
+    assert succeeds(run("coordinator --save-dir ckpt", preset="")) == ""
 
 
 @pytest.mark.parametrize("gpus", [2, 3])

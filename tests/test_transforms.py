@@ -6,7 +6,8 @@ import pytest
 from engine import cpu_engine
 from model import parameters, rules, transforms
 from model.reading import Reading
-from readings import BASE, member_loss, nats, random_config, shaken
+from readings import (BASE, equal, hold_text_against_the_reading, hold_validation_against_the_reading, plain_losses,
+                      random_config, shaken)
 
 
 # --- number-theoretic transforms --------------------------------------------------------------------------------------
@@ -41,16 +42,16 @@ def test_transforms(mode, length):
     x, y = rng.integers(0, p or 262144, (2, length))
     transformed = transform(x, mode)
     assert transformed.tolist() == [direct(x, mode, k) for k in range(length)]
-    assert np.array_equal(inverse(transformed, mode), x)
+    equal(inverse(transformed, mode), x)
     product = transformed * transform(y, mode)
     i = np.arange(length)
     folded = np.array([sum(int(x[m]) * int(y[n]) for m,
                            n in zip(i, i ^ k if not p else (k - i) % length)) for k in range(length)])
-    assert np.array_equal(inverse(product % p if p else product, mode), folded % p if p else folded)
+    equal(inverse(product % p if p else product, mode), folded % p if p else folded)
     if p:
         powers = {pow(transforms.root(mode, length), k, p) for k in range(length)}
         assert len(powers) == length and pow(transforms.root(mode, length), length, p) == 1
-    assert np.array_equal(transform(np.stack([x, y]), mode)[1], transform(y, mode))
+    equal(transform(np.stack([x, y]), mode)[1], transform(y, mode))
 
 
 class NttReading(Reading):
@@ -76,14 +77,12 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 500).astype(np.uint32)
     engine = cpu_engine.CpuEngine(cfg, tokens)
     state = shaken(engine, rng)
-    reading, windows = NttReading(cfg, state), rules.windows(cfg, tokens, 0, 0, 2)
-    assert engine.evaluate(0, 4).tolist() == [member_loss(cfg, state, p, windows[p // 2], NttReading)
-                                              for p in range(4)]
-    want = nats(cfg, reading.logits(windows[0, :-1]), windows[0, 1:])
-    assert engine.validate(windows[:1])[0] == pytest.approx(want, rel=1e-9)
-    prompt = [5, 17, 250]
-    tokens = list(engine.generate(prompt, cfg.SEQ_LEN + 6, seed=1, temp=0, penalty=0))
-    assert tokens == reading.logits(prompt + tokens).argmax(1)[len(prompt) - 1:-1].tolist()
+    windows = rules.windows(cfg, tokens, 0, 0, 2)
+    assert engine.evaluate(0, 4).tolist() == plain_losses(cfg, state, windows, 4, NttReading)
+    hold_validation_against_the_reading(engine, windows[:1], NttReading)
+    prompt, greedy = [5, 17, 250], dict(temp=0, min_p=0, penalty=0)
+    tokens = list(engine.generate(prompt, cfg.SEQ_LEN + 6, 1, **greedy))
+    hold_text_against_the_reading(engine, prompt, tokens, 1, NttReading, **greedy)
 
 
 def test_a_causal_coefficient_sees_no_later_token():
@@ -105,5 +104,5 @@ def test_ntt_mode_0_is_the_model_as_it_was_and_the_tables_are_drawn_after_the_em
     drawn = rules.uniform_noise(parameters._xorshift(42, 4 * 64 * 256), 15, 0).reshape(4, 64, 256)
     for matrix, name in zip(drawn, ("embedding", "ntt_emb_1", "ntt_emb_2", "ntt_emb_3")):
         t = next(t for t in parameters.tensors(ntt) if t.name == name)
-        assert np.array_equal(weights[t.span], parameters.to_canonical(matrix))
+        equal(weights[t.span], parameters.to_canonical(matrix))
     assert parameters.products_per_token(ntt) == parameters.products_per_token(base)

@@ -13,8 +13,10 @@ from egg_net import ChunkPredictor, NO_CHUNK, SURE_AFTER, Worker
 from model import fitness_digits, parameters, rules, seeds, ternary
 from coordinators import cluster
 from no_device import device_array
-from fakes import CFG, FakeEngine, any_fitness, expected
+from fakes import CFG, FakeEngine, any_fitness, expected, step_alone
 from recordings import digests
+from engines_compared import begun_ahead
+from readings import as_data, equal
 
 TOKENS = 1 << 20
 cuda_engine = pytest.importorskip("engine.cuda_engine")
@@ -163,9 +165,7 @@ def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_
 def run(engine, steps):
     """As one engine without a network does it: digests of the state."""
     for _ in range(steps):
-        losses = [engine.evaluate(first, CFG.CHUNK_SIZE) for first in range(0, CFG.POPULATION_SIZE, CFG.CHUNK_SIZE)]
-        fitness = np.concatenate([fitness_digits.chunk_fitness(x, CFG) for x in losses])
-        engine.update(fitness_digits.pack_ternary(fitness))
+        step_alone(engine)
     return digests(engine.state())
 
 
@@ -286,7 +286,8 @@ class Beginning(FakeEngine):
         return super().evaluate(first, count) if losses is None else losses
 
     def update(self, fitness):
-        assert self.fitness == fitness
+        assert self.fitness is not None
+        equal(self.fitness, fitness)
         self.fitness, (self.weights, self.seed, self.step) = None, self.after
         self.wasted += sum(step < self.step for step, _, _ in self.begun)
         self.begun = {key: losses for key, losses in self.begun.items() if key[0] == self.step}
@@ -386,25 +387,10 @@ def test_the_cpu_engine_begins_ahead(constants):
     without."""
     from engine import cpu_engine
     cfg = egg_config.make(**constants, HIDDEN_DIM=64, CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=16)
-    tokens = np.random.default_rng(5).integers(0, cfg.VOCAB_SIZE, 1000).astype(
-        np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
+    tokens = as_data(cfg, np.random.default_rng(5).integers(0, cfg.VOCAB_SIZE, 1000))
     plain, ahead = cpu_engine.CpuEngine(cfg, tokens, 1), cpu_engine.CpuEngine(cfg, tokens)
-    for step in range(3):
-        for first, count, following in ((0, 40, (40, 24)), (40, 24, (64, 64)), (0, 64, (64, 64)), (64, 64, (0, 64)),
-                                        (2, 30, None), (64, 64, None)):
-            ahead.begin(first, count)
-            if following:
-                ahead.begin(*following)
-            losses = ahead.evaluate(first, count)
-            assert np.array_equal(losses, plain.evaluate(first, count)), (step, first)
-            assert (first, count) not in ahead._begun and (following is None or following in ahead._begun)
-        assert len(np.unique(losses)) > 2
-        fitness = any_fitness(cfg, step)
+    for _, fitness in begun_ahead(plain, ahead, 40):
         assert not ahead.begin_update(fitness)
         ahead.begin(0, 40)
-        assert ahead.update(fitness) == plain.update(fitness) and ahead.digest() == plain.digest()
+        assert ahead.update(fitness) == plain.update(fitness)
         assert not ahead._begun, "begun before the update"
-    ahead.begin(0, 40)
-    for engine in (plain, ahead):
-        engine.load(parameters.initial_state(cfg))
-    assert np.array_equal(ahead.evaluate(0, 40), plain.evaluate(0, 40)), "what was begun before a load is stale"

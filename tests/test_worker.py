@@ -2,7 +2,6 @@
 
 import re
 import socket
-import threading
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import egg_net
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT
 from model import data_files, fitness_digits, seeds
-from coordinators import Server, free_port, refused, run_worker, until, whole, work_in_thread
+from coordinators import Server, free_port, listening, refused, run_worker, until, whole, work_in_thread
 from fakes import CFG, FakeEngine, Lines, VALIDATION, begin_together, expected
 
 
@@ -111,35 +110,26 @@ def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path)
     assert engine.loads == 1 and engine.digest() == digest and "rebuilding from the beginning" in lines.text
 
 
-class FakeCoordinator:
-    """Answers every request of one worker with the next of the given responses."""
-
-    def __init__(self, *responses):
-        self.listener, self.requests = socket.create_server(("127.0.0.1", 0)), []
-        self.port, self.responses = self.listener.getsockname()[1], list(responses)
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        sock, buffer = self.listener.accept()[0], bytearray()
-        with sock:
-            while data := sock.recv(1 << 16):
-                buffer += data
-                while got := wire.next_frame(buffer, wire.limits(CFG)):
-                    self.requests.append(got[1:])
-                    if got[1] == JOB_REQUEST:
-                        if not self.responses:
-                            return
-                        sock.sendall(self.responses.pop(0))
-
-
 def response(seed, step, position, packed=b""):
     return wire.frame(JOB_RESPONSE, seed, step, position, len(packed), packed)
 
 
 def serve_fake(engine, *responses):
-    """Requests and results that the worker sent while it was given these responses."""
-    fake = FakeCoordinator(*responses)
-    return run_worker(fake.port, engine, protocol=1), fake.requests
+    """(number of chunks, requests and results) of a worker that is given these responses to its requests."""
+    def serve(sock):
+        buffer = bytearray()
+        while data := sock.recv(1 << 16):
+            buffer.extend(data)
+            while got := wire.next_frame(buffer, wire.limits(CFG)):
+                requests.append(got[1:])
+                if got[1] == JOB_REQUEST:
+                    if not left:
+                        return
+                    sock.sendall(left.pop(0))
+
+    requests, left = [], list(responses)
+    with listening(serve) as port:
+        return run_worker(port, engine, protocol=1), requests
 
 
 def test_the_worker_serves_a_coordinator_that_polls():
