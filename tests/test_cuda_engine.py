@@ -95,7 +95,8 @@ def test_plan_gives_the_votes():
     """The walk of the update's kernels, done by NumPy, against the sums of SPEC 9."""
     cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
     plan, pairs, state = update.plan(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
-    fitness, state.seed = any_fitness(cfg, SEED), 4000000000
+    packed, state.seed = any_fitness(cfg, SEED), 4000000000
+    fitness = fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
     n = np.arange(plan.span + 16)
     operands = np.zeros((len(plan.rows), n.size), np.int64)
     for row, (index, delta, shift, low, high) in zip(operands, plan.rows.astype(np.int64)):
@@ -114,7 +115,7 @@ def test_plan_gives_the_votes():
         rows = operands[element:element + 8 * update.EIGHTS]
         votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
     for t in parameters.tensors(cfg):
-        equal(votes[t.span], votes_on(cfg, state, t, fitness), t)
+        equal(votes[t.span], votes_on(cfg, state, t, packed), t)
 
 
 def test_largest_slice():

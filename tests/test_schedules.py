@@ -10,6 +10,7 @@ import egg_config
 from cluster import history
 from engine import cpu_engine
 from model import optimizers, parameters, rules
+from model.fitness_digits import pack_ternary
 from tools import arch
 from compiling import kernels_for, path_of
 from coordinators import cluster, replayed
@@ -220,8 +221,8 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     state, votes = parameters.initial_state(cfg), np.load(tmp_path / "votes.npy")
     state.step, state.seed = 3, 77
     for t in parameters.tensors(cfg):
-        four_times = seen_by_hand(cfg, state, tokens, t, fitness, 4 if t.seen else 1)
-        want = four_times - seen_by_hand(cfg, state, tokens, t, fitness)
+        four_times = seen_by_hand(cfg, state, tokens, t, pack_ternary(fitness), 4 if t.seen else 1)
+        want = four_times - seen_by_hand(cfg, state, tokens, t, pack_ternary(fitness))
         equal(votes[t.span], want, t.name)
         assert want.any() == t.seen, t.name
 
