@@ -27,9 +27,11 @@ What the CUDA engine uses:
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
         .writing_bytes(count, room)         size of the int8 device array `memory` below
+        .draw(stream, job, room, count, memory)     before the first `read`: puts the noise of the members into `memory`
         .read(stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits)
-                        logits (int32 [count, V]) after the token at position at[0] of `count` sequences, tokens int32
-                        [count, room], for which `memory` must hold what the positions 0..at[0] - 1 left there.
+                        logits (None: nobody wants them; or int32 [count, V] with room for a multiple of 16 sequences)
+                        after the token at position at[0] of `count` sequences, tokens int32 [count, room], for which
+                        `memory` must hold what the positions 0..at[0] - 1 left there.
                         Sequences 2 i and 2 i + 1 are the members of pair job[1] + i, or with job[2] = 0 without noise.
                         rope: device copy of model.integer_tables.rope_table(cfg, room), int32, flat
 
@@ -48,7 +50,7 @@ from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, padded_rows
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
 from kernels.product import THREADS, padded_length
-from model import integer_tables
+from model import integer_tables, parameters
 
 
 def processors():
@@ -68,9 +70,10 @@ class Forward:
         self._kernels = kernels = kernels(cfg, packing, gpu, silent)
         self._most_tiles, self._row_bytes = writing.most_tiles(cfg, gpu), writing.row_bytes(cfg, gpu)
         self._reader, self._logits = reader(cfg, gpu), writing.logits_kernel(cfg, gpu)
+        self._draw = writing.draw_kernel(cfg)
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
-                        "write": [self._reader, self._logits]}
+                        "write": [self._draw, self._reader, self._logits]}
 
     def tables(self, **more):
         """Uploads the constant tables, `more` among them."""
@@ -78,6 +81,7 @@ class Forward:
         clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
         arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
+                      streams=writing.streams_of(self.cfg),
                       exps=exps[np.minimum(np.arange(256), exps.size - 1)], **more)
         self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
@@ -99,10 +103,16 @@ class Forward:
     def _layout(self, count, room):
         grid, tiles, _ = self._tiles(count)
         rows = 16 * grid * tiles
-        return ranges({**self._cache(count, room, rows), "out": rows * self.cfg.HIDDEN_DIM, "sums": 4 * rows})
+        return ranges({**self._cache(count, room, rows), "out": rows * self.cfg.HIDDEN_DIM, "sums": 4 * rows,
+                       "drawn": rows * parameters.n_overlay(self.cfg)})
 
     def writing_bytes(self, count, room):
         return self._layout(count, room)[1] if count else 0
+
+    def draw(self, stream, job, room, count, memory):
+        first, end = self._layout(count, room)[0]["drawn"]
+        self._draw(blocks(count, 2), writing.THREADS, vars(self._tables), stream=stream, job=job,
+                   drawn=memory[first:end].view(np.int16))
 
     def read(self, stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits):
         grid, tiles, every = self._tiles(count)
@@ -112,10 +122,14 @@ class Forward:
             given[name] = words = memory[first:end].view(np.int32)
             if name in ("states", "keys", "values"):
                 given |= {name: memory[first:end], f"{name[:-1]}_words": words}
+        given["drawn"] = given["drawn"].view(np.int16)
         self._reader(grid, writing.THREADS, given, shared=16 * tiles * self._row_bytes)
+        if logits is None:
+            return
         across = blocks(self.cfg.VOCAB_SIZE, writing.LOGIT_WARPS * writing.COLUMNS)
-        each = min(writing.LOGIT_TILES, blocks(every * across, 4 * processors()))
-        self._logits((across, blocks(every, each)), 32 * writing.LOGIT_WARPS, given, call=self._plan.head, each=each,
+        twos = blocks(every, 2)
+        each = min(writing.LOGIT_TWOS, blocks(twos * across, 4 * processors()))
+        self._logits((across, blocks(twos, each)), 32 * writing.LOGIT_WARPS, given, call=self._plan.head, each=each,
                      z=logits)
 
 

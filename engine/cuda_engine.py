@@ -193,8 +193,17 @@ def _choose_kernel(cfg):
     score, share = rule.score, rule.share
 
     @device
-    def score_at(z, seen, at, penalty):
-        return score(z[uint64(at)], seen[uint64(at)], penalty)
+    def score_at(z, seen, v, penalty):
+        return score(z[uint64(v)], seen[uint64(v)], penalty)
+
+    @device
+    def after(v, residue):
+        """(token, residue) that follow in the order of the draw: all of a residue modulo H, then the next residue's."""
+        v = uint32(v + uint32(H))
+        if v >= uint32(V):
+            residue = uint32(residue + uint32(1))
+            v = residue
+        return v, residue
 
     def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, at: A32, seen: B1):
         """Advances all sequences by one position: marks the token at position at[0] as seen and, after the prompt,
@@ -206,9 +215,10 @@ def _choose_kernel(cfg):
         best = cuda.shared.array(1, int32)
         t, threads, position = int64(cuda.threadIdx.x), int64(cuda.blockDim.x), at[0]
         text, first = int64(cuda.blockIdx.x), int64(cuda.blockIdx.x) * V
+        z, seen = z[first:first + V], seen[first:first + V]
         here, lane, warp = text * room + position, t & 31, t >> 5
         if t == 0:
-            seen[first + tokens[here]] = 1
+            seen[tokens[here]] = 1
             best[0] = V
         if t < 32:
             tops[t], sums[t] = -2 ** 31, 0
@@ -217,17 +227,19 @@ def _choose_kernel(cfg):
             temp, penalty = settings[0], settings[1]
             least = floor[0]
             top = float32(-np.inf)
-            for v in range(t, V, threads):
-                top = max(top, score_at(z, seen, first + v, penalty))
+            v = uint32(t)
+            while v < uint32(V):
+                top = max(top, score_at(z, seen, v, penalty))
+                v = uint32(v + uint32(threads))
             ordered = ptx.warp_max(in_order(ptx.float_bits(top)))
             if lane == 0:
                 tops[warp] = ordered
             cuda.syncthreads()
             top = ptx.bits_float(in_order(ptx.warp_max(tops[lane])))
             if temp == 0:
-                for v in range(t, V, threads):
-                    if score_at(z, seen, first + v, penalty) == top:
-                        cuda.atomic.min(best, 0, v)
+                for token in range(t, V, threads):
+                    if score_at(z, seen, token, penalty) == top:
+                        cuda.atomic.min(best, 0, token)
                         break
                 cuda.syncthreads()
                 if t == 0:
@@ -235,16 +247,15 @@ def _choose_kernel(cfg):
             else:
                 # a thread has neighbouring residues modulo H, whose order is that of the draw
                 each = (H + threads - 1) // threads
-                mine = t * each
-                after = min(mine + each, min(H, V))
+                mine, end = uint32(t * each), uint32(min((t + 1) * each, min(H, V)))
                 total = int64(0)
+                reach = float32(float32(least - 2) * temp)   # what is further below the top has no share
                 residue, v = mine, mine
-                while residue < after:                       # a range with steps would count its turns by a division
-                    total += share(exps, last, score_at(z, seen, first + v, penalty), top, temp, least)
-                    v += H
-                    if v >= V:
-                        residue += 1
-                        v = residue
+                while residue < end:                         # a range with steps would count its turns by a division
+                    x = score_at(z, seen, v, penalty)
+                    if float32(x - top) >= reach:
+                        total += share(exps, last, x, top, temp, least)
+                    v, residue = after(v, residue)
                 running = total
                 for step in range(5):                        # sums of the warp up to this thread
                     below = cuda.shfl_up_sync(0xFFFFFFFF, running, 1 << step)
@@ -263,11 +274,8 @@ def _choose_kernel(cfg):
                     residue, v = mine, mine
                     while running <= threshold:
                         tokens[here + 1] = v
-                        running += share(exps, last, score_at(z, seen, first + v, penalty), top, temp, least)
-                        v += H
-                        if v >= V:
-                            residue += 1
-                            v = residue
+                        running += share(exps, last, score_at(z, seen, v, penalty), top, temp, least)
+                        v, residue = after(v, residue)
         if t == 0 and cuda.atomic.add(at, 1, 1) == cuda.gridDim.x - 1:
             at[0], at[1] = position + 1, 0
 
@@ -771,17 +779,18 @@ class Texts:
         self._arrays = {name: cuda.device_array(size, kind) for name, (size, kind) in sizes.items()}
         tokens, at, draw, job, settings, floor, seen = self._arrays.values()
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
-        scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
-        z = cuda.device_array(count * cfg.VOCAB_SIZE, np.int32)
+        self._scratch = scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
+        z = cuda.device_array(blocks(count, 16) * 16 * cfg.VOCAB_SIZE, np.int32)
         few = 4 if count < MANY_TEXTS else 32                # tokens of the vocabulary that a thread has
         threads = min(CHOOSERS, max(32, 1 << (cfg.VOCAB_SIZE // few).bit_length() - 1))
         choose = engine._kernels["choose"][count, threads, engine.stream]
 
-        def enqueue():
-            engine._forward.read(*engine._model, job, tokens, at, room, count, rope, scratch, z)
+        def enqueue(logits):
+            engine._forward.read(*engine._model, job, tokens, at, room, count, rope, scratch, logits)
             choose(z, engine._exps, settings, floor, draw, tokens, room, at, seen)
 
-        self._advance = Replay(engine.stream, enqueue)
+        # within all prompts nobody wants logits
+        self._advance = [Replay(engine.stream, functools.partial(enqueue, logits)) for logits in (None, z)]
 
     @staticmethod
     def bytes_needed(engine, count, room):
@@ -797,16 +806,20 @@ class Texts:
         draw = np.full((self.count, 2), self.room, np.uint32)            # of those that are too many nothing is drawn
         draw[:len(texts), 0], draw[:len(texts), 1] = lengths, seeds
         job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
-        values = dict(tokens=tokens, draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty), at=0, seen=0)
+        values = dict(tokens=tokens, draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty))
         for name, given in values.items():
             array = self._arrays[name]
             array.copy_to_device(np.full(array.size, np.ravel(given), array.dtype), engine.stream)
-        self._reached = 1
+        for name in ("at", "seen"):
+            array = self._arrays[name]
+            cuda.cudadrv.driver.device_memset(array, 0, array.nbytes, engine.stream)
+        engine._forward.draw(engine.stream, self._arrays["job"], self.room, self.count, self._scratch)
+        self._reached, self._given = 1, np.min(lengths)
 
     def until(self, end):
         """int32 [count, room]: the tokens, those before position `end` being written."""
-        for _ in range(self._reached, end):
-            self._advance()
+        for place in range(self._reached, end):
+            self._advance[int(place >= self._given)]()
         self._reached = end
         tokens = self._arrays["tokens"].copy_to_host(stream=self._engine.stream)
         self._engine.stream.synchronize()

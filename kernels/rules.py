@@ -40,7 +40,8 @@ def build_noise(cfg, silent=False):
     noise(seed, i) -> int32                  fits int8
     factor(overlay, seed, i) -> float32      SPEC 4; seed: of the stream that is scaled (used in mode 2 only)
     scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
-    input_coefficient(overlay, seed, i) -> int32    the noise of input i as the next two want it
+    coefficient(n, overlay) -> int32         the noise n of an input as the next two want it
+    input_coefficient(overlay, seed, i) -> int32    the same of input i
     input_term(x, c, f) -> int32             a term of sb: trunc(x * noise * factor); c: input_coefficient; f: the
                                              factor (mode 2)
     table_term(a, f, b, g) -> int32          trunc(a * b * f * g), of tables that are looked up; f, g: factors
@@ -81,8 +82,8 @@ def build_noise(cfg, silent=False):
     def whole(overlay):
         return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
 
-    vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient, whole=whole, shift=shift,
-                       unit=unit, silent=silent)
+    vars(scale).update(hash32=hash32, noise=noise, coefficient=coefficient, input_coefficient=input_coefficient,
+                       whole=whole, shift=shift, unit=unit, silent=silent)
     return scale
 
 

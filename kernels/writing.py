@@ -5,21 +5,26 @@ Rows        A sequence is a row. Rows g and g + 8 of a tile of 16 are the even a
             are pair i, also without noise.
 Memory      A block has some tiles. The vectors of their rows lie in shared memory, in regions one after the other. The
             vector of an MLP, four times as long, takes the place of regions 2 to 5.
+Noise       The kernel `draw` draws that of all members once, for all positions: of every entry of the overlay, whose
+            numbers are the places in the array `drawn`.
 Phases      In turn a warp takes a pair (norms, sums of input noise) or 16 rows times 32 columns of a product.
 """
 
 import functools
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 from numba import cuda, float32, int32, int64, int8, uint32, uint64
 
 from kernels import gru_parts, ptx, transformer
 from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM_2, RECUR, TABLE, U_F, U_H, U_INPUT,
                                W_DOWN_INPUT, W_F, W_H, W_UP)
 from kernels.host import Kernel
-from kernels.pairs import I_OVERLAY, I_SEED, Source, ntt_functions, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, byte, clip, int32s, quotient_function,
-                           rounded)
+from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, Source, W_FIRST, W_OVERLAY, W_SEED_A, ntt_functions,
+                           source_of, stream_of)
+from kernels.parts import (A16, A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, byte, clip, int32s,
+                           quotient_function, rounded)
 from kernels.rules import NORMS, build_noise, device, divide
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
 from model import parameters
@@ -27,7 +32,7 @@ from model import parameters
 WARPS = 16
 THREADS = 32 * WARPS
 LOGIT_WARPS = 8              # of a block of logits; each takes COLUMNS at a time
-LOGIT_TILES = 8              # that such a block takes one after the other, at most
+LOGIT_TWOS = 4               # of tiles that such a block takes one after the other, at most
 COLUMNS = 32                 # of a product that a warp makes at a time
 # regions of shared memory: activations, what a norm makes of them; then the inner vector of an MLP, or of the recurrent
 # model gates, candidates, gated states and states, of the transformer queries
@@ -46,6 +51,7 @@ class Block(NamedTuple):
     vector: object          # shared memory as int8
     packed: object          # matrices, PLAIN (kernels.host)
     weights: object
+    drawn: object           # noise, of `draw_kernel`
     tiles: int              # of 16 rows
     first: int              # pair
     units: int              # pairs that have sequences
@@ -70,11 +76,12 @@ def most_tiles(cfg, gpu):
 
 
 @device
-def block_of(packed, weights, tiles, count, shift):
+def block_of(packed, weights, drawn, tiles, count, shift):
     """The Block of this thread."""
     words, vector = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int8, 128)
     first = int64(cuda.blockIdx.x) * 8 * tiles
-    return Block(words, vector, packed, weights, tiles, first, min(8 * tiles, (count + 1) // 2 - first), count, shift)
+    units = min(8 * tiles, (count + 1) // 2 - first)
+    return Block(words, vector, packed, weights, drawn, tiles, first, units, count, shift)
 
 
 @device
@@ -99,6 +106,73 @@ def of_member(both, odd):
     return both[1] if odd else both[0]
 
 
+def draw_kernel(cfg):
+    """The noise of pairs: drawn int16 [pairs, entries of the overlay]. A block a pair. streams int32 [3, entries]: of
+    each entry the seeds of its one or two streams (0: it has one) relative to that of the pair, and its number."""
+    SIZE = parameters.n_overlay(cfg)
+    noise = build_noise(cfg).noise
+
+    @cuda.jit(launch_bounds=THREADS)
+    def draw(streams: A32, job: AU32, drawn: A16):
+        seed, first = uint32(uint32(job[0] + job[1]) + uint32(cuda.blockIdx.x)), int64(cuda.blockIdx.x) * SIZE
+        for at in range(cuda.threadIdx.x, SIZE, THREADS):
+            i, second = streams[2 * SIZE + at], streams[SIZE + at]
+            value = noise(uint32(seed + uint32(streams[at])), i)
+            if second:
+                value = int32(value * noise(uint32(seed + uint32(second)), i))
+            drawn[uint64(first + at)] = value & int32(job[2])
+
+    return Kernel(draw)
+
+
+def streams_of(cfg):
+    """int32, flat: what `draw_kernel` wants to know of the overlay."""
+    streams = np.zeros((3, parameters.n_overlay(cfg)), np.int32)
+    for t in parameters.tensors(cfg):
+        for seed, first, size in ((t.seed_a, t.overlay_a, t.cols), (t.seed_b, t.overlay_b, t.rows))[:1 + t.matrix]:
+            streams[:, first:first + size] = [[seed], [0 if t.matrix else t.seed_b], [0]]
+            streams[2, first:first + size] = np.arange(size)
+    return streams.ravel()
+
+
+def drawn_functions(cfg, nz):
+    """Device functions of a Source whose pair 0 is the first one of `drawn`:
+
+    column_side, vector_side, input_side(source, at, pair)      what is the same for all entries of plan[at]
+    column(source, drawn, side, i)      noise of column i
+    vector(source, drawn, side, i)      entry i of a vector as the even and the odd member see it
+    term(source, drawn, side, i)        (c, factor) of input i for nz.input_fold
+    """
+    SIZE = parameters.n_overlay(cfg)
+    SHIFT = cfg.SIGMA_SHIFT_VECTOR
+    scaled, coefficient, factor = nz.scaled, nz.coefficient, nz.factor
+
+    def side_function(seed, overlay):
+        @device
+        def side(source, at, pair):
+            """(place in `drawn`, place in the overlay, seed) of entry 0; the place of a vector's weights."""
+            first, weights = source.plan[source.p + at + overlay], source.plan[source.p + at + W_FIRST]
+            return int64(pair) * SIZE + first, first, stream_of(source, at + seed, pair), weights
+        return side
+
+    @device
+    def column(source, drawn, side, i):
+        return scaled(int32(drawn[uint64(side[0] + i)]), source.overlay[uint64(side[1] + i)], side[2], i)
+
+    @device
+    def vector(source, drawn, side, i):
+        w, p = int32(source.weights[uint64(side[3] + i)]), column(source, drawn, side, i)
+        return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
+
+    @device
+    def term(source, drawn, side, i):
+        entry = source.overlay[uint64(side[1] + i)]
+        return coefficient(int32(drawn[uint64(side[0] + i)]), entry), factor(entry, side[2], i)
+
+    return SimpleNamespace(column=column, vector=vector, term=term, column_side=side_function(M_SEED, M_OVERLAY),
+                           vector_side=side_function(W_SEED_A, W_OVERLAY), input_side=side_function(I_SEED, I_OVERLAY))
+
+
 def divided_function(cfg, inputs):
     """Device function: a result of a product over `inputs`, divided, rounded down and clipped."""
     _, quotient = quotient_function(parameters.divisor(cfg, inputs), MAGIC, False)
@@ -116,39 +190,46 @@ def multiply_function(gpu, K):
     STEPS = K // 32
 
     @gpu.device
-    def fetch(columns, packed, at, step):
-        here = at + min(step, STEPS - 1) * 64
+    def fetch(columns, packed, at):
         for j in range(4):
-            columns[2 * j], columns[2 * j + 1] = ptx.load2(packed, here + j * (2 * K))
+            columns[2 * j], columns[2 * j + 1] = ptx.load2(packed, at + j * (2 * K))
 
     @gpu.device
     def add_product(acc, words, x, below, columns):
-        even, odd = ptx.load2(words, x), ptx.load2(words, x + below)
-        for j in range(4):
-            c = acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]
-            c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), columns[2 * j], columns[2 * j + 1], c)
-            for half in range(4):
-                acc[4 * j + half] = c[half]
+        for d in range(2):
+            first = x + d * below[1]
+            even, odd = ptx.load2(words, first), ptx.load2(words, first + below[0])
+            for j in range(4):
+                at = 16 * d + 4 * j
+                c = acc[at], acc[at + 1], acc[at + 2], acc[at + 3]
+                c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), columns[2 * j], columns[2 * j + 1], c)
+                for half in range(4):
+                    acc[at + half] = c[half]
 
     @gpu.called
     def multiply(acc, words, x, below, packed, at):
-        """acc int32 [16] = 16 rows x COLUMNS. words[x]: the first word of row g, `below` words before that of row
-        g + 8; packed[at]: the first word of the columns. acc[4 j + 2 h + e]: row g + 8 h, column 8 j + 2 q + e."""
+        """acc int32 [32] = 16 rows of two tiles x COLUMNS. words[x]: the first word of row g; below: words from there
+        to row g + 8 and to the other tile; packed[at]: the first word of the columns. acc[16 d + 4 j + 2 h + e]: tile
+        d, row g + 8 h, column 8 j + 2 q + e."""
         lane = cuda.threadIdx.x & 31
         x = x + 2 * (lane & 3)
         at = at + ((lane & 2) << 4) + (lane >> 2) * 4 + (lane & 1) * 2
         one, other = int32s(8), int32s(8)
-        for i in range(16):
+        for i in range(32):
             acc[i] = 0
-        fetch(one, packed, at, 0)
-        step = 0
-        while step < STEPS:                                  # the columns of a step are on their way during another one
-            fetch(other, packed, at, step + 1)
-            add_product(acc, words, x + 8 * step, below, one)
-            fetch(one, packed, at, step + 2)
-            if STEPS % 2 == 0 or step + 1 < STEPS:
-                add_product(acc, words, x + 8 * step + 8, below, other)
-            step += 2
+        fetch(one, packed, at)
+        fetch(other, packed, at + 64)
+        for step in range(STEPS // 2):                       # columns are on their way for two steps
+            add_product(acc, words, x, below, one)
+            if 2 * step + 2 < STEPS:
+                fetch(one, packed, at + 128)
+            add_product(acc, words, x + 8, below, other)
+            if 2 * step + 3 < STEPS:
+                fetch(other, packed, at + 192)
+            x += 16
+            at += 128
+        if STEPS % 2:
+            add_product(acc, words, x, below, one)
     return multiply
 
 
@@ -156,46 +237,60 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     """Device function: the product of vectors of K entries with a matrix, with its noise. finish(block, member, row,
     column, total, more, where) takes a result of a member of the block; more: the entry of the vector at plan[bias]
     that belongs to the column, as the member sees it."""
-    multiply, column_side, column_noise = multiply_function(gpu, K), pairs.column_side, pairs.column_noise
-    vector_side, vector_entry = pairs.vector_side, pairs.vector_entry
+    multiply, column_side, column = multiply_function(gpu, K), pairs.column_side, pairs.column
+    vector_side, vector = pairs.vector_side, pairs.vector
     GROUPS = columns // COLUMNS
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
 
     @gpu.called
     def product(block, source, at, x, stream, where):
         """Of region x with the matrix at plan[at]; stream: number of its sums."""
-        acc, sums = int32s(16), int32s(2)
-        t, rows = cuda.threadIdx.x, 16 * block.tiles
+        acc, noise, sums = int32s(32), int32s(16), int32s(2)
+        t, rows, twos = cuda.threadIdx.x, 16 * block.tiles, (block.tiles + 1) // 2
         g, q = (t & 31) >> 2, t & 3
-        for task in range(t >> 5, block.tiles * GROUPS, WARPS):
-            tile, first = task % block.tiles, task // block.tiles * COLUMNS
-            row, unit = 16 * tile + g, 8 * tile + g
-            multiply(acc, block.words, x * rows * NARROW + row * STRIDE, 8 * STRIDE, block.packed,
+        for task in range(t >> 5, twos * GROUPS, WARPS):
+            tile = 2 * int32(uint32(task) % uint32(twos))
+            first = int32(uint32(task) // uint32(twos)) * COLUMNS
+            more_tiles = min(block.tiles - tile, 2)
+            for d in range(2):                               # on their way while the warp multiplies
+                side = column_side(source, at, block.first + 8 * (tile + min(d, more_tiles - 1)) + g)
+                for j in range(4):
+                    for e in range(2):
+                        noise[8 * d + 2 * j + e] = column(source, block.drawn, side, first + 8 * j + 2 * q + e)
+            multiply(acc, block.words, x * rows * NARROW + (16 * tile + g) * STRIDE,
+                     (8 * STRIDE, (more_tiles - 1) * (16 * STRIDE)), block.packed,
                      source.plan[source.p + at] + first * (K // 4))
-            side = column_side(source, unit, at)
-            for half in range(2):
-                sums[half] = block.words[uint64(REGIONS * rows * NARROW + stream * rows + row + 8 * half)]
-            if bias is not None:
-                bias_side = vector_side(source, bias, unit)
-            for j in range(4):
-                for e in range(2):
-                    c = first + 8 * j + 2 * q + e
-                    n, more = column_noise(source, side, c), (int32(0), int32(0))
-                    if bias is not None:
-                        more = vector_entry(source, bias_side, c)
-                    for half in range(2):
-                        total = int32(acc[4 * j + 2 * half + e] + (int32(sums[half] * n) >> block.shift))
-                        finish(block, 2 * unit + half, row + 8 * half, c, total, of_member(more, half), where)
+            for _ in range(more_tiles):
+                row, unit = 16 * tile + g, 8 * tile + g
+                for half in range(2):
+                    sums[half] = block.words[uint64(REGIONS * rows * NARROW + stream * rows + row + 8 * half)]
+                if bias is not None:
+                    bias_side = vector_side(source, bias, block.first + unit)
+                for j in range(4):
+                    for e in range(2):
+                        c = first + 8 * j + 2 * q + e
+                        more = (int32(0), int32(0))
+                        if bias is not None:
+                            more = vector(source, block.drawn, bias_side, c)
+                        for half in range(2):
+                            noisy = int32(sums[half] * noise[2 * j + e]) >> block.shift
+                            total = int32(acc[4 * j + 2 * half + e] + noisy)
+                            finish(block, 2 * unit + half, row + 8 * half, c, total, of_member(more, half), where)
+                tile += 1
+                for i in range(16):
+                    acc[i] = acc[16 + i]
+                for i in range(8):
+                    noise[i] = noise[8 + i]
         cuda.syncthreads()
     return product
 
 
-def sums_function(gpu, nz, H, K, folded):
+def sums_function(gpu, nz, pairs, H, K, folded):
     """Device function: the sums of input noise of a pair over a vector of K entries. `folded` of them, K / folded
     apart, share a running integer (SPEC 4)."""
     EACH = K // folded
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
-    input_coefficient, input_fold, factor = nz.input_coefficient, nz.input_fold, nz.factor
+    input_side, term, input_fold = pairs.input_side, pairs.term, nz.input_fold
 
     @gpu.called
     def add_up(block, source, at, unit, x, stream):
@@ -203,7 +298,7 @@ def sums_function(gpu, nz, H, K, folded):
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
         row = row_of(unit)
         here = x * rows * NARROW + row * STRIDE
-        seed, overlay = stream_of(source, at + I_SEED, unit), source.plan[source.p + at + I_OVERLAY]
+        side = input_side(source, at, block.first + unit)
         even, odd = int32(0), int32(0)
         if source.job[2]:
             for w in range(lane, EACH // 4, 32):
@@ -211,8 +306,7 @@ def sums_function(gpu, nz, H, K, folded):
                     a, b = int32(0), int32(0)
                     for sub in range(folded):
                         i = sub * EACH + 4 * w + k
-                        entry = source.overlay[uint64(overlay + i)]
-                        c, f = input_coefficient(entry, seed, i), factor(entry, seed, i)
+                        c, f = term(source, block.drawn, side, i)
                         a = input_fold(a, byte(block.words[uint64(here + (i >> 2))], k), c, f)
                         b = input_fold(b, byte(block.words[uint64(here + 8 * STRIDE + (i >> 2))], k), c, f)
                     even, odd = int32(even + a), int32(odd + b)
@@ -229,7 +323,7 @@ def norm_function(gpu, cfg, pairs):
     STRIDE = stride_words(H, gpu, H)
     GRU = cfg.MODEL == "gru"
     divided = NORMS.quotient
-    side, entry = pairs.vector_side, pairs.vector_entry
+    side, vector = pairs.vector_side, pairs.vector
 
     @gpu.device
     def normed(x, w, bias, mean):
@@ -249,15 +343,16 @@ def norm_function(gpu, cfg, pairs):
                 even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
         even = int32(max(uint32(ptx.warp_sum(even)) // uint32(H), 1))
         odd = int32(max(uint32(ptx.warp_sum(odd)) // uint32(H), 1))
-        weights = side(source, LN, unit)
+        weights = side(source, LN, block.first + unit)
         if not GRU:
-            biases = side(source, LN_BIAS, unit)
+            biases = side(source, LN_BIAS, block.first + unit)
         for w in range(lane, H // 4, 32):
             a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
             for k in range(4):
-                at, both, bias = 4 * (rows * STRIDE + here + w) + k, entry(source, weights, 4 * w + k), (0, 0)
+                at, bias = 4 * (rows * STRIDE + here + w) + k, (0, 0)
+                both = vector(source, block.drawn, weights, 4 * w + k)
                 if not GRU:
-                    bias = entry(source, biases, 4 * w + k)
+                    bias = vector(source, block.drawn, biases, 4 * w + k)
                 block.vector[uint64(at)] = normed(byte(a, k), both[0], bias[0], even)
                 block.vector[uint64(at + 32 * STRIDE)] = normed(byte(b, k), both[1], bias[1], odd)
     return norm
@@ -271,16 +366,17 @@ def embed_function(gpu, cfg, nz, pairs):
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
     table = next(t for t in parameters.tensors(cfg) if t.name == "embedding")
     SEED_A, SEED_B = table.seed_a, table.seed_b
-    OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
-    noise, factor, disturbance = nz.noise, nz.factor, nz.table_term
-    side, vector_entry = pairs.vector_side, pairs.vector_entry
+    OVERLAY_A, OVERLAY_B, SIZE = table.overlay_a, table.overlay_b, parameters.n_overlay(cfg)
+    factor, disturbance = nz.factor, nz.table_term
+    side, vector = pairs.vector_side, pairs.vector
     coefficient, look_up = ntt_functions(cfg, nz, True)
 
     @gpu.device
-    def look(block, source, seed, tokens, first, position):
+    def look(block, source, pair, tokens, first, position):
         """Of a token of the sequence that begins at tokens[first]: noise, factor, word in the table, coefficient."""
-        token, stream = tokens[first + position], uint32(seed + uint32(SEED_A))
-        n, f = noise(stream, token), factor(source.overlay[OVERLAY_A + token], stream, token)
+        token, stream = tokens[first + position], uint32(uint32(source.seed + uint32(pair)) + uint32(SEED_A))
+        n = int32(block.drawn[uint64(pair * SIZE + OVERLAY_A + token)])
+        f = factor(source.overlay[OVERLAY_A + token], stream, token)
         c = coefficient(tokens, first, position) if NTT else int32(0)
         return n, f, (token >> 3) * (2 * H) + (token & 7) * 4, c
 
@@ -288,23 +384,25 @@ def embed_function(gpu, cfg, nz, pairs):
     def embed(block, source, at, tokens, position, room, unit):
         """at: word of the packed table."""
         lane, mask, shift = cuda.threadIdx.x & 31, int32(source.job[2]), block.shift
-        seed, sequence = uint32(source.seed + uint32(unit)), 2 * (block.first + unit)
+        pair = block.first + unit
+        seed = uint32(source.seed + uint32(pair))
         stream = uint32(seed + uint32(SEED_B))
-        even = look(block, source, seed, tokens, sequence * room, position)
-        odd = look(block, source, seed, tokens, min(sequence + 1, block.count - 1) * room, position)
+        even = look(block, source, pair, tokens, 2 * pair * room, position)
+        odd = look(block, source, pair, tokens, min(2 * pair + 1, block.count - 1) * room, position)
         if not GRU:
-            biases = side(source, BIAS, unit)
+            biases = side(source, BIAS, pair)
         for w in range(lane, H // 4, 32):
             word = at + (w >> 2) * 32 + (w & 3)
             x = block.packed[uint64(word + even[2])], block.packed[uint64(word + odd[2])]
             for k in range(4):
                 i = 4 * w + k
-                n, f = noise(stream, i), factor(source.overlay[uint64(OVERLAY_B + i)], stream, i)
+                n = int32(block.drawn[uint64(pair * SIZE + OVERLAY_B + i)])
+                f = factor(source.overlay[uint64(OVERLAY_B + i)], stream, i)
                 if not GRU:
-                    bias = vector_entry(source, biases, i)
+                    bias = vector(source, block.drawn, biases, i)
                 for half in range(2):
                     of_token, other, _, c = of_member((even, odd), half)
-                    of_token = int32(int32(of_token & mask) * (1 - 2 * half))
+                    of_token = int32(of_token * (1 - 2 * half))
                     v = int32(byte(of_member(x, half), k) + (disturbance(of_token, other, n, f) >> shift))
                     if not GRU:
                         v = int32(v + of_member(bias, half))
@@ -378,8 +476,7 @@ def recurrent_kernel(cfg, gpu):
     LOWEST = 0 if cfg.MLP_RELU else -127
     STRIDE, INNER_STRIDE = stride_words(H, gpu, H), 4 * stride_words(4 * H, gpu, H)
     nz = build_noise(cfg)
-    pairs = pair_functions(cfg, nz)
-    job_shift = nz.shift
+    pairs, job_shift = drawn_functions(cfg, nz), nz.shift
     divided, divided_down = divided_function(cfg, H), divided_function(cfg, 4 * H)
     place, *finish_gates = gate_functions(gpu, cfg)
 
@@ -398,16 +495,16 @@ def recurrent_kernel(cfg, gpu):
     up, down = product_function(gpu, pairs, H, H, 4 * H, inner), product_function(gpu, pairs, H, 4 * H, H, add)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)
-    add_up, add_up_inner = sums_function(gpu, nz, H, H, 1), sums_function(gpu, nz, H, 4 * H, 1)
+    add_up, add_up_inner = sums_function(gpu, nz, pairs, H, H, 1), sums_function(gpu, nz, pairs, H, 4 * H, 1)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def read_recurrent(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, tokens: A32, at: A32, room, count,
-                       tiles, states: A8, state_words: A32, out: A32, sums: A32):
+    def read_recurrent(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A16, tokens: A32,
+                       at: A32, room, count, tiles, states: A8, state_words: A32, out: A32, sums: A32):
         lane, warp, rows = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5, 16 * tiles
-        block, position = block_of(packed, weights, tiles, count, job_shift(job)), at[0]
+        block, position = block_of(packed, weights, drawn, tiles, count, job_shift(job)), at[0]
         words, units = block.words, block.units
-        row_0 = source_of(plan, 0, weights, overlay, job, block.first)
+        row_0 = source_of(plan, 0, weights, overlay, job, 0)
         for layer in range(L + 1):
             p = 1 + layer * LAYER
             source = moved(row_0, p + NORM_1)
@@ -459,14 +556,14 @@ def settle_function(gpu, cfg, pairs):
     """Device function: what follows a product whose row's largest result had to be known."""
     H = cfg.HIDDEN_DIM
     STRIDE = stride_words(H, gpu, H)
-    side, vector_entry = pairs.vector_side, pairs.vector_entry
+    side, vector = pairs.vector_side, pairs.vector
 
     @gpu.called
     def settle(block, source, unit, y, first, shift, biased):
         """X = amax(X + (y >> shift) + the bias) of a pair."""
         lane = cuda.threadIdx.x & 31
         if biased:
-            biases = side(source, BIAS, unit)
+            biases = side(source, BIAS, block.first + unit)
         for odd in range(2):
             row, top = row_of(unit) + 8 * odd, int32(0)
             here = first + row * (3 * H)
@@ -475,7 +572,7 @@ def settle_function(gpu, cfg, pairs):
                     at = uint64(here + 4 * w + k)
                     v = int32(byte(block.words[uint64(row * STRIDE + w)], k) + (y[at] >> shift))
                     if biased:
-                        v = int32(v + of_member(vector_entry(source, biases, 4 * w + k), odd))
+                        v = int32(v + of_member(vector(source, block.drawn, biases, 4 * w + k), odd))
                     y[at] = v
                     top = max(top, int32(abs(v)))
             scale = amax_scale(ptx.warp_max(top))
@@ -588,7 +685,7 @@ def transformer_kernel(cfg, gpu):
     SHIFT_DOWN = cfg.SHIFT_MLP_DOWN
     STRIDE, INNER_STRIDE = stride_words(H, gpu, H), 4 * stride_words(4 * H, gpu, H)
     nz = build_noise(cfg)
-    pairs, job_shift = pair_functions(cfg, nz), nz.shift
+    pairs, job_shift = drawn_functions(cfg, nz), nz.shift
 
     @gpu.device
     def store(block, member, row, c, total, more, where):
@@ -605,16 +702,16 @@ def transformer_kernel(cfg, gpu):
     settle, (turn, attend) = settle_function(gpu, cfg, pairs), attention_functions(gpu, cfg)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)
-    add_up, add_up_inner = sums_function(gpu, nz, H, H, 1), sums_function(gpu, nz, H, 4 * H, 4)
+    add_up, add_up_inner = sums_function(gpu, nz, pairs, H, H, 1), sums_function(gpu, nz, pairs, H, 4 * H, 4)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def read_transformer(calls: A32, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, tokens: A32, at: A32,
-                         room, count, tiles, rope: A32, exps: A32, gelu: A8, keys: A8, values: A8, key_words: A32,
-                         value_words: A32, y: A32, out: A32, sums: A32):
+    def read_transformer(calls: A32, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A16,
+                         tokens: A32, at: A32, room, count, tiles, rope: A32, exps: A32, gelu: A8, keys: A8,
+                         values: A8, key_words: A32, value_words: A32, y: A32, out: A32, sums: A32):
         warp, rows = cuda.threadIdx.x >> 5, 16 * tiles
-        block, position = block_of(packed, weights, tiles, count, job_shift(job)), at[0]
-        units, row_0 = block.units, source_of(plan, 0, weights, overlay, job, block.first)
+        block, position = block_of(packed, weights, drawn, tiles, count, job_shift(job)), at[0]
+        units, row_0 = block.units, source_of(plan, 0, weights, overlay, job, 0)
         own, call = int64(cuda.blockIdx.x) * rows * (3 * H), 0
         for layer in range(-1, L + 1):
             source = moved(row_0, calls[call])
@@ -677,45 +774,68 @@ def transformer_kernel(cfg, gpu):
 # --- logits -----------------------------------------------------------------------------------------------------------
 
 def logits_kernel(cfg, gpu):
-    """z = logits int32 [count, V] of out, sums of the kernels above, in `every` tiles. Launch [columns of the
-    vocabulary / (LOGIT_WARPS * COLUMNS), tiles / each], LOGIT_WARPS warps; call: row of the plan of the head."""
+    """z = logits int32 [16 * every, V] of out, sums of the kernels above, in `every` tiles. Launch [columns of the
+    vocabulary / (LOGIT_WARPS * COLUMNS), twos of tiles / each], LOGIT_WARPS warps; call: the head's row of the plan."""
     H = cfg.HIDDEN_DIM
     V = cfg.VOCAB_SIZE
     SHIFT = cfg.SHIFT_LOGIT
     GRU = cfg.MODEL == "gru"
+    STRIDE = stride_words(H, gpu, H)
     nz = build_noise(cfg)
-    pairs, job_shift = pair_functions(cfg, nz), nz.shift
-    column_side, column_noise = pairs.column_side, pairs.column_noise
-    multiply = multiply_function(gpu, H)
+    pairs, job_shift = drawn_functions(cfg, nz), nz.shift
+    column_side, column, multiply = pairs.column_side, pairs.column, multiply_function(gpu, H)
     divided = divided_function(cfg, H)
 
     @gpu.device
     def logit(total):
         return int32(divided(total)) if GRU else int32(total >> SHIFT)
 
-    @cuda.jit(launch_bounds=(32 * LOGIT_WARPS, 3))
+    @cuda.jit(launch_bounds=(32 * LOGIT_WARPS, 2))
     @gpu.unroll
-    def logits(call, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, count, every, each, out: A32,
-               sums: A32, z: A32):
-        acc, t = int32s(16), cuda.threadIdx.x
+    def logits(call, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A16, every, each,
+               out: A32, sums: A32, z: A32):
+        acc, noise, results = int32s(32), int32s(16), int32s(2)
+        rows, t = cuda.shared.array(0, int32, 128), cuda.threadIdx.x
         g, q = (t & 31) >> 2, t & 3
         first = (cuda.blockIdx.x * LOGIT_WARPS + (t >> 5)) * COLUMNS
-        source = source_of(plan, call * PLAN, weights, overlay, job, 0)
-        shift = job_shift(job)
-        if first < V:
-            for tile in range(cuda.blockIdx.y * each, min(every, (cuda.blockIdx.y + 1) * each)):
-                row, unit = 16 * tile + g, 8 * tile + g
-                multiply(acc, out, row * (H // 4), 2 * H, packed, plan[call * PLAN] + first * (H // 4))
-                both, side = (sums[uint64(row)], sums[uint64(row + 8)]), column_side(source, unit)
-                for j in range(4):
-                    for e in range(2):
-                        v = first + 8 * j + 2 * q + e
-                        if v < V and 2 * unit < count:
-                            n = column_noise(source, side, v)
-                            at = int64(2 * unit) * V + v
-                            for half in range(2):
-                                total = int32(acc[4 * j + 2 * half + e] + (int32(of_member(both, half) * n) >> shift))
-                                if 2 * unit + half < count:
-                                    z[uint64(at + half * V)] = logit(total)
+        source, shift = source_of(plan, call * PLAN, weights, overlay, job, 0), job_shift(job)
+        for two in range(cuda.blockIdx.y * each, min((every + 1) // 2, (cuda.blockIdx.y + 1) * each)):
+            tile = 2 * two
+            more_tiles = min(every - tile, 2)
+            cuda.syncthreads()
+            for i in range(t, H * more_tiles, 32 * LOGIT_WARPS):
+                to, w = uint32(i) // uint32(H // 16), uint32(i) % uint32(H // 16)
+                ptx.store4(rows, to * STRIDE + 4 * w, *ptx.load4(out, tile * (4 * H) + 4 * i))
+            cuda.syncthreads()
+            if first < V:
+                for d in range(2):
+                    side = column_side(source, 0, 8 * (tile + min(d, more_tiles - 1)) + g)
+                    for j in range(4):
+                        for e in range(2):
+                            v = first + 8 * j + 2 * q + e
+                            if V % COLUMNS:
+                                v = min(v, V - 1)
+                            noise[8 * d + 2 * j + e] = column(source, drawn, side, v)
+                multiply(acc, rows, g * STRIDE, (8 * STRIDE, 16 * STRIDE), packed,
+                         plan[call * PLAN] + first * (H // 4))
+                for _ in range(more_tiles):
+                    row = 16 * tile + g
+                    both, at = (sums[uint64(row)], sums[uint64(row + 8)]), int64(16 * tile + 2 * g) * V + first + 2 * q
+                    for j in range(4):
+                        for half in range(2):
+                            for e in range(2):
+                                noisy = int32(of_member(both, half) * noise[2 * j + e]) >> shift
+                                results[e] = logit(int32(acc[4 * j + 2 * half + e] + noisy))
+                            here, left = at + half * V + 8 * j, V - first - 8 * j - 2 * q
+                            if V % COLUMNS == 0:
+                                ptx.store2(z, here, results[0], results[1])
+                            else:
+                                for e in range(min(2, left)):
+                                    z[uint64(here + e)] = results[e]
+                    tile += 1
+                    for i in range(16):
+                        acc[i] = acc[16 + i]
+                    for i in range(8):
+                        noise[i] = noise[8 + i]
 
-    return Kernel(logits)
+    return Kernel(logits, 128 * STRIDE)

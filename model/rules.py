@@ -111,6 +111,8 @@ def factor_rules(jit, ops, mode):
     @jit
     def table_term(a, factor_a, b, factor_b):
         """int32: trunc(a * b * factor_a * factor_b), the noise of an element of a table whose columns are looked up."""
+        if mode == 0:
+            return i32(a * b)
         return trunc(f32(f32(f32(i32(a * b)) * factor_a) * factor_b))
 
     return SimpleNamespace(factor=factor, scaled=scaled, input_coefficient=input_coefficient, input_term=input_term,
