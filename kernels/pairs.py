@@ -49,51 +49,28 @@ def pair_functions(cfg, nz):
 
     column(source, pair, i, at)     noise of column i of the matrix at plan[at]
     vector(source, at, pair, i)     entry i of the vector at plan[at] as the even and the odd member see it
-
-    The same in two steps, for loops that store: what depends on i follows what is the same for all.
-
-    column_side(source, pair, at), column_noise(source, side, i)
-    vector_side(source, at, pair), vector_entry(source, side, i)
     """
     SHIFT = cfg.SIGMA_SHIFT_VECTOR
     noise = nz.noise
     scaled = nz.scaled
 
     @device
-    def column_side(source, pair, at=0):
-        return stream_of(source, at + M_SEED, pair), source.plan[source.p + at + M_OVERLAY], int32(source.job[2])
-
-    @device
-    def column_noise(source, side, i):
-        stream, first, mask = side
-        return int32(scaled(noise(stream, i), source.overlay[uint64(first + i)], stream, i) & mask)
-
-    @device
     def column(source, pair, i, at=0):
-        return column_noise(source, column_side(source, pair, at), i)
-
-    @device
-    def vector_side(source, at, pair):
-        plan = source.plan
-        at = source.p + at
-        seed = uint32(source.seed + uint32(pair))
-        seeds = uint32(seed + uint32(plan[at + W_SEED_A])), uint32(seed + uint32(plan[at + W_SEED_B]))
-        return plan[at + W_FIRST], seeds, (plan[at + W_OVERLAY], int32(source.job[2]))
-
-    @device
-    def vector_entry(source, side, i):
-        first, seeds, (overlay, mask) = side
-        w = int32(source.weights[uint64(first + i)])
-        product = int32(noise(seeds[0], i) * noise(seeds[1], i))
-        p = int32(scaled(product, source.overlay[uint64(overlay + i)], seeds[0], i) & mask)
-        return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
+        stream, first = stream_of(source, at + M_SEED, pair), source.plan[source.p + at + M_OVERLAY]
+        return int32(scaled(noise(stream, i), source.overlay[uint64(first + i)], stream, i) & int32(source.job[2]))
 
     @device
     def vector(source, at, pair, i):
-        return vector_entry(source, vector_side(source, at, pair), i)
+        plan = source.plan
+        at = source.p + at
+        seed = uint32(source.seed + uint32(pair))
+        one, other = uint32(seed + uint32(plan[at + W_SEED_A])), uint32(seed + uint32(plan[at + W_SEED_B]))
+        w = int32(source.weights[uint64(plan[at + W_FIRST] + i)])
+        product = int32(noise(one, i) * noise(other, i))
+        p = int32(scaled(product, source.overlay[uint64(plan[at + W_OVERLAY] + i)], one, i) & int32(source.job[2]))
+        return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
 
-    return SimpleNamespace(column=column, column_side=column_side, column_noise=column_noise,
-                           vector=vector, vector_side=vector_side, vector_entry=vector_entry)
+    return SimpleNamespace(column=column, vector=vector)
 
 
 def ntt_functions(cfg, nz, causal):

@@ -364,7 +364,8 @@ def attack(kind, seconds, workers):
             newcomer = Newcomer(port)
             [one.start() for one in honest]
             time.sleep(1)
-            rates, used, absent, steps, did = [], [], [], [], "0"
+            rates, used, absent = [], [], []
+            steps, did = [], "0"
             for phase in range(3):
                 if phase == 1:
                     newcomer.start()

@@ -30,7 +30,8 @@ class Alone(admission.Author):
     author = property(lambda self: self)
 
 
-A, B, C, D = (Alone("host", name, name) for name in "abcd")
+A, B = Alone("host", "a", "a"), Alone("host", "b", "b")
+C, D = Alone("host", "c", "c"), Alone("host", "d", "d")
 YES = GOOD, 5
 NO = BAD, 5
 
