@@ -358,13 +358,17 @@ class Island(Hook):
         if not origin or fitness.measures < SURE[fitness.kind]:
             return False
         self.on_trial = None
-        if origin.get("fitness_kind") != fitness.kind or origin["kind"] not in REGRET \
-                or fitness.value - origin["ours"] <= REGRET[origin["kind"]] * abs(origin["ours"]):
+        # the header of a run that somebody else began may hold anything here
+        giver, kind = origin.get("from"), origin.get("kind")
+        ours, theirs = origin.get("ours"), origin.get("theirs")
+        if origin.get("fitness_kind") != fitness.kind or kind not in REGRET \
+                or not all(isinstance(figure, (int, float)) for figure in (ours, theirs)) \
+                or fitness.value - ours <= REGRET[kind] * abs(ours):
             return False
         sign = -1 if fitness.kind == "reward" else 1
-        why = (f"with the state of {origin['from']}, which promised {sign * origin['theirs']:.4f}, this island has "
-               f"{sign * fitness.value:.4f} {fitness.unit} after {sign * origin['ours']:.4f} before")
-        if giver := self.peers.known.get(origin["from"]):
+        why = (f"with the state of {giver}, which promised {sign * theirs:.4f}, this island has "
+               f"{sign * fitness.value:.4f} {fitness.unit} after {sign * ours:.4f} before")
+        if giver := self.peers.known.get(giver):
             self.peers.distrust(giver, why)
         else:
             self.events.warn(f"island: {why}")

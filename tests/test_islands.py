@@ -119,6 +119,21 @@ def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
         a.reaches(step + 3)
 
 
+@pytest.mark.parametrize("ours, theirs", [(None, 1.0), ("1", 1.0), (1.0, None), (1.0, "x"), (1.0, 0.5)])
+def test_what_a_header_says_of_a_merge_is_believed_only_if_it_can_be(ours, theirs):
+    """The directory of a run may come from a stranger."""
+    fitness, warned = gossip.Fitness(), []
+    for step in range(100):
+        fitness.add("loss", gossip.KINDS["loss"][0], 9.0, step)
+    island = types.SimpleNamespace(
+        fitness=fitness, peers=types.SimpleNamespace(known={}), events=types.SimpleNamespace(warn=warned.append),
+        on_trial={"epoch": 1, "digest": "00", "fitness_kind": "loss", "kind": CFG.MERGE, "ours": ours,
+                  "theirs": theirs})
+    assert gossip.Island._must_undo(island) == bool(warned) == ((ours, theirs) == (1.0, 0.5))
+    island.on_trial = {"epoch": 1, "digest": "00", "fitness_kind": "loss"}
+    assert not gossip.Island._must_undo(island) and island.on_trial is None
+
+
 def test_coming_and_going_does_not_fill_the_log(a):
     for _ in range(150):
         Stranger(a, "moth").link.close()
