@@ -358,17 +358,12 @@ class Island(Hook):
         if not origin or fitness.measures < SURE[fitness.kind]:
             return False
         self.on_trial = None
-        # the header of a run that somebody else began may hold anything here
-        giver, kind = origin.get("from"), origin.get("kind")
-        ours, theirs = origin.get("ours"), origin.get("theirs")
-        if origin.get("fitness_kind") != fitness.kind or kind not in REGRET \
-                or not all(isinstance(figure, (int, float)) for figure in (ours, theirs)) \
-                or fitness.value - ours <= REGRET[kind] * abs(ours):
+        if not _regrets(origin, fitness):
             return False
         sign = -1 if fitness.kind == "reward" else 1
-        why = (f"with the state of {giver}, which promised {sign * theirs:.4f}, this island has "
-               f"{sign * fitness.value:.4f} {fitness.unit} after {sign * ours:.4f} before")
-        if giver := self.peers.known.get(giver):
+        why = (f"with the state of {origin['from']}, which promised {sign * origin['theirs']:.4f}, this island has "
+               f"{sign * fitness.value:.4f} {fitness.unit} after {sign * origin['ours']:.4f} before")
+        if giver := self.peers.known.get(origin["from"]):
             self.peers.distrust(giver, why)
         else:
             self.events.warn(f"island: {why}")
@@ -449,6 +444,15 @@ class Island(Hook):
             self.idle_since = self.run.step
         self.handover = None
         self.coordinator.dispatcher.changed = True
+
+
+def _regrets(origin, fitness):
+    """Whether this fitness is worse than that before the merge of an origin, by more than is borne. The header of a run
+    that somebody else began may hold anything in place of an origin's fields."""
+    ours, kind = origin.get("ours"), origin.get("kind")
+    return ("from" in origin and origin.get("fitness_kind") == fitness.kind and kind in REGRET
+            and all(isinstance(figure, (int, float)) for figure in (ours, origin.get("theirs")))
+            and fitness.value - ours > REGRET[kind] * abs(ours))
 
 
 def ancestor(start, name):

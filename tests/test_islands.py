@@ -127,7 +127,7 @@ def test_what_a_header_says_of_a_merge_is_believed_only_if_it_can_be(ours, their
         fitness.add("loss", gossip.KINDS["loss"][0], 9.0, step)
     island = types.SimpleNamespace(
         fitness=fitness, peers=types.SimpleNamespace(known={}), events=types.SimpleNamespace(warn=warned.append),
-        on_trial={"epoch": 1, "digest": "00", "fitness_kind": "loss", "kind": CFG.MERGE, "ours": ours,
+        on_trial={"epoch": 1, "digest": "00", "fitness_kind": "loss", "kind": CFG.MERGE, "from": "b", "ours": ours,
                   "theirs": theirs})
     assert gossip.Island._must_undo(island) == bool(warned) == ((ours, theirs) == (1.0, 0.5))
     island.on_trial = {"epoch": 1, "digest": "00", "fitness_kind": "loss"}
