@@ -16,16 +16,14 @@ this as the tables of docs/CONFIGURATION.md.
 """
 
 import contextlib
-import difflib
 import functools
 import hashlib
 import json
 import math
 import os
-import re
 import signal
 import types
-from typing import NamedTuple
+from collections import namedtuple
 
 # --- model -----------------------------------------------------------------------------------------------------------
 MODEL = "transformer"            # transformer, gru | all | `transformer`, or `gru`: the recurrent model of nano-egg
@@ -316,19 +314,10 @@ def explained(kind, place, advice=""):
 
 # --- what the lines above say ----------------------------------------------------------------------------------------
 
-class Constant(NamedTuple):
+class Constant(namedtuple("Constant", "section value kind limits allowed agree model meaning line")):
     """One line of the file. kind: int, float, str, or tuple for a schedule; limits: what is allowed, as written;
     allowed: the same as values: (lowest, highest) for "lowest to highest", all of a list, () for any text; model: the
     only MODEL that has the constant, or None; line: its number."""
-    section: str
-    value: object
-    kind: type
-    limits: str
-    allowed: tuple
-    agree: str
-    model: str | None
-    meaning: str
-    line: int
 
     def objection(self, value):
         """The rule that a value breaks, in words, or None."""
@@ -353,40 +342,45 @@ class Constant(NamedTuple):
         return None if all(low <= number <= high for number in numbers) else f"{word}must be from {limits}"
 
 
-LINE = re.compile(r"^(?:# --- (?P<title>.*?) -+|(?P<name>\w+) *=.*?"
-                  r"(?:# *(?P<limits>.*?) *\| *(?P<agree>\w+) *\| *"
-                  r"(?:\((?P<model>\w+)\) )?(?P<meaning>.*(?:\n#  .*)*))?)$", re.MULTILINE)
-
-
 def _constants():
     """{name: Constant} of this file. Raises ConfigError for an assignment that is none."""
     with open(__file__, encoding="utf-8") as file:
-        text, presets, program = file.read().partition("\nPRESETS =")
-    found, lines = {}, {}
-    line, at = 1, 0
-    for match in LINE.finditer(text):
-        if match["title"]:
-            section = match["title"]
+        lines = file.read().split("\n")
+    end = next(i for i, line in enumerate(lines) if line.startswith("PRESETS ="))
+    found, name = {}, None
+    for number, line in enumerate(lines[:end], 1):
+        if line.startswith("# --- "):
+            section = line.strip("# -")
+        elif line.startswith("#  ") and name:                # goes on with the meaning of the constant above
+            found[name][-1] += line[1:]
             continue
-        name, agree = match["name"], match["agree"]
-        line, at = line + text.count("\n", at, match.start()), match.start()
-        lines[name] = line
-        if agree in AGREE:
-            value = globals()[name]
-            kind, allowed = _allowed(match["limits"])
-            found[name] = Constant(section=section, value=int(value) if isinstance(value, bool) else value, kind=kind,
-                                   limits=match["limits"], allowed=allowed, agree=agree, model=match["model"],
-                                   meaning=" ".join(match["meaning"].replace("\n#", "").split()), line=0)
-        elif agree:
-            raise ConfigError(f"{_place(lines[name])}{name}: {agree!r} must be one of {', '.join(AGREE)}")
-    for name, line in lines.items():
-        if name not in found:
-            raise ConfigError(f"{_place(line)}{name}: {_no_such(name, found)}")
-    for match in re.finditer(r"^(\w+) *=", program, re.MULTILINE):
-        if (name := match[1]) in found:
-            line = (text + presets + program[:match.start()]).count("\n") + 1
-            raise ConfigError(f"{_place(line)}{name}: has no effect below PRESETS: set it in line {lines[name]}")
-    return {name: constant._replace(line=lines[name]) for name, constant in found.items()}
+        name, equals, rest = line.partition("=")
+        name = name.rstrip()
+        if equals and name.isidentifier():
+            limits, agree, meaning = [*rest.partition("#")[2].split("|", 2), "", ""][:3]
+            if agree or name not in found:
+                found[name] = [number, section, limits.strip(), agree.strip(), meaning]
+            found[name][0] = number                          # where it is set last
+        else:
+            name = None
+    constants = {}
+    for name, (number, section, limits, agree, meaning) in found.items():
+        if not agree:
+            raise ConfigError(f"{_place(number)}{name}: {_no_such(name, [n for n in found if found[n][3]])}")
+        if agree not in AGREE:
+            raise ConfigError(f"{_place(number)}{name}: {agree!r} must be one of {', '.join(AGREE)}")
+        value = globals()[name]
+        kind, allowed = _allowed(limits)
+        words = meaning.split()
+        model = words.pop(0)[1:-1] if words[0][0] == "(" and words[0][-1] == ")" else None
+        constants[name] = Constant(section=section, value=int(value) if isinstance(value, bool) else value, kind=kind,
+                                   limits=limits, allowed=allowed, agree=agree, model=model, meaning=" ".join(words),
+                                   line=number)
+    for number, line in enumerate(lines[end:], end + 1):
+        if (name := line.partition("=")[0].rstrip()) in constants:
+            raise ConfigError(f"{_place(number)}{name}: has no effect below PRESETS: set it in line "
+                              f"{constants[name].line}")
+    return constants
 
 
 def _place(line):
@@ -409,9 +403,15 @@ def _number(text):
     return int(base) ** int(exponent or 1) if base.lstrip("-").isdigit() else float(text)
 
 
+def nearest(word, words):
+    """[the one of `words` that is most like this word], [] where none is like it."""
+    import difflib                                   # here: no program that starts well needs it
+    return difflib.get_close_matches(word, words, 1)
+
+
 def did_you_mean(word, words, otherwise=""):
     """The end of a message about an unknown word; `otherwise` if it is like none of `words`."""
-    near = difflib.get_close_matches(word, words, 1)
+    near = nearest(word, words)
     return f"; did you mean {near[0]}?" if near else otherwise
 
 
@@ -434,7 +434,7 @@ class Config(types.SimpleNamespace):
     def __getattr__(self, name):
         if not name.isupper():
             raise AttributeError(name)
-        near = difflib.get_close_matches(name, CONSTANTS, 1)
+        near = nearest(name, CONSTANTS)
         raise ConfigError(f"{os.path.basename(__file__)}: the constant {name} is missing" + (
             f"; is it {near[0]} in line {CONSTANTS[near[0]].line}?" if near else ""))
 

@@ -172,7 +172,8 @@ from kernels import update
 cfg = egg_config.make(**json.loads(sys.argv[1]))
 packed = np.fromfile("packed", np.uint8)
 digits = np.zeros(cfg.N_PAIRS, np.int8) if cfg.PERTURB == "weights" else np.zeros(cfg.CHUNK_DIGITS - 3, np.int32)
-cuda.jit(update.unpack_kernel(cfg))[-(-packed.size // 128), 128](packed, digits)
+chunks = 1 if cfg.PERTURB == "weights" else cfg.N_CHUNKS
+cuda.jit(update.unpack_kernel(cfg))[-(-packed.size // chunks // 128), 128](packed, digits)
 np.save("digits.npy", digits)
 """
 
