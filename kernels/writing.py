@@ -1,13 +1,13 @@
 """Writing: the logits after the next token of many sequences, with the noise of members or without (SPEC 10, 22).
 
 Rows        A sequence is a row. Rows g and g + 8 of a tile of 16 are the even and the odd member of a pair, so that a
-            thread of a product (ptx.mma_s8) has both and hashes the noise of a column once. Sequences 2 i and 2 i + 1
+            thread of a product (ptx.mma_s8) has both and needs the noise of a column once. Sequences 2 i and 2 i + 1
             are pair i, also without noise.
 Memory      A block has some tiles. The vectors of their rows lie in shared memory, in regions one after the other. The
             vector of an MLP, four times as long, takes the place of regions 2 to 5.
-Noise       The kernel `draw` draws that of all members once, for all positions: of every entry of the overlay, whose
-            numbers are the places in the array `drawn`.
-Phases      In turn a warp takes a pair (norms, sums of input noise) or 16 rows times 32 columns of a product.
+Noise       The kernel `draw` draws the noise of all pairs once, for all positions. The array `drawn` has a place for
+            every entry of the overlay.
+Phases      In turn a warp takes a pair (norms, sums of input noise) or two tiles times 32 columns of a product.
 """
 
 import functools
@@ -32,7 +32,7 @@ from model import parameters
 WARPS = 16
 THREADS = 32 * WARPS
 LOGIT_WARPS = 8              # of a block of logits; each takes COLUMNS at a time
-LOGIT_TWOS = 4               # of tiles that such a block takes one after the other, at most
+LOGIT_TWOS = 4               # twos of tiles that such a block takes one after the other, at most
 COLUMNS = 32                 # of a product that a warp makes at a time
 # regions of shared memory: activations, what a norm makes of them; then the inner vector of an MLP, or of the recurrent
 # model gates, candidates, gated states and states, of the transformer queries
