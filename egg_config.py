@@ -346,7 +346,7 @@ def _constants():
     """{name: Constant} of this file. Raises ConfigError for an assignment that is none."""
     with open(__file__, encoding="utf-8") as file:
         lines = file.read().split("\n")
-    end = next(i for i, line in enumerate(lines) if line.startswith("PRESETS ="))
+    end = next((i for i, line in enumerate(lines) if line.startswith("PRESETS")), len(lines))
     found, name = {}, None
     for number, line in enumerate(lines[:end], 1):
         if line.startswith("# --- "):
@@ -372,7 +372,7 @@ def _constants():
         value = globals()[name]
         kind, allowed = _allowed(limits)
         words = meaning.split()
-        model = words.pop(0)[1:-1] if words[0][0] == "(" and words[0][-1] == ")" else None
+        model = words.pop(0)[1:-1] if words and words[0][0] == "(" and words[0][-1] == ")" else None
         constants[name] = Constant(section=section, value=int(value) if isinstance(value, bool) else value, kind=kind,
                                    limits=limits, allowed=allowed, agree=agree, model=model, meaning=" ".join(words),
                                    line=number)

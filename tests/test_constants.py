@@ -234,11 +234,16 @@ def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message
 
 
 def test_good_edits(tmp_path):
-    """True and False are 1 and 0; a constant that is assigned again has its last value; a misspelt one is missed."""
+    """True and False are 1 and 0; a constant that is assigned again has its last value; what it means may be left
+    out; a misspelt one is missed."""
     muon = edited(tmp_path, "\nUSE_MUON = 0 ", "\nUSE_MUON = True ").make()
     assert muon.USE_MUON is not True and muon.fingerprint() == egg_config.make(USE_MUON=1).fingerprint()
     wide = edited(tmp_path, "\nPRESETS = {", "\nHIDDEN_DIM = 512\n\nPRESETS = {").make()
     assert wide.fingerprint() == egg_config.make(HIDDEN_DIM=512).fingerprint()
+    terse = edited(tmp_path, "| all     | layers\n", "| all |\n")
+    assert terse.CONSTANTS["N_LAYERS"].meaning == "" and terse.make().fingerprint() == egg_config.make().fingerprint()
+    narrow = edited(tmp_path, "\nPRESETS = {", "\nPRESETS={")
+    assert narrow.CONSTANTS == egg_config.CONSTANTS
     misspelt = edited(tmp_path, "\nN_LAYERS = 4 ", "\nN_LAYER = 4 ")
     line = misspelt.CONSTANTS["N_LAYER"].line
     with pytest.raises(misspelt.ConfigError) as error:
