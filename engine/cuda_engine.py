@@ -777,6 +777,8 @@ class Texts:
                      job=(4, np.uint32), settings=(2, np.float32), floor=(1, np.int64),
                      seen=(count * cfg.VOCAB_SIZE, np.uint8))
         self._arrays = {name: cuda.device_array(size, kind) for name, (size, kind) in sizes.items()}
+        self._tokens = cuda.pinned_array((count, room), np.int32)
+        self._tokens[:] = 0                                  # every row is read, also of those that are too many
         tokens, at, draw, job, settings, floor, seen = self._arrays.values()
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
         self._scratch = scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
@@ -801,15 +803,14 @@ class Texts:
     def begin(self, texts, lengths, seeds, s, first_pair=None):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
         engine = self._engine
-        tokens = np.zeros((self.count, self.room), np.int32)
-        tokens[:len(texts), :texts.shape[1]] = texts
+        self._tokens[:len(texts), :texts.shape[1]] = texts
         draw = np.full((self.count, 2), self.room, np.uint32)            # of those that are too many nothing is drawn
         draw[:len(texts), 0], draw[:len(texts), 1] = lengths, seeds
         job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
-        values = dict(tokens=tokens, draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty))
+        values = dict(tokens=self._tokens, draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty))
         for name, given in values.items():
             array = self._arrays[name]
-            array.copy_to_device(np.full(array.size, np.ravel(given), array.dtype), engine.stream)
+            array.copy_to_device(np.asarray(given, array.dtype).ravel(), engine.stream)
         for name in ("at", "seen"):
             array = self._arrays[name]
             cuda.cudadrv.driver.device_memset(array, 0, array.nbytes, engine.stream)
@@ -817,13 +818,13 @@ class Texts:
         self._reached, self._given = 1, np.min(lengths)
 
     def until(self, end):
-        """int32 [count, room]: the tokens, those before position `end` being written."""
+        """int32 [count, room]: the tokens, those before position `end` being written. The next call changes them."""
         for place in range(self._reached, end):
             self._advance[int(place >= self._given)]()
         self._reached = end
-        tokens = self._arrays["tokens"].copy_to_host(stream=self._engine.stream)
+        self._arrays["tokens"].copy_to_host(self._tokens.ravel(), self._engine.stream)
         self._engine.stream.synchronize()
-        return tokens.reshape(self.count, self.room)
+        return self._tokens
 
 
 def largest(size, most, budget):
