@@ -70,7 +70,7 @@ class Forward:
         self._kernels = kernels = kernels(cfg, packing, gpu, silent)
         self._most_tiles, self._row_bytes = writing.most_tiles(cfg, gpu), writing.row_bytes(cfg, gpu)
         self._reader, self._logits = reader(cfg, gpu), writing.logits_kernel(cfg, gpu)
-        self._draw = writing.draw_kernel(cfg)
+        self._draw, self._drawn_words = writing.draw_kernel(cfg), writing.sides(cfg)[1]
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
                         "write": [self._draw, self._reader, self._logits]}
@@ -104,7 +104,7 @@ class Forward:
         grid, tiles, _ = self._tiles(count)
         rows = 16 * grid * tiles
         return ranges({**self._cache(count, room, rows), "out": rows * self.cfg.HIDDEN_DIM, "sums": 4 * rows,
-                       "drawn": 4 * (rows // 16) * writing.sides(self.cfg)[1]})
+                       "drawn": 4 * (rows // 16) * self._drawn_words})
 
     def writing_bytes(self, count, room):
         return self._layout(count, room)[1] if count else 0

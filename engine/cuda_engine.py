@@ -194,7 +194,7 @@ def _choose_kernel(cfg):
 
     @device
     def score_at(z, seen, v, penalty):
-        return score(z[uint64(v)], seen[uint64(v)], penalty)
+        return score(z[uint64(v)], seen[uint64(v)] if penalty else uint8(0), penalty)
 
     @device
     def after(v, residue):
@@ -229,8 +229,9 @@ def _choose_kernel(cfg):
             top = float32(-np.inf)
             v = uint32(t)
             while v < uint32(V):
-                top = max(top, score_at(z, seen, v, penalty))
-                v = uint32(v + uint32(threads))
+                for i in range(4):                           # loads that do not wait for each other
+                    top = max(top, score_at(z, seen, min(v + uint32(i * threads), uint32(V - 1)), penalty))
+                v = uint32(v + uint32(4 * threads))
             ordered = ptx.warp_max(in_order(ptx.float_bits(top)))
             if lane == 0:
                 tops[warp] = ordered
@@ -802,20 +803,21 @@ class Texts:
 
     def begin(self, texts, lengths, seeds, s, first_pair=None):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
-        engine = self._engine
-        self._tokens[:len(texts), :texts.shape[1]] = texts
+        engine, self._given = self._engine, np.min(lengths)
         draw = np.full((self.count, 2), self.room, np.uint32)            # of those that are too many nothing is drawn
         draw[:len(texts), 0], draw[:len(texts), 1] = lengths, seeds
         job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
-        values = dict(tokens=self._tokens, draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty))
-        for name, given in values.items():
+        for name, given in dict(draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty)).items():
             array = self._arrays[name]
             array.copy_to_device(np.asarray(given, array.dtype).ravel(), engine.stream)
         for name in ("at", "seen"):
             array = self._arrays[name]
             cuda.cudadrv.driver.device_memset(array, 0, array.nbytes, engine.stream)
         engine._forward.draw(engine.stream, self._arrays["job"], self.room, self.count, self._scratch)
-        self._reached, self._given = 1, np.min(lengths)
+        longest = np.max(lengths)
+        self._tokens[:len(texts), :longest] = texts[:, :longest]
+        self._arrays["tokens"].copy_to_device(self._tokens.ravel(), engine.stream)
+        self._reached = 1
 
     def until(self, end):
         """int32 [count, room]: the tokens, those before position `end` being written. The next call changes them."""

@@ -346,43 +346,51 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     return product
 
 
-def sums_function(gpu, cfg, nz, pairs, K, folded):
-    """Device function: the sums of input noise of a pair over a vector of K entries. `folded` of them, K / folded
-    apart, share a running integer (SPEC 4); where noise has no scale, it is a sum like any other."""
+def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
+    """Device function: the sums of input noise of a pair over a vector of K entries, for `matrices` whose input sides
+    follow one another in the plan. `folded` entries, K / folded apart, share a running integer (SPEC 4); where noise
+    has no scale, it is a sum like any other."""
     H = cfg.HIDDEN_DIM
     SCALED = cfg.ADAPTIVE_NOISE_MODE != 0
-    EACH = K // folded
+    EACH, MATRICES, TOTALS = K // folded, matrices, 2 * matrices
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
     input_side, term, noise_of, input_fold = pairs.input_side, pairs.term, pairs.half, nz.input_fold
 
     @gpu.called
     def add_up(block, source, at, unit, x, stream):
-        """Of region x, for the matrix whose input side is at plan[at]. The odd member's has the sign of its noise."""
+        """Of region x, from plan[at] on, as sums `stream` and further. The odd member's has the sign of its noise."""
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
-        row = row_of(unit)
+        row, pair = row_of(unit), block.first + unit
         here = x * rows * NARROW + row * STRIDE
-        side = input_side(source, at, block.first + unit, K)
-        even, odd = int32(0), int32(0)
+        totals, places = cuda.local.array(TOTALS, int32), cuda.local.array(MATRICES, int64)
+        for n in range(MATRICES):
+            totals[2 * n], totals[2 * n + 1] = 0, 0
+            places[n] = input_side(source, at + 2 * n, pair, K)[0]
         if not SCALED:
             for w in range(lane, K // 4, 32):
                 a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
-                low, high = ptx.load2(block.drawn, side[0] + 2 * w)
-                even = int32(even + ptx.dp2a_low(low, a) + ptx.dp2a_high(high, a))
-                odd = int32(odd + ptx.dp2a_low(low, b) + ptx.dp2a_high(high, b))
+                for n in range(MATRICES):
+                    low, high = ptx.load2(block.drawn, places[n] + 2 * w)
+                    totals[2 * n] += ptx.dp2a_low(low, a) + ptx.dp2a_high(high, a)
+                    totals[2 * n + 1] += ptx.dp2a_low(low, b) + ptx.dp2a_high(high, b)
         elif source.job[2]:
-            for w in range(lane, EACH // 4, 32):
-                for k in range(4):
-                    a, b = int32(0), int32(0)
-                    for sub in range(folded):
-                        i = sub * EACH + 4 * w + k
-                        c, f = term(source, side, noise_of(block.drawn[uint64(side[0] + (i >> 1))], k), i)
-                        a = input_fold(a, byte(block.words[uint64(here + (i >> 2))], k), c, f)
-                        b = input_fold(b, byte(block.words[uint64(here + 8 * STRIDE + (i >> 2))], k), c, f)
-                    even, odd = int32(even + a), int32(odd + b)
-        even, odd = ptx.warp_sum(even), ptx.warp_sum(odd)
-        if lane == 0:
-            sums = REGIONS * rows * NARROW + stream * rows + row
-            block.words[sums], block.words[sums + 8] = even, int32(-odd)
+            for n in range(MATRICES):
+                side = input_side(source, at + 2 * n, pair, K)
+                for w in range(lane, EACH // 4, 32):
+                    for k in range(4):
+                        a, b = int32(0), int32(0)
+                        for sub in range(folded):
+                            i = sub * EACH + 4 * w + k
+                            c, f = term(source, side, noise_of(block.drawn[uint64(side[0] + (i >> 1))], k), i)
+                            a = input_fold(a, byte(block.words[uint64(here + (i >> 2))], k), c, f)
+                            b = input_fold(b, byte(block.words[uint64(here + 8 * STRIDE + (i >> 2))], k), c, f)
+                        totals[2 * n] += a
+                        totals[2 * n + 1] += b
+        for n in range(MATRICES):
+            even, odd = ptx.warp_sum(totals[2 * n]), ptx.warp_sum(totals[2 * n + 1])
+            if lane == 0:
+                sums = REGIONS * rows * NARROW + (stream + n) * rows + row
+                block.words[sums], block.words[sums + 8] = even, int32(-odd)
     return add_up
 
 
@@ -568,7 +576,7 @@ def recurrent_kernel(cfg, gpu):
     up, down = product_function(gpu, pairs, H, H, 4 * H, inner), product_function(gpu, pairs, H, 4 * H, H, add)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)
-    add_up, add_up_inner = sums_function(gpu, cfg, nz, pairs, H, 1), sums_function(gpu, cfg, nz, pairs, 4 * H, 1)
+    add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more) for more in ((H,), (H, 1, 2), (4 * H,)))
 
     @device
     def state_of(block, unit, odd, layer):
@@ -589,17 +597,25 @@ def recurrent_kernel(cfg, gpu):
             p = 1 + layer * LAYER
             source = moved(row_0, p + NORM_1)
             for unit in range(warp, units, WARPS):
+                if layer < L:
+                    for odd in range(2):                     # on their way while the warp does what follows
+                        sequence, here, first = state_of(block, unit, odd, layer)
+                        known = sequence < count and position > 0 and tokens[sequence * room + position] != 0
+                        for w in range(4 * lane, H // 4, 128):
+                            if known:
+                                ptx.copy_async16(ptx.shared_address(words, here + w), states, first + w)
+                            else:
+                                ptx.store4(words, here + w, 0, 0, 0, 0)
+                    ptx.copy_commit()
                 if layer == 0:
                     embed(block, source, plan[TABLE], tokens, position, room, unit)
                 norm(block, source, unit)
-                add_up(block, source, gru_parts.INPUTS, unit, N, 0)
-                if layer < L:
-                    add_up(block, source, gru_parts.INPUTS + 2, unit, N, 1)
-                    for odd in range(2):
-                        sequence, here, first = state_of(block, unit, odd, layer)
-                        known = sequence < count and position > 0 and tokens[sequence * room + position] != 0
-                        for w in range(lane, H // 4, 32):
-                            words[uint64(here + w)] = states[uint64(first + w)] if known else 0
+                if layer == L:
+                    add_up(block, source, gru_parts.INPUTS, unit, N, 0)
+                else:
+                    add_up_both(block, source, gru_parts.INPUTS, unit, N, 0)
+                    ptx.copy_wait_all()
+                    cuda.syncwarp()
                     add_up(block, moved(row_0, p + RECUR), U_F + U_INPUT, unit, STATE, 2)
             cuda.syncthreads()
             if layer < L:
@@ -790,7 +806,8 @@ def transformer_kernel(cfg, gpu):
     settle, (turn, attend) = settle_function(gpu, cfg, pairs), attention_functions(gpu, cfg)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)
-    add_up, add_up_inner = sums_function(gpu, cfg, nz, pairs, H, 1), sums_function(gpu, cfg, nz, pairs, 4 * H, 4)
+    add_up, add_up_three, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more)
+                                          for more in ((H,), (H, 1, 3), (4 * H, 4)))
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -809,10 +826,10 @@ def transformer_kernel(cfg, gpu):
                 else:
                     settle(block, source, unit, y, own, SHIFT_DOWN, True)
                 norm(block, source, unit)
-                add_up(block, source, transformer.INPUTS, unit, N, 0)
                 if 0 <= layer < L:
-                    add_up(block, source, transformer.INPUTS + 2, unit, N, 1)
-                    add_up(block, source, transformer.INPUTS + 4, unit, N, 2)
+                    add_up_three(block, source, transformer.INPUTS, unit, N, 0)
+                else:
+                    add_up(block, source, transformer.INPUTS, unit, N, 0)
             cuda.syncthreads()
             if 0 <= layer < L:
                 source = moved(row_0, calls[call + 1])
