@@ -23,8 +23,8 @@ from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM
 from kernels.host import Kernel
 from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, Source, W_FIRST, W_OVERLAY, W_SEED_A, ntt_functions,
                            source_of, stream_of)
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, byte, clip, int32s,
-                           quotient_function, rounded, unroll)
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, blocks, byte, clip, int32s,
+                           pack_bytes, quotient_function, rounded, unroll)
 from kernels.rules import NORMS, build_noise, device, divide
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
 from model import parameters
@@ -353,6 +353,7 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
     H = cfg.HIDDEN_DIM
     SCALED = cfg.ADAPTIVE_NOISE_MODE != 0
     EACH, MATRICES, TOTALS = K // folded, matrices, 2 * matrices
+    TURNS, FULL = blocks(K, 128), K % 128 == 0
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
     input_side, term, noise_of, input_fold = pairs.input_side, pairs.term, pairs.half, nz.input_fold
 
@@ -367,12 +368,14 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
             totals[2 * n], totals[2 * n + 1] = 0, 0
             places[n] = input_side(source, at + 2 * n, pair, K)[0]
         if not SCALED:
-            for w in range(lane, K // 4, 32):
-                a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
-                for n in range(MATRICES):
-                    low, high = ptx.load2(block.drawn, places[n] + 2 * w)
-                    totals[2 * n] += ptx.dp2a_low(low, a) + ptx.dp2a_high(high, a)
-                    totals[2 * n + 1] += ptx.dp2a_low(low, b) + ptx.dp2a_high(high, b)
+            for i in range(TURNS):                           # unrolled, so that no load waits for another
+                w = lane + 32 * i
+                if FULL or w < K // 4:
+                    a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+                    for n in range(MATRICES):
+                        low, high = ptx.load2(block.drawn, places[n] + 2 * w)
+                        totals[2 * n] += ptx.dp2a_low(low, a) + ptx.dp2a_high(high, a)
+                        totals[2 * n + 1] += ptx.dp2a_low(low, b) + ptx.dp2a_high(high, b)
         elif source.job[2]:
             for n in range(MATRICES):
                 side = input_side(source, at + 2 * n, pair, K)
@@ -398,6 +401,7 @@ def norm_function(gpu, cfg, pairs):
     """Device function: region N = ln(X) of a pair, by the layer norm at plan[LN]."""
     H = cfg.HIDDEN_DIM
     STRIDE = stride_words(H, gpu, H)
+    TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU = cfg.MODEL == "gru"
     divided = NORMS.quotient
     side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
@@ -414,27 +418,32 @@ def norm_function(gpu, cfg, pairs):
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
         here = row_of(unit) * STRIDE
         even, odd = int32(0), int32(0)
-        for w in range(lane, H // 4, 32):
-            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
-            for k in range(4):
-                even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
+        for i in range(TURNS):
+            w = lane + 32 * i
+            if FULL or w < H // 4:
+                a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+                for k in range(4):
+                    even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
         even = int32(max(uint32(ptx.warp_sum(even)) // uint32(H), 1))
         odd = int32(max(uint32(ptx.warp_sum(odd)) // uint32(H), 1))
-        weights = side(source, LN, block.first + unit, H)
+        weights, y = side(source, LN, block.first + unit, H), int32s(8)
         if not GRU:
             biases = side(source, LN_BIAS, block.first + unit, H)
-        for w in range(lane, H // 4, 32):
-            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
-            noise = ptx.load2(block.drawn, weights[0] + 2 * w)
-            if not GRU:
-                bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
-            for k in range(4):
-                at, bias = 4 * (rows * STRIDE + here + w) + k, (0, 0)
-                both = vector(source, weights, noise_of(of_member(noise, k > 1), k), 4 * w + k)
+        for i in range(TURNS):
+            w = lane + 32 * i
+            if FULL or w < H // 4:
+                a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+                noise = ptx.load2(block.drawn, weights[0] + 2 * w)
                 if not GRU:
-                    bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), 4 * w + k)
-                block.vector[uint64(at)] = normed(byte(a, k), both[0], bias[0], even)
-                block.vector[uint64(at + 32 * STRIDE)] = normed(byte(b, k), both[1], bias[1], odd)
+                    bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
+                for k in range(4):
+                    bias = (0, 0)
+                    both = vector(source, weights, noise_of(of_member(noise, k > 1), k), 4 * w + k)
+                    if not GRU:
+                        bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), 4 * w + k)
+                    y[k], y[4 + k] = normed(byte(a, k), both[0], bias[0], even), normed(byte(b, k), both[1], bias[1], odd)
+                at = rows * STRIDE + here + w
+                block.words[uint64(at)], block.words[uint64(at + 8 * STRIDE)] = pack_bytes(y, 0), pack_bytes(y, 4)
     return norm
 
 
