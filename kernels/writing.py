@@ -246,22 +246,24 @@ def divided_function(cfg, inputs, lowest=-127):
 def multiply_function(gpu, K):
     """The device function. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8:
     the order of inputs is free, and so a load has eight of them."""
-    STEPS = K // 32
+    STEPS, AHEAD = K // 32, 3
+    FIRST, REST = min(AHEAD, STEPS), STEPS % AHEAD
 
     @gpu.device
-    def fetch(columns, packed, at):
+    def fetch(columns, which, packed, at):
         for j in range(4):
-            columns[2 * j], columns[2 * j + 1] = ptx.load2(packed, at + j * (2 * K))
+            first = 8 * which + 2 * j
+            columns[first], columns[first + 1] = ptx.load2(packed, at + j * (2 * K))
 
     @gpu.device
-    def add_product(acc, words, x, below, columns):
+    def add_product(acc, words, x, below, columns, which):
         for d in range(2):
             first = x + d * below[1]
             even, odd = ptx.load2(words, first), ptx.load2(words, first + below[0])
             for j in range(4):
-                at = 16 * d + 4 * j
+                at, b = 16 * d + 4 * j, 8 * which + 2 * j
                 c = acc[at], acc[at + 1], acc[at + 2], acc[at + 3]
-                c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), columns[2 * j], columns[2 * j + 1], c)
+                c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), columns[b], columns[b + 1], c)
                 for half in range(4):
                     acc[at + half] = c[half]
 
@@ -273,22 +275,20 @@ def multiply_function(gpu, K):
         lane = cuda.threadIdx.x & 31
         x = x + 2 * (lane & 3)
         at = at + ((lane & 2) << 4) + (lane >> 2) * 4 + (lane & 1) * 2
-        one, other = int32s(8), int32s(8)
+        columns = int32s(24)
         for i in range(32):
             acc[i] = 0
-        fetch(one, packed, at)
-        fetch(other, packed, at + 64)
-        for step in range(STEPS // 2):                       # columns are on their way for two steps
-            add_product(acc, words, x, below, one)
-            if 2 * step + 2 < STEPS:
-                fetch(one, packed, at + 128)
-            add_product(acc, words, x + 8, below, other)
-            if 2 * step + 3 < STEPS:
-                fetch(other, packed, at + 192)
-            x += 16
-            at += 128
-        if STEPS % 2:
-            add_product(acc, words, x, below, one)
+        for d in range(FIRST):
+            fetch(columns, d, packed, at + 64 * d)
+        for step in range(STEPS // AHEAD):                   # columns are on their way for AHEAD steps
+            for d in range(AHEAD):
+                add_product(acc, words, x, below, columns, d)
+                if AHEAD * (step + 1) + d < STEPS:
+                    fetch(columns, d, packed, at + 64 * (AHEAD + d))
+                x += 8
+            at += 64 * AHEAD
+        for d in range(REST):
+            add_product(acc, words, x + 8 * d, below, columns, d)
     return multiply
 
 
@@ -441,7 +441,8 @@ def norm_function(gpu, cfg, pairs):
                     both = vector(source, weights, noise_of(of_member(noise, k > 1), k), 4 * w + k)
                     if not GRU:
                         bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), 4 * w + k)
-                    y[k], y[4 + k] = normed(byte(a, k), both[0], bias[0], even), normed(byte(b, k), both[1], bias[1], odd)
+                    y[k] = normed(byte(a, k), both[0], bias[0], even)
+                    y[4 + k] = normed(byte(b, k), both[1], bias[1], odd)
                 at = rows * STRIDE + here + w
                 block.words[uint64(at)], block.words[uint64(at + 8 * STRIDE)] = pack_bytes(y, 0), pack_bytes(y, 4)
     return norm
@@ -452,6 +453,7 @@ def embed_function(gpu, cfg, nz, pairs):
     13)."""
     H = cfg.HIDDEN_DIM
     STRIDE = stride_words(H, gpu, H)
+    TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
     table = next(t for t in parameters.tensors(cfg) if t.name == "embedding")
     SEED_A, SEED_B = table.seed_a, table.seed_b
@@ -477,32 +479,37 @@ def embed_function(gpu, cfg, nz, pairs):
         lane, mask, shift = cuda.threadIdx.x & 31, int32(source.job[2]), block.shift
         pair = block.first + unit
         seed = uint32(source.seed + uint32(pair))
-        stream = uint32(seed + uint32(SEED_B))
+        stream, y = uint32(seed + uint32(SEED_B)), int32s(8)
         even = look(block, source, pair, tokens, 2 * pair * room, position)
         odd = look(block, source, pair, tokens, min(2 * pair + 1, block.count - 1) * room, position)
         if not GRU:
             biases = side(source, BIAS, pair, H)
-        for w in range(lane, H // 4, 32):
-            noise = ptx.load2(block.drawn, (pair >> 3) * GROUP + UNITS + (pair & 7) * (H // 2) + 2 * w)
-            if not GRU:
-                bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
-            word = at + (w >> 2) * 32 + (w & 3)
-            x = block.packed[uint64(word + even[2])], block.packed[uint64(word + odd[2])]
-            for k in range(4):
-                i = 4 * w + k
-                n = noise_of(of_member(noise, k > 1), k)
-                f = factor(source.overlay[uint64(OVERLAY_B + i)], stream, i)
+        for i in range(TURNS):
+            w = lane + 32 * i
+            if FULL or w < H // 4:
+                noise = ptx.load2(block.drawn, (pair >> 3) * GROUP + UNITS + (pair & 7) * (H // 2) + 2 * w)
                 if not GRU:
-                    bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), i)
-                for half in range(2):
-                    of_token, other, _, c = of_member((even, odd), half)
-                    of_token = int32(of_token * (1 - 2 * half))
-                    v = int32(byte(of_member(x, half), k) + (disturbance(of_token, other, n, f) >> shift))
+                    bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
+                word = at + (w >> 2) * 32 + (w & 3)
+                x = block.packed[uint64(word + even[2])], block.packed[uint64(word + odd[2])]
+                for k in range(4):
+                    h = 4 * w + k
+                    n = noise_of(of_member(noise, k > 1), k)
+                    f = factor(source.overlay[uint64(OVERLAY_B + h)], stream, h)
                     if not GRU:
-                        v = int32(v + of_member(bias, half))
-                    if NTT:
-                        v = int32(v + of_member(look_up(block.weights, source.overlay, seed, shift, mask, c, i), half))
-                    block.vector[uint64((row_of(unit) + 8 * half) * (4 * STRIDE) + i)] = clip(v)
+                        bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), h)
+                    for half in range(2):
+                        of_token, other, _, c = of_member((even, odd), half)
+                        of_token = int32(of_token * (1 - 2 * half))
+                        v = int32(byte(of_member(x, half), k) + (disturbance(of_token, other, n, f) >> shift))
+                        if not GRU:
+                            v = int32(v + of_member(bias, half))
+                        if NTT:
+                            more = look_up(block.weights, source.overlay, seed, shift, mask, c, h)
+                            v = int32(v + of_member(more, half))
+                        y[4 * half + k] = clip(v)
+                here = row_of(unit) * STRIDE + w
+                block.words[uint64(here)], block.words[uint64(here + 8 * STRIDE)] = pack_bytes(y, 0), pack_bytes(y, 4)
     return embed
 
 
@@ -585,7 +592,8 @@ def recurrent_kernel(cfg, gpu):
     up, down = product_function(gpu, pairs, H, H, 4 * H, inner), product_function(gpu, pairs, H, 4 * H, H, add)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)
-    add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more) for more in ((H,), (H, 1, 2), (4 * H,)))
+    add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more)
+                                         for more in ((H,), (H, 1, 2), (4 * H,)))
 
     @device
     def state_of(block, unit, odd, layer):
