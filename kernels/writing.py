@@ -6,7 +6,7 @@ Rows        A sequence is a row. Rows g and g + 8 of a tile of 16 are the even a
 Memory      A block has some tiles. The vectors of their rows lie in shared memory, in regions one after the other. The
             vector of an MLP, four times as long, takes the place of regions 2 to 5.
 Noise       The kernel `draw` draws the noise of all pairs once, for all positions. The array `drawn` has a place for
-            every entry of the overlay.
+            every entry of the overlay: see `sides`.
 Phases      In turn a warp takes a pair (norms, sums of input noise) or two tiles times 32 columns of a product.
 """
 
@@ -107,28 +107,28 @@ def of_member(both, odd):
 
 
 class Side(NamedTuple):
-    """A side of a matrix, or a vector, and where its noise lies in `drawn`."""
-    seeds: tuple            # of its streams, relative to that of the pair; of a vector two, whose noise is multiplied
-    overlay: int            # first entry
-    size: int
-    place: int              # first entry, of 8 pairs in int32
+    """A side of a matrix, or a vector."""
+    size: int               # entries
+    one: int                # seed of its noise, relative to that of the pair
+    second: int             # of a vector: of the noise that multiplies it; else 0
     grouped: bool           # see `sides`
+    place: int              # of its noise in the int32 of 8 pairs
 
 
 def sides(cfg):
-    """([Side], int32 of `drawn` that 8 pairs have). The noise of 8 pairs lies together, two entries in an int32. Where
-    a product finishes with it (columns, biases of products), it is grouped: 8 neighbours are the same entries of 8
-    pairs, as the lanes of a warp want them. Elsewhere a pair's entries are neighbours."""
-    found, place = [], 0
+    """({first entry in the overlay: Side}, int32 of `drawn` that 8 pairs have). The noise of 8 pairs lies together, two
+    entries in an int32. Where a product finishes with it (columns, biases of products), it is grouped: 8 neighbours are
+    the same entries of 8 pairs, as the lanes of a warp want them. Elsewhere a pair's entries are neighbours."""
+    found, some, place = {}, [], 0
     for t in parameters.tensors(cfg):
-        some = ([((t.seed_a,), t.overlay_a, t.cols, True), ((t.seed_b,), t.overlay_b, t.rows, False)] if t.matrix else
-                [((t.seed_a, t.seed_b), t.overlay_a, t.cols, t.name[:2] == "b_" or t.name[-8:] == "_bias_up")])
-        for seeds, overlay, size, grouped in some:
-            found.append(Side(seeds, overlay, size, 0, grouped))
-    found.sort(key=lambda side: side.overlay)
-    for i, side in enumerate(found):
-        found[i] = side._replace(place=place)
-        place += 4 * (side.size + side.size % 2)
+        if t.matrix:
+            some += [(t.overlay_a, t.cols, t.seed_a, 0, True), (t.overlay_b, t.rows, t.seed_b, 0, False)]
+        else:
+            of_product = t.name[:2] == "b_" or t.name[-8:] == "_bias_up"
+            some.append((t.overlay_a, t.cols, t.seed_a, t.seed_b, of_product))
+    for first, size, *more in sorted(some):
+        found[first] = Side(size, *more, place)
+        place += 4 * (size + size % 2)
     return found, place
 
 
@@ -136,7 +136,7 @@ def draw_kernel(cfg):
     """The noise of pairs: drawn int32 [groups of 8 pairs, int32 of a group]. A block a group; streams: of `streams_of`.
     """
     ALL, GROUP = sides(cfg)
-    TWOS = sum((side.size + 1) // 2 for side in ALL)
+    TWOS = sum((side.size + 1) // 2 for side in ALL.values())
     noise = build_noise(cfg).noise
 
     @cuda.jit(launch_bounds=THREADS)
@@ -167,14 +167,12 @@ def streams_of(cfg):
     """int32 [5, twos of entries], flat: of the two that an int32 of `drawn` has, the seeds of their one or two streams
     (0: they have one) relative to that of the pair, the number of the first, its place for pair 0 of a group, and how
     much further it is for the next pair."""
-    rows = []
-    for side in sides(cfg)[0]:
-        two = np.arange((side.size + 1) // 2, dtype=np.int32)
-        one, second, *_ = *side.seeds, 0
-        step = 1 if side.grouped else side.size // 2
-        rows.append(np.stack(np.broadcast_arrays(one, second, 2 * two, side.place + (8 if side.grouped else 1) * two,
-                                                 step)))
-    return np.concatenate(rows, 1).astype(np.int32).ravel()
+    streams = []
+    for side in sides(cfg)[0].values():
+        two, step = np.arange((side.size + 1) // 2), 1 if side.grouped else side.size // 2
+        place = side.place + (8 if side.grouped else 1) * two
+        streams.append(np.stack(np.broadcast_arrays(side.one, side.second, 2 * two, place, step)))
+    return np.concatenate(streams, 1).astype(np.int32).ravel()
 
 
 def drawn_functions(cfg, nz):
@@ -191,7 +189,7 @@ def drawn_functions(cfg, nz):
     ALL, GROUP = sides(cfg)
     SHIFT = cfg.SIGMA_SHIFT_VECTOR
     # of an odd size; the places of those behind them are further by as much
-    ODD, OTHER_ODD = ([side.overlay for side in ALL if side.size % 2] + [1 << 30] * 2)[:2]
+    ODD, OTHER_ODD = ([first for first, side in ALL.items() if side.size % 2] + [1 << 30] * 2)[:2]
     scaled, coefficient, factor = nz.scaled, nz.coefficient, nz.factor
 
     def side_function(seed, overlay):
@@ -262,7 +260,7 @@ def multiply_function(gpu, K):
             even, odd = ptx.load2(words, first), ptx.load2(words, first + below[0])
             for j in range(4):
                 at, b = 16 * d + 4 * j, 8 * which + 2 * j
-                c = acc[at], acc[at + 1], acc[at + 2], acc[at + 3]
+                c = (acc[at], acc[at + 1], acc[at + 2], acc[at + 3])
                 c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), columns[b], columns[b + 1], c)
                 for half in range(4):
                     acc[at + half] = c[half]
@@ -355,7 +353,8 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
     EACH, MATRICES, TOTALS = K // folded, matrices, 2 * matrices
     TURNS, FULL = blocks(K, 128), K % 128 == 0
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
-    input_side, term, noise_of, input_fold = pairs.input_side, pairs.term, pairs.half, nz.input_fold
+    input_side, term = pairs.input_side, pairs.term
+    noise_of, input_fold = pairs.half, nz.input_fold
 
     @gpu.called
     def add_up(block, source, at, unit, x, stream):
@@ -459,7 +458,7 @@ def embed_function(gpu, cfg, nz, pairs):
     SEED_A, SEED_B = table.seed_a, table.seed_b
     OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
     ALL, GROUP = sides(cfg)
-    TOKENS, UNITS = (next(side.place for side in ALL if side.overlay == first) for first in (OVERLAY_A, OVERLAY_B))
+    TOKENS, UNITS = ALL[OVERLAY_A].place, ALL[OVERLAY_B].place
     factor, disturbance = nz.factor, nz.table_term
     side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
     coefficient, look_up = ntt_functions(cfg, nz, True)
