@@ -739,11 +739,11 @@ class CudaEngine:
         if not (self._wanted and self._wanted[1] == wanted[1] and self._wanted[0] // 2 < count <= self._wanted[0]):
             self._texts = None                               # frees its memory
             self._texts, self._wanted = texts_for(self, *wanted), wanted
-        most = self._texts.count
+        most, least = self._texts.count, np.min(lengths)
         for at in range(0, count, most):
             pair = None if first_pair is None else first_pair + at // 2
             self._texts.begin(texts[at:at + most], lengths[at:at + most], seeds[at:at + most], s, pair)
-            texts[at:at + most] = self._texts.until(room)[:count - at, :room]
+            texts[at:at + most, least:] = self._texts.until(room)[:count - at, least:room]
 
 
 def continuation(engine, prompt, count, seed, s):
@@ -798,8 +798,8 @@ class Texts:
     @staticmethod
     def bytes_needed(engine, count, room):
         cfg = engine.cfg
-        return engine._forward.writing_bytes(count, room) + count * (4 * room + 5 * cfg.VOCAB_SIZE + 8) \
-            + 4 * room * cfg.HEAD_DIM
+        return engine._forward.writing_bytes(count, room) + count * (4 * room + cfg.VOCAB_SIZE + 8) \
+            + blocks(count, 16) * 64 * cfg.VOCAB_SIZE + 4 * room * cfg.HEAD_DIM
 
     def begin(self, texts, lengths, seeds, s, first_pair=None):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
