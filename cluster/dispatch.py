@@ -98,7 +98,7 @@ class Dispatcher:
         now, late = time.monotonic(), self.fairness.late
         if worker.conduct.owing >= CHUNKS_HELD:
             self.fairness.gave_up(worker, now)
-        if self.fairness.must_wait(worker, self.work.accounts, now):
+        if self.fairness.must_wait(worker, self.work, now):
             return None
         held = self.work.accounts[worker].held
         past = self.steps.get(self.run.step - 1)

@@ -71,14 +71,16 @@ class Fairness:
         self.passed_over = False
         return sorted(waiting, key=lambda worker: (True, None, False).index(worker.conduct.punctual))
 
-    def must_wait(self, worker, accounts, now):
-        """Whether this worker gets no chunk now because another one, which delivers in time, is about to ask."""
+    def must_wait(self, worker, work, now):
+        """Whether this worker gets no chunk of `work` now because another one, which delivers in time, is about to ask,
+        and could find none left."""
         pauses = self.in_doubt(worker) and now < self._doubted.get(worker.author.voter, (0, 0))[1]
-        if not pauses and worker.conduct.punctual is not False:
+        scarce = len(work.queue) <= len(self.workers)
+        if not pauses and (worker.conduct.punctual is not False or not scarce):
             return False
         found = any(other.conduct.punctual and self.expects(other, now)
                     and (pauses or now - other.conduct.turn < ASK_WITHIN and not other.waiting
-                         and not accounts[other].held) for other in self.workers)
+                         and not work.accounts[other].held) for other in self.workers)
         self.passed_over |= found
         return found
 

@@ -705,6 +705,23 @@ def test_who_takes_too_long_in_one_step_after_another_is_named_once(tmp_path):
         assert lines(2 * fairness.SLOW_STEPS) == 1
 
 
+def test_who_was_late_waits_for_a_punctual_one_only_if_chunks_are_scarce():
+    late, punctual = Working("1.1.1.1", "a"), Working("1.1.1.1", "b")
+    rules, now = fairness.Fairness(CFG, SimpleNamespace(step=0), {late, punctual}), time.monotonic()
+    for worker, in_time in (late, False), (punctual, True):
+        worker.trusted, worker.step, worker.waiting, worker.conduct.punctual = True, 0, False, in_time
+    punctual.conduct.turn = punctual.session.heard = now
+    step = Step(CFG)
+    assert len(step.queue) == 4 and not rules.must_wait(late, step, now)             # there is enough for everybody
+    step.take(punctual, now), step.take(punctual, now)
+    assert not rules.must_wait(late, step, now)                  # the other has something to do
+    step.give_back(punctual, 0), step.give_back(punctual, 1)
+    for _ in range(2):
+        step.queue.pop()
+    assert rules.must_wait(late, step, now) and rules.passed_over and not rules.must_wait(punctual, step, now)
+    assert not rules.must_wait(late, step, now + fairness.ASK_WITHIN)                # it does not ask
+
+
 def test_no_worker_walks_its_own_lease_away():
     slow, honest = Working("1.1.1.1", "a"), Working("2.2.2.2", "b")
     rules = fairness.Fairness(CFG, None, {slow, honest})
