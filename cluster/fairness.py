@@ -7,7 +7,7 @@ from cluster.hub import Newest
 from cluster.step import COPY_AFTER
 
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
-ASK_WITHIN = 2.0           # seconds after an answer or a result in which a punctual worker may ask before others
+ASK_WITHIN = 2.0           # most seconds after an answer or a result in which a punctual worker may ask before others
 # A silent worker's chunk goes to another one after LEASE_FACTOR times a chunk's usual time, LEAST_LEASE seconds at
 # least. With heartbeats it has LEASE_FACTOR times longer, but by the time that is usual for all, and STRAGGLER_TIMEOUT
 # at least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual time is known.
@@ -78,8 +78,10 @@ class Fairness:
         scarce = len(work.queue) <= len(self.workers)
         if not pauses and (worker.conduct.punctual is not False or not scarce):
             return False
+        # longer than it needs for a chunk itself it would wait in vain
+        most = min(ASK_WITHIN, worker.conduct.pace or ASK_WITHIN)
         found = any(other.conduct.punctual and self.expects(other, now)
-                    and (pauses or now - other.conduct.turn < ASK_WITHIN and not other.waiting
+                    and (pauses or now - other.conduct.turn < most and not other.waiting
                          and not work.accounts[other].held) for other in self.workers)
         self.passed_over |= found
         return found
