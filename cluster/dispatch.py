@@ -96,7 +96,7 @@ class Dispatcher:
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
         now, late = time.monotonic(), self.fairness.late
-        if worker.conduct.owing >= CHUNKS_HELD:
+        if len(worker.conduct.owing) >= CHUNKS_HELD:
             self.fairness.gave_up(worker, now)
         if self.fairness.must_wait(worker, self.work, now):
             return None
@@ -110,15 +110,16 @@ class Dispatcher:
         elif chunk is None and late and not held:
             chunk = self.work.copy(worker, now, late)
         if chunk is not None:
-            self.fairness.handed_out(worker, now)
+            self.fairness.handed_out(worker, chunk, now)
         return chunk
 
     def owed_since(self, worker, number, chunk):
-        """When the worker was handed this chunk in a step, if its result was still to come: now it has. Else None."""
+        """When the worker was handed this chunk in a step, if its result was still to come: now it has. Else None. The
+        step may be over for long: to be slower than the run is no fault."""
         given = self.steps[number].accounts[worker].given if number in self.steps else {}
-        if (since := given.get(chunk)) is not None:
+        if since := given.get(chunk) or worker.conduct.owing.get((number, chunk)):
             given[chunk] = None
-            worker.conduct.owing = 0
+            worker.conduct.owing.clear()
         return since
 
     def believes(self, worker, number, figure, trust):

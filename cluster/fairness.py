@@ -24,9 +24,11 @@ class Conduct:
     punctual = None            # whether its last chunk came before others had it; None before the first
     turn = 0.0                 # when it was last answered after waiting, or delivered
     results = 0                # that were taken
-    owing = 0                  # chunks that it was handed since a result came
     dropped = False            # it has given up chunks, and delivered nothing since
     late = 0                   # steps in a row that ended while it took too long; stays when a line has said so
+
+    def __init__(self):
+        self.owing = {}                              # {(step, chunk): when} it was handed since a result came
 
     def delivered(self, given, in_time):
         """A result has come at `turn`. given: when its chunk was handed out; in_time: its lease had not expired."""
@@ -36,7 +38,6 @@ class Conduct:
         if self.late < SLOW_STEPS:
             self.late = 0
         self.results += 1
-
 
 
 class Fairness:
@@ -95,15 +96,15 @@ class Fairness:
         """The worker has taken chunks and does not deliver; its host pauses, longer if it was in doubt already."""
         voter = worker.author.voter
         doubted = self.in_doubt(worker)
-        worker.conduct.owing = 0
+        worker.conduct.owing.clear()
         worker.conduct.dropped = True
         pause, _ = self._doubted.get(voter, (DOUBT[0], 0))
         if doubted:
             pause = min(2 * pause, DOUBT[1])
         self._doubted[voter] = pause, now + pause
 
-    def handed_out(self, worker, now):
-        worker.conduct.owing += 1
+    def handed_out(self, worker, chunk, now):
+        worker.conduct.owing[self.run.step, chunk] = now
         voter = worker.author.voter
         if self.in_doubt(worker) and voter in self._doubted:
             pause, _ = self._doubted[voter]
