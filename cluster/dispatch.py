@@ -98,6 +98,7 @@ class Dispatcher:
         now, late = time.monotonic(), self.fairness.late
         if len(worker.conduct.owing) >= CHUNKS_HELD:
             self.fairness.gave_up(worker, now)
+            worker.conduct.owing.clear()
         if self.fairness.must_wait(worker, self.work, now):
             return None
         held = self.work.accounts[worker].held
@@ -113,14 +114,13 @@ class Dispatcher:
             self.fairness.handed_out(worker, chunk, now)
         return chunk
 
-    def owed_since(self, worker, number, chunk):
-        """When the worker was handed this chunk in a step, if its result was still to come: now it has. Else None. The
-        step may be over for long: to be slower than the run is no fault."""
+    def owed(self, worker, number, chunk):
+        """Whether the worker was handed this chunk in a step, and its result was still to come: now it has."""
         given = self.steps[number].accounts[worker].given if number in self.steps else {}
         if since := given.get(chunk) or worker.conduct.owing.get((number, chunk)):
             given[chunk] = None
-            worker.conduct.owing.clear()
-        return since
+            self.fairness.delivers(worker, since)
+        return bool(since)
 
     def believes(self, worker, number, figure, trust):
         """Whether a validation or a reward counts: of a worker that was handed chunk 0 of this step, if nobody is there
@@ -135,12 +135,10 @@ class Dispatcher:
             self.changed = True
         return believed
 
-    def delivered(self, worker, chunk, since):
-        """A result of the present step has come, of a chunk that was handed out at this time."""
-        worker.conduct.turn = time.monotonic()
+    def delivered(self, worker, chunk):
+        """A result of the present step has come."""
         if worker.trusted:
-            self.fairness.delivers(worker)
-            worker.conduct.delivered(since, chunk in self.work.accounts[worker].held)
+            worker.conduct.delivered(chunk in self.work.accounts[worker].held)
         else:                                        # made with a state that others contradict
             self.give_back(worker, [chunk])
 

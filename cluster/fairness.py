@@ -9,9 +9,10 @@ from cluster.step import COPY_AFTER
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
 ASK_WITHIN = 2.0           # most seconds after an answer or a result in which a punctual worker may ask before others
 # A silent worker's chunk goes to another one after LEASE_FACTOR times a chunk's usual time, LEAST_LEASE seconds at
-# least. With heartbeats it has LEASE_FACTOR times longer, but by the time that is usual for all, and STRAGGLER_TIMEOUT
-# at least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual time is known.
-LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
+# least: longer than from one heartbeat to the next. With heartbeats it has LEASE_FACTOR times longer, but by the time
+# that is usual for all, and STRAGGLER_TIMEOUT at least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual
+# time is known.
+LEASE_FACTOR, LEAST_LEASE = 4.0, 3.0
 SLOW_STEPS = 3             # steps in a row in which a worker takes too long, after which a line names it
 # Seconds between the chunks of those in doubt of a host, while others can be relied on: the first pause, the longest
 DOUBT, DOUBTED = (1.0, 64.0), 4096         # hosts that are remembered
@@ -30,11 +31,16 @@ class Conduct:
     def __init__(self):
         self.owing = {}                              # {(step, chunk): when} it was handed since a result came
 
-    def delivered(self, given, in_time):
-        """A result has come at `turn`. given: when its chunk was handed out; in_time: its lease had not expired."""
+    def came(self, given):
+        """A result has come at `turn`, perhaps too late. given: when its chunk was handed out."""
         took = self.turn - given
         self.pace = took if self.pace is None else 0.7 * self.pace + 0.3 * took
-        self.punctual, self.dropped = in_time, False
+        self.owing.clear()
+        self.dropped = False
+
+    def delivered(self, in_time):
+        """It is one of the present step. in_time: its lease had not expired."""
+        self.punctual = in_time
         if self.late < SLOW_STEPS:
             self.late = 0
         self.results += 1
@@ -96,7 +102,6 @@ class Fairness:
         """The worker has taken chunks and does not deliver; its host pauses, longer if it was in doubt already."""
         voter = worker.author.voter
         doubted = self.in_doubt(worker)
-        worker.conduct.owing.clear()
         worker.conduct.dropped = True
         pause, _ = self._doubted.get(voter, (DOUBT[0], 0))
         if doubted:
@@ -110,10 +115,13 @@ class Fairness:
             pause, _ = self._doubted[voter]
             self._doubted[voter] = pause, now + pause
 
-    def delivers(self, worker):
-        """A result of the present step has come, from one that may have been in doubt."""
+    def delivers(self, worker, given):
+        """The result of a chunk that was handed out at this time has come, from one that may have been in doubt. The
+        step may be over for long: to be slower than the run is no fault."""
         if self.in_doubt(worker):
             self._doubted.pop(worker.author.voter, None)
+        worker.conduct.turn = time.monotonic()
+        worker.conduct.came(given)
 
     def expects(self, worker, now):
         """Whether a worker can be expected to do its share; one in doubt has to deliver first."""

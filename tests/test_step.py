@@ -190,6 +190,27 @@ def test_who_delivers_after_two_steps_is_slow_and_not_in_doubt(tmp_path):
         assert worker.session.useless.credit == worker.session.useless.most
 
 
+def test_who_loses_its_lease_and_delivers_after_the_step_has_time_for_the_next_chunk(tmp_path, monkeypatch):
+    """Else a host that is slower than the least lease would never be a second opinion beside a quick one."""
+    monkeypatch.setattr(fairness, "LEAST_LEASE", 0.1)
+    with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
+        fast, slow = callers(server, 2, 3)
+        chunk = slow.chunk(0)
+        for _ in range(3):
+            fast.works(0)
+        server.says("its chunk 0 is handed out again")
+        worker = next(worker for worker in server.dispatcher.workers if worker.author.name == "w3")
+        assert worker.conduct.dropped
+        for number in range(3):
+            for _ in range(4 if number else 1):
+                fast.works(number)
+            server.reaches(number + 1)
+        slow.result(0, chunk)
+        until(lambda: worker.conduct.pace)
+        assert worker.conduct.pace > 0.1 and worker.conduct.results == 0 and worker.conduct.punctual is False
+        assert not server.dispatcher.fairness.in_doubt(worker) and not server.dispatcher.fairness._doubted
+
+
 def test_only_chunks_that_were_handed_out_are_taken(server):
     """Else two liars could outvote whomever they like."""
     peer = Peer2(server)
@@ -684,7 +705,8 @@ class Working(Holder):
 
     def take(self, seconds):
         self.conduct.turn += seconds
-        self.conduct.delivered(self.conduct.turn - seconds, True)
+        self.conduct.came(self.conduct.turn - seconds)
+        self.conduct.delivered(True)
 
 
 @pytest.mark.parametrize("honest", [[Working("2.2.2.2", "b"), Working("3.3.3.3", "c")], [Working("2.2.2.2", "b")],
