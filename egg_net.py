@@ -500,10 +500,9 @@ class RemoteWorker(Role):
             case wire.RESULT:
                 coordinator.collector.goes_on(self)
                 result, chunk = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
-                owed = coordinator.dispatcher.owed(self, result.step, chunk)
-                if owed:
-                    useful = self.has_worked = True
-                coordinator.take_result(self, result, chunk, owed)
+                useful = coordinator.dispatcher.owed(self, result.step, chunk)
+                self.has_worked |= useful
+                coordinator.take_result(self, result, chunk, useful)
             case wire.VALIDATION:
                 coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
             case wire.REWARD:

@@ -26,7 +26,7 @@ class Dispatcher:
     work = None
     changed = several = by_host = alone = False
     known = 0                  # workers that have asked for work
-    _late_at = 0.0             # when late chunks are searched next
+    _late_at = 0.0             # when late chunks are searched next, for those that wait
     _due = 0                   # how many of those that wait are to be answered since `changed`
     _hosts_at = -math.inf      # when there was last more than one host
 
@@ -69,6 +69,7 @@ class Dispatcher:
             self.work.end()
         self.work = Step(self.cfg, audited, self.alone, self.by_host)
         self.steps[step] = self.work
+        self._late = []                              # chunks that an idle worker may copy
         self.changed = True
 
     def hold(self, worker):
@@ -78,10 +79,11 @@ class Dispatcher:
     def answer_waiting(self):
         """Answers those that wait when something has changed, see Fairness.in_order. Not all at once, so that the next
         request of the first worker does not wait for a thousand others."""
-        if self.waiting and (now := time.monotonic()) >= self._late_at:
+        usual = self.fairness.usual
+        if self.waiting and usual and not self.work.queue and (now := time.monotonic()) >= self._late_at:
             self._late_at = now + self.pause
-            self.fairness.find_late(self.work, now)
-            self.changed |= bool(self.fairness.late)
+            self._late = self.work.late(now, usual)
+            self.changed |= bool(self._late)
         if self.changed:
             self.changed = False
             self.waiting = deque(self.fairness.in_order(self.waiting))
@@ -95,7 +97,7 @@ class Dispatcher:
 
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
-        now, late = time.monotonic(), self.fairness.late
+        now = time.monotonic()
         if len(worker.conduct.owing) >= CHUNKS_HELD:
             self.fairness.gave_up(worker, now)
             worker.conduct.owing.clear()
@@ -108,8 +110,8 @@ class Dispatcher:
             # One that asks again and again without delivering has lost what it was given. It is not left waiting while
             # there is work, and holds no more than CHUNKS_HELD, so that nobody else waits for it.
             self.give_back(worker, [next(iter(held))])
-        elif chunk is None and late and not held:
-            chunk = self.work.copy(worker, now, late)
+        elif chunk is None and self._late and not held:
+            chunk = self.work.copy(worker, now, self._late)
         if chunk is not None:
             self.fairness.handed_out(worker, chunk, now)
         return chunk
@@ -159,7 +161,7 @@ class Dispatcher:
         return not any(other.author == worker.author for other in self.workers)
 
     def check(self, now):
-        """Leases, audits that nobody can do, chunks that are late; several times a second."""
+        """Leases, audits that nobody can do, the usual time of a chunk; several times a second."""
         for worker, account in list(self.work.accounts.items()):
             for why, seconds, chunks in self.fairness.expired(worker, account.held, now) if account.held else ():
                 self.events.warn(f"worker {worker.session.title} {why} {seconds:.2g} s, its {chunks_text(chunks)} "
@@ -171,7 +173,7 @@ class Dispatcher:
             names = " and ".join(author.name for author in authors)
             self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide",
                              "")
-        self.fairness.check(self.work, now)
+        self.fairness.measure()
         self.changed |= self.fairness.passed_over
 
     def arrived(self, worker):

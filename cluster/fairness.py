@@ -48,8 +48,7 @@ class Conduct:
 
 class Fairness:
     """workers: the set of those that are connected; usual: seconds that a chunk usually takes, see `check`, None before
-    it is known; late: chunks of the present step that an idle worker may copy; passed_over: a worker waits although
-    there may be a chunk for it."""
+    it is known; passed_over: a worker waits although there may be a chunk for it."""
 
     usual = None
     passed_over = False
@@ -57,14 +56,12 @@ class Fairness:
     def __init__(self, cfg, run, workers):
         self.run = run
         self.workers = workers
-        self.late = []
         self._timeout = cfg.STRAGGLER_TIMEOUT
         self._doubted = Newest(DOUBTED)              # voter: (pause, until when those in doubt get no chunk)
 
     def step_ended(self, accounts):
         """accounts: {worker: step.Account} of the step. Returns the workers that have turned out to be slow."""
-        self.late, slow = [], []
-        now = time.monotonic()
+        now, slow = time.monotonic(), []
         for worker, account in accounts.items():
             if self.usual and any(now - since > COPY_AFTER * self.usual for since in account.held.values()):
                 worker.conduct.punctual = False              # others have done its chunk
@@ -129,10 +126,10 @@ class Fairness:
                 and worker.step is not None and self.run.step - worker.step <= 1
                 and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
 
-    def check(self, work, now):
-        """Measures the usual time of a chunk, and finds the late ones of `work`, a step.Step. Each voter has one pace,
-        that of its fastest worker, and the lower quartile of them is usual, at most STRAGGLER_TIMEOUT. So one host
-        cannot make the usual time grow by taking longer and longer, with however many workers."""
+    def measure(self):
+        """Finds the usual time of a chunk. Each voter has one pace, that of its fastest worker, and the lower quartile
+        of them is usual, at most STRAGGLER_TIMEOUT. So one host cannot make the usual time grow by taking longer and
+        longer, with however many workers."""
         paces = {}
         for worker in self.workers:
             if pace := worker.conduct.pace:
@@ -140,10 +137,6 @@ class Fairness:
                 paces[voter] = min(pace, paces.get(voter, self._timeout))
         if paces:
             self.usual = sorted(paces.values())[(len(paces) - 1) // 4]
-        self.find_late(work, now)
-
-    def find_late(self, work, now):
-        self.late = work.late(now, self.usual) if self.usual and not work.queue else []
 
     def expired(self, worker, held, now):
         """[(why, seconds, chunks)]: the chunks of this worker whose lease of so many seconds has expired; why: the

@@ -474,7 +474,7 @@ def test_short_chunks_that_are_late_are_found_soon(tmp_path):
         dispatcher.fairness.usual = 0.002
         dispatcher.changed = False
         dispatcher.answer_waiting()                              # without a check
-        assert not found.waiting and dispatcher.fairness.late == [0]
+        assert not found.waiting and dispatcher._late == [0]
 
 
 def test_who_is_in_doubt_is_no_second_opinion(tmp_path, monkeypatch):
@@ -717,7 +717,7 @@ def test_a_slow_walk_of_one_host_does_not_become_usual(honest):
     for worker in (*slow, *honest):
         worker.take(1.0)
     for _ in range(50):
-        rules.check(Step(CFG), 0)
+        rules.measure()
         for worker in slow:
             worker.take(1.4 * rules.usual)
         for worker in honest:
@@ -769,16 +769,16 @@ def test_no_worker_walks_its_own_lease_away():
     honest.take(1.0)
     for _ in range(30):
         slow.take(3.9 * (slow.conduct.pace or 1.0))
-    rules.check(Step(CFG), 0)
+    rules.measure()
     for heard, why in ((0.0, "silent for"), (CFG.STRAGGLER_TIMEOUT, "has not delivered for")):
         slow.session.heard = heard
         assert not rules.expired(slow, {0: 0.0}, CFG.STRAGGLER_TIMEOUT - 1)
         assert [e[0] for e in rules.expired(slow, {0: 0.0}, CFG.STRAGGLER_TIMEOUT + 1)] == [why]
     honest.conduct.pace = 10.0                           # what takes everybody long has time
-    rules.check(Step(CFG), 0)
+    rules.measure()
     assert not rules.expired(slow, {0: 0.0}, 159.0)
     honest.conduct.pace = 1e9                            # and no usual time is longer than a lease without one
-    rules.check(Step(CFG), 0)
+    rules.measure()
     assert rules.usual == CFG.STRAGGLER_TIMEOUT
 
 
