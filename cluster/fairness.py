@@ -47,8 +47,8 @@ class Conduct:
 
 
 class Fairness:
-    """workers: the set of those that are connected; usual: seconds that a chunk usually takes, see `check`, None before
-    it is known; passed_over: a worker waits although there may be a chunk for it."""
+    """workers: the set of those that are connected; usual: seconds that a chunk usually takes, see `measure`, None
+    before it is known; passed_over: a worker waits although there may be a chunk for it."""
 
     usual = None
     passed_over = False
