@@ -500,10 +500,9 @@ class RemoteWorker(Role):
             case wire.RESULT:
                 coordinator.collector.goes_on(self)
                 result, chunk = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
-                since = coordinator.dispatcher.owed_since(self, result.step, chunk)
-                if since:
-                    useful = self.has_worked = True
-                coordinator.take_result(self, result, chunk, since)
+                useful = coordinator.dispatcher.owed(self, result.step, chunk)
+                self.has_worked |= useful
+                coordinator.take_result(self, result, chunk, useful)
             case wire.VALIDATION:
                 coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
             case wire.REWARD:
@@ -691,8 +690,8 @@ class Coordinator:
                                              version=version)}
         return self._answers[key]
 
-    def take_result(self, worker, result, chunk, since):
-        """result: the fields of RESULT; since: when its chunk was handed out to the worker, None where it owes none."""
+    def take_result(self, worker, result, chunk, owed):
+        """result: the fields of RESULT; owed: its chunk was handed out to the worker, and no result of it has come."""
         step, work = self.run.step, self.dispatcher.work
         if result.step < step:
             return                                   # too late: the step was completed without it
@@ -704,9 +703,9 @@ class Coordinator:
             if worker.version == V2:
                 raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
             worker.conduct.punctual = False          # it may have been given on an earlier connection: served last
-        if not since:
+        if not owed:
             return                                   # or it has come before
-        self.dispatcher.delivered(worker, chunk, since)
+        self.dispatcher.delivered(worker, chunk)
         if worker.trusted:
             self.progress.result(result.updates)
             for liar in work.result(worker, chunk, result.packed, result.sum_loss):

@@ -12,7 +12,6 @@ MOST_FAILED = 4096         # that are remembered
 WITNESSES = 3              # hosts (Author.voter) that are asked for the hash of a state beside its giver
 
 
-
 class Collector:
     """Collects for an egg_net.Coordinator. shelf: the snapshots.Shelf; worker, upload: who sends or sent which
     snapshots.Upload, or None. A whole upload counts once another author has stated the same hash of the state, of
@@ -28,7 +27,6 @@ class Collector:
         self.cfg = coordinator.cfg
         self.run = coordinator.run
         self.events = coordinator.events
-        self._hashes, self._asked = {}, set()        # {hash: authors}; voters that were asked, the giver's is one
         # voter: its snapshots that were refused or did not come in a row
         self._failed = Newest(MOST_FAILED)
         self.shelf = snapshots.Shelf(self.cfg, self.run)
@@ -57,8 +55,8 @@ class Collector:
             self.upload = snapshots.Upload(self.cfg, step, self.run.seed_of(step), worker.digest, self.run.directory,
                                            remember=remember)
             self.worker = worker
-            self._hashes = {}
-            self._asked = {self._voice(worker)}
+            self._hashes = {}                        # {hash: authors}
+            self._asked = {self._voice(worker)}      # who were asked: this one and those for the hash
             worker.session.reply(SNAPSHOT_WANTED, step)
         except OSError as error:
             self._stop(error)

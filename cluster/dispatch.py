@@ -26,7 +26,7 @@ class Dispatcher:
     work = None
     changed = several = by_host = alone = False
     known = 0                  # workers that have asked for work
-    _late_at = 0.0             # when late chunks are searched next
+    _late_at = 0.0             # when late chunks are searched next, for those that wait
     _due = 0                   # how many of those that wait are to be answered since `changed`
     _hosts_at = -math.inf      # when there was last more than one host
 
@@ -69,6 +69,7 @@ class Dispatcher:
             self.work.end()
         self.work = Step(self.cfg, audited, self.alone, self.by_host)
         self.steps[step] = self.work
+        self._late = []                              # chunks that an idle worker may copy
         self.changed = True
 
     def hold(self, worker):
@@ -78,10 +79,11 @@ class Dispatcher:
     def answer_waiting(self):
         """Answers those that wait when something has changed, see Fairness.in_order. Not all at once, so that the next
         request of the first worker does not wait for a thousand others."""
-        if self.waiting and (now := time.monotonic()) >= self._late_at:
+        usual = self.fairness.usual
+        if self.waiting and usual and not self.work.queue and (now := time.monotonic()) >= self._late_at:
             self._late_at = now + self.pause
-            self.fairness.find_late(self.work, now)
-            self.changed |= bool(self.fairness.late)
+            self._late = self.work.late(now, usual)
+            self.changed |= bool(self._late)
         if self.changed:
             self.changed = False
             self.waiting = deque(self.fairness.in_order(self.waiting))
@@ -95,10 +97,11 @@ class Dispatcher:
 
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
-        now, late = time.monotonic(), self.fairness.late
-        if worker.conduct.owing >= CHUNKS_HELD:
+        now = time.monotonic()
+        if len(worker.conduct.owing) >= CHUNKS_HELD:
             self.fairness.gave_up(worker, now)
-        if self.fairness.must_wait(worker, self.work.accounts, now):
+            worker.conduct.owing.clear()
+        if self.fairness.must_wait(worker, self.work, now):
             return None
         held = self.work.accounts[worker].held
         past = self.steps.get(self.run.step - 1)
@@ -107,19 +110,19 @@ class Dispatcher:
             # One that asks again and again without delivering has lost what it was given. It is not left waiting while
             # there is work, and holds no more than CHUNKS_HELD, so that nobody else waits for it.
             self.give_back(worker, [next(iter(held))])
-        elif chunk is None and late and not held:
-            chunk = self.work.copy(worker, now, late)
+        elif chunk is None and self._late and not held:
+            chunk = self.work.copy(worker, now, self._late)
         if chunk is not None:
-            self.fairness.handed_out(worker, now)
+            self.fairness.handed_out(worker, chunk, now)
         return chunk
 
-    def owed_since(self, worker, number, chunk):
-        """When the worker was handed this chunk in a step, if its result was still to come: now it has. Else None."""
+    def owed(self, worker, number, chunk):
+        """Whether the worker was handed this chunk in a step, and its result was still to come: now it has."""
         given = self.steps[number].accounts[worker].given if number in self.steps else {}
-        if (since := given.get(chunk)) is not None:
+        if since := given.get(chunk) or worker.conduct.owing.get((number, chunk)):
             given[chunk] = None
-            worker.conduct.owing = 0
-        return since
+            self.fairness.delivers(worker, since)
+        return bool(since)
 
     def believes(self, worker, number, figure, trust):
         """Whether a validation or a reward counts: of a worker that was handed chunk 0 of this step, if nobody is there
@@ -134,12 +137,10 @@ class Dispatcher:
             self.changed = True
         return believed
 
-    def delivered(self, worker, chunk, since):
-        """A result of the present step has come, of a chunk that was handed out at this time."""
-        worker.conduct.turn = time.monotonic()
+    def delivered(self, worker, chunk):
+        """A result of the present step has come."""
         if worker.trusted:
-            self.fairness.delivers(worker)
-            worker.conduct.delivered(since, chunk in self.work.accounts[worker].held)
+            worker.conduct.delivered(chunk in self.work.accounts[worker].held)
         else:                                        # made with a state that others contradict
             self.give_back(worker, [chunk])
 
@@ -160,7 +161,7 @@ class Dispatcher:
         return not any(other.author == worker.author for other in self.workers)
 
     def check(self, now):
-        """Leases, audits that nobody can do, chunks that are late; several times a second."""
+        """Leases, audits that nobody can do, the usual time of a chunk; several times a second."""
         for worker, account in list(self.work.accounts.items()):
             for why, seconds, chunks in self.fairness.expired(worker, account.held, now) if account.held else ():
                 self.events.warn(f"worker {worker.session.title} {why} {seconds:.2g} s, its {chunks_text(chunks)} "
@@ -172,7 +173,7 @@ class Dispatcher:
             names = " and ".join(author.name for author in authors)
             self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide",
                              "")
-        self.fairness.check(self.work, now)
+        self.fairness.measure()
         self.changed |= self.fairness.passed_over
 
     def arrived(self, worker):

@@ -7,11 +7,12 @@ from cluster.hub import Newest
 from cluster.step import COPY_AFTER
 
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
-ASK_WITHIN = 2.0           # seconds after an answer or a result in which a punctual worker may ask before others
+ASK_WITHIN = 2.0           # most seconds after an answer or a result in which a punctual worker may ask before others
 # A silent worker's chunk goes to another one after LEASE_FACTOR times a chunk's usual time, LEAST_LEASE seconds at
-# least. With heartbeats it has LEASE_FACTOR times longer, but by the time that is usual for all, and STRAGGLER_TIMEOUT
-# at least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual time is known.
-LEASE_FACTOR, LEAST_LEASE = 4.0, 2.0
+# least: longer than from one heartbeat to the next. With heartbeats it has LEASE_FACTOR times longer, but by the time
+# that is usual for all, and STRAGGLER_TIMEOUT at least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual
+# time is known.
+LEASE_FACTOR, LEAST_LEASE = 4.0, 3.0
 SLOW_STEPS = 3             # steps in a row in which a worker takes too long, after which a line names it
 # Seconds between the chunks of those in doubt of a host, while others can be relied on: the first pause, the longest
 DOUBT, DOUBTED = (1.0, 64.0), 4096         # hosts that are remembered
@@ -24,25 +25,30 @@ class Conduct:
     punctual = None            # whether its last chunk came before others had it; None before the first
     turn = 0.0                 # when it was last answered after waiting, or delivered
     results = 0                # that were taken
-    owing = 0                  # chunks that it was handed since a result came
     dropped = False            # it has given up chunks, and delivered nothing since
     late = 0                   # steps in a row that ended while it took too long; stays when a line has said so
 
-    def delivered(self, given, in_time):
-        """A result has come at `turn`. given: when its chunk was handed out; in_time: its lease had not expired."""
+    def __init__(self):
+        self.owing = {}                              # {(step, chunk): when} it was handed since a result came
+
+    def came(self, given):
+        """A result has come at `turn`, perhaps too late. given: when its chunk was handed out."""
         took = self.turn - given
         self.pace = took if self.pace is None else 0.7 * self.pace + 0.3 * took
-        self.punctual, self.dropped = in_time, False
+        self.owing.clear()
+        self.dropped = False
+
+    def delivered(self, in_time):
+        """It is one of the present step. in_time: its lease had not expired."""
+        self.punctual = in_time
         if self.late < SLOW_STEPS:
             self.late = 0
         self.results += 1
 
 
-
 class Fairness:
-    """workers: the set of those that are connected; usual: seconds that a chunk usually takes, see `check`, None before
-    it is known; late: chunks of the present step that an idle worker may copy; passed_over: a worker waits although
-    there may be a chunk for it."""
+    """workers: the set of those that are connected; usual: seconds that a chunk usually takes, see `measure`, None
+    before it is known; passed_over: a worker waits although there may be a chunk for it."""
 
     usual = None
     passed_over = False
@@ -50,14 +56,12 @@ class Fairness:
     def __init__(self, cfg, run, workers):
         self.run = run
         self.workers = workers
-        self.late = []
         self._timeout = cfg.STRAGGLER_TIMEOUT
         self._doubted = Newest(DOUBTED)              # voter: (pause, until when those in doubt get no chunk)
 
     def step_ended(self, accounts):
         """accounts: {worker: step.Account} of the step. Returns the workers that have turned out to be slow."""
-        self.late, slow = [], []
-        now = time.monotonic()
+        now, slow = time.monotonic(), []
         for worker, account in accounts.items():
             if self.usual and any(now - since > COPY_AFTER * self.usual for since in account.held.values()):
                 worker.conduct.punctual = False              # others have done its chunk
@@ -71,14 +75,18 @@ class Fairness:
         self.passed_over = False
         return sorted(waiting, key=lambda worker: (True, None, False).index(worker.conduct.punctual))
 
-    def must_wait(self, worker, accounts, now):
-        """Whether this worker gets no chunk now because another one, which delivers in time, is about to ask."""
+    def must_wait(self, worker, work, now):
+        """Whether this worker gets no chunk of `work` now because another one, which delivers in time, is about to ask,
+        and could find none left."""
         pauses = self.in_doubt(worker) and now < self._doubted.get(worker.author.voter, (0, 0))[1]
-        if not pauses and worker.conduct.punctual is not False:
+        scarce = len(work.queue) <= len(self.workers)
+        if not pauses and (worker.conduct.punctual is not False or not scarce):
             return False
+        # longer than it needs for a chunk itself it would wait in vain
+        most = min(ASK_WITHIN, worker.conduct.pace or ASK_WITHIN)
         found = any(other.conduct.punctual and self.expects(other, now)
-                    and (pauses or now - other.conduct.turn < ASK_WITHIN and not other.waiting
-                         and not accounts[other].held) for other in self.workers)
+                    and (pauses or now - other.conduct.turn < most and not other.waiting
+                         and not work.accounts[other].held) for other in self.workers)
         self.passed_over |= found
         return found
 
@@ -91,24 +99,26 @@ class Fairness:
         """The worker has taken chunks and does not deliver; its host pauses, longer if it was in doubt already."""
         voter = worker.author.voter
         doubted = self.in_doubt(worker)
-        worker.conduct.owing = 0
         worker.conduct.dropped = True
         pause, _ = self._doubted.get(voter, (DOUBT[0], 0))
         if doubted:
             pause = min(2 * pause, DOUBT[1])
         self._doubted[voter] = pause, now + pause
 
-    def handed_out(self, worker, now):
-        worker.conduct.owing += 1
+    def handed_out(self, worker, chunk, now):
+        worker.conduct.owing[self.run.step, chunk] = now
         voter = worker.author.voter
         if self.in_doubt(worker) and voter in self._doubted:
             pause, _ = self._doubted[voter]
             self._doubted[voter] = pause, now + pause
 
-    def delivers(self, worker):
-        """A result of the present step has come, from one that may have been in doubt."""
+    def delivers(self, worker, given):
+        """The result of a chunk that was handed out at this time has come, from one that may have been in doubt. The
+        step may be over for long: to be slower than the run is no fault."""
         if self.in_doubt(worker):
             self._doubted.pop(worker.author.voter, None)
+        worker.conduct.turn = time.monotonic()
+        worker.conduct.came(given)
 
     def expects(self, worker, now):
         """Whether a worker can be expected to do its share; one in doubt has to deliver first."""
@@ -116,10 +126,10 @@ class Fairness:
                 and worker.step is not None and self.run.step - worker.step <= 1
                 and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
 
-    def check(self, work, now):
-        """Measures the usual time of a chunk, and finds the late ones of `work`, a step.Step. Each voter has one pace,
-        that of its fastest worker, and the lower quartile of them is usual, at most STRAGGLER_TIMEOUT. So one host
-        cannot make the usual time grow by taking longer and longer, with however many workers."""
+    def measure(self):
+        """Finds the usual time of a chunk. Each voter has one pace, that of its fastest worker, and the lower quartile
+        of them is usual, at most STRAGGLER_TIMEOUT. So one host cannot make the usual time grow by taking longer and
+        longer, with however many workers."""
         paces = {}
         for worker in self.workers:
             if pace := worker.conduct.pace:
@@ -127,10 +137,6 @@ class Fairness:
                 paces[voter] = min(pace, paces.get(voter, self._timeout))
         if paces:
             self.usual = sorted(paces.values())[(len(paces) - 1) // 4]
-        self.find_late(work, now)
-
-    def find_late(self, work, now):
-        self.late = work.late(now, self.usual) if self.usual and not work.queue else []
 
     def expired(self, worker, held, now):
         """[(why, seconds, chunks)]: the chunks of this worker whose lease of so many seconds has expired; why: the

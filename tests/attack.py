@@ -199,6 +199,11 @@ def holders(port, _, peers):
     return peers
 
 
+def teasers(port, _, running):
+    """Eight workers of another host that are quick, and then silent for up to 1.9 s although they could ask."""
+    return of_another_host(Teaser, port, "teaser", 8, running)
+
+
 def readers(port, _, held):
     """Connections that ask for the status and do not read it."""
     held.append(Peer2(port, CFG, role="status"))
@@ -238,7 +243,7 @@ def nothing(*_):
 
 
 FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, blanks, http, pages, logs, slow_walk,
-                                  holders, readers, warnings, uploads)}
+                                  holders, teasers, readers, warnings, uploads)}
 
 
 def flood(kind, port, page, seconds):
@@ -291,6 +296,10 @@ class Honest(threading.Thread):
             if not answer.packed and answer.first != wire.NOTHING:
                 self.compute()
                 out = link.frame(wire.RESULT, 0, step, answer.first, 0, 5, len(GOOD), GOOD)
+                if pause := self.pause():
+                    link.send(out)
+                    out = b""
+                    time.sleep(pause)
 
     def send_state(self, link, opcode, step):
         if opcode == wire.HASH_WANTED:
@@ -301,6 +310,10 @@ class Honest(threading.Thread):
 
     def compute(self):
         time.sleep(self.seconds)
+
+    def pause(self):
+        """Seconds between a result and the next request."""
+        return 0
 
 
 class Walker(Honest):
@@ -320,6 +333,14 @@ class Taker(Honest):
 
     def compute(self):
         pass
+
+
+class Teaser(Honest):
+    def compute(self):
+        pass
+
+    def pause(self):
+        return random.uniform(0, 1.9)
 
 
 class Newcomer(threading.Thread):

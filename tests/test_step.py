@@ -171,6 +171,46 @@ def test_who_takes_chunks_and_leaves_waits_longer_and_longer_until_it_delivers(t
         assert last.silent(0.1)
 
 
+def test_who_delivers_after_two_steps_is_slow_and_not_in_doubt(tmp_path):
+    """Its host would pause longer and longer, be no second opinion, and be told that it sends more than it may."""
+    with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
+        fast, slow = callers(server, 2, 3)
+        for step in range(0, 9, 3):
+            chunk = slow.chunk(step)
+            for number in range(step, step + 3):
+                for _ in range(4):                               # in the first of these steps a copy of what is late
+                    fast.works(number)
+                server.reaches(number + 1)
+            slow.result(step, chunk)
+            for number in range(step, step + 3):
+                slow.ask(number)
+                assert slow.answer().step == number + 1
+        worker = next(worker for worker in server.dispatcher.workers if worker.author.name == "w3")
+        assert not worker.conduct.owing and not server.dispatcher.fairness.in_doubt(worker)
+        assert worker.session.useless.credit == worker.session.useless.most
+
+
+def test_who_loses_its_lease_and_delivers_after_the_step_has_time_for_the_next_chunk(tmp_path, monkeypatch):
+    """Else a host that is slower than the least lease would never be a second opinion beside a quick one."""
+    monkeypatch.setattr(fairness, "LEAST_LEASE", 0.1)
+    with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
+        fast, slow = callers(server, 2, 3)
+        chunk = slow.chunk(0)
+        for _ in range(3):
+            fast.works(0)
+        server.says("its chunk 0 is handed out again")
+        worker = next(worker for worker in server.dispatcher.workers if worker.author.name == "w3")
+        assert worker.conduct.dropped
+        for number in range(3):
+            for _ in range(4 if number else 1):
+                fast.works(number)
+            server.reaches(number + 1)
+        slow.result(0, chunk)
+        until(lambda: worker.conduct.pace)
+        assert worker.conduct.pace > 0.1 and worker.conduct.results == 0 and worker.conduct.punctual is False
+        assert not server.dispatcher.fairness.in_doubt(worker) and not server.dispatcher.fairness._doubted
+
+
 def test_only_chunks_that_were_handed_out_are_taken(server):
     """Else two liars could outvote whomever they like."""
     peer = Peer2(server)
@@ -434,7 +474,7 @@ def test_short_chunks_that_are_late_are_found_soon(tmp_path):
         dispatcher.fairness.usual = 0.002
         dispatcher.changed = False
         dispatcher.answer_waiting()                              # without a check
-        assert not found.waiting and dispatcher.fairness.late == [0]
+        assert not found.waiting and dispatcher._late == [0]
 
 
 def test_who_is_in_doubt_is_no_second_opinion(tmp_path, monkeypatch):
@@ -665,7 +705,8 @@ class Working(Holder):
 
     def take(self, seconds):
         self.conduct.turn += seconds
-        self.conduct.delivered(self.conduct.turn - seconds, True)
+        self.conduct.came(self.conduct.turn - seconds)
+        self.conduct.delivered(True)
 
 
 @pytest.mark.parametrize("honest", [[Working("2.2.2.2", "b"), Working("3.3.3.3", "c")], [Working("2.2.2.2", "b")],
@@ -676,7 +717,7 @@ def test_a_slow_walk_of_one_host_does_not_become_usual(honest):
     for worker in (*slow, *honest):
         worker.take(1.0)
     for _ in range(50):
-        rules.check(Step(CFG), 0)
+        rules.measure()
         for worker in slow:
             worker.take(1.4 * rules.usual)
         for worker in honest:
@@ -705,22 +746,39 @@ def test_who_takes_too_long_in_one_step_after_another_is_named_once(tmp_path):
         assert lines(2 * fairness.SLOW_STEPS) == 1
 
 
+def test_who_was_late_waits_for_a_punctual_one_only_if_chunks_are_scarce():
+    late, punctual = Working("1.1.1.1", "a"), Working("1.1.1.1", "b")
+    rules, now = fairness.Fairness(CFG, SimpleNamespace(step=0), {late, punctual}), time.monotonic()
+    for worker, in_time in (late, False), (punctual, True):
+        worker.trusted, worker.step, worker.waiting, worker.conduct.punctual = True, 0, False, in_time
+    punctual.conduct.turn = punctual.session.heard = now
+    step = Step(CFG)
+    assert len(step.queue) == 4 and not rules.must_wait(late, step, now)             # there is enough for everybody
+    step.take(punctual, now), step.take(punctual, now)
+    assert not rules.must_wait(late, step, now)                  # the other has something to do
+    step.give_back(punctual, 0), step.give_back(punctual, 1)
+    for _ in range(2):
+        step.queue.pop()
+    assert rules.must_wait(late, step, now) and rules.passed_over and not rules.must_wait(punctual, step, now)
+    assert not rules.must_wait(late, step, now + fairness.ASK_WITHIN)                # it does not ask
+
+
 def test_no_worker_walks_its_own_lease_away():
     slow, honest = Working("1.1.1.1", "a"), Working("2.2.2.2", "b")
     rules = fairness.Fairness(CFG, None, {slow, honest})
     honest.take(1.0)
     for _ in range(30):
         slow.take(3.9 * (slow.conduct.pace or 1.0))
-    rules.check(Step(CFG), 0)
+    rules.measure()
     for heard, why in ((0.0, "silent for"), (CFG.STRAGGLER_TIMEOUT, "has not delivered for")):
         slow.session.heard = heard
         assert not rules.expired(slow, {0: 0.0}, CFG.STRAGGLER_TIMEOUT - 1)
         assert [e[0] for e in rules.expired(slow, {0: 0.0}, CFG.STRAGGLER_TIMEOUT + 1)] == [why]
     honest.conduct.pace = 10.0                           # what takes everybody long has time
-    rules.check(Step(CFG), 0)
+    rules.measure()
     assert not rules.expired(slow, {0: 0.0}, 159.0)
     honest.conduct.pace = 1e9                            # and no usual time is longer than a lease without one
-    rules.check(Step(CFG), 0)
+    rules.measure()
     assert rules.usual == CFG.STRAGGLER_TIMEOUT
 
 
