@@ -14,8 +14,6 @@ import hashlib
 import importlib
 import os
 import re
-import shlex
-import shutil
 import sys
 import threading
 from typing import NamedTuple
@@ -34,7 +32,7 @@ except Exception as error:                               # a slip in an edit of 
     print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
     sys.exit(2)
 from cluster.console import Console, Printer
-from egg_config import ROOT, EggError, did_you_mean
+from egg_config import EggError, did_you_mean
 from engine import hardware
 
 EXAMPLES = """\
@@ -225,7 +223,7 @@ def train(cfg, args):
       python egg.py train --minutes 1 --save-dir ckpt
       python egg.py train --save-dir ckpt --http 8080       continue that run, with a live page
       python egg.py train --objective examples/words.py --load-dir ckpt --save-dir ckpt-words"""
-    from tools import train
+    from tools import calling, train
     console = run_console(args)
     if args.taken:
         where = "no GPU" if args.preset == "laptop" else "a GPU"
@@ -238,8 +236,8 @@ def train(cfg, args):
     directory = done.progress.run.directory
     invite_to_continue(args.argv, directory, console)
     if done.final is not None and directory:
-        console.line("plot it: " + command_line("plot", directory))
-        console.line("try it: " + command_line("generate", "--load-dir", directory))
+        console.line("plot it: " + calling.command_line("plot", directory))
+        console.line("try it: " + calling.command_line("generate", "--load-dir", directory))
 
 
 @command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
@@ -341,9 +339,10 @@ def sweep(cfg, args):
 
     example: python egg.py sweep settings.toml --address local"""
     from deploy import sweep
+    from tools import calling
     runs = sweep.sweep(args.file, args.preset, args.defines, args.save_dir, args.address)
     if runs:
-        print("plot them: " + command_line("plot", *map(os.path.relpath, runs)))
+        print("plot them: " + calling.command_line("plot", *map(os.path.relpath, runs)))
 
 
 @command(option("host HOST", "the coordinator (default: localhost)", nargs="?", default="localhost"), "--port",
@@ -431,13 +430,13 @@ def import_(cfg, args):
     """begin a run from the weights in a safetensors file
 
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
-    from tools import use
+    from tools import calling, use
     check_size(cfg, args, args.file)
     Printer().line(use.import_(cfg, args.file, args.save_dir))
     files = [f"{name}={file}" for name in egg_config.DATA_FILES
              if (file := getattr(cfg, name)) != egg_config.CONSTANTS[name].value]
-    Printer().line("next: " + command_line("train", "--save-dir", args.save_dir,
-                                           *(word for file in files for word in ("-D", file))))
+    Printer().line("next: " + calling.command_line("train", "--save-dir", args.save_dir,
+                                                   *(word for file in files for word in ("-D", file))))
 
 
 @command(*SAVED_RUN, option("--json FILE", "also append them to FILE, as one line of JSON"), saved=of_run)
@@ -490,7 +489,7 @@ def prepare(cfg, args):
       python egg.py prepare book1.txt book2.txt.zst --out books
       python egg.py prepare corpus.txt --vocab-size 256 --out bytes
       python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
-    from tools import prepare
+    from tools import calling, prepare
     prepare.need_room(args.out, args.force)
     unedited = egg_config.make().fingerprint() == egg_config.SHIPPED
     gpu = hardware.devices(cfg) != ["cpu"]
@@ -504,7 +503,7 @@ def prepare(cfg, args):
         say("no GPU here: these are bytes, as the preset laptop reads them (or choose with --vocab-size)")
     elif wanted != 256 and not gpu:
         say("no GPU here: the preset laptop turns these tokens into bytes again (--vocab-size 256 makes bytes at once)")
-    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
+    say("next: " + calling.command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
 
 
 @command("--threads", "--gpu")
@@ -577,53 +576,9 @@ def run_console(args):
     return Console(verbose=args.verbose, steps=args.steps, minutes=args.minutes)
 
 
-def command_line(*arguments):
-    """A command line that calls this program with the present Python, to be pasted in this directory."""
-    name = os.path.basename(sys.executable)
-    python = name if sys.executable == shutil.which(name) else from_here(sys.executable)
-    return shlex.join([python, from_here(os.path.join(ROOT, "egg.py")), *map(str, arguments)])
-
-
-def from_here(path):
-    """The shorter form of a path, relative to this directory or absolute."""
-    return min(os.path.relpath(path), os.path.abspath(path), key=len)
-
-
-def as_called(text):
-    """`text` with its commands changed so that they work in this directory with the present Python."""
-    lists = from_here(os.path.join(ROOT, "requirements"))
-    text = re.sub(r"(?<![\w./-])python egg\.py", lambda _: command_line(), text)
-    text = text.replace("-r requirements/", f"-r {shlex.quote(lists)}/")
-    return text.replace("pip install ", pip() + " install ")
-
-
-def aligned(examples):
-    """`examples`, with the comments of other programs moved as far as `as_called` moves those of egg.py."""
-    grown = " " * (len(command_line()) - len("python egg.py"))
-    return "\n".join(line if "python egg.py" in line else re.sub(r"(?<=\S)(?=   +\S)", grown, line)
-                     for line in examples.split("\n"))
-
-
-def pip():
-    """The command that installs into the present Python: the one that `make` noted, or pip."""
-    try:
-        with open(os.path.join(sys.prefix, "pip")) as file:
-            return file.read().strip().replace(".venv/", shlex.quote(from_here(sys.prefix)) + "/")
-    except OSError:
-        return shlex.quote(sys.executable) + " -m pip"
-
-
-def installation():
-    """Advice where a library is missing that every command needs."""
-    venv = os.path.join(ROOT, ".venv")
-    if os.path.exists(os.path.join(venv, "ready")) and not os.path.samefile(sys.prefix, venv):
-        words = [from_here(os.path.join(venv, "bin", "python")), from_here(__file__), *sys.argv[1:]]
-        return f"it is installed for another: {shlex.join(words)}"
-    return f"install it with `make -C {shlex.quote(from_here(ROOT))} install`"
-
-
 def invite_to_continue(argv, directory, console):
     """Prints the command that continues the run in `directory`: argv without limits and kept constants."""
+    from tools import calling
     if directory is None:
         return
     args = vars(parsed(argv, typed=False)) | {"save_dir": directory}
@@ -635,7 +590,7 @@ def invite_to_continue(argv, directory, console):
                 words += ["--" + name.replace("_", "-")] + [one] * (one is not True)
     words += [word for define in args["defines"] if define.partition("=")[0].strip() not in kept
               for word in ("-D", define)]
-    console.line("continue it: " + command_line(args["function"].__name__, *words))
+    console.line("continue it: " + calling.command_line(args["function"].__name__, *words))
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -648,10 +603,13 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
             message = f"no command {wrong[1]!r}" + did_you_mean(wrong[1], self.commands,
                                                                 f": there is {', '.join(self.commands)}")
-        self.exit(2, as_called(f"egg: {message} (see python {self.prog} --help)\n"))
+        from tools import calling
+        self.exit(2, calling.as_called(f"egg: {message} (see python {self.prog} --help)\n"))
 
     def format_help(self):
-        return as_called(super().format_help())
+        from tools import calling
+        examples = calling.aligned(self.epilog)
+        return calling.as_called(super().format_help().replace(self.epilog, examples))
 
     def parse_known_args(self, args=None, namespace=None):
         """argparse leaves what a command does not know to the main parser, whose help does not have its options."""
@@ -666,7 +624,7 @@ class Parser(argparse.ArgumentParser):
 def parsed(argv, typed=True, program=EGG):
     """The arguments of a command line argv ([word]); typed=False: values stay as they were written."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    main = Parser(prog=program.name, description=program.description, epilog=aligned(program.examples), **layout)
+    main = Parser(prog=program.name, description=program.description, epilog=program.examples, **layout)
     main.commands = program.commands
     if argv and argv[0].startswith("-") and argv[0] not in main._option_string_actions:
         main.error(f"options follow the command: {program.name} COMMAND {argv[0]} ...")
@@ -739,9 +697,10 @@ def interrupt_again(unraisable):
 
 def failed(error):
     """Prints a line about the error that ended a command; the exit status. Raises errors of the program itself."""
+    from tools import calling
     message = error
     if isinstance(error, ModuleNotFoundError) and error.name.partition(".")[0] in LIBRARIES:
-        message = f"{sys.executable} has no {error.name}: {installation()}"
+        message = f"{sys.executable} has no {error.name}: {calling.installation()}"
     elif isinstance(error, BrokenPipeError):
         # the reader of our output is gone; Python would complain again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -752,7 +711,7 @@ def failed(error):
         message = f"{error.filename}: {error.strerror}" if error.filename else error
     elif not isinstance(error, EggError):
         raise error
-    Printer(sys.stderr).line("egg: " + as_called(" ".join(str(message).split())))
+    Printer(sys.stderr).line("egg: " + calling.as_called(" ".join(str(message).split())))
     return getattr(error, "status", 1)
 
 

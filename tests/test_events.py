@@ -19,7 +19,7 @@ from cluster.console import printable, sample_parts
 from cluster.wire import JOB_REQUEST
 from maintenance import __main__ as maintenance
 from model import data_files
-from tools import plot
+from tools import calling, plot
 from tools.curves import read_curve
 from coordinators import Peer, Peer2, Server, callers, cluster, refused, until
 from fakes import CFG, FakeEngine, Lines, VALIDATION, changed, full
@@ -416,13 +416,13 @@ def test_missing_libraries_are_named(here, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delattr("maintenance.backprop", raising=False)               # where another test has loaded it
     monkeypatch.delitem(sys.modules, "maintenance.backprop", raising=False)
-    advice = f"{egg.pip()} install -r {egg.from_here(HERE / 'requirements')}"
+    advice = f"{calling.pip()} install -r {calling.from_here(HERE / 'requirements')}"
     fails(run("coordinator --port 0 --tensorboard tb"), 1,
           f"egg: --tensorboard needs tensorboardX: {advice}/watch.txt\n")
     example(here / "log")
     fails(run("plot log --out a.png"), 1, f"egg: --out needs matplotlib: {advice}/watch.txt; without")
     assert egg.main(["backprop", "--log-json", "b.jsonl"], maintenance.PROGRAM) == 1
-    assert capsys.readouterr().err == f"egg: PyTorch is missing: {egg.pip()} install torch\n"
+    assert capsys.readouterr().err == f"egg: PyTorch is missing: {calling.pip()} install torch\n"
     fails(run("import w --save-dir new"), 1,
           f"egg: export and import need safetensors: `{advice}/export.txt`\n")
     assert not (here / "a.png").exists() and not (here / "b.jsonl").exists()
