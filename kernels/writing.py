@@ -188,7 +188,7 @@ def drawn_functions(cfg, nz):
     """
     ALL, GROUP = sides(cfg)
     SHIFT = cfg.SIGMA_SHIFT_VECTOR
-    # of an odd size; the places of those behind them are further by as much
+    # first entries of the sides of an odd size (tokens); what lies behind one is an entry further in `drawn`
     ODD, OTHER_ODD = ([first for first, side in ALL.items() if side.size % 2] + [1 << 30] * 2)[:2]
     scaled, coefficient, factor = nz.scaled, nz.coefficient, nz.factor
 
