@@ -13,7 +13,7 @@ from activations_compared import fma
 from compiling import CARDS
 from fakes import any_fitness
 from readings import BASE, SMALL, equal, votes_on
-from recordings import HERE, digests, python
+from recordings import digests, python, simulated
 
 
 # --- Muon -------------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_muons_kernels_in_the_simulator(tmp_path):
     moments[:, 0] = rng.normal(size=1280) * 300
     np.save(tmp_path / "votes.npy", votes)
     np.save(tmp_path / "moments.npy", moments)
-    python("-c", SIMULATED, cwd=tmp_path, NUMBA_ENABLE_CUDASIM="1", PYTHONPATH=str(HERE))
+    simulated(SIMULATED, cwd=tmp_path)
     m = fma(moments[:, 0], np.float32(0.85), -votes.astype(np.float32))
     a, b, c = map(np.float32, optimizers.MUON_COEFFICIENTS["quintic"])
     for rows, cols in ((80, 16), (16, 80)):
