@@ -45,11 +45,6 @@ def quick():
     choose, call_types = BaseFunction.get_call_type, {}
     make_static, rewrite = ssa._run_ssa, ssa._run_block_rewrite
     named = {}
-    implementation, implementations, missing = BaseContext.get_function, {}, {}
-    size, sizes = BaseContext.get_abi_sizeof, {}
-    type_of, types_of = CUDATypingContext.resolve_value_type, {}
-    infer, variable_of = ConstraintNetwork.propagate, TypeVarMap.__getitem__
-    asked = []
     live = analysis.compute_live_map
     collects = gc.isenabled()
 
@@ -77,6 +72,55 @@ def quick():
         if call not in call_types:
             call_types[call] = choose(self, context, args, kws)
         return call_types[call]
+
+    def run_ssa(blocks):
+        named.update({label: {v.name for statement in block.body for v in statement.list_vars()}
+                      for label, block in blocks.items()})
+        return make_static(blocks)
+
+    def run_block_rewrite(blocks, states, handler):
+        return {label: rewrite({label: block}, states, handler)[label] if states["varname"] in named[label] else block
+                for label, block in blocks.items()}
+
+    def compute_live_map(flow, blocks, used, defined):
+        elsewhere = set().union(*used.values())
+        return live(flow, blocks, used, {label: names & elsewhere for label, names in defined.items()})
+
+    def find_singly_assigned_variable(self):
+        elsewhere = analysis.compute_use_defs(self.blocks).usemap.values()
+        assigned = collections.Counter(statement.target.name for block in self.blocks.values()
+                                       for statement in block.body if isinstance(statement, ir.assign_types))
+        once = {name for name, count in assigned.items() if count == 1}
+        self._singly_assigned_vars = once.difference(*elsewhere)
+        self._blk_local_varmap = {}
+
+    def nothing(self, state):
+        return True
+
+    gc.disable()
+    try:
+        with (_found_once(), mock.patch.object(postproc.PostProcessor, "run", run),
+              mock.patch.multiple(InlineWorker, run_untyped_passes=run_untyped_passes, inline_function=inline_function),
+              mock.patch.object(BaseFunction, "get_call_type", get_call_type),
+              mock.patch.object(analysis, "compute_live_map", compute_live_map),
+              mock.patch.multiple(ssa, _run_ssa=run_ssa, _run_block_rewrite=run_block_rewrite),
+              mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
+              mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", nothing),
+              mock.patch.object(typed_passes.NopythonRewrites, "run_pass", nothing)):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _found_once():
+    """The part of `quick` for types and implementations."""
+    implementation, implementations, missing = BaseContext.get_function, {}, {}
+    size, sizes = BaseContext.get_abi_sizeof, {}
+    type_of, types_of = CUDATypingContext.resolve_value_type, {}
+    infer, variable_of = ConstraintNetwork.propagate, TypeVarMap.__getitem__
+    asked = []
 
     def get_function(self, fn, sig, **first):
         call = self, fn, sig
@@ -119,48 +163,11 @@ def quick():
             asked[-1].append(found)
         return found
 
-    def run_ssa(blocks):
-        named.update({label: {v.name for statement in block.body for v in statement.list_vars()}
-                      for label, block in blocks.items()})
-        return make_static(blocks)
-
-    def run_block_rewrite(blocks, states, handler):
-        return {label: rewrite({label: block}, states, handler)[label] if states["varname"] in named[label] else block
-                for label, block in blocks.items()}
-
-    def compute_live_map(flow, blocks, used, defined):
-        elsewhere = set().union(*used.values())
-        return live(flow, blocks, used, {label: names & elsewhere for label, names in defined.items()})
-
-    def find_singly_assigned_variable(self):
-        elsewhere = analysis.compute_use_defs(self.blocks).usemap.values()
-        assigned = collections.Counter(statement.target.name for block in self.blocks.values()
-                                       for statement in block.body if isinstance(statement, ir.assign_types))
-        once = {name for name, count in assigned.items() if count == 1}
-        self._singly_assigned_vars = once.difference(*elsewhere)
-        self._blk_local_varmap = {}
-
-    def nothing(self, state):
-        return True
-
-    gc.disable()
-    try:
-        with (mock.patch.object(postproc.PostProcessor, "run", run),
-              mock.patch.multiple(InlineWorker, run_untyped_passes=run_untyped_passes, inline_function=inline_function),
-              mock.patch.object(BaseFunction, "get_call_type", get_call_type),
-              mock.patch.multiple(BaseContext, get_function=get_function, get_abi_sizeof=get_abi_sizeof),
-              mock.patch.object(analysis, "compute_live_map", compute_live_map),
-              mock.patch.object(ConstraintNetwork, "propagate", propagate),
-              mock.patch.object(TypeVarMap, "__getitem__", variable_asked_for),
-              mock.patch.object(CUDATypingContext, "resolve_value_type", resolve_value_type),
-              mock.patch.multiple(ssa, _run_ssa=run_ssa, _run_block_rewrite=run_block_rewrite),
-              mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
-              mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", nothing),
-              mock.patch.object(typed_passes.NopythonRewrites, "run_pass", nothing)):
-            yield
-    finally:
-        if collects:
-            gc.enable()
+    with (mock.patch.multiple(BaseContext, get_function=get_function, get_abi_sizeof=get_abi_sizeof),
+          mock.patch.object(CUDATypingContext, "resolve_value_type", resolve_value_type),
+          mock.patch.object(ConstraintNetwork, "propagate", propagate),
+          mock.patch.object(TypeVarMap, "__getitem__", variable_asked_for)):
+        yield
 
 
 def copied(value, memo):
