@@ -38,8 +38,8 @@ def quick():
     uses; deep copies of what does not change; reading a function again to inline it again; the choice of a signature
     for a call that has one, of an implementation that was found or is missing, of the type of a constant; the size of a
     type again; inferring types from those that have not changed since; rewriting blocks that do not name the variable
-    that becomes static; a search through its block for every variable; passes for closures and array expressions;
-    Python's search for garbage."""
+    that becomes static; a search through its block for every variable; passes for closures, inlined overloads and array
+    expressions; Python's search for garbage."""
     inline = InlineWorker.inline_function
     read, functions = InlineWorker.run_untyped_passes, {}
     choose, call_types = BaseFunction.get_call_type, {}
@@ -106,6 +106,7 @@ def quick():
               mock.patch.multiple(ssa, _run_ssa=run_ssa, _run_block_rewrite=run_block_rewrite),
               mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
               mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", nothing),
+              mock.patch.object(typed_passes.InlineOverloads, "run_pass", nothing),
               mock.patch.object(typed_passes.NopythonRewrites, "run_pass", nothing)):
             yield
     finally:
