@@ -37,14 +37,19 @@ def norm_of(x):
     return np.sqrt(sums[0]) + np.float32(1e-7)
 
 
+def turned(x, coefficients):
+    """A round of Newton-Schulz."""
+    a, b, c = map(np.float32, coefficients)
+    square = chains(x, x.T)
+    return fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
+
+
 def direction_of(m, coefficients):
     """float32, the shape of m: the rule of model.parameters in NumPy."""
     x = m.T if m.shape[0] > m.shape[1] else m
-    a, b, c = map(np.float32, coefficients)
     x = x / norm_of(np.ascontiguousarray(x))
     for _ in range(5):
-        square = chains(x, x.T)
-        x = fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
+        x = turned(x, coefficients)
     return x.T if m.shape[0] > m.shape[1] else x
 
 
@@ -170,16 +175,13 @@ def test_muons_kernels_in_the_simulator(tmp_path):
     np.save(tmp_path / "moments.npy", moments)
     simulated(SIMULATED, cwd=tmp_path)
     m = fma(moments[:, 0], np.float32(0.85), -votes.astype(np.float32))
-    a, b, c = map(np.float32, optimizers.MUON_COEFFICIENTS["quintic"])
     for rows, cols in ((80, 16), (16, 80)):
         got, matrix = np.load(tmp_path / f"{rows}.npz"), parameters.from_canonical(m, cols)
         x = np.ascontiguousarray(matrix if rows < cols else matrix.T)
         x = x / norm_of(x)
         equal(got["moments"][:, 0], m)
         equal(got["x"], x.ravel())
-    square = chains(x, x.T)
-    out = fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
-    equal(np.load(tmp_path / "out.npy"), out.ravel())
+    equal(np.load(tmp_path / "out.npy"), turned(x, optimizers.MUON_COEFFICIENTS["quintic"]).ravel())
 
 
 def test_the_plan_of_muon_covers_the_hidden_matrices_once():
