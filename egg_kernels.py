@@ -50,7 +50,7 @@ from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, padded_rows
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
 from kernels.product import THREADS, padded_length
-from model import integer_tables, parameters
+from model import integer_tables
 
 
 def processors():
@@ -70,7 +70,7 @@ class Forward:
         self._kernels = kernels = kernels(cfg, packing, gpu, silent)
         self._most_tiles, self._row_bytes = writing.most_tiles(cfg, gpu), writing.row_bytes(cfg, gpu)
         self._reader, self._logits = reader(cfg, gpu), writing.logits_kernel(cfg, gpu)
-        self._draw = writing.draw_kernel(cfg)
+        self._draw, self._drawn_words = writing.draw_kernel(cfg), writing.sides(cfg)[1]
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
                         "write": [self._draw, self._reader, self._logits]}
@@ -104,25 +104,25 @@ class Forward:
         grid, tiles, _ = self._tiles(count)
         rows = 16 * grid * tiles
         return ranges({**self._cache(count, room, rows), "out": rows * self.cfg.HIDDEN_DIM, "sums": 4 * rows,
-                       "drawn": rows * parameters.n_overlay(self.cfg)})
+                       "drawn": 4 * (rows // 16) * self._drawn_words})
 
     def writing_bytes(self, count, room):
         return self._layout(count, room)[1] if count else 0
 
     def draw(self, stream, job, room, count, memory):
         first, end = self._layout(count, room)[0]["drawn"]
-        self._draw(blocks(count, 2), writing.THREADS, vars(self._tables), stream=stream, job=job,
-                   drawn=memory[first:end].view(np.int16))
+        self._draw(blocks(count, 16), writing.THREADS, vars(self._tables), stream=stream, job=job,
+                   drawn=memory[first:end].view(np.int32))
 
     def read(self, stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits):
         grid, tiles, every = self._tiles(count)
         given = dict(vars(self._tables), stream=stream, weights=weights, packed=packed.view(np.int32), overlay=overlay,
-                     job=job, tokens=tokens, at=at, room=room, count=count, rope=rope, tiles=tiles, every=every)
+                     job=job, tokens=tokens, at=at, room=room, count=count, rope=rope, tiles=tiles, every=every,
+                     last=self.cfg.N_LAYERS - (logits is None))
         for name, (first, end) in self._layout(count, room)[0].items():
             given[name] = words = memory[first:end].view(np.int32)
-            if name in ("states", "keys", "values"):
+            if name in ("keys", "values"):
                 given |= {name: memory[first:end], f"{name[:-1]}_words": words}
-        given["drawn"] = given["drawn"].view(np.int16)
         self._reader(grid, writing.THREADS, given, shared=16 * tiles * self._row_bytes)
         if logits is None:
             return

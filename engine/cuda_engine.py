@@ -194,7 +194,7 @@ def _choose_kernel(cfg):
 
     @device
     def score_at(z, seen, v, penalty):
-        return score(z[uint64(v)], seen[uint64(v)], penalty)
+        return score(z[uint64(v)], seen[uint64(v)] if penalty else uint8(0), penalty)
 
     @device
     def after(v, residue):
@@ -229,8 +229,9 @@ def _choose_kernel(cfg):
             top = float32(-np.inf)
             v = uint32(t)
             while v < uint32(V):
-                top = max(top, score_at(z, seen, v, penalty))
-                v = uint32(v + uint32(threads))
+                for i in range(4):                           # loads that do not wait for each other
+                    top = max(top, score_at(z, seen, min(v + uint32(i * threads), uint32(V - 1)), penalty))
+                v = uint32(v + uint32(4 * threads))
             ordered = ptx.warp_max(in_order(ptx.float_bits(top)))
             if lane == 0:
                 tops[warp] = ordered
@@ -777,6 +778,8 @@ class Texts:
                      job=(4, np.uint32), settings=(2, np.float32), floor=(1, np.int64),
                      seen=(count * cfg.VOCAB_SIZE, np.uint8))
         self._arrays = {name: cuda.device_array(size, kind) for name, (size, kind) in sizes.items()}
+        self._tokens = cuda.pinned_array((count, room), np.int32)
+        self._tokens[:] = 0                                  # every row is read, also of those that are too many
         tokens, at, draw, job, settings, floor, seen = self._arrays.values()
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
         self._scratch = scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
@@ -800,30 +803,30 @@ class Texts:
 
     def begin(self, texts, lengths, seeds, s, first_pair=None):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
-        engine = self._engine
-        tokens = np.zeros((self.count, self.room), np.int32)
-        tokens[:len(texts), :texts.shape[1]] = texts
+        engine, self._given = self._engine, np.min(lengths)
         draw = np.full((self.count, 2), self.room, np.uint32)            # of those that are too many nothing is drawn
         draw[:len(texts), 0], draw[:len(texts), 1] = lengths, seeds
         job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
-        values = dict(tokens=tokens, draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty))
-        for name, given in values.items():
+        for name, given in dict(draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty)).items():
             array = self._arrays[name]
-            array.copy_to_device(np.full(array.size, np.ravel(given), array.dtype), engine.stream)
+            array.copy_to_device(np.asarray(given, array.dtype).ravel(), engine.stream)
         for name in ("at", "seen"):
             array = self._arrays[name]
             cuda.cudadrv.driver.device_memset(array, 0, array.nbytes, engine.stream)
         engine._forward.draw(engine.stream, self._arrays["job"], self.room, self.count, self._scratch)
-        self._reached, self._given = 1, np.min(lengths)
+        longest = np.max(lengths)
+        self._tokens[:len(texts), :longest] = texts[:, :longest]
+        self._arrays["tokens"].copy_to_device(self._tokens.ravel(), engine.stream)
+        self._reached = 1
 
     def until(self, end):
-        """int32 [count, room]: the tokens, those before position `end` being written."""
+        """int32 [count, room]: the tokens, those before position `end` being written. The next call changes them."""
         for place in range(self._reached, end):
             self._advance[int(place >= self._given)]()
         self._reached = end
-        tokens = self._arrays["tokens"].copy_to_host(stream=self._engine.stream)
+        self._arrays["tokens"].copy_to_host(self._tokens.ravel(), self._engine.stream)
         self._engine.stream.synchronize()
-        return tokens.reshape(self.count, self.room)
+        return self._tokens
 
 
 def largest(size, most, budget):

@@ -6,7 +6,7 @@ Rows        A sequence is a row. Rows g and g + 8 of a tile of 16 are the even a
 Memory      A block has some tiles. The vectors of their rows lie in shared memory, in regions one after the other. The
             vector of an MLP, four times as long, takes the place of regions 2 to 5.
 Noise       The kernel `draw` draws the noise of all pairs once, for all positions. The array `drawn` has a place for
-            every entry of the overlay.
+            every entry of the overlay: see `sides`.
 Phases      In turn a warp takes a pair (norms, sums of input noise) or two tiles times 32 columns of a product.
 """
 
@@ -23,8 +23,8 @@ from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM
 from kernels.host import Kernel
 from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, Source, W_FIRST, W_OVERLAY, W_SEED_A, ntt_functions,
                            source_of, stream_of)
-from kernels.parts import (A16, A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, byte, clip, int32s,
-                           quotient_function, rounded)
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, blocks, byte, clip, int32s,
+                           pack_bytes, quotient_function, rounded, unroll)
 from kernels.rules import NORMS, build_noise, device, divide
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
 from model import parameters
@@ -106,76 +106,133 @@ def of_member(both, odd):
     return both[1] if odd else both[0]
 
 
+class Side(NamedTuple):
+    """A side of a matrix, or a vector."""
+    size: int               # entries
+    one: int                # seed of its noise, relative to that of the pair
+    second: int             # of a vector: of the noise that multiplies it; else 0
+    grouped: bool           # see `sides`
+    place: int              # of its noise in the int32 of 8 pairs
+
+
+def sides(cfg):
+    """({first entry in the overlay: Side}, int32 of `drawn` that 8 pairs have). The noise of 8 pairs lies together, two
+    entries in an int32. Where a product finishes with it (columns, biases of products), it is grouped: 8 neighbours are
+    the same entries of 8 pairs, as the lanes of a warp want them. Elsewhere a pair's entries are neighbours."""
+    found, some, place = {}, [], 0
+    for t in parameters.tensors(cfg):
+        if t.matrix:
+            some += [(t.overlay_a, t.cols, t.seed_a, 0, True), (t.overlay_b, t.rows, t.seed_b, 0, False)]
+        else:
+            of_product = t.name[:2] == "b_" or t.name[-8:] == "_bias_up"
+            some.append((t.overlay_a, t.cols, t.seed_a, t.seed_b, of_product))
+    for first, size, *more in sorted(some):
+        found[first] = Side(size, *more, place)
+        place += 4 * (size + size % 2)
+    return found, place
+
+
 def draw_kernel(cfg):
-    """The noise of pairs: drawn int16 [pairs, entries of the overlay]. A block a pair. streams int32 [3, entries]: of
-    each entry the seeds of its one or two streams (0: it has one) relative to that of the pair, and its number."""
-    SIZE = parameters.n_overlay(cfg)
+    """The noise of pairs: drawn int32 [groups of 8 pairs, int32 of a group]. A block a group; streams: of `streams_of`.
+    """
+    ALL, GROUP = sides(cfg)
+    TWOS = sum((side.size + 1) // 2 for side in ALL.values())
     noise = build_noise(cfg).noise
 
     @cuda.jit(launch_bounds=THREADS)
-    def draw(streams: A32, job: AU32, drawn: A16):
-        seed, first = uint32(uint32(job[0] + job[1]) + uint32(cuda.blockIdx.x)), int64(cuda.blockIdx.x) * SIZE
-        for at in range(cuda.threadIdx.x, SIZE, THREADS):
-            i, second = streams[2 * SIZE + at], streams[SIZE + at]
-            value = noise(uint32(seed + uint32(streams[at])), i)
-            if second:
-                value = int32(value * noise(uint32(seed + uint32(second)), i))
-            drawn[uint64(first + at)] = value & int32(job[2])
+    @unroll
+    def draw(streams: A32, job: AU32, drawn: A32):
+        seed, words = uint32(uint32(job[0] + job[1]) + uint32(8 * cuda.blockIdx.x)), int32s(8)
+        for at in range(cuda.threadIdx.x, TWOS, THREADS):
+            one, second, number = streams[at], streams[TWOS + at], streams[2 * TWOS + at]
+            for g in range(8):
+                words[g] = 0
+                for e in range(2):
+                    value = noise(uint32(seed + uint32(g + one)), number + e)
+                    if second:
+                        value = int32(value * noise(uint32(seed + uint32(g + second)), number + e))
+                    words[g] |= int32((value & int32(job[2]) & 0xFFFF) << (16 * e))
+            place, step = int64(cuda.blockIdx.x) * GROUP + streams[3 * TWOS + at], streams[4 * TWOS + at]
+            if step == 1:
+                ptx.store4(drawn, place, words[0], words[1], words[2], words[3])
+                ptx.store4(drawn, place + 4, words[4], words[5], words[6], words[7])
+            else:
+                for g in range(8):
+                    drawn[uint64(place + g * step)] = words[g]
 
     return Kernel(draw)
 
 
 def streams_of(cfg):
-    """int32, flat: what `draw_kernel` wants to know of the overlay."""
-    streams = np.zeros((3, parameters.n_overlay(cfg)), np.int32)
-    for t in parameters.tensors(cfg):
-        for seed, first, size in ((t.seed_a, t.overlay_a, t.cols), (t.seed_b, t.overlay_b, t.rows))[:1 + t.matrix]:
-            streams[:, first:first + size] = [[seed], [0 if t.matrix else t.seed_b], [0]]
-            streams[2, first:first + size] = np.arange(size)
-    return streams.ravel()
+    """int32 [5, twos of entries], flat: of the two that an int32 of `drawn` has, the seeds of their one or two streams
+    (0: they have one) relative to that of the pair, the number of the first, its place for pair 0 of a group, and how
+    much further it is for the next pair."""
+    streams = []
+    for side in sides(cfg)[0].values():
+        two, step = np.arange((side.size + 1) // 2), 1 if side.grouped else side.size // 2
+        place = side.place + (8 if side.grouped else 1) * two
+        streams.append(np.stack(np.broadcast_arrays(side.one, side.second, 2 * two, place, step)))
+    return np.concatenate(streams, 1).astype(np.int32).ravel()
 
 
 def drawn_functions(cfg, nz):
     """Device functions of a Source whose pair 0 is the first one of `drawn`:
 
-    column_side, vector_side, input_side(source, at, pair)      what is the same for all entries of plan[at]
-    column(source, drawn, side, i)      noise of column i
-    vector(source, drawn, side, i)      entry i of a vector as the even and the odd member see it
-    term(source, drawn, side, i)        (c, factor) of input i for nz.input_fold
+    column_side, vector_side, input_side (source, at, pair, size)
+                                        what is the same for all entries of plan[at]; size: how many, where they are not
+                                        grouped
+    half(word, i)                       the noise of entry i in its int32 of drawn
+    columns(source, drawn, side, i)     noise of columns i and i + 1, i even
+    vector(source, side, n, i)          entry i of a vector as the even and the odd member see it; n: its noise
+    term(source, side, n, i)            (c, factor) of input i for nz.input_fold
     """
-    SIZE = parameters.n_overlay(cfg)
+    ALL, GROUP = sides(cfg)
     SHIFT = cfg.SIGMA_SHIFT_VECTOR
+    # of an odd size; the places of those behind them are further by as much
+    ODD, OTHER_ODD = ([first for first, side in ALL.items() if side.size % 2] + [1 << 30] * 2)[:2]
     scaled, coefficient, factor = nz.scaled, nz.coefficient, nz.factor
 
     def side_function(seed, overlay):
         @device
-        def side(source, at, pair):
+        def side(source, at, pair, size=2):
             """(place in `drawn`, place in the overlay, seed) of entry 0; the place of a vector's weights."""
             first, weights = source.plan[source.p + at + overlay], source.plan[source.p + at + W_FIRST]
-            return int64(pair) * SIZE + first, first, stream_of(source, at + seed, pair), weights
+            place = 4 * (first + int32(first > ODD) + int32(first > OTHER_ODD)) + (int32(pair) & 7) * (size // 2)
+            return int64(pair >> 3) * GROUP + place, first, stream_of(source, at + seed, pair), weights
         return side
 
     @device
-    def column(source, drawn, side, i):
-        return scaled(int32(drawn[uint64(side[0] + i)]), source.overlay[uint64(side[1] + i)], side[2], i)
+    def half(word, i):
+        return int32(word >> 16) if i & 1 else int32(int32(word << 16) >> 16)
 
     @device
-    def vector(source, drawn, side, i):
-        w, p = int32(source.weights[uint64(side[3] + i)]), column(source, drawn, side, i)
+    def column(source, side, n, i):
+        return scaled(n, source.overlay[uint64(side[1] + i)], side[2], i)
+
+    @device
+    def columns(source, drawn, side, i):
+        word = drawn[uint64(side[0] + 4 * i)]
+        return column(source, side, half(word, 0), i), column(source, side, half(word, 1), i + 1)
+
+    @device
+    def vector(source, side, n, i):
+        w, p = int32(source.weights[uint64(side[3] + i)]), column(source, side, n, i)
         return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
 
     @device
-    def term(source, drawn, side, i):
+    def term(source, side, n, i):
         entry = source.overlay[uint64(side[1] + i)]
-        return coefficient(int32(drawn[uint64(side[0] + i)]), entry), factor(entry, side[2], i)
+        return coefficient(n, entry), factor(entry, side[2], i)
 
-    return SimpleNamespace(column=column, vector=vector, term=term, column_side=side_function(M_SEED, M_OVERLAY),
-                           vector_side=side_function(W_SEED_A, W_OVERLAY), input_side=side_function(I_SEED, I_OVERLAY))
+    return SimpleNamespace(half=half, columns=columns, vector=vector, term=term,
+                           column_side=side_function(M_SEED, M_OVERLAY),
+                           vector_side=side_function(W_SEED_A, W_OVERLAY),
+                           input_side=side_function(I_SEED, I_OVERLAY))
 
 
-def divided_function(cfg, inputs):
+def divided_function(cfg, inputs, lowest=-127):
     """Device function: a result of a product over `inputs`, divided, rounded down and clipped."""
-    _, quotient = quotient_function(parameters.divisor(cfg, inputs), MAGIC, False)
+    _, quotient = quotient_function(parameters.divisor(cfg, inputs), MAGIC, False, lowest)
 
     @device
     def divided(total):
@@ -187,22 +244,24 @@ def divided_function(cfg, inputs):
 def multiply_function(gpu, K):
     """The device function. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8:
     the order of inputs is free, and so a load has eight of them."""
-    STEPS = K // 32
+    STEPS, AHEAD = K // 32, 3
+    FIRST, REST = min(AHEAD, STEPS), STEPS % AHEAD
 
     @gpu.device
-    def fetch(columns, packed, at):
+    def fetch(columns, which, packed, at):
         for j in range(4):
-            columns[2 * j], columns[2 * j + 1] = ptx.load2(packed, at + j * (2 * K))
+            first = 8 * which + 2 * j
+            columns[first], columns[first + 1] = ptx.load2(packed, at + j * (2 * K))
 
     @gpu.device
-    def add_product(acc, words, x, below, columns):
+    def add_product(acc, words, x, below, columns, which):
         for d in range(2):
             first = x + d * below[1]
             even, odd = ptx.load2(words, first), ptx.load2(words, first + below[0])
             for j in range(4):
-                at = 16 * d + 4 * j
-                c = acc[at], acc[at + 1], acc[at + 2], acc[at + 3]
-                c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), columns[2 * j], columns[2 * j + 1], c)
+                at, b = 16 * d + 4 * j, 8 * which + 2 * j
+                c = (acc[at], acc[at + 1], acc[at + 2], acc[at + 3])
+                c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), columns[b], columns[b + 1], c)
                 for half in range(4):
                     acc[at + half] = c[half]
 
@@ -214,31 +273,29 @@ def multiply_function(gpu, K):
         lane = cuda.threadIdx.x & 31
         x = x + 2 * (lane & 3)
         at = at + ((lane & 2) << 4) + (lane >> 2) * 4 + (lane & 1) * 2
-        one, other = int32s(8), int32s(8)
+        columns = int32s(24)
         for i in range(32):
             acc[i] = 0
-        fetch(one, packed, at)
-        fetch(other, packed, at + 64)
-        for step in range(STEPS // 2):                       # columns are on their way for two steps
-            add_product(acc, words, x, below, one)
-            if 2 * step + 2 < STEPS:
-                fetch(one, packed, at + 128)
-            add_product(acc, words, x + 8, below, other)
-            if 2 * step + 3 < STEPS:
-                fetch(other, packed, at + 192)
-            x += 16
-            at += 128
-        if STEPS % 2:
-            add_product(acc, words, x, below, one)
+        for d in range(FIRST):
+            fetch(columns, d, packed, at + 64 * d)
+        for step in range(STEPS // AHEAD):                   # columns are on their way for AHEAD steps
+            for d in range(AHEAD):
+                add_product(acc, words, x, below, columns, d)
+                if AHEAD * (step + 1) + d < STEPS:
+                    fetch(columns, d, packed, at + 64 * (AHEAD + d))
+                x += 8
+            at += 64 * AHEAD
+        for d in range(REST):
+            add_product(acc, words, x + 8 * d, below, columns, d)
     return multiply
 
 
 def product_function(gpu, pairs, H, K, columns, finish, bias=None):
-    """Device function: the product of vectors of K entries with a matrix, with its noise. finish(block, member, row,
-    column, total, more, where) takes a result of a member of the block; more: the entry of the vector at plan[bias]
-    that belongs to the column, as the member sees it."""
-    multiply, column_side, column = multiply_function(gpu, K), pairs.column_side, pairs.column
-    vector_side, vector = pairs.vector_side, pairs.vector
+    """Device function: the product of vectors of K entries with a matrix, with its noise. finish(block, row, column,
+    total, more, where) takes a result; more: the entry of the vector at plan[bias] that belongs to the column, as the
+    member of the row sees it."""
+    multiply, column_side, columns_of = multiply_function(gpu, K), pairs.column_side, pairs.columns
+    vector_side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
     GROUPS = columns // COLUMNS
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
 
@@ -255,8 +312,8 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
             for d in range(2):                               # on their way while the warp multiplies
                 side = column_side(source, at, block.first + 8 * (tile + min(d, more_tiles - 1)) + g)
                 for j in range(4):
-                    for e in range(2):
-                        noise[8 * d + 2 * j + e] = column(source, block.drawn, side, first + 8 * j + 2 * q + e)
+                    at_noise = 8 * d + 2 * j
+                    noise[at_noise], noise[at_noise + 1] = columns_of(source, block.drawn, side, first + 8 * j + 2 * q)
             multiply(acc, block.words, x * rows * NARROW + (16 * tile + g) * STRIDE,
                      (8 * STRIDE, (more_tiles - 1) * (16 * STRIDE)), block.packed,
                      source.plan[source.p + at] + first * (K // 4))
@@ -267,15 +324,17 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
                 if bias is not None:
                     bias_side = vector_side(source, bias, block.first + unit)
                 for j in range(4):
+                    c = first + 8 * j + 2 * q
+                    if bias is not None:
+                        bias_noise = block.drawn[uint64(bias_side[0] + 4 * c)]
                     for e in range(2):
-                        c = first + 8 * j + 2 * q + e
                         more = (int32(0), int32(0))
                         if bias is not None:
-                            more = vector(source, block.drawn, bias_side, c)
+                            more = vector(source, bias_side, noise_of(bias_noise, e), c + e)
                         for half in range(2):
                             noisy = int32(sums[half] * noise[2 * j + e]) >> block.shift
                             total = int32(acc[4 * j + 2 * half + e] + noisy)
-                            finish(block, 2 * unit + half, row + 8 * half, c, total, of_member(more, half), where)
+                            finish(block, row + 8 * half, c + e, total, of_member(more, half), where)
                 tile += 1
                 for i in range(16):
                     acc[i] = acc[16 + i]
@@ -285,35 +344,55 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     return product
 
 
-def sums_function(gpu, nz, pairs, H, K, folded):
-    """Device function: the sums of input noise of a pair over a vector of K entries. `folded` of them, K / folded
-    apart, share a running integer (SPEC 4)."""
-    EACH = K // folded
+def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
+    """Device function: the sums of input noise of a pair over a vector of K entries, for `matrices` whose input sides
+    follow one another in the plan. `folded` entries, K / folded apart, share a running integer (SPEC 4); where noise
+    has no scale, it is a sum like any other."""
+    H = cfg.HIDDEN_DIM
+    SCALED = cfg.ADAPTIVE_NOISE_MODE != 0
+    EACH, MATRICES, TOTALS = K // folded, matrices, 2 * matrices
+    TURNS, FULL = blocks(K, 128), K % 128 == 0
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
-    input_side, term, input_fold = pairs.input_side, pairs.term, nz.input_fold
+    input_side, term = pairs.input_side, pairs.term
+    noise_of, input_fold = pairs.half, nz.input_fold
 
     @gpu.called
     def add_up(block, source, at, unit, x, stream):
-        """Of region x, for the matrix whose input side is at plan[at]. The odd member's has the sign of its noise."""
+        """Of region x, from plan[at] on, as sums `stream` and further. The odd member's has the sign of its noise."""
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
-        row = row_of(unit)
+        row, pair = row_of(unit), block.first + unit
         here = x * rows * NARROW + row * STRIDE
-        side = input_side(source, at, block.first + unit)
-        even, odd = int32(0), int32(0)
-        if source.job[2]:
-            for w in range(lane, EACH // 4, 32):
-                for k in range(4):
-                    a, b = int32(0), int32(0)
-                    for sub in range(folded):
-                        i = sub * EACH + 4 * w + k
-                        c, f = term(source, block.drawn, side, i)
-                        a = input_fold(a, byte(block.words[uint64(here + (i >> 2))], k), c, f)
-                        b = input_fold(b, byte(block.words[uint64(here + 8 * STRIDE + (i >> 2))], k), c, f)
-                    even, odd = int32(even + a), int32(odd + b)
-            even, odd = ptx.warp_sum(even), ptx.warp_sum(odd)
-        if lane == 0:
-            sums = REGIONS * rows * NARROW + stream * rows + row
-            block.words[sums], block.words[sums + 8] = even, int32(-odd)
+        totals, places = cuda.local.array(TOTALS, int32), cuda.local.array(MATRICES, int64)
+        for n in range(MATRICES):
+            totals[2 * n], totals[2 * n + 1] = 0, 0
+            places[n] = input_side(source, at + 2 * n, pair, K)[0]
+        if not SCALED:
+            for i in range(TURNS):                           # unrolled, so that no load waits for another
+                w = lane + 32 * i
+                if FULL or w < K // 4:
+                    a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+                    for n in range(MATRICES):
+                        low, high = ptx.load2(block.drawn, places[n] + 2 * w)
+                        totals[2 * n] += ptx.dp2a_low(low, a) + ptx.dp2a_high(high, a)
+                        totals[2 * n + 1] += ptx.dp2a_low(low, b) + ptx.dp2a_high(high, b)
+        elif source.job[2]:
+            for n in range(MATRICES):
+                side = input_side(source, at + 2 * n, pair, K)
+                for w in range(lane, EACH // 4, 32):
+                    for k in range(4):
+                        a, b = int32(0), int32(0)
+                        for sub in range(folded):
+                            i = sub * EACH + 4 * w + k
+                            c, f = term(source, side, noise_of(block.drawn[uint64(side[0] + (i >> 1))], k), i)
+                            a = input_fold(a, byte(block.words[uint64(here + (i >> 2))], k), c, f)
+                            b = input_fold(b, byte(block.words[uint64(here + 8 * STRIDE + (i >> 2))], k), c, f)
+                        totals[2 * n] += a
+                        totals[2 * n + 1] += b
+        for n in range(MATRICES):
+            even, odd = ptx.warp_sum(totals[2 * n]), ptx.warp_sum(totals[2 * n + 1])
+            if lane == 0:
+                sums = REGIONS * rows * NARROW + (stream + n) * rows + row
+                block.words[sums], block.words[sums + 8] = even, int32(-odd)
     return add_up
 
 
@@ -321,9 +400,10 @@ def norm_function(gpu, cfg, pairs):
     """Device function: region N = ln(X) of a pair, by the layer norm at plan[LN]."""
     H = cfg.HIDDEN_DIM
     STRIDE = stride_words(H, gpu, H)
+    TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU = cfg.MODEL == "gru"
     divided = NORMS.quotient
-    side, vector = pairs.vector_side, pairs.vector
+    side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
 
     @gpu.device
     def normed(x, w, bias, mean):
@@ -337,24 +417,33 @@ def norm_function(gpu, cfg, pairs):
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
         here = row_of(unit) * STRIDE
         even, odd = int32(0), int32(0)
-        for w in range(lane, H // 4, 32):
-            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
-            for k in range(4):
-                even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
+        for i in range(TURNS):
+            w = lane + 32 * i
+            if FULL or w < H // 4:
+                a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+                for k in range(4):
+                    even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
         even = int32(max(uint32(ptx.warp_sum(even)) // uint32(H), 1))
         odd = int32(max(uint32(ptx.warp_sum(odd)) // uint32(H), 1))
-        weights = side(source, LN, block.first + unit)
+        weights, y = side(source, LN, block.first + unit, H), int32s(8)
         if not GRU:
-            biases = side(source, LN_BIAS, block.first + unit)
-        for w in range(lane, H // 4, 32):
-            a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
-            for k in range(4):
-                at, bias = 4 * (rows * STRIDE + here + w) + k, (0, 0)
-                both = vector(source, block.drawn, weights, 4 * w + k)
+            biases = side(source, LN_BIAS, block.first + unit, H)
+        for i in range(TURNS):
+            w = lane + 32 * i
+            if FULL or w < H // 4:
+                a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+                noise = ptx.load2(block.drawn, weights[0] + 2 * w)
                 if not GRU:
-                    bias = vector(source, block.drawn, biases, 4 * w + k)
-                block.vector[uint64(at)] = normed(byte(a, k), both[0], bias[0], even)
-                block.vector[uint64(at + 32 * STRIDE)] = normed(byte(b, k), both[1], bias[1], odd)
+                    bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
+                for k in range(4):
+                    bias = (0, 0)
+                    both = vector(source, weights, noise_of(of_member(noise, k > 1), k), 4 * w + k)
+                    if not GRU:
+                        bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), 4 * w + k)
+                    y[k] = normed(byte(a, k), both[0], bias[0], even)
+                    y[4 + k] = normed(byte(b, k), both[1], bias[1], odd)
+                at = rows * STRIDE + here + w
+                block.words[uint64(at)], block.words[uint64(at + 8 * STRIDE)] = pack_bytes(y, 0), pack_bytes(y, 4)
     return norm
 
 
@@ -363,19 +452,22 @@ def embed_function(gpu, cfg, nz, pairs):
     13)."""
     H = cfg.HIDDEN_DIM
     STRIDE = stride_words(H, gpu, H)
+    TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
     table = next(t for t in parameters.tensors(cfg) if t.name == "embedding")
     SEED_A, SEED_B = table.seed_a, table.seed_b
-    OVERLAY_A, OVERLAY_B, SIZE = table.overlay_a, table.overlay_b, parameters.n_overlay(cfg)
+    OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
+    ALL, GROUP = sides(cfg)
+    TOKENS, UNITS = ALL[OVERLAY_A].place, ALL[OVERLAY_B].place
     factor, disturbance = nz.factor, nz.table_term
-    side, vector = pairs.vector_side, pairs.vector
+    side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
     coefficient, look_up = ntt_functions(cfg, nz, True)
 
     @gpu.device
     def look(block, source, pair, tokens, first, position):
         """Of a token of the sequence that begins at tokens[first]: noise, factor, word in the table, coefficient."""
         token, stream = tokens[first + position], uint32(uint32(source.seed + uint32(pair)) + uint32(SEED_A))
-        n = int32(block.drawn[uint64(pair * SIZE + OVERLAY_A + token)])
+        n = noise_of(block.drawn[uint64((pair >> 3) * GROUP + TOKENS + 8 * (token >> 1) + (pair & 7))], token)
         f = factor(source.overlay[OVERLAY_A + token], stream, token)
         c = coefficient(tokens, first, position) if NTT else int32(0)
         return n, f, (token >> 3) * (2 * H) + (token & 7) * 4, c
@@ -386,29 +478,37 @@ def embed_function(gpu, cfg, nz, pairs):
         lane, mask, shift = cuda.threadIdx.x & 31, int32(source.job[2]), block.shift
         pair = block.first + unit
         seed = uint32(source.seed + uint32(pair))
-        stream = uint32(seed + uint32(SEED_B))
+        stream, y = uint32(seed + uint32(SEED_B)), int32s(8)
         even = look(block, source, pair, tokens, 2 * pair * room, position)
         odd = look(block, source, pair, tokens, min(2 * pair + 1, block.count - 1) * room, position)
         if not GRU:
-            biases = side(source, BIAS, pair)
-        for w in range(lane, H // 4, 32):
-            word = at + (w >> 2) * 32 + (w & 3)
-            x = block.packed[uint64(word + even[2])], block.packed[uint64(word + odd[2])]
-            for k in range(4):
-                i = 4 * w + k
-                n = int32(block.drawn[uint64(pair * SIZE + OVERLAY_B + i)])
-                f = factor(source.overlay[uint64(OVERLAY_B + i)], stream, i)
+            biases = side(source, BIAS, pair, H)
+        for i in range(TURNS):
+            w = lane + 32 * i
+            if FULL or w < H // 4:
+                noise = ptx.load2(block.drawn, (pair >> 3) * GROUP + UNITS + (pair & 7) * (H // 2) + 2 * w)
                 if not GRU:
-                    bias = vector(source, block.drawn, biases, i)
-                for half in range(2):
-                    of_token, other, _, c = of_member((even, odd), half)
-                    of_token = int32(of_token * (1 - 2 * half))
-                    v = int32(byte(of_member(x, half), k) + (disturbance(of_token, other, n, f) >> shift))
+                    bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
+                word = at + (w >> 2) * 32 + (w & 3)
+                x = block.packed[uint64(word + even[2])], block.packed[uint64(word + odd[2])]
+                for k in range(4):
+                    h = 4 * w + k
+                    n = noise_of(of_member(noise, k > 1), k)
+                    f = factor(source.overlay[uint64(OVERLAY_B + h)], stream, h)
                     if not GRU:
-                        v = int32(v + of_member(bias, half))
-                    if NTT:
-                        v = int32(v + of_member(look_up(block.weights, source.overlay, seed, shift, mask, c, i), half))
-                    block.vector[uint64((row_of(unit) + 8 * half) * (4 * STRIDE) + i)] = clip(v)
+                        bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), h)
+                    for half in range(2):
+                        of_token, other, _, c = of_member((even, odd), half)
+                        of_token = int32(of_token * (1 - 2 * half))
+                        v = int32(byte(of_member(x, half), k) + (disturbance(of_token, other, n, f) >> shift))
+                        if not GRU:
+                            v = int32(v + of_member(bias, half))
+                        if NTT:
+                            more = look_up(block.weights, source.overlay, seed, shift, mask, c, h)
+                            v = int32(v + of_member(more, half))
+                        y[4 * half + k] = clip(v)
+                here = row_of(unit) * STRIDE + w
+                block.words[uint64(here)], block.words[uint64(here + 8 * STRIDE)] = pack_bytes(y, 0), pack_bytes(y, 4)
     return embed
 
 
@@ -443,26 +543,23 @@ def gate_functions(gpu, cfg):
         return uint64(region * (64 * STRIDE) * block.tiles + row * (4 * STRIDE) + c)
 
     @gpu.device
-    def keep(block, member, row, c, total, more, region):
+    def keep(block, row, c, total, more, region):
         block.vector[place(block, region, row, c)] = divided(total)
 
     @gpu.device
-    def open_gates(block, member, row, c, total, bias, where):
+    def open_gates(block, row, c, total, bias, where):
         at, state = place(block, GATE, row, c), place(block, STATE, row, c)
         f = open_gate(int32(block.vector[at]), int32(divided(total) + clip(bias)))
         block.vector[at] = f - 127
         block.vector[place(block, GATED, row, c)] = gated(f, int32(block.vector[state]))
 
     @gpu.device
-    def move_states(block, member, row, c, total, bias, where):
-        """where: (states, the first of this layer)."""
+    def move_states(block, row, c, total, bias, where):
         new = clip(int32(block.vector[place(block, CANDIDATE, row, c)] + divided(total) + clip(bias)))
-        f, h = int32(block.vector[place(block, GATE, row, c)] + 127), block.vector[place(block, STATE, row, c)]
-        h = next_state(f, int32(h), new)
-        x, sequence = place(block, X, row, c), 2 * block.first + member
+        state, x = place(block, STATE, row, c), place(block, X, row, c)
+        h = next_state(int32(block.vector[place(block, GATE, row, c)] + 127), int32(block.vector[state]), new)
+        block.vector[state] = h
         block.vector[x] = clip(int32(block.vector[x] + h))
-        if sequence < block.count:
-            where[0][uint64(where[1] + int64(sequence) * H + c)] = h
 
     return place, keep, open_gates, move_states
 
@@ -470,23 +567,22 @@ def gate_functions(gpu, cfg):
 def recurrent_kernel(cfg, gpu):
     """The hidden states after the tokens at position at[0], as normed for the head: out int8 [tiles of all blocks, 16,
     H], and their sums for its input noise: sums int32 [tiles, 16]. tokens int32 [count, room]; states int8 [L, count,
-    H]: of the layers, before and after."""
+    H]: of the layers, before and after. last: the layer whose states are the last that anybody wants; L: out, too."""
     H = cfg.HIDDEN_DIM
     L = cfg.N_LAYERS
-    LOWEST = 0 if cfg.MLP_RELU else -127
     STRIDE, INNER_STRIDE = stride_words(H, gpu, H), 4 * stride_words(4 * H, gpu, H)
     nz = build_noise(cfg)
     pairs, job_shift = drawn_functions(cfg, nz), nz.shift
-    divided, divided_down = divided_function(cfg, H), divided_function(cfg, 4 * H)
+    divided, divided_down = divided_function(cfg, H, 0 if cfg.MLP_RELU else -127), divided_function(cfg, 4 * H)
     place, *finish_gates = gate_functions(gpu, cfg)
 
     @gpu.device
-    def inner(block, member, row, c, total, more, where):
+    def inner(block, row, c, total, more, where):
         at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
-        block.vector[uint64(at)] = max(divided(total), LOWEST)
+        block.vector[uint64(at)] = divided(total)
 
     @gpu.device
-    def add(block, member, row, c, total, more, where):
+    def add(block, row, c, total, more, where):
         at = place(block, X, row, c)
         block.vector[at] = clip(int32(block.vector[at] + divided_down(total)))
 
@@ -495,13 +591,21 @@ def recurrent_kernel(cfg, gpu):
     up, down = product_function(gpu, pairs, H, H, 4 * H, inner), product_function(gpu, pairs, H, 4 * H, H, add)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)
-    add_up, add_up_inner = sums_function(gpu, nz, pairs, H, H, 1), sums_function(gpu, nz, pairs, H, 4 * H, 1)
+    add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more)
+                                         for more in ((H,), (H, 1, 2), (4 * H,)))
+
+    @device
+    def state_of(block, unit, odd, layer):
+        """Of a sequence: (its number, the first word of its state in shared memory, and in the states)."""
+        sequence = 2 * (block.first + unit) + odd
+        here = (STATE * 16 * block.tiles + row_of(unit) + 8 * odd) * STRIDE
+        return sequence, here, (layer * block.count + sequence) * (H // 4)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def read_recurrent(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A16, tokens: A32,
-                       at: A32, room, count, tiles, states: A8, state_words: A32, out: A32, sums: A32):
-        lane, warp, rows = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5, 16 * tiles
+    def read_recurrent(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A32, tokens: A32,
+                       at: A32, room, count, tiles, last, states: A32, out: A32, sums: A32):
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         block, position = block_of(packed, weights, drawn, tiles, count, job_shift(job)), at[0]
         words, units = block.words, block.units
         row_0 = source_of(plan, 0, weights, overlay, job, 0)
@@ -509,19 +613,25 @@ def recurrent_kernel(cfg, gpu):
             p = 1 + layer * LAYER
             source = moved(row_0, p + NORM_1)
             for unit in range(warp, units, WARPS):
+                if layer < L:
+                    for odd in range(2):                     # on their way while the warp does what follows
+                        sequence, here, first = state_of(block, unit, odd, layer)
+                        known = sequence < count and position > 0 and tokens[sequence * room + position] != 0
+                        for w in range(4 * lane, H // 4, 128):
+                            if known:
+                                ptx.copy_async16(ptx.shared_address(words, here + w), states, first + w)
+                            else:
+                                ptx.store4(words, here + w, 0, 0, 0, 0)
+                    ptx.copy_commit()
                 if layer == 0:
                     embed(block, source, plan[TABLE], tokens, position, room, unit)
                 norm(block, source, unit)
-                add_up(block, source, gru_parts.INPUTS, unit, N, 0)
-                if layer < L:
-                    add_up(block, source, gru_parts.INPUTS + 2, unit, N, 1)
-                    for odd in range(2):
-                        sequence, row = 2 * (block.first + unit) + odd, row_of(unit) + 8 * odd
-                        known = sequence < count and position > 0 and tokens[sequence * room + position] != 0
-                        first = (layer * count + sequence) * (H // 4)
-                        for w in range(lane, H // 4, 32):
-                            old = state_words[uint64(first + w)] if known else 0
-                            words[uint64((STATE * rows + row) * STRIDE + w)] = old
+                if layer == L:
+                    add_up(block, source, gru_parts.INPUTS, unit, N, 0)
+                else:
+                    add_up_both(block, source, gru_parts.INPUTS, unit, N, 0)
+                    ptx.copy_wait_all()
+                    cuda.syncwarp()
                     add_up(block, moved(row_0, p + RECUR), U_F + U_INPUT, unit, STATE, 2)
             cuda.syncthreads()
             if layer < L:
@@ -533,11 +643,18 @@ def recurrent_kernel(cfg, gpu):
                 for unit in range(warp, units, WARPS):
                     add_up(block, source, U_H + U_INPUT, unit, GATED, 0)
                 cuda.syncthreads()
-                to_states(block, source, U_H, GATED, 0, (states, int64(layer) * count * H))
+                to_states(block, source, U_H, GATED, 0, 0)
                 source = moved(row_0, p + NORM_2)
                 for unit in range(warp, units, WARPS):
+                    for odd in range(2):
+                        sequence, here, first = state_of(block, unit, odd, layer)
+                        if sequence < count:
+                            for w in range(lane, H // 4, 32):
+                                states[uint64(first + w)] = words[uint64(here + w)]
                     norm(block, source, unit)
                     add_up(block, source, gru_parts.INPUTS, unit, N, 0)
+                if layer == last:
+                    return
                 cuda.syncthreads()
                 source = moved(row_0, p + INNER)
                 up(block, source, W_UP, N, 0, 0)
@@ -556,23 +673,26 @@ def settle_function(gpu, cfg, pairs):
     """Device function: what follows a product whose row's largest result had to be known."""
     H = cfg.HIDDEN_DIM
     STRIDE = stride_words(H, gpu, H)
-    side, vector = pairs.vector_side, pairs.vector
+    side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
 
     @gpu.called
     def settle(block, source, unit, y, first, shift, biased):
         """X = amax(X + (y >> shift) + the bias) of a pair."""
         lane = cuda.threadIdx.x & 31
         if biased:
-            biases = side(source, BIAS, block.first + unit)
+            biases = side(source, BIAS, block.first + unit, H)
         for odd in range(2):
             row, top = row_of(unit) + 8 * odd, int32(0)
             here = first + row * (3 * H)
             for w in range(lane, H // 4, 32):
+                if biased:
+                    noise = ptx.load2(block.drawn, biases[0] + 2 * w)
                 for k in range(4):
                     at = uint64(here + 4 * w + k)
                     v = int32(byte(block.words[uint64(row * STRIDE + w)], k) + (y[at] >> shift))
                     if biased:
-                        v = int32(v + of_member(vector(source, block.drawn, biases, 4 * w + k), odd))
+                        n = noise_of(of_member(noise, k > 1), k)
+                        v = int32(v + of_member(vector(source, biases, n, 4 * w + k), odd))
                     y[at] = v
                     top = max(top, int32(abs(v)))
             scale = amax_scale(ptx.warp_max(top))
@@ -688,12 +808,12 @@ def transformer_kernel(cfg, gpu):
     pairs, job_shift = drawn_functions(cfg, nz), nz.shift
 
     @gpu.device
-    def store(block, member, row, c, total, more, where):
+    def store(block, row, c, total, more, where):
         """where: (y, the first of this matrix in this block)."""
         where[0][uint64(where[1] + row * (3 * H) + c)] = total
 
     @gpu.device
-    def inner(block, member, row, c, total, bias, gelu):
+    def inner(block, row, c, total, bias, gelu):
         at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
         block.vector[uint64(at)] = gelu[uint64(clip(int32((total >> SHIFT_UP) + bias)) & 255)]
 
@@ -702,12 +822,13 @@ def transformer_kernel(cfg, gpu):
     settle, (turn, attend) = settle_function(gpu, cfg, pairs), attention_functions(gpu, cfg)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)
-    add_up, add_up_inner = sums_function(gpu, nz, pairs, H, H, 1), sums_function(gpu, nz, pairs, H, 4 * H, 4)
+    add_up, add_up_three, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more)
+                                          for more in ((H,), (H, 1, 3), (4 * H, 4)))
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def read_transformer(calls: A32, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A16,
-                         tokens: A32, at: A32, room, count, tiles, rope: A32, exps: A32, gelu: A8, keys: A8,
+    def read_transformer(calls: A32, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A32,
+                         tokens: A32, at: A32, room, count, tiles, last, rope: A32, exps: A32, gelu: A8, keys: A8,
                          values: A8, key_words: A32, value_words: A32, y: A32, out: A32, sums: A32):
         warp, rows = cuda.threadIdx.x >> 5, 16 * tiles
         block, position = block_of(packed, weights, drawn, tiles, count, job_shift(job)), at[0]
@@ -721,10 +842,10 @@ def transformer_kernel(cfg, gpu):
                 else:
                     settle(block, source, unit, y, own, SHIFT_DOWN, True)
                 norm(block, source, unit)
-                add_up(block, source, transformer.INPUTS, unit, N, 0)
                 if 0 <= layer < L:
-                    add_up(block, source, transformer.INPUTS + 2, unit, N, 1)
-                    add_up(block, source, transformer.INPUTS + 4, unit, N, 2)
+                    add_up_three(block, source, transformer.INPUTS, unit, N, 0)
+                else:
+                    add_up(block, source, transformer.INPUTS, unit, N, 0)
             cuda.syncthreads()
             if 0 <= layer < L:
                 source = moved(row_0, calls[call + 1])
@@ -735,6 +856,8 @@ def transformer_kernel(cfg, gpu):
                     if sequence < count:
                         turn(block, row, y, own, rope, position, keys, values,
                              ((int64(layer) * count + sequence) * room + position) * H)
+                if layer == last:
+                    return
                 cuda.syncthreads()
                 for task in range(warp, rows * HEADS, WARPS):
                     row, head = task // HEADS, task % HEADS
@@ -783,7 +906,7 @@ def logits_kernel(cfg, gpu):
     STRIDE = stride_words(H, gpu, H)
     nz = build_noise(cfg)
     pairs, job_shift = drawn_functions(cfg, nz), nz.shift
-    column_side, column, multiply = pairs.column_side, pairs.column, multiply_function(gpu, H)
+    column_side, columns_of, multiply = pairs.column_side, pairs.columns, multiply_function(gpu, H)
     divided = divided_function(cfg, H)
 
     @gpu.device
@@ -792,7 +915,7 @@ def logits_kernel(cfg, gpu):
 
     @cuda.jit(launch_bounds=(32 * LOGIT_WARPS, 2))
     @gpu.unroll
-    def logits(call, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A16, every, each,
+    def logits(call, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A32, every, each,
                out: A32, sums: A32, z: A32):
         acc, noise, results = int32s(32), int32s(16), int32s(2)
         rows, t = cuda.shared.array(0, int32, 128), cuda.threadIdx.x
@@ -811,11 +934,10 @@ def logits_kernel(cfg, gpu):
                 for d in range(2):
                     side = column_side(source, 0, 8 * (tile + min(d, more_tiles - 1)) + g)
                     for j in range(4):
-                        for e in range(2):
-                            v = first + 8 * j + 2 * q + e
-                            if V % COLUMNS:
-                                v = min(v, V - 1)
-                            noise[8 * d + 2 * j + e] = column(source, drawn, side, v)
+                        v = first + 8 * j + 2 * q
+                        if V % COLUMNS:
+                            v = min(v, (V - 1) // 2 * 2)
+                        noise[8 * d + 2 * j], noise[8 * d + 2 * j + 1] = columns_of(source, drawn, side, v)
                 multiply(acc, rows, g * STRIDE, (8 * STRIDE, 16 * STRIDE), packed,
                          plan[call * PLAN] + first * (H // 4))
                 for _ in range(more_tiles):
