@@ -11,8 +11,11 @@ from numba.core.types.functions import BaseFunction
 from numba.cuda import dispatcher, lowering
 from numba.cuda.core import (analysis, inline_closurecall, ir, postproc, ssa, transforms, typed_passes,
                              untyped_passes)
+from numba.cuda.core.base import BaseContext
 from numba.cuda.core.inline_closurecall import InlineWorker
+from numba.cuda.core.typeinfer import ConstraintNetwork, TypeVarMap
 from numba.cuda.cudadrv import devices
+from numba.cuda.target import CUDATypingContext
 
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
@@ -31,15 +34,18 @@ def without_gpu(capability):
 @contextlib.contextmanager
 def quick():
     """A block in which numba-cuda compiles in under half of the time, to the same PTX. It omits what is not needed
-    here: the search for live variables after every inlining, which only `del` wants; deep copies of what does not
-    change; reading a function again to inline it again; the choice of a signature for a call that has one; rewriting
-    blocks that do not name the variable that becomes static; a search through its block for every variable; passes for
-    closures and array expressions; Python's search for garbage."""
+    here: the search for live variables after every inlining, which only `del` wants, and for those that one block alone
+    uses; deep copies of what does not change; reading a function again to inline it again; the choice of a signature
+    for a call that has one, of an implementation that was found or is missing, of the type of a constant; the size of a
+    type again; inferring types from those that have not changed since; rewriting blocks that do not name the variable
+    that becomes static; a search through its block for every variable; passes for closures, inlined overloads and array
+    expressions; Python's search for garbage."""
     inline = InlineWorker.inline_function
     read, functions = InlineWorker.run_untyped_passes, {}
     choose, call_types = BaseFunction.get_call_type, {}
     make_static, rewrite = ssa._run_ssa, ssa._run_block_rewrite
     named = {}
+    live = analysis.compute_live_map
     collects = gc.isenabled()
 
     def run(self, emit_dels=False, extend_lifetimes=False):
@@ -76,6 +82,10 @@ def quick():
         return {label: rewrite({label: block}, states, handler)[label] if states["varname"] in named[label] else block
                 for label, block in blocks.items()}
 
+    def compute_live_map(flow, blocks, used, defined):
+        elsewhere = set().union(*used.values())
+        return live(flow, blocks, used, {label: names & elsewhere for label, names in defined.items()})
+
     def find_singly_assigned_variable(self):
         elsewhere = analysis.compute_use_defs(self.blocks).usemap.values()
         assigned = collections.Counter(statement.target.name for block in self.blocks.values()
@@ -89,17 +99,76 @@ def quick():
 
     gc.disable()
     try:
-        with (mock.patch.object(postproc.PostProcessor, "run", run),
+        with (_found_once(), mock.patch.object(postproc.PostProcessor, "run", run),
               mock.patch.multiple(InlineWorker, run_untyped_passes=run_untyped_passes, inline_function=inline_function),
               mock.patch.object(BaseFunction, "get_call_type", get_call_type),
+              mock.patch.object(analysis, "compute_live_map", compute_live_map),
               mock.patch.multiple(ssa, _run_ssa=run_ssa, _run_block_rewrite=run_block_rewrite),
               mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
               mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", nothing),
+              mock.patch.object(typed_passes.InlineOverloads, "run_pass", nothing),
               mock.patch.object(typed_passes.NopythonRewrites, "run_pass", nothing)):
             yield
     finally:
         if collects:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _found_once():
+    """The part of `quick` for types and implementations."""
+    implementation, implementations, missing = BaseContext.get_function, {}, {}
+    size, sizes = BaseContext.get_abi_sizeof, {}
+    type_of, types_of = CUDATypingContext.resolve_value_type, {}
+    infer, variable_of = ConstraintNetwork.propagate, TypeVarMap.__getitem__
+    asked = []
+
+    def get_function(self, fn, sig, **first):
+        call = self, fn, sig
+        if call in missing:
+            raise NotImplementedError(missing[call])
+        if call not in implementations:
+            try:
+                implementations[call] = implementation(self, fn, sig, **first)
+            except NotImplementedError as error:
+                missing[call] = str(error)
+                raise
+        return implementations[call]
+
+    def get_abi_sizeof(self, kind):
+        if (self, kind) not in sizes:
+            sizes[self, kind] = size(self, kind)
+        return sizes[self, kind]
+
+    def resolve_value_type(self, value):
+        if (self, id(value)) not in types_of:
+            types_of[self, id(value)] = value, type_of(self, value)
+        return types_of[self, id(value)][1]
+
+    def propagate(self, inference):
+        errors = []
+        for constraint in self.constraints:
+            before = getattr(constraint, "settled", None)
+            if before is None or any(variable.type is not kind for variable, kind in before):
+                network = ConstraintNetwork()
+                network.append(constraint)
+                asked.append([])
+                found, variables = infer(network, inference), asked.pop()
+                errors += found
+                constraint.settled = None if found else [(variable, variable.type) for variable in variables]
+        return errors
+
+    def variable_asked_for(self, name):
+        found = variable_of(self, name)
+        if asked:
+            asked[-1].append(found)
+        return found
+
+    with (mock.patch.multiple(BaseContext, get_function=get_function, get_abi_sizeof=get_abi_sizeof),
+          mock.patch.object(CUDATypingContext, "resolve_value_type", resolve_value_type),
+          mock.patch.object(ConstraintNetwork, "propagate", propagate),
+          mock.patch.object(TypeVarMap, "__getitem__", variable_asked_for)):
+        yield
 
 
 def copied(value, memo):

@@ -346,23 +346,24 @@ def test_noise_does_no_harm(tmp_path):
         assert ask(server, "/metrics", authorization=basic(PASSWORD))[0] == 200 and Peer(server).chunk(0) == 0
 
 
-def test_many_clients_share_what_is_made_once(server, monkeypatch):
+def askers(server, monkeypatch, count, answer, every):
+    """(sockets that have asked for the state, which is `answer` and made anew after `every` s; [1 for each making])."""
     made = []
-    monkeypatch.setattr(live_page.Figures, "state", lambda self: made.append(1) or {})
-    monkeypatch.setattr(live_page, "MADE_EVERY", 3600)
-    socks = [connect(server) for _ in range(50)]
+    monkeypatch.setattr(live_page.Figures, "state", lambda self: made.append(1) or answer)
+    monkeypatch.setattr(live_page, "MADE_EVERY", every)
+    socks = [connect(server) for _ in range(count)]
     for sock in socks:
         sock.sendall(request("/state.json", close=False))
+    return socks, made
+
+
+def test_many_clients_share_what_is_made_once(server, monkeypatch):
+    socks, made = askers(server, monkeypatch, 50, {}, 3600)
     assert all(receive(sock)[0] == 200 for sock in socks) and len(made) == 1
 
 
 def test_clients_that_do_not_read_share_a_few_answers(server, monkeypatch):
-    made = []
-    monkeypatch.setattr(live_page.Figures, "state", lambda self: made.append(1) or {"x": "y" * (1 << 23)})
-    monkeypatch.setattr(live_page, "MADE_EVERY", 0.0)
-    socks = [connect(server) for _ in range(30)]
-    for sock in socks:
-        sock.sendall(request("/state.json", close=False))
+    socks, made = askers(server, monkeypatch, 30, {"x": "y" * (1 << 23)}, 0.0)
     until(lambda: len(server.page.served) == 30)
     held = {}
     for one in list(server.hub.connections):

@@ -13,7 +13,7 @@ from activations_compared import fma
 from compiling import CARDS
 from fakes import any_fitness
 from readings import BASE, SMALL, equal, votes_on
-from recordings import HERE, digests, python
+from recordings import digests, python, simulated
 
 
 # --- Muon -------------------------------------------------------------------------------------------------------------
@@ -37,14 +37,19 @@ def norm_of(x):
     return np.sqrt(sums[0]) + np.float32(1e-7)
 
 
+def turned(x, coefficients):
+    """A round of Newton-Schulz."""
+    a, b, c = map(np.float32, coefficients)
+    square = chains(x, x.T)
+    return fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
+
+
 def direction_of(m, coefficients):
     """float32, the shape of m: the rule of model.parameters in NumPy."""
     x = m.T if m.shape[0] > m.shape[1] else m
-    a, b, c = map(np.float32, coefficients)
     x = x / norm_of(np.ascontiguousarray(x))
     for _ in range(5):
-        square = chains(x, x.T)
-        x = fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
+        x = turned(x, coefficients)
     return x.T if m.shape[0] > m.shape[1] else x
 
 
@@ -168,18 +173,15 @@ def test_muons_kernels_in_the_simulator(tmp_path):
     moments[:, 0] = rng.normal(size=1280) * 300
     np.save(tmp_path / "votes.npy", votes)
     np.save(tmp_path / "moments.npy", moments)
-    python("-c", SIMULATED, cwd=tmp_path, NUMBA_ENABLE_CUDASIM="1", PYTHONPATH=str(HERE))
+    simulated(SIMULATED, cwd=tmp_path)
     m = fma(moments[:, 0], np.float32(0.85), -votes.astype(np.float32))
-    a, b, c = map(np.float32, optimizers.MUON_COEFFICIENTS["quintic"])
     for rows, cols in ((80, 16), (16, 80)):
         got, matrix = np.load(tmp_path / f"{rows}.npz"), parameters.from_canonical(m, cols)
         x = np.ascontiguousarray(matrix if rows < cols else matrix.T)
         x = x / norm_of(x)
         equal(got["moments"][:, 0], m)
         equal(got["x"], x.ravel())
-    square = chains(x, x.T)
-    out = fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
-    equal(np.load(tmp_path / "out.npy"), out.ravel())
+    equal(np.load(tmp_path / "out.npy"), turned(x, optimizers.MUON_COEFFICIENTS["quintic"]).ravel())
 
 
 def test_the_plan_of_muon_covers_the_hidden_matrices_once():

@@ -16,7 +16,7 @@ from compiling import kernels_for, path_of
 from coordinators import cluster, replayed
 from fakes import any_fitness, step_alone
 from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
-from recordings import HERE, python
+from recordings import simulated
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 TOKENS = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
@@ -216,8 +216,7 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), np.array([1, 0, -1, 1], np.int8)
     np.save(tmp_path / "tokens.npy", tokens)
     np.save(tmp_path / "fitness.npy", fitness)
-    python("-W", "ignore", "-c", SIMULATED_SEEN, json.dumps(values), cwd=tmp_path, NUMBA_ENABLE_CUDASIM="1",
-           PYTHONPATH=str(HERE))
+    simulated(SIMULATED_SEEN, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
     state, votes = parameters.initial_state(cfg), np.load(tmp_path / "votes.npy")
     state.step, state.seed = 3, 77
     for t in parameters.tensors(cfg):

@@ -126,6 +126,14 @@ def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
     assert not os.listdir(tmp_path) and time.thread_time() - started < 1
 
 
+def late_worker(server, step):
+    """(engine, Lines) of another worker, which has come to a step."""
+    late, lines = FakeEngine(server.cfg), Lines()
+    server.work(late, lines=lines)
+    until(lambda: late.step == step)
+    return late, lines
+
+
 def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=4)
     packed, digest = expected(22)
@@ -133,9 +141,7 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
         server.work(FakeEngine(cfg, 0.003), validation=VALIDATION)
         server.reaches(22)
         until(lambda: server.shelf.newest == 20)
-        late, lines = FakeEngine(cfg), Lines()
-        server.work(late, lines=lines)
-        until(lambda: late.step == 22)
+        late, lines = late_worker(server, 22)
         assert late.loads == 1 and "at step 20 by a snapshot" in lines.text and late.digest() == digest
         assert whole(server.run) == packed
     names = sorted(n for n in os.listdir(tmp_path) if n.endswith(".egg") and n != history.FILE)
@@ -153,9 +159,7 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
             (tmp_path / names[4]).write_bytes(data)
         history.open_run(cfg, tmp_path / f"new{damage}", tmp_path).close()
         with Server(tmp_path / f"new{damage}", cfg, save=True, steps=22, stay=True) as server:
-            late, lines = FakeEngine(cfg), Lines()
-            server.work(late, lines=lines)
-            until(lambda: late.step == 22)
+            late, lines = late_worker(server, 22)
             assert late.loads == (0 if damage else 1) and late.digest() == digest
             assert ("replaying the run instead" in lines.text) == damage
     other = history.open_run(cfg, tmp_path / "other")                       # snapshots of another run are left alone
