@@ -774,13 +774,13 @@ class Texts:
     def __init__(self, engine, count, room):
         cfg, self._engine = engine.cfg, engine
         self.count, self.room = count, room
-        sizes = dict(tokens=(count * room, np.int32), at=(2, np.int32), draw=(2 * count, np.uint32),
-                     job=(4, np.uint32), settings=(2, np.float32), floor=(1, np.int64),
-                     seen=(count * cfg.VOCAB_SIZE, np.uint8))
-        self._arrays = {name: cuda.device_array(size, kind) for name, (size, kind) in sizes.items()}
-        self._tokens = cuda.pinned_array((count, room), np.int32)
-        self._tokens[:] = 0                                  # every row is read, also of those that are too many
-        tokens, at, draw, job, settings, floor, seen = self._arrays.values()
+        self._given = given = cuda.device_array(10 + 2 * count, np.uint32)       # see `begin`
+        floor, settings = given[:2].view(np.int64), given[2:4].view(np.float32)
+        at, job, draw = given[4:6].view(np.int32), given[6:10], given[10:]
+        self._tokens = tokens = cuda.device_array(count * room, np.int32)
+        self._seen = seen = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
+        self._written = cuda.pinned_array((count, room), np.int32)
+        self._written[:] = 0                                 # every row is read, also of those that are too many
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
         self._scratch = scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
         z = cuda.device_array(blocks(count, 16) * 16 * cfg.VOCAB_SIZE, np.int32)
@@ -803,30 +803,27 @@ class Texts:
 
     def begin(self, texts, lengths, seeds, s, first_pair=None):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
-        engine, self._given = self._engine, np.min(lengths)
+        engine, number = self._engine, len(texts)
         draw = np.full((self.count, 2), self.room, np.uint32)            # of those that are too many nothing is drawn
-        draw[:len(texts), 0], draw[:len(texts), 1] = lengths, seeds
+        draw[:number, 0], draw[:number, 1] = lengths, seeds
         job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
-        for name, given in dict(draw=draw, job=job, floor=s.floor, settings=(s.temp, s.penalty)).items():
-            array = self._arrays[name]
-            array.copy_to_device(np.asarray(given, array.dtype).ravel(), engine.stream)
-        for name in ("at", "seen"):
-            array = self._arrays[name]
-            cuda.cudadrv.driver.device_memset(array, 0, array.nbytes, engine.stream)
-        engine._forward.draw(engine.stream, self._arrays["job"], self.room, self.count, self._scratch)
+        given = struct.pack("q2f2i4I", s.floor, s.temp, s.penalty, 0, 0, *job) + draw.tobytes()
+        self._given.copy_to_device(np.frombuffer(given, np.uint32), engine.stream)
+        cuda.cudadrv.driver.device_memset(self._seen, 0, self._seen.nbytes, engine.stream)
+        engine._forward.draw(engine.stream, self._given[6:10], self.room, self.count, self._scratch)
         longest = np.max(lengths)
-        self._tokens[:len(texts), :longest] = texts[:, :longest]
-        self._arrays["tokens"].copy_to_device(self._tokens.ravel(), engine.stream)
-        self._reached = 1
+        self._written[:number, :longest] = texts[:, :longest]
+        self._tokens.copy_to_device(self._written.ravel(), engine.stream)
+        self._reached, self._shortest = 1, np.min(lengths)
 
     def until(self, end):
         """int32 [count, room]: the tokens, those before position `end` being written. The next call changes them."""
         for place in range(self._reached, end):
-            self._advance[int(place >= self._given)]()
+            self._advance[int(place >= self._shortest)]()
         self._reached = end
-        self._arrays["tokens"].copy_to_host(self._tokens.ravel(), self._engine.stream)
+        self._tokens.copy_to_host(self._written.ravel(), self._engine.stream)
         self._engine.stream.synchronize()
-        return self._tokens
+        return self._written
 
 
 def largest(size, most, budget):

@@ -23,7 +23,7 @@ from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM
 from kernels.host import Kernel
 from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, Source, W_FIRST, W_OVERLAY, W_SEED_A, ntt_functions,
                            source_of, stream_of)
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, blocks, byte, clip, int32s,
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, blocks, byte, called, clip, int32s,
                            pack_bytes, quotient_function, rounded, unroll)
 from kernels.rules import NORMS, build_noise, device, divide
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
@@ -209,12 +209,12 @@ def drawn_functions(cfg, nz):
     def column(source, side, n, i):
         return scaled(n, source.overlay[uint64(side[1] + i)], side[2], i)
 
-    @device
+    @called
     def columns(source, drawn, side, i):
         word = drawn[uint64(side[0] + 4 * i)]
         return column(source, side, half(word, 0), i), column(source, side, half(word, 1), i + 1)
 
-    @device
+    @called
     def vector(source, side, n, i):
         w, p = int32(source.weights[uint64(side[3] + i)]), column(source, side, n, i)
         return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
@@ -247,13 +247,13 @@ def multiply_function(gpu, K):
     STEPS, AHEAD = K // 32, 3
     FIRST, REST = min(AHEAD, STEPS), STEPS % AHEAD
 
-    @gpu.device
+    @gpu.called
     def fetch(columns, which, packed, at):
         for j in range(4):
             first = 8 * which + 2 * j
             columns[first], columns[first + 1] = ptx.load2(packed, at + j * (2 * K))
 
-    @gpu.device
+    @gpu.called
     def add_product(acc, words, x, below, columns, which):
         for d in range(2):
             first = x + d * below[1]
@@ -367,8 +367,8 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
             totals[2 * n], totals[2 * n + 1] = 0, 0
             places[n] = input_side(source, at + 2 * n, pair, K)[0]
         if not SCALED:
-            for i in range(TURNS):                           # unrolled, so that no load waits for another
-                w = lane + 32 * i
+            for turn in range(TURNS):                           # unrolled, so that no load waits for another
+                w = lane + 32 * turn
                 if FULL or w < K // 4:
                     a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
                     for n in range(MATRICES):
@@ -417,8 +417,8 @@ def norm_function(gpu, cfg, pairs):
         lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
         here = row_of(unit) * STRIDE
         even, odd = int32(0), int32(0)
-        for i in range(TURNS):
-            w = lane + 32 * i
+        for turn in range(TURNS):
+            w = lane + 32 * turn
             if FULL or w < H // 4:
                 a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
                 for k in range(4):
@@ -428,8 +428,8 @@ def norm_function(gpu, cfg, pairs):
         weights, y = side(source, LN, block.first + unit, H), int32s(8)
         if not GRU:
             biases = side(source, LN_BIAS, block.first + unit, H)
-        for i in range(TURNS):
-            w = lane + 32 * i
+        for turn in range(TURNS):
+            w = lane + 32 * turn
             if FULL or w < H // 4:
                 a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
                 noise = ptx.load2(block.drawn, weights[0] + 2 * w)
@@ -483,8 +483,8 @@ def embed_function(gpu, cfg, nz, pairs):
         odd = look(block, source, pair, tokens, min(2 * pair + 1, block.count - 1) * room, position)
         if not GRU:
             biases = side(source, BIAS, pair, H)
-        for i in range(TURNS):
-            w = lane + 32 * i
+        for turn in range(TURNS):
+            w = lane + 32 * turn
             if FULL or w < H // 4:
                 noise = ptx.load2(block.drawn, (pair >> 3) * GROUP + UNITS + (pair & 7) * (H // 2) + 2 * w)
                 if not GRU:
@@ -542,18 +542,18 @@ def gate_functions(gpu, cfg):
     def place(block, region, row, c):
         return uint64(region * (64 * STRIDE) * block.tiles + row * (4 * STRIDE) + c)
 
-    @gpu.device
+    @gpu.called
     def keep(block, row, c, total, more, region):
         block.vector[place(block, region, row, c)] = divided(total)
 
-    @gpu.device
+    @gpu.called
     def open_gates(block, row, c, total, bias, where):
         at, state = place(block, GATE, row, c), place(block, STATE, row, c)
         f = open_gate(int32(block.vector[at]), int32(divided(total) + clip(bias)))
         block.vector[at] = f - 127
         block.vector[place(block, GATED, row, c)] = gated(f, int32(block.vector[state]))
 
-    @gpu.device
+    @gpu.called
     def move_states(block, row, c, total, bias, where):
         new = clip(int32(block.vector[place(block, CANDIDATE, row, c)] + divided(total) + clip(bias)))
         state, x = place(block, STATE, row, c), place(block, X, row, c)
@@ -576,12 +576,12 @@ def recurrent_kernel(cfg, gpu):
     divided, divided_down = divided_function(cfg, H, 0 if cfg.MLP_RELU else -127), divided_function(cfg, 4 * H)
     place, *finish_gates = gate_functions(gpu, cfg)
 
-    @gpu.device
+    @gpu.called
     def inner(block, row, c, total, more, where):
         at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
         block.vector[uint64(at)] = divided(total)
 
-    @gpu.device
+    @gpu.called
     def add(block, row, c, total, more, where):
         at = place(block, X, row, c)
         block.vector[at] = clip(int32(block.vector[at] + divided_down(total)))
@@ -807,12 +807,12 @@ def transformer_kernel(cfg, gpu):
     nz = build_noise(cfg)
     pairs, job_shift = drawn_functions(cfg, nz), nz.shift
 
-    @gpu.device
+    @gpu.called
     def store(block, row, c, total, more, where):
         """where: (y, the first of this matrix in this block)."""
         where[0][uint64(where[1] + row * (3 * H) + c)] = total
 
-    @gpu.device
+    @gpu.called
     def inner(block, row, c, total, bias, gelu):
         at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
         block.vector[uint64(at)] = gelu[uint64(clip(int32((total >> SHIFT_UP) + bias)) & 255)]

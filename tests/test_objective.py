@@ -32,7 +32,7 @@ from tools import objective, train
 import commands
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
-HERE = egg.ROOT
+HERE = egg_config.ROOT
 CFG = egg_config.make(
     MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=16, POPULATION_SIZE=32,
     GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
