@@ -15,7 +15,6 @@ import time
 import numpy as np
 import pytest
 
-import egg
 import egg_config
 import egg_net
 from cluster import admission, history, snapshots, trust
