@@ -750,7 +750,8 @@ def test_who_was_late_waits_for_a_punctual_one_only_if_chunks_are_scarce():
     late, punctual = Working("1.1.1.1", "a"), Working("1.1.1.1", "b")
     rules, now = fairness.Fairness(CFG, SimpleNamespace(step=0), {late, punctual}), time.monotonic()
     for worker, in_time in (late, False), (punctual, True):
-        worker.trusted, worker.step, worker.waiting, worker.conduct.punctual = True, 0, False, in_time
+        worker.trusted, worker.step, worker.waiting = True, 0, False
+        worker.conduct.punctual = in_time
     punctual.conduct.turn = punctual.session.heard = now
     step = Step(CFG)
     assert len(step.queue) == 4 and not rules.must_wait(late, step, now)             # there is enough for everybody
