@@ -762,7 +762,7 @@ def test_who_was_late_waits_for_a_punctual_one_only_if_chunks_are_scarce():
         step.queue.pop()
     assert rules.must_wait(late, step, now) and rules.passed_over and not rules.must_wait(punctual, step, now)
     assert not rules.must_wait(late, step, now + fairness.ASK_WITHIN)                # it does not ask
-    punctual.conduct.pace = 0.1                                  # nobody waits for it longer than a chunk takes it
+    late.conduct.pace = 0.1                                      # it waits no longer than it needs for a chunk itself
     assert rules.must_wait(late, step, now + 0.05) and not rules.must_wait(late, step, now + 0.15)
 
 
