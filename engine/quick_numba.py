@@ -130,7 +130,7 @@ def _found_once():
         if call not in implementations:
             try:
                 implementations[call] = implementation(self, fn, sig, **first)
-            except NotImplementedError as error:
+            except NotImplementedError as error:             # numba's word for: look elsewhere
                 missing[call] = str(error)
                 raise
         return implementations[call]

@@ -124,7 +124,7 @@ def sides(cfg):
         if t.matrix:
             some += [(t.overlay_a, t.cols, t.seed_a, 0, True), (t.overlay_b, t.rows, t.seed_b, 0, False)]
         else:
-            of_product = t.name[:2] == "b_" or t.name[-8:] == "_bias_up"
+            of_product = t.name.startswith("b_") or t.name.endswith("_bias_up")
             some.append((t.overlay_a, t.cols, t.seed_a, t.seed_b, of_product))
     for first, size, *more in sorted(some):
         found[first] = Side(size, *more, place)
@@ -245,7 +245,7 @@ def multiply_function(gpu, K):
     """The device function. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8:
     the order of inputs is free, and so a load has eight of them."""
     STEPS, AHEAD = K // 32, 3
-    FIRST, REST = min(AHEAD, STEPS), STEPS % AHEAD
+    FIRST, REST, WORDS = min(AHEAD, STEPS), STEPS % AHEAD, 8 * AHEAD
 
     @gpu.called
     def fetch(columns, which, packed, at):
@@ -273,7 +273,7 @@ def multiply_function(gpu, K):
         lane = cuda.threadIdx.x & 31
         x = x + 2 * (lane & 3)
         at = at + ((lane & 2) << 4) + (lane >> 2) * 4 + (lane & 1) * 2
-        columns = int32s(24)
+        columns = cuda.local.array(WORDS, int32)
         for i in range(32):
             acc[i] = 0
         for d in range(FIRST):
