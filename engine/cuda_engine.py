@@ -740,10 +740,13 @@ class CudaEngine:
             self._texts = None                               # frees its memory
             self._texts, self._wanted = texts_for(self, *wanted), wanted
         most, least = self._texts.count, np.min(lengths)
+        split = room - (room - least) // 8                   # before it the host copies while the device writes the rest
         for at in range(0, count, most):
             pair = None if first_pair is None else first_pair + at // 2
             self._texts.begin(texts[at:at + most], lengths[at:at + most], seeds[at:at + most], s, pair)
-            texts[at:at + most, least:] = self._texts.until(room)[:count - at, least:room]
+            parts = self._texts.until(split, room)
+            for written, places in zip(parts, (slice(least, split), slice(split, room))):
+                texts[at:at + most, places] = written[:count - at, places]
 
 
 def continuation(engine, prompt, count, seed, s):
@@ -753,7 +756,8 @@ def continuation(engine, prompt, count, seed, s):
     texts.begin(prompt[None], given, seed & 0xFFFFFFFF, s)
     while given < room:
         reach = min(room, given + AHEAD)
-        yield from map(int, texts.until(reach)[0, given:reach])
+        for written in texts.until(reach):
+            yield from map(int, written[0, given:reach])
         given = reach
 
 
@@ -777,10 +781,11 @@ class Texts:
         self._given = given = cuda.device_array(10 + 2 * count, np.uint32)       # see `begin`
         floor, settings = given[:2].view(np.int64), given[2:4].view(np.float32)
         at, job, draw = given[4:6].view(np.int32), given[6:10], given[10:]
+        self._host = cuda.pinned_array(given.size, np.uint32)
         self._tokens = tokens = cuda.device_array(count * room, np.int32)
-        self._seen = seen = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
-        self._written = cuda.pinned_array((count, room), np.int32)
-        self._written[:] = 0                                 # every row is read, also of those that are too many
+        seen = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
+        self._fetched = [Fetched(count * room, np.int32) for _ in range(2)]
+        self._fetched[0].array[:] = 0                        # every row is read, also of those that are too many
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
         self._scratch = scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
         z = cuda.device_array(blocks(count, 16) * 16 * cfg.VOCAB_SIZE, np.int32)
@@ -788,10 +793,15 @@ class Texts:
         threads = min(CHOOSERS, max(32, 1 << (cfg.VOCAB_SIZE // few).bit_length() - 1))
         choose = engine._kernels["choose"][count, threads, engine.stream]
 
+        def prepare():
+            cuda.cudadrv.driver.device_memset(seen, 0, seen.nbytes, engine.stream)
+            engine._forward.draw(engine.stream, job, room, count, scratch)
+
         def enqueue(logits):
             engine._forward.read(*engine._model, job, tokens, at, room, count, rope, scratch, logits)
             choose(z, engine._exps, settings, floor, draw, tokens, room, at, seen)
 
+        self._prepare = Replay(engine.stream, prepare)
         # within all prompts nobody wants logits
         self._advance = [Replay(engine.stream, functools.partial(enqueue, logits)) for logits in (None, z)]
 
@@ -804,26 +814,29 @@ class Texts:
     def begin(self, texts, lengths, seeds, s, first_pair=None):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
         engine, number = self._engine, len(texts)
-        draw = np.full((self.count, 2), self.room, np.uint32)            # of those that are too many nothing is drawn
-        draw[:number, 0], draw[:number, 1] = lengths, seeds
         job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
-        given = struct.pack("q2f2i4I", s.floor, s.temp, s.penalty, 0, 0, *job) + draw.tobytes()
-        self._given.copy_to_device(np.frombuffer(given, np.uint32), engine.stream)
-        cuda.cudadrv.driver.device_memset(self._seen, 0, self._seen.nbytes, engine.stream)
-        engine._forward.draw(engine.stream, self._given[6:10], self.room, self.count, self._scratch)
-        longest = np.max(lengths)
-        self._written[:number, :longest] = texts[:, :longest]
-        self._tokens.copy_to_device(self._written.ravel(), engine.stream)
+        given = struct.pack("q2f2i4I", s.floor, s.temp, s.penalty, 0, 0, *job)
+        self._host[:10] = np.frombuffer(given, np.uint32)
+        draw = self._host[10:].reshape(-1, 2)
+        draw[:number, 0], draw[:number, 1] = lengths, seeds
+        draw[number:] = self.room                            # of those that are too many nothing is drawn
+        self._given.copy_to_device(self._host, engine.stream)
+        self._prepare()
+        longest, tokens = np.max(lengths), self._fetched[0].array
+        tokens.reshape(self.count, self.room)[:number, :longest] = texts[:, :longest]
+        self._tokens.copy_to_device(tokens, engine.stream)
         self._reached, self._shortest = 1, np.min(lengths)
 
-    def until(self, end):
-        """int32 [count, room]: the tokens, those before position `end` being written. The next call changes them."""
-        for place in range(self._reached, end):
-            self._advance[int(place >= self._shortest)]()
-        self._reached = end
-        self._tokens.copy_to_host(self._written.ravel(), self._engine.stream)
-        self._engine.stream.synchronize()
-        return self._written
+    def until(self, *ends):
+        """Yields int32 [count, room] for each of at most two `ends`, in order: the tokens, those before that position
+        being written. The device goes on in the meantime. The next call changes them."""
+        for end, fetched in zip(ends, self._fetched):
+            for place in range(self._reached, end):
+                self._advance[int(place >= self._shortest)]()
+            self._reached = end
+            fetched.copy(self._tokens, self._engine.stream).record(self._engine.stream)
+        for fetched in self._fetched[:len(ends)]:
+            yield fetched.wait().reshape(self.count, self.room)
 
 
 def largest(size, most, budget):
@@ -846,12 +859,12 @@ class Fetched:
     """A copy on the host of an array on the device, made while the host goes on: page-locked memory and an event."""
 
     def __init__(self, size, kind):
-        self._array, self._event = cuda.pinned_array(size, kind), cuda.event(timing=False)
+        self.array, self._event = cuda.pinned_array(size, kind), cuda.event(timing=False)
 
     def copy(self, array, stream):
         """Enqueues the copy of an array of at most that size, perhaps as part of a graph; self."""
         self._size = array.size
-        array.copy_to_host(self._array[:array.size], stream)
+        array.copy_to_host(self.array[:array.size], stream)
         return self
 
     def record(self, stream):
@@ -862,7 +875,7 @@ class Fetched:
     def wait(self):
         """The copied values, until the next copy."""
         self._event.synchronize()
-        return self._array[:self._size]
+        return self.array[:self._size]
 
 
 # --- figures for `bench` ---------------------------------------------------------------------------------------------
