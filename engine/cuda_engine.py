@@ -193,8 +193,8 @@ def _choose_kernel(cfg):
     score, share = rule.score, rule.share
 
     @device
-    def score_at(z, seen, v, penalty):
-        return score(z[uint64(v)], seen[uint64(v)] if penalty else uint8(0), penalty)
+    def score_at(z, seen, place, penalty):
+        return score(z[uint64(place)], seen[uint64(place)] if penalty else uint8(0), penalty)
 
     @device
     def after(v, residue):
@@ -213,47 +213,47 @@ def _choose_kernel(cfg):
         [sequences, V]; at[1]: number of blocks that have read at[0]."""
         tops, sums = cuda.shared.array(32, int32), cuda.shared.array(32, int64)      # of warps
         best = cuda.shared.array(1, int32)
-        t, threads, position = int64(cuda.threadIdx.x), int64(cuda.blockDim.x), at[0]
-        text, first = int64(cuda.blockIdx.x), int64(cuda.blockIdx.x) * V
-        z, seen = z[first:first + V], seen[first:first + V]
-        here, lane, warp = text * room + position, t & 31, t >> 5
+        t, threads, position = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x), at[0]
+        text, first = uint64(cuda.blockIdx.x), uint64(cuda.blockIdx.x) * uint64(V)
+        here, lane, warp = uint64(text * uint64(room) + uint64(position)), t & uint32(31), t >> uint32(5)
         if t == 0:
-            seen[tokens[here]] = 1
+            seen[uint64(first + uint64(tokens[here]))] = 1
             best[0] = V
         if t < 32:
             tops[t], sums[t] = -2 ** 31, 0
         cuda.syncthreads()
-        if position + 1 >= draw[2 * text]:
+        if position + 1 >= draw[uint64(2 * text)]:
             temp, penalty = settings[0], settings[1]
             least = floor[0]
             top = float32(-np.inf)
-            v = uint32(t)
+            v = t
             while v < uint32(V):
                 for i in range(4):                           # loads that do not wait for each other
-                    top = max(top, score_at(z, seen, min(v + uint32(i * threads), uint32(V - 1)), penalty))
-                v = uint32(v + uint32(4 * threads))
+                    place = first + min(uint32(v + uint32(i) * threads), uint32(V - 1))
+                    top = max(top, score_at(z, seen, place, penalty))
+                v = uint32(v + uint32(4) * threads)
             ordered = ptx.warp_max(in_order(ptx.float_bits(top)))
             if lane == 0:
                 tops[warp] = ordered
             cuda.syncthreads()
             top = ptx.bits_float(in_order(ptx.warp_max(tops[lane])))
             if temp == 0:
-                for token in range(t, V, threads):
-                    if score_at(z, seen, token, penalty) == top:
+                for token in range(int32(t), V, int32(threads)):
+                    if score_at(z, seen, first + uint64(token), penalty) == top:
                         cuda.atomic.min(best, 0, token)
                         break
                 cuda.syncthreads()
                 if t == 0:
-                    tokens[here + 1] = best[0]
+                    tokens[uint64(here + 1)] = best[0]
             else:
                 # a thread has neighbouring residues modulo H, whose order is that of the draw
-                each = (H + threads - 1) // threads
-                mine, end = uint32(t * each), uint32(min((t + 1) * each, min(H, V)))
+                each = uint32(uint32(uint32(H - 1) + threads) // threads)
+                mine, end = uint32(t * each), min(uint32(uint32(t + 1) * each), uint32(min(H, V)))
                 total = int64(0)
                 reach = float32(float32(least - 2) * temp)   # what is further below the top has no share
                 residue, v = mine, mine
                 while residue < end:                         # a range with steps would count its turns by a division
-                    x = score_at(z, seen, v, penalty)
+                    x = score_at(z, seen, first + v, penalty)
                     if float32(x - top) >= reach:
                         total += share(exps, last, x, top, temp, least)
                     v, residue = after(v, residue)
@@ -265,17 +265,19 @@ def _choose_kernel(cfg):
                     sums[warp] = running
                 cuda.syncthreads()
                 every = int64(0)
-                for other in range(threads >> 5):
+                for other in range(int32(threads) >> 5):
                     running += sums[other] if other < warp else int64(0)
                     every += sums[other]
-                random = hash32(uint32(draw[2 * text + 1] + 999 + 555 * position), 0)
-                threshold = int64(random) % every
+                random = hash32(uint32(draw[uint64(2 * text + 1)] + 999 + 555 * position), 0)
+                threshold = int64(random)
+                if threshold >= every:                       # then it has 32 bits
+                    threshold = int64(uint32(random % uint32(every)))
                 if running - total <= threshold and threshold < running:
                     running -= total
                     residue, v = mine, mine
                     while running <= threshold:
-                        tokens[here + 1] = v
-                        running += share(exps, last, score_at(z, seen, v, penalty), top, temp, least)
+                        tokens[uint64(here + 1)] = v
+                        running += share(exps, last, score_at(z, seen, first + v, penalty), top, temp, least)
                         v, residue = after(v, residue)
         if t == 0 and cuda.atomic.add(at, 1, 1) == cuda.gridDim.x - 1:
             at[0], at[1] = position + 1, 0
