@@ -478,7 +478,7 @@ def test_recorded_generation(step):
     texts = cuda_engine.texts_for(engine, 1, len(recorded))
     texts._advance = [advance._enqueue for advance in texts._advance]            # no graph has this function
     texts.begin(recorded[None, :prompt], prompt, engine.seed & 0xFFFFFFFF, s)
-    equal(texts.until(len(recorded))[0], recorded)
+    equal(next(texts.until(len(recorded)))[0], recorded)
 
 
 @pytest.mark.gpu
