@@ -742,7 +742,7 @@ class CudaEngine:
             self._texts = None                               # frees its memory
             self._texts, self._wanted = texts_for(self, *wanted), wanted
         most, least = self._texts.count, np.min(lengths)
-        split = room - (room - least) // 8                   # before it the host copies while the device writes the rest
+        split = room - (room - least) // 8                   # the host copies what is before it in the meantime
         for at in range(0, count, most):
             pair = None if first_pair is None else first_pair + at // 2
             self._texts.begin(texts[at:at + most], lengths[at:at + most], seeds[at:at + most], s, pair)

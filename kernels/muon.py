@@ -21,11 +21,11 @@ DEPTH = 16                  # values of k in its shared memory
 PITCH = TILE + 1            # floats of a k there: no bank twice
 OPERAND = DEPTH * PITCH
 THREADS = 256
-# columns of Plan.matrices
+# columns of Work.matrices
 WEIGHTS, ROWS, COLS, SHORT, LONG, AT_X, AT_A = range(7)
 
 
-class Plan(NamedTuple):
+class Work(NamedTuple):
     """int32 arrays. matrices [n, 7]: first of its WEIGHTS, ROWS, COLS, the SHORT and LONG of them, where its x [SHORT,
     LONG] and its square [SHORT, SHORT] begin. squares, wides [tiles, 3]: matrix, first row and first column of an
     output tile. directions [tensors]: where the x of a tensor begins, -1 where Muon does not move it. x_size, a_size:
@@ -38,8 +38,8 @@ class Plan(NamedTuple):
     a_size: int
 
 
-def plan(cfg):
-    """The Plan of a configuration; nothing in it without USE_MUON."""
+def work(cfg):
+    """The Work of a configuration; nothing in it without USE_MUON."""
     matrices, directions = [], []
     squares, wides = [], []
     x, a = 0, 0
@@ -52,7 +52,7 @@ def plan(cfg):
             wides += [(len(matrices), i, j) for i in range(0, short, TILE) for j in range(0, long, TILE)]
             matrices.append((t.weights, t.rows, t.cols, short, long, x, a))
             x, a = x + t.size, a + short * short
-    return Plan(*(np.array(table, np.int32) for table in (matrices, squares, wides, directions)), x, a)
+    return Work(*(np.array(table, np.int32) for table in (matrices, squares, wides, directions)), x, a)
 
 
 def build(cfg):
@@ -147,17 +147,17 @@ class Direction:
     dispatchers of `build`."""
 
     def __init__(self, cfg, kernels):
-        p = plan(cfg)
+        w = work(cfg)
         self.kernels, self.coefficients = kernels, optimizers.muon_coefficients(cfg)
-        self.tables = [cuda.to_device(table) for table in p[:3]] if p.x_size else []
-        self.x, self.other = (cuda.device_array(max(1, p.x_size), np.float32) for _ in range(2))
-        self.square, self.poly = (cuda.device_array(max(1, p.a_size), np.float32) for _ in range(2))
+        self.tables = [cuda.to_device(table) for table in w[:3]] if w.x_size else []
+        self.x, self.other = (cuda.device_array(max(1, w.x_size), np.float32) for _ in range(2))
+        self.square, self.poly = (cuda.device_array(max(1, w.a_size), np.float32) for _ in range(2))
 
     @staticmethod
     def bytes_needed(cfg):
         """Device memory of the buffers."""
-        p = plan(cfg)
-        return 8 * (p.x_size + p.a_size) + sum(table.nbytes for table in p[:3])
+        w = work(cfg)
+        return 8 * (w.x_size + w.a_size) + sum(table.nbytes for table in w[:3])
 
     def launches(self, stream, votes, moments):
         """[(kernel's name, function that enqueues it)]; the directions are then in `x`."""

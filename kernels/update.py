@@ -35,21 +35,21 @@ THREADS = 128
 ELEMENTS = 4 * THREADS      # weights that a block of the kernel `optimize` moves
 FIT_PAD = 128               # zeros before and after the fitness
 
-# columns of Plan.rows, Plan.tiles, Plan.vectors and Plan.tensors
+# columns of Work.rows, Work.tiles, Work.vectors and Work.tensors
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
 ELEMENT, OFFSET, AHEAD, VOTE = range(4)
 WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, BY_TOKEN, DIRECTION = range(8)
 
 
-class Plan(NamedTuple):
-    """Work of the kernels, as int32 arrays.
+class Work(NamedTuple):
+    """What the kernels do, as int32 arrays.
 
     rows [operand rows, 5]: INDEX that is hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW and
     HIGH: range of n that is used. tiles [tiles, 10]: first PLAIN and SIGNED operand row, number of each, range of n,
     where the VOTES of the matrix begin, its COLS, whether the signed side is its rows, and the first of them. vectors
     [groups, 4]: first ELEMENT, OFFSET of the earlier stream, distance AHEAD of the other, where the VOTE goes. tensors
-    [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Plan.directions). blocks [blocks,
+    [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Work.directions). blocks [blocks,
     2]: a tensor, the first of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
@@ -59,8 +59,8 @@ class Plan(NamedTuple):
     span: int               # n runs from 0 to span - 1
 
 
-def plan(cfg):
-    """The Plan of a configuration."""
+def work(cfg):
+    """The Work of a configuration."""
     tensors, pairs = parameters.tensors(cfg), cfg.N_PAIRS
     plain = np.zeros((blocks(max(cfg.VOCAB_SIZE, 4 * cfg.HIDDEN_DIM), 8) * 8, 5), np.int32)
     plain[:, INDEX] = np.arange(len(plain))
@@ -84,10 +84,10 @@ def plan(cfg):
         tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
                   for p in range(0, many, TILE) for s in range(0, few, TILE)]
     table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, t.by_token, direction)
-             for t, direction in zip(tensors, muon.plan(cfg).directions)]
+             for t, direction in zip(tensors, muon.work(cfg).directions)]
     parts = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
     rows = np.concatenate([plain, np.array(signed, np.int32)])
-    return Plan(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, parts)), int(rows[:, HIGH].max()))
+    return Work(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, parts)), int(rows[:, HIGH].max()))
 
 
 @device
@@ -495,19 +495,19 @@ class Update:
     `packed` (the digits of the step), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
-        p = plan(cfg)
-        rows = len(p.rows) if "operands" in kernels else 0   # with noise on activations nothing is hashed
-        self.width = max(1, min(blocks(p.span, SPLIT), int(budget) // (max(1, rows) * SPLIT) - 1)) * SPLIT
+        w = work(cfg)
+        rows = len(w.rows) if "operands" in kernels else 0   # with noise on activations nothing is hashed
+        self.width = max(1, min(blocks(w.span, SPLIT), int(budget) // (max(1, rows) * SPLIT) - 1)) * SPLIT
         self.kernels = kernels
-        self.starts = range(0, p.span, self.width) if rows else ()
-        self.tables = Plan(*map(cuda.to_device, p[:5]), p.span)
+        self.starts = range(0, w.span, self.width) if rows else ()
+        self.tables = Work(*map(cuda.to_device, w[:5]), w.span)
         # another split: for the 16 n beyond the slice, and for tiles that reach beyond the last row
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
         self.packed = cuda.device_array(ternary.packed_size(cfg.STEP_DIGITS), np.uint8)
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
-        self.rates = cuda.device_array(len(p.tensors), np.float32)
+        self.rates = cuda.device_array(len(w.tensors), np.float32)
         self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
         self.windows = cuda.device_array(window_bytes(cfg) // 4, np.int32)
@@ -520,9 +520,9 @@ class Update:
     @staticmethod
     def bytes_needed(cfg):
         """Device memory of all buffers with the smallest slice."""
-        p = plan(cfg)
-        rows = len(p.rows) if cfg.PERTURB == "weights" else 0
-        return (rows * 2 * SPLIT + sum(a.nbytes for a in p[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
+        w = work(cfg)
+        rows = len(w.rows) if cfg.PERTURB == "weights" else 0
+        return (rows * 2 * SPLIT + sum(a.nbytes for a in w[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
                 + ternary.packed_size(cfg.STEP_DIGITS) + window_bytes(cfg) + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):

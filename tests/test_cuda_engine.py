@@ -91,27 +91,27 @@ def test_optimizer_rounds_as_the_specification_does():
     assert used == {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
 
 
-def test_plan_gives_the_votes():
+def test_the_work_of_the_kernels_gives_the_votes():
     """The walk of the update's kernels, done by NumPy, against the sums of SPEC 9."""
     cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
-    plan, pairs, state = update.plan(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
+    work, pairs, state = update.work(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
     packed, state.seed = any_fitness(cfg, SEED), 4000000000
     fitness = fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
-    n = np.arange(plan.span + 16)
-    operands = np.zeros((len(plan.rows), n.size), np.int64)
-    for row, (index, delta, shift, low, high) in zip(operands, plan.rows.astype(np.int64)):
+    n = np.arange(work.span + 16)
+    operands = np.zeros((len(work.rows), n.size), np.int64)
+    for row, (index, delta, shift, low, high) in zip(operands, work.rows.astype(np.int64)):
         row[:] = Reading(cfg, state, state.seed + n).noise(delta, index)
         if shift >= 0:
             signs = fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)]
             row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), signs, 0)
         row[:low] = row[high:] = 99                          # what no one may look at, or only times nought
     votes = np.zeros(parameters.n_weights(cfg), np.int64)
-    for plain, signed, n_plain, n_signed, low, high, at, cols, signed_is_row, first in plan.tiles:
+    for plain, signed, n_plain, n_signed, low, high, at, cols, signed_is_row, first in work.tiles:
         product = operands[plain:plain + n_plain, low:high] @ operands[signed:signed + n_signed, low:high].T
         p, s = np.meshgrid(plain + np.arange(n_plain), first + np.arange(n_signed), indexing="ij")
         r, c = (s, p) if signed_is_row else (p, s)
         np.add.at(votes, at + (r >> 2) * 4 * cols + c * 4 + (r & 3), product)
-    for element, offset, ahead, at in plan.vectors:
+    for element, offset, ahead, at in work.vectors:
         rows = operands[element:element + 8 * update.EIGHTS]
         votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
     for t in parameters.tensors(cfg):

@@ -186,7 +186,7 @@ def test_muons_kernels_in_the_simulator(tmp_path):
 
 def test_the_plan_of_muon_covers_the_hidden_matrices_once():
     cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, NTT_MODE=1, USE_MUON=1)
-    plan, tensors = muon.plan(cfg), parameters.tensors(cfg)
+    plan, tensors = muon.work(cfg), parameters.tensors(cfg)
     assert [t.name for t,
             at in zip(tensors, plan.directions) if at >= 0] == [t.name for t in tensors if t.name.startswith("w_")]
     for tiles, wide in ((plan.squares, False), (plan.wides, True)):
@@ -195,7 +195,7 @@ def test_the_plan_of_muon_covers_the_hidden_matrices_once():
             for _, i, j in tiles[tiles[:, 0] == number]:
                 seen[i:i + muon.TILE, j:j + muon.TILE] += 1
             assert (seen == 1).all() and {rows, cols} == {short, long} and short <= long
-    assert not len(muon.plan(egg_config.make()).matrices)
+    assert not len(muon.work(egg_config.make()).matrices)
 
 
 MUONS = ("muon_start", "muon_gram", "muon_mix", "optimize", "seen")
