@@ -103,7 +103,7 @@ def compare(constants, seed, ready):
         other.load(state)
         others.append((state, other.evaluate(0, cfg.CHUNK_SIZE).tolist()))
     seconds["compiling, other"] = other.compile_seconds
-    timed("waiting for the CPU engine", until, (ready / cfg.MODEL).exists, 560)
+    timed("waiting for the CPU engine", until, (ready / cfg.MODEL).exists, 400)
     cpu = cpu_engine.CpuEngine(cfg, tokens, threads=1)
     want, _ = timed("CPU", course, cpu, **verbs)
     (nats, count), (nats_gpu, count_gpu) = want.pop("validation"), got.pop("validation")
