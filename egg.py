@@ -272,10 +272,11 @@ def coordinator(cfg, args):
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
     island = None
     if args.island is not None:
-        from islands import gossip
+        from islands import gossip, peers
         tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key)
-        island = gossip.island_settings(args.island, args.peer, args.peers_from_slurm, args.port,
-                                        args.gossip_bandwidth, not args.no_accept, tls)
+        others = args.peer + (peers.peers_from_slurm(args.port) if args.peers_from_slurm else [])
+        bandwidth = gossip.BANDWIDTH if args.gossip_bandwidth is None else args.gossip_bandwidth
+        island = gossip.IslandSettings(args.island, list(dict.fromkeys(others)), bandwidth, not args.no_accept, tls)
     elif args.peer or args.peers_from_slurm or args.no_accept or args.gossip_bandwidth is not None:
         raise egg_config.ConfigError("--peer, --peers-from-slurm, --gossip-bandwidth and --no-accept are for islands: "
                                      "give --island NAME too")

@@ -195,6 +195,7 @@ SIMD = "auto"                    # auto, vnni512, vnni256, madd, portable | loca
 TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of the CUDA engine: `wgmma` (only H100 and
 #                                                            H200), `mma`, or `auto`: the better one
 
+# Sets of values; a schedule stands as after -D: step:value, ...
 PRESETS = {
     # The values above as they are.
     "deggs": {},
@@ -208,9 +209,9 @@ PRESETS = {
         MLP_RELU=1, GROUP_SIZE=16, CHUNK_SIZE=256, POPULATION_SIZE=512, NOISE_EMBEDDING=0, NOISE_GATE=7,
         NOISE_CANDIDATE=3, NOISE_UP=3, NOISE_DOWN=3, CREDIT=12, HOST_GAUSSIAN=1, LOSS="exact",
         SOFTMAX_EXP_SCALE=12.0, ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4,
-        SOFT_TARGETS=((0, 2), (50, 3), (250, 4)), ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0002,
-        LR_SCHEDULE=((0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26), (1200, 0.2),
-                     (1600, 0.14), (2000, 0.1), (4000, 0.075), (8000, 0.055), (16000, 0.04), (32000, 0.03)),
+        SOFT_TARGETS="0:2, 50:3, 250:4", ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0002,
+        LR_SCHEDULE="0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1200:0.2, 1600:0.14, 2000:0.1, "
+                    "4000:0.075, 8000:0.055, 16000:0.04, 32000:0.03",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
     # The same time with noise on weights: the small recurrent model learns as much from a token as the transformer of
     # that size and reads more of them a second. The overlay is off: it would end the noise of norms and biases within
@@ -220,9 +221,8 @@ PRESETS = {
         MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=256,
         POPULATION_SIZE=1024, SIGMA_SHIFT_VECTOR=8, HOST_GAUSSIAN=1, HOST_MASK=3, DEVICE_GAUSSIAN=1, LOSS="exact",
         SOFTMAX_EXP_SCALE=16 / math.log(2), ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0,
-        SOFT_TARGETS=((0, 1), (50, 2), (1000, 3)), SEEN_VOTES=16, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.001,
-        LR_SCHEDULE=((0, 1.0), (200, 0.5), (500, 0.25), (1500, 0.125), (4000, 0.06)), VALIDATE_EVERY=100,
-        SAMPLE_EVERY=500),
+        SOFT_TARGETS="0:1, 50:2, 1000:3", SEEN_VOTES=16, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.001,
+        LR_SCHEDULE="0:1.0, 200:0.5, 500:0.25, 1500:0.125, 4000:0.06", VALIDATE_EVERY=100, SAMPLE_EVERY=500),
     # The best found for minutes on one large GPU. One layer learns as much from a token as four and sees twice as many.
     # Many steps with falling rates. With the default shifts an MLP would add almost nothing to the residual stream.
     # Norms and biases have little noise; the overlay is off, as in "laptop"; rare tokens begin small and learn slowly.
@@ -231,8 +231,7 @@ PRESETS = {
         N_LAYERS=1, LOSS="exact", HOST_MASK=7, TOKEN_MASK=1, RARE_TOKENS=0.0005, SIGMA_SHIFT=2, SIGMA_SHIFT_VECTOR=7,
         ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
         SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, CHUNK_SIZE=8192, POPULATION_SIZE=32768,
-        SOFT_TARGETS=((0, 1),), LR_SCHEDULE=((0, 0.5), (500, 0.25), (2000, 0.12), (5000, 0.06), (8500, 0.03),
-                                             (10500, 0.015)),
+        SOFT_TARGETS="0:1", LR_SCHEDULE="0:0.5, 500:0.25, 2000:0.12, 5000:0.06, 8500:0.03, 10500:0.015",
         VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=1000),
     # nano-egg's model, population, windows and validation. Three draws of 4 bits have a standard deviation of 15.2;
     # nano-egg's normal draws, cut to integers, have 15.6. 16 logit units are a bit. AdamW, louder noise and a threshold
@@ -242,9 +241,9 @@ PRESETS = {
         MODEL="gru", HIDDEN_DIM=256, N_LAYERS=6, SEQ_LEN=100, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=16384,
         POPULATION_SIZE=32768, SIGMA_SHIFT=3, SIGMA_SHIFT_VECTOR=8, HOST_GAUSSIAN=1, DEVICE_GAUSSIAN=1, LOSS="exact",
         SOFTMAX_EXP_SCALE=16 / math.log(2), ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0,
-        LR_SCHEDULE=((0, 1.0), (60, 0.7), (150, 0.5), (300, 0.35), (600, 0.25), (1500, 0.15), (4000, 0.08),
-                     (8000, 0.04)), ADAM_WEIGHT_DECAY=0.001, VALIDATE_EVERY=50, VALIDATE_TOKENS=0,
-        VALIDATE_WINDOW=448, SAMPLE_EVERY=100, SNAPSHOT_EVERY=1000),
+        LR_SCHEDULE="0:1.0, 60:0.7, 150:0.5, 300:0.35, 600:0.25, 1500:0.15, 4000:0.08, 8000:0.04",
+        ADAM_WEIGHT_DECAY=0.001, VALIDATE_EVERY=50, VALIDATE_TOKENS=0, VALIDATE_WINDOW=448, SAMPLE_EVERY=100,
+        SNAPSHOT_EVERY=1000),
 }
 # The best found for bytes on a large GPU, with noise on activations: a larger model, and 512 windows a step. Finer
 # logits show smaller differences, so that less noise is enough. On one GPU one chunk a step is a tenth faster than two;
@@ -252,18 +251,17 @@ PRESETS = {
 PRESETS["best-bytes"] = {
     **PRESETS["laptop"], "HIDDEN_DIM": 256, "SEQ_LEN": 128, "GROUP_SIZE": 64, "CHUNK_SIZE": 32768,
     "POPULATION_SIZE": 32768, "NOISE_EMBEDDING": 1, "NOISE_DOWN": 1, "SOFTMAX_EXP_SCALE": 16.0,
-    "SOFT_TARGETS": ((0, 4), (150, 5), (400, 6)),
-    "LR_SCHEDULE": ((0, 0.5), (75, 0.45), (150, 0.41), (300, 0.35), (500, 0.31), (800, 0.26), (1270, 0.2),
-                    (1790, 0.15), (2530, 0.12), (3690, 0.09), (5280, 0.07), (7390, 0.05), (9500, 0.035),
-                    (11610, 0.022), (14770, 0.015)),
+    "SOFT_TARGETS": "0:4, 150:5, 400:6",
+    "LR_SCHEDULE": "0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1270:0.2, 1790:0.15, 2530:0.12, 3690:0.09, "
+                   "5280:0.07, 7390:0.05, 9500:0.035, 11610:0.022, 14770:0.015",
     "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
 # The best found for bytes with noise on weights: nano-egg's model with one layer learns as much from a token and sees
 # five times as many. Four chunks a step cost nothing on one GPU.
 PRESETS["best-bytes-weights"] = {
     **PRESETS["nano-egg"], "N_LAYERS": 1, "POPULATION_SIZE": 65536, "VALIDATE_EVERY": 100,
-    "SOFT_TARGETS": ((0, 2), (60, 3), (500, 4), (5000, 5)),
-    "LR_SCHEDULE": ((0, 1.5), (60, 1.05), (150, 0.75), (300, 0.5), (600, 0.37), (1200, 0.22), (2500, 0.15),
-                    (5500, 0.09), (9000, 0.06), (12500, 0.035), (14800, 0.018)), "SNAPSHOT_EVERY": 1000}
+    "SOFT_TARGETS": "0:2, 60:3, 500:4, 5000:5",
+    "LR_SCHEDULE": "0:1.5, 60:1.05, 150:0.75, 300:0.5, 600:0.37, 1200:0.22, 2500:0.15, 5500:0.09, 9000:0.06, "
+                   "12500:0.035, 14800:0.018", "SNAPSHOT_EVERY": 1000}
 
 # What a run with --objective sets where nothing else was said: noise on weights, a window of its own for every pair,
 # few members, which write, and rates and a share of text with which a model that has learnt keeps what it knows. The
@@ -271,8 +269,7 @@ PRESETS["best-bytes-weights"] = {
 OBJECTIVE_SETTINGS = dict(
     PERTURB="weights", CHUNK_SIZE=512, POPULATION_SIZE=1024, GROUP_SIZE=2, SIGMA_SHIFT_VECTOR=8, DEVICE_GAUSSIAN=1,
     LOSS="exact", ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
-    LR_SCHEDULE=((0, 0.1), (200, 0.07), (1000, 0.05), (3000, 0.03)), TEXT_SHARE=0.5, VALIDATE_EVERY=20,
-    SAMPLE_EVERY=20)
+    LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
 
 SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
 
@@ -373,9 +370,8 @@ def _constants():
         kind, allowed = _allowed(limits)
         words = meaning.split()
         model = words.pop(0)[1:-1] if words and words[0][0] == "(" and words[0][-1] == ")" else None
-        constants[name] = Constant(section=section, value=int(value) if isinstance(value, bool) else value, kind=kind,
-                                   limits=limits, allowed=allowed, agree=agree, model=model, meaning=" ".join(words),
-                                   line=number)
+        value = int(value) if isinstance(value, bool) else value
+        constants[name] = Constant(section, value, kind, limits, allowed, agree, model, " ".join(words), number)
     for number, line in enumerate(lines[end:], end + 1):
         if (name := line.partition("=")[0].rstrip()) in constants:
             raise ConfigError(f"{_place(number)}{name}: has no effect below PRESETS: set it in line "
@@ -643,8 +639,8 @@ def _derive(cfg):
 
 def loss_unit(constants):
     """(bits in one unit of the losses of d-eggs, the unit in which losses are shown) with these {name: value}."""
-    bits = 16 / (constants["SOFTMAX_EXP_SCALE"] * math.log(2))
-    return bits, "bits/byte" if constants["VOCAB_SIZE"] == 256 else "bits/token"
+    return (16 / (constants["SOFTMAX_EXP_SCALE"] * math.log(2)),
+            "bits/byte" if constants["VOCAB_SIZE"] == 256 else "bits/token")
 
 
 def may_differ(name):
@@ -672,6 +668,10 @@ def _parse(name, text, source):
     except ValueError:
         wanted = KINDS.get(constant.kind) or "step:{0},step:{0},...".format(constant.limits.partition("s ")[0])
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
+
+
+for _preset in *PRESETS.values(), OBJECTIVE_SETTINGS:
+    _preset |= {_name: _parse(_name, _text, "PRESETS") for _name, _text in _preset.items() if isinstance(_text, str)}
 
 
 # --- the tables of docs/CONFIGURATION.md -----------------------------------------------------------------------------

@@ -60,15 +60,18 @@ BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the
 
 
 class Worker:
-    """A replica of the model and what it needs to serve; see `run_worker`."""
+    """A replica of the model and what it needs to serve; see `run_worker`. validate_first: with the first chunk 0,
+    whatever the step; inspect(engine): called before chunk 0 of a step is evaluated; objective: by which members are
+    judged, a tools.objective.Objective."""
 
     changed = 0                            # weights changed by the last update, until a result has reported it
+    digest = None                          # of the present state, once it is asked for
     rebuilt = False                        # since the last chunk
     reported_step = -1                     # the last step that was validated and sampled
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
     chunks = answers = 0
 
-    def __init__(self, cfg, engine, tokens, validation, decoding, validate_first, console, inspect=None,
+    def __init__(self, cfg, engine, tokens, validation, decoding, console, validate_first=False, inspect=None,
                  objective=None):
         self.cfg = cfg
         self.engine = engine
@@ -80,7 +83,6 @@ class Worker:
         self.inspect = inspect
         self.objective = objective
         self.predictor = ChunkPredictor(cfg)
-        self.digests = {}                    # {step: digest of the state} of the present step
         self.done = {}                       # {first member: packed digits} of the chunks of this step done here
         self.begun = {}                      # {first member: members} of the chunk with which the engine has begun
         self.prepared = set()                # sizes of slices for which the engine is prepared
@@ -95,7 +97,9 @@ class Worker:
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
         while True:
-            digest = self._state_digest() if link.version == V2 else b""
+            digest = b""
+            if link.version == V2:
+                digest = self.digest = self.digest or engine.digest()
             link.send(result + link.frame(wire.JOB_REQUEST, engine.seed, engine.step, 0, digest))
             result = b""
             while (frame := link.any_of(answers)).opcode in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
@@ -159,8 +163,7 @@ class Worker:
         if self.cfg.PERTURB == "activations":
             return parts[0]
         losses = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        fitness = fitness_digits.chunk_fitness(losses, self.cfg)
-        return fitness_digits.pack_ternary(fitness), int(losses.sum())
+        return fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg)), int(losses.sum())
 
     def _result(self, link, first, packed, loss):
         """The RESULT frame of a chunk. When this worker has done all chunks of the step, it begins with the update by
@@ -194,23 +197,18 @@ class Worker:
         if step != self.engine.step + 1:
             return self._start_over(link, None, step)
 
-        @contextlib.contextmanager
-        def explained():
-            try:
-                yield
-            except ValueError as error:
-                raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
-                               "set POPULATION_SIZE as there") from None
-
-        with explained():
+        size = ternary.packed_size(self.cfg.STEP_DIGITS)
+        try:
             if link.version == V2:
-                packed = history.unzip(packed, ternary.packed_size(self.cfg.STEP_DIGITS))
-            else:
-                ternary.check(packed, self.cfg.STEP_DIGITS)
-        self._begin_update(packed)                   # a GPU is at work while the digits are checked
-        with explained():
+                packed = history.unzip(packed, size)
+            if len(packed) == size:
+                self._begin_update(packed)           # a GPU is at work while the digits are checked
             ternary.check(packed, self.cfg.STEP_DIGITS)
+        except ValueError as error:
+            raise NetError(f"{link.name}: the fitness of step {step - 1} cannot be right ({error}): "
+                           "set POPULATION_SIZE as there") from None
         self.changed = self.engine.update(packed)
+        self.digest = None
         self.done = {}
 
     def _slice_size(self, left):
@@ -240,16 +238,9 @@ class Worker:
             if self.objective:
                 link.say(wire.REWARD, step, *self.objective.measured(self.engine))
         if due(cfg.SAMPLE_EVERY, step) and (self.objective or self.tokens is not None):
-            text = self.objective.sample(self.engine, step) if self.objective else \
-                sample(cfg, self.engine, self.tokens, self.decoding)
+            text = sample(cfg, self.engine, self.tokens, self.decoding, self.objective)
             line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                   # one line of the log
             link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
-
-    def _state_digest(self):
-        step = self.engine.step
-        if step not in self.digests:
-            self.digests = {step: self.engine.digest()}
-        return self.digests[step]
 
     def _load(self, state=None):
         """Goes on from a State, by default from the beginning."""
@@ -257,7 +248,7 @@ class Worker:
         self.engine.load(state or parameters.initial_state(self.cfg))
         self.changed = 0
         self.reported_step = -1
-        self.digests = {}
+        self.digest = None
         self.done = {}
 
     def _start_over(self, link, seed, step):
@@ -362,32 +353,31 @@ def due(every, step):
     return every and (step % every == 0 or every >= 10 and step in (every // 10, every // 5, every // 2))
 
 
-def sample(cfg, engine, tokens, decoding):
-    """str: a piece of the data and the model's continuation of it (SPEC 10)."""
+def sample(cfg, engine, tokens, decoding, objective=None):
+    """str: a piece of the data and the model's continuation of it (SPEC 10), or with an objective its sample."""
+    if objective:
+        return objective.sample(engine, engine.step)
     import numpy as np
     from model import data_files
     at = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
     prompt = np.asarray(tokens[at:at + cfg.SAMPLE_PROMPT]).astype(np.int64)
-    more = list(engine.generate(prompt, cfg.SAMPLE_TOKENS, engine.seed))
-    return f"{data_files.text(decoding, prompt)} >>> {data_files.text(decoding, more)}"
+    more = data_files.text(decoding, list(engine.generate(prompt, cfg.SAMPLE_TOKENS, engine.seed)))
+    return f"{data_files.text(decoding, prompt)} >>> {more}"
 
 
-def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True,
-               validate_first=False, console=None, access=auth.Access(), protocol=0, name=None, inspect=None,
-               objective=None):
+def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True, console=None,
+               access=auth.Access(), protocol=0, name=None, **options):
     """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the
     coordinator closes, and returns the number of chunks done. The engine keeps the state it has come to. tokens: the
     training data, for samples; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None;
-    validate_first: with the first chunk 0, whatever the step; access: an auth.Access; protocol: 1, 2, or 0 for 2 and
-    then 1 where the coordinator closes on that (never with a secret or TLS); name: in the coordinator's lines, default
-    host and device; inspect(engine): called before chunk 0 of a step is evaluated; objective: by which members are
-    judged, a tools.objective.Objective. Raises NetError where no coordinator can be, or one that does not fit or
-    refuses this worker."""
+    access: an auth.Access; protocol: 1, 2, or 0 for 2 and then 1 where the coordinator closes on that (never with a
+    secret or TLS); name: in the coordinator's lines, default host and device; options: of Worker. Raises NetError where
+    no coordinator can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
     if protocol == V1 and (access.secret or access.tls):
         raise NetError("protocol 1 has neither secret nor TLS: leave --protocol 1 out, or the secret")
-    worker = Worker(cfg, engine, tokens, validation, decoding, validate_first, console, inspect, objective)
+    worker = Worker(cfg, engine, tokens, validation, decoding, console, **options)
     card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": cfg.agreed(), "data": snapshots.data_digest(tokens).hex(),

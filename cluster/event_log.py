@@ -224,13 +224,14 @@ class TensorBoard:
         kind = event["event"]
         unit = event.get("unit", "").replace("/", "_per_")
         values = {}
-        if kind == "step":
-            names = "updates", "tokens_per_second", "learning_rate"
-            values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
-        elif kind in ("validation", "reward"):
-            values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
-        elif kind == "snapshot" and event["overlay"]:
-            values = {f"overlay/{name}": value for name, value in event["overlay"].items()}
+        match kind:
+            case "step":
+                names = "updates", "tokens_per_second", "learning_rate"
+                values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
+            case "validation" | "reward":
+                values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
+            case "snapshot" if event["overlay"]:
+                values = {f"overlay/{name}": value for name, value in event["overlay"].items()}
         summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])
         if kind == "sample":
             # indented: TensorBoard renders it as a code block of Markdown

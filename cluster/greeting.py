@@ -9,9 +9,9 @@ from hmac import compare_digest
 
 from cluster import auth, wire
 from cluster.console import one_line
-from cluster.wire import FrameError, Refused
+from cluster.wire import CHALLENGE, FrameError, HELLO, JOIN, PROVE, PROVED, Refused, SECRET_WANTED, WELCOME
 
-FROM_HOST = wire.CHALLENGE, wire.PROVED, wire.WELCOME
+FROM_HOST = CHALLENGE, PROVED, WELCOME
 IMPOSTOR = "it does not know the secret given here: is it the right coordinator, and have both sides the same one?"
 
 
@@ -64,32 +64,32 @@ class Caller(_Side):
         self._secret = secret
         self._text = json.dumps(card).encode()
         self._first = first
-        self._hello = os.urandom(wire.HELLO.head.size)
+        self._hello = os.urandom(HELLO.head.size)
 
     def begin(self):
-        return wire.HELLO, self._hello
+        return HELLO, self._hello
 
     def handle(self, opcode, payload):
         """Takes a frame of the host; the answer, None without one. Raises GreetingError where the host wants a secret
         or does not know it, FrameError for a frame out of order."""
-        if opcode == wire.CHALLENGE and not self._challenge:
-            self._challenge, flags = wire.CHALLENGE.unpack(payload)
-            if flags & wire.SECRET_WANTED and not self._secret:
+        if opcode == CHALLENGE and not self._challenge:
+            self._challenge, flags = CHALLENGE.unpack(payload)
+            if flags & SECRET_WANTED and not self._secret:
                 raise GreetingError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
-            if self._secret and not flags & wire.SECRET_WANTED:
+            if self._secret and not flags & SECRET_WANTED:
                 raise GreetingError("it has no secret, and here is one: give both sides the same one, or leave "
                                     "--secret-file and EGG_SECRET out")
             self.proves_first = bool(self._secret and flags & wire.PROVES_FIRST)
             if self._first and not self.proves_first:
                 raise GreetingError("it does not prove itself first, as it did before: an impostor, or an older "
                                     "version of egg; start this worker again if you have changed the coordinator")
-            return (wire.PROVE,) if self.proves_first else self._join()
-        if opcode == wire.PROVED and self.proves_first:
+            return (PROVE,) if self.proves_first else self._join()
+        if opcode == PROVED and self.proves_first:
             if not compare_digest(payload, auth.early_proof(self._secret, self._hello, self._challenge)):
                 raise GreetingError(IMPOSTOR)
             return self._join()
-        if opcode == wire.WELCOME and self._challenge and not self.welcome:
-            fields = wire.WELCOME.unpack(payload)
+        if opcode == WELCOME and self._challenge and not self.welcome:
+            fields = WELCOME.unpack(payload)
             if not compare_digest(fields.proof, self._proof(b"coordinator")):
                 raise GreetingError(IMPOSTOR)
             self.welcome = fields
@@ -97,7 +97,7 @@ class Caller(_Side):
         raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
 
     def _join(self):
-        return wire.JOIN, self._proof(b"worker"), self._text
+        return JOIN, self._proof(b"worker"), self._text
 
 
 class Host(_Side):
@@ -107,19 +107,19 @@ class Host(_Side):
 
     def __init__(self, secret):
         self._secret = secret
-        self._challenge = os.urandom(wire.HELLO.head.size)
+        self._challenge = os.urandom(HELLO.head.size)
 
     def handle(self, opcode, payload):
         """Takes a frame of the caller; the answer, None without one. Raises FrameError."""
-        if opcode == wire.HELLO and not self._hello:
+        if opcode == HELLO and not self._hello:
             self._hello = payload
-            flags = wire.SECRET_WANTED | wire.PROVES_FIRST if self._secret else 0
-            return wire.CHALLENGE, self._challenge, flags
-        if opcode == wire.PROVE and self._hello and self._secret and not self.proved:
+            flags = SECRET_WANTED | wire.PROVES_FIRST if self._secret else 0
+            return CHALLENGE, self._challenge, flags
+        if opcode == PROVE and self._hello and self._secret and not self.proved:
             self.proved = True
-            return wire.PROVED, auth.early_proof(self._secret, self._hello, self._challenge)
-        if opcode == wire.JOIN and self._hello:
-            proof, self._text = wire.JOIN.unpack(payload)
+            return PROVED, auth.early_proof(self._secret, self._hello, self._challenge)
+        if opcode == JOIN and self._hello:
+            proof, self._text = JOIN.unpack(payload)
             if not compare_digest(proof, self._proof(b"worker")):
                 raise Refused("wrong secret", wire.NO_ACCESS)
             self.card = read_card(self._text)
@@ -128,4 +128,4 @@ class Host(_Side):
 
     def welcome(self, *fields):
         """The WELCOME with these fields behind the proof."""
-        return wire.WELCOME, self._proof(b"coordinator"), *fields
+        return WELCOME, self._proof(b"coordinator"), *fields

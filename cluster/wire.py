@@ -3,7 +3,6 @@ C++ peers; version 2 adds what a cluster among strangers needs."""
 
 import functools
 import json
-import math
 import re
 import struct
 from collections import namedtuple
@@ -46,10 +45,6 @@ class Frame(int):
     def parts(self, *fields):
         """[bytes] that make the payload with these fields."""
         return [self.head.pack(*fields[:self._fixed]), *fields[self._fixed:]]
-
-    def pack(self, *fields):
-        """bytes of the payload with these fields."""
-        return b"".join(self.parts(*fields))
 
     def unpack(self, payload):
         """The fields of a payload, by name."""
@@ -117,9 +112,8 @@ class Refused(FrameError):
 def read_json(data):
     """The object in UTF-8 JSON of a peer, safe to compare, to compute with and to encode again. Raises ValueError for
     anything but an object, lone surrogates, numbers beyond 64 bits or not finite, and more than JSON_DEPTH levels."""
-    def number(text):
-        value = math.inf if len(text) >= 400 else int(text) if text.lstrip("-").isdigit() else float(text)
-        if not abs(value) < (1 << 64 if type(value) is int else math.inf):
+    def whole(text):
+        if abs(value := int(text)) >= 1 << 64:
             raise ValueError(f"a number that is too large: {text[:20]}")
         return value
 
@@ -128,8 +122,9 @@ def read_json(data):
         return 1 + max(map(levels, inner), default=0)
 
     try:
-        found = json.loads(str(data, "utf-8"), parse_int=number, parse_float=number, parse_constant=number)
-        json.dumps(found, ensure_ascii=False).encode()       # UnicodeEncodeError, a ValueError, for a lone surrogate
+        found = json.loads(str(data, "utf-8"), parse_int=whole)
+        # ValueError for a number that is not finite, and UnicodeEncodeError, another one, for a lone surrogate
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
         if levels(found) > JSON_DEPTH:
             raise RecursionError
     except RecursionError:

@@ -17,7 +17,7 @@ from cluster.wire import FrameError, STANDING, STATE, read_json
 from egg_config import UsageError
 from egg_net import Hook
 from islands import merging, transfer
-from islands.peers import ASK_EVERY, NAME, Peers, peers_from_slurm
+from islands.peers import ASK_EVERY, NAME, Peers
 from model import state_digest
 
 # kinds of fitness, of which less is better: their units; of a reward it is the negative
@@ -37,12 +37,6 @@ class IslandSettings(namedtuple("IslandSettings", "name peers bandwidth accept t
 
     def attach(self, coordinator):
         return Island(coordinator, self)
-
-
-def island_settings(name, peers, from_slurm, port, bandwidth, accept, tls=None):
-    """The IslandSettings of the command line. peers: [(host, port)]. Raises ConfigError."""
-    peers = list(peers) + (peers_from_slurm(port) if from_slurm else [])
-    return IslandSettings(name, list(dict.fromkeys(peers)), BANDWIDTH if bandwidth is None else bandwidth, accept, tls)
 
 
 class Standing(namedtuple("Standing", "fitness kind unit step epoch founder state state_step ask")):

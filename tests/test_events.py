@@ -15,7 +15,7 @@ import egg
 import egg_config
 import egg_net
 from cluster import admission, event_log, history, wire
-from cluster.console import printable, sample_parts
+from cluster.console import Printer, printable, sample_parts
 from cluster.wire import JOB_REQUEST
 from maintenance import __main__ as maintenance
 from model import data_files
@@ -308,7 +308,7 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
             write(path, told)
             curve = read_curve(path)
             assert [point.value for point in curve.loss] == pytest.approx(losses) and curve.loss_unit == unit
-    text = plot.terminal(*charts([path]), Stream(), 80)
+    text = plot.terminal(*charts([path]), Printer(Stream()), 80)
     assert "training loss, bits/token\n" in text
 
 
@@ -320,9 +320,9 @@ def test_a_label_stands_where_no_curve_is(tmp_path):
         told = {"step": k, "tokens": k, "value": 3.5 + 4 * 0.9 ** k, "loss": 1, "seconds": 1, "unit": "bits/byte"}
         write(path, {"event": "validation", **told}, {"event": "step", **told})
     for width in (60, 80, 160):
-        text = plot.terminal(*charts([path]), Stream(), width)
+        text = plot.terminal(*charts([path]), Printer(Stream()), width)
         assert " unigram 4.60" in text and re.search("[ \u2502\u2524]bigram 3.50(?=[ \n])", text), text
-        assert "bigram 3.50" not in plot.terminal(*charts([path]), Stream(), 20)
+        assert "bigram 3.50" not in plot.terminal(*charts([path]), Printer(Stream()), 20)
 
 
 def test_a_resumed_run_has_one_curve(tmp_path):

@@ -44,16 +44,16 @@ def test_a_terminal_plot_of_any_width(tmp_path):
         drawn = charts([tmp_path / "one", tmp_path / "two"], x, log)
         for encoding in ("utf-8", "ascii", "latin-1"):
             for width in (1, 13, 20, 40, 79, 80, 200):
-                text = plot.terminal(*drawn, Stream(encoding), width)
+                text = plot.terminal(*drawn, Printer(Stream(encoding)), width)
                 body = text.split("\n\n")[:2]
                 assert all(len(line) <= max(width, plot.LABEL + 4) for part in body
                            for line in part.splitlines()[1:-1]), (x, width)
                 text.encode(encoding)
-    text = plot.terminal(*charts([tmp_path / "one"]), Stream(), 60)
+    text = plot.terminal(*charts([tmp_path / "one"]), Printer(Stream()), 60)
     assert "validation, bits/byte\n" in text and "million tokens\n" in text and re.search("[\u2801-\u28ff]", text)
     assert "\x1b" not in text
     assert text.endswith("* one: validation 0.6485, training loss 0.09907")
-    both = plot.terminal(*charts([tmp_path / "one", tmp_path / "two"]), Stream(terminal=True), 60)
+    both = plot.terminal(*charts([tmp_path / "one", tmp_path / "two"]), Printer(Stream(terminal=True)), 60)
     assert "\x1b[33m" in both and "\x1b[36m" in both
 
 
@@ -62,7 +62,7 @@ def test_a_terminal_plot_puts_figures_where_its_axes_say(tmp_path):
     # a straight line from (0, 10) to (100 steps, 0)
     write(path, *({"event": "step", "step": k, "tokens": k, "loss": 10 - k / 10, "seconds": 1} for k in range(101)))
     made, names, tree = charts([path], "steps")
-    rows = plot.terminal(made[1:], names, tree, Stream("ascii"), 59).splitlines()[1:1 + plot.ROWS]
+    rows = plot.terminal(made[1:], names, tree, Printer(Stream("ascii")), 59).splitlines()[1:1 + plot.ROWS]
     assert [row.rindex("a") - 9 if k else row.index("a") - 9 for k, row in enumerate(rows)][::plot.ROWS - 1] == [0, 49]
     for row in rows:
         label, _, drawn = row.partition("+" if "+" in row else "|")
@@ -82,7 +82,7 @@ def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path):
     assert [chart.across(x) for x in (1, 10, 100, 1000)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert [text for _, text in chart.x_ticks(4)] == ["1", "10", "100", "1000"]
     assert [text for _, text in chart.x_ticks(9)] == ["1", "2", "5", "10", "20", "50", "100", "200", "500", "1000"]
-    text = plot.terminal([chart], names, tree, Stream("ascii"), 70)
+    text = plot.terminal([chart], names, tree, Printer(Stream("ascii")), 70)
     below = text.splitlines()[plot.ROWS + 2].split()
     assert below == ["1", "10", "100", "1000"] and "time of training, s\n" in text
     assert run("plot --x time --log", path, "--out", tmp_path / "a.svg").returncode == 0
@@ -279,12 +279,12 @@ def test_islands_in_the_terminal(tmp_path):
     for terminal in (False, True):
         for encoding in ("utf-8", "ascii"):
             for width in (1, 20, 60, 200):
-                text = plot.terminal(*charts(paths), Stream(encoding, terminal), width)
+                text = plot.terminal(*charts(paths), Printer(Stream(encoding, terminal)), width)
                 assert "\x1b[31mx" not in text and "x" * 33 not in text
                 lanes = re.sub("\x1b\\[[0-9]+m", "",
                                text).split("in capitals where it was taken in\n")[1].splitlines()[:4]
                 assert all(len(line) <= max(width, plot.LABEL + 4) for line in lanes)
-    text = plot.terminal(*charts(paths), Stream(), 109)
+    text = plot.terminal(*charts(paths), Printer(Stream()), 109)
     lanes = [line.partition("\u2502")[::2] for line in text.split("was taken in\n")[1].splitlines()[:4]]
     assert [name.strip() for name, _ in lanes] == ["a", "b", "c", "$\\frac{"]
     # a hundred columns are a hundred steps

@@ -17,6 +17,7 @@ import pytest
 import egg
 import egg_config
 from cluster import history
+from cluster.console import Console
 from engine import hardware
 from tools import train
 from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
@@ -286,7 +287,7 @@ def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpu
     monkeypatch.setattr(train, "Training", stop)
     cfg = CFG.changed(CHUNK_SIZE=8, POPULATION_SIZE=16, INPUT_FILE="my data/train.bin", VAL_FILE="my data/val.bin")
     with pytest.raises(train.TrainError, match="enough"):
-        train.train(cfg, steps=1)
+        train.train(cfg, None, Console(), steps=1)
     said = capsys.readouterr()
     assert ("3 GPUs, but a step has 2 of the chunks" in said.out + said.err) == (gpus == 3)
     assert ("-D POPULATION_SIZE=24 has" in said.out + said.err) == (gpus == 3)

@@ -199,7 +199,7 @@ def test_a_worker_looks_at_its_socket_between_slices(tmp_path):
         slices = len(engine.evaluated)
         thread.join(60)
         assert not thread.is_alive() and len(engine.evaluated) <= slices + 1 < 16      # of a chunk
-    worker = egg_net.Worker(CFG, engine, None, None, None, False, None)
+    worker = egg_net.Worker(CFG, engine, None, None, None, None)
     for speed, seconds in ((100, 0.2), (10 ** 6, 0.2), (1, 0.2), (37, 0.2)):
         for _ in range(8):
             worker._measure(worker.slice, worker.slice / speed)

@@ -1,6 +1,7 @@
 """`python egg.py bench`: what this machine does, as figures that can be compared: rates beside those of NumPy's matrix
 product, in one run."""
 
+import functools
 import json
 import os
 import pathlib
@@ -12,12 +13,14 @@ import time
 
 import numpy as np
 
+from cluster.history import EVENTS
 from engine import engines, hardware
 from model import data_files, fitness_digits, parameters, rules
 import egg_net
 from tools import train
 
 ROUNDS = 5
+say = functools.partial(print, flush=True)
 SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0,
              POPULATION_SIZE=0)
 
@@ -25,13 +28,13 @@ SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512
 def bench(cfg, device, threads):
     """Prints the figures of one device; threads: cores of a CPU, None for all."""
     print_machine()
-    print(f"configuration: {shape_text(cfg)}, {cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
-          f"noise mode {cfg.ADAPTIVE_NOISE_MODE}, {parameters.products_per_token(cfg) / 1e6:.2f} M multiply-adds a "
-          "token")
+    say(f"configuration: {shape_text(cfg)}, {cfg.POPULATION_SIZE} members in {cfg.N_CHUNKS} chunks, loss {cfg.LOSS}, "
+        f"noise mode {cfg.ADAPTIVE_NOISE_MODE}, {parameters.products_per_token(cfg) / 1e6:.2f} M multiply-adds a "
+        "token")
     if os.path.exists(cfg.INPUT_FILE):
         tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
     else:
-        print(f"{cfg.INPUT_FILE} is missing: random tokens serve as well here")
+        say(f"{cfg.INPUT_FILE} is missing: random tokens serve as well here")
         tokens = random_tokens(cfg)
     bench_engine(cfg, tokens, device, threads)
     bench_steps(cfg, tokens, device, threads)
@@ -44,40 +47,40 @@ def bench_engine(cfg, tokens, device, threads):
     time_of = _once if on_cpu else median_seconds
     fitness, matrices = random_fitness(cfg), sum(t.size for t in parameters.tensors(cfg) if t.matrix)
     seconds = time_of(lambda: engine.update(fitness))
-    print(f"update      {seconds * 1e3:,.2f} ms for {cfg.POPULATION_SIZE:,} members, "
-          f"{2e-9 * cfg.N_PAIRS * matrices / seconds:,.0f} G operations/s", flush=True)
+    say(f"update      {seconds * 1e3:,.2f} ms for {cfg.POPULATION_SIZE:,} members, "
+        f"{2e-9 * cfg.N_PAIRS * matrices / seconds:,.0f} G operations/s")
     seconds = median_seconds(engine.digest)
-    print(f"digest      {seconds * 1e3:.2f} ms for {13e-6 * parameters.n_weights(cfg):.1f} MB of state")
+    say(f"digest      {seconds * 1e3:.2f} ms for {13e-6 * parameters.n_weights(cfg):.1f} MB of state")
     windows = rules.windows(cfg, tokens, 0, 0, min(members, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
     seconds = time_of(lambda: engine.validate(windows))
-    print(f"validation  {len(windows) * cfg.SEQ_LEN / seconds:,.0f} tokens/s, without noise")
+    say(f"validation  {len(windows) * cfg.SEQ_LEN / seconds:,.0f} tokens/s, without noise")
     prompt, count = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 64 if on_cpu else 512
     seconds = time_of(lambda: list(engine.generate(prompt, count, 1)))
-    print(f"generation  {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)", flush=True)
+    say(f"generation  {count / seconds:,.0f} tokens/s (prompt {len(prompt)}, {count} new)")
     if not on_cpu:
         from engine import cuda_engine
         kernels, memory = cuda_engine.update_times(engine, fitness), cuda_engine.memory()
-        print("kernels of the update, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in kernels.items()))
+        say("kernels of the update, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in kernels.items()))
         used = (memory.total - memory.free) / 2**30
-        print(f"device memory in use {used:.2f} of {memory.total / 2**30:.0f} GiB", flush=True)
+        say(f"device memory in use {used:.2f} of {memory.total / 2**30:.0f} GiB")
 
 
 def evaluation_on_cpu(cfg, tokens, threads):
     """Prints evaluation against NumPy's float32 matrix product. Returns (engine, members that take about 0.7 s)."""
     from engine import cpu_engine
-    seconds = cpu_engine.warm_up(cfg, lambda line: print(line, flush=True), cpu_engine.VERBS)
+    seconds = cpu_engine.warm_up(cfg, say, cpu_engine.VERBS)
     engine = engines.make(cfg, tokens, "cpu", threads)
-    print(f"engine {engine.name}, ready in {seconds:.1f} s")
+    say(f"engine {engine.name}, ready in {seconds:.1f} s")
     per_token, members = parameters.products_per_token(cfg), _members(engine, cfg, 0.7)
     rates, ratios = [], []
     for _ in range(ROUNDS):
         gemm = numpy_rate()
         rates.append(members * cfg.SEQ_LEN / _once(lambda: engine.evaluate(0, members)))
         ratios.append(rates[-1] * per_token / gemm)
-        print(f"  evaluation {rates[-1]:10,.0f} tokens/s = {rates[-1] * per_token / 1e9:6.1f} G multiply-adds/s; "
-              f"float32 GEMM {gemm / 1e9:6.1f} G; ratio {ratios[-1]:.2f}", flush=True)
-    print(f"evaluation  {statistics.median(rates):,.0f} tokens/s; multiply-adds over those of float32 GEMM: "
-          f"{statistics.median(ratios):.2f} (medians of {ROUNDS})")
+        say(f"  evaluation {rates[-1]:10,.0f} tokens/s = {rates[-1] * per_token / 1e9:6.1f} G multiply-adds/s; "
+            f"float32 GEMM {gemm / 1e9:6.1f} G; ratio {ratios[-1]:.2f}")
+    say(f"evaluation  {statistics.median(rates):,.0f} tokens/s; multiply-adds over those of float32 GEMM: "
+        f"{statistics.median(ratios):.2f} (medians of {ROUNDS})")
     return engine, members
 
 
@@ -90,17 +93,17 @@ def evaluation_on_gpu(cfg, tokens, device):
     def evaluation(what, engine):
         seconds = median_seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
         work = 2 * count / seconds * parameters.products_per_token(cfg)
-        print(f"{what}  {count / seconds / 1e6:.2f} M tokens/s, {work / 1e12:.0f} TOP/s, {work / peak:.1%} of the "
-              f"peak; {seconds * 1e3:.1f} ms for {count:,} tokens", flush=True)
+        say(f"{what}  {count / seconds / 1e6:.2f} M tokens/s, {work / 1e12:.0f} TOP/s, {work / peak:.1%} of the "
+            f"peak; {seconds * 1e3:.1f} ms for {count:,} tokens")
         return seconds
 
     engine = cuda_engine.CudaEngine(cfg, tokens, number)
-    print(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
-          f"{peak / 1e12:.0f} TOP/s")
+    say(f"engine {engine.name}, ready in {engine.compile_seconds:.1f} s; int8 peak at the highest clock "
+        f"{peak / 1e12:.0f} TOP/s")
     noisy = evaluation("evaluation", engine)
     if cfg.PERTURB == "weights":
         silent = evaluation("  no noise", cuda_engine.CudaEngine(cfg, tokens, number, silent=True))
-        print(f"noise costs {1 - silent / noisy:.1%} of evaluation")
+        say(f"noise costs {1 - silent / noisy:.1%} of evaluation")
     return engine, cfg.CHUNK_SIZE
 
 
@@ -113,9 +116,9 @@ def bench_steps(cfg, tokens, device, threads):
         if device == "cpu" and not changes and cfg.PERTURB == "weights":     # a whole population would take minutes
             shape = for_cpu(shape, tokens, threads)
         step, found = whole_step(shape, tokens, device, threads, seconds)
-        print(f"whole steps, {name}: " + (found if step is None else
-              f"{shape.N_CHUNKS / step:,.1f} chunks/s, {shape.POPULATION_SIZE * shape.SEQ_LEN / step:,.0f} tokens/s, "
-              f"{1e3 * step:,.1f} ms a step of {shape.POPULATION_SIZE:,} members"), flush=True)
+        say(f"whole steps, {name}: " + (found if step is None else
+            f"{shape.N_CHUNKS / step:,.1f} chunks/s, {shape.POPULATION_SIZE * shape.SEQ_LEN / step:,.0f} tokens/s, "
+            f"{1e3 * step:,.1f} ms a step of {shape.POPULATION_SIZE:,} members"))
 
 
 # --- what one measurement needs ---------------------------------------------------------------------------------------
@@ -124,14 +127,14 @@ def whole_step(cfg, tokens, device, threads, seconds):
     """(seconds of a step, None without two; what was found) in a training of 3 times `seconds`, without validations,
     samples and snapshots, after the first third of its steps, in which the slices of a worker are small."""
     with tempfile.TemporaryDirectory() as directory:
-        data, log = pathlib.Path(directory) / "tokens.bin", pathlib.Path(directory) / "log.jsonl"
+        data = pathlib.Path(directory) / "tokens.bin"
         kind = np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32
         (np.asarray(tokens, np.uint32) % cfg.VOCAB_SIZE).astype(kind).tofile(data)
         quiet = dict(INPUT_FILE=str(data), DETOKENIZE=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, SNAPSHOT_EVERY=0,
                      DEVICE=device.partition(":")[0])
         train.train(cfg.changed(**quiet), threads, egg_net.Console(quiet=True), minutes=seconds / 20,
-                    save_dir=directory, log_json=str(log))
-        events = [json.loads(line) for line in log.read_text().splitlines()]
+                    save_dir=directory)
+        events = [json.loads(line) for line in data.with_name(EVENTS).read_text().splitlines()]
     ends = [event["elapsed"] for event in events if event["event"] == "step"]
     joined = sum(event["event"] == "joined" for event in events)
     found = f"{len(ends)} steps in {3 * seconds} s, the last after {max(ends, default=0)} s; {joined} workers joined"
@@ -175,7 +178,7 @@ def print_machine():
     info = pathlib.Path("/proc/cpuinfo")
     found = re.search(r"(?m)^model name\s*: (.*)", info.read_text() if info.exists() else "")
     name = found[1] if found else platform.processor() or "unknown processor"
-    print(f"{platform.machine()}, {hardware.cores()} cores, {name}; Python {platform.python_version()}")
+    say(f"{platform.machine()}, {hardware.cores()} cores, {name}; Python {platform.python_version()}")
 
 
 def random_tokens(cfg):

@@ -13,17 +13,18 @@ def command_line(*arguments):
     """A command line that calls this program with the present Python, to be pasted in this directory."""
     name = os.path.basename(sys.executable)
     python = name if sys.executable == shutil.which(name) else from_here(sys.executable)
-    return shlex.join([python, from_here(os.path.join(ROOT, "egg.py")), *map(str, arguments)])
+    return shlex.join([python, from_here(ROOT, "egg.py"), *map(str, arguments)])
 
 
-def from_here(path):
+def from_here(*parts):
     """The shorter form of a path, relative to this directory or absolute."""
+    path = os.path.join(*parts)
     return min(os.path.relpath(path), os.path.abspath(path), key=len)
 
 
 def as_called(text):
     """`text` with its commands changed so that they work in this directory with the present Python."""
-    lists = from_here(os.path.join(ROOT, "requirements"))
+    lists = from_here(ROOT, "requirements")
     text = re.sub(r"(?<![\w./-])python egg\.py", lambda _: command_line(), text)
     text = text.replace("-r requirements/", f"-r {shlex.quote(lists)}/")
     return text.replace("pip install ", pip() + " install ")
@@ -49,6 +50,6 @@ def installation():
     """Advice where a library is missing that every command needs."""
     venv = os.path.join(ROOT, ".venv")
     if os.path.exists(os.path.join(venv, "ready")) and not os.path.samefile(sys.prefix, venv):
-        words = [from_here(os.path.join(venv, "bin", "python")), from_here(os.path.join(ROOT, "egg.py")), *sys.argv[1:]]
+        words = [from_here(venv, "bin", "python"), from_here(ROOT, "egg.py"), *sys.argv[1:]]
         return f"it is installed for another: {shlex.join(words)}"
     return f"install it with `make -C {shlex.quote(from_here(ROOT))} install`"

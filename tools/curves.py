@@ -2,14 +2,13 @@
 their merges."""
 
 import bisect
-import collections
 import contextlib
 import io
 import itertools
 import json
 import math
 import os
-from typing import NamedTuple
+from collections import deque, namedtuple
 
 import egg_config
 from cluster.event_log import LONGEST, WatchError
@@ -27,25 +26,10 @@ LEAST, MOST, MOST_VALUE = 1e-9, 1e15, 1 << 30
 INCOMPLETE = ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError
 
 
-class Point(NamedTuple):
-    """A point of a curve. seconds: of training."""
-    step: int
-    tokens: float
-    seconds: float
-    value: float
-
-
-class Merge(NamedTuple):
-    """An island took over a state. time: Unix, seconds; peer, peer_step: whose state, and its step there (the peer may
-    be the island itself); share: of that state in the result, 0 to 1; theirs, digest: digests of that state and of the
-    result."""
-    step: int
-    time: float
-    peer: str
-    peer_step: int
-    share: float
-    theirs: str
-    digest: str
+Point = namedtuple("Point", "step tokens seconds value")         # of a curve. seconds: of training
+# An island took over a state. time: Unix, seconds; peer, peer_step: whose state, and its step there (the peer may be
+# the island itself); share: of that state in the result, 0 to 1; theirs, digest: digests of that state, of the result
+Merge = namedtuple("Merge", "step time peer peer_step share theirs digest")
 
 
 class Curve:
@@ -63,7 +47,7 @@ class Curve:
         self.loss, self.validation, self.reward = [], [], []
         self.merges, self.rejuvenations = [], []
         self.references = {}
-        self.samples = collections.deque(maxlen=SAMPLES)
+        self.samples = deque(maxlen=SAMPLES)
 
     @property
     def steps(self):
@@ -72,7 +56,7 @@ class Curve:
 
     def at(self, step):
         """The Point after `step` completed steps, without a value."""
-        i = bisect.bisect_left(self.loss, step, key=lambda point: point.step)
+        i = bisect.bisect_left(self.loss, (step,))               # a Point begins with its step
         seconds = self.loss[i - 1].seconds if i else 0.0
         last = self.loss[-1] if self.loss else Point(0, 0.0, 0.0, 0.0)
         tokens = step * last.tokens / max(last.step, 1)          # all steps have equally many tokens
@@ -86,41 +70,41 @@ class Curve:
 
     def add(self, event):
         """Raises one of INCOMPLETE."""
-        kind = event["event"]
-        if kind == "step":
-            step, tokens, value, seconds = _numbers(event, "step", "tokens", "loss", "seconds")
-            value = _value(value * (1.0 if "unit" in event else self._bits))
-            self.loss_unit = _text(event.get("unit", self.loss_unit))
-            self.cut(step)
-            before = self.loss[-1].seconds if self.loss else 0.0
-            _append(self.loss, Point(int(step), tokens, before + seconds, value))
-        elif kind == "validation":
-            unit = _text(event["unit"])
-            self._measured(self.validation, event, *_numbers(event, "value"))
-            self.unit = unit
-        elif kind == "reward":
-            self._measured(self.reward, event, float(event["value"]))
-        elif kind == "references":
-            values = itertools.islice(event["values"].items(), NAMES)
-            self.references = {_text(k): _value(float(v)) for k, v in values}
-        elif kind == "start":
-            self._alpha = min(max(*_numbers(event["config"], "RECOMBINE_ALPHA"), 0.0), 1.0)
-            self._bits, self.loss_unit = egg_config.loss_unit(event["config"])
-        elif kind == "island":
-            self.island = _text(event["name"])
-        elif kind == "merge":
-            step, when, peer_step = _numbers(event, "step", "time", "peer_step")
-            peer, theirs, digest = (_text(event[name]) for name in ("peer", "parent_theirs", "digest"))
-            self.merges.append(Merge(int(step), when, peer, int(peer_step), merged_share(event, self._alpha), theirs,
-                                     digest))
-            del self.merges[:-MERGES]
-        elif kind == "sample":
-            worker = event["worker"] and _text(event["worker"])
-            self.samples.append({"step": int(*_numbers(event, "step")), "worker": worker,
-                                 **{name: str(event[name]) for name in ("prompt", "text")}})
-        elif kind == "rejuvenated":
-            self.rejuvenations.append(self.at(int(*_numbers(event, "step"))))
-            del self.rejuvenations[:-MERGES]
+        match event["event"]:
+            case "step":
+                step, tokens, value, seconds = _numbers(event, "step", "tokens", "loss", "seconds")
+                value = _value(value * (1.0 if "unit" in event else self._bits))
+                self.loss_unit = _text(event.get("unit", self.loss_unit))
+                self.cut(step)
+                before = self.loss[-1].seconds if self.loss else 0.0
+                _append(self.loss, Point(int(step), tokens, before + seconds, value))
+            case "validation":
+                unit = _text(event["unit"])
+                self._measured(self.validation, event, *_numbers(event, "value"))
+                self.unit = unit
+            case "reward":
+                self._measured(self.reward, event, float(event["value"]))
+            case "references":
+                self.references = {_text(k): _value(float(v))
+                                   for k, v in itertools.islice(event["values"].items(), NAMES)}
+            case "start":
+                self._alpha = min(max(*_numbers(event["config"], "RECOMBINE_ALPHA"), 0.0), 1.0)
+                self._bits, self.loss_unit = egg_config.loss_unit(event["config"])
+            case "island":
+                self.island = _text(event["name"])
+            case "merge":
+                step, when, peer_step = _numbers(event, "step", "time", "peer_step")
+                peer, theirs, digest = (_text(event[name]) for name in ("peer", "parent_theirs", "digest"))
+                share = merged_share(event, self._alpha)
+                self.merges.append(Merge(int(step), when, peer, int(peer_step), share, theirs, digest))
+                del self.merges[:-MERGES]
+            case "sample":
+                self.samples.append({"step": int(*_numbers(event, "step")),
+                                     "worker": event["worker"] and _text(event["worker"]),
+                                     **{name: str(event[name]) for name in ("prompt", "text")}})
+            case "rejuvenated":
+                self.rejuvenations.append(self.at(int(*_numbers(event, "step"))))
+                del self.rejuvenations[:-MERGES]
 
     def _measured(self, points, event, value):
         step, tokens = _numbers(event, "step", "tokens")

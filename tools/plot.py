@@ -1,17 +1,16 @@
 """Draws loss, validation and reward of runs, and the descent of islands, in the terminal or as a picture with
 matplotlib."""
 
-import collections
 import math
 import os
 import shutil
 import string
 import textwrap
-from typing import NamedTuple
+from collections import Counter, namedtuple
 
 import numpy as np
 
-from cluster.console import one_line, shortened, takes_escapes
+from cluster.console import one_line, shortened
 from cluster.event_log import WatchError
 from egg_config import explained
 from tools.curves import Thinned, read_curve
@@ -21,7 +20,7 @@ LABEL = 8                  # columns of the numbers on its left
 NAME = 32                  # most characters of an island's name
 MOST_NAMED = 6             # most islands in a line of text
 LEAST = 0.01               # a smaller share of a model is ignored
-COLOURS = ("33", "36", "35", "32", "34", "31")         # of the runs, in the terminal
+COLOURS = "yellow", "cyan", "magenta", "green", "blue", "red"      # of the runs, in the terminal
 LETTERS = string.ascii_lowercase
 BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))      # dots of a character: [column][row]
 TIME = ((1, "s"), (60, "min"), (3600, "h"), (86400, "days"))
@@ -38,13 +37,13 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     curves = [read_curve(run) for run in runs]
     names = [curve.name for curve in curves]
     names = [run if names.count(name) > 1 else name for name, run in zip(names, runs)]       # to tell them apart
-    charts = [chart for chart in (Chart(quantity, curves, x, log) for quantity in ("reward", "validation", "loss"))
-              if chart.lines]
+    charts = [chart for quantity in ("reward", "validation", "loss")
+              if (chart := Chart(quantity, curves, x, log)).lines]
     if not charts:
         raise WatchError("no step has a place on a logarithmic axis yet: leave --log out")
     tree = Tree(curves, charts[0])
     if out is None:
-        printer.line(terminal(charts, names, tree, printer.stream))
+        printer.line(terminal(charts, names, tree, printer))
     else:
         picture(charts, names, out, tree)
         printer.line(f"picture: {out}")
@@ -108,24 +107,13 @@ class Chart:
             return [(x, f"{x:.{decimals}f}") for x in positions]
         first, last = math.log10(self.x_start), math.log10(self.x_end)
         steps = (1, 2, 5) if 3 * (last - first) <= count else (1,)
-        powers = range(math.floor(first), math.ceil(last) + 1)
-        positions = [m * 10.0 ** power for power in powers for m in steps]
+        positions = [m * 10.0 ** power for power in range(math.floor(first), math.ceil(last) + 1) for m in steps]
         return [(x, f"{x:g}") for x in positions if self.x_start <= x <= self.x_end]
 
 
-class Piece(NamedTuple):
-    """A part of an island's lane, between two merges. shares: {origin: share of the model}."""
-    start: float
-    end: float
-    shares: dict
-
-
-class Gift(NamedTuple):
-    """A merge: one island gave its model, another took it."""
-    giver: str
-    given_at: float
-    taker: str
-    taken_at: float
+# A part of an island's lane, between two merges. shares: {origin: share of the model}
+Piece = namedtuple("Piece", "start end shares")
+Gift = namedtuple("Gift", "giver given_at taker taken_at")       # a merge: one island gave its model, another took it
 
 
 class Tree:
@@ -152,7 +140,7 @@ class Tree:
             # if the peer merged at this very step itself, the digest decides between its states before and after that
             theirs = next((shares for step, digest, shares in reversed(states[m.peer])
                            if step < m.peer_step or digest == m.theirs), states[m.peer][0][2])
-            kept, taken = (collections.Counter({k: part * share for k, share in shares.items()})
+            kept, taken = (Counter({k: part * share for k, share in shares.items()})
                            for part, shares in ((1 - m.share, states[name][-1][2]), (m.share, theirs)))
             states[name].append((m.step, m.digest, kept + taken))                # without those that have gone
             self.gifts.append(Gift(m.peer, x(m.peer, m.peer_step, x(name, m.step)), name, x(name, m.step)))
@@ -172,7 +160,7 @@ class Tree:
 
     def living(self):
         """str: which lines live on, and on how many of the islands in `runs`."""
-        found = collections.Counter(sorted(origin for name in self.runs for origin, _ in self.descent(name)))
+        found = Counter(sorted(origin for name in self.runs for origin, _ in self.descent(name)))
         gone = [printable(name) for name in self.runs if name not in found]
         lines = [f"{printable(k)} on {n}" for k, n in found.most_common()]
         gone = f"; gone: {shortened(gone, MOST_NAMED)}" if gone else ""
@@ -205,16 +193,15 @@ def ticks(low, high, count):
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
 
-def terminal(charts, names, tree, stream, width=None):
+def terminal(charts, names, tree, printer, width=None):
     """str: the charts and the Tree in characters, `width` columns wide (default: the terminal's). Braille dots if the
-    stream can show them and has colours, or if there is only one run; else a letter for every run."""
-    coloured = takes_escapes(stream) and not os.environ.get("NO_COLOR")
-    dots = (coloured or len(names) == 1) and _can(stream, "\u28ff")
+    printer can show them and has colours, or if there is only one run; else a letter for every run."""
+    dots = (printer.coloured or len(names) == 1) and _can(printer.stream, "\u28ff")
     width = max(width or shutil.get_terminal_size().columns, LABEL + 4)
-    frame = "\u2502\u2500\u2514\u2524\u252c" if _can(stream, "\u2502\u2524") else "|-+++"
+    frame = "\u2502\u2500\u2514\u2524\u252c" if _can(printer.stream, "\u2502\u2524") else "|-+++"
 
     def paint(text, i):
-        return f"\x1b[{COLOURS[i % len(COLOURS)]}m{text}\x1b[0m" if coloured else text
+        return printer.colour(text, COLOURS[i % len(COLOURS)])
 
     out = []
     for chart in charts:

@@ -11,7 +11,7 @@ from collections import namedtuple
 
 import egg_net
 from cluster import auth
-from cluster.console import printable, stop_signals
+from cluster.console import Console, printable, stop_signals
 from cluster.link import check_address
 from egg_config import EggError, explained
 from engine import engines, hardware
@@ -42,7 +42,7 @@ Trained = namedtuple("Trained", "progress final")
 
 def open_data(cfg, console=None):
     """The Data of cfg; the console gets warnings. Raises DataError."""
-    console = console or egg_net.Console(quiet=True)
+    console = console or Console(quiet=True)
 
     def warn(line):
         console.line("warning: " + line)
@@ -122,7 +122,7 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
          objective=None):
     """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port for
     ever. access, protocol, name: see egg_net.run_worker. objective: the file of --objective."""
-    console = console or egg_net.Console()
+    console = console or Console()
     check_address(host, port)
     data = open_data(cfg, console)
     print_references(cfg, data, console)
@@ -141,7 +141,7 @@ def inspector(cfg, tokens):
     def inspect(engine):
         from tools import debug
         if engine.step % debug.EVERY == 0:
-            debug.report(cfg, engine, tokens, egg_net.Console(), cfg.DEBUG_FILE)       # on the worker's machine
+            debug.report(cfg, engine, tokens, Console(), cfg.DEBUG_FILE)       # on the worker's machine
     return inspect if cfg.DEBUG else None
 
 
@@ -160,7 +160,7 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
             pipe.send(("ready", engine.name))
             if device == "cpu" and (seconds := cfg.POPULATION_SIZE / members_a_second(cfg, engine)) > SLOW_SECONDS:
                 pipe.send(("slow", seconds))
-            console = egg_net.Console(quiet=True)
+            console = Console(quiet=True)
             console.spent = lambda pace: pipe.send(("spent", pace))      # the parent shows what a step takes
             egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
                                name=device, console=console, inspect=inspector(cfg, data.tokens),
@@ -168,8 +168,7 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
             if pipe.recv() == "finish":
                 known = data.validation
                 figure = known and (known.bits(engine.validate(known.windows)[0]), known.unit)
-                text = None if not cfg.SAMPLE_EVERY else judge.sample(engine, engine.step) if judge else \
-                    egg_net.sample(cfg, engine, data.tokens, data.decoding)
+                text = egg_net.sample(cfg, engine, data.tokens, data.decoding, judge) if cfg.SAMPLE_EVERY else None
                 pipe.send(("final", Final(engine.step, figure, text, judge and judge.measured(engine))))
     except (EOFError, BrokenPipeError):
         pass                                        # the parent has ended, or needs no Final
@@ -229,23 +228,24 @@ class Training:
                                   "the start")
 
     def _handle(self, child, kind, value):
-        if kind == "error":
-            raise TrainError(value)
-        if kind == "log":
-            self.status = value
-            self.console.line(f"starting: {value} {COMPILING}")
-        elif kind == "slow":
-            takes = f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min" if value < 6000 else \
-                f"{value / 3600:.1f} h"
-            self.coordinator.events.warn(
-                f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {takes} here: train on a GPU, "
-                "or begin a run with --preset laptop, with a smaller POPULATION_SIZE and CHUNK_SIZE, or with a smaller "
-                "model")
-        elif kind == "spent":
-            self.console.spent(value)
-        elif kind == "ready":
-            child.ready = value
-            self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
+        match kind:
+            case "error":
+                raise TrainError(value)
+            case "log":
+                self.status = value
+                self.console.line(f"starting: {value} {COMPILING}")
+            case "slow":
+                takes = f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min" if value < 6000 else \
+                    f"{value / 3600:.1f} h"
+                self.coordinator.events.warn(
+                    f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {takes} here: train on a "
+                    "GPU, or begin a run with --preset laptop, with a smaller POPULATION_SIZE and CHUNK_SIZE, or with "
+                    "a smaller model")
+            case "spent":
+                self.console.spent(value)
+            case "ready":
+                child.ready = value
+                self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
 
     def _restart(self, child):
         code = child.process.exitcode
@@ -284,12 +284,11 @@ class Training:
                 child.process.join()
 
 
-def train(cfg, threads=None, console=None, objective=None, steps=None, minutes=None, **options):
+def train(cfg, threads, console, objective=None, steps=None, minutes=None, **options):
     """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or
-    Ctrl-C; prints a summary and returns a Trained. threads: cores of a CPU worker, default all; objective: the file of
+    Ctrl-C; prints a summary and returns a Trained. threads: cores of a CPU worker, None for all; objective: the file of
     --objective; options: see egg_net.opened_coordinator. Raises DataError, EngineError, HistoryError, NetError,
     ObjectiveError, TrainError; the completed steps are kept in every case."""
-    console = console or egg_net.Console()
     devices = hardware.devices(cfg)
     data = open_data(cfg, console)
     access = auth.Access(os.urandom(32))             # a random secret keeps other processes of this machine out
