@@ -19,11 +19,10 @@ from model import activations, fitness_digits, optimizers, parameters, rules, sa
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes, differences
-from engine.cpu_kernels import ROW, TOGETHER, Model, Writing, constants, tables
+from engine.cpu_kernels import NO_LOSSES, NO_NATS, ROW, TOGETHER, Model, Writing, constants, tables
 from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
 
-NO_LOSSES, NO_NATS = np.empty((0, 2), np.int64), np.empty(0)
 WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing less to a thread costs more than it saves
 
 
@@ -174,14 +173,14 @@ class CpuEngine:
             windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
             for at in range(0, b - a, TOGETHER):
                 part = slice(at, at + TOGETHER)
-                self._forward.run_windows(c, losses[part], NO_NATS, windows[part], cfg.STATE_TOKENS,
-                                          uint32(seed + pair + at), 1, pair + at)
+                self._forward.run_windows(c, losses[part], NO_NATS, windows[part], cfg.STATE_TOKENS, cfg.SEQ_LEN,
+                                          uint32(seed + pair + at), 1, None)
             return losses
 
         def read_groups(a, b):
             group = first // cfg.GROUP_SIZE + a
             windows = soft_targets.group_windows(cfg, self.tokens, followers, step, seed, group, b - a)
-            return group, self._activations.read(c, windows, seed, group)
+            return self._activations.read(c, windows, seed, group)
 
         if self._activations:
             job = self._job(cut(count // cfg.GROUP_SIZE, self._activations.together), read_groups)
@@ -204,12 +203,12 @@ class CpuEngine:
         return self._chunk_votes(results) if self._activations else np.concatenate(results).ravel()
 
     def _chunk_votes(self, read):
-        """(bytes, int): the packed digits and the loss of a chunk whose [(first group, Seen)] these are."""
+        """(bytes, int): the packed digits and the loss of a chunk of which these are the Seen."""
         votes, cfg = self._activations, self.cfg
-        total = sum(int(np.abs(differences(seen)).sum()) for _, seen in read)
+        total = sum(int(np.abs(differences(seen)).sum()) for seen in read)
         least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
-        self._job(read, lambda group, seen: votes.add_votes(self.seed, group, seen, least)).finish()
-        loss = cfg.GROUP_SIZE * sum(int(seen.losses[:, 0].sum()) for _, seen in read)
+        self._job([(seen, least) for seen in read], votes.add_votes).finish()
+        loss = cfg.GROUP_SIZE * sum(int(seen.losses[:seen.clean].sum()) for seen in read)
         return fitness_digits.pack_ternary(votes.digits()), loss
 
     def update(self, fitness):
@@ -321,7 +320,8 @@ class CpuEngine:
         nats = np.zeros(len(windows))
 
         def work(a, b):
-            self._forward.run_windows(self._model, NO_LOSSES, nats[a:b], windows[a:b], 0, np.uint32(0), 0, 0)
+            self._forward.run_windows(self._model, NO_LOSSES, nats[a:b], windows[a:b], 0, windows.shape[1] - 1,
+                                      np.uint32(0), 0, None)
 
         self._job(cut(len(windows), self._at_once(len(windows))), work).finish()
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)

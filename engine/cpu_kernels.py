@@ -11,11 +11,11 @@ import numpy as np
 
 from engine import kernel_cache, simd
 from engine.kernel_cache import inlined, inner, leaf
-from engine.cpu_rules import (clip, divide, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term,
-                              loss, normed, quotient, scaled, share, shift_right, table_term, u32)
+from engine.cpu_rules import (clip, divide, draw, draws, f32, factor, hash32, head_error, i32, input_coefficient,
+                              input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term, u32)
 from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, local, noisy_tile, tile
-from model import integer_tables, parameters, transforms
+from model import activations, integer_tables, parameters, transforms
 
 njit = kernel_cache.njit(simd.use)
 
@@ -29,6 +29,7 @@ i64 = np.int64
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
 SAME = i64(0)               # distance of the tokens of a pair's members where both read the same
+NO_LOSSES, NO_NATS = np.empty((0, 2), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
@@ -43,7 +44,7 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
 # PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
 # int8; table ROW [parameters, layers].
 Model = namedtuple("Model", FROM_CONFIG + (
-    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest per_group "
+    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest "
     "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, seen uint8
 # [sequences, V]: the tokens that they have, those of the prompts from the beginning; penalty, temp float32 and floor
@@ -53,9 +54,16 @@ Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
-# Noise on the activations of an MLP (SPEC 21): up, down int8 [rows, units]; inner uint8 takes what w_down multiplies in
-# the first T of every `each` rows
-Disturbance = namedtuple("Disturbance", "up down inner each T")
+# A pass with noise on activations (SPEC 21). Its first `clean` sequences have none; those of members with the seeds from
+# member_seed on follow. phases int64 [phases, 4]: see `UNITS`. seed: of the first group. words uint32 [H] and noise int8
+# [4 H]: memory for noise under both names. What the clean sequences leave, x + 128, for the matrices that multiply it:
+# uint8 [layers, rows, inputs], under the names of model.activations (normed_f: in layer 0); errors int8 [rows, V] of the
+# head; tokens int [rows], their inputs. losses int64 [sequences, T]: of all.
+Seen = namedtuple("Seen", "clean phases seed member_seed words noise normed_1 state gated normed_2 inner normed_f errors "
+                          "tokens losses")
+# columns of the table of phases, and its rows besides the embedding's, which is the first: those of layer 0
+UNITS, AMPLITUDE, STREAM, SHIFT = range(4)
+GATE, CANDIDATE, UP, DOWN = range(1, 5)
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
                            (numba.int32, (0, 1)), (numba.float32, (0, 1)))
@@ -72,9 +80,9 @@ def constants(cfg):
         exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
-        # gru: of a product over H or over 4 H inputs; least value inside the MLP; pairs that read one window
+        # gru: of a product over H or over 4 H inputs; least value inside the MLP
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-        lowest=0 if cfg.MLP_RELU else -127, per_group=cfg.GROUP_SIZE // 2)
+        lowest=0 if cfg.MLP_RELU else -127)
 
 
 def tables(cfg, positions, causal):
@@ -116,6 +124,33 @@ def vote_draw(c, seed, i):
     """int32: the noise as votes count it."""
     n = noise(c, seed, i)
     return n if c.USE_CLT else i32(i32(n > 0) - i32(n < 0))
+
+
+@leaf
+def draw_noise(words, seed, first, amplitude):
+    """Fills words uint32 with four noise values each (SPEC 21), from hash `first` of a member's seed on."""
+    mask, first = u32(amplitude * 0x01010101), u32(first)
+    for i in range(words.size):
+        words[i] = draws(hash32(seed, u32(first + u32(i))), mask)
+
+
+@leaf
+def disturb(seen, number, s, t, d, out):
+    """Adds the noise of phase `number` for sequence s at position t, d times, to out int32 [units], which is cut to
+    +-127 d before."""
+    units, amplitude = seen.phases[number, UNITS], seen.phases[number, AMPLITUDE]
+    if s >= seen.clean and amplitude:
+        draw_noise(seen.words[:units // 4], u32(seen.member_seed + u32(s - seen.clean)),
+                   seen.phases[number, STREAM] + t * units // 4, amplitude)
+        for i in range(units):
+            out[i] = i32(min(max(out[i], i32(-127 * d)), i32(127 * d)) + i32(seen.noise[i] * d))
+
+
+@inlined
+def keep(source, first, count, out):
+    """Copies rows to rows first..first + count - 1 of out, those that it has."""
+    for r in range(min(count, out.shape[0] - first)):
+        copy_row(source, r, out, first + r)
 
 
 @leaf
@@ -219,9 +254,10 @@ def sign(m):
 
 
 @leaf
-def embed(c, S, noisy, tokens, apart, n, start, rows, h):
+def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, s):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
-    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on."""
+    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on. seen: None, or a
+    Seen of which this is sequence s."""
     H, T = c.HIDDEN_DIM, c.ntt.shape[0]
     tables = 4 if T else 1
     bias = local((2, H), i32)
@@ -248,6 +284,8 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h):
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
                 total[i] += shift_right(one[i], 2 if k else 0)
+        if seen is not None:
+            disturb(seen, i64(0), s, r, i32(1), total)
         for i in range(H):
             h[r, i] = clip(total[i])
 
@@ -362,10 +400,10 @@ def add_residual(h, count, left, y, shift, bias):
 
 
 @leaf
-def mlp(c, ln, layer, S, noisy, rows, per_member, h, disturbance):
+def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
-    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias.
-    disturbance: a Disturbance, or None."""
+    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. seen: a Seen
+    or None."""
     H = c.HIDDEN_DIM
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
@@ -383,15 +421,12 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, disturbance):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
-        if disturbance is not None:
-            divided(wide, count, i32(c.divisor), -127, 0, wide)
+        if seen is not None:
+            keep(x, first, count, seen.normed_2[layer])
             for r in range(count):
-                at = first + r
-                for i in range(4 * H):
-                    u[r, i] = max(i32(c.lowest), clip(i32(wide[r, i] + disturbance.up[at, i]))) + 128
-                if at % disturbance.each < disturbance.T:
-                    copy_row(u, r, disturbance.inner, at // disturbance.each * disturbance.T + at % disturbance.each)
-        elif c.gru:
+                s, t = (first + r) // seen.losses.shape[1], (first + r) % seen.losses.shape[1]
+                disturb(seen, 4 * layer + UP, s, t, i32(c.divisor), wide[r])
+        if c.gru:
             divided(wide, count, i32(c.divisor), c.lowest, 128, u)
         else:
             for r in range(count):
@@ -400,13 +435,15 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, disturbance):
                     u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i]))
             gelu(u, 0, count * 4 * H)
         product(c, down, layer, sides_d, noisy, u, count, left, y)
+        if seen is not None:
+            keep(u, first, count, seen.inner[layer])
+            for r in range(count):
+                s, t = (first + r) // seen.losses.shape[1], (first + r) % seen.losses.shape[1]
+                disturb(seen, 4 * layer + DOWN, s, t, i32(c.divisor_down), y[r])
         if c.gru:
             divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
                 at = first + r
-                if disturbance is not None:
-                    for i in range(H):
-                        y[r, i] = clip(i32(y[r, i] + disturbance.down[at, i]))
                 for i in range(H):
                     h[at, i] = clip(i32(h[at, i] + y[r, i]))
         else:
@@ -441,10 +478,27 @@ def position_loss(c, z, r, windows, q, start, T, t, weights, stored):
 
 
 @leaf
-def logits(c, noisy, norm, sides, h, count, left, z):
+def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
+    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V]: the
+    softmax."""
+    V, total = c.VOCAB_SIZE, i64(0)
+    wanted = local(V, i32)
+    for v in range(V):
+        total += weights[v]
+        wanted[v] = 0
+    for j in range(c.TARGETS):
+        wanted[target(c, windows, q, start, T, t, j)] += 1
+    for v in range(V):
+        number = t * V + v
+        word = hash32(seed, u32(activations.DITHER_STREAM + (number >> 1)))
+        random = i32(u32(word >> u32(16 * (number & 1))) & u32(0xFFFF))
+        errors[v] = head_error(z[r, v], wanted[v], c.TARGETS, weights[v], total, random)
+
+
+@leaf
+def logits(c, noisy, norm, sides, h, count, left, x, z):
     """z int32 [>= count, V padded]: the logits of `count` rows of h int8, the `left` first of which belong to the even
-    member; norm, sides: of ln_f and the head."""
-    x = local((GROUP, c.HIDDEN_DIM), np.uint8)
+    member; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies."""
     layer_norm(c, h, count, left, norm, x)
     product(c, c.head, NO_LAYER, sides, noisy, x, count, left, z)
     if c.gru:
@@ -488,10 +542,10 @@ def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    sequences = texts.size // room
+    sequences, x = texts.size // room, local((GROUP, c.HIDDEN_DIM), np.uint8)
     for first in range(0, sequences, GROUP):
         count = min(GROUP, sequences - first)
-        logits(c, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, z)
+        logits(c, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, x, z)
         for r in range(count):
             s, at = q + first + r, (first + r) * room + t
             writing.seen[s, texts[at]] = 1
@@ -502,19 +556,29 @@ def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
 
 
 @leaf
-def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z):
+def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, seen):
     """Scores h int8 [rows, H], last hidden states that share their noise. noisy: they belong to windows[q], T rows a
     member, and their losses are added to losses int64 [windows, 2]; else to windows[q], windows[q + 1].., and their
-    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten."""
+    cross-entropies are added to nats float64 [windows], or with a Seen all goes there. z int32 [GROUP, V padded]:
+    overwritten."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
+    x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
-        logits(c, noisy, norm, sides, h[first:], count, T - first, z)
+        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
+        if seen is not None:
+            keep(x, first, count, seen.normed_f[0])
         for r in range(count):
             window, t = (first + r) // T, (first + r) % T
-            if noisy:
+            if seen is not None:
+                clean = window < seen.clean
+                seen.losses[window, t] = position_loss(c, z, r, windows, window, start, T, t, weights, i64(clean))
+                if clean:
+                    head_errors(c, z, r, windows, window, start, T, t, u32(seen.seed + u32(window)), weights,
+                                seen.errors[first + r])
+            elif noisy:
                 losses[q, window] += position_loss(c, z, r, windows, q, start, T, t, z, i64(0))
             else:
                 total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
