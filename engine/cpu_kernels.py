@@ -12,7 +12,8 @@ import numpy as np
 from engine import kernel_cache, simd
 from engine.kernel_cache import inlined, inner, leaf
 from engine.cpu_rules import (clip, divide, draw, draws, f32, factor, hash32, head_error, i32, input_coefficient,
-                              input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term, u32)
+                              input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
+                              u32)
 from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, local, noisy_tile, tile
 from model import activations, integer_tables, parameters, transforms
@@ -54,13 +55,13 @@ Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
-# A pass with noise on activations (SPEC 21). Its first `clean` sequences have none; those of members with the seeds from
-# member_seed on follow. phases int64 [phases, 4]: see `UNITS`. seed: of the first group. words uint32 [H] and noise int8
-# [4 H]: memory for noise under both names. What the clean sequences leave, x + 128, for the matrices that multiply it:
-# uint8 [layers, rows, inputs], under the names of model.activations (normed_f: in layer 0); errors int8 [rows, V] of the
-# head; tokens int [rows], their inputs. losses int64 [sequences, T]: of all.
-Seen = namedtuple("Seen", "clean phases seed member_seed words noise normed_1 state gated normed_2 inner normed_f errors "
-                          "tokens losses")
+# A pass with noise on activations (SPEC 21). Its first `clean` sequences have none; those of members, of seeds from
+# member_seed on, follow. phases int64 [phases, 4]: see `UNITS`. seed: of the first group. words uint32 [H], noise int8
+# [4 H]: memory for noise, with two names. What the clean sequences leave: uint8 [layers, rows, inputs], x + 128, under
+# the names of model.activations what matrices multiply (normed_f: in layer 0); errors int8 [rows, V] of the head;
+# tokens int32 [rows], the inputs. losses int64 [sequences, T]: of all.
+Seen = namedtuple("Seen", "clean phases seed member_seed words noise normed_1 state gated normed_2 inner normed_f "
+                          "errors tokens losses")
 # columns of the table of phases, and its rows besides the embedding's, which is the first: those of layer 0
 UNITS, AMPLITUDE, STREAM, SHIFT = range(4)
 GATE, CANDIDATE, UP, DOWN = range(1, 5)
@@ -129,9 +130,10 @@ def vote_draw(c, seed, i):
 @leaf
 def draw_noise(words, seed, first, amplitude):
     """Fills words uint32 with four noise values each (SPEC 21), from hash `first` of a member's seed on."""
-    mask, first = u32(amplitude * 0x01010101), u32(first)
+    mask, number = u32(amplitude * 0x01010101), u32(first)
     for i in range(words.size):
-        words[i] = draws(hash32(seed, u32(first + u32(i))), mask)
+        words[i] = draws(hash32(seed, number), mask)
+        number = u32(number + u32(1))
 
 
 @leaf
@@ -311,11 +313,14 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
         m = r & 1 if several else member(r, left)
         sums[r] = sign(m) * project(c, x, r, sides, several * (r >> 1))
     for p in range(panels):
+        weights, correction = t.packed + p * k4 * 4 * PANEL, t.correction + p * PANEL
         for r in range(0, rows, ROWS):
-            stride = several * noise.shape[1]
-            noisy_tile(x, r * t.rows, t.rows, c.packed, t.packed + p * k4 * 4 * PANEL, c.correction,
-                       t.correction + p * PANEL, sums, r, noise, (r >> 1) * stride + p * PANEL, stride,
-                       c.matrix_shift, out, r * out.shape[1] + p * PANEL, out.shape[1], k4)
+            stride, at = several * noise.shape[1], r * out.shape[1] + p * PANEL
+            if noisy:
+                noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
+                           (r >> 1) * stride + p * PANEL, stride, c.matrix_shift, out, at, out.shape[1], k4)
+            else:
+                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, out, at, out.shape[1], k4)
 
 
 @leaf
