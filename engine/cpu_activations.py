@@ -7,13 +7,14 @@ then, group by group, those of their members: products want whole tiles of rows.
 import numpy as np
 
 from engine import cpu_gru
-from engine.cpu_kernels import (AMPLITUDE, NO_LOSSES, NO_NATS, SHIFT, STREAM, UNITS, Seen, add_tiles, draw_noise,
-                                njit)
+from engine.cpu_kernels import NO_LOSSES, NO_NATS, Seen, add_tiles, draw_noise, njit
 from engine.cpu_rules import credited, digit, i32, settled, u32
-from engine.simd import PANEL, ROWS, empty, zeros
+from engine.simd import PANEL, ROWS, empty
 from model import activations
 
 ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
+# what matrices multiply, by its number in a layer (engine.cpu_kernels.watch)
+INPUTS = "normed_1", "state", "gated", "normed_2", "inner", "normed_f"
 
 
 @njit
@@ -30,17 +31,17 @@ def credits(differences, least, bits, credit, out):
 
 
 @njit
-def add_credit(credit, seed, phase, out):
-    """out int8 [groups * T, units]: the settled sums over members (of seeds from `seed` on) of credit int8 [groups,
-    members, T] times the noise of a phase, a row of the table."""
+def add_credit(credit, seed, stream, amplitude, shift, out):
+    """out int8 [>= groups * T, units]: the settled sums over members (of seeds from `seed` on) of credit int8 [groups,
+    members, T] times their noise; stream, amplitude, shift: of the Phase."""
     groups, members, T = credit.shape
-    units = phase[UNITS]
+    units = out.shape[1]
     words, totals = empty(T * units // 4, np.uint32), empty((T, units), i32)
     noise = words.view(np.int8).reshape((T, units))
     for q in range(groups):
         totals[:] = 0
         for k in range(members):
-            draw_noise(words, u32(seed + u32(q * members + k)), phase[STREAM], phase[AMPLITUDE])
+            draw_noise(words, u32(seed + u32(q * members + k)), stream, amplitude)
             for t in range(T):
                 factor = i32(credit[q, k, t])
                 if factor != 0:
@@ -48,96 +49,72 @@ def add_credit(credit, seed, phase, out):
                         totals[t, i] = i32(totals[t, i] + i32(factor * noise[t, i]))
         for t in range(T):
             for i in range(units):
-                out[q * T + t, i] = settled(totals[t, i], phase[SHIFT])
+                out[q * T + t, i] = settled(totals[t, i], shift)
 
 
 @njit
 def add_products(x, sums, votes):
-    """votes int32 [inputs padded to ROWS, units padded to PANEL] += x . sums: x uint8 [n, inputs], moved by 128; sums
-    int8 [n, units]."""
-    n, inputs = x.shape
-    k4 = (n + 3) // 4
-    turned = zeros((votes.shape[0], 4 * k4), np.uint8)
-    for r in range(n):
-        for j in range(inputs):
-            turned[j, r] = x[r, j]
-    panel, correction = empty(4 * k4 * PANEL, np.int8), empty(PANEL, i32)
+    """votes int32 [inputs padded to ROWS, units padded to PANEL] += x . sums: x uint8 [inputs, n], moved by 128; sums
+    int8 [n, units]; n a multiple of 4."""
+    words, correction = empty(x.shape[1] // 4 * PANEL, u32), empty(PANEL, i32)
     for p in range(votes.shape[1] // PANEL):
-        panel[:] = 0
+        part = sums[:, p * PANEL:]
         correction[:] = 0
-        for r in range(n):
-            for j in range(min(PANEL, sums.shape[1] - p * PANEL)):
-                value = sums[r, p * PANEL + j]
-                panel[(r >> 2) * (4 * PANEL) + 4 * j + (r & 3)] = value
-                correction[j] -= 128 * value
-        add_tiles(turned, panel, correction, votes, p)
-
-
-@njit
-def add_columns(tokens, sums, votes):
-    """votes int32 [units, tokens] += sums int8 [n, units], each to the column of its token."""
-    for t in range(tokens.size):
-        for i in range(sums.shape[1]):
-            votes[i, tokens[t]] += sums[t, i]
+        for k in range(x.shape[1] // 4):
+            for j in range(min(PANEL, part.shape[1])):
+                word = u32(0)
+                for e in range(3, -1, -1):
+                    word = u32(u32(word << u32(8)) | u32(np.uint8(part[4 * k + e, j])))
+                    correction[j] -= 128 * part[4 * k + e, j]
+                words[k * PANEL + j] = word
+        add_tiles(x, words.view(np.int8), correction, votes, p)
 
 
 class ActivationVotes:
-    """The votes of chunks for CpuEngine: `read`, then `digits` of all that was read."""
+    """Reads groups for CpuEngine, and votes."""
 
     def __init__(self, cfg):
-        self.cfg = cfg
+        self.cfg, self._phases = cfg, activations.phases(cfg)
         self.together = max(1, ROWS_TOGETHER // (cfg.GROUP_SIZE + 1))
-        self.matrices, self.biases, self.embedding = activations.votes(cfg)
-        # {Phase: its row}
-        self._phases = {p: np.array([p.units, p.amplitude, p.stream, p.shift], np.int64)
-                        for p in activations.phases(cfg)}
-        self._spare = []                                     # accumulators that no thread uses
+        self._matrices, self._biases, self._embedding = activations.votes(cfg)
 
     def read(self, c, windows, seed, first_group):
-        """The Seen of windows int32 [groups, WINDOW]."""
-        cfg, clean = self.cfg, len(windows)
+        """(Seen, differences) of windows int32 [groups, WINDOW]. differences int64 [groups, members, T]: by how much
+        smaller than those of the clean sequences their losses are."""
+        cfg, groups = self.cfg, len(windows)
         L, T, H = cfg.N_LAYERS, cfg.SEQ_LEN, cfg.HIDDEN_DIM
-        sequences, words = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)]), np.empty(H, np.uint32)
-        seen = Seen(clean, np.array([*self._phases.values()]), np.uint32(seed + first_group & 0xFFFFFFFF),
-                    np.uint32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), words, words.view(np.int8),
-                    *(np.empty((L, clean * T, width), np.uint8) for width in (H, H, H, H, 4 * H, H)),
-                    np.empty((clean * T, cfg.VOCAB_SIZE), np.int8),
+        rows, words = -(-groups * T // 4) * 4, np.empty(H, np.uint32)
+        sequences, amplitudes = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)]), np.zeros(5 * L + 1, int)
+        for phase in self._phases:
+            amplitudes[phase.stream // activations.WORDS_APART] = phase.amplitude
+        seen = Seen(np.uint32(seed + first_group & 0xFFFFFFFF),
+                    np.uint32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), amplitudes,
+                    np.zeros((8 * L * H + H, rows), np.uint8), words, words.view(np.int8),
                     windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
-                    np.empty((len(sequences), T), np.int64))
+                    np.zeros((rows, cfg.VOCAB_SIZE), np.int8), np.empty((len(sequences), T), np.int64))
         cpu_gru.run_windows(c, NO_LOSSES, NO_NATS, sequences, cfg.STATE_TOKENS, T, np.uint32(0), 0, seen)
-        return seen
+        return seen, seen.losses[:groups, None] - seen.losses[groups:].reshape(groups, -1, T)
 
-    def add_votes(self, seen, least):
-        """Adds the votes of the groups of `seen` to an accumulator."""
-        cfg, settled_of = self.cfg, {None: seen.errors}
-        sums = self._spare.pop() if self._spare else self._accumulator()
-        credit = np.empty((2, seen.clean, cfg.GROUP_SIZE, cfg.SEQ_LEN), np.int8)
-        credits(differences(seen), least, activations.fraction_bits(cfg), cfg.CREDIT, credit)
-        for phase, row in self._phases.items():
-            settled_of[phase] = np.empty((seen.tokens.size, phase.units), np.int8)
-            add_credit(credit[int(phase.later)], seen.member_seed, row, settled_of[phase])
-        for tensor, phase, inputs in self.matrices:
-            add_products(getattr(seen, inputs)[tensor.layer], settled_of[phase], sums[tensor])
-        for tensor, phase in self.biases:
-            sums[tensor][0, :tensor.cols] += settled_of[phase].sum(0, dtype=np.int32)
-        tensor, phase = self.embedding
-        add_columns(seen.tokens, settled_of[phase], sums[tensor])
-        self._spare.append(sums)
-
-    def _accumulator(self):
-        """{tensor: int32 sums of its votes, padded}."""
-        voted = [vote.tensor for vote in self.matrices] + [tensor for tensor, _ in (*self.biases, self.embedding)]
-        return {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32) for t in voted}
-
-    def digits(self):
-        """int8 [weights]: the digits of the accumulated votes, which are forgotten."""
-        digits, parts = np.zeros(self.cfg.CHUNK_DIGITS, np.int8), self._spare
-        self._spare = []
-        for t in parts[0]:
-            digits[t.span] = activations.voted(self.cfg, t, sum(part[t] for part in parts)[:t.rows, :t.cols])
-        return digits
-
-
-def differences(seen):
-    """int64 [groups, members, T]: by how much smaller than the clean ones their losses are."""
-    return seen.losses[:seen.clean, None] - seen.losses[seen.clean:].reshape(seen.clean, -1, seen.losses.shape[1])
+    def votes(self, read, least):
+        """{tensor: int32 votes [rows padded to ROWS, cols padded to PANEL]} of what was read."""
+        cfg = self.cfg
+        voted = [vote.tensor for vote in self._matrices] + [t for t, _ in (*self._biases, self._embedding)]
+        sums = {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32) for t in voted}
+        for seen, differences in read:
+            credit, settled_of = np.empty((2, *differences.shape), np.int8), {None: seen.errors}
+            credits(differences, least, activations.fraction_bits(cfg), cfg.CREDIT, credit)
+            for phase in self._phases:
+                settled_of[phase] = np.zeros((len(seen.errors), phase.units), np.int8)
+                if phase.amplitude:
+                    add_credit(credit[int(phase.later)], seen.member_seed, phase.stream, phase.amplitude, phase.shift,
+                               settled_of[phase])
+            for tensor, phase, inputs in self._matrices:
+                number = INPUTS.index(inputs) + 5 * (phase.layer if phase else cfg.N_LAYERS - 1)
+                first = cfg.HIDDEN_DIM * (number + number // 5 * 3)
+                add_products(seen.inputs[first:first + tensor.rows], settled_of[phase], sums[tensor])
+            for tensor, phase in self._biases:
+                sums[tensor][0, :tensor.cols] += settled_of[phase].sum(0, dtype=np.int32)
+            tensor, phase = self._embedding
+            if phase.amplitude:
+                np.add.at(sums[tensor].T, seen.tokens, settled_of[phase][:seen.tokens.size])
+        return sums

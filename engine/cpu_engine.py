@@ -18,7 +18,7 @@ import egg_config
 from model import activations, fitness_digits, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
-from engine.cpu_activations import ActivationVotes, differences
+from engine.cpu_activations import ActivationVotes
 from engine.cpu_kernels import NO_LOSSES, NO_NATS, ROW, TOGETHER, Model, Writing, constants, tables
 from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
@@ -203,13 +203,16 @@ class CpuEngine:
         return self._chunk_votes(results) if self._activations else np.concatenate(results).ravel()
 
     def _chunk_votes(self, read):
-        """(bytes, int): the packed digits and the loss of a chunk of which these are the Seen."""
-        votes, cfg = self._activations, self.cfg
-        total = sum(int(np.abs(differences(seen)).sum()) for seen in read)
+        """(bytes, int): the packed digits and the loss of a chunk of which this was read."""
+        cfg, digits = self.cfg, np.zeros(self.cfg.CHUNK_DIGITS, np.int8)
+        total = sum(int(np.abs(differences).sum()) for _, differences in read)
         least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
-        self._job([(seen, least) for seen in read], votes.add_votes).finish()
-        loss = cfg.GROUP_SIZE * sum(int(seen.losses[:seen.clean].sum()) for seen in read)
-        return fitness_digits.pack_ternary(votes.digits()), loss
+        parts = [(read[a:b], least) for a, b in cut(len(read), -(-len(read) // self.threads))]
+        votes = self._job(parts, self._activations.votes).finish()
+        for t in votes[0]:
+            digits[t.span] = activations.voted(cfg, t, sum(part[t] for part in votes)[:t.rows, :t.cols])
+        loss = cfg.GROUP_SIZE * sum(int(seen.losses[:len(differences)].sum()) for seen, differences in read)
+        return fitness_digits.pack_ternary(digits), loss
 
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of

@@ -7,9 +7,9 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
-from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, SAME, copy_row, disturb, divided, draw_norm, draw_sides,
-                                embed, i64, keep, layer_norm, mlp, new_logits, new_sides, njit, padded, perturbed,
-                                product, score_rows, write_next)
+from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, SAME, copy_row, divided, draw_norm, draw_sides, embed,
+                                i64, layer_norm, mlp, new_logits, new_sides, njit, padded, perturbed,
+                                product, score_rows, watch, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
 from engine.kernel_cache import inlined, inner, leaf
 from engine.simd import ROWS, empty, local, zeros
@@ -56,22 +56,18 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
             if seen is not None:
-                disturb(seen, 4 * layer + GATE, s, t, i32(1), y[s])
+                watch(seen, 5 * layer + GATE, r, state[s], i32(1), y[s])
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = gated(f, i32(h[s, i])) + 128
-        if seen is not None:
-            for s in range(seen.clean):
-                copy_row(state, s, seen.state[layer], s * n + t)
-                copy_row(past, s, seen.gated[layer], s * n + t)
         product(c, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
             if seen is not None:
-                disturb(seen, 4 * layer + CANDIDATE, s, t, i32(1), y[s])
+                watch(seen, 5 * layer + CANDIDATE, r, past[s], i32(1), y[s])
             for i in range(H):
                 new = clip(i32(candidates[r, i] + y[s, i] + bias_h[q, m, i]))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
@@ -94,7 +90,8 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, seen):
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n)
         if seen is not None:
-            keep(n, at, count, seen.normed_1[layer])
+            for r in range(count):
+                watch(seen, 5 * layer, at + r, n[r], i32(1), None)
         product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, -127, 0, gates[at:])
         product(c, W_H, layer, sides_h, noisy, n, count, left, y)
@@ -109,7 +106,7 @@ def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x, seen):
     members = 1 + noisy
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
-        embed(c, u32(S + q), noisy, tokens[q], apart, n, 0, members * n, x[q * members * n:], seen, q)
+        embed(c, u32(S + q), noisy, tokens[q], apart, n, 0, members * n, x[q * members * n:], seen, q * n)
     for layer in range(c.N_LAYERS):
         for q in range(units):
             gates_of(c, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:], seen)

@@ -55,15 +55,13 @@ Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
-# A pass with noise on activations (SPEC 21). Its first `clean` sequences have none; those of members, of seeds from
-# member_seed on, follow. phases int64 [phases, 4]: see `UNITS`. seed: of the first group. words uint32 [H], noise int8
-# [4 H]: memory for noise, with two names. What the clean sequences leave: uint8 [layers, rows, inputs], x + 128, under
-# the names of model.activations what matrices multiply (normed_f: in layer 0); errors int8 [rows, V] of the head;
-# tokens int32 [rows], the inputs. losses int64 [sequences, T]: of all.
-Seen = namedtuple("Seen", "clean phases seed member_seed words noise normed_1 state gated normed_2 inner normed_f "
-                          "errors tokens losses")
-# columns of the table of phases, and its rows besides the embedding's, which is the first: those of layer 0
-UNITS, AMPLITUDE, STREAM, SHIFT = range(4)
+# A pass with noise on activations (SPEC 21), whose rows are sequences times positions. The first sequences are clean;
+# those of members, of seeds from member_seed on, follow. seed: of the first group. amplitudes int64 [5 L + 1]: that of
+# phase p of layer l is number 5 l + p. inputs uint8 [8 L H + H, clean rows]: what `watch` keeps, x + 128. words uint32
+# [H], noise int8 [4 H]: memory for noise, with two names. tokens int32 [clean rows], errors int8 [clean rows, V]: the
+# inputs, and the errors of the head. losses int64 [sequences, T].
+Seen = namedtuple("Seen", "seed member_seed amplitudes inputs words noise tokens errors losses")
+# phases of a layer; 0 is the embedding
 GATE, CANDIDATE, UP, DOWN = range(1, 5)
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
@@ -137,37 +135,33 @@ def draw_noise(words, seed, first, amplitude):
 
 
 @leaf
-def disturb(seen, number, s, t, d, out):
-    """Adds the noise of phase `number` for sequence s at position t, d times, to out int32 [units], which is cut to
-    +-127 d before."""
-    units, amplitude = seen.phases[number, UNITS], seen.phases[number, AMPLITUDE]
-    if s >= seen.clean and amplitude:
-        draw_noise(seen.words[:units // 4], u32(seen.member_seed + u32(s - seen.clean)),
-                   seen.phases[number, STREAM] + t * units // 4, amplitude)
-        for i in range(units):
-            out[i] = i32(min(max(out[i], i32(-127 * d)), i32(127 * d)) + i32(seen.noise[i] * d))
-
-
-@inlined
-def keep(source, first, count, out):
-    """Copies rows to rows first..first + count - 1 of out, those that it has."""
-    for r in range(min(count, out.shape[0] - first)):
-        copy_row(source, r, out, first + r)
+def watch(seen, number, at, x, d, out):
+    """Row number `at` of a Seen at a phase: a clean one's x uint8 [inputs] is kept for the votes; to a member's out
+    int32 [units], cut to +-127 d before, d times its noise is added. x: what the phase's U_f, U_h or matrix of the MLP
+    multiplies; with number 5 l and no out, what W_f and W_h of layer l do, and with 5 L the head."""
+    if at < seen.tokens.size:
+        kept = seen.inputs[seen.words.size * (number + number // 5 * 3):]
+        for i in range(x.size):
+            kept[i, at] = x[i]
+    elif out is not None:
+        T, amplitude = seen.losses.shape[1], seen.amplitudes[number]
+        if amplitude:
+            seed = u32(seen.member_seed + u32((at - seen.tokens.size) // T))
+            draw_noise(seen.words[:out.size // 4], seed, number * activations.WORDS_APART + at % T * out.size // 4,
+                       amplitude)
+            for i in range(out.size):
+                out[i] = i32(min(max(out[i], i32(-127 * d)), i32(127 * d)) + i32(seen.noise[i] * d))
 
 
 @leaf
 def draw_sides(c, param, layer, S, noisy, sides):
-    """Fills the Sides of a matrix for pair seeds S..; without noise only the columns, with 0."""
+    """Fills the Sides of a matrix for pair seeds S..; nothing without noise."""
     t = c.table[param, layer]
     n, cols = t.rows, t.cols
     overlay_a = c.overlay[t.overlay_a:]
     overlay_b = c.overlay[t.overlay_b:]
-    for q in range(sides.offset.size):
+    for q in range(sides.offset.size if noisy else 0):
         seed_a, seed_b = u32(S + q + t.seed_a), u32(S + q + t.seed_b)
-        if not noisy:
-            for i in range(cols):
-                sides.columns[q, i] = 0
-            continue
         for i in range(cols):
             sides.columns[q, i] = scaled(c.ADAPTIVE_NOISE_MODE, noise(c, seed_a, i), overlay_a[i], seed_a, i)
         total = i32(0)
@@ -256,10 +250,10 @@ def sign(m):
 
 
 @leaf
-def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, s):
+def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, at):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
     [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on. seen: None, or a
-    Seen of which this is sequence s."""
+    Seen with these rows from `at` on."""
     H, T = c.HIDDEN_DIM, c.ntt.shape[0]
     tables = 4 if T else 1
     bias = local((2, H), i32)
@@ -287,7 +281,7 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, s):
             for i in range(H):
                 total[i] += shift_right(one[i], 2 if k else 0)
         if seen is not None:
-            disturb(seen, i64(0), s, r, i32(1), total)
+            watch(seen, i64(0), at + r, h[r], i32(1), total)
         for i in range(H):
             h[r, i] = clip(total[i])
 
@@ -307,8 +301,6 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
     several = i64(sides.offset.size > 1)
     noise = sides.columns
     sums = local(rows + ROWS, i32)
-    for r in range(rows + ROWS):
-        sums[r] = 0
     for r in range(rows if noisy else 0):
         m = r & 1 if several else member(r, left)
         sums[r] = sign(m) * project(c, x, r, sides, several * (r >> 1))
@@ -427,10 +419,8 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
         layer_norm(c, h[first:], count, left, norm, x)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
         if seen is not None:
-            keep(x, first, count, seen.normed_2[layer])
             for r in range(count):
-                s, t = (first + r) // seen.losses.shape[1], (first + r) % seen.losses.shape[1]
-                disturb(seen, 4 * layer + UP, s, t, i32(c.divisor), wide[r])
+                watch(seen, 5 * layer + UP, first + r, x[r], i32(c.divisor), wide[r])
         if c.gru:
             divided(wide, count, i32(c.divisor), c.lowest, 128, u)
         else:
@@ -441,10 +431,8 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
             gelu(u, 0, count * 4 * H)
         product(c, down, layer, sides_d, noisy, u, count, left, y)
         if seen is not None:
-            keep(u, first, count, seen.inner[layer])
             for r in range(count):
-                s, t = (first + r) // seen.losses.shape[1], (first + r) % seen.losses.shape[1]
-                disturb(seen, 4 * layer + DOWN, s, t, i32(c.divisor_down), y[r])
+                watch(seen, 5 * layer + DOWN, first + r, u[r], i32(c.divisor_down), y[r])
         if c.gru:
             divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
@@ -573,12 +561,11 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, seen
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
-        if seen is not None:
-            keep(x, first, count, seen.normed_f[0])
         for r in range(count):
             window, t = (first + r) // T, (first + r) % T
             if seen is not None:
-                clean = window < seen.clean
+                clean = first + r < seen.tokens.size
+                watch(seen, 5 * c.N_LAYERS, first + r, x[r], i32(1), None)
                 seen.losses[window, t] = position_loss(c, z, r, windows, window, start, T, t, weights, i64(clean))
                 if clean:
                     head_errors(c, z, r, windows, window, start, T, t, u32(seen.seed + u32(window)), weights,
