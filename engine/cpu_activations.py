@@ -10,7 +10,7 @@ from engine import cpu_gru
 from engine.cpu_kernels import NO_LOSSES, NO_NATS, Seen, add_tiles, draw_noise, njit
 from engine.cpu_rules import credited, digit, i32, settled, u32
 from engine.simd import PANEL, ROWS, empty
-from model import activations
+from model import activations, fitness_digits
 
 ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
 # what matrices multiply, by its number in a layer (engine.cpu_kernels.watch)
@@ -118,3 +118,15 @@ class ActivationVotes:
             if phase.amplitude:
                 np.add.at(sums[tensor].T, seen.tokens, settled_of[phase][:seen.tokens.size])
         return sums
+
+    def chunk(self, read, each, job):
+        """(bytes, int): the packed digits and the loss of a chunk, of which this was read. job: CpuEngine._job, where a
+        thread sums the votes of `each` Seens."""
+        cfg, digits = self.cfg, np.zeros(self.cfg.CHUNK_DIGITS, np.int8)
+        total = sum(int(np.abs(differences).sum()) for _, differences in read)
+        least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
+        votes = job([(read[at:at + each], least) for at in range(0, len(read), each)], self.votes).finish()
+        for t in votes[0]:
+            digits[t.span] = activations.voted(cfg, t, sum(part[t] for part in votes)[:t.rows, :t.cols])
+        loss = cfg.GROUP_SIZE * sum(int(seen.losses[:len(differences)].sum()) for seen, differences in read)
+        return fitness_digits.pack_ternary(digits), loss

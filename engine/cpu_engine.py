@@ -200,19 +200,9 @@ class CpuEngine:
         self.begin(first, count)
         results = self._begun[first, count].finish()
         del self._begun[first, count]
-        return self._chunk_votes(results) if self._activations else np.concatenate(results).ravel()
-
-    def _chunk_votes(self, read):
-        """(bytes, int): the packed digits and the loss of a chunk of which this was read."""
-        cfg, digits = self.cfg, np.zeros(self.cfg.CHUNK_DIGITS, np.int8)
-        total = sum(int(np.abs(differences).sum()) for _, differences in read)
-        least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
-        parts = [(read[a:b], least) for a, b in cut(len(read), -(-len(read) // self.threads))]
-        votes = self._job(parts, self._activations.votes).finish()
-        for t in votes[0]:
-            digits[t.span] = activations.voted(cfg, t, sum(part[t] for part in votes)[:t.rows, :t.cols])
-        loss = cfg.GROUP_SIZE * sum(int(seen.losses[:len(differences)].sum()) for seen, differences in read)
-        return fitness_digits.pack_ternary(digits), loss
+        if self._activations:
+            return self._activations.chunk(results, -(-len(results) // self.threads), self._job)
+        return np.concatenate(results).ravel()
 
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
