@@ -7,7 +7,7 @@ then, group by group, those of their members: products want whole tiles of rows.
 import numpy as np
 
 from engine import cpu_gru
-from engine.cpu_kernels import NO_LOSSES, NO_NATS, Seen, add_tiles, draw_noise, njit
+from engine.cpu_kernels import NO_NATS, Seen, add_tiles, draw_noise, njit
 from engine.cpu_rules import credited, digit, i32, settled, u32
 from engine.simd import PANEL, ROWS, empty
 from model import activations, fitness_digits
@@ -79,8 +79,8 @@ class ActivationVotes:
         self._matrices, self._biases, self._embedding = activations.votes(cfg)
 
     def read(self, c, windows, seed, first_group):
-        """(Seen, differences) of windows int32 [groups, WINDOW]. differences int64 [groups, members, T]: by how much
-        smaller than those of the clean sequences their losses are."""
+        """(Seen, losses, differences) of windows int32 [groups, WINDOW]. losses int64 [groups, T]: of the unperturbed
+        model; differences int64 [groups, members, T]: by how much smaller those of the members are."""
         cfg, groups = self.cfg, len(windows)
         L, T, H = cfg.N_LAYERS, cfg.SEQ_LEN, cfg.HIDDEN_DIM
         rows, words = -(-groups * T // 4) * 4, np.empty(H, np.uint32)
@@ -88,19 +88,20 @@ class ActivationVotes:
         for phase in self._phases:
             amplitudes[phase.stream // activations.WORDS_APART] = phase.amplitude
         seen = Seen(np.uint32(seed + first_group & 0xFFFFFFFF),
-                    np.uint32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), amplitudes,
+                    np.uint32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), T, amplitudes,
                     np.zeros((8 * L * H + H, rows), np.uint8), words, words.view(np.int8),
                     windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
-                    np.zeros((rows, cfg.VOCAB_SIZE), np.int8), np.empty((len(sequences), T), np.int64))
-        cpu_gru.run_windows(c, NO_LOSSES, NO_NATS, sequences, cfg.STATE_TOKENS, T, np.uint32(0), 0, seen)
-        return seen, seen.losses[:groups, None] - seen.losses[groups:].reshape(groups, -1, T)
+                    np.zeros((rows, cfg.VOCAB_SIZE), np.int8))
+        losses = np.empty((len(sequences), T), np.int64)
+        cpu_gru.run_windows(c, losses.reshape(1, -1), NO_NATS, sequences, cfg.STATE_TOKENS, T, np.uint32(0), 0, seen)
+        return seen, losses[:groups], losses[:groups, None] - losses[groups:].reshape(groups, -1, T)
 
     def votes(self, read, least):
         """{tensor: int32 votes [rows padded to ROWS, cols padded to PANEL]} of what was read."""
         cfg = self.cfg
         voted = [vote.tensor for vote in self._matrices] + [t for t, _ in (*self._biases, self._embedding)]
         sums = {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32) for t in voted}
-        for seen, differences in read:
+        for seen, _, differences in read:
             credit, settled_of = np.empty((2, *differences.shape), np.int8), {None: seen.errors}
             credits(differences, least, activations.fraction_bits(cfg), cfg.CREDIT, credit)
             for phase in self._phases:
@@ -123,10 +124,10 @@ class ActivationVotes:
         """(bytes, int): the packed digits and the loss of a chunk, of which this was read. job: CpuEngine._job, where a
         thread sums the votes of `each` Seens."""
         cfg, digits = self.cfg, np.zeros(self.cfg.CHUNK_DIGITS, np.int8)
-        total = sum(int(np.abs(differences).sum()) for _, differences in read)
+        total = sum(int(np.abs(differences).sum()) for _, _, differences in read)
         least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
         votes = job([(read[at:at + each], least) for at in range(0, len(read), each)], self.votes).finish()
         for t in votes[0]:
             digits[t.span] = activations.voted(cfg, t, sum(part[t] for part in votes)[:t.rows, :t.cols])
-        loss = cfg.GROUP_SIZE * sum(int(seen.losses[:len(differences)].sum()) for seen, differences in read)
+        loss = cfg.GROUP_SIZE * sum(int(losses.sum()) for _, losses, _ in read)
         return fitness_digits.pack_ternary(digits), loss

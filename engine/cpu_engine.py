@@ -169,13 +169,13 @@ class CpuEngine:
         c, followers = self._model, self._followers.of(step)
 
         def read_pairs(a, b):
-            pair, losses = first // 2 + a, np.zeros((b - a, 2), np.int64)
+            pair, losses = first // 2 + a, np.empty((b - a, 2 * cfg.SEQ_LEN), np.int64)
             windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
             for at in range(0, b - a, TOGETHER):
                 part = slice(at, at + TOGETHER)
                 self._forward.run_windows(c, losses[part], NO_NATS, windows[part], cfg.STATE_TOKENS, cfg.SEQ_LEN,
                                           uint32(seed + pair + at), 1, None)
-            return losses
+            return losses.reshape(-1, cfg.SEQ_LEN).sum(1)
 
         def read_groups(a, b):
             group = first // cfg.GROUP_SIZE + a
@@ -202,7 +202,7 @@ class CpuEngine:
         del self._begun[first, count]
         if self._activations:
             return self._activations.chunk(results, -(-len(results) // self.threads), self._job)
-        return np.concatenate(results).ravel()
+        return np.concatenate(results)
 
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
@@ -374,7 +374,8 @@ def warm_up(cfg, say=print, verbs=STEP):
     apart = [verb for verb in APART if verb in verbs]
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
-                            SEEN_VOTES=cfg.SEEN_VOTES, PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0)
+                            SEEN_VOTES=cfg.SEEN_VOTES, PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0,
+                            STATE_TOKENS=min(1, cfg.STATE_TOKENS))
 
     def compiling():
         nonlocal helper

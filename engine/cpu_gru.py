@@ -7,12 +7,12 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
-from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, SAME, copy_row, divided, draw_norm, draw_sides, embed,
-                                i64, layer_norm, mlp, new_logits, new_sides, njit, padded, perturbed,
-                                product, score_rows, watch, write_next)
+from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, ONE, SAME, copy_row, divided, draw_norm, draw_sides,
+                                embed, i64, layer_norm, mlp, new_logits, new_sides, njit, perturbed, product,
+                                score_rows, watch, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
-from engine.kernel_cache import inlined, inner, leaf
-from engine.simd import ROWS, empty, local, zeros
+from engine.kernel_cache import leaf
+from engine.simd import ROWS, empty, local
 from model import parameters
 
 _numbers = {p.name: i64(number) for number, p in enumerate(parameters.GRU_TABLE)}
@@ -24,7 +24,6 @@ W_H = _numbers["w_h"]
 U_H = _numbers["u_h"]
 B_H = _numbers["b_h"]
 LN_2 = _numbers["ln_2"]
-ONE = i64(1)                # row of a member at a position
 
 
 @leaf
@@ -56,7 +55,7 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
             if seen is not None:
-                watch(seen, 5 * layer + GATE, r, state[s], i32(1), y[s])
+                watch(seen, 5 * layer + GATE, r, ONE, state[s:], i32(1), y[s:])
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
@@ -67,7 +66,7 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
             if seen is not None:
-                watch(seen, 5 * layer + CANDIDATE, r, past[s], i32(1), y[s])
+                watch(seen, 5 * layer + CANDIDATE, r, ONE, past[s:], i32(1), y[s:])
             for i in range(H):
                 new = clip(i32(candidates[r, i] + y[s, i] + bias_h[q, m, i]))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
@@ -90,8 +89,7 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, seen):
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n)
         if seen is not None:
-            for r in range(count):
-                watch(seen, 5 * layer, at + r, n[r], i32(1), None)
+            watch(seen, 5 * layer, at, count, n, i32(1), None)
         product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, -127, 0, gates[at:])
         product(c, W_H, layer, sides_h, noisy, n, count, left, y)
@@ -115,57 +113,41 @@ def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x, seen):
             mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], seen)
 
 
-@inner
-def new_states(c, sequences):
-    """int8 [L, sequences padded to ROWS, H]: with which a text begins."""
-    return zeros((c.N_LAYERS, padded(sequences, ROWS), c.HIDDEN_DIM), np.int8)
-
-
-@inlined
-def alike(a, b):
-    """Whether all elements of a are those with which b begins."""
-    for i in range(a.size):
-        if a[i] != b[i]:
-            return False
-    return True
-
-
-@inner
-def begin(c, windows, before, members, state):
-    """Fills state int8 [L, windows * members padded to ROWS, H] with the unperturbed model's after the first `before`
-    tokens of every window, which it reads once of all windows that begin alike."""
-    texts, of, count = empty((windows.shape[0], before), i32), empty(windows.shape[0], i64), 0
-    for q in range(windows.shape[0]):
-        known = 0
-        while known < count and not alike(texts[known], windows[q]):
-            known += 1
-        copy_row(windows, q, texts, known)
-        of[q], count = known, max(count, known + 1)
-    size = (count * before, c.HIDDEN_DIM)
-    states = new_states(c, count)
-    read(c, u32(0), CLEAN, texts[:count, 0:], SAME, before, states, empty(size, np.int8), empty(size, np.int8),
+@njit
+def read_before(c, tokens, states):
+    """Moves states int8 [L, sequences padded to ROWS, H] by tokens int32 [sequences, n], which the unperturbed model
+    reads."""
+    size = (tokens.size, c.HIDDEN_DIM)
+    read(c, u32(0), CLEAN, tokens[:, 0:], SAME, tokens.shape[1], states, empty(size, np.int8), empty(size, np.int8),
          empty(size, np.int8), None)
-    for layer in range(c.N_LAYERS):
-        for s in range(windows.shape[0] * members):
-            copy_row(states[layer], of[s // members], state[layer], s)
 
 
 @njit
-def run_windows(c, losses, nats, windows, before, T, S, noisy, seen):
-    """Evaluates windows int32 [n, >= before + T + 1] with `score_rows`; they go through the positions together. noisy:
-    window i is read by the two members of pair seed S + i, else by the unperturbed model; seen: None, or a Seen, whose
-    sequences these are. The unperturbed model reads the first `before` tokens, from a state of 0."""
-    n, members = windows.shape[0], 1 + noisy
-    state = new_states(c, n * members)
-    if before:
-        begin(c, windows, before, members, state)
-    size = (n * members * T, c.HIDDEN_DIM)
+def read_windows(c, losses, nats, windows, before, T, state, S, noisy, seen):
+    """The part of `run_windows` after the first tokens."""
+    n = windows.shape[0]
+    size = (n * (1 + noisy) * T, c.HIDDEN_DIM)
     x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
     read(c, S, noisy, windows[:, before:], SAME, T, state, gates, candidates, x, seen)
     z = new_logits(c)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
-        score_rows(c, losses, nats, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z, seen)
+        score_rows(c, losses[q], nats, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z, seen)
+
+
+def run_windows(c, losses, nats, windows, before, T, S, noisy, seen):
+    """Evaluates windows int32 [n, >= before + T + 1] with `score_rows`; they go through the positions together. noisy:
+    window i is read by the two members of pair seed S + i, and its losses are losses[i]; else by the unperturbed model,
+    and all are losses[0]. seen: None, or a Seen, whose sequences these are. The unperturbed model reads the first
+    `before` tokens, from a state of 0, once of all windows that begin with them."""
+    members = 1 + noisy
+    state = memory(c, members, len(windows) * members, T)
+    if before:
+        texts, of = np.unique(windows[:, :before], axis=0, return_inverse=True)
+        states = memory(c, 1, len(texts), before)
+        read_before(c, texts, states)
+        state[:, :of.size * members] = states[:, of.repeat(members)]
+    read_windows(c, losses, nats, windows, before, T, state, S, noisy, seen)
 
 
 @njit
@@ -190,6 +172,6 @@ def write_texts(c, writing, texts, start, end, room, state, S, noisy):
                        h[q:], z)
 
 
-def memory(cfg, members, sequences, room):
-    """What `write_texts` keeps from position to position."""
-    return np.zeros((cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, cfg.HIDDEN_DIM), np.int8)
+def memory(c, members, sequences, room):
+    """What `write_texts` keeps from position to position. c: a Model or Config."""
+    return np.zeros((c.N_LAYERS, -(-sequences // ROWS) * ROWS, c.HIDDEN_DIM), np.int8)

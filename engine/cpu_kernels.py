@@ -29,8 +29,9 @@ i64 = np.int64
 # the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
+ONE = i64(1)                # row of a member at a position
 SAME = i64(0)               # distance of the tokens of a pair's members where both read the same
-NO_LOSSES, NO_NATS = np.empty((0, 2), i64), np.empty(0)
+NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
@@ -59,8 +60,8 @@ Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
 # those of members, of seeds from member_seed on, follow. seed: of the first group. amplitudes int64 [5 L + 1]: that of
 # phase p of layer l is number 5 l + p. inputs uint8 [8 L H + H, clean rows]: what `watch` keeps, x + 128. words uint32
 # [H], noise int8 [4 H]: memory for noise, with two names. tokens int32 [clean rows], errors int8 [clean rows, V]: the
-# inputs, and the errors of the head. losses int64 [sequences, T].
-Seen = namedtuple("Seen", "seed member_seed amplitudes inputs words noise tokens errors losses")
+# inputs, and the errors of the head.
+Seen = namedtuple("Seen", "seed member_seed T amplitudes inputs words noise tokens errors")
 # phases of a layer; 0 is the embedding
 GATE, CANDIDATE, UP, DOWN = range(1, 5)
 # (pairs, rows, cols)
@@ -135,22 +136,24 @@ def draw_noise(words, seed, first, amplitude):
 
 
 @leaf
-def watch(seen, number, at, x, d, out):
-    """Row number `at` of a Seen at a phase: a clean one's x uint8 [inputs] is kept for the votes; to a member's out
-    int32 [units], cut to +-127 d before, d times its noise is added. x: what the phase's U_f, U_h or matrix of the MLP
-    multiplies; with number 5 l and no out, what W_f and W_h of layer l do, and with 5 L the head."""
-    if at < seen.tokens.size:
-        kept = seen.inputs[seen.words.size * (number + number // 5 * 3):]
-        for i in range(x.size):
-            kept[i, at] = x[i]
-    elif out is not None:
-        T, amplitude = seen.losses.shape[1], seen.amplitudes[number]
-        if amplitude:
-            seed = u32(seen.member_seed + u32((at - seen.tokens.size) // T))
-            draw_noise(seen.words[:out.size // 4], seed, number * activations.WORDS_APART + at % T * out.size // 4,
-                       amplitude)
-            for i in range(out.size):
-                out[i] = i32(min(max(out[i], i32(-127 * d)), i32(127 * d)) + i32(seen.noise[i] * d))
+def watch(seen, number, first, count, x, d, out):
+    """Rows first..first + count - 1 of a Seen at a phase: of clean ones x uint8 [count, inputs] is kept for the votes;
+    to those of members in out int32 [count, units], cut to +-127 d before, d times their noise is added. x: what the
+    phase's U_f, U_h or matrix of the MLP multiplies; with number 5 l and no out, what W_f and W_h of layer l do, and
+    with 5 L the head."""
+    kept, amplitude = seen.inputs[seen.words.size * (number + number // 5 * 3):], seen.amplitudes[number]
+    for r in range(count):
+        at = first + r
+        if at < seen.tokens.size:
+            for i in range(x.shape[1]):
+                kept[i, at] = x[r, i]
+        elif out is not None:
+            if amplitude:
+                words = seen.words[:out.shape[1] // 4]
+                draw_noise(words, u32(seen.member_seed + u32((at - seen.tokens.size) // seen.T)),
+                           number * activations.WORDS_APART + at % seen.T * words.size, amplitude)
+                for i in range(out.shape[1]):
+                    out[r, i] = i32(min(max(out[r, i], i32(-127 * d)), i32(127 * d)) + i32(seen.noise[i] * d))
 
 
 @leaf
@@ -258,7 +261,7 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, at):
     tables = 4 if T else 1
     bias = local((2, H), i32)
     units, scales = local((4, H), i32), local((4, H), f32)
-    total, one = local(H, i32), local(H, i32)
+    total, one = local((1, H), i32), local(H, i32)
     if c.gru:
         for i in range(H):
             bias[0, i] = bias[1, i] = 0
@@ -274,16 +277,16 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, at):
         if c.ntt_prime:
             number %= c.ntt_prime
         for i in range(H):
-            total[i] = bias[m, i]
+            total[0, i] = bias[m, i]
         for k in range(tables):
             column = (number >> (8 * k)) & 255 if k else i64(tokens[own + position])
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
-                total[i] += shift_right(one[i], 2 if k else 0)
+                total[0, i] += shift_right(one[i], 2 if k else 0)
         if seen is not None:
-            watch(seen, i64(0), at + r, h[r], i32(1), total)
+            watch(seen, i64(0), at + r, ONE, h[r:], i32(1), total)
         for i in range(H):
-            h[r, i] = clip(total[i])
+            h[r, i] = clip(total[0, i])
 
 
 # --- products (SPEC 4) -----------------------------------------------------------------------------------------------
@@ -419,8 +422,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
         layer_norm(c, h[first:], count, left, norm, x)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
         if seen is not None:
-            for r in range(count):
-                watch(seen, 5 * layer + UP, first + r, x[r], i32(c.divisor), wide[r])
+            watch(seen, 5 * layer + UP, first, count, x, i32(c.divisor), wide)
         if c.gru:
             divided(wide, count, i32(c.divisor), c.lowest, 128, u)
         else:
@@ -431,8 +433,7 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
             gelu(u, 0, count * 4 * H)
         product(c, down, layer, sides_d, noisy, u, count, left, y)
         if seen is not None:
-            for r in range(count):
-                watch(seen, 5 * layer + DOWN, first + r, u[r], i32(c.divisor_down), y[r])
+            watch(seen, 5 * layer + DOWN, first, count, u, i32(c.divisor_down), y)
         if c.gru:
             divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
@@ -550,10 +551,10 @@ def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
 
 @leaf
 def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, seen):
-    """Scores h int8 [rows, H], last hidden states that share their noise. noisy: they belong to windows[q], T rows a
-    member, and their losses are added to losses int64 [windows, 2]; else to windows[q], windows[q + 1].., and their
-    cross-entropies are added to nats float64 [windows], or with a Seen all goes there. z int32 [GROUP, V padded]:
-    overwritten."""
+    """Scores h int8 [rows, H], last hidden states that share their noise, T a member or window. noisy: they belong to
+    windows[q], else to windows[q], windows[q + 1].. Their losses go to losses int64 [rows], or if that is empty, their
+    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. seen: a Seen or
+    None."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
@@ -561,20 +562,21 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, seen
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
+        if seen is not None:
+            watch(seen, 5 * c.N_LAYERS, first, count, x, i32(1), None)
         for r in range(count):
-            window, t = (first + r) // T, (first + r) % T
-            if seen is not None:
-                clean = first + r < seen.tokens.size
-                watch(seen, 5 * c.N_LAYERS, first + r, x[r], i32(1), None)
-                seen.losses[window, t] = position_loss(c, z, r, windows, window, start, T, t, weights, i64(clean))
-                if clean:
-                    head_errors(c, z, r, windows, window, start, T, t, u32(seen.seed + u32(window)), weights,
-                                seen.errors[first + r])
-            elif noisy:
-                losses[q, window] += position_loss(c, z, r, windows, q, start, T, t, z, i64(0))
+            row, clean = first + r, i64(0)
+            window, t = q if noisy else q + row // T, row % T
+            if losses.size:
+                if seen is not None:
+                    clean = i64(row < seen.tokens.size)
+                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights, clean)
+                if seen is not None:
+                    if clean:
+                        head_errors(c, z, r, windows, window, start, T, t, u32(seen.seed + u32(window)), weights,
+                                    seen.errors[row])
             else:
                 total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
                 for v in range(c.VOCAB_SIZE):
                     total += c.exp64[min(c.exp64.size - 1, top - z[r, v])]
-                less = top - z[r, target(c, windows, q + window, start, T, t, 0)]
-                nats[q + window] += np.log(total) + less * c.unit
+                nats[window] += np.log(total) + (top - z[r, target(c, windows, window, start, T, t, 0)]) * c.unit

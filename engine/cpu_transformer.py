@@ -202,7 +202,7 @@ def run_windows(c, losses, nats, windows, start, T, S, noisy, seen):
     for q in range(windows.shape[0]):
         seed = u32(S + q)
         read(c, seed, noisy, windows[q], SAME, T, start, room)
-        score_rows(c, losses, nats, windows, q, seed, noisy, start, T, room.h, members * T, z, seen)
+        score_rows(c, losses[q], nats, windows, q, seed, noisy, start, T, room.h, members * T, z, seen)
 
 
 @njit
