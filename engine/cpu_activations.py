@@ -10,11 +10,11 @@ from engine import cpu_gru
 from engine.cpu_kernels import NO_NATS, Seen, add_tiles, draw_noise, njit
 from engine.cpu_rules import credited, digit, i32, settled, u32
 from engine.simd import PANEL, ROWS, empty
-from model import activations, fitness_digits
+from model import activations, fitness_digits, parameters
 
 ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
 # what matrices multiply, by its number in a layer (engine.cpu_kernels.watch)
-INPUTS = "normed_1", "state", "gated", "normed_2", "inner", "normed_f"
+INPUTS = "normed_1", "state", "gated", "normed_2", "inner"
 
 
 @njit
@@ -74,7 +74,7 @@ class ActivationVotes:
     """Reads groups for CpuEngine, and votes."""
 
     def __init__(self, cfg):
-        self.cfg, self._phases = cfg, activations.phases(cfg)
+        self.cfg, self._phases, self._tensors = cfg, activations.phases(cfg), parameters.tensors(cfg)
         self.together = max(1, ROWS_TOGETHER // (cfg.GROUP_SIZE + 1))
         self._matrices, self._biases, self._embedding = activations.votes(cfg)
 
@@ -83,24 +83,24 @@ class ActivationVotes:
         model; differences int64 [groups, members, T]: by how much smaller those of the members are."""
         cfg, groups = self.cfg, len(windows)
         L, T, H = cfg.N_LAYERS, cfg.SEQ_LEN, cfg.HIDDEN_DIM
-        rows, words = -(-groups * T // 4) * 4, np.empty(H, np.uint32)
+        rows, words = -(-groups * T // 4) * 4, np.empty(H, u32)
         sequences, amplitudes = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)]), np.zeros(5 * L + 1, int)
         for phase in self._phases:
             amplitudes[phase.stream // activations.WORDS_APART] = phase.amplitude
-        seen = Seen(np.uint32(seed + first_group & 0xFFFFFFFF),
-                    np.uint32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), T, amplitudes,
+        seen = Seen(u32(seed + first_group & 0xFFFFFFFF),
+                    u32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), T, amplitudes,
                     np.zeros((8 * L * H + H, rows), np.uint8), words, words.view(np.int8),
                     windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
                     np.zeros((rows, cfg.VOCAB_SIZE), np.int8))
         losses = np.empty((len(sequences), T), np.int64)
-        cpu_gru.run_windows(c, losses.reshape(1, -1), NO_NATS, sequences, cfg.STATE_TOKENS, T, np.uint32(0), 0, seen)
+        cpu_gru.run_windows(c, losses.reshape(1, -1), NO_NATS, sequences, cfg.STATE_TOKENS, T, u32(0), 0, seen)
         return seen, losses[:groups], losses[:groups, None] - losses[groups:].reshape(groups, -1, T)
 
     def votes(self, read, least):
         """{tensor: int32 votes [rows padded to ROWS, cols padded to PANEL]} of what was read."""
         cfg = self.cfg
-        voted = [vote.tensor for vote in self._matrices] + [t for t, _ in (*self._biases, self._embedding)]
-        sums = {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32) for t in voted}
+        sums = {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
+                for t in self._tensors}
         for seen, _, differences in read:
             credit, settled_of = np.empty((2, *differences.shape), np.int8), {None: seen.errors}
             credits(differences, least, activations.fraction_bits(cfg), cfg.CREDIT, credit)
@@ -110,8 +110,7 @@ class ActivationVotes:
                     add_credit(credit[int(phase.later)], seen.member_seed, phase.stream, phase.amplitude, phase.shift,
                                settled_of[phase])
             for tensor, phase, inputs in self._matrices:
-                number = INPUTS.index(inputs) + 5 * (phase.layer if phase else cfg.N_LAYERS - 1)
-                first = cfg.HIDDEN_DIM * (number + number // 5 * 3)
+                first = cfg.HIDDEN_DIM * (8 * phase.layer + INPUTS.index(inputs) if phase else 8 * cfg.N_LAYERS)
                 add_products(seen.inputs[first:first + tensor.rows], settled_of[phase], sums[tensor])
             for tensor, phase in self._biases:
                 sums[tensor][0, :tensor.cols] += settled_of[phase].sum(0, dtype=np.int32)

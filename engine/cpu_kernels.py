@@ -262,10 +262,7 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, at):
     bias = local((2, H), i32)
     units, scales = local((4, H), i32), local((4, H), f32)
     total, one = local((1, H), i32), local(H, i32)
-    if c.gru:
-        for i in range(H):
-            bias[0, i] = bias[1, i] = 0
-    else:
+    if not c.gru:
         perturbed(c, EMB_BIAS, NO_LAYER, S, noisy, bias)
     for k in range(tables):
         hidden_side(c, c.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
@@ -277,7 +274,7 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, at):
         if c.ntt_prime:
             number %= c.ntt_prime
         for i in range(H):
-            total[0, i] = bias[m, i]
+            total[0, i] = i32(0) if c.gru else bias[m, i]
         for k in range(tables):
             column = (number >> (8 * k)) & 255 if k else i64(tokens[own + position])
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
@@ -391,11 +388,13 @@ def amax(v, first, count, out, o, zero):
 
 @inlined
 def add_residual(h, count, left, y, shift, bias):
-    """h = amax(h + (y >> shift) + the bias of the members), `count` rows, GROUP at most; y is overwritten."""
+    """h = amax(h + (y >> shift) + the bias of the members, or None), `count` rows, GROUP at most; y is overwritten."""
     for r in range(count):
         m = member(r, left)
         for i in range(h.shape[1]):
-            y[r, i] = h[r, i] + shift_right(y[r, i], shift) + bias[m, i]
+            y[r, i] = h[r, i] + shift_right(y[r, i], shift)
+            if bias is not None:
+                y[r, i] += bias[m, i]
     amax(y, 0, count, h, 0, 0)
 
 

@@ -149,7 +149,6 @@ def attention(c, layer, S, noisy, members, n, start, room):
     H, rows = c.HIDDEN_DIM, members * n
     context, slot = room.keys.shape[1] // members, layer % room.keys.shape[0]
     x, y = room.x, room.y
-    zero = local((2, H), i32)
     norm, sides = local((2, 2, H), i32), new_sides(1, H, H)
     draw_norm(c, LN_1, layer, S, noisy, norm)
     for first in range(0, rows, GROUP):
@@ -173,10 +172,8 @@ def attention(c, layer, S, noisy, members, n, start, room):
         attend(c, room, slot, m * context, m * n, start, n)
     draw_sides(c, W_O, layer, S, noisy, sides)
     product(c, W_O, layer, sides, noisy, x, rows, n, y)
-    for i in range(H):
-        zero[0, i] = zero[1, i] = 0
     for first in range(0, rows, GROUP):
-        add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], c.SHIFT_OUT, zero)
+        add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], c.SHIFT_OUT, None)
 
 
 @leaf
