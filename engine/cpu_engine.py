@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 import egg_config
-from model import activations, fitness_digits, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import fitness_digits, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes
