@@ -1,143 +1,20 @@
-"""Noise on activations on the CPU (SPEC 21): the recurrent model read by the groups of a chunk, and their votes.
+"""Noise on activations on the CPU (SPEC 21): groups read by the recurrent model, and the votes of a chunk.
 
-A sequence is a window read once: of a group, first by the unperturbed model, then by its members. Rows are sequences
-times positions. Several groups go through the model together, because products want whole tiles of rows.
+The sequences that go through the model together are the windows of several groups, read by the unperturbed model, and
+then, group by group, those of their members: products want whole tiles of rows.
 """
-
-from collections import namedtuple
 
 import numpy as np
 
-from engine import cpu_rules
-from engine.cpu_gru import LN_1, LN_2, gates_of, new_states, recur, states_before
-from engine.cpu_kernels import (CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, Disturbance, add_tiles, draw_norm, draw_sides,
-                                i64, layer_norm, logits, mlp, new_logits, new_sides, njit, padded, position_loss,
-                                target)
-from engine.cpu_rules import clip, hash32, i32, u32
-from engine.kernel_cache import inner, leaf
-from engine.simd import PANEL, ROWS, empty, local, zeros
-from model import activations
+from engine import cpu_gru
+from engine.cpu_kernels import NO_NATS, Seen, add_tiles, draw_noise, njit
+from engine.cpu_rules import credited, digit, i32, settled, u32
+from engine.simd import PANEL, ROWS, empty
+from model import activations, fitness_digits, parameters
 
-_rules = cpu_rules.activations
-draws = _rules.draws
-digit = _rules.digit
-credited = _rules.credited
-settled = _rules.settled
-head_error = _rules.head_error
 ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
-
-# columns of the table of phases, and its rows besides the embedding's, which is the first: those of a layer
-UNITS, AMPLITUDE, STREAM, SHIFT = range(4)
-GATE, CANDIDATE, UP, DOWN = range(1, 5)
-# What the unperturbed model read, uint8 [layers, positions, inputs], x + 128, under the names of model.activations
-# (normed_f: in layer 0); its inputs int [positions]; errors int8 [positions, V]; losses int64 [groups, sequences, T]
-Seen = namedtuple("Seen", "normed_1 state gated normed_2 normed_f inner tokens errors losses")
-
-
-@leaf
-def draw_noise(words, seed, phase, amplitude):
-    """Fills words uint32 with four noise values each; phase: its row of the table."""
-    mask = u32(amplitude * 0x01010101)
-    for i in range(words.size):
-        words[i] = draws(hash32(seed, u32(phase[STREAM] + i)), mask)
-
-
-@inner
-def noise_of(phase, seed, first_group, groups, members, T):
-    """int8 [groups * members * T, units]: the noise of a phase, 0 of the first of `members`, the unperturbed model."""
-    sequences, count = groups * members, T * phase[UNITS] // 4
-    words = empty(sequences * count, np.uint32)
-    for s in range(sequences):
-        q, k = s // members, s % members
-        member = u32(seed + u32((first_group + q) * (members - 1) + k - 1))
-        draw_noise(words[s * count:(s + 1) * count], member, phase, phase[AMPLITUDE] if k else 0)
-    return words.view(np.int8).reshape((sequences * T, phase[UNITS]))
-
-
-@leaf
-def clean_norm(c, ln, layer, x, each, T, out):
-    """out uint8 [groups * T, H] = ln(x) of the unperturbed model, which has the first T of every `each` rows."""
-    norm = local((2, 2, c.HIDDEN_DIM), i32)
-    draw_norm(c, ln, layer, u32(0), CLEAN, norm)
-    for q in range(out.shape[0] // T):
-        for first in range(0, T, GROUP):
-            count = min(GROUP, T - first)
-            layer_norm(c, x[q * each + first:], count, count, norm, out[q * T + first:])
-
-
-@inner
-def head_errors(c, z, r, windows, q, before, T, t, seed, weights, wanted, errors):
-    """errors int8 [V] of position t of windows[q], of logits z[r]; weights: its softmax; wanted int32 [V]: 0, before
-    and after."""
-    total = i64(0)
-    for v in range(c.VOCAB_SIZE):
-        total += weights[v]
-    for j in range(c.TARGETS):
-        wanted[target(c, windows, q, before, T, t, j)] += 1
-    for v in range(c.VOCAB_SIZE):
-        number = t * c.VOCAB_SIZE + v
-        word = hash32(seed, u32(activations.DITHER_STREAM + (number >> 1)))
-        random = i32(u32(word >> u32(16 * (number & 1))) & u32(0xFFFF))
-        errors[v] = head_error(z[r, v], wanted[v], c.TARGETS, weights[v], total, random)
-    for j in range(c.TARGETS):
-        wanted[target(c, windows, q, before, T, t, j)] = 0
-
-
-@inner
-def score_positions(c, windows, before, members, T, seed, x, seen):
-    """Fills losses and errors of what is seen; seed: of the first group."""
-    H, V, each = c.HIDDEN_DIM, c.VOCAB_SIZE, members * T
-    norm, sides = local((2, 2, H), i32), new_sides(1, H, V)
-    z, weights, wanted = new_logits(c), empty(padded(V, 16), i32), zeros(V, i32)
-    draw_norm(c, c.ln_f, NO_LAYER, u32(0), CLEAN, norm)
-    draw_sides(c, c.head, NO_LAYER, u32(0), CLEAN, sides)
-    for first in range(0, x.shape[0], GROUP):
-        count = min(GROUP, x.shape[0] - first)
-        logits(c, CLEAN, norm, sides, x[first:], count, count, z)
-        for r in range(count):
-            q, k, t = (first + r) // each, (first + r) % each // T, (first + r) % T
-            seen.losses[q, k, t] = position_loss(c, z, r, windows, q, before, T, t, weights, i64(k == 0))
-            if k == 0:
-                head_errors(c, z, r, windows, q, before, T, t, u32(seed + u32(q)), weights, wanted,
-                            seen.errors[q * T + t])
-
-
-@njit
-def read_groups(c, windows, before, members, seed, first_group, phases, seen):
-    """Reads windows int32 [groups, WINDOW] by the unperturbed model and `members` - 1 members each. seed: of the step;
-    phases: the table."""
-    groups, H = windows.shape[0], c.HIDDEN_DIM
-    T = (windows.shape[1] - 1 - before) // c.TARGETS
-    each, rows = members * T, groups * members * T
-    state = new_states(c, groups * members)
-    if before:
-        states = states_before(c, windows[:, 0:before])
-        for layer in range(c.N_LAYERS):
-            for s in range(groups * members):
-                state[layer, s] = states[layer, s // members]
-    x, noise = empty((rows, H), np.int8), noise_of(phases[0], seed, first_group, groups, members, T)
-    for r in range(rows):
-        at = c.table[EMBEDDING, 0].columns + windows[r // each, before + r % T]
-        for i in range(H):
-            x[r, i] = clip(i32(c.columns[at, i] + noise[r, i]))
-    gates, candidates = empty((rows, H), np.int16), empty((rows, H), np.int16)
-    for layer in range(c.N_LAYERS):
-        of_layer = phases[4 * layer:]
-        clean_norm(c, LN_1, layer, x, each, T, seen.normed_1[layer])
-        gates_of(c, layer, u32(0), CLEAN, rows, rows, x, gates, candidates)
-        for phase, sums in (GATE, gates), (CANDIDATE, candidates):
-            noise = noise_of(of_layer[phase], seed, first_group, groups, members, T)
-            for r in range(rows):
-                for i in range(H):
-                    sums[r, i] += noise[r, i]
-        recur(c, layer, u32(0), CLEAN, windows[:, before:], SAME, members, T, gates, candidates, state[layer], x,
-              (seen.state[layer], seen.gated[layer]))
-        clean_norm(c, LN_2, layer, x, each, T, seen.normed_2[layer])
-        mlp(c, LN_2, layer, u32(0), CLEAN, rows, rows, x, Disturbance(
-            noise_of(of_layer[UP], seed, first_group, groups, members, T),
-            noise_of(of_layer[DOWN], seed, first_group, groups, members, T), seen.inner[layer], each, T))
-    clean_norm(c, c.ln_f, NO_LAYER, x, each, T, seen.normed_f[0])
-    score_positions(c, windows, before, members, T, u32(seed + u32(first_group)), x, seen)
+# what matrices multiply, by its number in a layer (engine.cpu_kernels.watch)
+INPUTS = "normed_1", "state", "gated", "normed_2", "inner"
 
 
 @njit
@@ -154,17 +31,17 @@ def credits(differences, least, bits, credit, out):
 
 
 @njit
-def add_credit(credit, seed, phase, out):
-    """out int8 [groups * T, units]: the settled sums over members (of seeds from `seed` on) of credit int8 [groups,
-    members, T] times the noise of a phase, a row of the table."""
+def add_credit(credit, seed, stream, amplitude, shift, out):
+    """out int8 [>= groups * T, units]: the settled sums over members (of seeds from `seed` on) of credit int8 [groups,
+    members, T] times their noise; stream, amplitude, shift: of the Phase."""
     groups, members, T = credit.shape
-    units = phase[UNITS]
+    units = out.shape[1]
     words, totals = empty(T * units // 4, np.uint32), empty((T, units), i32)
     noise = words.view(np.int8).reshape((T, units))
     for q in range(groups):
         totals[:] = 0
         for k in range(members):
-            draw_noise(words, u32(seed + u32(q * members + k)), phase, phase[AMPLITUDE])
+            draw_noise(words, u32(seed + u32(q * members + k)), stream, amplitude)
             for t in range(T):
                 factor = i32(credit[q, k, t])
                 if factor != 0:
@@ -172,95 +49,84 @@ def add_credit(credit, seed, phase, out):
                         totals[t, i] = i32(totals[t, i] + i32(factor * noise[t, i]))
         for t in range(T):
             for i in range(units):
-                out[q * T + t, i] = settled(totals[t, i], phase[SHIFT])
+                out[q * T + t, i] = settled(totals[t, i], shift)
 
 
 @njit
 def add_products(x, sums, votes):
-    """votes int32 [inputs padded to ROWS, units padded to PANEL] += x . sums: x uint8 [n, inputs], moved by 128; sums
-    int8 [n, units]."""
-    n, inputs = x.shape
-    k4 = (n + 3) // 4
-    turned = zeros((votes.shape[0], 4 * k4), np.uint8)
-    for r in range(n):
-        for j in range(inputs):
-            turned[j, r] = x[r, j]
-    panel, correction = empty(4 * k4 * PANEL, np.int8), empty(PANEL, i32)
+    """votes int32 [inputs padded to ROWS, units padded to PANEL] += x . sums: x uint8 [inputs, n], moved by 128; sums
+    int8 [n, units]; n a multiple of 4."""
+    words, correction = empty(x.shape[1] // 4 * PANEL, u32), empty(PANEL, i32)
     for p in range(votes.shape[1] // PANEL):
-        panel[:] = 0
+        part = sums[:, p * PANEL:]
         correction[:] = 0
-        for r in range(n):
-            for j in range(min(PANEL, sums.shape[1] - p * PANEL)):
-                value = sums[r, p * PANEL + j]
-                panel[(r >> 2) * (4 * PANEL) + 4 * j + (r & 3)] = value
-                correction[j] -= 128 * value
-        add_tiles(turned, panel, correction, votes, p)
-
-
-@njit
-def add_columns(tokens, sums, votes):
-    """votes int32 [units, tokens] += sums int8 [n, units], each to the column of its token."""
-    for t in range(tokens.size):
-        for i in range(sums.shape[1]):
-            votes[i, tokens[t]] += sums[t, i]
+        for k in range(x.shape[1] // 4):
+            for j in range(min(PANEL, part.shape[1])):
+                word = u32(0)
+                for e in range(3, -1, -1):
+                    word = u32(u32(word << u32(8)) | u32(np.uint8(part[4 * k + e, j])))
+                    correction[j] -= 128 * part[4 * k + e, j]
+                words[k * PANEL + j] = word
+        add_tiles(x, words.view(np.int8), correction, votes, p)
 
 
 class ActivationVotes:
-    """The votes of chunks for CpuEngine: `read`, then `digits` of all that was read."""
+    """Reads groups for CpuEngine, and votes."""
 
     def __init__(self, cfg):
-        self.cfg = cfg
-        self.members = cfg.GROUP_SIZE + 1
-        self.together = max(1, ROWS_TOGETHER // self.members)
-        self.matrices, self.biases, self.embedding = activations.votes(cfg)
-        # {Phase: its row}
-        self._phases = {p: np.array([p.units, p.amplitude, p.stream, p.shift], np.int64)
-                        for p in activations.phases(cfg)}
-        self._spare = []                                     # accumulators that no thread uses
+        self.cfg, self._phases, self._tensors = cfg, activations.phases(cfg), parameters.tensors(cfg)
+        self.together = max(1, ROWS_TOGETHER // (cfg.GROUP_SIZE + 1))
+        self._matrices, self._biases, self._embedding = activations.votes(cfg)
 
     def read(self, c, windows, seed, first_group):
-        """The Seen of windows int32 [groups, WINDOW]."""
-        cfg, G = self.cfg, len(windows)
+        """(Seen, losses, differences) of windows int32 [groups, WINDOW]. losses int64 [groups, T]: of the unperturbed
+        model; differences int64 [groups, members, T]: by how much smaller those of the members are."""
+        cfg, groups = self.cfg, len(windows)
         L, T, H = cfg.N_LAYERS, cfg.SEQ_LEN, cfg.HIDDEN_DIM
-        seen = Seen(*(np.empty((L, G * T, width), np.uint8) for width in (H, H, H, H, H, 4 * H)),
-                    tokens=windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
-                    errors=np.empty((G * T, cfg.VOCAB_SIZE), np.int8), losses=np.empty((G, self.members, T), np.int64))
-        read_groups(c, windows, cfg.STATE_TOKENS, self.members, np.uint32(seed), first_group,
-                    np.array([*self._phases.values()]), seen)
-        return seen
+        rows, words = -(-groups * T // 4) * 4, np.empty(H, u32)
+        sequences, amplitudes = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)]), np.zeros(5 * L + 1, int)
+        for phase in self._phases:
+            amplitudes[phase.stream // activations.WORDS_APART] = phase.amplitude
+        seen = Seen(u32(seed + first_group & 0xFFFFFFFF),
+                    u32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), T, amplitudes,
+                    np.zeros((8 * L * H + H, rows), np.uint8), words, words.view(np.int8),
+                    windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
+                    np.zeros((rows, cfg.VOCAB_SIZE), np.int8))
+        losses = np.empty((len(sequences), T), np.int64)
+        cpu_gru.run_windows(c, losses.reshape(1, -1), NO_NATS, sequences, cfg.STATE_TOKENS, T, u32(0), 0, seen)
+        return seen, losses[:groups], losses[:groups, None] - losses[groups:].reshape(groups, -1, T)
 
-    def add_votes(self, seed, first_group, seen, least):
-        """Adds the votes of the groups of `seen` to an accumulator."""
-        cfg, settled_of = self.cfg, {None: seen.errors}
-        sums = self._spare.pop() if self._spare else self._accumulator()
-        credit = np.empty((2, len(seen.losses), cfg.GROUP_SIZE, cfg.SEQ_LEN), np.int8)
-        credits(differences(seen), least, activations.fraction_bits(cfg), cfg.CREDIT, credit)
-        member = np.uint32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF)
-        for phase, row in self._phases.items():
-            settled_of[phase] = np.empty((seen.tokens.size, phase.units), np.int8)
-            add_credit(credit[int(phase.later)], member, row, settled_of[phase])
-        for tensor, phase, inputs in self.matrices:
-            add_products(getattr(seen, inputs)[tensor.layer], settled_of[phase], sums[tensor])
-        for tensor, phase in self.biases:
-            sums[tensor][0, :tensor.cols] += settled_of[phase].sum(0, dtype=np.int32)
-        tensor, phase = self.embedding
-        add_columns(seen.tokens, settled_of[phase], sums[tensor])
-        self._spare.append(sums)
+    def votes(self, read, least):
+        """{tensor: int32 votes [rows padded to ROWS, cols padded to PANEL]} of what was read."""
+        cfg = self.cfg
+        sums = {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
+                for t in self._tensors}
+        for seen, _, differences in read:
+            credit, settled_of = np.empty((2, *differences.shape), np.int8), {None: seen.errors}
+            credits(differences, least, activations.fraction_bits(cfg), cfg.CREDIT, credit)
+            for phase in self._phases:
+                settled_of[phase] = np.zeros((len(seen.errors), phase.units), np.int8)
+                if phase.amplitude:
+                    add_credit(credit[int(phase.later)], seen.member_seed, phase.stream, phase.amplitude, phase.shift,
+                               settled_of[phase])
+            for tensor, phase, inputs in self._matrices:
+                first = cfg.HIDDEN_DIM * (8 * phase.layer + INPUTS.index(inputs) if phase else 8 * cfg.N_LAYERS)
+                add_products(seen.inputs[first:first + tensor.rows], settled_of[phase], sums[tensor])
+            for tensor, phase in self._biases:
+                sums[tensor][0, :tensor.cols] += settled_of[phase].sum(0, dtype=np.int32)
+            tensor, phase = self._embedding
+            if phase.amplitude:
+                np.add.at(sums[tensor].T, seen.tokens, settled_of[phase][:seen.tokens.size])
+        return sums
 
-    def _accumulator(self):
-        """{tensor: int32 sums of its votes, padded}."""
-        voted = [vote.tensor for vote in self.matrices] + [tensor for tensor, _ in (*self.biases, self.embedding)]
-        return {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32) for t in voted}
-
-    def digits(self):
-        """int8 [weights]: the digits of the accumulated votes, which are forgotten."""
-        digits, parts = np.zeros(self.cfg.CHUNK_DIGITS, np.int8), self._spare
-        self._spare = []
-        for t in parts[0]:
-            digits[t.span] = activations.voted(self.cfg, t, sum(part[t] for part in parts)[:t.rows, :t.cols])
-        return digits
-
-
-def differences(seen):
-    """int64 [groups, members, T]: by how much smaller than the clean ones their losses are."""
-    return seen.losses[:, :1] - seen.losses[:, 1:]
+    def chunk(self, read, each, job):
+        """(bytes, int): the packed digits and the loss of a chunk, of which this was read. job: CpuEngine._job, where a
+        thread sums the votes of `each` Seens."""
+        cfg, digits = self.cfg, np.zeros(self.cfg.CHUNK_DIGITS, np.int8)
+        total = sum(int(np.abs(differences).sum()) for _, _, differences in read)
+        least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
+        votes = job([(read[at:at + each], least) for at in range(0, len(read), each)], self.votes).finish()
+        for t in votes[0]:
+            digits[t.span] = activations.voted(cfg, t, sum(part[t] for part in votes)[:t.rows, :t.cols])
+        loss = cfg.GROUP_SIZE * sum(int(losses.sum()) for _, losses, _ in read)
+        return fitness_digits.pack_ternary(digits), loss

@@ -15,15 +15,14 @@ import time
 import numpy as np
 
 import egg_config
-from model import activations, fitness_digits, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import fitness_digits, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
-from engine.cpu_activations import ActivationVotes, differences
-from engine.cpu_kernels import ROW, TOGETHER, Model, Writing, constants, tables
+from engine.cpu_activations import ActivationVotes
+from engine.cpu_kernels import NO_LOSSES, NO_NATS, ROW, TOGETHER, Model, Writing, constants, tables
 from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
 
-NO_LOSSES, NO_NATS = np.empty((0, 2), np.int64), np.empty(0)
 WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing less to a thread costs more than it saves
 
 
@@ -170,18 +169,18 @@ class CpuEngine:
         c, followers = self._model, self._followers.of(step)
 
         def read_pairs(a, b):
-            pair, losses = first // 2 + a, np.zeros((b - a, 2), np.int64)
+            pair, losses = first // 2 + a, np.empty((b - a, 2 * cfg.SEQ_LEN), np.int64)
             windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
             for at in range(0, b - a, TOGETHER):
                 part = slice(at, at + TOGETHER)
-                self._forward.run_windows(c, losses[part], NO_NATS, windows[part], cfg.STATE_TOKENS,
-                                          uint32(seed + pair + at), 1, pair + at)
-            return losses
+                self._forward.run_windows(c, losses[part], NO_NATS, windows[part], cfg.STATE_TOKENS, cfg.SEQ_LEN,
+                                          uint32(seed + pair + at), 1, None)
+            return losses.reshape(-1, cfg.SEQ_LEN).sum(1)
 
         def read_groups(a, b):
             group = first // cfg.GROUP_SIZE + a
             windows = soft_targets.group_windows(cfg, self.tokens, followers, step, seed, group, b - a)
-            return group, self._activations.read(c, windows, seed, group)
+            return self._activations.read(c, windows, seed, group)
 
         if self._activations:
             job = self._job(cut(count // cfg.GROUP_SIZE, self._activations.together), read_groups)
@@ -201,16 +200,9 @@ class CpuEngine:
         self.begin(first, count)
         results = self._begun[first, count].finish()
         del self._begun[first, count]
-        return self._chunk_votes(results) if self._activations else np.concatenate(results).ravel()
-
-    def _chunk_votes(self, read):
-        """(bytes, int): the packed digits and the loss of a chunk whose [(first group, Seen)] these are."""
-        votes, cfg = self._activations, self.cfg
-        total = sum(int(np.abs(differences(seen)).sum()) for _, seen in read)
-        least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
-        self._job(read, lambda group, seen: votes.add_votes(self.seed, group, seen, least)).finish()
-        loss = cfg.GROUP_SIZE * sum(int(seen.losses[:, 0].sum()) for _, seen in read)
-        return fitness_digits.pack_ternary(votes.digits()), loss
+        if self._activations:
+            return self._activations.chunk(results, -(-len(results) // self.threads), self._job)
+        return np.concatenate(results)
 
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
@@ -321,7 +313,8 @@ class CpuEngine:
         nats = np.zeros(len(windows))
 
         def work(a, b):
-            self._forward.run_windows(self._model, NO_LOSSES, nats[a:b], windows[a:b], 0, np.uint32(0), 0, 0)
+            self._forward.run_windows(self._model, NO_LOSSES, nats[a:b], windows[a:b], 0, windows.shape[1] - 1,
+                                      np.uint32(0), 0, None)
 
         self._job(cut(len(windows), self._at_once(len(windows))), work).finish()
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
@@ -381,7 +374,8 @@ def warm_up(cfg, say=print, verbs=STEP):
     apart = [verb for verb in APART if verb in verbs]
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
-                            SEEN_VOTES=cfg.SEEN_VOTES, PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0)
+                            SEEN_VOTES=cfg.SEEN_VOTES, PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0,
+                            STATE_TOKENS=min(1, cfg.STATE_TOKENS))
 
     def compiling():
         nonlocal helper

@@ -7,11 +7,12 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
-from engine.cpu_kernels import (CLEAN, GROUP, SAME, copy_row, divided, draw_norm, draw_sides, embed, i64, layer_norm,
-                                mlp, new_logits, new_sides, njit, padded, perturbed, product, score_rows, write_next)
+from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, ONE, SAME, copy_row, divided, draw_norm, draw_sides,
+                                embed, i64, layer_norm, mlp, new_logits, new_sides, njit, perturbed, product,
+                                score_rows, watch, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
-from engine.kernel_cache import inner, leaf
-from engine.simd import ROWS, empty, local, zeros
+from engine.kernel_cache import leaf
+from engine.simd import ROWS, empty, local
 from model import parameters
 
 _numbers = {p.name: i64(number) for number, p in enumerate(parameters.GRU_TABLE)}
@@ -23,14 +24,12 @@ W_H = _numbers["w_h"]
 U_H = _numbers["u_h"]
 B_H = _numbers["b_h"]
 LN_2 = _numbers["ln_2"]
-ONE = i64(1)                # row of a member at a position
 
 
 @leaf
 def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, seen):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
-    H] goes on. gates, candidates int8 or int16 [sequences * n, H]: W_f n and W_h n. seen: two arrays uint8
-    [windows * n, H] that take what u_f and u_h multiply in the first sequence of every window, or None."""
+    H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n. seen: a Seen or None."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     sequences, padded = tokens.shape[0] * members, h.shape[0]
     pairs = tokens.shape[0] if noisy else 1
@@ -55,19 +54,19 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
+            if seen is not None:
+                watch(seen, 5 * layer + GATE, r, ONE, state[s:], i32(1), y[s:])
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
                 past[s, i] = gated(f, i32(h[s, i])) + 128
-        if seen is not None:
-            for q in range(tokens.shape[0]):
-                copy_row(state, q * members, seen[0], q * n + t)
-                copy_row(past, q * members, seen[1], q * n + t)
         product(c, U_H, layer, sides_h, noisy, past, sequences, ONE, y)
         divided(y, sequences, d, -127, 0, y)
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
+            if seen is not None:
+                watch(seen, 5 * layer + CANDIDATE, r, ONE, past[s:], i32(1), y[s:])
             for i in range(H):
                 new = clip(i32(candidates[r, i] + y[s, i] + bias_h[q, m, i]))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
@@ -76,9 +75,9 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
 
 
 @leaf
-def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates):
+def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, seen):
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for the `rows` first rows of x, which belong to one pair (or
-    are without noise)."""
+    are without noise on weights). seen: a Seen or None."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     norm = local((2, 2, H), i32)
     n, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
@@ -89,6 +88,8 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates):
     for at in range(0, rows, GROUP):
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n)
+        if seen is not None:
+            watch(seen, 5 * layer, at, count, n, i32(1), None)
         product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, -127, 0, gates[at:])
         product(c, W_H, layer, sides_h, noisy, n, count, left, y)
@@ -96,64 +97,57 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates):
 
 
 @leaf
-def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x):
+def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x, seen):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
     noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates
-    and candidates, as large as x, are overwritten. S: seed of the first pair."""
+    and candidates, as large as x, are overwritten. S: seed of the first pair. seen: a Seen or None."""
     members = 1 + noisy
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
-        embed(c, u32(S + q), noisy, tokens[q], apart, n, 0, members * n,
-              x[q * members * n:])
+        embed(c, u32(S + q), noisy, tokens[q], apart, n, 0, members * n, x[q * members * n:], seen, q * n)
     for layer in range(c.N_LAYERS):
         for q in range(units):
-            gates_of(c, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:])
-        recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, None)
+            gates_of(c, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:], seen)
+        recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, seen)
         for q in range(units):
-            mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], None)
-
-
-@inner
-def new_states(c, sequences):
-    """int8 [L, sequences padded to ROWS, H]: with which a text begins."""
-    return zeros((c.N_LAYERS, padded(sequences, ROWS), c.HIDDEN_DIM), np.int8)
-
-
-@inner
-def states_before(c, tokens):
-    """int8 [L, sequences padded to ROWS, H]: the unperturbed model's state after tokens int32 [sequences, n]."""
-    sequences, n = tokens.shape
-    size = (sequences * n, c.HIDDEN_DIM)
-    states = new_states(c, sequences)
-    read(c, u32(0), CLEAN, tokens, SAME, n, states, empty(size, np.int8), empty(size, np.int8), empty(size, np.int8))
-    return states
+            mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], seen)
 
 
 @njit
-def run_windows(c, losses, nats, windows, before, S, noisy, first_pair):
-    """Evaluates windows int32 [n, before + T + 1] with `score_rows`; they go through the positions together. noisy:
-    window i is read by the two members of pair seed S + i, and `before` tokens make the state with which it begins, by
-    the unperturbed model, once for the pairs of a group (pair i of the step is in group i // c.per_group). Else it is
-    read by the unperturbed model, from a state of 0."""
-    n, T, members = windows.shape[0], (windows.shape[1] - 1 - before) // (c.TARGETS if noisy else 1), 1 + noisy
-    state = new_states(c, n * members)
-    if before:
-        first = first_pair // c.per_group
-        groups = (first_pair + n - 1) // c.per_group - first + 1
-        of_groups = empty((groups, before), i32)
-        for i in range(n):
-            of_groups[(first_pair + i) // c.per_group - first] = windows[i, :before]
-        states = states_before(c, of_groups[:, 0:])
-        for layer in range(c.N_LAYERS):
-            for s in range(2 * n):
-                state[layer, s] = states[layer, (first_pair + s // 2) // c.per_group - first]
-    size = (n * members * T, c.HIDDEN_DIM)
+def read_before(c, tokens, states):
+    """Moves states int8 [L, sequences padded to ROWS, H] by tokens int32 [sequences, n], which the unperturbed model
+    reads."""
+    size = (tokens.size, c.HIDDEN_DIM)
+    read(c, u32(0), CLEAN, tokens[:, 0:], SAME, tokens.shape[1], states, empty(size, np.int8), empty(size, np.int8),
+         empty(size, np.int8), None)
+
+
+@njit
+def read_windows(c, losses, nats, windows, before, T, state, S, noisy, seen):
+    """The part of `run_windows` after the first tokens."""
+    n = windows.shape[0]
+    size = (n * (1 + noisy) * T, c.HIDDEN_DIM)
     x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
-    read(c, S, noisy, windows[:, before:], SAME, T, state, gates, candidates, x)
+    read(c, S, noisy, windows[:, before:], SAME, T, state, gates, candidates, x, seen)
     z = new_logits(c)
     units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
     for q in range(units):
-        score_rows(c, losses, nats, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z)
+        score_rows(c, losses[q], nats, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z, seen)
+
+
+def run_windows(c, losses, nats, windows, before, T, S, noisy, seen):
+    """Evaluates windows int32 [n, >= before + T + 1] with `score_rows`; they go through the positions together. noisy:
+    window i is read by the two members of pair seed S + i, and its losses are losses[i]; else by the unperturbed model,
+    and all are losses[0]. seen: None, or a Seen, whose sequences these are. The unperturbed model reads the first
+    `before` tokens, from a state of 0, once of all windows that begin with them."""
+    members = 1 + noisy
+    state = memory(c, members, len(windows) * members, T)
+    if before:
+        texts, of = np.unique(windows[:, :before], axis=0, return_inverse=True)
+        states = memory(c, 1, len(texts), before)
+        read_before(c, texts, states)
+        state[:, :of.size * members] = states[:, of.repeat(members)]
+    read_windows(c, losses, nats, windows, before, T, state, S, noisy, seen)
 
 
 @njit
@@ -169,7 +163,7 @@ def write_texts(c, writing, texts, start, end, room, state, S, noisy):
     flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
     while t + 1 < end:
         n = max(i64(1), least - t)
-        read(c, S, noisy, texts[:, t:], room, n, state, gates, candidates, x)
+        read(c, S, noisy, texts[:, t:], room, n, state, gates, candidates, x, None)
         t += n
         for s in range(sequences):
             copy_row(x, s * n + n - 1, h, s)
@@ -178,6 +172,6 @@ def write_texts(c, writing, texts, start, end, room, state, S, noisy):
                        h[q:], z)
 
 
-def memory(cfg, members, sequences, room):
-    """What `write_texts` keeps from position to position."""
-    return np.zeros((cfg.N_LAYERS, -(-sequences // ROWS) * ROWS, cfg.HIDDEN_DIM), np.int8)
+def memory(c, members, sequences, room):
+    """What `write_texts` keeps from position to position. c: a Model or Config."""
+    return np.zeros((c.N_LAYERS, -(-sequences // ROWS) * ROWS, c.HIDDEN_DIM), np.int8)

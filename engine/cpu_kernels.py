@@ -11,11 +11,12 @@ import numpy as np
 
 from engine import kernel_cache, simd
 from engine.kernel_cache import inlined, inner, leaf
-from engine.cpu_rules import (clip, divide, draw, f32, factor, hash32, i32, input_coefficient, input_fold, input_term,
-                              loss, normed, quotient, scaled, share, shift_right, table_term, u32)
+from engine.cpu_rules import (clip, divide, draw, draws, f32, factor, hash32, head_error, i32, input_coefficient,
+                              input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
+                              u32)
 from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, local, noisy_tile, tile
-from model import integer_tables, parameters, transforms
+from model import activations, integer_tables, parameters, transforms
 
 njit = kernel_cache.njit(simd.use)
 
@@ -28,7 +29,9 @@ i64 = np.int64
 # the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
+ONE = i64(1)                # row of a member at a position
 SAME = i64(0)               # distance of the tokens of a pair's members where both read the same
+NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
@@ -43,7 +46,7 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
 # PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
 # int8; table ROW [parameters, layers].
 Model = namedtuple("Model", FROM_CONFIG + (
-    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest per_group "
+    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest "
     "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, seen uint8
 # [sequences, V]: the tokens that they have, those of the prompts from the beginning; penalty, temp float32 and floor
@@ -53,9 +56,14 @@ Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
-# Noise on the activations of an MLP (SPEC 21): up, down int8 [rows, units]; inner uint8 takes what w_down multiplies in
-# the first T of every `each` rows
-Disturbance = namedtuple("Disturbance", "up down inner each T")
+# A pass with noise on activations (SPEC 21), whose rows are sequences times positions. The first sequences are clean;
+# those of members, of seeds from member_seed on, follow. seed: of the first group. amplitudes int64 [5 L + 1]: that of
+# phase p of layer l is number 5 l + p. inputs uint8 [8 L H + H, clean rows]: what `watch` keeps, x + 128. words uint32
+# [H], noise int8 [4 H]: memory for noise, with two names. tokens int32 [clean rows], errors int8 [clean rows, V]: the
+# inputs, and the errors of the head.
+Seen = namedtuple("Seen", "seed member_seed T amplitudes inputs words noise tokens errors")
+# phases of a layer; 0 is the embedding
+GATE, CANDIDATE, UP, DOWN = range(1, 5)
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
                            (numba.int32, (0, 1)), (numba.float32, (0, 1)))
@@ -72,9 +80,9 @@ def constants(cfg):
         exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
-        # gru: of a product over H or over 4 H inputs; least value inside the MLP; pairs that read one window
+        # gru: of a product over H or over 4 H inputs; least value inside the MLP
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-        lowest=0 if cfg.MLP_RELU else -127, per_group=cfg.GROUP_SIZE // 2)
+        lowest=0 if cfg.MLP_RELU else -127)
 
 
 def tables(cfg, positions, causal):
@@ -119,18 +127,44 @@ def vote_draw(c, seed, i):
 
 
 @leaf
+def draw_noise(words, seed, first, amplitude):
+    """Fills words uint32 with four noise values each (SPEC 21), from hash `first` of a member's seed on."""
+    mask, number = u32(amplitude * 0x01010101), u32(first)
+    for i in range(words.size):
+        words[i] = draws(hash32(seed, number), mask)
+        number = u32(number + u32(1))
+
+
+@leaf
+def watch(seen, number, first, count, x, d, out):
+    """Rows first..first + count - 1 of a Seen at a phase: of clean ones x uint8 [count, inputs] is kept for the votes;
+    to those of members in out int32 [count, units], cut to +-127 d before, d times their noise is added. x: what the
+    phase's U_f, U_h or matrix of the MLP multiplies; with number 5 l and no out, what W_f and W_h of layer l do, and
+    with 5 L the head."""
+    kept, amplitude = seen.inputs[seen.words.size * (number + number // 5 * 3):], seen.amplitudes[number]
+    for r in range(count):
+        at = first + r
+        if at < seen.tokens.size:
+            for i in range(x.shape[1]):
+                kept[i, at] = x[r, i]
+        elif out is not None:
+            if amplitude:
+                words = seen.words[:out.shape[1] // 4]
+                draw_noise(words, u32(seen.member_seed + u32((at - seen.tokens.size) // seen.T)),
+                           number * activations.WORDS_APART + at % seen.T * words.size, amplitude)
+                for i in range(out.shape[1]):
+                    out[r, i] = i32(min(max(out[r, i], i32(-127 * d)), i32(127 * d)) + i32(seen.noise[i] * d))
+
+
+@leaf
 def draw_sides(c, param, layer, S, noisy, sides):
-    """Fills the Sides of a matrix for pair seeds S..; without noise only the columns, with 0."""
+    """Fills the Sides of a matrix for pair seeds S..; nothing without noise."""
     t = c.table[param, layer]
     n, cols = t.rows, t.cols
     overlay_a = c.overlay[t.overlay_a:]
     overlay_b = c.overlay[t.overlay_b:]
-    for q in range(sides.offset.size):
+    for q in range(sides.offset.size if noisy else 0):
         seed_a, seed_b = u32(S + q + t.seed_a), u32(S + q + t.seed_b)
-        if not noisy:
-            for i in range(cols):
-                sides.columns[q, i] = 0
-            continue
         for i in range(cols):
             sides.columns[q, i] = scaled(c.ADAPTIVE_NOISE_MODE, noise(c, seed_a, i), overlay_a[i], seed_a, i)
         total = i32(0)
@@ -219,18 +253,16 @@ def sign(m):
 
 
 @leaf
-def embed(c, S, noisy, tokens, apart, n, start, rows, h):
+def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, at):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
-    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on."""
+    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on. seen: None, or a
+    Seen with these rows from `at` on."""
     H, T = c.HIDDEN_DIM, c.ntt.shape[0]
     tables = 4 if T else 1
     bias = local((2, H), i32)
     units, scales = local((4, H), i32), local((4, H), f32)
-    total, one = local(H, i32), local(H, i32)
-    if c.gru:
-        for i in range(H):
-            bias[0, i] = bias[1, i] = 0
-    else:
+    total, one = local((1, H), i32), local(H, i32)
+    if not c.gru:
         perturbed(c, EMB_BIAS, NO_LAYER, S, noisy, bias)
     for k in range(tables):
         hidden_side(c, c.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
@@ -242,14 +274,16 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h):
         if c.ntt_prime:
             number %= c.ntt_prime
         for i in range(H):
-            total[i] = bias[m, i]
+            total[0, i] = i32(0) if c.gru else bias[m, i]
         for k in range(tables):
             column = (number >> (8 * k)) & 255 if k else i64(tokens[own + position])
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
-                total[i] += shift_right(one[i], 2 if k else 0)
+                total[0, i] += shift_right(one[i], 2 if k else 0)
+        if seen is not None:
+            watch(seen, i64(0), at + r, ONE, h[r:], i32(1), total)
         for i in range(H):
-            h[r, i] = clip(total[i])
+            h[r, i] = clip(total[0, i])
 
 
 # --- products (SPEC 4) -----------------------------------------------------------------------------------------------
@@ -267,17 +301,18 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
     several = i64(sides.offset.size > 1)
     noise = sides.columns
     sums = local(rows + ROWS, i32)
-    for r in range(rows + ROWS):
-        sums[r] = 0
     for r in range(rows if noisy else 0):
         m = r & 1 if several else member(r, left)
         sums[r] = sign(m) * project(c, x, r, sides, several * (r >> 1))
     for p in range(panels):
+        weights, correction = t.packed + p * k4 * 4 * PANEL, t.correction + p * PANEL
         for r in range(0, rows, ROWS):
-            stride = several * noise.shape[1]
-            noisy_tile(x, r * t.rows, t.rows, c.packed, t.packed + p * k4 * 4 * PANEL, c.correction,
-                       t.correction + p * PANEL, sums, r, noise, (r >> 1) * stride + p * PANEL, stride,
-                       c.matrix_shift, out, r * out.shape[1] + p * PANEL, out.shape[1], k4)
+            stride, at = several * noise.shape[1], r * out.shape[1] + p * PANEL
+            if noisy:
+                noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
+                           (r >> 1) * stride + p * PANEL, stride, c.matrix_shift, out, at, out.shape[1], k4)
+            else:
+                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, out, at, out.shape[1], k4)
 
 
 @leaf
@@ -353,19 +388,21 @@ def amax(v, first, count, out, o, zero):
 
 @inlined
 def add_residual(h, count, left, y, shift, bias):
-    """h = amax(h + (y >> shift) + the bias of the members), `count` rows, GROUP at most; y is overwritten."""
+    """h = amax(h + (y >> shift) + the bias of the members, or None), `count` rows, GROUP at most; y is overwritten."""
     for r in range(count):
         m = member(r, left)
         for i in range(h.shape[1]):
-            y[r, i] = h[r, i] + shift_right(y[r, i], shift) + bias[m, i]
+            y[r, i] = h[r, i] + shift_right(y[r, i], shift)
+            if bias is not None:
+                y[r, i] += bias[m, i]
     amax(y, 0, count, h, 0, 0)
 
 
 @leaf
-def mlp(c, ln, layer, S, noisy, rows, per_member, h, disturbance):
+def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
-    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias.
-    disturbance: a Disturbance, or None."""
+    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. seen: a Seen
+    or None."""
     H = c.HIDDEN_DIM
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
@@ -383,15 +420,9 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, disturbance):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
-        if disturbance is not None:
-            divided(wide, count, i32(c.divisor), -127, 0, wide)
-            for r in range(count):
-                at = first + r
-                for i in range(4 * H):
-                    u[r, i] = max(i32(c.lowest), clip(i32(wide[r, i] + disturbance.up[at, i]))) + 128
-                if at % disturbance.each < disturbance.T:
-                    copy_row(u, r, disturbance.inner, at // disturbance.each * disturbance.T + at % disturbance.each)
-        elif c.gru:
+        if seen is not None:
+            watch(seen, 5 * layer + UP, first, count, x, i32(c.divisor), wide)
+        if c.gru:
             divided(wide, count, i32(c.divisor), c.lowest, 128, u)
         else:
             for r in range(count):
@@ -400,13 +431,12 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, disturbance):
                     u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i]))
             gelu(u, 0, count * 4 * H)
         product(c, down, layer, sides_d, noisy, u, count, left, y)
+        if seen is not None:
+            watch(seen, 5 * layer + DOWN, first, count, u, i32(c.divisor_down), y)
         if c.gru:
             divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
                 at = first + r
-                if disturbance is not None:
-                    for i in range(H):
-                        y[r, i] = clip(i32(y[r, i] + disturbance.down[at, i]))
                 for i in range(H):
                     h[at, i] = clip(i32(h[at, i] + y[r, i]))
         else:
@@ -441,10 +471,27 @@ def position_loss(c, z, r, windows, q, start, T, t, weights, stored):
 
 
 @leaf
-def logits(c, noisy, norm, sides, h, count, left, z):
+def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
+    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V]: the
+    softmax."""
+    V, total = c.VOCAB_SIZE, i64(0)
+    wanted = local(V, i32)
+    for v in range(V):
+        total += weights[v]
+        wanted[v] = 0
+    for j in range(c.TARGETS):
+        wanted[target(c, windows, q, start, T, t, j)] += 1
+    for v in range(V):
+        number = t * V + v
+        word = hash32(seed, u32(activations.DITHER_STREAM + (number >> 1)))
+        random = i32(u32(word >> u32(16 * (number & 1))) & u32(0xFFFF))
+        errors[v] = head_error(z[r, v], wanted[v], c.TARGETS, weights[v], total, random)
+
+
+@leaf
+def logits(c, noisy, norm, sides, h, count, left, x, z):
     """z int32 [>= count, V padded]: the logits of `count` rows of h int8, the `left` first of which belong to the even
-    member; norm, sides: of ln_f and the head."""
-    x = local((GROUP, c.HIDDEN_DIM), np.uint8)
+    member; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies."""
     layer_norm(c, h, count, left, norm, x)
     product(c, c.head, NO_LAYER, sides, noisy, x, count, left, z)
     if c.gru:
@@ -488,10 +535,10 @@ def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    sequences = texts.size // room
+    sequences, x = texts.size // room, local((GROUP, c.HIDDEN_DIM), np.uint8)
     for first in range(0, sequences, GROUP):
         count = min(GROUP, sequences - first)
-        logits(c, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, z)
+        logits(c, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, x, z)
         for r in range(count):
             s, at = q + first + r, (first + r) * room + t
             writing.seen[s, texts[at]] = 1
@@ -502,23 +549,33 @@ def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
 
 
 @leaf
-def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z):
-    """Scores h int8 [rows, H], last hidden states that share their noise. noisy: they belong to windows[q], T rows a
-    member, and their losses are added to losses int64 [windows, 2]; else to windows[q], windows[q + 1].., and their
-    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten."""
+def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, seen):
+    """Scores h int8 [rows, H], last hidden states that share their noise, T a member or window. noisy: they belong to
+    windows[q], else to windows[q], windows[q + 1].. Their losses go to losses int64 [rows], or if that is empty, their
+    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. seen: a Seen or
+    None."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
+    x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
-        logits(c, noisy, norm, sides, h[first:], count, T - first, z)
+        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
+        if seen is not None:
+            watch(seen, 5 * c.N_LAYERS, first, count, x, i32(1), None)
         for r in range(count):
-            window, t = (first + r) // T, (first + r) % T
-            if noisy:
-                losses[q, window] += position_loss(c, z, r, windows, q, start, T, t, z, i64(0))
+            row, clean = first + r, i64(0)
+            window, t = q if noisy else q + row // T, row % T
+            if losses.size:
+                if seen is not None:
+                    clean = i64(row < seen.tokens.size)
+                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights, clean)
+                if seen is not None:
+                    if clean:
+                        head_errors(c, z, r, windows, window, start, T, t, u32(seen.seed + u32(window)), weights,
+                                    seen.errors[row])
             else:
                 total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
                 for v in range(c.VOCAB_SIZE):
                     total += c.exp64[min(c.exp64.size - 1, top - z[r, v])]
-                less = top - z[r, target(c, windows, q + window, start, T, t, 0)]
-                nats[q + window] += np.log(total) + less * c.unit
+                nats[window] += np.log(total) + (top - z[r, target(c, windows, window, start, T, t, 0)]) * c.unit

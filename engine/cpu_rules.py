@@ -116,7 +116,12 @@ next_state = _norms.next_state
 # normed(mode, ...): noise of mode 0 or 1 is at most 127 * 127, so that an int8 times its weight is below 2^22
 _short = rules.norm_rules(rule, TARGET._replace(divide=divide_short)).normed
 normed = _switched(_short, _short, _norms.normed)
-activations = rules.activation_rules(rule)
+_activations = rules.activation_rules(rule)
+draws = _activations.draws
+digit = _activations.digit
+credited = _activations.credited
+settled = _activations.settled
+head_error = _activations.head_error
 _updates = rules.update_rules(rule, TARGET)
 adamw = _updates.adamw
 sgd = _updates.sgd

@@ -149,7 +149,6 @@ def attention(c, layer, S, noisy, members, n, start, room):
     H, rows = c.HIDDEN_DIM, members * n
     context, slot = room.keys.shape[1] // members, layer % room.keys.shape[0]
     x, y = room.x, room.y
-    zero = local((2, H), i32)
     norm, sides = local((2, 2, H), i32), new_sides(1, H, H)
     draw_norm(c, LN_1, layer, S, noisy, norm)
     for first in range(0, rows, GROUP):
@@ -173,10 +172,8 @@ def attention(c, layer, S, noisy, members, n, start, room):
         attend(c, room, slot, m * context, m * n, start, n)
     draw_sides(c, W_O, layer, S, noisy, sides)
     product(c, W_O, layer, sides, noisy, x, rows, n, y)
-    for i in range(H):
-        zero[0, i] = zero[1, i] = 0
     for first in range(0, rows, GROUP):
-        add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], c.SHIFT_OUT, zero)
+        add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], c.SHIFT_OUT, None)
 
 
 @leaf
@@ -184,7 +181,7 @@ def read(c, S, noisy, tokens, apart, n, start, room):
     """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
     sequence, as `embed` takes them."""
     members = 1 + noisy
-    embed(c, S, noisy, tokens, apart, n, start, members * n, room.h)
+    embed(c, S, noisy, tokens, apart, n, start, members * n, room.h, None, i64(0))
     mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, None)
     for layer in range(c.N_LAYERS):
         attention(c, layer, S, noisy, members, n, start, room)
@@ -192,18 +189,17 @@ def read(c, S, noisy, tokens, apart, n, start, room):
 
 
 @njit
-def run_windows(c, losses, nats, windows, start, S, noisy, first_pair):
-    """Evaluates windows int32 [n, start + T + 1] with `score_rows`, one after the other, from position `start` on.
-    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model; drawn targets follow
-    it."""
-    T, members = (windows.shape[1] - 1 - start) // (c.TARGETS if noisy else 1), 1 + noisy
+def run_windows(c, losses, nats, windows, start, T, S, noisy, seen):
+    """Evaluates windows int32 [n, >= start + T + 1] with `score_rows`, one after the other, from position `start` on.
+    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. seen: None."""
+    members = 1 + noisy
     size = (1, members * (start + T), c.HIDDEN_DIM)
     room = new_room(c, members * T, start + T, empty(size, np.int8), empty(size, np.int8))
     z = new_logits(c)
     for q in range(windows.shape[0]):
         seed = u32(S + q)
         read(c, seed, noisy, windows[q], SAME, T, start, room)
-        score_rows(c, losses, nats, windows, q, seed, noisy, start, T, room.h, members * T, z)
+        score_rows(c, losses[q], nats, windows, q, seed, noisy, start, T, room.h, members * T, z, seen)
 
 
 @njit

@@ -115,13 +115,8 @@ def _dot_step(builder, acc, activations, weights):
     words, wide = builder.bitcast(activations, _vector(I16, 2 * n)), _vector(I32, 2 * n)
     halves = builder.and_(words, _all(words.type, 255)), builder.lshr(words, _all(words.type, 8))
     for part, half in zip(weights, halves):
-        if KIND == "madd":
-            name = "llvm.x86.avx512.pmaddw.d.512" if n == 16 else "llvm.x86.avx2.pmadd.wd"
-            product = builder.call(_function(builder, acc.type, [words.type] * 2, name), [half, part])
-        else:
-            p = builder.mul(builder.sext(half, wide), builder.sext(part, wide))
-            product = builder.add(*(_lanes(builder, p, range(o, 2 * n, 2)) for o in (0, 1)))
-        acc = builder.add(acc, product)
+        p = builder.mul(builder.sext(half, wide), builder.sext(part, wide))      # vpmaddwd where there is one
+        acc = builder.add(acc, builder.add(*(_lanes(builder, p, range(o, 2 * n, 2)) for o in (0, 1))))
     return acc
 
 
@@ -324,51 +319,53 @@ def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32
 
     table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, as
     far as out is written. `short` (0 or 1): the table is zero from entry 95 on, as it is at the usual scale."""
-    v, v64 = _vector(I32, 16), _vector(I64, 8)
-    stored = builder.icmp_signed("!=", stored, I64(0))
-    total = cgutils.alloca_once(builder, v64 if KIND == "vnni512" else I64)
-    builder.store(ir.Constant(total.type.pointee, None), total)
-    if KIND != "vnni512":
-        with cgutils.for_range(builder, count, intp=I64) as loop:
-            d = builder.sub(top, builder.ashr(builder.load(builder.gep(z, [loop.index])), shift))
-            d = builder.select(builder.icmp_signed("<", d, I32(255)), d, I32(255))
-            e = builder.load(builder.gep(table, [builder.zext(d, I64)]))
-            builder.store(builder.add(builder.load(total), builder.zext(e, I64)), total)
-            with builder.if_then(stored):
-                builder.store(e, builder.gep(out, [loop.index]))
-        return builder.load(total)
-    number, low = functools.partial(_all, v), _all(v64, 0xFFFFFFFF)
-    permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
-    top, shift = _splat(builder, top, 16), _splat(builder, shift, 16)
-    last = _splat(builder, builder.trunc(count, I32), 16)
+    lanes = 16 if KIND == "vnni512" else 8
+    v, v64 = _vector(I32, lanes), _vector(I64, lanes)
+    number, stored = functools.partial(_all, v), builder.icmp_signed("!=", stored, I64(0))
+    top, shift = _splat(builder, top, lanes), _splat(builder, shift, lanes)
+    last = _splat(builder, builder.trunc(count, I32), lanes)
+    total = cgutils.alloca_once(builder, v64)
+    builder.store(_all(v64, 0), total)
 
-    def look_up(pairs):
-        """The loop with a table in registers: 32 * pairs entries, the last of which goes on."""
-        parts = [_load(builder, builder.gep(table, [I64(16 * q)]), v) for q in range(2 * pairs)]
-        with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(15)), I64(16)), intp=I64) as loop:
-            at, end = builder.mul(loop.index, I64(16)), number(32 * pairs - 1)
+    def in_memory(d):
+        e = number(0)
+        for lane in range(lanes):
+            at = builder.zext(builder.extract_element(d, I32(lane)), I64)
+            e = builder.insert_element(e, builder.load(builder.gep(table, [at])), I32(lane))
+        return e
+
+    def in_registers(pairs, d):
+        # the low five bits of d select within a pair of registers, the others the pair
+        permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
+        values = [builder.call(permute, [first, d, second]) for first, second in zip(pairs[::2], pairs[1::2])]
+        bit = 32
+        while len(values) > 1:
+            high = builder.icmp_signed("!=", builder.and_(d, number(bit)), number(0))
+            values = [builder.select(high, pair[1], pair[0]) if len(pair) > 1 else pair[0]
+                      for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
+            bit *= 2
+        return values[0]
+
+    def look_up(entries, entry):
+        """The loop with a table of so many entries, the last of which goes on."""
+        rounds = builder.sdiv(builder.add(count, I64(lanes - 1)), I64(lanes))
+        with cgutils.for_range(builder, rounds, intp=I64) as loop:
+            at, end = builder.mul(loop.index, I64(lanes)), number(entries - 1)
             d = builder.sub(top, builder.ashr(_load(builder, builder.gep(z, [at]), v), shift))
             d = builder.select(builder.icmp_unsigned("<", d, end), d, end)
-            # the low five bits of d select within a pair of registers, the others the pair
-            values = [builder.call(permute, [parts[2 * q], d, parts[2 * q + 1]]) for q in range(pairs)]
-            bit = 32
-            while len(values) > 1:
-                high = builder.icmp_signed("!=", builder.and_(d, number(bit)), number(0))
-                values = [builder.select(high, pair[1], pair[0]) if len(pair) > 1 else pair[0]
-                          for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
-                bit *= 2
-            lane = builder.add(_splat(builder, builder.trunc(at, I32), 16), ir.Constant(v, list(range(16))))
-            e = builder.select(builder.icmp_signed("<", lane, last), values[0], number(0))
+            lane = builder.add(_splat(builder, builder.trunc(at, I32), lanes), ir.Constant(v, list(range(lanes))))
+            e = builder.select(builder.icmp_signed("<", lane, last), entry(d), number(0))
             with builder.if_then(stored):
                 _store(builder, e, builder.gep(out, [at]))
-            # two 32-bit lanes: add both halves as 64-bit numbers
-            wide = builder.bitcast(e, v64)
-            both = builder.add(builder.and_(wide, low), builder.lshr(wide, _all(v64, 32)))
-            builder.store(builder.add(builder.load(total), both), total)
+            builder.store(builder.add(builder.load(total), builder.zext(e, v64)), total)
 
-    with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
-        with then:
-            look_up(3)
-        with otherwise:
-            look_up(8)
+    if lanes == 8:
+        look_up(256, in_memory)
+    else:
+        parts = [_load(builder, builder.gep(table, [I64(16 * q)]), v) for q in range(16)]
+        with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
+            with then:
+                look_up(96, functools.partial(in_registers, parts[:6]))
+            with otherwise:
+                look_up(256, functools.partial(in_registers, parts))
     return _sum(builder, builder.load(total))

@@ -40,10 +40,11 @@ class Vote(NamedTuple):
     inputs: str
 
 
-# name of a phase: its matrices and their inputs, and its bias
-VOTERS = {"gate": ((("w_f", "normed_1"), ("u_f", "state")), "b_f"),
-          "candidate": ((("w_h", "normed_1"), ("u_h", "gated")), "b_h"),
-          "up": ((("w_up", "normed_2"),), None), "down": ((("w_down", "inner"),), None)}
+# by name, in the order of the forward pass: units in HIDDEN_DIM; later; the matrices that it votes on and their inputs,
+# and the bias
+PHASES = {"embedding": (1, True, (), None), "gate": (1, True, (("w_f", "normed_1"), ("u_f", "state")), "b_f"),
+          "candidate": (1, True, (("w_h", "normed_1"), ("u_h", "gated")), "b_h"),
+          "up": (4, False, (("w_up", "normed_2"),), None), "down": (1, False, (("w_down", "inner"),), None)}
 
 
 def fraction_bits(cfg):
@@ -53,18 +54,15 @@ def fraction_bits(cfg):
 
 def phases(cfg):
     """[Phase], in the order of the forward pass."""
-    H = cfg.HIDDEN_DIM
     found = []
     for layer in range(cfg.N_LAYERS):
-        for number, (name, units) in enumerate((("embedding", H), ("gate", H), ("candidate", H), ("up", 4 * H),
-                                                ("down", H))):
+        for number, (name, (units, later, *_)) in enumerate(PHASES.items()):
             amplitude = amplitude_of(cfg, name)
-            later = number < 3
             credit = 3 << fraction_bits(cfg) if later else 2                 # its usual size
             size = math.isqrt(cfg.GROUP_SIZE * (credit * amplitude) ** 2)    # about that of a sum
             if number or not layer:
-                found.append(Phase(name, layer, units, amplitude, (5 * layer + number) * WORDS_APART, later,
-                                   max(0, size.bit_length() - 6)))
+                found.append(Phase(name, layer, units * cfg.HIDDEN_DIM, amplitude, (5 * layer + number) * WORDS_APART,
+                                   later, max(0, size.bit_length() - 6)))
     return found
 
 
@@ -88,7 +86,7 @@ def votes(cfg):
     named, of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phase_of(cfg)
     matrices, biases = [Vote(named["head", 0], None, "normed_f")], []
     for (name, layer), phase in of.items():
-        inputs, bias = VOTERS.get(name, ((), None))
+        inputs, bias = PHASES[name][2:]
         matrices += [Vote(named[matrix, layer], phase, what) for matrix, what in inputs]
         biases += [(named[bias, layer], phase)] if bias else []
     return matrices, biases, (named["embedding", 0], of["embedding", 0])

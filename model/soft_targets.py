@@ -35,22 +35,11 @@ def followers(cfg, tokens, context):
     return Followers(first, size, (key & np.uint64((1 << bits) - 1)).astype(tokens.dtype))
 
 
-def windows(cfg, tokens, known, step, seed, first_pair, pairs):
-    """int32 [pairs, cfg.WINDOW]: model.rules.windows, then with SOFT_TARGETS the drawn targets of every position.
-    known: their Followers, or None: all targets are the token that follows. seed: of the step."""
-    starts = rules.window_starts(cfg, len(tokens), step, first_pair, pairs)
-    return _with_targets(cfg, tokens, known, starts, seed + first_pair)
-
-
-def group_windows(cfg, tokens, known, step, seed, first_group, groups):
-    """The same [groups, cfg.WINDOW] of groups, whose targets are drawn once for all their members (SPEC 21)."""
-    pairs = cfg.GROUP_SIZE // 2
-    starts = rules.window_starts(cfg, len(tokens), step, first_group * pairs, groups * pairs)[::pairs]
-    return _with_targets(cfg, tokens, known, starts, seed + first_group)
-
-
-def _with_targets(cfg, tokens, known, starts, seed):
-    """Windows that start at int64 [n], with their drawn targets; seed: of the first."""
+def windows(cfg, tokens, known, step, seed, first, count, pairs=1):
+    """int32 [count, cfg.WINDOW]: model.rules.windows, then with SOFT_TARGETS the drawn targets of every position.
+    known: their Followers, or None: all targets are the token that follows. seed: of the step. pairs: that read a
+    window and its targets together; first: windows of the step before these."""
+    starts, seed = rules.window_starts(cfg, len(tokens), step, first * pairs, count * pairs)[::pairs], seed + first
     cut = rules.windows_at(cfg, tokens, starts)
     drawn, T = cfg.TARGETS - 1, cfg.SEQ_LEN
     if not drawn:
@@ -62,6 +51,11 @@ def _with_targets(cfg, tokens, known, starts, seed):
     seeds = (np.arange(len(starts)) + seed).astype(np.uint32)[:, None]
     random = hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
     return np.concatenate([cut, np.take(known.tokens, random % size + first)], 1, dtype=np.int32)
+
+
+def group_windows(cfg, tokens, known, step, seed, first_group, groups):
+    """The same of groups, whose targets are drawn once for all their members (SPEC 21)."""
+    return windows(cfg, tokens, known, step, seed, first_group, groups, cfg.GROUP_SIZE // 2)
 
 
 class Tables:
