@@ -18,7 +18,6 @@ Arithmetic = namedtuple("Arithmetic", "trunc trunc_64th divide log2_floor sqrt f
 i32 = np.int32
 u32 = np.uint32
 f32 = np.float32
-f64 = np.float64
 i64 = np.int64
 u64 = np.uint64
 TARGET_STREAM = 1 << 30      # first index of the draws of soft targets; noise has smaller ones
@@ -283,12 +282,9 @@ def activation_rules(jit):
     def head_error(logit, wanted, targets, weight, total, random):
         """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding random / 2^16; 0
         where the logit is at its limit and cannot follow. weight: the token's EXP, of their sum `total` (int64)."""
-        whole = i64(targets) * total
-        parts = i64(127) * (i64(wanted) * total - i64(targets) * i64(weight))
-        # below 2^47: half a unit off the integers, the product by the reciprocal truncates exactly like the division
-        error = i32(i32((f64(parts + (whole << i64(7))) + f64(0.5)) * (f64(1) / f64(whole))) - i32(128))
-        rest = parts - i64(error) * whole
-        error = i32(error + i32((rest << i64(16)) + whole * i64(random) >= whole << i64(16)))
+        parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
+        whole = i64(i64(targets) * total)
+        error = i32(i64(i64(parts * i64(127 << 16)) + whole * i64(random)) // i64(whole << i64(16)))
         return i32(0) if logit == 127 and error > 0 or logit == -127 and error < 0 else error
 
     return SimpleNamespace(draws=draws, digit=digit, least_difference=least_difference, least_vote=least_vote,
