@@ -10,9 +10,9 @@ import numpy as np
 
 from engine import cpu_rules
 from engine.cpu_gru import LN_1, LN_2, gates_of, new_states, recur, states_before
-from engine.cpu_kernels import (CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, Disturbance, add_tiles, draw_norm, draw_sides,
-                                i64, layer_norm, logits, mlp, new_logits, new_sides, njit, padded, position_loss,
-                                target)
+from engine.cpu_kernels import (CLEAN, EMBEDDING, GROUP, NO_LAYER, SAME, Disturbance, add_tiles, copy_row, draw_norm,
+                                draw_sides, i64, layer_norm, logits, mlp, new_logits, new_sides, njit, padded,
+                                position_loss, target)
 from engine.cpu_rules import clip, hash32, i32, u32
 from engine.kernel_cache import inner, leaf
 from engine.simd import PANEL, ROWS, empty, local, zeros
@@ -114,7 +114,7 @@ def read_groups(c, windows, before, members, seed, first_group, phases, seen):
         states = states_before(c, windows[:, 0:before])
         for layer in range(c.N_LAYERS):
             for s in range(groups * members):
-                state[layer, s] = states[layer, s // members]
+                copy_row(states[layer], s // members, state[layer], s)
     x, noise = empty((rows, H), np.int8), noise_of(phases[0], seed, first_group, groups, members, T)
     for r in range(rows):
         at = c.table[EMBEDDING, 0].columns + windows[r // each, before + r % T]

@@ -140,13 +140,13 @@ def run_windows(c, losses, nats, windows, before, S, noisy, first_pair):
     if before:
         first = first_pair // c.per_group
         groups = (first_pair + n - 1) // c.per_group - first + 1
-        of_groups = empty((groups, before), i32)
+        of_groups = empty((groups, before), i32)             # assigned row by row: slices compile seconds longer
         for i in range(n):
-            of_groups[(first_pair + i) // c.per_group - first] = windows[i, :before]
+            copy_row(windows, i, of_groups, (first_pair + i) // c.per_group - first)
         states = states_before(c, of_groups[:, 0:])
         for layer in range(c.N_LAYERS):
             for s in range(2 * n):
-                state[layer, s] = states[layer, (first_pair + s // 2) // c.per_group - first]
+                copy_row(states[layer], (first_pair + s // 2) // c.per_group - first, state[layer], s)
     size = (n * members * T, c.HIDDEN_DIM)
     x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
     read(c, S, noisy, windows[:, before:], SAME, T, state, gates, candidates, x)
