@@ -3,12 +3,13 @@ blocks below."""
 
 import collections
 import contextlib
+import functools
 import gc
 from types import SimpleNamespace
 from unittest import mock
 
 from numba.core.types.functions import BaseFunction
-from numba.cuda import dispatcher, lowering
+from numba.cuda import dispatcher, lowering, utils
 from numba.cuda.core import (analysis, inline_closurecall, ir, postproc, ssa, transforms, typed_passes,
                              untyped_passes)
 from numba.cuda.core.base import BaseContext
@@ -19,6 +20,7 @@ from numba.cuda.target import CUDATypingContext
 
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
+WITHOUT_VARIABLES = {str, int, bool, type(None), ir.Loc}
 
 
 @contextlib.contextmanager
@@ -32,14 +34,17 @@ def without_gpu(capability):
 
 
 @contextlib.contextmanager
-def quick():
+def quick(first_of=lambda function: function):
     """A block in which numba-cuda compiles in under half of the time, to the same PTX. It omits what is not needed
     here: the search for live variables after every inlining, which only `del` wants, and for those that one block alone
-    uses; deep copies of what does not change; reading a function again to inline it again; the choice of a signature
-    for a call that has one, of an implementation that was found or is missing, of the type of a constant; the size of a
-    type again; inferring types from those that have not changed since; rewriting blocks that do not name the variable
-    that becomes static; a search through its block for every variable; passes for closures, inlined overloads and array
-    expressions; Python's search for garbage."""
+    uses; the search for variables in text and numbers; deep copies of what does not change; reading a function again to
+    inline it again; the choice of a signature for a call that has one, of an implementation that was found or is
+    missing, of the type of a constant; the size of a type and the parameters of a function again; inferring types from
+    those that have not changed since; rewriting blocks that do not name the variable that becomes static; a search
+    through its block for every variable; what an error would say of its place in a function; passes for closures,
+    inlined overloads and array expressions; Python's search for garbage.
+
+    first_of(function): a device function, or one to inline, that stands for it; the same for all of equal content."""
     inline = InlineWorker.inline_function
     read, functions = InlineWorker.run_untyped_passes, {}
     choose, call_types = BaseFunction.get_call_type, {}
@@ -57,6 +62,7 @@ def quick():
 
     def run_untyped_passes(self, function, enable_ssa=False):
         self.flags.enable_ssa = enable_ssa
+        function = first_of(function)
         if (function, enable_ssa) not in functions:
             functions[function, enable_ssa] = read(self, function, enable_ssa)
         inlined = functions[function, enable_ssa].copy()
@@ -94,17 +100,32 @@ def quick():
         self._singly_assigned_vars = once.difference(*elsewhere)
         self._blk_local_varmap = {}
 
+    def rec_list_vars(self, value):
+        if isinstance(value, ir.var_types):
+            return [value]
+        if isinstance(value, ir.inst_types):
+            return value.list_vars()
+        found = []
+        for one in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+            if type(one) not in WITHOUT_VARIABLES:
+                found += rec_list_vars(self, one)
+        return found
+
     def nothing(self, state):
         return True
 
     gc.disable()
     try:
-        with (_found_once(), mock.patch.object(postproc.PostProcessor, "run", run),
+        with (_found_once(first_of), mock.patch.object(postproc.PostProcessor, "run", run),
               mock.patch.multiple(InlineWorker, run_untyped_passes=run_untyped_passes, inline_function=inline_function),
               mock.patch.object(BaseFunction, "get_call_type", get_call_type),
               mock.patch.object(analysis, "compute_live_map", compute_live_map),
               mock.patch.multiple(ssa, _run_ssa=run_ssa, _run_block_rewrite=run_block_rewrite),
               mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
+              mock.patch.object(ir.Inst, "_rec_list_vars", rec_list_vars),
+              mock.patch.object(utils, "pysignature", functools.cache(utils.pysignature)),
+              mock.patch.object(lowering.Lower, "_disable_sroa_like_opt", False),
+              mock.patch.object(lowering, "new_error_context", lambda *_, **__: contextlib.nullcontext()),
               mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", nothing),
               mock.patch.object(typed_passes.InlineOverloads, "run_pass", nothing),
               mock.patch.object(typed_passes.NopythonRewrites, "run_pass", nothing)):
@@ -115,7 +136,7 @@ def quick():
 
 
 @contextlib.contextmanager
-def _found_once():
+def _found_once(first_of):
     """The part of `quick` for types and implementations."""
     implementation, implementations, missing = BaseContext.get_function, {}, {}
     size, sizes = BaseContext.get_abi_sizeof, {}
@@ -141,6 +162,8 @@ def _found_once():
         return sizes[self, kind]
 
     def resolve_value_type(self, value):
+        if isinstance(value, dispatcher.CUDADispatcher):
+            value = first_of(value)
         if (self, id(value)) not in types_of:
             types_of[self, id(value)] = value, type_of(self, value)
         return types_of[self, id(value)][1]

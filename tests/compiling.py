@@ -48,10 +48,17 @@ def kernels_of(constants, cc):
 
 class Compiler:
     """Compiles CUDA kernels into files of a directory, which the processes of a test run share. Each distinct kernel is
-    compiled once: what is the same on several cards, or in several configurations, for one of them."""
+    compiled once: what is the same on several cards, or in several configurations, for one of them. So is within a
+    process each distinct device function, as far as LLVM: its code is then part of each kernel that calls it."""
 
     def __init__(self, directory):
         self.directory = directory
+        self.known, self.first = {}, {}
+
+    def first_of(self, function):
+        """The first device function, or function to inline, of all that have the same content."""
+        from engine import kernel_cache
+        return self.first.setdefault(kernel_cache.content(function, self.known), function)
 
     def __call__(self, constants, cards=CARDS, **which):
         """{card: [(name, bytes of shared memory, PTX)]} of the kernels of a configuration; which: see `compile`."""
@@ -67,12 +74,12 @@ class Compiler:
         listed = self.directory / f"list-{kernel_cache.key({}, constants, cc, part, names)}"
         if listed.exists():
             return json.loads(listed.read_text())
-        some, known = kernels_of(constants, cc)[part], {}
+        some = kernels_of(constants, cc)[part]
         if names is not None:
             some = [kernel for name in dict.fromkeys(names)
                     for kernel in [k for k in some if k.name == name][:names.count(name)]]
-        files = [kernel_cache.key(known, kernel.dispatcher, kernel.signature) for kernel in some]
-        with quick(), without_gpu(cc):
+        files = [kernel_cache.key(self.known, kernel.dispatcher, kernel.signature) for kernel in some]
+        with quick(self.first_of), without_gpu(cc):
             for kernel, file in zip(some, files):
                 self._compile(kernel, self.directory / file, cc, wait)
         made = [(kernel.name, kernel.shared, file) for kernel, file in zip(some, files)]

@@ -142,10 +142,12 @@ def compiled_kernels(request, compiler):
 @pytest.fixture(scope="session", autouse=True)
 def compile_ahead(request, compiler):
     """While other tests run, a process of low priority per core compiles what the marks `compiles` name; those of
-    pytest-xdist begin at different ends."""
+    pytest-xdist begin at different ends, each with the kernels of one model, which have functions in common. Those that
+    write texts, which take longest, stand near the ends: the last of all would leave a core idle."""
     marks = [mark for item in request.session.items for mark in item.iter_markers("compiles")]
     jobs = [(constants, [cc], mark.kwargs) for mark in marks for constants, cards in [(*mark.args, CARDS)[:2]]
             for cc in cards]
+    jobs = sorted(reversed(jobs), key=lambda job: job[0].get("MODEL", "transformer"))
     if WORKER % 2:
         jobs.reverse()
     count = WORKER < hardware.cores() if XDIST else hardware.cores()
