@@ -367,7 +367,8 @@ def test_clients_that_do_not_read_share_a_few_answers(server, monkeypatch):
     until(lambda: len(server.page.served) == 30)
     held = {}
     for one in list(server.hub.connections):
-        held |= {id(part.obj): len(part.obj) for part in list(one.outbox)}
+        # not the heads of answers: that of the last one may still be on its way
+        held |= {id(part.obj): len(part.obj) for part in list(one.outbox) if len(part.obj) >> 20}
     assert 0 < len(held) <= hub.VERSIONS == len(made) and sum(held.values()) < (hub.VERSIONS + 1) << 23
     assert receive(socks[0])[0] == receive(socks[-1])[0] == 200
     [sock.close() for sock in socks]
