@@ -34,7 +34,7 @@ class Printer:
         self.coloured = self.steered and not os.environ.get("NO_COLOR")
 
     def line(self, text):
-        # every second part is an own code
+        # the parts at odd places are escape codes of this program
         text = "".join(part if k % 2 and self.coloured else clean(part)
                        for k, part in enumerate(OWN_CODES.split(text)))
         self._write(self._erased() + text + "\n")

@@ -139,8 +139,8 @@ class Fairness:
             self.usual = sorted(paces.values())[(len(paces) - 1) // 4]
 
     def expired(self, worker, held, now):
-        """[(why, seconds, chunks)]: the chunks of this worker whose lease of so many seconds has expired; why: the
-        start of a message. held: {chunk: when it was handed out}, not empty."""
+        """[(why, seconds, chunks)]: the chunks of this worker whose lease has expired; seconds: of the lease; why:
+        the start of a message. held: {chunk: when it was handed out}, not empty."""
         conduct = worker.conduct
         usual, pace = self.usual, conduct.pace or self.usual
         longest = max(self._timeout, LEASE_FACTOR * max(LEAST_LEASE, LEASE_FACTOR * usual)) if usual else self._timeout

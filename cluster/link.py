@@ -158,7 +158,7 @@ class Link:
         return step
 
     def check(self, seconds=0.0):
-        """Takes in what comes within so many seconds, no more than a frame needs, and sends a heartbeat if due."""
+        """Receives what arrives within `seconds`, no more than a frame needs, and sends a heartbeat if one is due."""
         if len(self.inbox) < self.most:
             self.sock.settimeout(seconds)
             try:

@@ -62,7 +62,7 @@ def fetch_status(cfg, host, port, access=auth.Access()):
 
 
 def pack_status(status):
-    """bytes: the JSON of a status (egg_net.Coordinator.status), with so many entries of its lists as a frame holds."""
+    """bytes: the JSON of a status (egg_net.Coordinator.status), with as many entries of its lists as a frame holds."""
     most = WORKERS
     while len(data := json.dumps(status).encode()) > STATUS.most:
         most //= 2

@@ -347,7 +347,7 @@ def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32
         return values[0]
 
     def look_up(entries, entry):
-        """The loop with a table of so many entries, the last of which goes on."""
+        """The loop with a table of `entries` entries; the last one holds for all beyond it."""
         rounds = builder.sdiv(builder.add(count, I64(lanes - 1)), I64(lanes))
         with cgutils.for_range(builder, rounds, intp=I64) as loop:
             at, end = builder.mul(loop.index, I64(lanes)), number(entries - 1)

@@ -51,7 +51,7 @@ def warp_sum(x):
 
 @device
 def core_word(p, j, inputs):
-    """Where word j of position p lies: of the even member of a pair, in core matrices of so many inputs."""
+    """Where word j of position p lies: of the even member of a pair, in core matrices of `inputs` inputs."""
     return (p >> 3) * 2 * (2 * inputs) + (p & 7) * 4 + (j & 3) + (j >> 2) * 32
 
 

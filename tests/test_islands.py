@@ -1152,7 +1152,7 @@ def events_of(directory):
 
 
 def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
-    """Everything goes wrong for so many seconds. Every island is what it must be: it trains on, its history leads from
+    """Everything goes wrong for `seconds`. Every island is what it must be: it trains on, its history leads from
     the state its epoch began with to its newest snapshot, its best state is there."""
     directory, often = tmp_path, dict(GOSSIP_RATE=0.3, VALIDATE_EVERY=10, SNAPSHOT_EVERY=10, ELITES=2)
     trouble = Archipelago(directory, seed, islands, changed(**often))

@@ -93,11 +93,11 @@ class Chart:
         return math.log(max(x, self.x_start) / self.x_start) / math.log(self.x_end / self.x_start)
 
     def column(self, x, columns):
-        """The column of x, of so many."""
+        """Which of `columns` columns x falls in."""
         return _place(self.across(x), columns)
 
     def row(self, y, rows):
-        """The row of y, of so many, from the top."""
+        """Which of `rows` rows y falls in, counted from the top."""
         return _place((self.high - y) / (self.high - self.low), rows)
 
     def x_ticks(self, count):
