@@ -6,7 +6,7 @@ import re
 with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "words.txt")) as file:
     WORDS = set(file.read().split())
 TOKENS = 64
-TEMPERATURE = 0.3
+TEMPERATURE = 0.25
 
 
 def reward(completions, **columns):
