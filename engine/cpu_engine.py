@@ -119,7 +119,7 @@ class CpuEngine:
         work = functools.partial(kernel, *arguments)
         if cost < WORTH_A_THREAD:
             return [work(0, n)]
-        return self._job(cut(n, -(-n // (8 * self.threads)) if self.threads > 1 else n), work).finish()
+        return self._job(cut(n, -(-n // (2 * self.threads)) if self.threads > 1 else n), work).finish()
 
     def _job(self, parts, work):
         return ParallelJob(self._pool, self.threads, parts, work)
@@ -171,10 +171,8 @@ class CpuEngine:
         def read_pairs(a, b):
             pair, losses = first // 2 + a, np.empty((b - a, 2 * cfg.SEQ_LEN), np.int64)
             windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
-            for at in range(0, b - a, TOGETHER):
-                part = slice(at, at + TOGETHER)
-                self._forward.run_windows(c, losses[part], NO_NATS, windows[part], cfg.STATE_TOKENS, cfg.SEQ_LEN,
-                                          uint32(seed + pair + at), 1, None)
+            self._forward.run_windows(c, losses, NO_NATS, windows, cfg.STATE_TOKENS, cfg.SEQ_LEN, uint32(seed + pair),
+                                      1, None)
             return losses.reshape(-1, cfg.SEQ_LEN).sum(1)
 
         def read_groups(a, b):
@@ -186,7 +184,7 @@ class CpuEngine:
             job = self._job(cut(count // cfg.GROUP_SIZE, self._activations.together), read_groups)
         else:
             # windows for many pairs are cut in little more time than for a few
-            job = self._job(cut(count // 2, min(2 * TOGETHER, -(-count // (4 * self.threads)))), read_pairs)
+            job = self._job(cut(count // 2, min(4 * TOGETHER, -(-count // (4 * self.threads)))), read_pairs)
         self._begun[first, count] = job
 
     def _stop(self, *begun):

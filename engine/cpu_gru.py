@@ -7,12 +7,12 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
-from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, ONE, SAME, copy_row, divided, draw_norm, draw_sides,
-                                embed, i64, layer_norm, mlp, new_logits, new_sides, njit, perturbed, product,
-                                score_rows, watch, write_next)
+from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, ONE, SAME, TOGETHER, copy_row, divided, draw_norm,
+                                draw_sides, embed, i64, layer_norm, mlp, new_logits, new_sides, njit, perturbed,
+                                product, score_rows, watch, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
 from engine.kernel_cache import leaf
-from engine.simd import ROWS, empty, local
+from engine.simd import ROWS, empty, local, zeros
 from model import parameters
 
 _numbers = {p.name: i64(number) for number, p in enumerate(parameters.GRU_TABLE)}
@@ -123,31 +123,39 @@ def read_before(c, tokens, states):
 
 
 @njit
-def read_windows(c, losses, nats, windows, before, T, state, S, noisy, seen):
-    """The part of `run_windows` after the first tokens."""
-    n = windows.shape[0]
-    size = (n * (1 + noisy) * T, c.HIDDEN_DIM)
+def read_windows(c, losses, nats, windows, before, T, states, of, S, noisy, seen):
+    """The part of `run_windows` after the first tokens. states int8 [L, texts padded to ROWS, H]: after them; of int64
+    [n]: which text a window has."""
+    members = 1 + noisy
+    n = min(TOGETHER, windows.shape[0]) if noisy else windows.shape[0]          # windows that are read together
+    size = (n * members * T, c.HIDDEN_DIM)
     x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
-    read(c, S, noisy, windows[:, before:], SAME, T, state, gates, candidates, x, seen)
+    state = zeros((c.N_LAYERS, -(-n * members // ROWS) * ROWS, c.HIDDEN_DIM), np.int8)
     z = new_logits(c)
-    units, rows = (n, 2 * T) if noisy else (1, n * T)                            # rows that share their noise
-    for q in range(units):
-        score_rows(c, losses[q], nats, windows, q, u32(S + q), noisy, before, T, x[q * rows:], rows, z, seen)
+    for first in range(0, windows.shape[0], n):
+        part = windows[first:first + n]
+        for s in range(part.shape[0] * members):
+            for layer in range(c.N_LAYERS):
+                copy_row(states[layer], of[first + s // members], state[layer], s)
+        read(c, u32(S + first), noisy, part[:, before:], SAME, T, state, gates, candidates, x, seen)
+        units, rows = (part.shape[0], 2 * T) if noisy else (1, n * T)            # rows that share their noise
+        for q in range(units):
+            score_rows(c, losses[first + q], nats, part, q, u32(S + first + q), noisy, before, T, x[q * rows:], rows,
+                       z, seen)
 
 
 def run_windows(c, losses, nats, windows, before, T, S, noisy, seen):
-    """Evaluates windows int32 [n, >= before + T + 1] with `score_rows`; they go through the positions together. noisy:
+    """Evaluates windows int32 [n, >= before + T + 1] with `score_rows`; some go through the positions together. noisy:
     window i is read by the two members of pair seed S + i, and its losses are losses[i]; else by the unperturbed model,
     and all are losses[0]. seen: None, or a Seen, whose sequences these are. The unperturbed model reads the first
     `before` tokens, from a state of 0, once of all windows that begin with them."""
-    members = 1 + noisy
-    state = memory(c, members, len(windows) * members, T)
+    texts, of = windows[:1, :0], np.zeros(len(windows), np.int64)
     if before:
         texts, of = np.unique(windows[:, :before], axis=0, return_inverse=True)
-        states = memory(c, 1, len(texts), before)
+    states = memory(c, 1, len(texts), before)
+    if before:
         read_before(c, texts, states)
-        state[:, :of.size * members] = states[:, of.repeat(members)]
-    read_windows(c, losses, nats, windows, before, T, state, S, noisy, seen)
+    read_windows(c, losses, nats, windows, before, T, states, of, S, noisy, seen)
 
 
 @njit
