@@ -19,7 +19,7 @@ from model import fitness_digits, optimizers, parameters, rules, sampling, soft_
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes
-from engine.cpu_kernels import NO_LOSSES, NO_NATS, ROW, TOGETHER, Model, Writing, constants, tables
+from engine.cpu_kernels import NO_LOSSES, NO_NATS, ROW, TOGETHER, Draws, Model, Writing, constants, tables
 from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
 
@@ -83,6 +83,7 @@ class CpuEngine:
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self.threads - 1))
         self.name = f"cpu {simd.KIND} x{self.threads}"
         self._begun = {}                                     # {(first, count): ParallelJob}: evaluations
+        self._draws = Draws(*(getattr(cfg, name) for name in Draws._fields))
         self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
         self._activations = ActivationVotes(cfg) if cfg.PERTURB == "activations" else None
         self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
@@ -114,12 +115,12 @@ class CpuEngine:
         self._model = self._model._replace(matrix_shift=self.cfg.noise_shift(step))
 
     def _spread(self, n, cost, kernel, *arguments):
-        """The results of kernel(*arguments, first, end) on parts of 0..n - 1, in parallel unless the whole costs less
-        than handing a part over. cost: elementary operations of the whole."""
+        """The results of kernel(*arguments, first, end) on a part of 0..n - 1 for each thread, in parallel unless the
+        whole costs less than handing a part over. cost: elementary operations of the whole."""
         work = functools.partial(kernel, *arguments)
         if cost < WORTH_A_THREAD:
             return [work(0, n)]
-        return self._job(cut(n, -(-n // (2 * self.threads)) if self.threads > 1 else n), work).finish()
+        return self._job(cut(n, -(-n // self.threads)), work).finish()
 
     def _job(self, parts, work):
         return ParallelJob(self._pool, self.threads, parts, work)
@@ -234,7 +235,7 @@ class CpuEngine:
     def _votes(self, t, seeds, signs, windows):
         """int32 [rows, cols] or more: the votes of pairs on one array: uint32 seeds, int32 signs, int32 windows [pairs,
         tokens] or None."""
-        cfg, c = self.cfg, self._model
+        cfg, c = self.cfg, self._draws
         row = self._table[t.param, t.layer]
         if t.matrix:
             votes = self._matrix_votes(t, row, seeds, signs)
@@ -279,10 +280,10 @@ class CpuEngine:
         for first in range(0, seeds.size, BLOCK):
             block = seeds[first:first + BLOCK]
             x = memory[:votes.shape[0] * 4 * -(-block.size // 4)].reshape(votes.shape[0], -1)
-            self._spread(votes.shape[0], x.size, kernels.input_block, self._model, row, block,
+            self._spread(votes.shape[0], x.size, kernels.input_block, self._draws, row, block,
                          signs[first:first + BLOCK], x)
             self._spread(votes.shape[1] // PANEL, x.size + votes.shape[1] * block.size + votes.size * block.size // 64,
-                         kernels.panel_votes, self._model, row, block, x, votes)
+                         kernels.panel_votes, self._draws, row, block, x, votes)
         return votes
 
     def _muon_direction(self, o, t, row, votes):

@@ -48,6 +48,8 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
 Model = namedtuple("Model", FROM_CONFIG + (
     " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest "
     "exp exp64 unit rope ntt weights columns packed correction overlay table"))
+# The part of a Model that draws of votes read: calls with a whole Model take 10 us longer
+Draws = namedtuple("Draws", "DEVICE_MASK DEVICE_GAUSSIAN USE_CLT")
 # What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, seen uint8
 # [sequences, V]: the tokens that they have, those of the prompts from the beginning; penalty, temp float32 and floor
 # int64: of model.sampling.Sampling
@@ -121,7 +123,7 @@ def noise(c, seed, i):
 
 @leaf
 def vote_draw(c, seed, i):
-    """int32: the noise as votes count it."""
+    """int32: the noise as votes count it. c: Draws."""
     n = noise(c, seed, i)
     return n if c.USE_CLT else i32(i32(n > 0) - i32(n < 0))
 
