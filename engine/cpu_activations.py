@@ -77,22 +77,27 @@ class ActivationVotes:
         self.cfg, self._phases, self._tensors = cfg, activations.phases(cfg), parameters.tensors(cfg)
         self.together = max(1, ROWS_TOGETHER // (cfg.GROUP_SIZE + 1))
         self._matrices, self._biases, self._embedding = activations.votes(cfg)
+        # of sequences without noise, of which nothing is kept: with None the model would be compiled once more
+        self.nothing = self._seen(np.empty((0, cfg.WINDOW), np.int32), 0, 0, ())
+
+    def _seen(self, windows, seed, first_group, phases):
+        """The Seen that the windows of groups are to fill; phases: which have noise."""
+        cfg = self.cfg
+        L, T, H = cfg.N_LAYERS, cfg.SEQ_LEN, cfg.HIDDEN_DIM
+        rows, words, amplitudes = -(-len(windows) * T // 4) * 4, np.empty(H, u32), np.zeros(5 * L + 1, int)
+        for phase in phases:
+            amplitudes[phase.stream // activations.WORDS_APART] = phase.amplitude
+        return Seen(u32(seed + first_group & 0xFFFFFFFF), u32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), T,
+                    amplitudes, np.zeros((8 * L * H + H, rows), np.uint8), words, words.view(np.int8),
+                    windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
+                    np.zeros((rows, cfg.VOCAB_SIZE), np.int8))
 
     def read(self, c, windows, seed, first_group):
         """(Seen, losses, differences) of windows int32 [groups, WINDOW]. losses int64 [groups, T]: of the unperturbed
         model; differences int64 [groups, members, T]: by how much smaller those of the members are."""
-        cfg, groups = self.cfg, len(windows)
-        L, T, H = cfg.N_LAYERS, cfg.SEQ_LEN, cfg.HIDDEN_DIM
-        rows, words = -(-groups * T // 4) * 4, np.empty(H, u32)
-        sequences, amplitudes = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)]), np.zeros(5 * L + 1, int)
-        for phase in self._phases:
-            amplitudes[phase.stream // activations.WORDS_APART] = phase.amplitude
-        seen = Seen(u32(seed + first_group & 0xFFFFFFFF),
-                    u32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), T, amplitudes,
-                    np.zeros((8 * L * H + H, rows), np.uint8), words, words.view(np.int8),
-                    windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
-                    np.zeros((rows, cfg.VOCAB_SIZE), np.int8))
-        losses = np.empty((len(sequences), T), np.int64)
+        cfg, groups, T = self.cfg, len(windows), self.cfg.SEQ_LEN
+        sequences = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)])
+        seen, losses = self._seen(windows, seed, first_group, self._phases), np.empty((len(sequences), T), np.int64)
         cpu_gru.run_windows(c, losses.reshape(1, -1), NO_NATS, sequences, cfg.STATE_TOKENS, T, u32(0), 0, seen)
         return seen, losses[:groups], losses[:groups, None] - losses[groups:].reshape(groups, -1, T)
 

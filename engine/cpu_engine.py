@@ -86,6 +86,7 @@ class CpuEngine:
         self._draws = Draws(*(getattr(cfg, name) for name in Draws._fields))
         self._forward = cpu_gru if cfg.MODEL == "gru" else cpu_transformer
         self._activations = ActivationVotes(cfg) if cfg.PERTURB == "activations" else None
+        self._nothing = self._activations and self._activations.nothing
         self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
         self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS), ROW)
         packed = corrections = columns = 0
@@ -313,7 +314,7 @@ class CpuEngine:
 
         def work(a, b):
             self._forward.run_windows(self._model, NO_LOSSES, nats[a:b], windows[a:b], 0, windows.shape[1] - 1,
-                                      np.uint32(0), 0, None)
+                                      np.uint32(0), 0, self._nothing)
 
         self._job(cut(len(windows), self._at_once(len(windows))), work).finish()
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
@@ -330,7 +331,7 @@ class CpuEngine:
             writing = self._writing(texts[a:b], lengths[a:b], seeds[a:b], s)
             self._forward.write_texts(c, writing, texts[a:b].reshape(-1, members * room), 0, room, room,
                                       self._forward.memory(self.cfg, members, b - a, room),
-                                      uint32(self.seed + (first_pair or 0) + a // 2), noisy)
+                                      uint32(self.seed + (first_pair or 0) + a // 2), noisy, self._nothing)
 
         self._job(cut(len(texts), self._at_once(len(texts))), work).finish()
 
@@ -354,7 +355,8 @@ class CpuEngine:
                 if known.size:
                     memory[tuple(map(slice, known.shape))] = known
             start = end - 2 if end > prompt.size + 1 else 0
-            self._forward.write_texts(c, writing, text, start, end, text.size, memory, np.uint32(0), 0)
+            self._forward.write_texts(c, writing, text, start, end, text.size, memory, np.uint32(0), 0,
+                                      self._nothing)
             yield int(text[0, end - 1])
 
 

@@ -147,7 +147,7 @@ def read_windows(c, losses, nats, windows, before, T, states, of, S, noisy, seen
 def run_windows(c, losses, nats, windows, before, T, S, noisy, seen):
     """Evaluates windows int32 [n, >= before + T + 1] with `score_rows`; some go through the positions together. noisy:
     window i is read by the two members of pair seed S + i, and its losses are losses[i]; else by the unperturbed model,
-    and all are losses[0]. seen: None, or a Seen, whose sequences these are. The unperturbed model reads the first
+    and all are losses[0]. seen: None, or a Seen that these sequences fill. The unperturbed model reads the first
     `before` tokens, from a state of 0, once of all windows that begin with them."""
     texts, of = windows[:1, :0], np.zeros(len(windows), np.int64)
     if before:
@@ -159,9 +159,10 @@ def run_windows(c, losses, nats, windows, before, T, S, noisy, seen):
 
 
 @njit
-def write_texts(c, writing, texts, start, end, room, state, S, noisy):
+def write_texts(c, writing, texts, start, end, room, state, S, noisy, seen):
     """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`;
-    `start` of their tokens are read already. state int8 [L, sequences padded to ROWS, H] goes on from zeros."""
+    `start` of their tokens are read already. state int8 [L, sequences padded to ROWS, H] goes on from zeros. seen:
+    as in `run_windows`."""
     members = 1 + noisy
     sequences, t = texts.shape[0] * members, start
     least = start if start else writing.lengths.min()
@@ -171,7 +172,7 @@ def write_texts(c, writing, texts, start, end, room, state, S, noisy):
     flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
     while t + 1 < end:
         n = max(i64(1), least - t)
-        read(c, S, noisy, texts[:, t:], room, n, state, gates, candidates, x, None)
+        read(c, S, noisy, texts[:, t:], room, n, state, gates, candidates, x, seen)
         t += n
         for s in range(sequences):
             copy_row(x, s * n + n - 1, h, s)

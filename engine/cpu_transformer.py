@@ -203,10 +203,10 @@ def run_windows(c, losses, nats, windows, start, T, S, noisy, seen):
 
 
 @njit
-def write_texts(c, writing, texts, start, end, room, cache, S, noisy):
+def write_texts(c, writing, texts, start, end, room, cache, S, noisy, seen):
     """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`,
     one row after the other; `start` tokens of a single row may be read already. cache int8 [2, L, members * room, H];
-    c: with tables for `room` positions."""
+    c: with tables for `room` positions. seen: None."""
     members, z = 1 + noisy, new_logits(c)
     last = empty((2, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
