@@ -23,6 +23,7 @@ from engine.cpu_kernels import NO_LOSSES, NO_NATS, ROW, TOGETHER, Draws, Model, 
 from engine.cpu_update import BLOCK, SEEN_ROWS
 from engine.simd import PANEL, ROWS
 
+AT_ONCE = 8                  # tokens that `generate` writes before it yields them
 WORTH_A_THREAD = 100_000    # elementary operations, roughly 100 us: handing less to a thread costs more than it saves
 
 
@@ -346,18 +347,19 @@ class CpuEngine:
         prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, temp, min_p, penalty)
         text, memory, total = prompt[None], np.zeros(0, np.int8), prompt.size + count
         writing = self._writing(text, np.array([prompt.size]), np.array([uint32(seed)]), s)
-        for end in range(prompt.size + 1, total + 1):
+        for known in range(prompt.size, total, AT_ONCE):
+            end = min(total, known + AT_ONCE)
             if end > text.size or not memory.size:           # room for twice as much
-                known, text = text, np.zeros((1, min(total, 2 * end + 64)), np.int32)
-                text[:, :known.size] = known
-                known, memory = memory, self._forward.memory(self.cfg, 1, 1, text.size)
+                shorter, text = text, np.zeros((1, min(total, 2 * end + 64)), np.int32)
+                text[:, :shorter.size] = shorter
+                smaller, memory = memory, self._forward.memory(self.cfg, 1, 1, text.size)
                 c = self._model._replace(**tables(self.cfg, text.size, True))
-                if known.size:
-                    memory[tuple(map(slice, known.shape))] = known
-            start = end - 2 if end > prompt.size + 1 else 0
+                if smaller.size:
+                    memory[tuple(map(slice, smaller.shape))] = smaller
+            start = known - 1 if known > prompt.size else 0
             self._forward.write_texts(c, writing, text, start, end, text.size, memory, np.uint32(0), 0,
                                       self._nothing)
-            yield int(text[0, end - 1])
+            yield from text[0, known:end].tolist()
 
 
 STEP = ("evaluate", "update")                      # the verbs of a training step
