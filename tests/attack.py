@@ -7,7 +7,7 @@ the most memory of the coordinator; what the flood left in the save directory; h
 were kept."""
 
 import argparse
-import contextlib
+from contextlib import closing, suppress
 import dataclasses
 import functools
 import itertools
@@ -88,7 +88,7 @@ def frames(port, _, held):
     else:
         sock = Peer2(port, CFG, name="hostile").link.sock
         sock.settimeout(1)
-    with contextlib.closing(sock):
+    with closing(sock):
         body = random.randbytes(random.choice((0, 24, 40, 48, 100)))
         kind = random.choice((0, 1, 3, 16, 32, 34, 37, 40, 41, 77))
         sock.send(wire.frame(wire.Frame(kind), body, version=random.choice((1, 2, 2, 9))) * 20)
@@ -129,7 +129,7 @@ def http(_, page, clients):
     request = b"GET / HTTP/1.1\r\nHost: localhost\r\nX:" + b" " * 8000 + b"\x01\r\n\r\n"
     answered, ready, _ = select.select(clients, clients, [], 0.05)
     for sock in {*answered, *ready}:
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             try:
                 if sock in answered and not sock.recv(1 << 16):
                     raise ConnectionResetError
@@ -156,7 +156,7 @@ def logs(port, _, held):
     """Comes in, says as much as it may, asks for work, leaves, comes again."""
     peer = Peer2(port, CFG, name="talker")
     peer.link.send(peer.link.frame(LOG_MESSAGE, b"sample at step 1: x >>> " + b"y" * 16000) * 32)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         peer.ask(0)
     peer.close()
 
@@ -191,7 +191,7 @@ def takes_a_chunk(peer):
 def holders(port, _, peers):
     """Twenty connections that take a chunk, hold it for 50 ms, leave and come again."""
     peer = Peer2(port, CFG, name="holder")
-    with contextlib.suppress(TimeoutError):                      # it has to wait
+    with suppress(TimeoutError):                      # it has to wait
         takes_a_chunk(peer)
     peers.append((time.monotonic() + 0.05, peer))
     while len(peers) > 20 or peers and peers[0][0] < time.monotonic():
@@ -221,7 +221,7 @@ def warnings(port, _, number):
     """Under one new name after another: a wrong state, which is rebuilt to another wrong one; a wrong chunk; a frame
     that cannot be right. Each makes a warning or a refusal, the first a ban."""
     number = number or itertools.count()
-    with contextlib.suppress(*GONE), contextlib.closing((peer := Peer2(port, CFG, name=f"{next(number)} liar")).link):
+    with suppress(*GONE), closing((peer := Peer2(port, CFG, name=f"{next(number)} liar")).link):
         peer.ask(NO_STEP)
         step, how = peer.answer(0.05).step, random.choice(("state", "state", "chunk", "frame"))
         if how == "state":
@@ -274,7 +274,7 @@ class Honest(threading.Thread):
     def run(self):
         while not self.stop:
             try:
-                with contextlib.closing(arrive(self.host, self.port, self.name).link) as link:
+                with closing(arrive(self.host, self.port, self.name).link) as link:
                     self.serve(link)
             except GONE:
                 self.lost += not self.stop

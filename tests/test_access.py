@@ -17,7 +17,8 @@ import egg
 import egg_config
 import egg_net
 from cluster import admission, auth, event_log, greeting, history, hub, snapshots, status, trust, wire
-from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME
+from cluster.auth import Access, AuthError, client_tls, listen_host, read_secret, server_tls, user_key
+from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME, frame
 from coordinators import Coordinator, Peer, Peer2, Server, listening, refused, run_worker, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
 from recordings import HERE
@@ -29,28 +30,28 @@ LIMITS = wire.limits(CFG)
 # --- access -----------------------------------------------------------------------------------------------------------
 
 def test_where_a_coordinator_listens():
-    secret, open_ = auth.Access(SECRET), auth.Access(insecure=True)
-    assert auth.listen_host(None, auth.Access()) == "127.0.0.1"
-    assert auth.listen_host(None, secret) == auth.listen_host(None, open_) == "0.0.0.0"
+    secret, open_ = Access(SECRET), Access(insecure=True)
+    assert listen_host(None, Access()) == "127.0.0.1"
+    assert listen_host(None, secret) == listen_host(None, open_) == "0.0.0.0"
     for host in ("127.0.0.1", "localhost", "::1", "127.8.9.1"):
-        assert auth.listen_host(host, auth.Access()) == host
+        assert listen_host(host, Access()) == host
     for host in ("0.0.0.0", "::", "10.0.0.1", "node7"):
-        assert auth.listen_host(host, secret) == auth.listen_host(host, open_) == host
-        with pytest.raises(auth.AuthError, match="without a secret would let anybody in"):
-            auth.listen_host(host, auth.Access())
+        assert listen_host(host, secret) == listen_host(host, open_) == host
+        with pytest.raises(AuthError, match="without a secret would let anybody in"):
+            listen_host(host, Access())
 
 
 def test_secrets_are_read_from_a_file_or_the_environment(tmp_path):
     (tmp_path / "s").write_bytes(SECRET + b"\n")
-    assert auth.read_secret(tmp_path / "s", {"EGG_SECRET": "another secret, as long"}) == SECRET
-    assert auth.read_secret(None, {"EGG_SECRET": "another secret, as long"}) == b"another secret, as long"
-    assert auth.read_secret(None, {}) == b""
+    assert read_secret(tmp_path / "s", {"EGG_SECRET": "another secret, as long"}) == SECRET
+    assert read_secret(None, {"EGG_SECRET": "another secret, as long"}) == b"another secret, as long"
+    assert read_secret(None, {}) == b""
     (tmp_path / "short").write_bytes(b"123")
     for path, environ, words in ((tmp_path / "short", {}, "holds 3 bytes"),
                                  (None, {"EGG_SECRET": ""}, "EGG_SECRET holds 0 bytes"),
                                  (tmp_path / "none", {}, "No such file")):
-        with pytest.raises(auth.AuthError, match=words):
-            auth.read_secret(path, environ)
+        with pytest.raises(AuthError, match=words):
+            read_secret(path, environ)
     assert egg_config.load(environ={"EGG_SECRET": "x"}).fingerprint() == configured().fingerprint()
 
 
@@ -82,8 +83,8 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
             super().send(data)
 
     recorded = []
-    with Server(tmp_path, access=auth.Access(SECRET)) as server:
-        link = Recording(CFG, "127.0.0.1", server.port, V2, auth.Access(SECRET), card())
+    with Server(tmp_path, access=Access(SECRET)) as server:
+        link = Recording(CFG, "127.0.0.1", server.port, V2, Access(SECRET), card())
         honest = Peer2(server, secret=SECRET)
         assert len(recorded) == 3
         for _ in range(5):
@@ -96,7 +97,7 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
             old.ask(0)
             assert old.closed()
             sock = server.connect()
-            sock.sendall(wire.frame(wire.Frame(JOB_REQUEST), bytes(64), version=V2))           # no introduction at all
+            sock.sendall(frame(wire.Frame(JOB_REQUEST), bytes(64), version=V2))           # no introduction at all
             assert wire.next_frame(bytearray(sock.recv(1000)), LIMITS)[1] == wire.ERROR
         assert honest.chunk(0) == 0
     told = [line for line in server.said.splitlines() if line.startswith("refused")]
@@ -135,9 +136,9 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(server):
 
     def impostor(sock):
         sock.recv(1000)
-        sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), 1, version=V2))
+        sock.sendall(frame(wire.CHALLENGE, bytes(32), 1, version=V2))
         given = sock.recv(10000)[10:42]                          # sends the worker's own proof back
-        sock.sendall(wire.frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
+        sock.sendall(frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
         sock.recv(1)
 
     with listening(impostor) as port, refused("does not know the secret"):
@@ -147,8 +148,8 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(server):
 def test_tls(tmp_path, certificates):
     cert, key = certificates
     packed, digest = expected(12)
-    access = auth.Access(SECRET, auth.server_tls(cert, key))
-    ours = auth.Access(SECRET, auth.client_tls(cert))
+    access = Access(SECRET, server_tls(cert, key))
+    ours = Access(SECRET, client_tls(cert))
     engine = FakeEngine()
     with Server(tmp_path, changed(SNAPSHOT_EVERY=4), save=True, access=access, stay=True, steps=12) as server:
         server.work(engine, access=ours)
@@ -160,24 +161,24 @@ def test_tls(tmp_path, certificates):
         # by a snapshot of several blocks, through TLS
         assert late.loads == 1 and late.digest() == digest
         with server.connect() as plain:
-            plain.sendall(wire.frame(HELLO, bytes(32), version=V2))
+            plain.sendall(frame(HELLO, bytes(32), version=V2))
             plain.settimeout(60)
             with contextlib.suppress(ConnectionResetError):
                 while data := plain.recv(1000):
                     assert b"JOBS" not in data                    # at most an alert of TLS
         assert "no TLS" in server.said
-        for plain in auth.Access(SECRET), auth.Access():          # and the worker tries no older protocol, nor again
+        for plain in Access(SECRET), Access():          # and the worker tries no older protocol, nor again
             for call in (lambda: run_worker(server, FakeEngine(), retry=True, access=plain),
                          lambda: status.fetch_status(CFG, "127.0.0.1", server.port, plain)):
                 with refused(f"127.0.0.1:{server.port}: it seems to speak TLS: give --tls-ca"):
                     call()
-    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+    with Server(tmp_path, access=Access(SECRET)) as server:
         with pytest.raises((egg_net.NetError, OSError)):
             Peer2(server, access=ours)
     for wrong in (dict(cert=cert), dict(cert=None, key=key), dict(cert=key, key=key),
                   dict(cert=tmp_path / "none", key=key)):
-        with pytest.raises(auth.AuthError):
-            auth.server_tls(**{"key": None, **wrong})
+        with pytest.raises(AuthError):
+            server_tls(**{"key": None, **wrong})
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
@@ -190,9 +191,9 @@ def test_the_tls_commands_of_the_document(here):
     host, worker = (egg.parsed(shlex.split(re.search(f"egg.py ({command} .*--tls.*)", text)[1], comments=True))
                     for command in ("coordinator", "worker"))
     assert os.stat(host.tls_key).st_mode & 0o077 == 0
-    theirs = auth.Access(SECRET, auth.server_tls(host.tls_cert, host.tls_key))
+    theirs = Access(SECRET, server_tls(host.tls_cert, host.tls_key))
     with Server(here, access=theirs, stay=True, steps=2) as server:
-        server.work(engine, access=auth.Access(SECRET, auth.client_tls(worker.tls_ca)))
+        server.work(engine, access=Access(SECRET, client_tls(worker.tls_ca)))
         until(lambda: engine.step == 2)
 
 
@@ -247,7 +248,7 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
                      r"at the coordinator, \[\] at the worker$"):
             Peer2(server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
         assert server.said.count("refused") == 2
-    with Server(tmp_path, default, access=auth.Access(SECRET)) as server:
+    with Server(tmp_path, default, access=Access(SECRET)) as server:
         with refused("configuration: the worker's constants are those of --preset laptop: give it to the coordinator "
                      "too"):
             Peer2(server, laptop, secret=SECRET)
@@ -283,14 +284,14 @@ def test_an_impostor_gets_nothing_to_guess_with():
     def impostor(sock):
         sock.recv(1000)
         flags = wire.SECRET_WANTED | wire.PROVES_FIRST
-        sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), flags, version=V2))
+        sock.sendall(frame(wire.CHALLENGE, bytes(32), flags, version=V2))
         got.append(sock.recv(10000))
-        sock.sendall(wire.frame(wire.PROVED, os.urandom(32), version=V2))
+        sock.sendall(frame(wire.PROVED, os.urandom(32), version=V2))
         got.append(sock.recv(10000))
 
     with listening(impostor) as port, refused("does not know the secret"):
         Peer2(port, secret=SECRET)
-    assert got == [wire.frame(wire.PROVE, version=V2), b""]
+    assert got == [frame(wire.PROVE, version=V2), b""]
 
 
 def test_who_has_met_a_coordinator_that_proves_itself_takes_no_other():
@@ -363,16 +364,16 @@ def test_a_liar_with_the_name_of_a_victim_is_banned_alone(tmp_path):
 
 def test_the_key_of_a_user_stays_and_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    key = auth.user_key()
+    key = user_key()
     path = tmp_path / "egg" / "worker-key"
-    assert key == auth.user_key() and len(key) == 32 and path.stat().st_mode & 0o777 == 0o600
+    assert key == user_key() and len(key) == 32 and path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
-    assert auth.user_key() != key                                # others may have read it
+    assert user_key() != key                                # others may have read it
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
-    assert auth.user_key() != auth.user_key()
+    assert user_key() != user_key()
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert len(auth.user_key()) == 32
+    assert len(user_key()) == 32
 
 
 @pytest.mark.parametrize("modes, found", [

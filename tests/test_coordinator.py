@@ -13,9 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cluster import admission, auth, dispatch, fairness, history, snapshots, wire
+from cluster import admission, dispatch, fairness, history, snapshots, wire
+from cluster.auth import Access
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
-from model import fitness_digits, seeds, state_digest
+from model import seeds, state_digest
+from model.fitness_digits import pack_ternary, unpack_ternary
 from maintenance import load
 from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, first_step, free_port, kept,
@@ -108,9 +110,9 @@ def test_chaos_changes_no_bit(tmp_path, cfg):
 def test_status_as_a_table_and_as_json(tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
-    with Server(tmp_path, access=auth.Access(SECRET)) as server:
+    with Server(tmp_path, access=Access(SECRET)) as server:
         engine = FakeEngine(pause=0.01)
-        server.work(engine, access=auth.Access(SECRET), name="node7/cuda:0")
+        server.work(engine, access=Access(SECRET), name="node7/cuda:0")
         server.reaches(2)
         ask = f"status 127.0.0.1 --port {server.port}"
         table = process(ask, "--secret-file", secret)
@@ -179,7 +181,7 @@ def test_requests_are_held_and_woken(server):
         peer.result(0, position)
     answer = late.answer()
     assert answer.step == 1 and answer.seed == seeds.next_seed(42, 0)
-    assert fitness_digits.unpack_ternary(answer.packed, CFG.N_PAIRS).all()
+    assert unpack_ternary(answer.packed, CFG.N_PAIRS).all()
 
 
 def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(tmp_path):
@@ -193,7 +195,7 @@ def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(
         fast.result(0, 0, GOOD, updates=7, loss=11)
         server.reaches(1)
         # too late: ignored
-        slow.result(0, 0, fitness_digits.pack_ternary(-np.ones(16, np.int8)), updates=9, loss=22)
+        slow.result(0, 0, pack_ternary(-np.ones(16, np.int8)), updates=9, loss=22)
         slow.ask(0)
         assert slow.answer().packed == GOOD and server.run.record(0) == (11, 7)
 

@@ -10,9 +10,10 @@ import pytest
 import sanitize
 from numba import cuda
 
-import egg_config
 import no_device
+from egg_config import make
 from engine import cuda_engine
+from engine.cuda_engine import CudaEngine
 from kernels import attention, head, host, pairs, parts, product, transformer, update
 from model import fitness_digits, parameters, rules, sampling, seeds
 from model.reading import Reading
@@ -60,7 +61,7 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
             monkeypatch.setattr(module, decorator, lambda function: function)
     for H in range(64, 1025, 32):
         for T in 8, 1000:                                    # mode 2 needs the largest tables
-            cfg = egg_config.make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
+            cfg = make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
             for wgmma in {kib == CARDS[9, 0], False}:
                 gpu = parts.Gpu((9, 0), kib * 1024, wgmma)
                 kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu, False)
@@ -85,7 +86,7 @@ def test_numba_made_quicker_compiles_to_the_same():
 
 def test_optimizer_rounds_as_the_specification_does():
     """IEEE square root, division and fma, and no other fused or approximate arithmetic."""
-    optimize = host.Kernel(cuda.jit(update.optimize_kernel(egg_config.make())))
+    optimize = host.Kernel(cuda.jit(update.optimize_kernel(make())))
     ptx, _ = cuda.compile_ptx(optimize.dispatcher.py_func, optimize.signature, cc=(8, 0))
     used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
     assert used == {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
@@ -93,7 +94,7 @@ def test_optimizer_rounds_as_the_specification_does():
 
 def test_the_work_of_the_kernels_gives_the_votes():
     """The walk of the update's kernels, done by NumPy, against the sums of SPEC 9."""
-    cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
+    cfg = make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
     work, pairs, state = update.work(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
     packed, state.seed = any_fitness(cfg, SEED), 4000000000
     fitness = fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
@@ -166,10 +167,10 @@ def no_gpu(monkeypatch):
     ids=str)
 def test_the_host_side_of_the_engine(constants, no_gpu):
     """Every verb, with kernels that do nothing: what the engine allocates, what it launches, with which arguments."""
-    cfg = egg_config.make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})
+    cfg = make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})
     tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
     for given in tokens, None:
-        engine = cuda_engine.CudaEngine(cfg, given, silent=given is None)
+        engine = CudaEngine(cfg, given, silent=given is None)
         later = {"validate", "write", "digest"}           # compiled at their first use
         assert set(engine._waiting) == (later if given is not None else later | {"step"})
         if given is not None:
@@ -190,13 +191,13 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     """Those of the step that is evaluated, also of one that is begun and undone; without context every token
     follows itself. Where they do not fit, the host draws, and says so."""
     from model import soft_targets
-    cfg = egg_config.make(N_LAYERS=1, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16, LOSS="exact",
-                          SOFT_TARGETS=((1, 2), (3, 0), (4, 1)))
+    cfg = make(N_LAYERS=1, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16, LOSS="exact",
+               SOFT_TARGETS=((1, 2), (3, 0), (4, 1)))
     tokens = np.random.default_rng(SEED).integers(0, 4, 1000).astype(np.uint32)
     if not fits:
         cuda.current_context().get_memory_info().free = 1 << 30
         tokens = np.resize(tokens, (1 << 30) // 4 // 16 + 1)
-    engine, fitness = cuda_engine.CudaEngine(cfg, tokens), any_fitness(cfg, 1)
+    engine, fitness = CudaEngine(cfg, tokens), any_fitness(cfg, 1)
     assert ("the processor cuts the windows" in capfd.readouterr().err) != fits == bool(engine._followers)
     if not fits:
         engine.evaluate(4, 6)
@@ -278,7 +279,7 @@ def digest(array):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", "ABD")
 def test_golden(name):
-    hold_against_recording(cuda_engine.CudaEngine, name)
+    hold_against_recording(CudaEngine, name)
 
 
 @pytest.mark.gpu
@@ -287,7 +288,7 @@ def test_golden_default_configuration():
     recording as far as the race left that alone: the recorded losses, the fitness of two steps and the states after
     them."""
     cfg, tokens, recorded = golden("E")
-    mended, engine = np.load(HERE / "tests" / "golden" / "E_mended.npz"), cuda_engine.CudaEngine(cfg, tokens)
+    mended, engine = np.load(HERE / "tests" / "golden" / "E_mended.npz"), CudaEngine(cfg, tokens)
     assert digests(engine.state())[0] == str(recorded["init_model_sha256"])
     for step in range(6):
         packed, losses, _ = step_alone(engine)
@@ -307,7 +308,7 @@ def test_load_and_pieces_of_a_chunk():
     """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the
     host."""
     cfg, tokens, data = golden("A")
-    engine = cuda_engine.CudaEngine(cfg, tokens)
+    engine = CudaEngine(cfg, tokens)
     start = engine.state()
     for step in range(3):
         engine.update(fitness_digits.pack_ternary(data["fitness"][step].astype(np.int8)))
@@ -328,9 +329,9 @@ def test_load_and_pieces_of_a_chunk():
 def test_evaluations_begun_ahead(constants, on_device):
     """Right and wrong expectations, of evaluations and updates, tokens on the device and on the host: the same losses,
     changes and states as without, in three steps."""
-    cfg = egg_config.make(**constants, HIDDEN_DIM=128, CHUNK_SIZE=512, POPULATION_SIZE=1024, SEQ_LEN=32)
+    cfg = make(**constants, HIDDEN_DIM=128, CHUNK_SIZE=512, POPULATION_SIZE=1024, SEQ_LEN=32)
     tokens = as_data(cfg, np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000))
-    plain, ahead = cuda_engine.CudaEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)
+    plain, ahead = CudaEngine(cfg, tokens), CudaEngine(cfg, tokens)
     if not on_device:
         plain._tokens = ahead._tokens = None
     for step, fitness in begun_ahead(plain, ahead, 300):
@@ -353,8 +354,8 @@ def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
 
     from engine import cpu_engine
     from model import state_digest
-    cfg, rng = egg_config.make(**shape, CHUNK_SIZE=64), np.random.default_rng(SEED)
-    cpu, gpu = cpu_engine.CpuEngine(cfg), cuda_engine.CudaEngine(cfg)
+    cfg, rng = make(**shape, CHUNK_SIZE=64), np.random.default_rng(SEED)
+    cpu, gpu = cpu_engine.CpuEngine(cfg), CudaEngine(cfg)
     for _ in range(3):
         fitness = any_fitness(cfg, rng)
         assert cpu.update(fitness) == gpu.update(fitness)
@@ -437,7 +438,7 @@ def random_configurations(count):
             c.update(NTT_MODE=pick(1, 3) if T > 256 else pick(1, 2, 3), NTT_CAUSAL=pick(1, 1, 0))
         if c["HIDDEN_DIM"] % c["HEAD_DIM"]:
             continue
-        cfg = egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
+        cfg = make(**c, LR_SCHEDULE=((0, 1.2),))
         attention = cfg.SEQ_LEN * cfg.HIDDEN_DIM * cfg.N_LAYERS
         work = cfg.POPULATION_SIZE * cfg.SEQ_LEN * (parameters.products_per_token(cfg) + attention)
         if len(out) < len(EXTREMES) or work < 1 << 34 and parameters.n_weights(cfg) < 1 << 24:
@@ -459,7 +460,7 @@ def test_random_configurations_against_the_cpu_engine(compared):
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for
     every occurrence."""
-    engine = cuda_engine.CudaEngine(*golden("E")[:2])
+    engine = CudaEngine(*golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, sampling.settings(engine.cfg)._replace(penalty=np.float32(0))
     z, read = cuda.device_array(16 * cfg.VOCAB_SIZE, np.int32), engine._forward.read
@@ -483,7 +484,7 @@ def test_recorded_generation(step):
 
 @pytest.mark.gpu
 def test_the_draw_follows_the_exact_distribution():
-    hold_draws_against_the_distribution(cuda_engine.CudaEngine)
+    hold_draws_against_the_distribution(CudaEngine)
 
 
 @pytest.mark.gpu
@@ -491,7 +492,7 @@ def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
     from engine import cpu_engine
     from tools import debug
     cfg, tokens, data = golden("A")
-    engines = [cpu_engine.CpuEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)]
+    engines = [cpu_engine.CpuEngine(cfg, tokens), CudaEngine(cfg, tokens)]
     for engine in engines:
         for step in range(3):
             engine.update(fitness_digits.pack_ternary(data["fitness"][step].astype(np.int8)))
@@ -500,8 +501,8 @@ def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
 
 @pytest.mark.gpu
 def test_more_positions_than_the_memory_holds():
-    engine = cuda_engine.CudaEngine(egg_config.make(**TINY, VOCAB_SIZE=256,
-                                                    CHUNK_SIZE=4))
+    engine = CudaEngine(make(**TINY, VOCAB_SIZE=256,
+                             CHUNK_SIZE=4))
     with pytest.raises(MemoryError, match="positions"):
         next(engine.generate([1], 1 << 32, 0))
 
@@ -511,10 +512,10 @@ def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
     """A learning rate is not compiled in; a verb's kernels are compiled at its first use."""
     monkeypatch.setattr("engine.kernel_cache.directory", lambda: tmp_path)
     shape = dict(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=4)
-    cfg, tokens = egg_config.make(**shape), np.zeros(100, np.uint8)
-    first = cuda_engine.CudaEngine(cfg, tokens)
+    cfg, tokens = make(**shape), np.zeros(100, np.uint8)
+    first = CudaEngine(cfg, tokens)
     assert "compiling" in capfd.readouterr().err
-    second = cuda_engine.CudaEngine(egg_config.make(**shape, LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
+    second = CudaEngine(make(**shape, LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
     fitness = any_fitness(cfg, 1)
     assert first.update(fitness) == second.update(fitness) and digests(first.state()) == digests(second.state())
     assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2

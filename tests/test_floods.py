@@ -11,7 +11,7 @@ import time
 import pytest
 
 from cluster import admission, auth, hub, link, session, status, wire
-from cluster.wire import HEARTBEAT, HELLO, V2
+from cluster.wire import HEARTBEAT, HELLO, V2, frame
 from coordinators import Peer, Peer2, Server, refused, until, whole
 from fakes import CFG, FakeEngine, changed, expected
 from recordings import HERE
@@ -30,13 +30,13 @@ def test_nobody_is_read_from_while_a_frame_of_theirs_is_unhandled(tmp_path):
         peer.link.sock.settimeout(0.5)
         with pytest.raises(TimeoutError):
             for _ in range(100):
-                peer.link.sock.sendall(wire.frame(HEARTBEAT, version=V2) * 100_000)
+                peer.link.sock.sendall(frame(HEARTBEAT, version=V2) * 100_000)
         assert len(worker.session.inbox) <= 2 * session.hub.Connection.PIECE
 
     listener = socket.create_server(("127.0.0.1", 0))
     ours = link.Link(CFG, *listener.getsockname())               # of version 1: no introduction
     theirs = listener.accept()[0]
-    flood = wire.frame(wire.JOB_RESPONSE, 42, 0, 0, 0) * 20_000
+    flood = frame(wire.JOB_RESPONSE, 42, 0, 0, 0) * 20_000
     thread = threading.Thread(target=pour, args=(theirs, flood * 20), daemon=True)
     thread.start()
     until(lambda: ours.check() or ours.inbox)                    # it has begun
@@ -60,7 +60,7 @@ def test_a_turn_takes_a_few_frames_of_each_and_a_flood_ends(tmp_path, monkeypatc
     with Server(tmp_path) as server:
         flooding, honest = Peer2(server, name="flooding"), Peer2(server)
         session_ = next(iter(server.hub.connections))
-        threading.Thread(target=pour, args=(flooding.link.sock, wire.frame(HEARTBEAT, version=V2) * 2_000_000),
+        threading.Thread(target=pour, args=(flooding.link.sock, frame(HEARTBEAT, version=V2) * 2_000_000),
                          daemon=True).start()
         for k in range(4):
             started = time.process_time()                        # which a busy machine does not lengthen
@@ -103,7 +103,7 @@ def test_connections_without_proof_keep_no_worker_out(tmp_path):
         started = time.monotonic()
         for sock in half[::2]:
             with contextlib.suppress(OSError):
-                sock.sendall(wire.frame(HELLO, bytes(32), version=V2))
+                sock.sendall(frame(HELLO, bytes(32), version=V2))
         peers = Peer2(server), Peer(server)
         assert [peer.chunk(0) for peer in peers] == [0, 32]
         assert time.monotonic() - started < 5

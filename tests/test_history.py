@@ -14,6 +14,7 @@ import pytest
 
 import egg_config
 from cluster import fairness, history, step
+from cluster.history import open_run
 from model import fitness_digits, parameters, seeds
 from coordinators import Server, filled, free_port, kept, refused, until, whole, work_in_thread
 from fakes import CFG, any_fitness, step_alone
@@ -25,13 +26,13 @@ from readings import configured
 
 def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     cfg = configured("laptop-weights")
-    run = history.open_run(cfg, tmp_path)
+    run = open_run(cfg, tmp_path)
     fitness = any_fitness(cfg, 1)
     for k in range(100_000):
         run.append(fitness, k, 0)
     run.close()
     started = time.thread_time()
-    run = history.open_run(cfg, tmp_path)
+    run = open_run(cfg, tmp_path)
     seconds = time.thread_time() - started
     assert run.step == 100_000 and run.fitness(50_000) == fitness and seconds < 5, f"{seconds:.1f} s"
     run.close()
@@ -40,7 +41,7 @@ def test_a_history_of_100000_steps_opens_quickly(tmp_path):
 def cannot_open(words, directory, cfg=CFG, load_dir=None):
     """A run is refused with these words, a pattern, in one line."""
     with refused(words, history.HistoryError):
-        history.open_run(cfg, directory, load_dir)
+        open_run(cfg, directory, load_dir)
 
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -48,7 +49,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 def test_history_keeps_every_step(tmp_path):
     packed = filled(tmp_path, 150)
-    run = history.open_run(CFG, tmp_path)
+    run = open_run(CFG, tmp_path)
     seed = 42
     for k in range(150):
         seed = seeds.next_seed(seed, k)
@@ -64,22 +65,22 @@ def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):
     saved = egg_config.Config.saved
     monkeypatch.setattr(egg_config.Config, "saved",
                         lambda cfg: {name: value for name, value in saved(cfg).items() if name != "NTT_MODE"})
-    history.open_run(CFG, str(tmp_path)).close()
+    open_run(CFG, str(tmp_path)).close()
     monkeypatch.undo()
-    history.open_run(CFG, str(tmp_path)).close()
+    open_run(CFG, str(tmp_path)).close()
     cannot_open("NTT_MODE = 0 there, 1 here", tmp_path, CFG.changed(NTT_MODE=1))
 
 
 def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
     packed = filled(tmp_path / "a", 3)
     data = (tmp_path / "a" / history.FILE).read_bytes()
-    run = history.open_run(CFG, tmp_path / "a")
+    run = open_run(CFG, tmp_path / "a")
     last = run._offsets[2]
     run.close()
     for end in range(last, len(data)):
         for tail in (data[last:end], bytes(end - last), data[last:-1] + b"?"):
             (tmp_path / "a" / history.FILE).write_bytes(data[:last] + tail)
-            run = history.open_run(CFG, tmp_path / "a")
+            run = open_run(CFG, tmp_path / "a")
             assert whole(run) == packed[:2]
             assert len(run.notices) == bool(tail)
             assert all("step 2 was only half written" in line for line in run.notices)
@@ -92,7 +93,7 @@ def test_a_corrupt_middle_is_refused_with_its_position_and_left_alone(tmp_path):
     filled(tmp_path, 40)
     file = tmp_path / history.FILE
     data = file.read_bytes()
-    run = history.open_run(CFG, tmp_path)
+    run = open_run(CFG, tmp_path)
     offsets = run._offsets
     run.close()
     for k in (0, 17, 38):
@@ -110,7 +111,7 @@ def test_a_damaged_record_before_a_torn_one_is_no_interrupted_write(tmp_path):
     filled(tmp_path, 3)
     file = tmp_path / history.FILE
     data = file.read_bytes()
-    with contextlib.closing(history.open_run(CFG, tmp_path)) as run:
+    with contextlib.closing(open_run(CFG, tmp_path)) as run:
         first, last, end = run._offsets[1:]
     for at in range(first, last):
         for torn in (1, 7, history.HEAD - 1, history.HEAD + 2, end - last - 1):
@@ -128,7 +129,7 @@ def test_what_a_killed_coordinator_left_behind_is_removed_by_the_owner_alone(tmp
         (tmp_path / name).write_bytes(b"half")
     history.read_run(CFG, tmp_path).close()
     assert parts < set(os.listdir(tmp_path))
-    history.open_run(CFG, tmp_path).close()
+    open_run(CFG, tmp_path).close()
     assert not parts & set(os.listdir(tmp_path)) and (tmp_path / "mine.part").exists()
 
 
@@ -139,7 +140,7 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
     other = CFG.changed(SIGMA_SHIFT=5, LR_SCHEDULE=((0, 0.1),))
     cannot_open(r"SIGMA_SHIFT = 3 there, 5 here; LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here", tmp_path, other)
     harmless = CFG.changed(VALIDATE_EVERY=7, SAMPLING_TEMP=0.1, PORT=1)
-    history.open_run(harmless, tmp_path).close()
+    open_run(harmless, tmp_path).close()
     for words, content in (("not a fitness history", b"something else"),
                            ("cut short in its header, after 0 bytes", b""),
                            ("cut short in its header", data[:50]), ("cut short in its header", data[:4]),
@@ -151,7 +152,7 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
 
 def test_directories_that_cannot_be_used_are_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    run = history.open_run(CFG, tmp_path / "run")
+    run = open_run(CFG, tmp_path / "run")
     for words, save, load in (("in use by another coordinator", tmp_path / "run", None),
                               ("Not a directory|File exists", tmp_path / "file", None),
                               ("Not a directory", tmp_path / "file" / "x", None),
@@ -159,12 +160,12 @@ def test_directories_that_cannot_be_used_are_one_line(tmp_path):
                               ("holds no run", tmp_path / "new", tmp_path)):
         cannot_open(words, save, load_dir=load)
     run.close()
-    history.open_run(CFG, tmp_path / "run").close()
+    open_run(CFG, tmp_path / "run").close()
 
 
 def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
     packed = filled(tmp_path, 2)
-    run, real = history.open_run(CFG, tmp_path), os.pwrite
+    run, real = open_run(CFG, tmp_path), os.pwrite
     def full(handle, data, at):
         if len(data) > 20:
             return real(handle, data[:20], at)
@@ -175,7 +176,7 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
     monkeypatch.undo()
     run.append(packed[0], 1, 1)
     run.close()
-    run = history.open_run(CFG, tmp_path)
+    run = open_run(CFG, tmp_path)
     assert whole(run) == packed + packed[:1] and run.notices == []
     run.close()
 
@@ -185,23 +186,23 @@ def test_load_dir_continues_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "a")
     before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     for load_dir, directory in ("../a/", "../a-2"), (".", "../a-3"), (str(tmp_path / "a"), str(tmp_path / "a-4")):
-        run = history.open_run(CFG, None, load_dir)
+        run = open_run(CFG, None, load_dir)
         assert (run.directory, whole(run), run.beside) == (directory, packed, f" ({load_dir} stays as it is)")
         run.append(packed[0], 0, 0)
         run.close()
     assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
-    run = history.open_run(CFG, tmp_path / "a", tmp_path / "a")          # unless it is meant
+    run = open_run(CFG, tmp_path / "a", tmp_path / "a")          # unless it is meant
     assert (run.directory, run.step, run.beside) == (tmp_path / "a", 4, "")
     run.close()
-    run = history.open_run(CFG, tmp_path / "b", tmp_path / "a")
+    run = open_run(CFG, tmp_path / "b", tmp_path / "a")
     assert (run.directory, whole(run), run.record(3)) == (tmp_path / "b", packed, (-3000, 3))
     run.append(packed[0], 0, 0)
     run.close()
-    history.open_run(CFG, tmp_path / "b", tmp_path / "a").close()       # the same command again goes on
+    open_run(CFG, tmp_path / "b", tmp_path / "a").close()       # the same command again goes on
     assert kept(tmp_path / "b") == packed + packed[:1]
     filled(tmp_path / "c", 3)
     cannot_open("holds another run than --load-dir", tmp_path / "c", load_dir=tmp_path / "a")
-    run = history.open_run(CFG)
+    run = open_run(CFG)
     assert (run.step, run.directory) == (0, None)
     run.close()
 
@@ -225,13 +226,13 @@ CHECKPOINTS = HERE / "tests" / "golden" / "cpp_checkpoint_A"
 def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
     from engine import cpu_engine
     cfg, _, recorded = golden_a()
-    run = history.open_run(cfg, tmp_path / "run", CHECKPOINTS)
+    run = open_run(cfg, tmp_path / "run", CHECKPOINTS)
     hold_against_fitness(run, cfg, recorded)
     engine = cpu_engine.CpuEngine(cfg)
     history.replay(run, engine)
     run.close()
     assert digests(engine.state()) == recorded_digests(recorded, 5)
-    assert history.open_run(cfg, tmp_path / "run").step == 6
+    assert open_run(cfg, tmp_path / "run").step == 6
 
 
 @pytest.mark.parametrize("words, number, change", [

@@ -1,6 +1,6 @@
 """Forged files of a save directory: nothing of a stranger's directory is obeyed or believed."""
 
-import contextlib
+from contextlib import suppress
 import json
 import os
 import random
@@ -11,14 +11,14 @@ import sys
 import tempfile
 import time
 
-import hypothesis
+from hypothesis import given, settings, strategies as st
 import numpy as np
 import pytest
 import pyzstd
-from hypothesis import strategies as st
 
 import egg_config
 from cluster import admission, event_log, history, snapshots, trust
+from cluster.history import HistoryError, open_run
 from cluster.step import Step
 from islands import gossip
 from model import parameters
@@ -65,7 +65,7 @@ def headed(text):
 def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
     (tmp_path / "cpp").mkdir()
     (tmp_path / "cpp" / "checkpoint_00200000000.bin").write_bytes(b"x")
-    run = history.open_run(CFG, tmp_path / "bomb")
+    run = open_run(CFG, tmp_path / "bomb")
     bomb = record(run, pyzstd.compress(bytes(1 << 30)))                       # 1 GiB in 32 KB
     small = record(run, pyzstd.compress(bytes(1 << 20), 19))                  # 1 MiB in a body of the right size
     run.close()
@@ -117,7 +117,7 @@ def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
 def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_path):
     evil = {"DEBUG": 1, "DEBUG_FILE": str(tmp_path / "victim"), "AUDIT_RATE": 0.0, "PORT": 1, "DEVICE": "cuda",
             "IDLE_TIMEOUT": 1.0}
-    run = history.open_run(CFG, tmp_path / "run")
+    run = open_run(CFG, tmp_path / "run")
     run.close()
     header = {**CFG.saved(), **evil}
     (tmp_path / "run" / history.FILE).write_bytes(headed(json.dumps({"version": 1, "config": header})))
@@ -139,7 +139,7 @@ sys.exit(egg.main(sys.argv[1:]))
 
 def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_so(here, tmp_path, monkeypatch):
     cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=8)
-    history.open_run(cfg, tmp_path / "run").close()
+    open_run(cfg, tmp_path / "run").close()
     use.write_tensors(tmp_path / "small", {"embedding": np.zeros((4, 4), np.int8)},
                       {"config": json.dumps(cfg.saved())})
     for command, of in (("generate --load-dir", "run"), ("eval --load-dir", "run"),
@@ -174,23 +174,23 @@ def test_an_odd_configuration_of_an_import_is_one_line(here, tmp_path, config):
         {"origin": {"epoch": "1", "digest": ""}}, {"more": 1})),
     "[" * 100_000, "5", "null", "[]", '"\\ud800"'])
 def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
-    run = history.open_run(CFG, tmp_path)
+    run = open_run(CFG, tmp_path)
     run.close()
     data = (tmp_path / history.FILE).read_bytes()
     header = json.loads(data[12:-4])
     text = change if isinstance(change, str) else json.dumps({**header, **change})
     (tmp_path / history.FILE).write_bytes(headed(text))
-    for call in (lambda: history.open_run(CFG, tmp_path), lambda: history.configuration(tmp_path),
+    for call in (lambda: open_run(CFG, tmp_path), lambda: history.configuration(tmp_path),
                  lambda: history.epochs(tmp_path)):
-        with contextlib.suppress(history.HistoryError):
+        with suppress(HistoryError):
             call()
-    with refused(".", history.HistoryError):
-        history.open_run(CFG, tmp_path)
+    with refused(".", HistoryError):
+        open_run(CFG, tmp_path)
 
 
 def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path):
     source, secret = tmp_path / "source", tmp_path / "secret"
-    run = history.open_run(CFG, source)
+    run = open_run(CFG, source)
     secret.write_text("a file of this user")
     for name in ("elite-000-00000001-loss-1.0000.egg", "history-000.egg", "history-secret", "elite-secret",
                  "snapshot-00000002.egg"):
@@ -208,9 +208,9 @@ def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path)
     for name in ("banned.txt", "coordinator.log", history.EVENTS):
         os.symlink(secret, source / name)
     run.close()
-    history.open_run(CFG, tmp_path / "target", source).close()
+    open_run(CFG, tmp_path / "target", source).close()
     assert sorted(os.listdir(tmp_path / "target")) == [history.FILE, history.SETTINGS]
-    run = history.open_run(CFG, source)
+    run = open_run(CFG, source)
     assert snapshots.Shelf(CFG, run).files == {} and gossip.Elites(source, 3).best(CFG) is None
     bans = admission.Bans(source)
     bans.add("w1", "it lied")
@@ -226,13 +226,13 @@ def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path)
         snapshots.read(CFG, source / "snapshot-00000004.egg")
     os.replace(source / history.FILE, tmp_path / "moved")
     os.symlink(tmp_path / "moved", source / history.FILE)
-    with pytest.raises(history.HistoryError, match="not a regular file"):
-        history.open_run(CFG, source)
+    with pytest.raises(HistoryError, match="not a regular file"):
+        open_run(CFG, source)
 
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-@hypothesis.given(st.integers(0, 1 << 64))
+@given(st.integers(0, 1 << 64))
 def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     """Two honest hosts and one liar with many names, on one step of which every chunk is audited, in any order."""
     dice, step = random.Random(seed), Step(CFG, range(CFG.N_CHUNKS))
@@ -270,7 +270,7 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     assert not accused & {holder.author for holder in honest}
 
 
-@hypothesis.given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), max_size=40))
 def test_no_sybils_outvote_two_honest_hosts(votes):
     """Names 0 and 1 are honest, of two hosts, the others of one liar. votes: (name, what it states, rebuilt)."""
     hosts = ["1.1.1.1", "2.2.2.2"] + ["6.6.6.6"] * 5
@@ -305,7 +305,7 @@ KINDS = st.one_of(
 def good_directory(tmp_path_factory):
     """A save directory with a file of every kind."""
     at = tmp_path_factory.mktemp("good")
-    run = history.open_run(CFG, at)
+    run = open_run(CFG, at)
     state = parameters.initial_state(CFG)
     for step in (1, 2):
         run.append(GOOD_STEP, 5, 0)
@@ -319,8 +319,8 @@ def good_directory(tmp_path_factory):
     return at
 
 
-@hypothesis.settings(max_examples=EXAMPLES // 6)
-@hypothesis.given(st.lists(st.tuples(st.sampled_from(NAMES), KINDS), min_size=1, max_size=5))
+@settings(max_examples=EXAMPLES // 6)
+@given(st.lists(st.tuples(st.sampled_from(NAMES), KINDS), min_size=1, max_size=5))
 def test_any_files_in_a_save_directory_end_in_a_run_or_a_line(good_directory, changes):
     """Links, pipes, folders, sparse, cut, changed and huge files: no other error, no waiting, no memory."""
     with tempfile.TemporaryDirectory() as top:
@@ -345,13 +345,13 @@ def test_any_files_in_a_save_directory_end_in_a_run_or_a_line(good_directory, ch
                 with open(path, "wb") as file:
                     file.write(b"" if kind == "sparse" else what if kind == "bytes" else data)
                     if kind in ("sparse", "cut", "grown"):
-                        with contextlib.suppress(OSError):       # larger than this file system can hold
+                        with suppress(OSError):       # larger than this file system can hold
                             file.truncate(what)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for call in (history.configuration, history.epochs, lambda _: history.newest(os.path.join(top, "r*")),
-                     lambda at: read_all(history.read_run(CFG, at)), lambda at: read_all(history.open_run(CFG, at)),
-                     lambda at: read_all(history.open_run(CFG, os.path.join(top, "copy"), at))):
-            with contextlib.suppress(history.HistoryError):
+                     lambda at: read_all(history.read_run(CFG, at)), lambda at: read_all(open_run(CFG, at)),
+                     lambda at: read_all(open_run(CFG, os.path.join(top, "copy"), at))):
+            with suppress(HistoryError):
                 call(at)
         gossip.Elites(at, 3).best(CFG)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10, "KiB of memory"
@@ -367,7 +367,7 @@ def read_all(run):
             run.fitness(step)
         shelf = snapshots.Shelf(CFG, run)
         for step in shelf.files:
-            with contextlib.suppress(ValueError, OSError):
+            with suppress(ValueError, OSError):
                 shelf.state(step)
         shelf.block(shelf.newest, 0, 100)
         shelf.close_unread()

@@ -4,11 +4,14 @@ import re
 
 import numpy as np
 import pytest
+from numpy import float32
 
 import egg_config
 from engine import cpu_engine, cpu_update
+from engine.cpu_engine import CpuEngine
 from kernels import muon
 from model import optimizers, parameters
+from model.parameters import from_canonical
 from activations_compared import fma
 from compiling import CARDS
 from fakes import any_fitness
@@ -20,26 +23,26 @@ from recordings import digests, python, simulated
 
 def chains(left, right):
     """float32 [n, m]: left [n, k] . right [k, m], each element one chain of fma over k."""
-    out = np.zeros((len(left), right.shape[1]), np.float32)
+    out = np.zeros((len(left), right.shape[1]), float32)
     for k in range(len(right)):
         out = fma(left[:, k, None], right[k], out)
     return out
 
 
 def norm_of(x):
-    sums = np.zeros(optimizers.MUON_PARTS, np.float32)
+    sums = np.zeros(optimizers.MUON_PARTS, float32)
     flat = x.ravel()
     for first in range(0, flat.size, sums.size):
         part = flat[first:first + sums.size]
         sums[:part.size] = fma(part, part, sums[:part.size])
     while len(sums) > 1:
         sums = sums[:len(sums) // 2] + sums[len(sums) // 2:]
-    return np.sqrt(sums[0]) + np.float32(1e-7)
+    return np.sqrt(sums[0]) + float32(1e-7)
 
 
 def turned(x, coefficients):
     """A round of Newton-Schulz."""
-    a, b, c = map(np.float32, coefficients)
+    a, b, c = map(float32, coefficients)
     square = chains(x, x.T)
     return fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
 
@@ -58,11 +61,11 @@ def test_muon_is_its_plain_reading(ns):
     """Two updates: the hidden matrices by the rule, bit for bit; everything else as AdamW alone does it."""
     constants = dict(SMALL, MUON_NS=ns, MUON_LR_SCALE=1.5, ADAM_WEIGHT_DECAY=0.1, LR_SCHEDULE=((0, 1.2), (1, 0.9)))
     cfg, rng = egg_config.make(**constants, USE_MUON=1), np.random.default_rng(3)
-    muon, adam = cpu_engine.CpuEngine(cfg), cpu_engine.CpuEngine(egg_config.make(**constants))
+    muon, adam = CpuEngine(cfg), CpuEngine(egg_config.make(**constants))
     state, moved = muon.state(), 0
     for step in range(2):
         fitness = any_fitness(cfg, rng)
-        rate = np.float32(cfg.learning_rate(step)) * np.float32(1.5)
+        rate = float32(cfg.learning_rate(step)) * float32(1.5)
         muon.update(fitness)
         adam.update(fitness)
         got, plain = muon.state(), adam.state()
@@ -72,13 +75,13 @@ def test_muon_is_its_plain_reading(ns):
                 equal(got.weights[part], plain.weights[part])
                 equal(got.moments[part], plain.moments[part])
                 continue
-            m = fma(state.moments[part, 0], np.float32(0.85), -votes_on(cfg, state, t, fitness).astype(np.float32))
-            x = parameters.to_canonical(direction_of(parameters.from_canonical(m, t.cols),
+            m = fma(state.moments[part, 0], float32(0.85), -votes_on(cfg, state, t, fitness).astype(float32))
+            x = parameters.to_canonical(direction_of(from_canonical(m, t.cols),
                                                      optimizers.MUON_COEFFICIENTS[ns]))
-            size = np.float32(0.2) * np.sqrt(np.float32(max(t.rows, t.cols)))
-            acc = fma(-rate, fma(state.weights[part], np.float32(0.1), x * size), state.moments[part, 2])
+            size = float32(0.2) * np.sqrt(float32(max(t.rows, t.cols)))
+            acc = fma(-rate, fma(state.weights[part], float32(0.1), x * size), state.moments[part, 2])
             change = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
-            equal(got.moments[part], np.stack([m, 0 * m, (acc - change).astype(np.float32)], 1), t)
+            equal(got.moments[part], np.stack([m, 0 * m, (acc - change).astype(float32)], 1), t)
             equal(got.weights[part], state.weights[part] + change)
             moved += np.count_nonzero(change)
         state = got
@@ -89,7 +92,7 @@ def test_directions_are_nearly_orthogonal():
     rng = np.random.default_rng(5)
     for ns, low, high in (("quintic", 0.6, 1.25), ("cubic", 0.3, 1.001)):
         cfg = BASE.changed(USE_MUON=1, MUON_NS=ns)
-        engine = cpu_engine.CpuEngine(cfg)
+        engine = CpuEngine(cfg)
         for t in parameters.tensors(cfg):
             if t.name in ("w_up", "w_down"):
                 row, o = engine._table[t.param, t.layer], optimizers.constants(cfg, 0.5, t)
@@ -99,14 +102,14 @@ def test_directions_are_nearly_orthogonal():
 
 
 def test_no_votes_no_direction():
-    engine = cpu_engine.CpuEngine(BASE.changed(USE_MUON=1, ADAM_WEIGHT_DECAY=0.0))
+    engine = CpuEngine(BASE.changed(USE_MUON=1, ADAM_WEIGHT_DECAY=0.0))
     assert engine.update(bytes(4)) == 0 and not engine.state().moments.any()
 
 
 def muon_digest():
     """Digests after updates with Muon, sides that fill no tile included."""
     cfg = BASE.changed(HIDDEN_DIM=96, USE_MUON=1, LR_SCHEDULE=((0, 2.0),))
-    engines = [cpu_engine.CpuEngine(cfg, threads=n) for n in {1, cpu_engine.hardware.cores()}]
+    engines = [CpuEngine(cfg, threads=n) for n in {1, cpu_engine.hardware.cores()}]
     found = set()
     for engine in engines:
         for step in range(2):
@@ -126,12 +129,12 @@ def product_digest():
     """SHA-256 of both products of Muon on this process's vectors."""
     import hashlib
     rng = np.random.default_rng(9)
-    x, square = rng.normal(size=(96, 128)).astype(np.float32), rng.normal(size=(96, 96)).astype(np.float32)
-    out = [np.empty((96, 96), np.float32), np.empty((96, 128), np.float32)]
-    cpu_update.muon_panels(x, x, True, np.float32(1), np.float32(1), out[0], 0, 3)
-    cpu_update.muon_panels(square, x, False, np.float32(3.4445), np.float32(0.7), out[1], 0, 4)
+    x, square = rng.normal(size=(96, 128)).astype(float32), rng.normal(size=(96, 96)).astype(float32)
+    out = [np.empty((96, 96), float32), np.empty((96, 128), float32)]
+    cpu_update.muon_panels(x, x, True, float32(1), float32(1), out[0], 0, 3)
+    cpu_update.muon_panels(square, x, False, float32(3.4445), float32(0.7), out[1], 0, 4)
     equal(out[0], chains(x, x.T))
-    equal(out[1], fma(np.float32(0.7), chains(square, x), np.float32(3.4445) * x))
+    equal(out[1], fma(float32(0.7), chains(square, x), float32(3.4445) * x))
     return hashlib.sha256(out[0].tobytes() + out[1].tobytes()).hexdigest()
 
 
@@ -169,14 +172,14 @@ def test_muons_kernels_in_the_simulator(tmp_path):
     """The CUDA kernels run thread by thread in Python, on matrices that do not fill their tiles: the same bits. The
     products do not see the orientation of a matrix."""
     rng = np.random.default_rng(11)
-    votes, moments = rng.integers(-999, 999, 1280).astype(np.int32), np.zeros((1280, 3), np.float32)
+    votes, moments = rng.integers(-999, 999, 1280).astype(np.int32), np.zeros((1280, 3), float32)
     moments[:, 0] = rng.normal(size=1280) * 300
     np.save(tmp_path / "votes.npy", votes)
     np.save(tmp_path / "moments.npy", moments)
     simulated(SIMULATED, cwd=tmp_path)
-    m = fma(moments[:, 0], np.float32(0.85), -votes.astype(np.float32))
+    m = fma(moments[:, 0], float32(0.85), -votes.astype(float32))
     for rows, cols in ((80, 16), (16, 80)):
-        got, matrix = np.load(tmp_path / f"{rows}.npz"), parameters.from_canonical(m, cols)
+        got, matrix = np.load(tmp_path / f"{rows}.npz"), from_canonical(m, cols)
         x = np.ascontiguousarray(matrix if rows < cols else matrix.T)
         x = x / norm_of(x)
         equal(got["moments"][:, 0], m)

@@ -8,8 +8,9 @@ import pytest
 
 import egg_config
 import fakes
-from engine import cpu_engine
+from engine.cpu_engine import CpuEngine
 from model import optimizers, parameters, rules, seeds
+from model.parameters import tensors
 from model.reading import Reading
 from tools import debug, prepare
 from chaos_cluster import chaos
@@ -51,7 +52,7 @@ def test_losses_and_validation_are_those_of_the_plain_reading(seed):
     cfg = egg_config.make(**random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3))
     # with 8 kinds, token 0 comes often
     tokens = rng.integers(0, 8 if seed % 2 else cfg.VOCAB_SIZE, 120).astype(np.uint32)
-    engine = cpu_engine.CpuEngine(cfg, tokens)
+    engine = CpuEngine(cfg, tokens)
     state = shaken(engine, rng, rng.integers(9))
     windows = rules.windows(cfg, tokens, state.step, 0, 4)
     assert engine.evaluate(0, 8)[:6].tolist() == plain_losses(cfg, state, windows, 6)
@@ -61,7 +62,7 @@ def test_losses_and_validation_are_those_of_the_plain_reading(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_generation_goes_on_with_the_state(seed):
     rng, prompt = np.random.default_rng(30 + seed), [5, 17, 250]
-    engine, settings = cpu_engine.CpuEngine(egg_config.make(**random_config(rng))), settings_of(rng)
+    engine, settings = CpuEngine(egg_config.make(**random_config(rng))), settings_of(rng)
     got = list(engine.generate(prompt, 20, seed, **settings))
     assert len(got) == 20
     hold_text_against_the_reading(engine, prompt, got, seed, **settings)
@@ -70,14 +71,14 @@ def test_generation_goes_on_with_the_state(seed):
 @pytest.mark.parametrize("clt", [0, 1])
 def test_ztest_moves_what_is_significant(clt):
     cfg = BASE.changed(USE_CLT=clt, CHUNK_SIZE=128, POPULATION_SIZE=256, ZTEST_ALPHA=0.3)
-    engine, rng = cpu_engine.CpuEngine(cfg), np.random.default_rng(1)
+    engine, rng = CpuEngine(cfg), np.random.default_rng(1)
     state = engine.state()
     state.weights[rng.integers(0, state.weights.size, 20000)] = 127                  # some cannot move up
     engine.load(state)
     fitness = any_fitness(cfg, rng)
     # the normal quantile of 0.85
     changed, after, t = engine.update(fitness), engine.state(), int(16 * 1.0364333894937898)
-    want = np.concatenate([votes_on(cfg, state, t, fitness) for t in parameters.tensors(cfg)])
+    want = np.concatenate([votes_on(cfg, state, t, fitness) for t in tensors(cfg)])
     moves = np.where(abs(want) * 16 >= t * math.isqrt(cfg.N_PAIRS) * (256 if clt else 1), np.sign(want), 0)
     expected = np.clip(state.weights + moves, -127, 127)
     equal(after.weights, expected)
@@ -89,7 +90,7 @@ def test_ztest_works_with_the_transformer_and_the_others_with_the_gru():
     for cfg in (fakes.CFG.changed(CHUNK_SIZE=64, OPTIMIZER="ztest", ZTEST_ALPHA=0.5),
                 BASE.changed(OPTIMIZER="adamw", ADAPTIVE_NOISE_MODE=1, LR_SCHEDULE=((0, 1.5),)),
                 BASE.changed(OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1),))):
-        engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint8) % 7)
+        engine = CpuEngine(cfg, np.arange(900, dtype=np.uint8) % 7)
         before = engine.state()
         changed = engine.update(any_fitness(cfg, 1))
         assert 0 < changed == np.count_nonzero(engine.state().weights != before.weights)
@@ -127,7 +128,7 @@ def test_noise_is_kept():
 
 # --- training it ------------------------------------------------------------------------------------------------------
 
-class Engine(cpu_engine.CpuEngine):
+class Engine(CpuEngine):
     """The real model, made as the chaos of the kit makes its engines."""
 
     def __init__(self, cfg=None, pause=0.0):
@@ -170,7 +171,7 @@ def test_the_preset_trains_and_goes_on(here):
     second = train_here(cfg, 5, lines)
     assert (second.progress.first_step, second.progress.run.step) == (3, 5)
     assert second.progress.validations[0][1] == pytest.approx(after, abs=1e-12) and "| LR: 1 |" in lines.text
-    assert replayed("run", cpu_engine.CpuEngine(cfg)).step == 5
+    assert replayed("run", CpuEngine(cfg)).step == 5
 
 
 def test_it_learns():
@@ -178,7 +179,7 @@ def test_it_learns():
     cfg = BASE.changed(N_LAYERS=1, SEQ_LEN=16, STATE_TOKENS=0, CHUNK_SIZE=256, POPULATION_SIZE=256, SIGMA_SHIFT=2,
                        SOFTMAX_EXP_SCALE=16 / math.log(2))
     text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 400, np.uint8)
-    engine, window = cpu_engine.CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
+    engine, window = CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
     before = engine.validate(window)[0]
     for _ in range(40):
         step_alone(engine)
@@ -194,21 +195,21 @@ FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS
 
 def test_where_the_fast_path_serves():
     """Nowhere else than where its words hold every sum: the preset is among it."""
-    from kernels import gru_narrow
+    from kernels.gru_narrow import sizes, wgmma_fits
     limit = CARDS[9, 0] * 1024
-    assert gru_narrow.wgmma_fits(configured("nano-egg"), (9, 0), limit)
-    assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (8, 0), limit)
-    assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (9, 0), limit - 1)
+    assert wgmma_fits(configured("nano-egg"), (9, 0), limit)
+    assert not wgmma_fits(egg_config.make(**FAST), (8, 0), limit)
+    assert not wgmma_fits(egg_config.make(**FAST), (9, 0), limit - 1)
     for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False),
                               (dict(SIGMA_SHIFT=5), False),
                               (dict(FIXED_POINT=3), False), (dict(SEQ_LEN=32), True), (dict(SEQ_LEN=31), False),
                               (dict(VOCAB_SIZE=8192), True),
                               (dict(HIDDEN_DIM=128), False), (dict(ADAPTIVE_NOISE_MODE=1), False),
                               (dict(MLP_RELU=1, N_LAYERS=1), True)):
-        assert gru_narrow.wgmma_fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
+        assert wgmma_fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
     for V, kernels in (256, {"gates", "head"}), (1024, {"gates"}):           # of those that it takes
-        assert gru_narrow.sizes(egg_config.make(**{**FAST, "VOCAB_SIZE": V}), limit, True).keys() == kernels
-    assert sum(gru_narrow.wgmma_fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
+        assert sizes(egg_config.make(**{**FAST, "VOCAB_SIZE": V}), limit, True).keys() == kernels
+    assert sum(wgmma_fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
 # a width beyond those of kernels.gru_narrow; a vocabulary for the head of kernels.transformer, after each pass
@@ -340,7 +341,7 @@ def test_a_trace_shows_the_recurrent_model():
     told = debug.trace(cfg, state, tokens)
     layer = ["LN1", "State", "GRU", "LN2", "MLP_Exp", "MLP"]
     assert [part["name"] for part in told["parts"]] == ["Emb", *layer, *layer, "LN_F"]
-    assert len(told["weights"]) == len(parameters.tensors(cfg)) and told["position"] == cfg.SEQ_LEN - 1
+    assert len(told["weights"]) == len(tensors(cfg)) and told["position"] == cfg.SEQ_LEN - 1
     window = rules.windows(cfg, tokens, 0, 0, 1)[0][:-1]
     clean, member = Reading(cfg, state), member_reading(cfg, state, 0)
     for token in window[:cfg.STATE_TOKENS]:
@@ -368,7 +369,7 @@ def test_every_multiprocessor_takes_several_tiles(cpu_compiled):
     cfg = egg_config.make(**{**FAST, "CHUNK_SIZE": 4096, "POPULATION_SIZE": 4096})
     rng = np.random.default_rng(8)
     tokens = rng.integers(0, 60, 9000).astype(np.uint8)
-    engines = [cuda_engine.CudaEngine(cfg, tokens), cpu_engine.CpuEngine(cfg, tokens)]
+    engines = [cuda_engine.CudaEngine(cfg, tokens), CpuEngine(cfg, tokens)]
     state = engines[0].state()
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     for engine in engines:
@@ -384,7 +385,7 @@ def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     from engine import cuda_engine
     cfg = egg_config.make(**{**shape, "CHUNK_SIZE": 32, "POPULATION_SIZE": 64, "GROUP_SIZE": 8})
     tokens = np.random.default_rng(5).integers(0, 9, 700).astype(np.uint8)
-    gpu, whole = cuda_engine.CudaEngine(cfg, tokens), cpu_engine.CpuEngine(cfg, tokens).evaluate(0, 64)
+    gpu, whole = cuda_engine.CudaEngine(cfg, tokens), CpuEngine(cfg, tokens).evaluate(0, 64)
     pieces = ((0, 2), (2, 30), (32, 32))
     equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     gpu._tokens = None
@@ -393,4 +394,4 @@ def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     window = np.random.default_rng(6).integers(0, 256, (7, 400))
     nats, count = gpu.validate(window)
-    assert count == 7 * 399 and nats == pytest.approx(cpu_engine.CpuEngine(cfg).validate(window)[0], rel=1e-9)
+    assert count == 7 * 399 and nats == pytest.approx(CpuEngine(cfg).validate(window)[0], rel=1e-9)

@@ -8,9 +8,11 @@ import pytest
 
 import egg_config
 from cluster import history
-from engine import cpu_engine
-from model import optimizers, parameters, rules
+from cluster.history import open_run
+from engine.cpu_engine import CpuEngine
+from model import optimizers, rules
 from model.fitness_digits import pack_ternary
+from model.parameters import initial_state, tensors
 from tools import arch
 from compiling import kernels_for, path_of
 from coordinators import cluster, replayed
@@ -39,7 +41,7 @@ def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
     cfg = BASE.changed(**values)
-    engine = functools.partial(cpu_engine.CpuEngine, cfg, TOKENS, threads=1)
+    engine = functools.partial(CpuEngine, cfg, TOKENS, threads=1)
     alone, changed = engine(), 0
     for _ in range(6):
         changed += step_alone(alone)[2]
@@ -67,11 +69,11 @@ def test_noise_is_as_loud_as_its_schedule_says(rest):
     assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
     assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in arch.describe(cfg)
     assert "targets" not in arch.describe(cfg)
-    engine, found = cpu_engine.CpuEngine(cfg, TOKENS, threads=1), []
+    engine, found = CpuEngine(cfg, TOKENS, threads=1), []
     for step, shift in (3, 5), (1, 3), (9, 0):
         state = engine.state()
         state.step = step
-        alone = cpu_engine.CpuEngine(BASE.changed(**rest, SIGMA_SHIFT=shift), TOKENS, threads=1)
+        alone = CpuEngine(BASE.changed(**rest, SIGMA_SHIFT=shift), TOKENS, threads=1)
         for one in engine, alone:
             one.load(state)
         found.append(engine.evaluate(0, 8))
@@ -86,7 +88,7 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
     cfg = BASE
     assert "SIGMA_SCHEDULE" not in {**cfg.shared(), **cfg.saved(), **history.non_default(cfg)}
-    history.open_run(cfg, tmp_path).close()
+    open_run(cfg, tmp_path).close()
     edited = egg_config.CONSTANTS["SIGMA_SCHEDULE"]._replace(value=((0, 7),))
     monkeypatch.setitem(egg_config.CONSTANTS, "SIGMA_SCHEDULE", edited)
     falling, saved = egg_config.make(**SMALL), history.configuration(tmp_path)
@@ -94,9 +96,9 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     assert "SIGMA_SCHEDULE" not in history.non_default(falling)
     again = egg_config.load(environ={}, saved=saved)
     assert again.SIGMA_SCHEDULE == () and history.non_default(again)["SIGMA_SCHEDULE"] == ()
-    history.open_run(again, tmp_path).close()
+    open_run(again, tmp_path).close()
     with pytest.raises(history.HistoryError, match=r"SIGMA_SCHEDULE = \[\] there, \[\[0, 7\]\] here"):
-        history.open_run(falling, tmp_path)
+        open_run(falling, tmp_path)
     assert configured(None, "SIGMA_SCHEDULE=4:5,9:6").SIGMA_SCHEDULE == ((4, 5), (9, 6))
     assert configured(None, "SIGMA_SCHEDULE=").SIGMA_SCHEDULE == ()
 
@@ -126,16 +128,16 @@ def test_rare_tokens_learn_more_slowly(rest):
     plain = BASE.changed(**rest, LR_SCHEDULE=((0, learning),))
     cfg = BASE.changed(**rest, LR_SCHEDULE=((0, learning),), RARE_TOKENS=0.004)
     fitness = any_fitness(cfg, 1)
-    engines = [cpu_engine.CpuEngine(c, tokens, threads=1) for c in (plain, cfg)]
+    engines = [CpuEngine(c, tokens, threads=1) for c in (plain, cfg)]
     for engine in engines:
         engine.update(fitness)
     without, got = (engine.state() for engine in engines)
     share = np.bincount(tokens, minlength=256) / tokens.size
     factor = np.sqrt(np.minimum(1, share / 0.004)).astype(np.float32)
     assert factor[5] == 1 and factor[250] == 0 and 0 < factor[20] < factor[190] < 1
-    tables = [t for t in parameters.tensors(cfg) if t.by_token]
+    tables = [t for t in tensors(cfg) if t.by_token]
     assert [t.name for t in tables] == (["embedding", "head"] if cfg.MODEL == "gru" else ["embedding"])
-    for t in parameters.tensors(cfg):
+    for t in tensors(cfg):
         part = t.span
         if t not in tables:
             equal(got.moments[part], without.moments[part])
@@ -151,7 +153,7 @@ def test_rare_tokens_learn_more_slowly(rest):
 
 @pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.01), dict(SEEN_VOTES=2)], ids=lambda values: next(iter(values)))
 def test_what_reads_the_data_needs_them(values):
-    engine = cpu_engine.CpuEngine(BASE.changed(**values), None, threads=1)
+    engine = CpuEngine(BASE.changed(**values), None, threads=1)
     with pytest.raises(ValueError, match=f"{next(iter(values))} needs the training data"):
         engine.update(any_fitness(BASE, 1))
 
@@ -177,11 +179,11 @@ def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
                        LR_SCHEDULE=((0, 2.0 ** -12),))
     rng = np.random.default_rng(5)
     tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), any_fitness(cfg, rng)
-    engine = cpu_engine.CpuEngine(cfg, tokens, threads=threads)
+    engine = CpuEngine(cfg, tokens, threads=threads)
     before = engine.state()
     engine.update(fitness)
     after = engine.state()
-    for t in (t for t in parameters.tensors(cfg) if t.by_token):
+    for t in (t for t in tensors(cfg) if t.by_token):
         part = t.span
         often = 5 if t.name == "embedding" else 1
         votes = seen_by_hand(cfg, before, tokens, t, fitness, often)
@@ -217,9 +219,9 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     np.save(tmp_path / "tokens.npy", tokens)
     np.save(tmp_path / "fitness.npy", fitness)
     simulated(SIMULATED_SEEN, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
-    state, votes = parameters.initial_state(cfg), np.load(tmp_path / "votes.npy")
+    state, votes = initial_state(cfg), np.load(tmp_path / "votes.npy")
     state.step, state.seed = 3, 77
-    for t in parameters.tensors(cfg):
+    for t in tensors(cfg):
         four_times = seen_by_hand(cfg, state, tokens, t, pack_ternary(fitness), 4 if t.seen else 1)
         want = four_times - seen_by_hand(cfg, state, tokens, t, pack_ternary(fitness))
         equal(votes[t.span], want, t.name)
@@ -238,10 +240,10 @@ def test_shares_are_of_all_the_data():
 @pytest.mark.parametrize("model", ["transformer", "gru"])
 def test_initial_values_of_tables_by_token(model):
     rest = dict(SMALL, HEAD_DIM=64, MODEL=model)
-    states = {mask: parameters.initial_state(egg_config.make(**rest, HOST_MASK=7, TOKEN_MASK=mask))
+    states = {mask: initial_state(egg_config.make(**rest, HOST_MASK=7, TOKEN_MASK=mask))
               for mask in (-1, 7, 1, 0)}
     equal(states[-1].weights, states[7].weights)
-    for t in parameters.tensors(egg_config.make(**rest)):
+    for t in tensors(egg_config.make(**rest)):
         parts = {mask: state.weights[t.span] for mask, state in states.items()}
         if t.by_token:
             assert set(parts[1]) == {-1, 0, 1} and not parts[0].any()

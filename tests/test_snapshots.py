@@ -11,8 +11,11 @@ import pytest
 import pyzstd
 
 from cluster import history, snapshots, wire
-from cluster.wire import JOB_RESPONSE
-from model import parameters, state_digest
+from cluster.history import open_run
+from cluster.wire import HASH_WANTED, JOB_RESPONSE, SNAPSHOT_WANTED
+from model import state_digest
+from model.parameters import initial_state
+from model.state_digest import of_state
 from coordinators import Server, asks, caller, callers, cluster, first_step, refused, until, upload, whole
 from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, any_fitness, changed, expected, feed
 from recordings import digests
@@ -25,7 +28,7 @@ def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
     from engine import cpu_engine
     most = (1 << 64) - 1
     cfg = changed(VOCAB_SIZE=301)                                # an overlay that is no multiple of 8 bytes
-    rng, state = np.random.default_rng(1), parameters.initial_state(cfg)
+    rng, state = np.random.default_rng(1), initial_state(cfg)
     state.moments[:] = rng.normal(size=state.moments.shape)
     state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
     state.step, state.seed = 9, 4000000000
@@ -39,7 +42,7 @@ def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
         x = (x ^ x >> 27) * 0x94D049BB133111EB & most
         x ^= x >> 31
         first, second = first + x, second + (x & 0xFFFFFFFF) * (x >> 32)
-    digest = state_digest.of_state(state)
+    digest = of_state(state)
     assert digest == (first & most).to_bytes(8, "little") + (second & most).to_bytes(8, "little")
     assert state.overlay.size % 8
     pieces = state_digest.Digest(9, state.seed)
@@ -51,18 +54,18 @@ def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
         engine.load(state)
         assert engine.digest() == digest
         engine.update(any_fitness(cfg, rng))
-        assert engine.digest() == state_digest.of_state(engine.state()) != digest
+        assert engine.digest() == of_state(engine.state()) != digest
     seen = {digest}
     for array in (state.weights, state.moments.view(np.uint8).ravel(), state.overlay):
         for at in (0, 1, array.size - 1, *rng.integers(0, array.size, 10)):
             for bit in (1, -128):
                 array.view(np.int8)[at] ^= bit
-                seen.add(state_digest.of_state(state))
+                seen.add(of_state(state))
                 array.view(np.int8)[at] ^= bit
     for field in "step", "seed":
-        seen.add(state_digest.of_state(dataclasses.replace(state, **{field: getattr(state, field) + 1})))
+        seen.add(of_state(dataclasses.replace(state, **{field: getattr(state, field) + 1})))
     state.moments[[3, 5000]] = state.moments[[5000, 3]]
-    seen.add(state_digest.of_state(state))
+    seen.add(of_state(state))
     assert len(seen) == 1 + 3 * 13 * 2 + 3
 
 
@@ -77,10 +80,10 @@ def test_training_data_are_told_apart():
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
-    rng, state = np.random.default_rng(1), parameters.initial_state(CFG)
+    rng, state = np.random.default_rng(1), initial_state(CFG)
     state.moments[:] = np.abs(rng.normal(size=state.moments.shape))
     state.step, state.seed = 20, 77
-    upload, body = snapshots.Upload(CFG, 20, 77, state_digest.of_state(state), tmp_path), snapshots.pack(state)
+    upload, body = snapshots.Upload(CFG, 20, 77, of_state(state), tmp_path), snapshots.pack(state)
     for at in range(0, len(body), 10000):
         assert not upload.finished
         feed(upload, len(body), at, body[at:at + 10000])
@@ -116,7 +119,7 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     lambda body: [(len(z := pyzstd.compress(bytes(1 << 28))), 0, z)],      # 256 MiB in 8 KB
 ])
 def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
-    body = snapshots.pack(parameters.initial_state(CFG))
+    body = snapshots.pack(initial_state(CFG))
     upload = snapshots.Upload(CFG, 20, 77, bytes(16), tmp_path)
     started = time.thread_time()
     with pytest.raises(ValueError):
@@ -157,12 +160,12 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
             data = bytearray((tmp_path / names[4]).read_bytes())
             data[-100] ^= 1
             (tmp_path / names[4]).write_bytes(data)
-        history.open_run(cfg, tmp_path / f"new{damage}", tmp_path).close()
+        open_run(cfg, tmp_path / f"new{damage}", tmp_path).close()
         with Server(tmp_path / f"new{damage}", cfg, save=True, steps=22, stay=True) as server:
             late, lines = late_worker(server, 22)
             assert late.loads == (0 if damage else 1) and late.digest() == digest
             assert ("replaying the run instead" in lines.text) == damage
-    other = history.open_run(cfg, tmp_path / "other")                       # snapshots of another run are left alone
+    other = open_run(cfg, tmp_path / "other")                       # snapshots of another run are left alone
     for k in range(22):
         other.append(packed[0], 0, 0)
     shutil.copy(tmp_path / names[3], tmp_path / "other")
@@ -181,7 +184,7 @@ def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
             return state
 
         def digest(self):
-            return state_digest.of_state(super().state())
+            return of_state(super().state())
 
     server = cluster(tmp_path, [Wrong(cfg, 0.003)], 3, cfg, save=True)
     assert "its snapshot of step 2 is not used: it is not the state that workers stated" in server.said
@@ -204,7 +207,7 @@ def forged(state):
 
 def gives(peer, engine, state=None):
     """A peer is asked for its snapshot, sends it, and is answered."""
-    assert asks(peer, engine, wire.SNAPSHOT_WANTED)[1] == engine.step.to_bytes(8, "big")
+    assert asks(peer, engine, SNAPSHOT_WANTED)[1] == engine.step.to_bytes(8, "big")
     upload(peer, state or engine.state())
     peer.next(JOB_RESPONSE)
 
@@ -224,10 +227,10 @@ def test_a_forged_snapshot_is_not_served_and_its_giver_banned(server, tmp_path):
     liar, *others = callers(server, 2, 3, 4)
     engine = first_step(server, liar, *others)
     forgery = forged(engine.state())
-    assert state_digest.of_state(forgery) == engine.digest() and digests(forgery) != digests(engine.state())
+    assert of_state(forgery) == engine.digest() and digests(forgery) != digests(engine.state())
     gives(liar, engine, forgery)
     for peer in others:
-        assert asks(peer, engine, wire.HASH_WANTED)[1] == (1).to_bytes(8, "big")
+        assert asks(peer, engine, HASH_WANTED)[1] == (1).to_bytes(8, "big")
         assert server.shelf.newest == 0
         states_hash(peer, engine)
         peer.next(JOB_RESPONSE)
@@ -240,10 +243,10 @@ def test_a_snapshot_is_served_once_another_host_has_stated_its_hash(server):
     giver, sybil, other = callers(server, 2, 2, 3)
     engine = first_step(server, giver, sybil, other)
     gives(giver, engine)
-    assert asks(sybil, engine, wire.HASH_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE        # its host has a say already
+    assert asks(sybil, engine, HASH_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE        # its host has a say already
     until(lambda: server.collector.upload.finished)
     states_hash(sybil, engine)                           # and nobody has asked
-    asks(other, engine, wire.HASH_WANTED)
+    asks(other, engine, HASH_WANTED)
     assert server.shelf.newest == 0
     states_hash(other, engine)
     until(lambda: server.shelf.newest == 1)
@@ -252,13 +255,13 @@ def test_a_snapshot_is_served_once_another_host_has_stated_its_hash(server):
 def test_who_goes_on_without_sending_its_state_is_named_and_others_are_asked_first(server):
     silent, giver = callers(server, 2, 3)
     engine = first_step(server, silent, giver)
-    asks(silent, engine, wire.SNAPSHOT_WANTED)
+    asks(silent, engine, SNAPSHOT_WANTED)
     silent.result(1, silent.answer().first)
     until(lambda: "w2" in server.said and "step 1 is not used: it did not come" in server.said)
-    asks(giver, engine, wire.SNAPSHOT_WANTED)                         # at once, in the same step
+    asks(giver, engine, SNAPSHOT_WANTED)                         # at once, in the same step
     upload(giver, engine.state())
     giver.result(1, giver.answer().first)
-    asks(silent, engine, wire.HASH_WANTED)
+    asks(silent, engine, HASH_WANTED)
     states_hash(silent, engine)
     until(lambda: server.shelf.newest == 1)
     silent.result(1, silent.answer().first)
@@ -267,27 +270,27 @@ def test_who_goes_on_without_sending_its_state_is_named_and_others_are_asked_fir
     server.reaches(2)
     engine.update(GOOD_STEP)
     again = caller("127.0.0.2", server, name="another name")
-    assert asks(again, engine, wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
-    asks(giver, engine, wire.SNAPSHOT_WANTED)
+    assert asks(again, engine, SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
+    asks(giver, engine, SNAPSHOT_WANTED)
 
 
 def test_who_left_or_failed_most_is_asked_last(server):
     taker, giver = callers(server, 2, 3)
     engine, failed = first_step(server, taker, giver), server.collector._failed
     for times in 1, 2:
-        asks(taker, engine, wire.SNAPSHOT_WANTED)
+        asks(taker, engine, SNAPSHOT_WANTED)
         taker.close()
         until(lambda: failed.get("127.0.0.2") == times)
         failed["127.0.0.3"] = 2                              # the other has failed as well, which is no end
         taker = caller("127.0.0.2", server, name=f"again {times}")
     failed["127.0.0.3"] = 1
-    assert asks(taker, engine, wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
-    asks(giver, engine, wire.SNAPSHOT_WANTED)
+    assert asks(taker, engine, SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
+    asks(giver, engine, SNAPSHOT_WANTED)
 
 
 def test_a_run_that_ends_blames_nobody_for_a_snapshot_that_is_on_its_way(server):
     giver, = callers(server, 2)
-    asks(giver, first_step(server, giver), wire.SNAPSHOT_WANTED)
+    asks(giver, first_step(server, giver), SNAPSHOT_WANTED)
     server.stop()
     assert "is not used" not in server.said and not server.collector.upload
 
@@ -303,7 +306,7 @@ def test_a_snapshot_comes_from_one_to_which_faster_ones_leave_no_chunk_of_its_st
         assert "step 2 is not used: it did not come" in server.said
         slow = caller("127.0.0.3", server, name="slow")
         slow.ask(2)
-        slow.next(wire.SNAPSHOT_WANTED)
+        slow.next(SNAPSHOT_WANTED)
         assert server.collector.upload.seed == server.run.seed_of(2) != server.run.seed
 
 

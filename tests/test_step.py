@@ -167,7 +167,8 @@ def test_who_takes_chunks_and_leaves_waits_longer_and_longer_until_it_delivers(t
         last.delivers(0)                                         # who delivers is like all others, and its host too
         until(lambda: not known._doubted)
         last.chunk(0), last.chunk(0)
-        newcomer().answer()
+        another = newcomer()
+        another.answer()
         last.ask(0)                                              # three in a row without a result
         assert last.silent(0.1)
 

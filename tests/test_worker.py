@@ -8,8 +8,9 @@ import pytest
 
 import egg_net
 from cluster import wire
-from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT
+from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, frame
 from model import data_files, fitness_digits, seeds
+from model.fitness_digits import pack_ternary
 from coordinators import Server, free_port, listening, refused, run_worker, until, whole, work_in_thread
 from fakes import CFG, FakeEngine, Lines, VALIDATION, begin_together, expected
 
@@ -111,7 +112,7 @@ def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path)
 
 
 def response(seed, step, position, packed=b""):
-    return wire.frame(JOB_RESPONSE, seed, step, position, len(packed), packed)
+    return frame(JOB_RESPONSE, seed, step, position, len(packed), packed)
 
 
 def serve_fake(engine, *responses):
@@ -137,7 +138,7 @@ def test_the_worker_serves_a_coordinator_that_polls():
     engine = FakeEngine()
     fitness, seed1 = np.ones(CFG.N_PAIRS, np.int8), seeds.next_seed(42, 0)
     chunks, requests = serve_fake(engine, response(42, 0, NOTHING), response(0, 0, NOTHING),
-                                  response(seed1, 1, 0, fitness_digits.pack_ternary(fitness)),
+                                  response(seed1, 1, 0, pack_ternary(fitness)),
                                   response(seed1, 1, NOTHING),
                                   response(0, 0, NOTHING), response(seed1, 1, 64), response(seed1, 1, 0))
     assert chunks == 2 and engine.loads == 0 and engine.step == 1
@@ -145,14 +146,14 @@ def test_the_worker_serves_a_coordinator_that_polls():
     losses = FakeEngine.evaluate(engine, 64, 32)
     assert results[0] == (seed1, 1, 64, 101, losses.sum(), 4) and results[1][1:4] == (1, 0, 0)
     fitness = fitness_digits.chunk_fitness(losses, CFG)
-    assert [p for op, p in requests if op == RESULT][0][44:] == fitness_digits.pack_ternary(fitness)
+    assert [p for op, p in requests if op == RESULT][0][44:] == pack_ternary(fitness)
     asked = [wire.JOB_REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
     assert asked == [(42, 0)] * 3 + [(seed1, 1)] * 5
 
 
 def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
     seed1 = seeds.next_seed(42, 0)
-    catch_up = response(seed1, 1, 0, fitness_digits.pack_ternary(np.zeros(CFG.N_PAIRS, np.int8)))
+    catch_up = response(seed1, 1, 0, pack_ternary(np.zeros(CFG.N_PAIRS, np.int8)))
     engine = FakeEngine()
     assert serve_fake(engine, catch_up, response(42, 0, NOTHING), response(42, 0, 32))[0] == 1        # it was ahead
     assert engine.loads == 1 and engine.step == 0
@@ -169,8 +170,8 @@ def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
 @pytest.mark.parametrize("reason, answer", [
     ("wrong magic", b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     ("protocol version 9", b"JOBS\x09\x02" + bytes(32)),
-    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", wire.frame(wire.Frame(JOB_RESPONSE), bytes(1000))),
-    ("says 9 bytes of fitness and carries 2", wire.frame(JOB_RESPONSE, 42, 1, 0, 9, b"ab")),
+    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", frame(wire.Frame(JOB_RESPONSE), bytes(1000))),
+    ("says 9 bytes of fitness and carries 2", frame(JOB_RESPONSE, 42, 1, 0, 9, b"ab")),
     ("the fitness of step 0 cannot be right", response(42, 1, 0, b"\xff" * 13)),
     ("it hands out member 33", response(42, 0, 33)),
     ("it hands out member 128", response(42, 0, 128)),
