@@ -15,7 +15,8 @@ from egg_config import make
 from engine import cuda_engine
 from engine.cuda_engine import CudaEngine
 from kernels import attention, head, host, pairs, parts, product, transformer, update
-from model import fitness_digits, parameters, rules, sampling, seeds
+from model import parameters, rules, sampling, seeds
+from model.fitness_digits import pack_ternary, unpack_ternary
 from model.reading import Reading
 from compiling import CARDS, compiled_as, hold_against_cards, kernels_for, kernels_of, path_of
 from engines_compared import OTHER_INSTRUCTIONS, SEED, begun_ahead, compare
@@ -65,9 +66,10 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
             for wgmma in {kib == CARDS[9, 0], False}:
                 gpu = parts.Gpu((9, 0), kib * 1024, wgmma)
                 kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu, False)
-                most = max(kernel.shared for kernel in kernels.noisy + kernels.clean)
-                assert most <= (kib - 1) * 1024, (H, T)
-                for shape in [kernel.shape for kernel in kernels.full_width.values()]:
+                for kernel in kernels.noisy + kernels.clean:
+                    assert kernel.shared <= (kib - 1) * 1024, (H, T)
+                for kernel in kernels.full_width.values():
+                    shape = kernel.shape
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
 
 
@@ -76,18 +78,20 @@ def test_numba_made_quicker_compiles_to_the_same():
     it compiles."""
     for kernel in kernels_of({}, (8, 0))["all"]:
         if kernel.name in ("choose", "operands"):
-            ptx = []
+            ptx = set()
             for block in contextlib.nullcontext(), cuda_engine.quickly():
                 with block:
-                    made, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(8, 0))
-                    ptx.append(re.sub(r"_Z\w+|_cudapy_smem_\d+", "", made))
-            assert ptx[0] == ptx[1]
+                    ptx.add(re.sub(r"_Z\w+|_cudapy_smem_\d+", "", ptx_of(kernel)))
+            assert len(ptx) == 1
+
+
+def ptx_of(kernel):
+    return cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(8, 0))[0]
 
 
 def test_optimizer_rounds_as_the_specification_does():
     """IEEE square root, division and fma, and no other fused or approximate arithmetic."""
-    optimize = host.Kernel(cuda.jit(update.optimize_kernel(make())))
-    ptx, _ = cuda.compile_ptx(optimize.dispatcher.py_func, optimize.signature, cc=(8, 0))
+    ptx = ptx_of(host.Kernel(cuda.jit(update.optimize_kernel(make()))))
     used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
     assert used == {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
 
@@ -97,7 +101,7 @@ def test_the_work_of_the_kernels_gives_the_votes():
     cfg = make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
     work, pairs, state = update.work(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
     packed, state.seed = any_fitness(cfg, SEED), 4000000000
-    fitness = fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
+    fitness = unpack_ternary(packed, cfg.N_PAIRS)
     n = np.arange(work.span + 16)
     operands = np.zeros((len(work.rows), n.size), np.int64)
     for row, (index, delta, shift, low, high) in zip(operands, work.rows.astype(np.int64)):
@@ -120,9 +124,8 @@ def test_the_work_of_the_kernels_gives_the_votes():
 
 
 def test_largest_slice():
-    assert cuda_engine.largest(lambda n: 10 * n, 7, 1000) == 7
-    assert cuda_engine.largest(lambda n: 10 * n, 1000, 55) == 5
-    assert cuda_engine.largest(lambda n: 10 * n, 1000, 9) == 0
+    for most, budget, found in (7, 1000, 7), (1000, 55, 5), (1000, 9, 0):
+        assert cuda_engine.largest(lambda n: 10 * n, most, budget) == found
 
 
 @pytest.fixture
@@ -167,13 +170,13 @@ def no_gpu(monkeypatch):
     ids=str)
 def test_the_host_side_of_the_engine(constants, no_gpu):
     """Every verb, with kernels that do nothing: what the engine allocates, what it launches, with which arguments."""
-    cfg = make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})
+    cfg = make(**{"N_LAYERS": 2, "VOCAB_SIZE": 512, "CHUNK_SIZE": 8, "POPULATION_SIZE": 16, **constants})
     tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
-    for given in tokens, None:
-        engine = CudaEngine(cfg, given, silent=given is None)
+    for trains in True, False:
+        engine = CudaEngine(cfg, tokens if trains else None, silent=not trains)
         later = {"validate", "write", "digest"}           # compiled at their first use
-        assert set(engine._waiting) == (later if given is not None else later | {"step"})
-        if given is not None:
+        assert set(engine._waiting) == (later if trains else later | {"step"})
+        if trains:
             engine.begin(8, 8)
             engine.begin(0, 4)
             assert engine.evaluate(8, 8).shape == (8,) and len(engine._begun) == 1
@@ -201,14 +204,14 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     assert ("the processor cuts the windows" in capfd.readouterr().err) != fits == bool(engine._followers)
     if not fits:
         engine.evaluate(4, 6)
-        return np.testing.assert_array_equal(engine._members.evaluation(6).windows[0][0].reshape(3, -1),
-                                             soft_targets.windows(cfg, tokens, None, 0, engine.seed, 2, 3))
+        return equal(engine._members.evaluation(6).windows[0][0].reshape(3, -1),
+                     soft_targets.windows(cfg, tokens, None, 0, engine.seed, 2, 3))
 
     def hold(step):
         context = cfg.soft_context(step)
         want = (soft_targets.followers(cfg, tokens, context) if context else (np.arange(1000), np.ones(1000), tokens))
         for there, here in zip(engine._followers, want, strict=True):
-            np.testing.assert_array_equal(there, here)
+            equal(there, here)
 
     for step in range(6):
         engine.evaluate(0, 8)
@@ -244,45 +247,50 @@ def test_what_the_sanitizers_are_given(name, no_gpu):
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 
-@pytest.mark.parametrize("verb, says", [
-    ("", ""), ("evaluate", "losses of step 0"), ("update", "update 0"), ("digest", "digest after update 0"),
-    ("validate", "validation"), ("generate", "tokens"),
-    ("write", "texts from pair 5")])
-def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, compiled, verb, says):
+@pytest.mark.parametrize("verb, says, wrong", [
+    ("", "", None), ("evaluate", "losses of step 0", lambda losses, *_: losses + (losses[0] == losses)),
+    ("update", "update 0", lambda changed, *_: changed + 1),
+    ("digest", "digest after update 0", lambda digest: digest[::-1]),
+    ("validate", "validation", lambda found, *_: (found[0] * (1 + 1e-6), found[1])),
+    ("generate", "tokens", lambda tokens, *_: (token ^ 1 for token in tokens)),
+    ("write", "texts from pair 5", lambda _, texts, *more: np.bitwise_xor(texts, 1, texts))])
+def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, compiled, verb, says, wrong):
     """compare, with the CPU engine in the place of the CUDA engine and one verb that is wrong."""
-    from engine import cpu_engine
-    wrong = {"evaluate": lambda losses, *_: losses + (losses[0] == losses), "update": lambda changed, *_: changed + 1,
-             "digest": lambda digest: digest[::-1], "validate": lambda found, *_: (found[0] * (1 + 1e-6), found[1]),
-             "generate": lambda tokens, *_: (token ^ 1 for token in tokens),
-             "write": lambda _, texts, *more: np.bitwise_xor(texts, 1, texts)}
+    from engine.cpu_engine import CpuEngine
 
-    class Wrong(cpu_engine.CpuEngine):
+    class Wrong(CpuEngine):
         compile_seconds = 0.0
 
     if verb:
-        monkeypatch.setattr(Wrong, verb, lambda self, *args, **more: wrong[verb](
-            getattr(cpu_engine.CpuEngine, verb)(self, *args, **more), *args))
+        right = getattr(CpuEngine, verb)
+        monkeypatch.setattr(Wrong, verb, lambda self, *args, **more: wrong(right(self, *args, **more), *args))
     monkeypatch.setattr(cuda_engine, "CudaEngine", Wrong)
     (tmp_path / "transformer").touch()
-    constants = dict(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=8,
-                     POPULATION_SIZE=16)
-    found, _ = compare(constants, 3, tmp_path)
+    found, _ = compare(dict(TINY, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=16), 3, tmp_path)
     assert found.startswith(says) if verb else found == ""
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
+gpu = pytest.mark.gpu
+
+
 def digest(array):
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    """SHA-256 of an array, as int32."""
+    return hashlib.sha256(array.astype(np.int32).tobytes()).hexdigest()
 
 
-@pytest.mark.gpu
+def recorded_fitness(data, step):
+    return pack_ternary(data["fitness"][step].astype(np.int8))
+
+
+@gpu
 @pytest.mark.parametrize("name", "ABD")
 def test_golden(name):
     hold_against_recording(CudaEngine, name)
 
 
-@pytest.mark.gpu
+@gpu
 def test_golden_default_configuration():
     """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its
     recording as far as the race left that alone: the recorded losses, the fitness of two steps and the states after
@@ -292,18 +300,16 @@ def test_golden_default_configuration():
     assert digests(engine.state())[0] == str(recorded["init_model_sha256"])
     for step in range(6):
         packed, losses, _ = step_alone(engine)
-        fitness = fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
-        chunks = losses.reshape(cfg.N_CHUNKS, -1)
+        fitness, chunks = unpack_ternary(packed, cfg.N_PAIRS), losses.reshape(cfg.N_CHUNKS, -1)
         if step == 0:
             equal(chunks[:, :256], recorded["loss_head"])
-        found = [digest(x.astype(np.int32)) for x in chunks]
-        assert found == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
+        assert [*map(digest, chunks)] == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
         for data in (mended, recorded)[:2 if step < 2 else 1]:
-            assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
+            assert digest(fitness) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
             assert digests(engine.state()) == recorded_digests(data, step), f"update {step}"
 
 
-@pytest.mark.gpu
+@gpu
 def test_load_and_pieces_of_a_chunk():
     """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the
     host."""
@@ -311,17 +317,17 @@ def test_load_and_pieces_of_a_chunk():
     engine = CudaEngine(cfg, tokens)
     start = engine.state()
     for step in range(3):
-        engine.update(fitness_digits.pack_ternary(data["fitness"][step].astype(np.int8)))
+        engine.update(recorded_fitness(data, step))
     engine.load(start)
     assert (engine.step, engine.seed) == (0, seeds.INITIAL_SEED)
-    pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
-    equal(np.concatenate(pieces), data["loss"][0, 64:128])
+    want = data["loss"][0, 64:128]
+    equal(np.concatenate([engine.evaluate(*piece) for piece in ((64, 2), (66, 30), (96, 32))]), want)
     engine._tokens = None
     del engine._members
-    equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
+    equal(engine.evaluate(64, 64), want)
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("constants", [
     dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256),
@@ -345,7 +351,7 @@ def test_evaluations_begun_ahead(constants, on_device):
         assert digests(ahead.state()) == digests(plain.state())
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)],
                          ids=["default", "odd"])
 def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
@@ -353,17 +359,17 @@ def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     import time
 
     from engine import cpu_engine
-    from model import state_digest
+    from model.state_digest import of_state
     cfg, rng = make(**shape, CHUNK_SIZE=64), np.random.default_rng(SEED)
     cpu, gpu = cpu_engine.CpuEngine(cfg), CudaEngine(cfg)
     for _ in range(3):
         fitness = any_fitness(cfg, rng)
         assert cpu.update(fitness) == gpu.update(fitness)
-        assert gpu.digest() == cpu.digest() == state_digest.of_state(gpu.state())
+        assert gpu.digest() == cpu.digest() == of_state(gpu.state())
     before, state = gpu.digest(), gpu.state()
     state.overlay[-1] ^= 1
     gpu.load(state)
-    assert gpu.digest() == state_digest.of_state(state) != before
+    assert gpu.digest() == of_state(state) != before
     times = []
     for _ in range(20):
         started = time.perf_counter()
@@ -372,6 +378,7 @@ def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     assert min(times) < 2e-3, f"{1e3 * min(times):.2f} ms"           # others may be at work on the GPU
 
 
+LOUD = dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, ADAPTIVE_NOISE_MODE=1)
 EXTREMES = (
     dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=1024, VOCAB_SIZE=256),
     dict(HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256),
@@ -380,14 +387,10 @@ EXTREMES = (
     dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=64, SEQ_LEN=8, VOCAB_SIZE=257),
     dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2, POPULATION_SIZE=2),
     # noise that float32 and bytes hold, and noise that they do not
-    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=9000, ADAPTIVE_NOISE_MODE=1,
-         ADAPTIVE_NOISE_INIT=64),
-    dict(HIDDEN_DIM=256, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2,
-         ADAPTIVE_NOISE_INIT=64),
-    dict(HIDDEN_DIM=256, HEAD_DIM=128, N_LAYERS=2, SEQ_LEN=64, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=1,
-         ADAPTIVE_NOISE_INIT=100),
-    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=400, ADAPTIVE_NOISE_MODE=1, DEVICE_GAUSSIAN=0,
-         DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
+    dict(LOUD, VOCAB_SIZE=9000, ADAPTIVE_NOISE_INIT=64),
+    dict(LOUD, HEAD_DIM=32, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2, ADAPTIVE_NOISE_INIT=64),
+    dict(LOUD, HEAD_DIM=128, N_LAYERS=2, VOCAB_SIZE=300, ADAPTIVE_NOISE_INIT=100),
+    dict(LOUD, VOCAB_SIZE=400, DEVICE_GAUSSIAN=0, DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
 )
 SWITCHES = (
     dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1),
@@ -414,7 +417,7 @@ def random_configurations(count):
     pick = lambda *options: options[rng.integers(len(options))]
     between = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
     out = []
-    while len(out) < count:
+    while (number := len(out)) < count:
         gaussian, chunk = pick(0, 1), 2 * int(rng.integers(1, 9))
         c = dict(HIDDEN_DIM=between(2, 32) * 32, HEAD_DIM=pick(32, 64, 128), N_LAYERS=between(1, 4),
                  SEQ_LEN=8 * between(1, 128), VOCAB_SIZE=pick(256, between(256, 262144)), CHUNK_SIZE=chunk,
@@ -426,27 +429,27 @@ def random_configurations(count):
                  SIGMA_SHIFT_VECTOR=pick(4, 2, 6), SHIFT_LOGIT=pick(8, 6),
                  SOFTMAX_SCALE_BIT=pick(18, 18, 12), SOFTMAX_LUT_SIZE=pick(256, 256, 40),
                  SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
-        if len(out) < len(EXTREMES):
-            c.update(EXTREMES[len(out)])
-        elif len(out) % 4 == 0:                              # the shape of the default configuration, the rest drawn
+        if number < len(EXTREMES):
+            c.update(EXTREMES[number])
+        elif number % 4 == 0:                                # the shape of the default configuration, the rest drawn
             c.update(HIDDEN_DIM=256, SEQ_LEN=64)
-        if len(out) % 2:                                     # half of them with Muon, if the optimizer allows it
+        if number % 2:                                       # half of them with Muon, if the optimizer allows it
             c.update(USE_MUON=int(c["OPTIMIZER"] == "adamw"), MUON_NS=pick("quintic", "cubic"),
                      MUON_MOMENTUM=pick(0.85, 0.0, 0.99), MUON_LR_SCALE=pick(1.0, 5.0))
         T = c["SEQ_LEN"]
-        if len(out) % 8 in (0, 3, 5) and T & (T - 1) == 0:
+        if number % 8 in (0, 3, 5) and T & (T - 1) == 0:
             c.update(NTT_MODE=pick(1, 3) if T > 256 else pick(1, 2, 3), NTT_CAUSAL=pick(1, 1, 0))
         if c["HIDDEN_DIM"] % c["HEAD_DIM"]:
             continue
         cfg = make(**c, LR_SCHEDULE=((0, 1.2),))
-        attention = cfg.SEQ_LEN * cfg.HIDDEN_DIM * cfg.N_LAYERS
-        work = cfg.POPULATION_SIZE * cfg.SEQ_LEN * (parameters.products_per_token(cfg) + attention)
-        if len(out) < len(EXTREMES) or work < 1 << 34 and parameters.n_weights(cfg) < 1 << 24:
+        attention = T * cfg.HIDDEN_DIM * cfg.N_LAYERS
+        work = cfg.POPULATION_SIZE * T * (parameters.products_per_token(cfg) + attention)
+        if number < len(EXTREMES) or work < 1 << 34 and parameters.n_weights(cfg) < 1 << 24:
             out.append(c)
     return out
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("constants, seed", [
     pytest.param(constants, SEED + i, id=f"{'random' if i < 56 else 'switch'}{i}")
     for i, constants in enumerate(random_configurations(56) + SWITCHED)])
@@ -455,7 +458,7 @@ def test_random_configurations_against_the_cpu_engine(compared):
     assert compared == ""
 
 
-@pytest.mark.gpu
+@gpu
 @pytest.mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for
@@ -482,41 +485,39 @@ def test_recorded_generation(step):
     equal(next(texts.until(len(recorded)))[0], recorded)
 
 
-@pytest.mark.gpu
+@gpu
 def test_the_draw_follows_the_exact_distribution():
     hold_draws_against_the_distribution(CudaEngine)
 
 
-@pytest.mark.gpu
+@gpu
 def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
     from engine import cpu_engine
     from tools import debug
     cfg, tokens, data = golden("A")
-    engines = [cpu_engine.CpuEngine(cfg, tokens), CudaEngine(cfg, tokens)]
-    for engine in engines:
+    traces = []
+    for engine in cpu_engine.CpuEngine(cfg, tokens), CudaEngine(cfg, tokens):
         for step in range(3):
-            engine.update(fitness_digits.pack_ternary(data["fitness"][step].astype(np.int8)))
-    assert debug.trace(cfg, engines[0].state(), tokens) == debug.trace(cfg, engines[1].state(), tokens)
+            engine.update(recorded_fitness(data, step))
+        traces.append(debug.trace(cfg, engine.state(), tokens))
+    assert traces[0] == traces[1]
 
 
-@pytest.mark.gpu
+@gpu
 def test_more_positions_than_the_memory_holds():
-    engine = CudaEngine(make(**TINY, VOCAB_SIZE=256,
-                             CHUNK_SIZE=4))
+    engine = CudaEngine(make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=4))
     with pytest.raises(MemoryError, match="positions"):
         next(engine.generate([1], 1 << 32, 0))
 
 
-@pytest.mark.gpu
+@gpu
 def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
     """A learning rate is not compiled in; a verb's kernels are compiled at its first use."""
     monkeypatch.setattr("engine.kernel_cache.directory", lambda: tmp_path)
-    shape = dict(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=4)
-    cfg, tokens = make(**shape), np.zeros(100, np.uint8)
-    first = CudaEngine(cfg, tokens)
+    cfg, tokens = make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=4), np.zeros(100, np.uint8)
+    first, fitness = CudaEngine(cfg, tokens), any_fitness(cfg, 1)
     assert "compiling" in capfd.readouterr().err
-    second = CudaEngine(make(**shape, LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
-    fitness = any_fitness(cfg, 1)
+    second = CudaEngine(cfg.changed(LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
     assert first.update(fitness) == second.update(fitness) and digests(first.state()) == digests(second.state())
     assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
     assert first.digest() == second.digest()
