@@ -1,5 +1,6 @@
 """Work that is begun before it is asked for: it is used where it is right and leaves nothing behind where it is not."""
 
+import math
 import zlib
 from types import SimpleNamespace
 
@@ -56,10 +57,11 @@ class Forward:
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses):
         assert losses.size == 2 * pairs and len(scratch) >= 100 * pairs and windows.size % pairs == 0
-        self.evaluated.append((int(job[0]), 2 * (int(job[1]) + offset), 2 * pairs))
+        first, members = int(job[1]) + offset, np.arange(2 * pairs)
+        self.evaluated.append((int(job[0]), 2 * first, members.size))
         seed = zlib.crc32(packed.tobytes() + overlay.tobytes() + job[[0, 2, 3]].tobytes())
-        numbers = np.repeat(windows.reshape(pairs, -1).astype(np.int64).sum(1), 2) * 1000 + np.arange(2 * pairs) % 2
-        numbers += np.repeat(job[1] + offset + np.arange(pairs), 2)
+        sums = windows.reshape(pairs, -1).sum(1, dtype=np.int64)
+        numbers = np.repeat(sums, 2) * 1000 + members % 2 + first + members // 2
         losses[:] = seeds.hash32(seed, numbers.astype(np.uint64)) % 1000
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
@@ -145,19 +147,20 @@ def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_
     plain, ahead = engine_of(cfg), engine_of(cfg)
     assert (plain._tokens is not None) == on_device
     for k in range(4):
-        assert ahead.evaluate(0, 32).tolist() == plain.evaluate(0, 32).tolist()
+        equal(ahead.evaluate(0, 32), plain.evaluate(0, 32))
         engine_of.memory.free = memory
         ahead.begin(64, 32)                                  # a guess that is wrong
         assert ahead.begin_update(fitness_of(k)) == (memory > 1 << 20)
         ahead.begin(0, 32)
         assert (ahead.step, ahead.seed) == (plain.step, plain.seed)
         assert USES[use](ahead) == USES[use](plain)
-        assert ahead.evaluate(32, 32).tolist() == plain.evaluate(32, 32).tolist()
-        if ahead.begin_update(fitness_of(k + 10)):
+        equal(ahead.evaluate(32, 32), plain.evaluate(32, 32))
+        fitness = fitness_of(k + 10)
+        if ahead.begin_update(fitness):
             ahead.begin(0, 32)
-            ahead.begin_update(fitness_of(k + 10))
+            ahead.begin_update(fitness)
             assert ahead._begun
-        assert ahead.update(fitness_of(k + 10)) == plain.update(fitness_of(k + 10))
+        assert ahead.update(fitness) == plain.update(fitness)
         assert ahead.digest() == plain.digest() and digests(ahead.state()) == digests(plain.state())
         assert (ahead.step, ahead.seed) == (plain.step, plain.seed)
 
@@ -174,22 +177,18 @@ def test_what_is_begun_is_kept_apart(engine_of):
     plain, ahead, rng = engine_of(), engine_of(), np.random.default_rng(8)
     start = plain.state()
 
-    def members():
-        return int(rng.integers(0, 5)) * 8, int(rng.integers(1, 5)) * 4
-
     for _ in range(600):
-        kind = rng.choice(["begin", "begin", "evaluate", "evaluate", "begin update", "update", "digest", "load"],
-                          p=[0.2, 0.1, 0.2, 0.1, 0.2, 0.15, 0.04, 0.01])
+        kind = rng.choice(["begin", "evaluate", "begin update", "update", "digest", "load"],
+                          p=[0.3, 0.3, 0.2, 0.15, 0.04, 0.01])
+        members, fitness = (int(rng.integers(5)) * 8, int(rng.integers(1, 5)) * 4), fitness_of(int(rng.integers(2)))
         if kind == "begin":
-            ahead.begin(*members())
+            ahead.begin(*members)
             assert len(ahead._begun) < 3
         elif kind == "begin update":
-            ahead.begin_update(fitness_of(int(rng.integers(0, 2))))
+            ahead.begin_update(fitness)
         elif kind == "evaluate":
-            some = members()
-            assert ahead.evaluate(*some).tolist() == plain.evaluate(*some).tolist()
+            equal(ahead.evaluate(*members), plain.evaluate(*members))
         elif kind == "update":
-            fitness = fitness_of(int(rng.integers(0, 2)))
             assert ahead.update(fitness) == plain.update(fitness)
         elif kind == "digest":
             assert ahead.digest() == plain.digest()
@@ -201,13 +200,13 @@ def test_what_is_begun_is_kept_apart(engine_of):
 def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):
     """It begins every update and, once it is sure, the evaluation after it before the coordinator answers. Nothing is
     evaluated twice."""
-    engine, wanted, begun = engine_of(), run(engine_of(), 12), []
+    engine, begun = engine_of(), []
     engine._set_update = lambda fitness: (begun.append(engine.step), type(engine)._set_update(engine, fitness))
     engine._undo_update = lambda: pytest.fail("undone") if engine._fitness is not None else None
     server = cluster(tmp_path, [engine], 12)
-    assert server.run.step == 12 and begun == list(range(12))
+    assert server.run.step == 12 and begun == [*range(12)]
     del engine._undo_update
-    assert digests(engine.state()) == wanted
+    assert digests(engine.state()) == run(engine_of(), 12)
     assert len(set(engine.evaluated)) == len(engine.evaluated)
 
 
@@ -238,8 +237,7 @@ def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path, monkeypa
 
     monkeypatch.setattr(Worker, "_result", noted)
     cluster(tmp_path, engines, 12)
-    wanted = run(engine_of(), 12)
-    assert {digests(engine.state()) for engine in engines if engine.step == 12} <= {wanted}
+    assert {digests(engine.state()) for engine in engines if engine.step == 12} <= {run(engine_of(), 12)}
     assert len(done) < 12 and all(len(firsts) == CFG.N_CHUNKS for firsts in done)
 
 
@@ -251,10 +249,7 @@ class Beginning(FakeEngine):
     {(step, first, count)} of what was begun before the request; wasted: number of evaluations that were not used."""
 
     def __init__(self, cfg=CFG):
-        self.begun = {}
-        self.fitness = None
-        self.ahead = set()
-        self.wasted = 0
+        self.ahead, self.wasted = set(), 0
         super().__init__(cfg)
 
     def load(self, state):
@@ -303,15 +298,15 @@ def test_a_worker_alone_predicts_every_chunk(tmp_path, monkeypatch, slice_size):
     monkeypatch.setattr(Worker, "slice", slice_size)
     monkeypatch.setattr(Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
     engine = Beginning()
-    server = cluster(tmp_path, [engine], STEPS)
+    server, evaluated = cluster(tmp_path, [engine], STEPS), engine.evaluated
     assert engine.digest() == expected(STEPS)[1] and server.run.step == STEPS
-    assert engine.evaluated == sorted(engine.evaluated) and len(set(engine.evaluated)) == len(engine.evaluated)
-    assert sum(count for _, _, count in engine.evaluated) <= (STEPS + 1) * CFG.POPULATION_SIZE
+    assert evaluated == sorted({*evaluated})
+    assert sum(count for _, _, count in evaluated) <= (STEPS + 1) * CFG.POPULATION_SIZE
     unsure = 2 * SURE_AFTER + 1                      # first chunks of steps, others, and the very first
     chunks = {(step, first) for step, first, _ in engine.ahead}
     assert all(first % CFG.CHUNK_SIZE == 0 for _, first in chunks)
     assert len(chunks) == len(engine.ahead) >= STEPS * CFG.N_CHUNKS - unsure and engine.wasted == 0
-    assert len([first for _, first in chunks if first == 0]) >= STEPS - SURE_AFTER - 1
+    assert sum(first == 0 for _, first in chunks) >= STEPS - SURE_AFTER - 1
 
 
 def test_several_workers_waste_little(tmp_path):
@@ -320,8 +315,7 @@ def test_several_workers_waste_little(tmp_path):
     engines = [Beginning(cfg) for _ in range(3)]
     cluster(tmp_path, engines, 40, cfg)
     assert {engine.digest() for engine in engines if engine.step == 40} == {expected(40, cfg)[1]}
-    for engine in engines:
-        assert engine.wasted <= 1 + len(engine.evaluated) / SURE_AFTER
+    assert all(engine.wasted <= 1 + len(engine.evaluated) / SURE_AFTER for engine in engines)
 
 
 def test_certainty_is_lost_with_a_mistake():
@@ -329,18 +323,16 @@ def test_certainty_is_lost_with_a_mistake():
     chunks = iter([(k // CFG.N_CHUNKS, k % CFG.N_CHUNKS * size) for k in range(1000)])
 
     def until_sure():
-        for count in range(1, 1000):
-            step, first = next(chunks)
+        for count, (step, first) in enumerate(chunks, 1):
             predictor.handed_out(step, first)
             if predictor.following() == first + size:
                 return count
 
     assert until_sure() == SURE_AFTER + 1
-    next(chunks)                                             # another worker gets it
     # the guess after the chunk before that one is wrong once more, in the next step
-    assert 0 <= until_sure() - 2 * SURE_AFTER <= 2 * CFG.N_CHUNKS
-    next(chunks)
-    assert 0 <= until_sure() - 4 * SURE_AFTER <= 2 * CFG.N_CHUNKS
+    for times in 2, 4:
+        next(chunks)                                         # another worker gets it
+        assert 0 <= until_sure() - times * SURE_AFTER <= 2 * CFG.N_CHUNKS
 
 
 def test_an_audit_leaves_the_first_chunk_of_a_step_certain():
@@ -361,13 +353,13 @@ def test_an_audit_leaves_the_first_chunk_of_a_step_certain():
                                      dict(ADAPTIVE_THRESHOLD_ALPHA=0.0), dict(FAST_FITNESS=1), dict(LOSS="exact")])
 def test_fitness_is_that_of_the_plain_rule(changes):
     """Element by element in Python's integers and floats (SPEC 8), through packing and back."""
-    cfg = CFG.changed(**{"CHUNK_SIZE": 1234, "POPULATION_SIZE": 1234, **changes})
+    cfg = CFG.changed(CHUNK_SIZE=1234, POPULATION_SIZE=1234, **changes)
     rng, unit = np.random.default_rng(len(str(changes))), 256 if cfg.LOSS == "exact" else 1
     for losses in rng.integers(0, 1000, 1234), rng.integers(1 << 40, (1 << 40) + 9, 1234), np.full(1234, 7):
-        d = [int(odd) - int(even) for even, odd in zip(losses[::2], losses[1::2])]
+        d = (losses[1::2] - losses[::2]).tolist()
         if cfg.CHUNK_MEAN_FILTER and not cfg.FAST_FITNESS and sum(d):
             mean = sum(d) / len(d) / unit
-            d = [x + int((1 if mean > 0 else -1) * abs(mean) ** cfg.CHUNK_MEAN_EXPONENT * unit) for x in d]
+            d = [x + int(math.copysign(abs(mean) ** cfg.CHUNK_MEAN_EXPONENT, mean) * unit) for x in d]
         if cfg.USE_ADAPTIVE_THRESHOLD and not cfg.FAST_FITNESS:
             least = sum(map(abs, d)) / len(d) * float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA))
             wanted = [0 if abs(x) < least else 1 if x > 0 else -1 for x in d]
@@ -376,19 +368,19 @@ def test_fitness_is_that_of_the_plain_rule(changes):
         got = fitness_digits.chunk_fitness(losses, cfg)
         assert got.dtype == np.int8 and got.tolist() == wanted
         packed = fitness_digits.pack_ternary(got)
-        digits = [{-1: 2}.get(x, x) for x in wanted] + [0] * 3
+        digits = [x % 3 for x in wanted] + [0] * 3
         assert packed == bytes(sum(digits[k + i] * 3 ** i for i in range(5)) for k in range(0, 617, 5))
-        assert (fitness_digits.unpack_ternary(packed, got.size) == got).all()
+        equal(fitness_digits.unpack_ternary(packed, got.size), got)
 
 
 @pytest.mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)
 def test_the_cpu_engine_begins_ahead(constants):
     """Right and wrong predictions, in a step, across an update and a load: the same losses, changes and digests as
     without."""
-    from engine import cpu_engine
+    from engine.cpu_engine import CpuEngine
     cfg = egg_config.make(**constants, HIDDEN_DIM=64, CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=16)
     tokens = as_data(cfg, np.random.default_rng(5).integers(0, cfg.VOCAB_SIZE, 1000))
-    plain, ahead = cpu_engine.CpuEngine(cfg, tokens, 1), cpu_engine.CpuEngine(cfg, tokens)
+    plain, ahead = CpuEngine(cfg, tokens, 1), CpuEngine(cfg, tokens)
     for _, fitness in begun_ahead(plain, ahead, 40):
         assert not ahead.begin_update(fitness)
         ahead.begin(0, 40)
