@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
+from pytest import mark, raises
 
 import egg
 import egg_config
@@ -38,7 +38,7 @@ def test_where_a_coordinator_listens():
         assert listen_host(host, closed) == host
     for host in ("0.0.0.0", "::", "10.0.0.1", "node7"):
         assert listen_host(host, secret) == listen_host(host, open_) == host
-        with pytest.raises(AuthError, match="without a secret would let anybody in"):
+        with raises(AuthError, match="without a secret would let anybody in"):
             listen_host(host, closed)
 
 
@@ -51,7 +51,7 @@ def test_secrets_are_read_from_a_file_or_the_environment(tmp_path):
     path.write_bytes(b"123")
     for path, environ, words in ((path, {}, "holds 3 bytes"), (None, {"EGG_SECRET": ""}, "EGG_SECRET holds 0 bytes"),
                                  (tmp_path / "none", {}, "No such file")):
-        with pytest.raises(AuthError, match=words):
+        with raises(AuthError, match=words):
             read_secret(path, environ)
     assert egg_config.load(environ={"EGG_SECRET": "x"}).fingerprint() == configured().fingerprint()
 
@@ -168,14 +168,14 @@ def test_tls(tmp_path, certificates):
                          lambda: status.fetch_status(CFG, "127.0.0.1", server.port, plain)):
                 with refused(f"127.0.0.1:{server.port}: it seems to speak TLS: give --tls-ca"):
                     call()
-    with Server(tmp_path, access=Access(SECRET)) as server, pytest.raises((egg_net.NetError, OSError)):
+    with Server(tmp_path, access=Access(SECRET)) as server, raises((egg_net.NetError, OSError)):
         Peer2(server, access=ours)
     for wrong in (cert, None), (None, key), (key, key), (tmp_path / "none", key):
-        with pytest.raises(AuthError):
+        with raises(AuthError):
             server_tls(*wrong)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_the_tls_commands_of_the_document(here):
     """They are run as they stand there, and a worker gets in with what they made."""
     text, engine = (HERE / "docs" / "CLUSTERS.md").read_text(), FakeEngine()
@@ -197,7 +197,7 @@ def test_connections_are_bounded(tmp_path):
         silent = [server.connect() for _ in range(5)]
         honest, *others = [Peer2(server) for _ in range(4)]
         for _ in range(3):
-            with pytest.raises(TimeoutError, match="4 connections from one address"):
+            with raises(TimeoutError, match="4 connections from one address"):
                 Peer2(server)
         assert server.said.count("4 connections from one address") == 1
         [peer.close() for peer in others]
@@ -288,7 +288,7 @@ def test_who_has_met_a_coordinator_that_proves_itself_takes_no_other():
         return caller.handle(wire.CHALLENGE, b"".join(wire.CHALLENGE.parts(bytes(32), wire.SECRET_WANTED)))
 
     assert old_host(greeting.Caller(SECRET, card()))[0] == JOIN          # an old coordinator is served in its order
-    with pytest.raises(greeting.GreetingError, match="does not prove itself first, as it did before"):
+    with raises(greeting.GreetingError, match="does not prove itself first, as it did before"):
         old_host(greeting.Caller(SECRET, card(), first=True))
 
 
@@ -298,7 +298,7 @@ def test_a_coordinator_proves_itself_once_and_with_a_slow_key():
     opcode, proof = host.handle(wire.PROVE, b"")
     assert opcode == wire.PROVED and proof == auth.early_proof(SECRET, bytes(32), host._challenge)
     for another in host, greeting.Host(b""):
-        with pytest.raises(wire.FrameError):
+        with raises(wire.FrameError):
             another.handle(wire.PROVE, b"")
     password = auth.page_password(SECRET)
     assert len(password) == 32 and SECRET.decode() not in password and auth.page_password(b"") == ""
@@ -361,7 +361,7 @@ def test_the_key_of_a_user_stays_and_is_private(tmp_path, monkeypatch):
     assert len(user_key()) == 32
 
 
-@pytest.mark.parametrize("modes, found", [
+@mark.parametrize("modes, found", [
     ((0o1777, 0o755, 0o755), None), ((0o1777, 0o755, 0o1777), 2), ((0o777, 0o700, 0o777), 0),
     ((0o755, 0o770, 0o700), 1), ((0o1777, 0o700, 0o777), None), ((0o755, 0o711, 0o777), 2),
     ((0o1777, 0o1777, 0o755), None)])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-import pytest
+from pytest import approx, mark, raises
 
 from cluster import admission, dispatch, fairness, history, snapshots, wire
 from cluster.auth import Access
@@ -100,7 +100,7 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
     assert not [*tmp_path.glob("snapshot*")]
 
 
-@pytest.mark.parametrize("cfg", [CHAOS, ACTIVATIONS.changed(**OFTEN)], ids=["weights", "activations"])
+@mark.parametrize("cfg", [CHAOS, ACTIVATIONS.changed(**OFTEN)], ids=["weights", "activations"])
 def test_chaos_changes_no_bit(tmp_path, cfg):
     steps, kills = chaos(tmp_path, 1, steps=25, kills=5, cfg=cfg)
     assert steps >= 25 and kills >= 5
@@ -264,7 +264,7 @@ def test_training_on_this_machine_goes_on_where_it_stopped(small, compiled):
     assert [len(event["values"]) for event in told if event["event"] == "references"] == [3]
     second = train_here(small, 5, lines)
     assert (second.progress.first_step, second.progress.run.step) == (3, 5)
-    assert second.progress.validations[0][1] == pytest.approx(after, abs=1e-12)
+    assert second.progress.validations[0][1] == approx(after, abs=1e-12)
     for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:", "bits/byte after (unigram",
                   "sample after 5 steps", "the run lies in run"):
         assert words in lines.text, words
@@ -290,5 +290,5 @@ def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, 
 def test_training_names_what_is_missing(small, tmp_path):
     from model import data_files
     (tmp_path / "input.bin").unlink()
-    with pytest.raises(data_files.DataError, match="input.bin"):
+    with raises(data_files.DataError, match="input.bin"):
         train_here(small, 1, Lines(), None)

@@ -6,9 +6,10 @@ import hashlib
 import re
 
 import numpy as np
-import pytest
+from numpy.random import default_rng
 import sanitize
 from numba import cuda
+from pytest import fixture, mark, param, raises
 
 import no_device
 from egg_config import make
@@ -27,11 +28,11 @@ from recordings import HERE, digests, golden, hold_against_recording, recorded_d
 
 # --- without a GPU ----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("names", [
-    pytest.param({"operands", "products", "optimize", "digest", "choose", "read_transformer", "head"},
-                 marks=[pytest.mark.compiles(constants, cards), *more], id=f"{len(cards)} of cc{cards[0][0]}")
+@mark.parametrize("names", [
+    param({"operands", "products", "optimize", "digest", "choose", "read_transformer", "head"},
+          marks=[mark.compiles(constants, cards), *more], id=f"{len(cards)} of cc{cards[0][0]}")
     for constants, cards, *more in (({}, [*CARDS][:4]), (dict(NTT_MODE=3), [(12, 0)]),
-                                    ({}, [*CARDS], pytest.mark.deep))])
+                                    ({}, [*CARDS], mark.deep))])
 def test_every_kernel_compiles(names, compiled_kernels):
     """All of them; for cc 12.0 those of a configuration with token transforms, which are in two of them. cc 10.0 has
     the code of 12.0 in larger tiles. The deep run compiles what is left out here."""
@@ -44,7 +45,7 @@ def test_every_kernel_compiles(names, compiled_kernels):
 WIDE_ROWS = dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
 
 
-@pytest.mark.parametrize((), [
+@mark.parametrize((), [
     compiled_as("large tiles", {}, [(10, 0)], names=("embed", "head")),
     *(compiled_as(f"wide rows, cc{cc[0]}", WIDE_ROWS, [cc], part="noisy") for cc in ((8, 6), (9, 0))),
     compiled_as("other instructions", OTHER_INSTRUCTIONS, [(9, 0)], names=("full_width_product", "up", "head"))])
@@ -53,7 +54,7 @@ def test_other_shapes_and_instructions_compile(compiled_kernels):
     hold_against_cards(compiled_kernels)
 
 
-@pytest.mark.parametrize("kib", sorted(set(CARDS.values())))
+@mark.parametrize("kib", sorted(set(CARDS.values())))
 def test_every_shape_fits_every_card(kib, monkeypatch):
     """Tiles exist for every width and length: no kernel needs more shared memory than a block has, beside 1 KiB. Of a
     card only its memory and its instructions matter here."""
@@ -128,7 +129,7 @@ def test_largest_slice():
         assert cuda_engine.largest(lambda n: 10 * n, most, budget) == found
 
 
-@pytest.fixture
+@fixture
 def no_gpu(monkeypatch):
     """numba.cuda without a GPU: arrays lie on the host, kernels check the kind of their arguments and do nothing."""
     def launcher(self, configuration):
@@ -158,7 +159,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(cuda_engine, "Replay", lambda stream, enqueue: enqueue)
 
 
-@pytest.mark.parametrize("constants", [
+@mark.parametrize("constants", [
     {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1),
     dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300), dict(SIGMA_SCHEDULE=((1, 5),)),
     dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32),
@@ -189,14 +190,14 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
         assert engine.step == 1 and not engine._waiting
 
 
-@pytest.mark.parametrize("fits", [True, False])
+@mark.parametrize("fits", [True, False])
 def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     """Those of the step that is evaluated, also of one that is begun and undone; without context every token
     follows itself. Where they do not fit, the host draws, and says so."""
     from model import soft_targets
     cfg = make(N_LAYERS=1, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16, LOSS="exact",
                SOFT_TARGETS=((1, 2), (3, 0), (4, 1)))
-    tokens = np.random.default_rng(SEED).integers(0, 4, 1000).astype(np.uint32)
+    tokens = default_rng(SEED).integers(0, 4, 1000).astype(np.uint32)
     if not fits:
         cuda.current_context().get_memory_info().free = 1 << 30
         tokens = np.resize(tokens, (1 << 30) // 4 // 16 + 1)
@@ -240,14 +241,14 @@ def every_verb(cfg, engine, tokens):
     assert digests(engine.state()) == digests(state)
 
 
-@pytest.mark.parametrize("name", sanitize.CONFIGURATIONS)
+@mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
     forward = kernels_for(sanitize.config(name))[0]
     assert (path_of(forward) == "wgmma") == (name == "gru, fast")
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 
-@pytest.mark.parametrize("verb, says, wrong", [
+@mark.parametrize("verb, says, wrong", [
     ("", "", None), ("evaluate", "losses of step 0", lambda losses, *_: losses + (losses[0] == losses)),
     ("update", "update 0", lambda changed, *_: changed + 1),
     ("digest", "digest after update 0", lambda digest: digest[::-1]),
@@ -272,7 +273,7 @@ def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, com
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
-gpu = pytest.mark.gpu
+gpu = mark.gpu
 
 
 def digest(array):
@@ -285,7 +286,7 @@ def recorded_fitness(data, step):
 
 
 @gpu
-@pytest.mark.parametrize("name", "ABD")
+@mark.parametrize("name", "ABD")
 def test_golden(name):
     hold_against_recording(CudaEngine, name)
 
@@ -328,15 +329,15 @@ def test_load_and_pieces_of_a_chunk():
 
 
 @gpu
-@pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("constants", [
+@mark.parametrize("on_device", [True, False])
+@mark.parametrize("constants", [
     dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256),
     dict(LOSS="exact", VOCAB_SIZE=256, SOFT_TARGETS=((0, 1), (1, 2), (2, 0)), SEEN_VOTES=2)], ids=str)
 def test_evaluations_begun_ahead(constants, on_device):
     """Right and wrong expectations, of evaluations and updates, tokens on the device and on the host: the same losses,
     changes and states as without, in three steps."""
     cfg = make(**constants, HIDDEN_DIM=128, CHUNK_SIZE=512, POPULATION_SIZE=1024, SEQ_LEN=32)
-    tokens = as_data(cfg, np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000))
+    tokens = as_data(cfg, default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000))
     plain, ahead = CudaEngine(cfg, tokens), CudaEngine(cfg, tokens)
     if not on_device:
         plain._tokens = ahead._tokens = None
@@ -352,15 +353,15 @@ def test_evaluations_begun_ahead(constants, on_device):
 
 
 @gpu
-@pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)],
-                         ids=["default", "odd"])
+@mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)],
+                  ids=["default", "odd"])
 def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     """After some updates, with an overlay that is a multiple of 8 bytes and one that is not; made in less than 2 ms."""
     import time
 
     from engine import cpu_engine
     from model.state_digest import of_state
-    cfg, rng = make(**shape, CHUNK_SIZE=64), np.random.default_rng(SEED)
+    cfg, rng = make(**shape, CHUNK_SIZE=64), default_rng(SEED)
     cpu, gpu = cpu_engine.CpuEngine(cfg), CudaEngine(cfg)
     for _ in range(3):
         fitness = any_fitness(cfg, rng)
@@ -413,7 +414,7 @@ SWITCHED += [dict(HIDDEN_DIM=160, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=72, VOCAB_SIZ
 
 def random_configurations(count):
     """Constants for egg_config.make: the extremes, then draws over all shapes and switches that cost the CPU little."""
-    rng = np.random.default_rng(SEED)
+    rng = default_rng(SEED)
     pick = lambda *options: options[rng.integers(len(options))]
     between = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
     out = []
@@ -450,8 +451,8 @@ def random_configurations(count):
 
 
 @gpu
-@pytest.mark.parametrize("constants, seed", [
-    pytest.param(constants, SEED + i, id=f"{'random' if i < 56 else 'switch'}{i}")
+@mark.parametrize("constants, seed", [
+    param(constants, SEED + i, id=f"{'random' if i < 56 else 'switch'}{i}")
     for i, constants in enumerate(random_configurations(56) + SWITCHED)])
 def test_random_configurations_against_the_cpu_engine(compared):
     """56 configurations and every switch: losses, three updates, validation, generation."""
@@ -459,7 +460,7 @@ def test_random_configurations_against_the_cpu_engine(compared):
 
 
 @gpu
-@pytest.mark.parametrize("step", [0, 5])
+@mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for
     every occurrence."""
@@ -506,7 +507,7 @@ def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
 @gpu
 def test_more_positions_than_the_memory_holds():
     engine = CudaEngine(make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=4))
-    with pytest.raises(MemoryError, match="positions"):
+    with raises(MemoryError, match="positions"):
         next(engine.generate([1], 1 << 32, 0))
 
 

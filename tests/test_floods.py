@@ -7,7 +7,7 @@ import threading
 import time
 from unittest import mock
 
-import pytest
+from pytest import mark, raises
 
 from cluster import admission, auth, hub, link, session, status, wire
 from cluster.wire import HEARTBEAT, HELLO, V2, frame
@@ -26,7 +26,7 @@ def test_nobody_is_read_from_while_a_frame_of_theirs_is_unhandled(server):
     server.calls.put(theirs.wait)                                # in its own thread
     until(lambda: theirs.paused)
     sock.settimeout(0.5)
-    with pytest.raises(TimeoutError):
+    with raises(TimeoutError):
         for _ in range(100):
             sock.sendall(HEARTBEATS * 100_000)
     assert len(theirs.inbox) <= 2 * session.hub.Connection.PIECE
@@ -155,7 +155,7 @@ def test_readers_that_do_not_read_share_one_status_and_get_no_new_ones(tmp_path,
         [reader.close() for reader in readers]
 
 
-@pytest.mark.parametrize("payload", [
+@mark.parametrize("payload", [
     b"{}", b"[]", b"5", b"\xff", b'{"step": "\\ud800"}', b'{"step": 1' + b"0" * 5000 + b"}", b"[" * 100000,
     json.dumps({"steps": [], "step": {}, "chunks_done": 1, "chunks": 1, "tokens_per_second": "x"}).encode(),
     json.dumps({"steps": 1, "step": 1, "chunks_done": 1, "chunks": 1, "tokens_per_second": 1, "loss": "x"}).encode()])

@@ -9,7 +9,7 @@ import time
 from contextlib import closing
 
 import numpy as np
-import pytest
+from pytest import mark, raises
 
 import egg_config
 from cluster import fairness, history, step
@@ -160,7 +160,7 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
 
     with closing(open_run(CFG, tmp_path)) as run:
         monkeypatch.setattr(os, "pwrite", half)
-        with pytest.raises(history.HistoryError, match="No space left on device: step 2 is not kept"):
+        with raises(history.HistoryError, match="No space left on device: step 2 is not kept"):
             run.append(packed[0], 1, 1)
         monkeypatch.undo()
         run.append(packed[0], 1, 1)
@@ -221,7 +221,7 @@ def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
     assert open_run(cfg, tmp_path).step == 6
 
 
-@pytest.mark.parametrize("words, number, change", [
+@mark.parametrize("words, number, change", [
     ("not a checkpoint of the C\\+\\+ system", 3, lambda d: b"xxxx" + d[4:]),
     ("not a checkpoint of the C\\+\\+ system", 1, lambda d: d[:4] + b"\2" + d[5:]),
     ("holds step 3, its name says 2", 2, lambda d: d[:8] + b"\3" + d[9:]),

@@ -16,7 +16,7 @@ from unittest import mock
 
 from hypothesis import given, settings, strategies as st
 import numpy as np
-import pytest
+from pytest import fixture, mark, raises
 import pyzstd
 
 import egg_config
@@ -159,16 +159,16 @@ def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_
     fails(run("generate -DHIDDEN_DIM=1024 --load-dir run", preset=""), 1, "it is loaded")
 
 
-@pytest.mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
-                                    '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
-                                    '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
+@mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
+                             '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
+                             '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
 def test_an_odd_configuration_of_an_import_is_one_line(here, config):
     (here / "x").write_bytes(tensor_header(config, [4, 4]) + bytes(16))
     result = run("import --save-dir run x", preset="")
     fails(result, 1 if result.returncode == 1 else 2)
 
 
-@pytest.mark.parametrize("change", [
+@mark.parametrize("change", [
     {"config": 5}, {"config": [[1, 2]]}, {"version": {}}, {"version": 9}, {"start": 3},
     *({"start": {"step": 1, "seed": 1, **start}} for start in (
         {"step": "x"}, {"step": 1 << 63}, {"step": -1}, {"seed": 1 << 40}, {"state": "zz"}, {"origin": 7},
@@ -207,17 +207,17 @@ def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path)
     bans.add("w1", "it lied")
     assert bans.all() == {"w1": "it lied"}
     for name in ("coordinator.log", history.EVENTS):
-        with pytest.raises(event_log.WatchError):
+        with raises(event_log.WatchError):
             event_log.JsonLog(str(source / name), "", None)
     assert secret.read_text() == "a file of this user"                       # and nothing was written through a link
     run.close()
-    with pytest.raises(OSError, match="regular"):
+    with raises(OSError, match="regular"):
         history.open_file(source / "history-000.egg")
-    with pytest.raises(OSError, match="too large"):
+    with raises(OSError, match="too large"):
         snapshots.read(CFG, source / "snapshot-00000004.egg")
     (source / history.FILE).replace(tmp_path / "moved")
     os.symlink(tmp_path / "moved", source / history.FILE)
-    with pytest.raises(HistoryError, match="not a regular file"):
+    with raises(HistoryError, match="not a regular file"):
         open_run(CFG, source)
 
 
@@ -289,7 +289,7 @@ KINDS = st.one_of(
     st.tuples(st.just("grown"), st.integers(0, 1 << 43)))
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def good_directory(tmp_path_factory):
     """A save directory with a file of every kind."""
     at, state = tmp_path_factory.mktemp("good"), parameters.initial_state(CFG)

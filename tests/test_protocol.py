@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from unittest import mock
 
 from hypothesis import given, strategies as st
-import pytest
+from pytest import fixture, mark, raises
 import pyzstd
 
 import egg_config
@@ -78,22 +78,22 @@ def test_the_introduction_proves_both_sides():
     assert host.card.role == "worker" and host.card.config == CFG.saved() and caller.welcome is None
     state = [b"c" * 32, b"d" * 32, 7, 4]
     assert takes(caller, *host.welcome(*state)) is None and [*caller.welcome[1:]] == state
-    with pytest.raises(FrameError, match="WELCOME before the introduction is complete"):
+    with raises(FrameError, match="WELCOME before the introduction is complete"):
         takes(caller, *host.welcome(*state))
     assert greet(b"", b"", card(role="status"))[1].card.role == "status"
     for secret, words in (b"not the secret but long", "does not know the secret"), (b"", "it wants a secret"):
-        with pytest.raises(GreetingError, match=words):
+        with raises(GreetingError, match=words):
             greet(secret, SECRET)
     host = Host(SECRET)
     host.handle(HELLO, bytes(32))
-    with pytest.raises(wire.Refused, match="wrong secret") as refused:
+    with raises(wire.Refused, match="wrong secret") as refused:
         host.handle(JOIN, bytes(32) + b"{}")
     assert refused.value.code == wire.NO_ACCESS
     caller, _ = greet(SECRET, SECRET)
-    with pytest.raises(GreetingError, match="does not know the secret"):
+    with raises(GreetingError, match="does not know the secret"):
         takes(caller, *greet(SECRET, SECRET)[1].welcome(*state))         # of another introduction
     for early in (JOIN, WELCOME, JOB_REQUEST, 99):
-        with pytest.raises(FrameError, match="before the introduction is complete"):
+        with raises(FrameError, match="before the introduction is complete"):
             Host(SECRET).handle(early, bytes(64))
 
 
@@ -180,13 +180,13 @@ def test_the_frame_parser_takes_any_bytes(data, piece):
 
 @given(BYTES)
 def test_snapshots_histories_and_cards_take_any_bytes(data):
-    with pytest.raises(ValueError):
+    with raises(ValueError):
         snapshots.unpack(CFG, data)
     with suppress(FrameError):
         greeting.read_card(data)
     for text in (b"[" * 5000, b'{"role":' * 900, b'{"role": "worker", "config": 1}', b"1" * 5000,
                  b'{"role": "worker", "config": {}, "data": "zz"}'):
-        with pytest.raises(FrameError):
+        with raises(FrameError):
             greeting.read_card(text)
 
 
@@ -199,7 +199,7 @@ def serves(server):
     server.stop()
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def besieged(tmp_path_factory):
     """A coordinator with an honest worker, for hostile clients. It must serve throughout."""
     cfg, directory = changed(CONNECTIONS_PER_ADDRESS=200, SNAPSHOT_EVERY=0), tmp_path_factory.mktemp("besieged")
@@ -295,7 +295,7 @@ HOSTILE_CARDS = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE_CARDS)
+@mark.parametrize("what", HOSTILE_CARDS)
 def test_no_card_ends_the_coordinator(server, what):
     honest = Peer2(server)
     sock = introduce(server.port, HOSTILE_CARDS[what])
@@ -303,12 +303,12 @@ def test_no_card_ends_the_coordinator(server, what):
     assert honest.chunk(0) == 0 and not server.failure and server.said.count("refused") == 1
 
 
-@pytest.mark.parametrize("text", [HUGE, "-" + HUGE, "1e999", "NaN", "Infinity", '"\\ud800"', "[" * 500 + "]" * 500])
+@mark.parametrize("text", [HUGE, "-" + HUGE, "1e999", "NaN", "Infinity", '"\\ud800"', "[" * 500 + "]" * 500])
 def test_no_standing_can_be_infinite(text):
     good = json.loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", None, 0, True).pack())
     for name in ("fitness", "founder", "step"):
         payload = json.dumps({**good, name: "TEXT"}).replace('"TEXT"', text).encode()
-        with pytest.raises(FrameError):
+        with raises(FrameError):
             gossip.read_standing(payload)
 
 
@@ -316,7 +316,7 @@ def test_what_is_sane_is_read():
     deep = {"a": [{"b": [{"c": [1, -2.5, "\u00fc\U0001f95a", None, True, (1 << 64) - 1]}]}]}
     assert wire.read_json(json.dumps(deep).encode()) == deep
     for wrong in (b"", b"{", b"1", b'{"a": 18446744073709551616}', b'{"a":' * 9 + b"1" + b"}" * 9, b"\xff"):
-        with pytest.raises(ValueError):
+        with raises(ValueError):
             wire.read_json(wrong)
 
 
@@ -351,7 +351,7 @@ def test_whatever_a_frame_raises_drops_that_peer_and_nobody_else(tmp_path, monke
 
 def test_a_full_disk_is_no_fault_of_a_peer(tmp_path, monkeypatch):
     """Errors of the program itself are not swallowed with those that peers cause."""
-    with pytest.raises(AssertionError, match="no space left"), Server(tmp_path) as server:
+    with raises(AssertionError, match="no space left"), Server(tmp_path) as server:
         monkeypatch.setattr(server.run, "append", mock.Mock(side_effect=history.HistoryError("no space left")))
         Peer2(server).works(0, 4)
         server.thread.join(60)
@@ -388,7 +388,7 @@ def test_a_state_that_unpacks_to_much_does_not_stop_the_loop(tmp_path):
     assert size > 200 << 20
     body, upload = pyzstd.compress(bytes(size), 1), snapshots.Upload(cfg, 1, 2, bytes(16), tmp_path)
     longest, offset = 0.0, 0
-    with pytest.raises(ValueError, match="not the state that workers stated"):
+    with raises(ValueError, match="not the state that workers stated"):
         while upload.pending or offset < len(body):
             started = time.thread_time()
             if upload.pending:
@@ -459,7 +459,7 @@ def test_any_json_is_read_or_refused(data):
         gossip.read_standing(data).pack()
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def under_siege(tmp_path_factory):
     """A coordinator with an honest worker. It must serve throughout."""
     cfg = changed(CONNECTIONS_PER_ADDRESS=200, STRAGGLER_TIMEOUT=0.3)
@@ -587,7 +587,7 @@ def test_a_frame_that_never_ends_is_refused(monkeypatch, server):
     monkeypatch.setattr(session, "FRAME_SECONDS", 0.3)
     honest, slow = Peer(server), Peer(server)
     assert honest.chunk(0) == 0
-    with pytest.raises(OSError):                                 # a byte now and then is no sign of life
+    with raises(OSError):                                 # a byte now and then is no sign of life
         for byte in result_frame() * 2:
             slow.link.send(bytes([byte]))
             time.sleep(0.02)

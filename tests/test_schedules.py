@@ -4,9 +4,11 @@ import functools
 import json
 
 import numpy as np
-import pytest
+from numpy.random import default_rng
+from pytest import mark, raises
 
 import egg_config
+from egg_config import make
 from cluster import history
 from cluster.history import open_run
 from engine.cpu_engine import CpuEngine
@@ -21,12 +23,12 @@ from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
 from recordings import simulated
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
-TOKENS = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
+TOKENS = default_rng(1).integers(0, 256, 600).astype(np.uint8)
 
 
 # --- distributed, resumed ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("values", [
+@mark.parametrize("values", [
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
     dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), NTT_MODE=2, AUDIT_RATE=1.0),
     dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4, LOSS="exact",
@@ -54,12 +56,12 @@ def test_distributed_and_resumed(tmp_path, values):
 
 def test_the_schedule_is_that_of_the_specification_and_data():
     rates = {0: 0.5, 99: 0.5, 100: 0.25, 199: 0.25, 200: 0.125, 10**6: 0.125}
-    assert {step: egg_config.make().learning_rate(step) for step in rates} == rates
+    assert {step: make().learning_rate(step) for step in rates} == rates
     cfg = configured(None, "LR_SCHEDULE=0:1,7:0.5,9:0")
     assert [cfg.learning_rate(step) for step in (6, 7, 8, 9, 100)] == [1.0, 0.5, 0.5, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("rest", [dict(NTT_MODE=3), dict(MODEL="gru", HEAD_DIM=64)], ids=["transformer", "gru"])
+@mark.parametrize("rest", [dict(NTT_MODE=3), dict(MODEL="gru", HEAD_DIM=64)], ids=["transformer", "gru"])
 def test_noise_is_as_loud_as_its_schedule_says(rest):
     """The losses of a step are those of SIGMA_SHIFT alone, and of a plain reading of the rules; what is without noise
     does not change."""
@@ -87,18 +89,18 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     open_run(BASE, tmp_path).close()
     edited = egg_config.CONSTANTS["SIGMA_SCHEDULE"]._replace(value=((0, 7),))
     monkeypatch.setitem(egg_config.CONSTANTS, "SIGMA_SCHEDULE", edited)
-    falling, again = egg_config.make(**SMALL), egg_config.load(environ={}, saved=history.configuration(tmp_path))
+    falling, again = make(**SMALL), egg_config.load(environ={}, saved=history.configuration(tmp_path))
     assert falling.SIGMA_SCHEDULE and "SIGMA_SCHEDULE" in falling.shared()
     assert "SIGMA_SCHEDULE" not in history.non_default(falling)
     assert again.SIGMA_SCHEDULE == () and history.non_default(again)["SIGMA_SCHEDULE"] == ()
     open_run(again, tmp_path).close()
-    with pytest.raises(history.HistoryError, match=r"SIGMA_SCHEDULE = \[\] there, \[\[0, 7\]\] here"):
+    with raises(history.HistoryError, match=r"SIGMA_SCHEDULE = \[\] there, \[\[0, 7\]\] here"):
         open_run(falling, tmp_path)
     assert configured(None, "SIGMA_SCHEDULE=4:5,9:6").SIGMA_SCHEDULE == ((4, 5), (9, 6))
     assert configured(None, "SIGMA_SCHEDULE=").SIGMA_SCHEDULE == ()
 
 
-@pytest.mark.parametrize("preset", egg_config.PRESETS)
+@mark.parametrize("preset", egg_config.PRESETS)
 def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(preset):
     cfg = configured(preset)
     forward = kernels_for(cfg)[0]
@@ -111,8 +113,8 @@ def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(pr
 
 # --- rates and initial values by token --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)],
-                         ids=["adamw", "sgd", "muon", "gru"])
+@mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)],
+                  ids=["adamw", "sgd", "muon", "gru"])
 def test_rare_tokens_learn_more_slowly(rest):
     """The first update's accumulators, bit for bit: beside a run without the switch only the columns of rare tokens
     differ, by their factor."""
@@ -146,10 +148,10 @@ def test_rare_tokens_learn_more_slowly(rest):
         assert not rest_got[scale == 0].any() and rest_got[scale > 0].any()
 
 
-@pytest.mark.parametrize("name, value", [("RARE_TOKENS", 0.01), ("SEEN_VOTES", 2)])
+@mark.parametrize("name, value", [("RARE_TOKENS", 0.01), ("SEEN_VOTES", 2)])
 def test_what_reads_the_data_needs_them(name, value):
     engine = CpuEngine(BASE.changed(**{name: value}), threads=1)
-    with pytest.raises(ValueError, match=f"{name} needs the training data"):
+    with raises(ValueError, match=f"{name} needs the training data"):
         engine.update(any_fitness(BASE, 1))
 
 
@@ -161,13 +163,13 @@ def seen_by_hand(cfg, state, tokens, t, fitness, often):
                     lambda q, a: a * np.where(np.isin(np.arange(t.cols), windows[q]), often, 1))
 
 
-SEEN_TOKENS = np.random.default_rng(5).integers(0, 40, 500).astype(np.uint32)
+SEEN_TOKENS = default_rng(5).integers(0, 40, 500).astype(np.uint32)
 SEEN = (dict(), dict(USE_CLT=0, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, GROUP_SIZE=4),
         dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, USE_SAME_DATA=1))
 
 
-@pytest.mark.parametrize("threads", (1, 2))
-@pytest.mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
+@mark.parametrize("threads", (1, 2))
+@mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
 def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
     """A step of sgd with a rate that rounds nothing, held against plain NumPy. Tokens come more than once in a window,
     and most never come."""
@@ -204,11 +206,11 @@ np.save("votes.npy", votes)
 """
 
 
-@pytest.mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
+@mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
 def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     """Thread by thread in Python: what the tokens of a window count more than once, in every bit."""
     values = {**SMALL, "CHUNK_SIZE": 8, "POPULATION_SIZE": 8, **values, "SEEN_VOTES": 4}
-    cfg, tokens, fitness = egg_config.make(**values), SEEN_TOKENS, np.array([1, 0, -1, 1], np.int8)
+    cfg, tokens, fitness = make(**values), SEEN_TOKENS, np.array([1, 0, -1, 1], np.int8)
     np.save(tmp_path / "tokens.npy", tokens)
     np.save(tmp_path / "fitness.npy", fitness)
     simulated(SIMULATED_SEEN, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
@@ -223,7 +225,7 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
 
 
 def test_shares_are_of_all_the_data():
-    cfg = egg_config.make(RARE_TOKENS=0.5, VOCAB_SIZE=300)
+    cfg = make(RARE_TOKENS=0.5, VOCAB_SIZE=300)
     tokens = np.zeros((1 << 24) + 100, np.uint32)
     tokens[-25:] = 299
     rates = optimizers.token_rates(cfg, tokens)
@@ -231,7 +233,7 @@ def test_shares_are_of_all_the_data():
     assert rates[299] == np.float32(np.sqrt(50 / tokens.size))
 
 
-@pytest.mark.parametrize("model", ["transformer", "gru"])
+@mark.parametrize("model", ["transformer", "gru"])
 def test_initial_values_of_tables_by_token(model):
     cfg = BASE.changed(HEAD_DIM=64, MODEL=model, HOST_MASK=7)
     weights = {mask: initial_state(cfg.changed(TOKEN_MASK=mask)).weights for mask in (-1, 7, 1, 0)}

@@ -7,7 +7,8 @@ import shutil
 import time
 
 import numpy as np
-import pytest
+from numpy.random import default_rng
+from pytest import fixture, mark, raises
 import pyzstd
 
 from cluster import history, snapshots, wire
@@ -28,7 +29,7 @@ def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
     from engine import cpu_engine
     most = (1 << 64) - 1
     cfg = changed(VOCAB_SIZE=301)                                # an overlay that is no multiple of 8 bytes
-    rng, state = np.random.default_rng(1), initial_state(cfg)
+    rng, state = default_rng(1), initial_state(cfg)
     state.moments[:] = rng.normal(size=state.moments.shape)
     state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
     state.step, state.seed = 9, 4000000000
@@ -81,7 +82,7 @@ def test_training_data_are_told_apart():
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
-    rng, state = np.random.default_rng(1), initial_state(CFG)
+    rng, state = default_rng(1), initial_state(CFG)
     state.moments[:] = np.abs(rng.normal(size=state.moments.shape))
     state.step, state.seed = 20, 77
     upload, body = snapshots.Upload(CFG, 20, 77, of_state(state), tmp_path), snapshots.pack(state)
@@ -97,19 +98,19 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
         if at < snapshots.HEAD.size + 4:
-            with pytest.raises(ValueError, match="snapshot"):
+            with raises(ValueError, match="snapshot"):
                 snapshots.unpack(CFG, bytes(bad))
         else:
             with contextlib.suppress(ValueError):                # zstd does not use every bit
                 assert digests(snapshots.unpack(CFG, bytes(bad))) == digests(state)
     for bad in (b"", data[:100], data[:-1], data + b"x", history.MAGIC):
-        with pytest.raises(ValueError):
+        with raises(ValueError):
             snapshots.unpack(CFG, bad)
-    with pytest.raises(ValueError, match="another configuration"):
+    with raises(ValueError, match="another configuration"):
         snapshots.unpack(changed(SIGMA_SHIFT=1), data)
 
 
-@pytest.mark.parametrize("pieces", [
+@mark.parametrize("pieces", [
     lambda body: [(len(body), 10, body[10:])],                                  # not from the beginning
     lambda body: [(len(body), 0, body[:10]), (len(body) + 1, 10, body[10:])],
     lambda body: [(len(body), 0, body + b"x")],
@@ -123,7 +124,7 @@ def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
     body = snapshots.pack(initial_state(CFG))
     upload = snapshots.Upload(CFG, 20, 77, bytes(16), tmp_path)
     started = time.thread_time()
-    with pytest.raises(ValueError):
+    with raises(ValueError):
         for piece in pieces(body):
             feed(upload, *piece)
     upload.drop()
@@ -217,7 +218,7 @@ def states_hash(peer, engine):
     peer.send(wire.STATE_HASH, engine.step, snapshots.state_hash(engine.state()))
 
 
-@pytest.fixture
+@fixture
 def server(tmp_path):
     """One that wants a snapshot of every step."""
     with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:

@@ -12,7 +12,7 @@ from time import monotonic
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
+from pytest import approx, mark, raises
 
 import egg_net
 from cluster import admission, auth, dispatch, event_log, fairness, history, hub, status, trust, wire
@@ -251,7 +251,7 @@ def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
         assert all(peer.answer().step == 1 for peer in others)
 
 
-@pytest.mark.parametrize("base", [CFG, ACTIVATIONS], ids=["weights", "activations"])
+@mark.parametrize("base", [CFG, ACTIVATIONS], ids=["weights", "activations"])
 def test_a_liar_is_found_by_audits_named_and_banned(tmp_path, base):
     cfg = base.changed(AUDIT_RATE=1.0)
     honest, *others = [FakeEngine(cfg, 0.002) for _ in range(3)]
@@ -373,10 +373,10 @@ def test_bans_are_read_when_they_have_changed_and_nobody_comes_in_while_they_can
     assert "so" in Bans(tmp_path).message(other) and "it lied" in bans.message(author)
     os.truncate(file, admission.MOST_BANNED + 1)
     for one in bans, Bans(tmp_path):
-        with pytest.raises(admission.Refused, match="nobody is let in while .* cannot be read: File too large") as told:
+        with raises(admission.Refused, match="nobody is let in while .* cannot be read: File too large") as told:
             one.check(third)
         assert told.value.code == wire.FULL                      # it may come again
-    with pytest.raises(admission.Refused, match="it lied"):
+    with raises(admission.Refused, match="it lied"):
         bans.check(author)                                       # what was known still counts
 
 
@@ -577,7 +577,7 @@ def test_one_host_cannot_fill_both_sides_of_an_audit():
     assert audit(step, (Holder("1.1.1.1", "third"), GOOD)) == ["one", "two"] and step.done[0][0] == GOOD
 
 
-@pytest.mark.parametrize("kind", ["connections", "addresses of one /64", "certificates of one key"])
+@mark.parametrize("kind", ["connections", "addresses of one /64", "certificates of one key"])
 def test_one_liar_keeps_no_lie_and_gets_nobody_banned(kind, tmp_path, monkeypatch):
     """Every chunk is audited: three sybils of one liar, and two honest hosts."""
     cfg, access, plain = changed(AUDIT_RATE=1.0), Access(), hub.host_of
@@ -698,7 +698,7 @@ class Working(Holder):
         self.conduct.delivered(True)
 
 
-@pytest.mark.parametrize("hosts", [("2.2.2.2", "3.3.3.3"), ("2.2.2.2",), ("1.1.1.1",)])
+@mark.parametrize("hosts", [("2.2.2.2", "3.3.3.3"), ("2.2.2.2",), ("1.1.1.1",)])
 def test_a_slow_walk_of_one_host_does_not_become_usual(hosts):
     slow, honest = [Working("1.1.1.1", f"a{k}") for k in range(6)], [Working(host, "b") for host in hosts]
     workers = {*slow, *honest}
@@ -711,7 +711,7 @@ def test_a_slow_walk_of_one_host_does_not_become_usual(hosts):
             worker.take(1.4 * rules.usual)
         for worker in honest:
             worker.take(1.0)
-    assert rules.usual == pytest.approx(1.0)
+    assert rules.usual == approx(1.0)
 
 
 def test_who_takes_too_long_in_one_step_after_another_is_named_once(tmp_path):
@@ -789,7 +789,7 @@ def test_a_lease_ends_though_no_usual_time_is_known(tmp_path):
         server.reaches(1)
 
 
-@pytest.mark.parametrize("audited", [0.0, 1.0])
+@mark.parametrize("audited", [0.0, 1.0])
 def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypatch, audited):
     """Audited chunks wait for the holders, which are another host, until one of them is found out."""
     cfg = changed(POPULATION_SIZE=32 * 8, STRAGGLER_TIMEOUT=0.8, VALIDATE_EVERY=0, AUDIT_RATE=audited)

@@ -5,7 +5,8 @@ import zlib
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
+from numpy.random import default_rng
+from pytest import fail, fixture, importorskip, mark
 
 import egg_config
 import no_device
@@ -20,7 +21,7 @@ from engines_compared import begun_ahead
 from readings import as_data, equal
 
 TOKENS = 1 << 20
-cuda_engine = pytest.importorskip("engine.cuda_engine")
+cuda_engine = importorskip("engine.cuda_engine")
 
 
 class Kernel:
@@ -91,7 +92,7 @@ class Update:
         return [("optimize", optimize)]
 
 
-@pytest.fixture
+@fixture
 def engine_of(monkeypatch):
     """Makes engines of cfg. memory: of the device; evaluated, of an engine: [(seed, first, count)]."""
     def kernels(cfg, cc, limit, token_type, silent):
@@ -114,7 +115,7 @@ def engine_of(monkeypatch):
     monkeypatch.setattr(cuda_engine, "compile_all", lambda *args: 0.0)
     monkeypatch.setattr(cuda_engine.update, "Update", Update)
     monkeypatch.setattr(cuda_engine, "Replay", lambda stream, enqueue: enqueue)
-    tokens = np.random.default_rng(3).integers(0, 256, TOKENS).astype(np.uint8)
+    tokens = default_rng(3).integers(0, 256, TOKENS).astype(np.uint8)
 
     def make(cfg=CFG):
         engine = cuda_engine.CudaEngine(cfg, tokens)
@@ -137,9 +138,9 @@ USES = {"nothing": lambda e: None, "evaluate": lambda e: e.evaluate(32, 16).toli
 
 # --- the CUDA engine's host side --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("memory", [1 << 30, 1 << 10])
-@pytest.mark.parametrize("seen, on_device", [(1, True), (4, True), (4, False)])
+@mark.parametrize("use", USES)
+@mark.parametrize("memory", [1 << 30, 1 << 10])
+@mark.parametrize("seen, on_device", [(1, True), (4, True), (4, False)])
 def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_device):
     """Whatever the engine is used for then, it answers like one that has not begun; so it does after the update."""
     cfg = CFG.changed(SEEN_VOTES=seen, SIGMA_SCHEDULE=((1, 2), (4, 3)), LR_SCHEDULE=((0, 0.5), (2, 0.25), (3, 0.125)))
@@ -174,7 +175,7 @@ def run(engine, steps):
 
 def test_what_is_begun_is_kept_apart(engine_of):
     """In whatever order evaluations and updates are begun and asked for."""
-    plain, ahead, rng = engine_of(), engine_of(), np.random.default_rng(8)
+    plain, ahead, rng = engine_of(), engine_of(), default_rng(8)
     start = plain.state()
 
     for _ in range(600):
@@ -202,7 +203,7 @@ def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):
     evaluated twice."""
     engine, begun = engine_of(), []
     engine._set_update = lambda fitness: (begun.append(engine.step), type(engine)._set_update(engine, fitness))
-    engine._undo_update = lambda: pytest.fail("undone") if engine._fitness is not None else None
+    engine._undo_update = lambda: fail("undone") if engine._fitness is not None else None
     server = cluster(tmp_path, [engine], 12)
     assert server.run.step == 12 and begun == [*range(12)]
     del engine._undo_update
@@ -292,7 +293,7 @@ class Beginning(FakeEngine):
 
 # --- the worker -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("slice_size", [64, 10])
+@mark.parametrize("slice_size", [64, 10])
 def test_a_worker_alone_predicts_every_chunk(tmp_path, monkeypatch, slice_size):
     """It begins with the first slice of each; audits go nowhere without a second worker."""
     monkeypatch.setattr(Worker, "slice", slice_size)
@@ -349,12 +350,12 @@ def test_an_audit_leaves_the_first_chunk_of_a_step_certain():
     assert predictor.first_after(200) == NO_CHUNK
 
 
-@pytest.mark.parametrize("changes", [{}, dict(CHUNK_MEAN_FILTER=0), dict(USE_ADAPTIVE_THRESHOLD=0),
-                                     dict(ADAPTIVE_THRESHOLD_ALPHA=0.0), dict(FAST_FITNESS=1), dict(LOSS="exact")])
+@mark.parametrize("changes", [{}, dict(CHUNK_MEAN_FILTER=0), dict(USE_ADAPTIVE_THRESHOLD=0),
+                              dict(ADAPTIVE_THRESHOLD_ALPHA=0.0), dict(FAST_FITNESS=1), dict(LOSS="exact")])
 def test_fitness_is_that_of_the_plain_rule(changes):
     """Element by element in Python's integers and floats (SPEC 8), through packing and back."""
     cfg = CFG.changed(CHUNK_SIZE=1234, POPULATION_SIZE=1234, **changes)
-    rng, unit = np.random.default_rng(len(str(changes))), 256 if cfg.LOSS == "exact" else 1
+    rng, unit = default_rng(len(str(changes))), 256 if cfg.LOSS == "exact" else 1
     for losses in rng.integers(0, 1000, 1234), rng.integers(1 << 40, (1 << 40) + 9, 1234), np.full(1234, 7):
         d = (losses[1::2] - losses[::2]).tolist()
         if cfg.CHUNK_MEAN_FILTER and not cfg.FAST_FITNESS and sum(d):
@@ -373,13 +374,13 @@ def test_fitness_is_that_of_the_plain_rule(changes):
         equal(fitness_digits.unpack_ternary(packed, got.size), got)
 
 
-@pytest.mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)
+@mark.parametrize("constants", [dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256)], ids=str)
 def test_the_cpu_engine_begins_ahead(constants):
     """Right and wrong predictions, in a step, across an update and a load: the same losses, changes and digests as
     without."""
     from engine.cpu_engine import CpuEngine
     cfg = egg_config.make(**constants, HIDDEN_DIM=64, CHUNK_SIZE=64, POPULATION_SIZE=128, SEQ_LEN=16)
-    tokens = as_data(cfg, np.random.default_rng(5).integers(0, cfg.VOCAB_SIZE, 1000))
+    tokens = as_data(cfg, default_rng(5).integers(0, cfg.VOCAB_SIZE, 1000))
     plain, ahead = CpuEngine(cfg, tokens, 1), CpuEngine(cfg, tokens)
     for _, fitness in begun_ahead(plain, ahead, 40):
         assert not ahead.begin_update(fitness)

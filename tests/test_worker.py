@@ -3,7 +3,7 @@
 import re
 
 import numpy as np
-import pytest
+from pytest import mark
 
 import egg_net
 from cluster import wire
@@ -16,7 +16,7 @@ from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, begin_together,
 
 # --- the worker -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("workers", [1, 2])
+@mark.parametrize("workers", [1, 2])
 def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     packed, digest = expected(6)
     engines = [FakeEngine(pause=0.002) for _ in range(workers)]
@@ -159,7 +159,7 @@ def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
         serve_fake(FakeEngine(), catch_up, response(0, 0, 0), response(0, 0, 0))
 
 
-@pytest.mark.parametrize("reason, answer", [
+@mark.parametrize("reason, answer", [
     ("wrong magic", b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     ("protocol version 9", b"JOBS\x09\x02" + bytes(32)),
     ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", frame(wire.Frame(JOB_RESPONSE), bytes(1000))),
