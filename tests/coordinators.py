@@ -56,8 +56,8 @@ class Server:
     def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
         self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = open_run(cfg, directory if save else None)
-        console = egg_net.Console(self.lines)
-        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory, console=console, **options)
+        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory, console=egg_net.Console(self.lines),
+                                       **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.calls = queue.SimpleQueue()
         self.thread = Thread(target=self._serve)
@@ -134,7 +134,8 @@ class Server:
 
 def place(at, cfg):
     """(configuration, host, port) for a worker of a Server, or of a coordinator at a port."""
-    return (cfg or CFG, "127.0.0.1", at) if isinstance(at, int) else (cfg or at.cfg, "127.0.0.1", at.port)
+    port = at if isinstance(at, int) else at.port
+    return cfg or getattr(at, "cfg", CFG), "127.0.0.1", port
 
 
 class Peer:
@@ -247,12 +248,11 @@ def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
 
 def filled(directory, steps=5, cfg=CFG):
     """[packed fitness] of a run that was written to `directory`."""
-    rng, packed = np.random.default_rng(steps), []
-    run = open_run(cfg, directory)
-    for k in range(steps):
-        packed.append(any_fitness(cfg, rng))
-        run.append(packed[-1], -k * 1000, k)
-    run.close()
+    rng = np.random.default_rng(steps)
+    packed = [any_fitness(cfg, rng) for _ in range(steps)]
+    with closing(open_run(cfg, directory)) as run:
+        for k, fitness in enumerate(packed):
+            run.append(fitness, -k * 1000, k)
     return packed
 
 
@@ -275,9 +275,8 @@ def replayed(directory, engine):
 
 def coordinator_process(directory, port=0, cfg=CFG, before=""):
     """A coordinator in a process of its own, which runs the program `before` first: (process, port)."""
-    constants = cfg.constants()
     program = (f"{before}import sys, egg_net, egg_config\n"
-               f"cfg = egg_config.make(**{constants!r})\n"
+               f"cfg = egg_config.make(**{cfg.constants()!r})\n"
                "try:\n"
                f"    egg_net.run_coordinator(cfg, '127.0.0.1', {port}, save_dir={str(directory)!r})\n"
                "except egg_config.EggError as error:\n"

@@ -136,8 +136,8 @@ def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(server):
     def impostor(sock):
         sock.recv(1000)
         sock.sendall(frame(wire.CHALLENGE, bytes(32), 1, version=V2))
-        given = sock.recv(10000)[10:42]                          # sends the worker's own proof back
-        sock.sendall(frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
+        # sends the worker's own proof back
+        sock.sendall(frame(WELCOME, sock.recv(10000)[10:42], snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
         sock.recv(1)
 
     with listening(impostor) as port:
@@ -185,15 +185,13 @@ def test_the_tls_commands_of_the_document(here):
     host, worker = (egg.parsed(shlex.split(re.search(f"egg.py ({command} .*--tls.*)", text)[1], comments=True))
                     for command in ("coordinator", "worker"))
     assert os.stat(host.tls_key).st_mode & 0o077 == 0
-    theirs = Access(SECRET, server_tls(host.tls_cert, host.tls_key))
-    with Server(here, access=theirs, stay=True, steps=2) as server:
+    with Server(here, access=Access(SECRET, server_tls(host.tls_cert, host.tls_key)), stay=True, steps=2) as server:
         server.work(engine, access=Access(SECRET, client_tls(worker.tls_ca)))
         until(lambda: engine.step == 2)
 
 
 def test_connections_are_bounded(tmp_path):
-    cfg = changed(CONNECTIONS_PER_ADDRESS=4, IDLE_TIMEOUT=3600)
-    with Server(tmp_path, cfg) as server:
+    with Server(tmp_path, changed(CONNECTIONS_PER_ADDRESS=4, IDLE_TIMEOUT=3600)) as server:
         silent = [server.connect() for _ in range(5)]
         honest, *others = [Peer2(server) for _ in range(4)]
         for _ in range(3):
@@ -221,8 +219,8 @@ def test_connections_are_bounded(tmp_path):
 
 
 def test_a_worker_comes_again_when_there_is_room(tmp_path):
-    cfg, engine, lines = changed(CONNECTIONS_PER_ADDRESS=1), FakeEngine(), Lines()
-    with Server(tmp_path, cfg) as server:
+    engine, lines = FakeEngine(), Lines()
+    with Server(tmp_path, changed(CONNECTIONS_PER_ADDRESS=1)) as server:
         first = Peer2(server)
         server.work(engine, retry=True, lines=lines)
         until(lambda: "no coordinator at" in lines.text)
@@ -340,8 +338,7 @@ def test_a_liar_with_the_name_of_a_victim_is_banned_alone(tmp_path):
         assert victim.chunk(0) == 0
         liar = Peer2(server, name="gpu0", id="another-user.2")
         liar.chunk(0)
-        author = next(w.author for w in server.dispatcher.workers if "another" in w.author.key)
-        server.ban(author, "it lied")
+        server.ban(next(w.author for w in server.dispatcher.workers if "another" in w.author.key), "it lied")
         turned_away("banned: it lied", server, name="gpu0", id="another-user.3")  # restarted
         again = Peer2(server, name="gpu0", id="victims-key.4")
         assert again.chunk(0) == 64 or again.link.version == V2

@@ -57,8 +57,7 @@ def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypat
 
 
 def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=1)
-    with Server(tmp_path, cfg, save=True) as server:
+    with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
         giver, other = (Peer2(server, name=name) for name in ("giver", "other"))
         giver.works(0, 4)
         giver.ask(1, b"g" * 16)
@@ -75,8 +74,7 @@ def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
 
 
 def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=1)
-    with Server(tmp_path, cfg, save=True) as server:
+    with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
         liar, one, other = (Peer2(server, name=name) for name in ("liar", "w0", "w1"))
         engine = first_step(server, liar)
         right, state = engine.digest(), engine.state()
@@ -136,8 +134,7 @@ def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch)
     monkeypatch.setattr(dispatch.Dispatcher, "_count_authors", lambda self, now: counted.append(original(self, now)))
 
     def arrive(host, name):
-        author = admission.Author(host, name, name)
-        worker = mock.Mock(trusted=True, conduct=fairness.Conduct(), author=author, step=0, waiting=True)
+        worker = mock.Mock(trusted=True, conduct=fairness.Conduct(), author=admission.Author(host, name, name), step=0)
         dispatcher.workers.add(worker)
         dispatcher.arrived(worker)
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.random import default_rng
 import sanitize
 from numba import cuda
+from numpy import int32, int64, uint32
 from pytest import fixture, mark, param, raises
 
 import no_device
@@ -42,7 +43,7 @@ def test_every_kernel_compiles(names, compiled_kernels):
 
 
 # rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2
-WIDE_ROWS = dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
+WIDE_ROWS = dict(TINY, HIDDEN_DIM=608, SEQ_LEN=72, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=2)
 
 
 @mark.parametrize((), [
@@ -104,14 +105,14 @@ def test_the_work_of_the_kernels_gives_the_votes():
     packed, state.seed = any_fitness(cfg, SEED), 4000000000
     fitness = unpack_ternary(packed, cfg.N_PAIRS)
     n = np.arange(work.span + 16)
-    operands = np.zeros((len(work.rows), n.size), np.int64)
-    for row, (index, delta, shift, low, high) in zip(operands, work.rows.astype(np.int64)):
+    operands = np.zeros((len(work.rows), n.size), int64)
+    for row, (index, delta, shift, low, high) in zip(operands, work.rows.astype(int64)):
         row[:] = Reading(cfg, state, state.seed + n).noise(delta, index)
         if shift >= 0:
             signs = fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)]
             row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), signs, 0)
         row[:low] = row[high:] = 99                          # what no one may look at, or only times nought
-    votes = np.zeros(parameters.n_weights(cfg), np.int64)
+    votes = np.zeros(parameters.n_weights(cfg), int64)
     for plain, signed, n_plain, n_signed, low, high, at, cols, signed_is_row, first in work.tiles:
         product = operands[plain:plain + n_plain, low:high] @ operands[signed:signed + n_signed, low:high].T
         p, s = np.meshgrid(plain + np.arange(n_plain), first + np.arange(n_signed), indexing="ij")
@@ -172,7 +173,7 @@ def no_gpu(monkeypatch):
 def test_the_host_side_of_the_engine(constants, no_gpu):
     """Every verb, with kernels that do nothing: what the engine allocates, what it launches, with which arguments."""
     cfg = make(**{"N_LAYERS": 2, "VOCAB_SIZE": 512, "CHUNK_SIZE": 8, "POPULATION_SIZE": 16, **constants})
-    tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
+    tokens = np.arange(2000, dtype=uint32) % cfg.VOCAB_SIZE
     for trains in True, False:
         engine = CudaEngine(cfg, tokens if trains else None, silent=not trains)
         later = {"validate", "write", "digest"}           # compiled at their first use
@@ -197,7 +198,7 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     from model import soft_targets
     cfg = make(N_LAYERS=1, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16, LOSS="exact",
                SOFT_TARGETS=((1, 2), (3, 0), (4, 1)))
-    tokens = default_rng(SEED).integers(0, 4, 1000).astype(np.uint32)
+    tokens = default_rng(SEED).integers(0, 4, 1000).astype(uint32)
     if not fits:
         cuda.current_context().get_memory_info().free = 1 << 30
         tokens = np.resize(tokens, (1 << 30) // 4 // 16 + 1)
@@ -233,8 +234,8 @@ def every_verb(cfg, engine, tokens):
     engine.update(any_fitness(cfg, SEED))
     assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
-    for pair, texts in (None, np.ones((3, 9), np.int32)), (4, np.ones((6, 9), np.int32)):
-        engine.write(texts, np.arange(len(texts)) + 1, np.zeros(len(texts), np.uint32), sampling.settings(cfg), pair)
+    for pair, texts in (None, np.ones((3, 9), int32)), (4, np.ones((6, 9), int32)):
+        engine.write(texts, np.arange(len(texts)) + 1, np.zeros(len(texts), uint32), sampling.settings(cfg), pair)
     assert len(engine.digest()) == 16
     state = engine.state()
     engine.load(state)
@@ -278,7 +279,7 @@ gpu = mark.gpu
 
 def digest(array):
     """SHA-256 of an array, as int32."""
-    return hashlib.sha256(array.astype(np.int32).tobytes()).hexdigest()
+    return hashlib.sha256(array.astype(int32).tobytes()).hexdigest()
 
 
 def recorded_fitness(data, step):
@@ -381,12 +382,12 @@ def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
 
 LOUD = dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, ADAPTIVE_NOISE_MODE=1)
 EXTREMES = (
-    dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=1024, VOCAB_SIZE=256),
-    dict(HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256),
-    dict(HIDDEN_DIM=1024, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2),
-    dict(**TINY, VOCAB_SIZE=262144),
-    dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=64, SEQ_LEN=8, VOCAB_SIZE=257),
-    dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2, POPULATION_SIZE=2),
+    dict(TINY, HEAD_DIM=64, SEQ_LEN=1024, VOCAB_SIZE=256),
+    dict(TINY, HIDDEN_DIM=1024, HEAD_DIM=128, VOCAB_SIZE=256),
+    dict(TINY, HIDDEN_DIM=1024, SEQ_LEN=16, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2),
+    dict(TINY, VOCAB_SIZE=262144),
+    dict(TINY, N_LAYERS=64, VOCAB_SIZE=257),
+    dict(TINY, HIDDEN_DIM=96, N_LAYERS=2, VOCAB_SIZE=300, CHUNK_SIZE=2, POPULATION_SIZE=2),
     # noise that float32 and bytes hold, and noise that they do not
     dict(LOUD, VOCAB_SIZE=9000, ADAPTIVE_NOISE_INIT=64),
     dict(LOUD, HEAD_DIM=32, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2, ADAPTIVE_NOISE_INIT=64),
@@ -407,9 +408,8 @@ SWITCHES = (
 # each alone: in the shape of the default configuration and in a small one
 SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES
             for shape in ({}, dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=32, VOCAB_SIZE=300))]
-SWITCHED += [dict(HIDDEN_DIM=160, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=72, VOCAB_SIZE=256, CHUNK_SIZE=38,
-                  POPULATION_SIZE=76, GROUP_SIZE=38, LOSS="exact", SOFT_TARGETS=((0, 3), (2, 1)),
-                  SIGMA_SCHEDULE=((1, 5),))]
+SWITCHED += [dict(TINY, HIDDEN_DIM=160, SEQ_LEN=72, VOCAB_SIZE=256, CHUNK_SIZE=38, POPULATION_SIZE=76, GROUP_SIZE=38,
+                  LOSS="exact", SOFT_TARGETS=((0, 3), (2, 1)), SIGMA_SCHEDULE=((1, 5),))]
 
 
 def random_configurations(count):
@@ -467,7 +467,7 @@ def test_recorded_generation(step):
     engine = CudaEngine(*golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, sampling.settings(engine.cfg)._replace(penalty=np.float32(0))
-    z, read = cuda.device_array(16 * cfg.VOCAB_SIZE, np.int32), engine._forward.read
+    z, read = cuda.device_array(16 * cfg.VOCAB_SIZE, int32), engine._forward.read
 
     def penalised(*arguments):
         """Instead of a reading: its logits, penalised."""

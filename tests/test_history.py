@@ -23,14 +23,19 @@ from readings import configured
 
 # --- history ----------------------------------------------------------------------------------------------------------
 
+def opened(*directories, cfg=CFG):
+    """A run that is closed at the end of the block."""
+    return closing(open_run(cfg, *directories))
+
+
 def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     cfg = configured("laptop-weights")
     fitness = any_fitness(cfg, 1)
-    with closing(open_run(cfg, tmp_path)) as run:
+    with opened(tmp_path, cfg=cfg) as run:
         for k in range(100_000):
             run.append(fitness, k, 0)
     started = time.thread_time()
-    with closing(open_run(cfg, tmp_path)) as run:
+    with opened(tmp_path, cfg=cfg) as run:
         seconds = time.thread_time() - started
         assert run.step == 100_000 and run.fitness(50_000) == fitness and seconds < 5, f"{seconds:.1f} s"
 
@@ -48,7 +53,7 @@ def test_history_keeps_every_step(tmp_path):
     packed, seed = filled(tmp_path, 150), 42
     for k in range(150):
         seed = seeds.next_seed(seed, k)
-    with closing(open_run(CFG, tmp_path)) as run:
+    with opened(tmp_path) as run:
         assert (run.step, run.seed, whole(run), run.record(149)) == (150, seed, packed, (-149000, 149))
         assert run.notices == []
         run.append(packed[0], 1 << 62, 1)
@@ -69,7 +74,7 @@ def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):
 def recorded_run(directory):
     """The file of a run, its bytes, and where its records begin and the last one ends."""
     file = directory / history.FILE
-    with closing(open_run(CFG, directory)) as run:
+    with opened(directory) as run:
         return file, file.read_bytes(), run._offsets
 
 
@@ -91,7 +96,7 @@ def test_a_torn_tail_is_cut_at_any_byte_and_the_run_goes_on(tmp_path):
     for end in range(last, len(data)):
         for tail in (data[last:end], bytes(end - last), data[last:-1] + b"?"):
             file.write_bytes(data[:last] + tail)
-            with closing(open_run(CFG, tmp_path)) as run:
+            with opened(tmp_path) as run:
                 assert whole(run) == packed[:2] and len(run.notices) == bool(tail)
                 assert all("step 2 was only half written" in line for line in run.notices)
                 run.append(packed[2], -2000, 2)
@@ -142,7 +147,7 @@ def test_other_files_and_other_configurations_are_refused(tmp_path):
 
 def test_directories_that_cannot_be_used_are_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with closing(open_run(CFG, tmp_path / "run")):
+    with opened(tmp_path / "run"):
         for words, save, load in (("in use by another coordinator", tmp_path / "run", None),
                                   ("Not a directory|File exists", tmp_path / "file", None),
                                   ("Not a directory", tmp_path / "file" / "x", None),
@@ -158,13 +163,13 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
     def half(handle, data, at):
         return real(handle, data[:20], at) if len(data) > 20 else full()
 
-    with closing(open_run(CFG, tmp_path)) as run:
+    with opened(tmp_path) as run:
         monkeypatch.setattr(os, "pwrite", half)
         with raises(history.HistoryError, match="No space left on device: step 2 is not kept"):
             run.append(packed[0], 1, 1)
         monkeypatch.undo()
         run.append(packed[0], 1, 1)
-    with closing(open_run(CFG, tmp_path)) as run:
+    with opened(tmp_path) as run:
         assert whole(run) == packed + packed[:1] and run.notices == []
 
 
@@ -178,20 +183,20 @@ def test_load_dir_continues_elsewhere(tmp_path, monkeypatch):
 
     before = content()
     for load_dir, directory in ("../a/", "../a-2"), (".", "../a-3"), (str(a), str(tmp_path / "a-4")):
-        with closing(open_run(CFG, None, load_dir)) as run:
+        with opened(None, load_dir) as run:
             assert (run.directory, whole(run), run.beside) == (directory, packed, f" ({load_dir} stays as it is)")
             run.append(packed[0], 0, 0)
     assert content() == before
-    with closing(open_run(CFG, a, a)) as run:                    # unless it is meant
+    with opened(a, a) as run:                    # unless it is meant
         assert (run.directory, run.step, run.beside) == (a, 4, "")
-    with closing(open_run(CFG, b, a)) as run:
+    with opened(b, a) as run:
         assert (run.directory, whole(run), run.record(3)) == (b, packed, (-3000, 3))
         run.append(packed[0], 0, 0)
     open_run(CFG, b, a).close()                                  # the same command again goes on
     assert kept(b) == packed + packed[:1]
     filled(tmp_path / "c", 3)
     cannot_open("holds another run than --load-dir", tmp_path / "c", load_dir=a)
-    with closing(open_run(CFG)) as run:
+    with opened() as run:
         assert (run.step, run.directory) == (0, None)
 
 
@@ -214,7 +219,7 @@ CHECKPOINTS = HERE / "tests" / "golden" / "cpp_checkpoint_A"
 def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
     from engine.cpu_engine import CpuEngine
     cfg, _, recorded = golden_a()
-    with closing(open_run(cfg, tmp_path, CHECKPOINTS)) as run:
+    with opened(tmp_path, CHECKPOINTS, cfg=cfg) as run:
         hold_against_fitness(run, cfg, recorded)
     engine = replayed(tmp_path, CpuEngine(cfg))
     assert digests(engine.state()) == recorded_digests(recorded, 5)

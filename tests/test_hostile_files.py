@@ -12,10 +12,13 @@ import sys
 import tempfile
 import time
 from contextlib import closing, suppress
+from json import dumps
 from unittest import mock
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis.strategies import binary, booleans, integers, just, lists, none, one_of, sampled_from, tuples
 import numpy as np
+from numpy import int8
 from pytest import fixture, mark, raises
 import pyzstd
 
@@ -73,14 +76,14 @@ def sparse(path, data, size):
 
 def tensor_header(config, shape):
     """The beginning of a file with one tensor."""
-    header = json.dumps({"embedding": {"dtype": "I8", "shape": shape, "data_offsets": [0, math.prod(shape)]},
-                         "__metadata__": {"config": config}}).encode()
+    header = dumps({"embedding": {"dtype": "I8", "shape": shape, "data_offsets": [0, math.prod(shape)]},
+                    "__metadata__": {"config": config}}).encode()
     return len(header).to_bytes(8, "little") + header
 
 
 def write_small(path, cfg):
     """A file of a few tensors, with a configuration that has more."""
-    use.write_tensors(path, {"embedding": np.zeros((4, 4), np.int8)}, {"config": json.dumps(cfg.saved())})
+    use.write_tensors(path, {"embedding": np.zeros((4, 4), int8)}, {"config": dumps(cfg.saved())})
 
 
 def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
@@ -116,7 +119,7 @@ except egg_config.EggError as error:
 def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
     cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=64, VOCAB_SIZE=65536)
     write_small(tmp_path / "small", cfg)
-    header = tensor_header(json.dumps(cfg.saved()), [1 << 20, 1 << 14])
+    header = tensor_header(dumps(cfg.saved()), [1 << 20, 1 << 14])
     sparse(tmp_path / "sparse", header, len(header) + (1 << 34))
     for name, megabytes in (("small", 700), ("sparse", 20_000)):
         started = time.monotonic()
@@ -130,10 +133,10 @@ def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_p
             "IDLE_TIMEOUT": 1.0}
     at, header = tmp_path / "run", {**CFG.saved(), **evil}
     open_run(CFG, at).close()
-    (at / history.FILE).write_bytes(headed(json.dumps({"version": 1, "config": header})))
+    (at / history.FILE).write_bytes(headed(dumps({"version": 1, "config": header})))
     kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3}
-    (at / history.SETTINGS).write_text(json.dumps({**kept, **evil, "HIDDEN_DIM": 96}))
-    use.write_tensors(tmp_path / "model", {"x": np.zeros(1, np.int8)}, {"config": json.dumps(header)})
+    (at / history.SETTINGS).write_text(dumps({**kept, **evil, "HIDDEN_DIM": 96}))
+    use.write_tensors(tmp_path / "model", {"x": np.zeros(1, int8)}, {"config": dumps(header)})
     for found in use.read_config(tmp_path / "model"), history.configuration(at):
         cfg = egg_config.load(saved=found)
         assert not found.keys() & evil.keys() and cfg.saved() == CFG.saved()
@@ -178,7 +181,7 @@ def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
     open_run(CFG, tmp_path).close()
     file = tmp_path / history.FILE
     header = json.loads(file.read_bytes()[12:-4])
-    file.write_bytes(headed(change if isinstance(change, str) else json.dumps({**header, **change})))
+    file.write_bytes(headed(change if isinstance(change, str) else dumps({**header, **change})))
     for call in history.configuration, history.epochs:
         with suppress(HistoryError):
             call(tmp_path)
@@ -223,7 +226,7 @@ def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path)
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-@given(st.integers(0, 1 << 64))
+@given(integers(0, 1 << 64))
 def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     """Two honest hosts and one liar with many names, on one step of which every chunk is audited, in any order."""
     dice, step = random.Random(seed), Step(CFG, range(CFG.N_CHUNKS))
@@ -259,7 +262,7 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     assert not accused & {holder.author for holder in honest}
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), max_size=40))
+@given(lists(tuples(integers(0, 6), integers(0, 2), booleans()), max_size=40))
 def test_no_sybils_outvote_two_honest_hosts(votes):
     """Names 0 and 1 are honest, of two hosts, the others of one liar. votes: (name, what it states, rebuilt)."""
     hosts = ["1.1.1.1", "2.2.2.2"] + ["6.6.6.6"] * 5
@@ -281,12 +284,12 @@ NAMES = [history.FILE, "history-000.egg", "history-001.egg", "snapshot-00000001.
          "elite-001-00000002-validation-2.0000.egg", history.SETTINGS,
          history.DATA_FILE, history.EVENTS, "banned.txt", "latest.egg", "checkpoint_00000001.bin",
          "checkpoint_00000002.bin", "snapshot-x.part"]
-KINDS = st.one_of(
-    st.tuples(st.just("link"), st.sampled_from(["/dev/zero", "/etc/hostname", "nowhere", ".", "history.egg", "../x"])),
-    st.tuples(st.just("pipe"), st.none()), st.tuples(st.just("folder"), st.none()),
-    st.tuples(st.just("sparse"), st.integers(0, 1 << 43)), st.tuples(st.just("bytes"), st.binary(max_size=200)),
-    st.tuples(st.just("cut"), st.integers(0, 3000)), st.tuples(st.just("flip"), st.integers(0, 1 << 20)),
-    st.tuples(st.just("grown"), st.integers(0, 1 << 43)))
+KINDS = one_of(
+    tuples(just("link"), sampled_from(["/dev/zero", "/etc/hostname", "nowhere", ".", "history.egg", "../x"])),
+    tuples(just("pipe"), none()), tuples(just("folder"), none()),
+    tuples(just("sparse"), integers(0, 1 << 43)), tuples(just("bytes"), binary(max_size=200)),
+    tuples(just("cut"), integers(0, 3000)), tuples(just("flip"), integers(0, 1 << 20)),
+    tuples(just("grown"), integers(0, 1 << 43)))
 
 
 @fixture(scope="module")
@@ -307,7 +310,7 @@ def good_directory(tmp_path_factory):
 
 
 @settings(max_examples=EXAMPLES // 6)
-@given(st.lists(st.tuples(st.sampled_from(NAMES), KINDS), min_size=1, max_size=5))
+@given(lists(tuples(sampled_from(NAMES), KINDS), min_size=1, max_size=5))
 def test_any_files_in_a_save_directory_end_in_a_run_or_a_line(good_directory, changes):
     """Links, pipes, folders, sparse, cut, changed and huge files: no other error, no waiting, no memory."""
     with tempfile.TemporaryDirectory() as top:

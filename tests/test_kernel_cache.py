@@ -1,6 +1,7 @@
 """The cache of compiled kernels: what names a kernel, its directory, forged files, and what a cold start compiles."""
 
 import ast
+import concurrent.futures
 import os
 import pickle
 import re
@@ -17,7 +18,6 @@ from unittest import mock
 import numpy as np
 from pytest import fixture, mark, raises
 
-import egg_config
 from engine import kernel_cache, simd
 from engine.kernel_cache import read, write
 from compiling import kernels_for
@@ -32,8 +32,8 @@ CARD = (8, 0)
 
 def cuda_files(cfg, cc=CARD):
     """[names of the files] of every CUDA kernel of a configuration."""
-    every, known = kernels_for(cfg, cc)[2], {}
-    return [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, cc).name for k in sum(every.values(), [])]
+    kernels, known = sum(kernels_for(cfg, cc)[2].values(), []), {}
+    return [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, cc).name for k in kernels]
 
 
 FROZEN_NOWHERE = ("LR_SCHEDULE=0:0.1", "VALIDATE_EVERY=77", "PORT=1", "SNAPSHOT_EVERY=1", "SAMPLING_TEMP=0.1",
@@ -197,8 +197,8 @@ def test_damaged_and_missing_files_are_compiled_again(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     for _ in range(2):
         write(none / "kernel", b"")
-    reason = f"{none}: No such file or directory"
-    assert capsys.readouterr().err == f"egg: compiled kernels cannot be kept in {reason}\n", "it says so once"
+    told = f"egg: compiled kernels cannot be kept in {none}: No such file or directory\n"
+    assert capsys.readouterr().err == told, "it says so once"
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------
@@ -311,8 +311,8 @@ def test_a_fork_compiles_what_a_gpu_runs(tmp_path, monkeypatch):
 
     from engine import cuda_engine
     monkeypatch.setattr(cuda_engine, "COMPILERS", 8)
-    of_verb = kernels_for(egg_config.make())[2]
-    made = {tmp_path / k.name: k for k in of_verb["step"] if k.name in ("rescale", "cut_windows")}
+    kernels = kernels_for(configured())[2]["step"]
+    made = {tmp_path / k.name: k for k in kernels if k.name in ("rescale", "cut_windows")}
     cuda_engine._compile_together(made, (9, 0), 0.0)
     for path, kernel in made.items():
         library = read(path)._codelibrary
@@ -428,10 +428,11 @@ def test_a_function_that_another_process_compiles_is_waited_for(tmp_path):
 save = kernel_cache.CpuCache.save_overload
 kernel_cache.CpuCache.save_overload = lambda *a: (time.sleep(0.2), print("compiled"), save(*a))
 print""").replace("import sys,", "import sys, time,"))
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(HERE)}
-    started = [subprocess.Popen([sys.executable, tmp_path / "program.py", "madd", "2"], env=environ, text=True,
-                                stdout=subprocess.PIPE) for _ in range(3)]
-    said = [process.communicate()[0].split() for process in started]
+    def run(_):
+        return python(tmp_path / "program.py", "madd", "2", XDG_CACHE_HOME=str(tmp_path), PYTHONPATH=str(HERE)).split()
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        said = [*pool.map(run, range(3))]
     assert all(words[-2:] == ["13", "13"] for words in said) and sum(words.count("compiled") for words in said) == 2
 
 

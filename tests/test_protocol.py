@@ -9,9 +9,12 @@ import socket
 import sys
 import time
 from contextlib import closing, suppress
+from json import dumps
 from unittest import mock
 
 from hypothesis import given, strategies as st
+from hypothesis.strategies import (binary, booleans, characters, dictionaries, floats, integers, just, lists, none,
+                                   one_of, sampled_from, tuples)
 from pytest import fixture, mark, raises
 import pyzstd
 
@@ -19,9 +22,9 @@ import egg_config
 import egg_net
 from cluster import auth, greeting, history, session, snapshots, status, wire
 from cluster.auth import Access
-from cluster.greeting import GreetingError, Host
-from cluster.wire import (FrameError, HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NOTHING, RESULT,
-                          V2, VALIDATION, WELCOME, frame)
+from cluster.greeting import GreetingError, Host, read_card
+from cluster.wire import (Frame, FrameError, HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NOTHING,
+                          RESULT, V2, VALIDATION, WELCOME, frame)
 from islands import gossip
 from model import fitness_digits
 from coordinators import (Peer, Peer2, Server, asks, first_step, kept, listening, refused, result_frame, run_worker,
@@ -51,9 +54,9 @@ def test_protocol_2_byte_by_byte(tmp_path):
                      + proof(b"worker", hello, challenge, text) + text)
         assert receive(10) == b"JOBS\x02\x23\x00\x00\x00\x70"
         assert receive(32) == proof(b"coordinator", hello, challenge, text)
-        kept, default = CFG.saved(), egg_config.make().saved()
-        config = hashlib.sha256(json.dumps({k: v for k, v in kept.items() if v != default[k]},
-                                           sort_keys=True).encode()).digest()
+        default = egg_config.make().saved()
+        config = hashlib.sha256(dumps({k: v for k, v in CFG.saved().items() if v != default[k]},
+                                      sort_keys=True).encode()).digest()
         assert receive(80) == config + bytes(32) + bytes(8) + bytes(8)
         sock.sendall(b"JOBS\x02\x00\x00\x00\x00\x28" + (42).to_bytes(8, "big") + bytes(16) + b"d" * 16)
         assert receive(38) == b"JOBS\x02\x02\x00\x00\x00\x1c" + (42).to_bytes(8, "big") + bytes(16) + bytes(4)
@@ -138,9 +141,9 @@ def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
 # --- any bytes --------------------------------------------------------------------------------------------------------
 
 OPCODES = [0, 1, 2, 3, 16, *range(32, 51), 77, 255]
-FRAME = st.tuples(st.sampled_from([1, 1, 2, 2, 2, 0, 9]), st.sampled_from(OPCODES),
-                  st.none() | st.integers(0, 0xFFFFFFFF),
-                  st.binary(max_size=130) | st.sampled_from([bytes(n) for n in (0, 24, 28, 32, 33, 44, 48, 64)]))
+FRAME = tuples(sampled_from([1, 1, 2, 2, 2, 0, 9]), sampled_from(OPCODES),
+               none() | integers(0, 0xFFFFFFFF),
+               binary(max_size=130) | sampled_from([bytes(n) for n in (0, 24, 28, 32, 33, 44, 48, 64)]))
 
 
 def hostile(parts):
@@ -149,11 +152,11 @@ def hostile(parts):
                     for version, opcode, size, body in parts)
 
 
-BYTES = (st.binary(max_size=300) | st.lists(FRAME, max_size=5).map(hostile)
-         | st.tuples(st.lists(FRAME, max_size=3).map(hostile), st.binary(max_size=40)).map(b"".join))
+BYTES = (binary(max_size=300) | lists(FRAME, max_size=5).map(hostile)
+         | tuples(lists(FRAME, max_size=3).map(hostile), binary(max_size=40)).map(b"".join))
 
 
-@given(BYTES, st.integers(1, 50))
+@given(BYTES, integers(1, 50))
 def test_the_frame_parser_takes_any_bytes(data, piece):
     """However the bytes come: whole frames, with what was sent, or a FrameError; never more held than the longest frame
     that is allowed."""
@@ -174,7 +177,7 @@ def test_the_frame_parser_takes_any_bytes(data, piece):
     for version, opcode, payload in whole[0]:
         least, most = LIMITS[version].get(opcode, (0, wire.OTHER_LIMIT))
         assert least <= len(payload) <= most
-        sent += frame(wire.Frame(opcode), payload, version=version)
+        sent += frame(Frame(opcode), payload, version=version)
     assert data.startswith(sent)
 
 
@@ -183,11 +186,11 @@ def test_snapshots_histories_and_cards_take_any_bytes(data):
     with raises(ValueError):
         snapshots.unpack(CFG, data)
     with suppress(FrameError):
-        greeting.read_card(data)
+        read_card(data)
     for text in (b"[" * 5000, b'{"role":' * 900, b'{"role": "worker", "config": 1}', b"1" * 5000,
                  b'{"role": "worker", "config": {}, "data": "zz"}'):
         with raises(FrameError):
-            greeting.read_card(text)
+            read_card(text)
 
 
 def serves(server):
@@ -217,7 +220,7 @@ def besieged(tmp_path_factory):
 
 
 @SLOW
-@given(st.lists(BYTES, min_size=1, max_size=4), st.booleans(), st.booleans())
+@given(lists(BYTES, min_size=1, max_size=4), booleans(), booleans())
 def test_a_live_coordinator_takes_any_bytes(besieged, parts, introduced, patient):
     """Before and after the introduction, with and without reading the answers: no exception, and the honest go on."""
     with suppress(OSError, egg_net.NetError, egg_net.OldCoordinator):
@@ -236,7 +239,7 @@ def test_slow_clients_do_not_hold_up_the_others(besieged):
     for turn in range(20):
         for i, sock in enumerate(crowd):
             with suppress(OSError):
-                sock.send(frame(wire.Frame(JOIN), bytes(8000), version=V2)[turn:turn + 1])
+                sock.send(frame(Frame(JOIN), bytes(8000), version=V2)[turn:turn + 1])
         time.sleep(0.01)
     besieged.reaches(step + 6)
     assert all(len(c.inbox) < 1 << 17 for c in list(besieged.hub.connections))
@@ -276,9 +279,9 @@ def ends(peer):
             pass
 
 
-def as_json(text="0", **values):
-    """The JSON of JOIN with these values, in which this text replaces "TEXT"."""
-    return json.dumps(card(**values)).replace('"TEXT"', text).encode()
+def as_json(**values):
+    """The JSON of JOIN with these values."""
+    return dumps(card(**values)).encode()
 
 
 HOSTILE_CARDS = {
@@ -287,10 +290,9 @@ HOSTILE_CARDS = {
     "a lone surrogate in the role": as_json(role="\ud800"),
     "a lone surrogate as UTF-8": b'{"role": "worker", "config": {"N_LAYERS": "\xed\xa0\x80"}}',
     "UTF-16": as_json(role="\ud800").decode().encode("utf-16"),
-    "a huge integer": as_json(HUGE, config={"N_LAYERS": "TEXT"}),
-    "a number that is infinite": as_json("1e999", config={"N_LAYERS": "TEXT"}),
-    "no number": as_json("NaN", config={"N_LAYERS": "TEXT"}),
-    "lists in lists": as_json("[" * 60 + "]" * 60, config={"N_LAYERS": "TEXT"}),
+    **{what: as_json(config={"N_LAYERS": "TEXT"}).replace(b'"TEXT"', text.encode()) for what, text in {
+        "a huge integer": HUGE, "a number that is infinite": "1e999", "no number": "NaN",
+        "lists in lists": "[" * 60 + "]" * 60}.items()},
     "no object": b"[1, 2]",
 }
 
@@ -307,14 +309,13 @@ def test_no_card_ends_the_coordinator(server, what):
 def test_no_standing_can_be_infinite(text):
     good = json.loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", None, 0, True).pack())
     for name in ("fitness", "founder", "step"):
-        payload = json.dumps({**good, name: "TEXT"}).replace('"TEXT"', text).encode()
         with raises(FrameError):
-            gossip.read_standing(payload)
+            gossip.read_standing(dumps({**good, name: "TEXT"}).replace('"TEXT"', text).encode())
 
 
 def test_what_is_sane_is_read():
     deep = {"a": [{"b": [{"c": [1, -2.5, "\u00fc\U0001f95a", None, True, (1 << 64) - 1]}]}]}
-    assert wire.read_json(json.dumps(deep).encode()) == deep
+    assert wire.read_json(dumps(deep).encode()) == deep
     for wrong in (b"", b"{", b"1", b'{"a": 18446744073709551616}', b'{"a":' * 9 + b"1" + b"}" * 9, b"\xff"):
         with raises(ValueError):
             wire.read_json(wrong)
@@ -416,30 +417,30 @@ def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
 
 # --- hostile cards, standings, requests and holders, at random --------------------------------------------------------
 
-LEAF = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-(1 << 70), 1 << 70), st.floats(),
-                 st.sampled_from([10 ** 400, -(10 ** 4200), math.inf, math.nan, 2 ** 64, 2 ** 63, -1, 1e308,
-                                  "\ud800", "\udfff\ud800", "\x1b[31m", "\0", ""]),
-                 st.text(st.characters(), max_size=8))
-TREE = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-    st.text(st.characters(), max_size=4), inner, max_size=3), max_leaves=12)
-DEEP = st.tuples(st.integers(1, 3000), st.sampled_from(["[]", '{"a":}'])).map(
+LEAF = one_of(none(), booleans(), integers(), integers(-(1 << 70), 1 << 70), floats(),
+              sampled_from([10 ** 400, -(10 ** 4200), math.inf, math.nan, 2 ** 64, 2 ** 63, -1, 1e308,
+                            "\ud800", "\udfff\ud800", "\x1b[31m", "\0", ""]),
+              st.text(characters(), max_size=8))
+TREE = st.recursive(LEAF, lambda inner: lists(inner, max_size=3) | dictionaries(
+    st.text(characters(), max_size=4), inner, max_size=3), max_leaves=12)
+DEEP = tuples(integers(1, 3000), sampled_from(["[]", '{"a":}'])).map(
     lambda pair: (pair[1][:-1] * pair[0] + "1" + pair[1][-1] * pair[0]).encode())
 def encoded(tree):
     """Its JSON; whole numbers that are too long for Python's own reader stay as they are."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:
-        return json.dumps(tree).encode()
+        return dumps(tree).encode()
     finally:
         sys.set_int_max_str_digits(before)
 
 
-FIELDS = st.dictionaries(st.sampled_from([*card(), "more"]), TREE, max_size=4)
-CONSTANTS = st.dictionaries(st.sampled_from([*CFG.agreed()]), TREE, max_size=3)
-CARDS = st.one_of(FIELDS.map(lambda values: card(**values)),
-                  FIELDS.map(lambda values: card(**{"role": "island", **values})), TREE,
-                  CONSTANTS.map(lambda config: card(config={**CFG.agreed(), **config}))).map(encoded) \
-    | DEEP | st.binary(max_size=60)
+FIELDS = dictionaries(sampled_from([*card(), "more"]), TREE, max_size=4)
+CONSTANTS = dictionaries(sampled_from([*CFG.agreed()]), TREE, max_size=3)
+CARDS = one_of(FIELDS.map(lambda values: card(**values)),
+               FIELDS.map(lambda values: card(**{"role": "island", **values})), TREE,
+               CONSTANTS.map(lambda config: card(config={**CFG.agreed(), **config}))).map(encoded) \
+    | DEEP | binary(max_size=60)
 
 
 @given(CARDS)
@@ -449,10 +450,10 @@ def test_any_json_is_read_or_refused(data):
     except ValueError:
         found = None
     if found is not None:
-        assert wire.read_json(json.dumps(found, ensure_ascii=False).encode()) == found
-        assert json.loads(json.dumps(found, allow_nan=False)) == found
+        assert wire.read_json(dumps(found, ensure_ascii=False).encode()) == found
+        assert json.loads(dumps(found, allow_nan=False)) == found
     with suppress(FrameError):
-        read = greeting.read_card(data)
+        read = read_card(data)
         assert all("\n" not in text and text.isprintable() for text in (read.id, read.name, read.device))
         history.difference(CFG.saved(), read.config).encode()
     with suppress(FrameError):
@@ -478,30 +479,30 @@ def test_a_live_coordinator_takes_any_card(under_siege, data):
     assert under_siege.serves
 
 
-NUMBER = st.one_of(st.integers(0, 40), st.sampled_from([(1 << 64) - 1, 1 << 63, (1 << 48) + 1, 1 << 32]),
-                   st.integers(0, (1 << 64) - 1))
-REAL = st.floats() | st.sampled_from([1.7e308, 1e300, 0.0, -0.0, 5e-324, math.inf, math.nan])
+NUMBER = one_of(integers(0, 40), sampled_from([(1 << 64) - 1, 1 << 63, (1 << 48) + 1, 1 << 32]),
+                integers(0, (1 << 64) - 1))
+REAL = floats() | sampled_from([1.7e308, 1e300, 0.0, -0.0, 5e-324, math.inf, math.nan])
 
 
 def action(opcode, *fields, rest=b""):
     """(opcode, payload) with these fields drawn."""
-    return st.tuples(st.just(opcode), st.tuples(*fields).map(lambda drawn: b"".join(opcode.parts(*drawn)) + rest))
+    return tuples(just(opcode), tuples(*fields).map(lambda drawn: b"".join(opcode.parts(*drawn)) + rest))
 
 
-ACTION = st.one_of(
+ACTION = one_of(
     # a step that nobody votes on: two liars of a host may outvote one honest worker of it
-    action(JOB_REQUEST, NUMBER, st.integers(1 << 20, (1 << 64) - 1), st.just(0), rest=bytes(wire.DIGEST)),
-    action(RESULT, *[NUMBER] * 4, st.integers(-(1 << 63), (1 << 63) - 1), st.sampled_from([4, 4, 0, 1 << 31]),
+    action(JOB_REQUEST, NUMBER, integers(1 << 20, (1 << 64) - 1), just(0), rest=bytes(wire.DIGEST)),
+    action(RESULT, *[NUMBER] * 4, integers(-(1 << 63), (1 << 63) - 1), sampled_from([4, 4, 0, 1 << 31]),
            rest=GOOD),
     action(VALIDATION, *[NUMBER] * 3, REAL), action(wire.SNAPSHOT_REQUEST, NUMBER, NUMBER),
     action(wire.SNAPSHOT_DATA, *[NUMBER] * 3, rest=pyzstd.compress(bytes(9))),
-    action(wire.STATE_HASH, NUMBER, st.just(bytes(32))), action(HEARTBEAT),
-    st.tuples(st.just(LOG_MESSAGE), st.text(st.characters(), max_size=30).map(
+    action(wire.STATE_HASH, NUMBER, just(bytes(32))), action(HEARTBEAT),
+    tuples(just(LOG_MESSAGE), st.text(characters(), max_size=30).map(
         lambda text: text.encode("utf-8", "surrogatepass"))))
 
 
 @SLOW
-@given(st.lists(ACTION, min_size=1, max_size=12), st.booleans(), st.integers(0, 300))
+@given(lists(ACTION, min_size=1, max_size=12), booleans(), integers(0, 300))
 def test_a_live_coordinator_takes_any_figures_and_holders_that_only_beat(under_siege, actions, holds, beats):
     """A peer that knows all frames: figures at their limits, chunks that it takes and only sends heartbeats for."""
     with suppress(OSError, egg_net.NetError):
@@ -512,7 +513,7 @@ def test_a_live_coordinator_takes_any_figures_and_holders_that_only_beat(under_s
                 peer.ask(step, digest)
                 peer.link.send(peer.link.frame(HEARTBEAT) * beats)
             for opcode, payload in actions:
-                peer.link.send(frame(wire.Frame(opcode), payload, version=V2))
+                peer.link.send(frame(Frame(opcode), payload, version=V2))
             peer.link.sock.settimeout(0.01)
             peer.link.sock.recv(1 << 16)
     assert under_siege.serves
@@ -534,9 +535,9 @@ def test_frames_are_those_of_the_specification():
 REFUSED = {
     "wrong magic": b"GET / HTTP/1.1\r\n\r\n",
     "protocol version 3, here 1 or 2": b"JOBS\x03\x00" + bytes([0, 0, 0, 24]) + bytes(24),
-    "JOB_REQUEST of 23 bytes, allowed 24": frame(wire.Frame(JOB_REQUEST), bytes(23)),
+    "JOB_REQUEST of 23 bytes, allowed 24": frame(Frame(JOB_REQUEST), bytes(23)),
     "RESULT of 49 bytes, allowed 44 to 48": result_frame(packed=GOOD + b"\0"),
-    "RESULT of 43 bytes": frame(wire.Frame(RESULT), bytes(43)),
+    "RESULT of 43 bytes": frame(Frame(RESULT), bytes(43)),
     "LOG_MESSAGE of 1000000 bytes": wire.HEADER.pack(b"JOBS", 1, LOG_MESSAGE, 1000000),
     "opcode 77 of 4000000000 bytes": wire.HEADER.pack(b"JOBS", 1, 77, 4000000000),
     "RESULT says 3 bytes of fitness and carries 4": result_frame(size=3),
@@ -577,7 +578,7 @@ def test_wrong_frames_end_their_connection_with_one_line_and_nothing_else(tmp_pa
 def test_unknown_frames_and_half_frames_do_no_harm(server):
     half, peer = Peer(server), Peer(server)
     half.link.send(b"JOBS\x01")
-    peer.link.send(frame(wire.Frame(200), b"hello from the future"))
+    peer.link.send(frame(Frame(200), b"hello from the future"))
     peer.link.send(frame(LOG_MESSAGE, b"\x1b[31mred\x07 text\nStep 5 | fake"))
     assert peer.chunk(0) == 0
     assert "  [31mred text\n  Step 5 | fake\n" in server.said and "\x1b" not in server.said

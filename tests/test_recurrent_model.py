@@ -4,6 +4,7 @@ groups of members, and a cluster that trains it."""
 import math
 
 import numpy as np
+from numpy import int32, uint8
 from numpy.random import default_rng
 from pytest import approx, mark, param, raises
 
@@ -89,7 +90,7 @@ def test_ztest_works_with_the_transformer_and_the_others_with_the_gru():
     for cfg in (fakes.CFG.changed(CHUNK_SIZE=64, OPTIMIZER="ztest", ZTEST_ALPHA=0.5),
                 BASE.changed(OPTIMIZER="adamw", ADAPTIVE_NOISE_MODE=1, LR_SCHEDULE=((0, 1.5),)),
                 BASE.changed(OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1),))):
-        engine = CpuEngine(cfg, np.arange(900, dtype=np.uint8) % 7)
+        engine = CpuEngine(cfg, np.arange(900, dtype=uint8) % 7)
         before = engine.state()
         changed = engine.update(any_fitness(cfg, 1))
         assert 0 < changed == np.count_nonzero(engine.state().weights != before.weights)
@@ -131,7 +132,7 @@ class Engine(CpuEngine):
     """The real model, made as the chaos of the kit makes its engines."""
 
     def __init__(self, cfg, pause=0.0):
-        super().__init__(cfg, default_rng(4).integers(0, 256, 3000, np.uint8), threads=1)
+        super().__init__(cfg, default_rng(4).integers(0, 256, 3000, uint8), threads=1)
 
 
 class Liar(Lying, Engine):
@@ -177,8 +178,8 @@ def test_it_learns():
     """A thousand members, a few steps: better than it began, on text it has not seen."""
     cfg = BASE.changed(N_LAYERS=1, SEQ_LEN=16, STATE_TOKENS=0, CHUNK_SIZE=256, POPULATION_SIZE=256, SIGMA_SHIFT=2,
                        SOFTMAX_EXP_SCALE=16 / math.log(2))
-    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 400, np.uint8)
-    engine, window = CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
+    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 400, uint8)
+    engine, window = CpuEngine(cfg, text), text[None, 11:300].astype(int32)
     before = engine.validate(window)[0]
     for _ in range(40):
         step_alone(engine)
@@ -213,15 +214,14 @@ WIDE, STREAMED, FAST_STREAMED = dict(SMALL, HIDDEN_DIM=288), dict(SMALL, VOCAB_S
 
 
 def test_which_path_serves():
-    import egg_kernels
+    from egg_kernels import build_forward
     for constants, cc, name in ((WIDE, (9, 0), "general"), (SMALL, (8, 6), "registers"), (SMALL, (9, 0), "registers"),
                                 (STREAMED, (12, 0), "registers"), (FAST_STREAMED, (9, 0), "wgmma"),
                                 (FAST, (9, 0), "wgmma"), (FAST, (8, 0), "general"),
                                 (dict(FAST, TENSOR_CORES="mma"), (9, 0), "general")):
-        forward = egg_kernels.build_forward(make(**constants), cc, CARDS[cc] * 1024)
-        assert path_of(forward) == name, (constants, cc)
+        assert path_of(build_forward(make(**constants), cc, CARDS[cc] * 1024)) == name, (constants, cc)
     with raises(ValueError, match="only GPUs of compute capability 9.0"):
-        egg_kernels.build_forward(BASE.changed(TENSOR_CORES="wgmma"), (8, 6), CARDS[8, 6] * 1024)
+        build_forward(BASE.changed(TENSOR_CORES="wgmma"), (8, 6), CARDS[8, 6] * 1024)
 
 
 @mark.parametrize("width", sorted({*range(64, 257, 32), *range(64, 1025, 96)}))
@@ -232,10 +232,10 @@ def test_quotients_by_a_multiplication_are_exact(width):
     for point in range(8):
         for inputs in (width, 4 * width):
             d = parameters.divisor(make(MODEL="gru", FIXED_POINT=point), inputs)
-            y = np.arange(-128 * d, 128 * d + 1, 1 + d // 200, np.int32)
+            y = np.arange(-128 * d, 128 * d + 1, 1 + d // 200, int32)
             for base in (gru_parts.BASE, gru_parts.BASE + 128, parts.MAGIC):
                 bits, a, c = parts.floor_constants(d, base)
-                sums = np.int32(bits) + y
+                sums = int32(bits) + y
                 # float64 holds the product exactly; what is rounded off below is far less than 1 / d
                 equal(np.floor(sums.view(np.float32).astype(float) * a + c), base + y // d, (d, base))
 
@@ -326,7 +326,7 @@ def test_drawn_configurations_are_good():
 def test_a_trace_shows_the_recurrent_model():
     """Every part of member 0 at one position, from the state that the tokens before the window make."""
     cfg, rng = BASE.changed(DEBUG=1), default_rng(4)
-    state, tokens = parameters.initial_state(cfg), rng.integers(0, 4, 300).astype(np.uint8)
+    state, tokens = parameters.initial_state(cfg), rng.integers(0, 4, 300).astype(uint8)
     told = debug.trace(cfg, state, tokens)
     layer = ["LN1", "State", "GRU", "LN2", "MLP_Exp", "MLP"]
     assert [part["name"] for part in told["parts"]] == ["Emb", *layer, *layer, "LN_F"]
@@ -355,7 +355,7 @@ def test_every_multiprocessor_takes_several_tiles(cpu_compiled):
     """4,096 members, all weights drawn anew, against the CPU engine."""
     from engine import cuda_engine
     cfg, rng = make(**dict(FAST, CHUNK_SIZE=4096, POPULATION_SIZE=4096)), default_rng(8)
-    tokens = rng.integers(0, 60, 9000).astype(np.uint8)
+    tokens = rng.integers(0, 60, 9000).astype(uint8)
     engines = [cuda_engine.CudaEngine(cfg, tokens), CpuEngine(cfg, tokens)]
     state = engines[0].state()
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
@@ -371,7 +371,7 @@ def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     same chunk."""
     from engine import cuda_engine
     cfg = make(**dict(shape, CHUNK_SIZE=32, POPULATION_SIZE=64, GROUP_SIZE=8))
-    tokens = default_rng(5).integers(0, 9, 700).astype(np.uint8)
+    tokens = default_rng(5).integers(0, 9, 700).astype(uint8)
     gpu, whole = cuda_engine.CudaEngine(cfg, tokens), CpuEngine(cfg, tokens).evaluate(0, 64)
     pieces = ((0, 2), (2, 30), (32, 32))
     equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)

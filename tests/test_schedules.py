@@ -4,6 +4,7 @@ import functools
 import json
 
 import numpy as np
+from numpy import float32, uint32, uint8
 from numpy.random import default_rng
 from pytest import mark, raises
 
@@ -23,7 +24,7 @@ from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
 from recordings import simulated
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
-TOKENS = default_rng(1).integers(0, 256, 600).astype(np.uint8)
+TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
 
 
 # --- distributed, resumed ---------------------------------------------------------------------------------------------
@@ -87,8 +88,8 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
     assert "SIGMA_SCHEDULE" not in {**BASE.shared(), **BASE.saved(), **history.non_default(BASE)}
     open_run(BASE, tmp_path).close()
-    edited = egg_config.CONSTANTS["SIGMA_SCHEDULE"]._replace(value=((0, 7),))
-    monkeypatch.setitem(egg_config.CONSTANTS, "SIGMA_SCHEDULE", edited)
+    constants, name = egg_config.CONSTANTS, "SIGMA_SCHEDULE"
+    monkeypatch.setitem(constants, name, constants[name]._replace(value=((0, 7),)))
     falling, again = make(**SMALL), egg_config.load(environ={}, saved=history.configuration(tmp_path))
     assert falling.SIGMA_SCHEDULE and "SIGMA_SCHEDULE" in falling.shared()
     assert "SIGMA_SCHEDULE" not in history.non_default(falling)
@@ -107,8 +108,7 @@ def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(pr
     if cfg.PERTURB == "activations":                         # only the general path has that noise
         assert path_of(forward) == "general"
         return
-    path = "registers" if cfg.HIDDEN_DIM < 256 else "wgmma"
-    assert (path_of(forward) == path) == (cfg.MODEL == "gru")
+    assert (path_of(forward) == ("registers" if cfg.HIDDEN_DIM < 256 else "wgmma")) == (cfg.MODEL == "gru")
 
 
 # --- rates and initial values by token --------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(pr
 def test_rare_tokens_learn_more_slowly(rest):
     """The first update's accumulators, bit for bit: beside a run without the switch only the columns of rare tokens
     differ, by their factor."""
-    tokens = np.repeat(np.arange(200), np.arange(200) ** 2 // 50 + 1).astype(np.uint8)
-    tokens = np.concatenate([tokens, np.full(3 * tokens.size, 5, np.uint8)])
+    tokens = np.repeat(np.arange(200), np.arange(200) ** 2 // 50 + 1).astype(uint8)
+    tokens = np.concatenate([tokens, np.full(3 * tokens.size, 5, uint8)])
     # powers of two, so that nothing is rounded twice
     learning = 2 ** -13 if rest.get("OPTIMIZER") == "sgd" else 0.25
     plain = BASE.changed(**rest, LR_SCHEDULE=((0, learning),))
@@ -130,7 +130,7 @@ def test_rare_tokens_learn_more_slowly(rest):
         engine.update(any_fitness(cfg, 1))
         states.append(engine.state())
     share = np.bincount(tokens, minlength=256) / tokens.size
-    factor = np.sqrt(np.minimum(1, share / 0.004)).astype(np.float32)
+    factor = np.sqrt(np.minimum(1, share / 0.004)).astype(float32)
     assert factor[5] == 1 and factor[250] == 0 and 0 < factor[20] < factor[190] < 1
     assert [t.name for t in tensors(cfg) if t.by_token] == ["embedding", "head"][:1 + (cfg.MODEL == "gru")]
     for t in tensors(cfg):
@@ -163,7 +163,7 @@ def seen_by_hand(cfg, state, tokens, t, fitness, often):
                     lambda q, a: a * np.where(np.isin(np.arange(t.cols), windows[q]), often, 1))
 
 
-SEEN_TOKENS = default_rng(5).integers(0, 40, 500).astype(np.uint32)
+SEEN_TOKENS = default_rng(5).integers(0, 40, 500).astype(uint32)
 SEEN = (dict(), dict(USE_CLT=0, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, GROUP_SIZE=4),
         dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, USE_SAME_DATA=1))
 
@@ -226,11 +226,11 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
 
 def test_shares_are_of_all_the_data():
     cfg = make(RARE_TOKENS=0.5, VOCAB_SIZE=300)
-    tokens = np.zeros((1 << 24) + 100, np.uint32)
+    tokens = np.zeros((1 << 24) + 100, uint32)
     tokens[-25:] = 299
     rates = optimizers.token_rates(cfg, tokens)
-    assert rates.dtype == np.float32 and rates.shape == (300,) and rates[0] == 1 and not rates[1:299].any()
-    assert rates[299] == np.float32(np.sqrt(50 / tokens.size))
+    assert rates.dtype == float32 and rates.shape == (300,) and rates[0] == 1 and not rates[1:299].any()
+    assert rates[299] == float32(np.sqrt(50 / tokens.size))
 
 
 @mark.parametrize("model", ["transformer", "gru"])

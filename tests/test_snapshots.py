@@ -13,6 +13,7 @@ import pyzstd
 
 from cluster import history, snapshots, wire
 from cluster.history import open_run
+from cluster.snapshots import unpack
 from cluster.wire import HASH_WANTED, JOB_RESPONSE, SNAPSHOT_WANTED
 from model import state_digest
 from model.parameters import initial_state
@@ -92,22 +93,22 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     assert upload.finished
     upload.keep(tmp_path / "s", b"fitness")
     data = (tmp_path / "s").read_bytes()
-    back = snapshots.unpack(CFG, data)
+    back = unpack(CFG, data)
     assert digests(back) == digests(state) and (back.step, back.seed) == (20, 77)
     for at in [*range(snapshots.HEAD.size + 4), *rng.integers(0, len(data), 60)]:
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
         if at < snapshots.HEAD.size + 4:
             with raises(ValueError, match="snapshot"):
-                snapshots.unpack(CFG, bytes(bad))
+                unpack(CFG, bytes(bad))
         else:
             with contextlib.suppress(ValueError):                # zstd does not use every bit
-                assert digests(snapshots.unpack(CFG, bytes(bad))) == digests(state)
+                assert digests(unpack(CFG, bytes(bad))) == digests(state)
     for bad in (b"", data[:100], data[:-1], data + b"x", history.MAGIC):
         with raises(ValueError):
-            snapshots.unpack(CFG, bad)
+            unpack(CFG, bad)
     with raises(ValueError, match="another configuration"):
-        snapshots.unpack(changed(SIGMA_SHIFT=1), data)
+        unpack(changed(SIGMA_SHIFT=1), data)
 
 
 @mark.parametrize("pieces", [
@@ -298,8 +299,7 @@ def test_a_run_that_ends_blames_nobody_for_a_snapshot_that_is_on_its_way(server)
 
 
 def test_a_snapshot_comes_from_one_to_which_faster_ones_leave_no_chunk_of_its_step(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=2)
-    with Server(tmp_path, cfg, save=True) as server:
+    with Server(tmp_path, changed(SNAPSHOT_EVERY=2), save=True) as server:
         fast, slow = callers(server, 2, 3)
         for step in range(3):
             fast.works(step, 4)

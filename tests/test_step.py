@@ -80,9 +80,8 @@ def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
     step.settle()
     step.alone = False
     assert set(step.done) == {0}
-    step.result(B, 1, *YES)
-    step.result(A, 2, *YES)
-    step.result(B, 2, *YES)
+    for author, chunk in (B, 1), (A, 2), (B, 2):
+        step.result(author, chunk, *YES)
     step.withdraw(A)
     assert set(step.done) == {1, 2}
     assert sorted(iter(lambda: step.take(C, 0), None)) == [0, 3]
@@ -121,8 +120,7 @@ def test_leases_follow_the_time_that_chunks_take(monkeypatch, server):
 
 
 def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work(tmp_path):
-    cfg = changed(POPULATION_SIZE=32 * 12)
-    with Server(tmp_path, cfg) as server:
+    with Server(tmp_path, changed(POPULATION_SIZE=32 * 12)) as server:
         greedy, other = Peer(server), Peer2(server)
         # without waiting, and without holding more than CHUNKS_HELD
         asked = [greedy.chunk(0) for _ in range(9)]
@@ -140,8 +138,7 @@ def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work
 
 def test_who_takes_chunks_and_leaves_waits_longer_and_longer_until_it_delivers(tmp_path, monkeypatch):
     monkeypatch.setattr(fairness, "DOUBT", (30, 60))
-    cfg = changed(POPULATION_SIZE=32 * 64)
-    with Server(tmp_path, cfg) as server:
+    with Server(tmp_path, changed(POPULATION_SIZE=32 * 64)) as server:
         honest, known = caller("127.0.0.3", server), server.dispatcher.fairness
 
         def newcomer():
@@ -778,8 +775,7 @@ def test_no_worker_walks_its_own_lease_away():
 
 
 def test_a_lease_ends_though_no_usual_time_is_known(tmp_path):
-    cfg = changed(POPULATION_SIZE=32, STRAGGLER_TIMEOUT=0.4)
-    with Server(tmp_path, cfg) as server:
+    with Server(tmp_path, changed(POPULATION_SIZE=32, STRAGGLER_TIMEOUT=0.4)) as server:
         holder, honest = callers(server, 2, 3)
         assert holder.chunk(0) == 0
         honest.ask(0)

@@ -5,6 +5,7 @@ import zlib
 from types import SimpleNamespace
 
 import numpy as np
+from numpy import int32, int8, uint64, uint8
 from numpy.random import default_rng
 from pytest import fail, fixture, importorskip, mark
 
@@ -63,7 +64,7 @@ class Forward:
         seed = zlib.crc32(packed.tobytes() + overlay.tobytes() + job[[0, 2, 3]].tobytes())
         sums = windows.reshape(pairs, -1).sum(1, dtype=np.int64)
         numbers = np.repeat(sums, 2) * 1000 + members % 2 + first + members // 2
-        losses[:] = seeds.hash32(seed, numbers.astype(np.uint64)) % 1000
+        losses[:] = seeds.hash32(seed, numbers.astype(uint64)) % 1000
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         nats[:] = zlib.crc32(packed.tobytes() + weights.tobytes()) % 1000
@@ -72,10 +73,10 @@ class Forward:
 class Update:
     def __init__(self, cfg, kernels, budget):
         self.cfg = cfg
-        self.changed = device_array(1, np.int32)
-        self.packed = device_array(ternary.packed_size(cfg.STEP_DIGITS), np.uint8)
+        self.changed = device_array(1, int32)
+        self.packed = device_array(ternary.packed_size(cfg.STEP_DIGITS), uint8)
         self.rates = device_array(len(parameters.tensors(cfg)), np.float32)
-        self.windows = device_array(cfg.N_PAIRS * (cfg.SEQ_LEN + 1), np.int32)
+        self.windows = device_array(cfg.N_PAIRS * (cfg.SEQ_LEN + 1), int32)
 
     bytes_needed = staticmethod(lambda cfg: 0)
 
@@ -84,7 +85,7 @@ class Update:
             assert self.changed[0] == 0
             seen = self.windows.tobytes() if self.cfg.SEEN_VOTES > 1 else b""
             digest = zlib.crc32(self.packed.tobytes() + job.tobytes() + weights.tobytes() + moments.tobytes() + seen)
-            weights[:4] = np.frombuffer(digest.to_bytes(4, "little"), np.int8)
+            weights[:4] = np.frombuffer(digest.to_bytes(4, "little"), int8)
             moments[0, 0] += self.rates[0]
             overlay[0] += 1
             self.changed[0] = digest % 1000
@@ -103,7 +104,7 @@ def engine_of(monkeypatch):
 
         def digest(weights, moments, overlay, out):
             out += np.frombuffer(zlib.crc32(weights.tobytes() + moments.tobytes() + overlay.tobytes())
-                                 .to_bytes(4, "little") * 4, np.uint64)
+                                 .to_bytes(4, "little") * 4, uint64)
 
         steps = {step * cfg.SEQ_LEN % (TOKENS - cfg.SEQ_LEN): step for step in range(400)}
         return Forward([]), {"cut_windows": Kernel(cut_windows), "digest": Kernel(digest)}, {"digest": []}
@@ -115,7 +116,7 @@ def engine_of(monkeypatch):
     monkeypatch.setattr(cuda_engine, "compile_all", lambda *args: 0.0)
     monkeypatch.setattr(cuda_engine.update, "Update", Update)
     monkeypatch.setattr(cuda_engine, "Replay", lambda stream, enqueue: enqueue)
-    tokens = default_rng(3).integers(0, 256, TOKENS).astype(np.uint8)
+    tokens = default_rng(3).integers(0, 256, TOKENS).astype(uint8)
 
     def make(cfg=CFG):
         engine = cuda_engine.CudaEngine(cfg, tokens)
@@ -131,7 +132,7 @@ def fitness_of(seed):
 
 
 USES = {"nothing": lambda e: None, "evaluate": lambda e: e.evaluate(32, 16).tolist(), "digest": lambda e: e.digest(),
-        "state": lambda e: digests(e.state()), "validate": lambda e: e.validate(np.zeros((3, 9), np.int32)),
+        "state": lambda e: digests(e.state()), "validate": lambda e: e.validate(np.zeros((3, 9), int32)),
         "another update": lambda e: (e.update(fitness_of(9)), e.digest()),
         "load": lambda e: (e.load(parameters.initial_state(e.cfg)), e.digest())}
 
@@ -367,7 +368,7 @@ def test_fitness_is_that_of_the_plain_rule(changes):
         else:
             wanted = [(x > 0) - (x < 0) for x in d]
         got = fitness_digits.chunk_fitness(losses, cfg)
-        assert got.dtype == np.int8 and got.tolist() == wanted
+        assert got.dtype == int8 and got.tolist() == wanted
         packed = fitness_digits.pack_ternary(got)
         digits = [x % 3 for x in wanted] + [0] * 3
         assert packed == bytes(sum(digits[k + i] * 3 ** i for i in range(5)) for k in range(0, 617, 5))
