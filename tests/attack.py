@@ -369,9 +369,9 @@ def attack(kind, seconds, workers):
     """dict of what the flood did. workers: number of honest ones."""
     with tempfile.TemporaryDirectory() as place:
         place = pathlib.Path(place)
-        command = [sys.executable, HERE / "egg.py", *"coordinator --port 0 --http 0 --save-dir".split(), place,
-                   *defines(CFG, SNAPSHOT_EVERY=CFG.SNAPSHOT_EVERY)]
-        process = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, HERE / "egg.py", "coordinator", "--port=0", "--http=0",
+                                    "--save-dir", place, *defines(CFG, SNAPSHOT_EVERY=CFG.SNAPSHOT_EVERY)],
+                                   cwd=place, stdout=subprocess.PIPE, text=True)
         try:
             port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
             page = int(re.search(r":(\d+)/", process.stdout.readline())[1])
@@ -426,7 +426,8 @@ if __name__ == "__main__":
     parser.add_argument("--flood", nargs=3, metavar=("KIND", "PORT", "PAGE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.flood:
-        flood(args.flood[0], int(args.flood[1]), int(args.flood[2]), args.seconds)
+        kind, port, page = args.flood
+        flood(kind, int(port), int(page), args.seconds)
     else:
         Honest.seconds = args.chunk_seconds
         for kind in args.kinds or FLOODS:

@@ -16,7 +16,7 @@ from cluster import fairness, history, step
 from cluster.history import open_run
 from model import fitness_digits, parameters, seeds
 from coordinators import Server, filled, free_port, kept, refused, replayed, until, whole, work_in_thread
-from fakes import CFG, any_fitness, full, step_alone
+from fakes import CFG, any_fitness, changed, full, step_alone
 from recordings import HERE, digests, golden, recorded_digests
 from readings import configured
 
@@ -68,7 +68,7 @@ def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):
     open_run(CFG, tmp_path).close()
     monkeypatch.undo()
     open_run(CFG, tmp_path).close()
-    cannot_open("NTT_MODE = 0 there, 1 here", tmp_path, CFG.changed(NTT_MODE=1))
+    cannot_open("NTT_MODE = 0 there, 1 here", tmp_path, changed(NTT_MODE=1))
 
 
 def recorded_run(directory):
@@ -135,8 +135,8 @@ def test_what_a_killed_coordinator_left_behind_is_removed_by_the_owner_alone(tmp
 def test_other_files_and_other_configurations_are_refused(tmp_path):
     filled(tmp_path, 2)
     cannot_open(r"SIGMA_SHIFT = 3 there, 5 here; LR_SCHEDULE = .* there, \[\[0, 0.1\]\] here", tmp_path,
-                CFG.changed(SIGMA_SHIFT=5, LR_SCHEDULE=((0, 0.1),)))
-    open_run(CFG.changed(VALIDATE_EVERY=7, SAMPLING_TEMP=0.1, PORT=1), tmp_path).close()             # harmless
+                changed(SIGMA_SHIFT=5, LR_SCHEDULE=((0, 0.1),)))
+    open_run(changed(VALIDATE_EVERY=7, SAMPLING_TEMP=0.1, PORT=1), tmp_path).close()             # harmless
     data = (tmp_path / history.FILE).read_bytes()
     for words, content in (("not a fitness history", b"something else"),
                            ("cut short in its header, after 0 bytes", b""),

@@ -134,8 +134,8 @@ def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_p
     at, header = tmp_path / "run", {**CFG.saved(), **evil}
     open_run(CFG, at).close()
     (at / history.FILE).write_bytes(headed(dumps({"version": 1, "config": header})))
-    kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3}
-    (at / history.SETTINGS).write_text(dumps({**kept, **evil, "HIDDEN_DIM": 96}))
+    kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3, **evil, "HIDDEN_DIM": 96}
+    (at / history.SETTINGS).write_text(dumps(kept))
     use.write_tensors(tmp_path / "model", {"x": np.zeros(1, int8)}, {"config": dumps(header)})
     for found in use.read_config(tmp_path / "model"), history.configuration(at):
         cfg = egg_config.load(saved=found)
@@ -265,8 +265,8 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
 @given(lists(tuples(integers(0, 6), integers(0, 2), booleans()), max_size=40))
 def test_no_sybils_outvote_two_honest_hosts(votes):
     """Names 0 and 1 are honest, of two hosts, the others of one liar. votes: (name, what it states, rebuilt)."""
-    hosts = ["1.1.1.1", "2.2.2.2"] + ["6.6.6.6"] * 5
-    authors = [admission.Author(host, str(i), str(i)) for i, host in enumerate(hosts)]
+    authors = [admission.Author(host, str(i), str(i))
+               for i, host in enumerate(["1.1.1.1", "2.2.2.2"] + 5 * ["6.6.6.6"])]
     kept = trust.Trust()
     for name, state, rebuilt in votes:
         kept.judge(1, authors[name], b"right" if name < 2 else b"lie%d" % state, rebuilt)

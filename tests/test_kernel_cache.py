@@ -449,11 +449,10 @@ def test_a_kernel_that_is_not_ours_or_a_link_is_not_read(tmp_path):
 
 
 def test_old_kernels_are_removed(tmp_path):
-    now = time.time()
     for i, days in enumerate((400, 100, 30, 1)):
         path = tmp_path / f"cpu-kernel-{i}"
         path.write_bytes(bytes(1000))
-        os.utime(path, (now - days * 86400,) * 2)
+        os.utime(path, (time.time() - days * 86400,) * 2)
     kernel_cache.prune(tmp_path, most=2000)
     assert sorted(os.listdir(tmp_path)) == ["cpu-kernel-2", "cpu-kernel-3"]
     read(tmp_path / "cpu-kernel-2")                 # is used now

@@ -37,22 +37,25 @@ class Alone(Author):
 
 A, B = Alone("host", "a", "a"), Alone("host", "b", "b")
 C, D = Alone("host", "c", "c"), Alone("host", "d", "d")
-YES = GOOD, 5
-NO = BAD, 5
+
+
+def given(step, author, chunk, packed=GOOD):
+    """Who is found to have lied by this result of a chunk."""
+    return step.result(author, chunk, packed, 5)
 
 
 def test_an_audited_chunk_needs_two_authors_and_a_third_decides():
     step = Step(CFG, audited=[1])
     assert [step.take(A, 0) for _ in range(5)] == [0, 1, 2, 3, None] and step.take(B, 0) == 1
     for chunk in (0, 1, 2, 3):
-        assert step.result(A, chunk, *YES) == []
+        assert given(step, A, chunk) == []
     assert set(step.done) == {0, 2, 3} and step.take(A, 1) is None
-    assert step.result(B, 1, *NO) == [] and 1 not in step.done
+    assert given(step, B, 1, BAD) == [] and 1 not in step.done
     assert step.disputed() == [(1, [A, B])]
     assert step.take(A, 1) is None and step.take(B, 1) is None and step.take(C, 1) == 1
-    assert step.result(C, 1, *YES) == [B] and step.complete and step.fitness() == GOOD_STEP
+    assert given(step, C, 1) == [B] and step.complete and step.fitness() == GOOD_STEP
     step.withdraw(B)
-    assert step.result(D, 1, *NO) == [D] and step.complete
+    assert given(step, D, 1, BAD) == [D] and step.complete
 
 
 def test_a_worker_is_handed_first_what_it_delivered_in_the_step_before():
@@ -67,37 +70,37 @@ def test_a_worker_is_handed_first_what_it_delivered_in_the_step_before():
 
 def test_a_late_result_that_differs_opens_the_chunk_again():
     step = Step(CFG)
-    assert step.result(A, 0, *NO) == [] and 0 in step.done
-    assert step.result(A, 0, *YES) == [] and step.done[0] == NO             # its own first word counts
-    assert step.result(B, 0, *YES) == [] and 0 not in step.done and step.take(C, 0) == 0
-    assert step.result(C, 0, *YES) == [A] and step.done[0] == YES
+    assert given(step, A, 0, BAD) == [] and 0 in step.done
+    assert given(step, A, 0) == [] and step.done[0] == (BAD, 5)         # its own first word counts
+    assert given(step, B, 0) == [] and 0 not in step.done and step.take(C, 0) == 0
+    assert given(step, C, 0) == [A] and step.done[0] == (GOOD, 5)
 
 
 def test_an_audit_waits_for_nobody_and_a_withdrawn_result_is_done_again():
     step = Step(CFG, audited=[0])
-    assert step.result(A, 0, *YES) == [] and not step.done
+    assert given(step, A, 0) == [] and not step.done
     step.alone = True
     step.settle()
     step.alone = False
     assert set(step.done) == {0}
     for author, chunk in (B, 1), (A, 2), (B, 2):
-        step.result(author, chunk, *YES)
+        given(step, author, chunk)
     step.withdraw(A)
     assert set(step.done) == {1, 2}
     assert sorted(iter(lambda: step.take(C, 0), None)) == [0, 3]
     step.alone = True
-    assert step.result(B, 0, *YES) == [] and 0 in step.done
+    assert given(step, B, 0) == [] and 0 in step.done
 
 
 def test_copies_go_to_idle_workers_and_the_first_result_counts():
     step = Step(CFG)
     assert [step.take(A, t) for t in range(4)] == [0, 1, 2, 3]
-    step.result(A, 2, *YES)
+    given(step, A, 2)
     assert step.late(3.0, 1.0) == [0, 1] and step.late(1.2, 1.0) == []
     late = step.late(3.0, 1.0)
     assert step.copy(A, 3.0, late) is None and step.copy(B, 3.0, late) == 0 and late == [1]
     assert step.late(5.9, 1.0) == [1, 3] and step.late(6.1, 1.0) == [0, 1, 3]   # a third one waits twice as long
-    step.result(B, 0, *YES)
+    given(step, B, 0)
     step.give_back(A, 0)
     assert step.take(C, 9) is None
 
@@ -499,7 +502,7 @@ def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path
         work, votes = coordinator.dispatcher.work, {b"right": {A}, b"wrong": {B}}
         coordinator.trust.votes[0] = votes
         for chunk in range(CFG.N_CHUNKS):
-            work.result(A, chunk, *YES)
+            given(work, A, chunk)
         coordinator._complete_step()
         assert work.complete and coordinator.run.step == 0
         votes[b"right"].add(C)
@@ -542,7 +545,7 @@ def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(server)
 
 def audit(step, *results):
     """Gives results (holder, packed) of chunk 0; the names of those who are found to have lied."""
-    return [author.name for holder, packed in results for author in step.result(holder, 0, packed, 5)]
+    return [author.name for holder, packed in results for author in given(step, holder, 0, packed)]
 
 
 def test_three_names_on_one_host_have_one_vote():

@@ -16,7 +16,7 @@ from egg_net import ChunkPredictor, NO_CHUNK, SURE_AFTER, Worker
 from model import fitness_digits, parameters, rules, seeds, ternary
 from coordinators import cluster
 from no_device import device_array
-from fakes import CFG, FakeEngine, any_fitness, expected, step_alone
+from fakes import CFG, FakeEngine, any_fitness, changed, expected, step_alone
 from recordings import digests
 from engines_compared import begun_ahead
 from readings import as_data, equal
@@ -144,7 +144,7 @@ USES = {"nothing": lambda e: None, "evaluate": lambda e: e.evaluate(32, 16).toli
 @mark.parametrize("seen, on_device", [(1, True), (4, True), (4, False)])
 def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_device):
     """Whatever the engine is used for then, it answers like one that has not begun; so it does after the update."""
-    cfg = CFG.changed(SEEN_VOTES=seen, SIGMA_SCHEDULE=((1, 2), (4, 3)), LR_SCHEDULE=((0, 0.5), (2, 0.25), (3, 0.125)))
+    cfg = changed(SEEN_VOTES=seen, SIGMA_SCHEDULE=((1, 2), (4, 3)), LR_SCHEDULE=((0, 0.5), (2, 0.25), (3, 0.125)))
     engine_of.memory.free = 1 << 30 if on_device else 1 << 21    # too little for the tokens
     plain, ahead = engine_of(cfg), engine_of(cfg)
     assert (plain._tokens is not None) == on_device
@@ -313,7 +313,7 @@ def test_a_worker_alone_predicts_every_chunk(tmp_path, monkeypatch, slice_size):
 
 def test_several_workers_waste_little(tmp_path):
     """Three workers, which steal chunks from each other: a step of each has the fitness that it has without them."""
-    cfg = CFG.changed(POPULATION_SIZE=8 * CFG.CHUNK_SIZE, AUDIT_RATE=0.2)
+    cfg = changed(POPULATION_SIZE=8 * CFG.CHUNK_SIZE, AUDIT_RATE=0.2)
     engines = [Beginning(cfg) for _ in range(3)]
     cluster(tmp_path, engines, 40, cfg)
     assert {engine.digest() for engine in engines if engine.step == 40} == {expected(40, cfg)[1]}
@@ -355,7 +355,7 @@ def test_an_audit_leaves_the_first_chunk_of_a_step_certain():
                               dict(ADAPTIVE_THRESHOLD_ALPHA=0.0), dict(FAST_FITNESS=1), dict(LOSS="exact")])
 def test_fitness_is_that_of_the_plain_rule(changes):
     """Element by element in Python's integers and floats (SPEC 8), through packing and back."""
-    cfg = CFG.changed(CHUNK_SIZE=1234, POPULATION_SIZE=1234, **changes)
+    cfg = changed(CHUNK_SIZE=1234, POPULATION_SIZE=1234, **changes)
     rng, unit = default_rng(len(str(changes))), 256 if cfg.LOSS == "exact" else 1
     for losses in rng.integers(0, 1000, 1234), rng.integers(1 << 40, (1 << 40) + 9, 1234), np.full(1234, 7):
         d = (losses[1::2] - losses[::2]).tolist()
