@@ -384,7 +384,7 @@ assert "word_sums" in compiled()
 def test_a_training_step_compiles_its_own_kernels_alone(compiled):
     """Or loads them, where they are in the cache: neither Muon's, nor those of generation and digests, nor the other
     model's."""
-    subprocess.run([sys.executable, "-c", STEP_PROGRAM], cwd=HERE, check=True)
+    python("-c", STEP_PROGRAM)
 
 
 COLD_PROGRAM = """
