@@ -128,11 +128,10 @@ def test_few_files_are_one_line_at_the_start(tmp_path):
 # --- requests for the status ------------------------------------------------------------------------------------------
 
 def test_readers_that_do_not_read_share_one_status_and_get_no_new_ones(tmp_path, monkeypatch):
-    made = []
+    made, readers, size = [], [], wire.STATUS.most
     with Server(tmp_path) as server:
         monkeypatch.setattr(status, "pack_status", lambda _: made.append(b"x" * size + b"%d" % len(made))
                             or made[-1][-size:])
-        readers, size = [], wire.STATUS.most
 
         def held():
             """The statuses that wait for their readers."""
