@@ -7,7 +7,6 @@ the most memory of the coordinator; what the flood left in the save directory; h
 were kept."""
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
+from contextlib import closing, suppress
+from threading import Thread
+from time import monotonic, sleep
 
 HERE = pathlib.Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "tests")]
@@ -31,7 +32,7 @@ from cluster.link import OldCoordinator                                         
 from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, V2  # noqa: E402
 from egg_config import EggError                                                      # noqa: E402
 from commands import defines                                                         # noqa: E402
-from coordinators import Peer2, caller                                               # noqa: E402
+from coordinators import Peer2, caller, upload                                               # noqa: E402
 from fakes import GOOD, changed                                                 # noqa: E402
 from maintenance import load                                                         # noqa: E402
 from model import parameters, seeds, state_digest                                        # noqa: E402
@@ -83,12 +84,8 @@ def connections(port, _, held):
 
 def frames(port, _, held):
     """Frames that cannot be right, before and after the introduction."""
-    if random.random() < 0.5:
-        sock = connect(port)
-    else:
-        sock = Peer2(port, CFG, name="hostile").link.sock
+    with connect(port) if random.random() < 0.5 else Peer2(port, CFG, name="hostile").link.sock as sock:
         sock.settimeout(1)
-    with contextlib.closing(sock):
         body = random.randbytes(random.choice((0, 24, 40, 48, 100)))
         kind = random.choice((0, 1, 3, 16, 32, 34, 37, 40, 41, 77))
         sock.send(wire.frame(wire.Frame(kind), body, version=random.choice((1, 2, 2, 9))) * 20)
@@ -129,7 +126,7 @@ def http(_, page, clients):
     request = b"GET / HTTP/1.1\r\nHost: localhost\r\nX:" + b" " * 8000 + b"\x01\r\n\r\n"
     answered, ready, _ = select.select(clients, clients, [], 0.05)
     for sock in {*answered, *ready}:
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             try:
                 if sock in answered and not sock.recv(1 << 16):
                     raise ConnectionResetError
@@ -156,23 +153,23 @@ def logs(port, _, held):
     """Comes in, says as much as it may, asks for work, leaves, comes again."""
     peer = Peer2(port, CFG, name="talker")
     peer.link.send(peer.link.frame(LOG_MESSAGE, b"sample at step 1: x >>> " + b"y" * 16000) * 32)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         peer.ask(0)
     peer.close()
 
 
 def slow_walk(port, _, walkers):
     """Six workers of another host: each takes 1.4 times the time that it usually took, so that none is ever late."""
-    return of_another_host(Walker, port, "walker", 6, walkers)
+    return of_another_host(Walker, port, 6, walkers)
 
 
-def of_another_host(kind, port, name, count, running):
+def of_another_host(kind, port, count, running):
     """`count` workers, which are started once and go on by themselves."""
     if not running:
-        running = [kind(port, "127.0.0.2", name) for _ in range(count)]
+        running = [kind(port, "127.0.0.2", kind.__name__.lower()) for _ in range(count)]
         for worker in running:
             worker.start()
-    time.sleep(0.05)
+    sleep(0.05)
     return running
 
 
@@ -191,17 +188,17 @@ def takes_a_chunk(peer):
 def holders(port, _, peers):
     """Twenty connections that take a chunk, hold it for 50 ms, leave and come again."""
     peer = Peer2(port, CFG, name="holder")
-    with contextlib.suppress(TimeoutError):                      # it has to wait
+    with suppress(TimeoutError):                      # it has to wait
         takes_a_chunk(peer)
-    peers.append((time.monotonic() + 0.05, peer))
-    while len(peers) > 20 or peers and peers[0][0] < time.monotonic():
+    peers.append((monotonic() + 0.05, peer))
+    while len(peers) > 20 or peers and peers[0][0] < monotonic():
         peers.pop(0)[1].close()
     return peers
 
 
 def teasers(port, _, running):
     """Eight workers of another host that are quick, and then silent for up to 1.9 s although they could ask."""
-    return of_another_host(Teaser, port, "teaser", 8, running)
+    return of_another_host(Teaser, port, 8, running)
 
 
 def readers(port, _, held):
@@ -214,14 +211,14 @@ def readers(port, _, held):
 
 def uploads(port, _, takers):
     """Eight workers of another host that need no time for a chunk, and do not send the snapshots that are wanted."""
-    return of_another_host(Taker, port, "taker", 8, takers)
+    return of_another_host(Taker, port, 8, takers)
 
 
 def warnings(port, _, number):
     """Under one new name after another: a wrong state, which is rebuilt to another wrong one; a wrong chunk; a frame
     that cannot be right. Each makes a warning or a refusal, the first a ban."""
     number = number or itertools.count()
-    with contextlib.suppress(*GONE), contextlib.closing((peer := Peer2(port, CFG, name=f"{next(number)} liar")).link):
+    with suppress(*GONE), closing((peer := Peer2(port, CFG, name=f"{next(number)} liar")).link):
         peer.ask(NO_STEP)
         step, how = peer.answer(0.05).step, random.choice(("state", "state", "chunk", "frame"))
         if how == "state":
@@ -247,19 +244,19 @@ FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, blan
 
 
 def flood(kind, port, page, seconds):
-    until, state, count = time.monotonic() + seconds, [], 0
-    while time.monotonic() < until:
+    end, state, count = monotonic() + seconds, [], 0
+    while monotonic() < end:
         try:
             state = FLOODS[kind](port, page, state) or []
             count += 1
         except GONE:
-            time.sleep(0.002)
+            sleep(0.002)
     print(count)
 
 
 # --- the honest ------------------------------------------------------------------------------------------------------
 
-class Honest(threading.Thread):
+class Honest(Thread):
     """A worker that takes `seconds` for a chunk. step: of the run; lost: connections; rebuilt: times that it had to,
     which takes 0.2 s; longest: seconds without an answer since that was 0."""
 
@@ -269,27 +266,27 @@ class Honest(threading.Thread):
         super().__init__(daemon=True, name=name)
         self.port, self.host = port, host
         self.step = self.lost = self.rebuilt = self.longest = 0
-        self.stop, self.heard = False, time.monotonic()
+        self.stop, self.heard = False, monotonic()
 
     def run(self):
         while not self.stop:
             try:
-                with contextlib.closing(arrive(self.host, self.port, self.name).link) as link:
-                    self.serve(link)
+                with closing(arrive(self.host, self.port, self.name)) as peer:
+                    self.serve(peer)
             except GONE:
                 self.lost += not self.stop
 
-    def serve(self, link):
-        step, out = self.step, b""
+    def serve(self, peer):
+        step, out, link = self.step, b"", peer.link
         while not self.stop:
             link.send(out + link.frame(JOB_REQUEST, 0, step, 0, digest(step)))
             while (frame := link.any_of(ANSWERS)).opcode in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
-                self.send_state(link, frame.opcode, step)
+                self.send_state(peer, frame.opcode, step)
             if frame.opcode == wire.REBUILD:
                 self.rebuilt += 1
-                time.sleep(0.2)
+                sleep(0.2)
                 continue
-            answer, now = link.unpack_response(frame.payload), time.monotonic()
+            answer, now = link.unpack_response(frame.payload), monotonic()
             self.longest, self.heard = max(self.longest, now - self.heard), now
             step, out = answer.step, b""
             self.step = max(step, self.step)
@@ -299,17 +296,15 @@ class Honest(threading.Thread):
                 if pause := self.pause():
                     link.send(out)
                     out = b""
-                    time.sleep(pause)
+                    sleep(pause)
 
-    def send_state(self, link, opcode, step):
+    def send_state(self, peer, opcode, step):
         if opcode == wire.HASH_WANTED:
-            return link.send(link.frame(wire.STATE_HASH, step, snapshots.state_hash(state(step))))
-        body = snapshots.pack(state(step))
-        for offset in range(0, len(body), wire.BLOCK):
-            link.send(link.frame(wire.SNAPSHOT_DATA, step, len(body), offset, body[offset:offset + wire.BLOCK]))
+            return peer.send(wire.STATE_HASH, step, snapshots.state_hash(state(step)))
+        upload(peer, state(step))
 
     def compute(self):
-        time.sleep(self.seconds)
+        sleep(self.seconds)
 
     def pause(self):
         """Seconds between a result and the next request."""
@@ -320,15 +315,15 @@ class Walker(Honest):
     usual = 0.002
 
     def compute(self):
-        time.sleep(took := 1.4 * self.usual)
+        sleep(took := 1.4 * self.usual)
         self.usual = 0.7 * self.usual + 0.3 * took           # as the coordinator reckons (cluster.fairness.Conduct)
 
 
 class Taker(Honest):
-    def send_state(self, link, opcode, step):
+    def send_state(self, peer, opcode, step):
         """Leaves at once or after a while, or goes on as if nothing was wanted."""
         if pause := random.choice((0, 0.001, 0.05)):
-            time.sleep(pause)
+            sleep(pause)
             raise ConnectionResetError
 
     def compute(self):
@@ -343,7 +338,7 @@ class Teaser(Honest):
         return random.uniform(0, 1.9)
 
 
-class Newcomer(threading.Thread):
+class Newcomer(Thread):
     """Comes and leaves. longest: seconds that it took to be let in."""
 
     def __init__(self, port):
@@ -352,16 +347,16 @@ class Newcomer(threading.Thread):
 
     def run(self):
         while not self.stop:
-            began, pause = time.monotonic(), 0.1
+            began, pause = monotonic(), 0.1
             while not self.stop:
                 try:
                     arrive("127.0.0.1", self.port, "newcomer").close()
                     break
                 except GONE:
-                    time.sleep(pause * random.uniform(0.5, 1))
+                    sleep(pause * random.uniform(0.5, 1))
                     pause = min(2 * pause, 5.0)
-            self.longest = max(self.longest, time.monotonic() - began)
-            time.sleep(0.3)
+            self.longest = max(self.longest, monotonic() - began)
+            sleep(0.3)
 
 
 def snapshots_of(directory):
@@ -374,55 +369,51 @@ def attack(kind, seconds, workers):
     """dict of what the flood did. workers: number of honest ones."""
     with tempfile.TemporaryDirectory() as place:
         place = pathlib.Path(place)
-        command = [sys.executable, HERE / "egg.py", *"coordinator --port 0 --http 0 --save-dir".split(), place,
-                   *defines(CFG, SNAPSHOT_EVERY=CFG.SNAPSHOT_EVERY)]
-        process = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, HERE / "egg.py", "coordinator", "--port=0", "--http=0",
+                                    "--save-dir", place, *defines(CFG, SNAPSHOT_EVERY=CFG.SNAPSHOT_EVERY)],
+                                   cwd=place, stdout=subprocess.PIPE, text=True)
         try:
             port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
             page = int(re.search(r":(\d+)/", process.stdout.readline())[1])
-            threading.Thread(target=process.stdout.read, daemon=True).start()
+            Thread(target=process.stdout.read, daemon=True).start()
             honest = [Honest(port, f"127.0.0.{10 + k}", f"honest {k}") for k in range(workers)]
             newcomer = Newcomer(port)
             [one.start() for one in honest]
-            time.sleep(1)
-            rates, used, absent = [], [], []
-            steps, did = [], "0"
+            sleep(1)
+            rates, used, absent, due = [], [], [], []
             for phase in range(3):
                 if phase == 1:
                     newcomer.start()
                     flooding = subprocess.Popen([sys.executable, __file__, "--flood", kind, str(port), str(page),
                                                  "--seconds", str(seconds)], stdout=subprocess.PIPE, text=True)
-                    time.sleep(1)                                # it takes a moment to start
+                    sleep(1)                                # it takes a moment to start
                 for one in honest:
                     one.longest = 0
-                before, began = max(one.step for one in honest), time.monotonic()
+                before, began = max(one.step for one in honest), monotonic()
                 cpu = load.cpu_seconds(process.pid)
-                time.sleep(seconds - 1.5 if phase == 1 else seconds / 3)
-                took, now = time.monotonic() - began, max(one.step for one in honest)
-                steps.append(range(before, now))
-                rates.append((now - before) / took)
-                used.append((load.cpu_seconds(process.pid) - cpu) / took)
-                absent.append(max(max(one.longest, time.monotonic() - one.heard) for one in honest))
+                sleep(seconds - 1.5 if phase == 1 else seconds / 3)
+                now = monotonic()
+                took, after = now - began, max(one.step for one in honest)
+                due.append({step for step in range(before, after) if step and step % CFG.SNAPSHOT_EVERY == 0})
+                rates.append(round((after - before) / took, 1))
+                used.append(round(100 * (load.cpu_seconds(process.pid) - cpu) / took))
+                absent.append(round(max(max(one.longest, now - one.heard) for one in honest), 2))
                 if phase == 1:
-                    did = flooding.communicate()[0].strip()
+                    did = int(flooding.communicate()[0])
                     newcomer.stop = True
             for one in honest:
                 one.stop = True
             status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
-            alive = process.poll() is None
+            alive, banned, kept = process.poll() is None, place / admission.BANNED_FILE, snapshots_of(place)
             written = sum(f.stat().st_size for f in place.iterdir() if f.is_file())
-            banned = place / admission.BANNED_FILE
-            due = [{step for step in of if step and step % CFG.SNAPSHOT_EVERY == 0} for of in steps]
-            kept = [f"{len(of & snapshots_of(place))} of {len(of)}" for of in due]
         finally:
             process.kill()
             process.wait()
-        return {"kind": kind, "honest": workers, "rounds": int(did), "steps/s": [round(rate, 1) for rate in rates],
-                "CPU %": [round(100 * x) for x in used], "absent s": [round(x, 2) for x in absent],
+        return {"kind": kind, "honest": workers, "rounds": did, "steps/s": rates, "CPU %": used, "absent s": absent,
                 "let in within s": round(newcomer.longest, 2), "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10,
                 "MB written": round(written / 1e6, 2), "bans written": banned.read_text().count("\n") if
-                banned.exists() else 0, "snapshots": kept, "lost": sum(one.lost for one in honest),
-                "rebuilt": sum(one.rebuilt for one in honest), "alive": alive}
+                banned.exists() else 0, "snapshots": [f"{len(of & kept)} of {len(of)}" for of in due],
+                "lost": sum(one.lost for one in honest), "rebuilt": sum(one.rebuilt for one in honest), "alive": alive}
 
 
 if __name__ == "__main__":
@@ -435,7 +426,8 @@ if __name__ == "__main__":
     parser.add_argument("--flood", nargs=3, metavar=("KIND", "PORT", "PAGE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.flood:
-        flood(args.flood[0], int(args.flood[1]), int(args.flood[2]), args.seconds)
+        kind, port, page = args.flood
+        flood(kind, int(port), int(page), args.seconds)
     else:
         Honest.seconds = args.chunk_seconds
         for kind in args.kinds or FLOODS:

@@ -1,14 +1,15 @@
 """Coordinators in a thread or a process, peers that speak frame by frame, workers in threads."""
 
-import contextlib
 import queue
 import random
 import re
 import socket
 import subprocess
 import sys
-import threading
 import time
+from contextlib import closing, contextmanager, suppress
+from threading import Thread
+from time import monotonic
 from unittest import mock
 
 import numpy as np
@@ -16,9 +17,9 @@ import pytest
 
 import egg_config
 import egg_net
-from cluster import admission, auth, event_log, history, snapshots, status, wire
+from cluster import admission, auth, event_log, snapshots, status, wire
+from cluster.history import open_run, read_run, replay
 from cluster.wire import JOB_REQUEST, RESULT, V2
-from model import fitness_digits
 from fakes import CFG, FakeEngine, GOOD, GOOD_STEP, Lines, any_fitness, begin_together, card
 from recordings import HERE
 
@@ -39,12 +40,12 @@ class Coordinator(egg_net.Coordinator):
         self.own.close()
 
 
-@contextlib.contextmanager
+@contextmanager
 def idle(directory, cfg=CFG, **options):
     """A Coordinator that nobody drives."""
-    coordinator = Coordinator(cfg, history.open_run(cfg), log_dir=directory, console=egg_net.Console(Lines()),
+    coordinator = Coordinator(cfg, open_run(cfg), log_dir=directory, console=egg_net.Console(Lines()),
                               **options)
-    with contextlib.closing(coordinator.run), contextlib.closing(coordinator):
+    with closing(coordinator.run), closing(coordinator):
         yield coordinator
 
 
@@ -54,12 +55,12 @@ class Server:
 
     def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
         self.lines, self.drain, self.stay = Lines(), drain, stay
-        self.run = history.open_run(cfg, directory if save else None)
-        console = egg_net.Console(self.lines)
-        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory, console=console, **options)
+        self.run = open_run(cfg, directory if save else None)
+        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory, console=egg_net.Console(self.lines),
+                                       **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.calls = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._serve)
+        self.thread = Thread(target=self._serve)
 
     def _serve(self):
         try:
@@ -90,9 +91,16 @@ class Server:
         """What it has printed."""
         return self.lines.text
 
+    @property
+    def serves(self):
+        return not self.failure and self.thread.is_alive()
+
+    def worker(self, name=""):
+        """The worker of this name, or any."""
+        return next(worker for worker in self.dispatcher.workers if name in worker.author.name)
+
     def author(self, name=""):
-        """The author of the worker of this name, or of any."""
-        return next(worker.author for worker in self.dispatcher.workers if name in worker.author.name)
+        return self.worker(name).author
 
     def connect(self, **options):
         return socket.create_connection(("127.0.0.1", self.port), **options)
@@ -126,7 +134,8 @@ class Server:
 
 def place(at, cfg):
     """(configuration, host, port) for a worker of a Server, or of a coordinator at a port."""
-    return (cfg or CFG, "127.0.0.1", at) if isinstance(at, int) else (cfg or at.cfg, "127.0.0.1", at.port)
+    port = at if isinstance(at, int) else at.port
+    return cfg or getattr(at, "cfg", CFG), "127.0.0.1", port
 
 
 class Peer:
@@ -149,10 +158,8 @@ class Peer:
         assert (answer.step, answer.packed) == (step, b"")
         return answer.first
 
-    def result(self, step, position, packed=None, updates=0, loss=5, size=None):
-        packed = fitness_digits.pack_ternary(np.ones(self.cfg.CHUNK_SIZE // 2, np.int8)) if packed is None else packed
-        size = len(packed) if size is None else size
-        self.send(RESULT, 0, step, position, updates, loss, size, packed)
+    def result(self, step, position, packed=GOOD, updates=0, loss=5):
+        self.send(RESULT, 0, step, position, updates, loss, len(packed), packed)
 
     def send(self, *frame):
         self.link.send(self.link.frame(*frame))
@@ -160,9 +167,14 @@ class Peer:
     def close(self):
         self.link.close()
 
-    def works(self, step, **result):
-        """Evaluates a chunk of a step."""
-        self.result(step, self.chunk(step), **result)
+    def works(self, step, chunks=1, **result):
+        """Evaluates chunks of a step, one after the other."""
+        for _ in range(chunks):
+            self.result(step, self.chunk(step), **result)
+
+    def delivers(self, step, *packed):
+        """The result of the chunk that it is handed."""
+        self.result(step, self.answer().first, *packed)
 
     def silent(self, seconds=0.15):
         """Nothing comes, and the connection stays."""
@@ -180,17 +192,17 @@ class Peer:
             return True
 
 
-@contextlib.contextmanager
+@contextmanager
 def listening(serve):
     """The port of a listener on this machine, in whose thread serve(socket) has every connection in turn."""
     def accept():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             while True:
                 with listener.accept()[0] as sock:
                     serve(sock)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=accept, daemon=True)
+        thread = Thread(target=accept, daemon=True)
         thread.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
@@ -201,15 +213,15 @@ def free_port():
     """A port of this machine that a server can come back to: connections take none below 32768 as their own end."""
     while True:
         port = random.randrange(10000, 32768)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
 
 def until(condition, seconds=120):
     """Waits for what comes at once on a quiet machine; the bound is for one that is not."""
-    end = time.monotonic() + seconds
+    end = monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert monotonic() < end, "waited in vain"
         time.sleep(0.005)
 
 
@@ -221,10 +233,10 @@ def run_worker(at, engine, cfg=None, retry=False, lines=None, **options):
 
 def work_in_thread(*arguments, retry=False, **options):
     def serve():
-        with contextlib.suppress(SystemExit):                    # see Dice
+        with suppress(SystemExit):                    # see Dice
             run_worker(*arguments, retry=retry, **options)
 
-    thread = threading.Thread(target=serve, daemon=retry)
+    thread = Thread(target=serve, daemon=retry)
     thread.start()
     return thread
 
@@ -236,12 +248,11 @@ def result_frame(step=0, position=0, updates=0, loss=0, packed=GOOD, size=None):
 
 def filled(directory, steps=5, cfg=CFG):
     """[packed fitness] of a run that was written to `directory`."""
-    rng, packed = np.random.default_rng(steps), []
-    run = history.open_run(cfg, directory)
-    for k in range(steps):
-        packed.append(any_fitness(cfg, rng))
-        run.append(packed[-1], -k * 1000, k)
-    run.close()
+    rng = np.random.default_rng(steps)
+    packed = [any_fitness(cfg, rng) for _ in range(steps)]
+    with closing(open_run(cfg, directory)) as run:
+        for k, fitness in enumerate(packed):
+            run.append(fitness, -k * 1000, k)
     return packed
 
 
@@ -251,22 +262,21 @@ def whole(run):
 
 def kept(directory, cfg=CFG):
     """[packed fitness] of the run in a directory."""
-    with contextlib.closing(history.read_run(cfg, directory)) as run:
+    with closing(read_run(cfg, directory)) as run:
         return whole(run)
 
 
 def replayed(directory, engine):
     """An engine, brought to the end of the run in a directory."""
-    with contextlib.closing(history.read_run(engine.cfg, directory)) as run:
-        history.replay(run, engine)
+    with closing(read_run(engine.cfg, directory)) as run:
+        replay(run, engine)
     return engine
 
 
 def coordinator_process(directory, port=0, cfg=CFG, before=""):
     """A coordinator in a process of its own, which runs the program `before` first: (process, port)."""
-    constants = cfg.constants()
     program = (f"{before}import sys, egg_net, egg_config\n"
-               f"cfg = egg_config.make(**{constants!r})\n"
+               f"cfg = egg_config.make(**{cfg.constants()!r})\n"
                "try:\n"
                f"    egg_net.run_coordinator(cfg, '127.0.0.1', {port}, save_dir={str(directory)!r})\n"
                "except egg_config.EggError as error:\n"
@@ -290,18 +300,15 @@ class Peer2(Peer):
     def next(self, *opcodes, timeout=60):
         return self.link.any_of(opcodes, timeout)[1:]
 
-    def result(self, step, position, packed=GOOD, loss=5):
-        self.send(RESULT, 0, step, position, 0, loss, len(packed), packed)
-
 
 def first_step(server, *peers):
     """Completes step 0; the engine of the next one."""
     engine = FakeEngine(server.cfg)
     for chunk in range(4):
-        peer = peers[chunk % len(peers)]
+        peer, position = peers[chunk % len(peers)], 32 * chunk
         peer.ask(0, engine.digest())
-        assert peer.answer().first == 32 * chunk
-        peer.result(0, 32 * chunk)
+        assert peer.answer().first == position
+        peer.result(0, position)
     server.reaches(1)
     engine.update(GOOD_STEP)
     return engine
@@ -323,16 +330,15 @@ def upload(peer, state):
 def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
     """Runs these engines, no more than a step has chunks, as workers of one coordinator; the server, after `steps`
     steps."""
-    server = Server(directory, cfg, steps=steps, drain=15, **options)
-    threads, said = [], [Lines() for _ in engines]
+    server, threads = Server(directory, cfg, steps=steps, drain=15, **options), []
     begin_together(engines)
 
-    def serve(engine, name, lines):
-        with contextlib.suppress(egg_config.EggError):
-            run_worker(server, engine, name=name, lines=lines)
+    def serve(engine, name):
+        with suppress(egg_config.EggError):
+            run_worker(server, engine, name=name)
 
     for i, engine in enumerate(engines):
-        threads.append(threading.Thread(target=serve, args=(engine, names[i] if names else f"w{i}", said[i])))
+        threads.append(Thread(target=serve, args=(engine, names[i] if names else f"w{i}")))
         threads[-1].start()
     with server:
         server.reaches(steps)
@@ -340,7 +346,7 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
     return server
 
 
-@contextlib.contextmanager
+@contextmanager
 def refused(words, kind=egg_net.NetError):
     """The block ends with an error of one line, in which these words (a pattern) are."""
     with pytest.raises(kind, match=words) as caught:
@@ -353,6 +359,12 @@ def caller(host, at, cfg=None, kind=Peer2, **values):
     plain = socket.create_connection
     with mock.patch("socket.create_connection", lambda address, timeout=None: plain(address, timeout, (host, 0))):
         return kind(at, cfg, **values)
+
+
+def turned_away(words, at, cfg=None, host="127.0.0.1", **values):
+    """A peer of these values is not let in, and is told why."""
+    with refused(words):
+        caller(host, at, cfg, **values)
 
 
 def callers(server, *hosts):

@@ -8,6 +8,7 @@ import time
 import zlib
 
 import numpy as np
+from numpy import int8
 
 import egg_config
 from model import data_files, parameters, seeds, state_digest, ternary
@@ -24,7 +25,7 @@ ACTIVATIONS = CFG.changed(MODEL="gru", HEAD_DIM=64, PERTURB="activations", GROUP
 
 def any_fitness(cfg, rng):
     """bytes: random digits of a step, packed; rng: a generator, or its seed."""
-    return pack_ternary(np.random.default_rng(rng).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8))
+    return pack_ternary(np.random.default_rng(rng).integers(-1, 2, cfg.STEP_DIGITS).astype(int8))
 
 
 class FakeEngine:
@@ -62,7 +63,7 @@ class FakeEngine:
         losses = (seeds.hash32(seed, np.arange(first, first + count, dtype=np.uint64)) % 1000).astype(np.int64)
         if self.cfg.PERTURB == "weights":
             return losses
-        digits = (seeds.hash32(seed + first, np.arange(self.cfg.CHUNK_DIGITS)) % 3).astype(np.int8) - np.int8(1)
+        digits = (seeds.hash32(seed + first, np.arange(self.cfg.CHUNK_DIGITS)) % 3).astype(int8) - int8(1)
         digits[size:] = 0
         return pack_ternary(digits), int(losses.sum())
 
@@ -75,7 +76,7 @@ class FakeEngine:
     def update(self, fitness):
         ternary.check(fitness, self.cfg.STEP_DIGITS)
         digest = zlib.crc32(fitness, zlib.crc32(self.weights))
-        self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, np.int8).copy()
+        self.weights = np.frombuffer(digest.to_bytes(4, "little") * 2, int8).copy()
         self.seed, self.step = seeds.next_seed(self.seed, self.step), self.step + 1
         return 100 + self.step
 
@@ -143,8 +144,8 @@ class Dice(random.Random):
         return super().uniform(low, high)
 
 
-GOOD = pack_ternary(np.ones(16, np.int8))
-GOOD_STEP = pack_ternary(np.ones(CFG.N_PAIRS, np.int8))
+GOOD = pack_ternary(np.ones(16, int8))
+GOOD_STEP = pack_ternary(np.ones(CFG.N_PAIRS, int8))
 VALIDATION = data_files.Validation(np.zeros((3, 9), np.int32), 12, "bits/byte")
 SECRET = b"sixteen bytes or more"
 
@@ -220,4 +221,4 @@ def begin_together(engines):
         wait_first(engine)
 
 
-BAD = pack_ternary(-np.ones(16, np.int8))
+BAD = pack_ternary(-np.ones(16, int8))

@@ -1,6 +1,7 @@
 """Oracles: plain readings of members, of fitness and of the draw of a token."""
 
 import numpy as np
+from numpy import float32, int64
 import pytest
 
 import egg_config
@@ -64,9 +65,9 @@ def votes_on(cfg, state, t, fitness, weigh=lambda pair, a: a):
     """int64, flat: the votes of SPEC 9 for a tensor, pair by pair. fitness: bytes, packed; weigh(pair, a): what counts
     of the noise of columns."""
     digits = fitness_digits.unpack_ternary(fitness, cfg.N_PAIRS)
-    reading, votes = Reading(cfg, state), np.zeros((t.rows, t.cols) if t.matrix else t.cols, np.int64)
+    reading, votes = Reading(cfg, state), np.zeros((t.rows, t.cols) if t.matrix else t.cols, int64)
     for q in np.flatnonzero(digits):
-        a, b = (reading.noise(state.seed + int(q) + seed, np.arange(n)).astype(np.int64)
+        a, b = (reading.noise(state.seed + int(q) + seed, np.arange(n)).astype(int64)
                 for seed, n in ((t.seed_a, t.cols), (t.seed_b, t.rows if t.matrix else t.cols)))
         a, b = (a, b) if cfg.USE_CLT else (np.sign(a), np.sign(b))
         a = weigh(q, a)
@@ -114,13 +115,13 @@ def callable_by_python(inner):
 def weights_of(cfg, z, seen, temp, min_p, penalty):
     """(int64 [V], float32 [V]): the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11), and
     the scores that they are made of."""
-    scores = z.astype(np.float32)
-    scores[seen] -= np.float32(penalty * cfg.SOFTMAX_EXP_SCALE)
+    scores = z.astype(float32)
+    scores[seen] -= float32(penalty * cfg.SOFTMAX_EXP_SCALE)
     if temp == 0:
         return None, scores
-    d = np.trunc((scores - scores.max()) / np.float32(temp)).astype(np.int64)
-    exp = integer_tables.exp_table(cfg).astype(np.int64)
-    floor = np.trunc(np.float32(np.log(np.float32(min_p))) * np.float32(cfg.SOFTMAX_EXP_SCALE)) if min_p else -np.inf
+    d = np.trunc((scores - scores.max()) / float32(temp)).astype(int64)
+    exp = integer_tables.exp_table(cfg).astype(int64)
+    floor = np.trunc(float32(np.log(float32(min_p))) * float32(cfg.SOFTMAX_EXP_SCALE)) if min_p else -np.inf
     return np.where(d >= floor, exp[np.minimum(len(exp) - 1, -d)], 0), scores
 
 

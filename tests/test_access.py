@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
-import pytest
+from pytest import mark, raises
 
 import egg
 import egg_config
 import egg_net
-from cluster import admission, auth, event_log, greeting, history, hub, snapshots, status, trust, wire
-from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME
-from coordinators import Coordinator, Peer, Peer2, Server, listening, refused, run_worker, until, whole
+from cluster import admission, auth, event_log, greeting, hub, snapshots, status, trust, wire
+from cluster.auth import Access, AuthError, client_tls, listen_host, read_secret, server_tls, user_key
+from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME, frame
+from coordinators import Peer, Peer2, Server, idle, listening, refused, run_worker, turned_away, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
 from recordings import HERE
 from readings import configured
@@ -29,35 +31,34 @@ LIMITS = wire.limits(CFG)
 # --- access -----------------------------------------------------------------------------------------------------------
 
 def test_where_a_coordinator_listens():
-    secret, open_ = auth.Access(SECRET), auth.Access(insecure=True)
-    assert auth.listen_host(None, auth.Access()) == "127.0.0.1"
-    assert auth.listen_host(None, secret) == auth.listen_host(None, open_) == "0.0.0.0"
+    closed, secret, open_ = Access(), Access(SECRET), Access(insecure=True)
+    assert listen_host(None, closed) == "127.0.0.1"
+    assert listen_host(None, secret) == listen_host(None, open_) == "0.0.0.0"
     for host in ("127.0.0.1", "localhost", "::1", "127.8.9.1"):
-        assert auth.listen_host(host, auth.Access()) == host
+        assert listen_host(host, closed) == host
     for host in ("0.0.0.0", "::", "10.0.0.1", "node7"):
-        assert auth.listen_host(host, secret) == auth.listen_host(host, open_) == host
-        with pytest.raises(auth.AuthError, match="without a secret would let anybody in"):
-            auth.listen_host(host, auth.Access())
+        assert listen_host(host, secret) == listen_host(host, open_) == host
+        with raises(AuthError, match="without a secret would let anybody in"):
+            listen_host(host, closed)
 
 
 def test_secrets_are_read_from_a_file_or_the_environment(tmp_path):
-    (tmp_path / "s").write_bytes(SECRET + b"\n")
-    assert auth.read_secret(tmp_path / "s", {"EGG_SECRET": "another secret, as long"}) == SECRET
-    assert auth.read_secret(None, {"EGG_SECRET": "another secret, as long"}) == b"another secret, as long"
-    assert auth.read_secret(None, {}) == b""
-    (tmp_path / "short").write_bytes(b"123")
-    for path, environ, words in ((tmp_path / "short", {}, "holds 3 bytes"),
-                                 (None, {"EGG_SECRET": ""}, "EGG_SECRET holds 0 bytes"),
+    path, environ = tmp_path / "s", {"EGG_SECRET": "another secret, as long"}
+    path.write_bytes(SECRET + b"\n")
+    assert read_secret(path, environ) == SECRET
+    assert read_secret(None, environ) == b"another secret, as long"
+    assert read_secret(None, {}) == b""
+    path.write_bytes(b"123")
+    for path, environ, words in ((path, {}, "holds 3 bytes"), (None, {"EGG_SECRET": ""}, "EGG_SECRET holds 0 bytes"),
                                  (tmp_path / "none", {}, "No such file")):
-        with pytest.raises(auth.AuthError, match=words):
-            auth.read_secret(path, environ)
+        with raises(AuthError, match=words):
+            read_secret(path, environ)
     assert egg_config.load(environ={"EGG_SECRET": "x"}).fingerprint() == configured().fingerprint()
 
 
-def test_ray_warns_once_of_a_secret_that_others_may_read(tmp_path, monkeypatch, capsys):
-    (tmp_path / "s").write_bytes(SECRET)
-    (tmp_path / "s").chmod(0o644)
-    monkeypatch.chdir(tmp_path)
+def test_ray_warns_once_of_a_secret_that_others_may_read(here, monkeypatch, capsys):
+    (here / "s").write_bytes(SECRET)
+    (here / "s").chmod(0o644)
     monkeypatch.setitem(sys.modules, "deploy.ray", SimpleNamespace(
         train=lambda cfg, args, secret, options, console: print(
             auth.page_password(secret) == options["http"].password)))
@@ -82,21 +83,19 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
             super().send(data)
 
     recorded = []
-    with Server(tmp_path, access=auth.Access(SECRET)) as server:
-        link = Recording(CFG, "127.0.0.1", server.port, V2, auth.Access(SECRET), card())
+    with Server(tmp_path, access=Access(SECRET)) as server:
+        link = Recording(CFG, "127.0.0.1", server.port, V2, Access(SECRET), card())
         honest = Peer2(server, secret=SECRET)
         assert len(recorded) == 3
         for _ in range(5):
-            with refused("wants a secret"):
-                Peer2(server)
-            with refused("does not know the secret"):
-                Peer2(server, secret=b"not the secret but long")
+            turned_away("wants a secret", server)
+            turned_away("does not know the secret", server, secret=b"not the secret but long")
             replay()
             old = Peer(server)
             old.ask(0)
             assert old.closed()
             sock = server.connect()
-            sock.sendall(wire.frame(wire.Frame(JOB_REQUEST), bytes(64), version=V2))           # no introduction at all
+            sock.sendall(frame(wire.Frame(JOB_REQUEST), bytes(64), version=V2))           # no introduction at all
             assert wire.next_frame(bytearray(sock.recv(1000)), LIMITS)[1] == wire.ERROR
         assert honest.chunk(0) == 0
     told = [line for line in server.said.splitlines() if line.startswith("refused")]
@@ -111,76 +110,72 @@ def test_strangers_cannot_silence_the_refusals_of_others(tmp_path, monkeypatch):
     monkeypatch.setattr(event_log, "OF_ALL", (10_000, 10_000))
     now = [time.monotonic()]
     monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
-    run, lines = history.open_run(CFG), Lines()
-    coordinator = Coordinator(CFG, run, log_dir=tmp_path, console=egg_net.Console(lines))
-    report = coordinator.admission.report
-    for k in range(2 * admission.HOSTS_LOGGED):
-        report(f"10.0.{k // 256}.{k % 256}", "a stranger", "wrong secret")
-    for _ in range(3):
-        report("10.9.9.9", "the last", "wrong secret")
-    for k in range(2 * admission.REASONS_LOGGED):
-        report("10.9.9.9", "the last", f"reason {k}.")
-    assert lines.text.count("a stranger") == 2 * admission.HOSTS_LOGGED
-    assert lines.text.count("the last") == admission.REASONS_LOGGED
-    assert len(coordinator.admission._refused) == admission.HOSTS_LOGGED
-    now[0] += admission.REFUSED_SECONDS + 1
-    report("10.9.9.9", "the last", "wrong secret")
-    assert lines.text.count("refused the last: wrong secret") == 2
-    coordinator.close(), run.close()
+    with idle(tmp_path) as coordinator:
+        told, strangers = coordinator.console.stream, 2 * admission.HOSTS_LOGGED
+
+        def report(reason, host="10.9.9.9", who="the last"):
+            coordinator.admission.report(host, who, reason)
+
+        for k in range(strangers):
+            report("wrong secret", f"10.0.{k // 256}.{k % 256}", "a stranger")
+        for _ in range(3):
+            report("wrong secret")
+        for k in range(2 * admission.REASONS_LOGGED):
+            report(f"reason {k}.")
+        assert told.text.count("a stranger") == strangers
+        assert told.text.count("the last") == admission.REASONS_LOGGED
+        assert len(coordinator.admission._refused) == admission.HOSTS_LOGGED
+        now[0] += admission.REFUSED_SECONDS + 1
+        report("wrong secret")
+        assert told.text.count("refused the last: wrong secret") == 2
 
 
 def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(server):
-    with refused("it has no secret, and here is one"):
-        Peer2(server, secret=SECRET)
+    turned_away("it has no secret, and here is one", server, secret=SECRET)
 
     def impostor(sock):
         sock.recv(1000)
-        sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), 1, version=V2))
-        given = sock.recv(10000)[10:42]                          # sends the worker's own proof back
-        sock.sendall(wire.frame(WELCOME, given, snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
+        sock.sendall(frame(wire.CHALLENGE, bytes(32), 1, version=V2))
+        # sends the worker's own proof back
+        sock.sendall(frame(WELCOME, sock.recv(10000)[10:42], snapshots.config_digest(CFG), bytes(32), 0, 0, version=V2))
         sock.recv(1)
 
-    with listening(impostor) as port, refused("does not know the secret"):
-        Peer2(port, secret=SECRET)
+    with listening(impostor) as port:
+        turned_away("does not know the secret", port, secret=SECRET)
 
 
 def test_tls(tmp_path, certificates):
     cert, key = certificates
     packed, digest = expected(12)
-    access = auth.Access(SECRET, auth.server_tls(cert, key))
-    ours = auth.Access(SECRET, auth.client_tls(cert))
-    engine = FakeEngine()
+    access, ours = Access(SECRET, server_tls(cert, key)), Access(SECRET, client_tls(cert))
+    engine, late = FakeEngine(), FakeEngine()
     with Server(tmp_path, changed(SNAPSHOT_EVERY=4), save=True, access=access, stay=True, steps=12) as server:
-        server.work(engine, access=ours)
-        until(lambda: engine.step == 12)
-        assert whole(server.run) == packed and engine.digest() == digest
-        late = FakeEngine()
-        server.work(late, access=ours)
-        until(lambda: late.step == 12)
+        for one in engine, late:
+            server.work(one, access=ours)
+            until(lambda: one.step == 12)
+            assert whole(server.run) == packed and one.digest() == digest
         # by a snapshot of several blocks, through TLS
-        assert late.loads == 1 and late.digest() == digest
+        assert late.loads == 1
         with server.connect() as plain:
-            plain.sendall(wire.frame(HELLO, bytes(32), version=V2))
+            plain.sendall(frame(HELLO, bytes(32), version=V2))
             plain.settimeout(60)
             with contextlib.suppress(ConnectionResetError):
                 while data := plain.recv(1000):
                     assert b"JOBS" not in data                    # at most an alert of TLS
         assert "no TLS" in server.said
-        for plain in auth.Access(SECRET), auth.Access():          # and the worker tries no older protocol, nor again
+        for plain in Access(SECRET), Access():          # and the worker tries no older protocol, nor again
             for call in (lambda: run_worker(server, FakeEngine(), retry=True, access=plain),
                          lambda: status.fetch_status(CFG, "127.0.0.1", server.port, plain)):
                 with refused(f"127.0.0.1:{server.port}: it seems to speak TLS: give --tls-ca"):
                     call()
-    with Server(tmp_path, access=auth.Access(SECRET)) as server:
-        with pytest.raises((egg_net.NetError, OSError)):
-            Peer2(server, access=ours)
-    for wrong in (dict(cert=cert), dict(cert=None, key=key), dict(cert=key, key=key),
-                  dict(cert=tmp_path / "none", key=key)):
-        with pytest.raises(auth.AuthError):
-            auth.server_tls(**{"key": None, **wrong})
+    with Server(tmp_path, access=Access(SECRET)) as server, raises((egg_net.NetError, OSError)):
+        Peer2(server, access=ours)
+    for wrong in (cert, None), (None, key), (key, key), (tmp_path / "none", key):
+        with raises(AuthError):
+            server_tls(*wrong)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_the_tls_commands_of_the_document(here):
     """They are run as they stand there, and a worker gets in with what they made."""
     text, engine = (HERE / "docs" / "CLUSTERS.md").read_text(), FakeEngine()
@@ -190,27 +185,24 @@ def test_the_tls_commands_of_the_document(here):
     host, worker = (egg.parsed(shlex.split(re.search(f"egg.py ({command} .*--tls.*)", text)[1], comments=True))
                     for command in ("coordinator", "worker"))
     assert os.stat(host.tls_key).st_mode & 0o077 == 0
-    theirs = auth.Access(SECRET, auth.server_tls(host.tls_cert, host.tls_key))
-    with Server(here, access=theirs, stay=True, steps=2) as server:
-        server.work(engine, access=auth.Access(SECRET, auth.client_tls(worker.tls_ca)))
+    with Server(here, access=Access(SECRET, server_tls(host.tls_cert, host.tls_key)), stay=True, steps=2) as server:
+        server.work(engine, access=Access(SECRET, client_tls(worker.tls_ca)))
         until(lambda: engine.step == 2)
 
 
-def test_connections_are_bounded(tmp_path, monkeypatch):
-    cfg = changed(CONNECTIONS_PER_ADDRESS=4, IDLE_TIMEOUT=3600)
-    with Server(tmp_path, cfg) as server:
+def test_connections_are_bounded(tmp_path):
+    with Server(tmp_path, changed(CONNECTIONS_PER_ADDRESS=4, IDLE_TIMEOUT=3600)) as server:
         silent = [server.connect() for _ in range(5)]
         honest, *others = [Peer2(server) for _ in range(4)]
         for _ in range(3):
-            with pytest.raises(TimeoutError, match="4 connections from one address"):
+            with raises(TimeoutError, match="4 connections from one address"):
                 Peer2(server)
         assert server.said.count("4 connections from one address") == 1
         [peer.close() for peer in others]
-        monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.3)
-        until(lambda: len(server.hub.connections) == 1)                        # the silent ones are closed
-        assert all(s.recv(1) == b"" for s in silent)
-        assert server.said.count("did not complete the introduction within 0.3 s") == 1
-        monkeypatch.undo()
+        with mock.patch.object(auth, "HANDSHAKE_SECONDS", 0.3):
+            until(lambda: len(server.hub.connections) == 1)                    # the silent ones are closed
+            assert all(s.recv(1) == b"" for s in silent)
+            assert server.said.count("did not complete the introduction within 0.3 s") == 1
         session, = server.hub.connections
         for _ in range(3):
             session.heard -= 2000                                                      # as if it was silent for so long
@@ -227,8 +219,8 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
 
 
 def test_a_worker_comes_again_when_there_is_room(tmp_path):
-    cfg, engine, lines = changed(CONNECTIONS_PER_ADDRESS=1), FakeEngine(), Lines()
-    with Server(tmp_path, cfg) as server:
+    engine, lines = FakeEngine(), Lines()
+    with Server(tmp_path, changed(CONNECTIONS_PER_ADDRESS=1)) as server:
         first = Peer2(server)
         server.work(engine, retry=True, lines=lines)
         until(lambda: "no coordinator at" in lines.text)
@@ -241,33 +233,29 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
     """A forgotten preset, on either side; else the constants, with their values where they are unset."""
     laptop, default = egg_config.make(**egg_config.PRESETS["laptop"]), egg_config.make()
     with Server(tmp_path, laptop) as server:
-        with refused("the coordinator's constants are those of --preset laptop: give it to the worker too$"):
-            Peer2(server, default)
-        with refused(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 2\], .* "
-                     r"at the coordinator, \[\] at the worker$"):
-            Peer2(server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
+        turned_away("the coordinator's constants are those of --preset laptop: give it to the worker too$",
+                    server, default)
+        turned_away(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 2\], .* "
+                    r"at the coordinator, \[\] at the worker$", server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
         assert server.said.count("refused") == 2
-    with Server(tmp_path, default, access=auth.Access(SECRET)) as server:
-        with refused("configuration: the worker's constants are those of --preset laptop: give it to the coordinator "
-                     "too"):
-            Peer2(server, laptop, secret=SECRET)
-        with refused("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
-                     r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more$"):
-            Peer2(server, laptop.changed(CREDIT=9), secret=SECRET, config={**laptop.saved(), "X": 1, "CREDIT": 9})
+    with Server(tmp_path, default, access=Access(SECRET)) as server:
+        turned_away("configuration: the worker's constants are those of --preset laptop: give it to the coordinator "
+                    "too", server, laptop, secret=SECRET)
+        turned_away("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
+                    r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more$",
+                    server, laptop.changed(CREDIT=9), secret=SECRET, config={**laptop.saved(), "X": 1, "CREDIT": 9})
         assert server.said.count("refused") == 2
     with Server(tmp_path) as server:
-        with refused("X = unknown at the coordinator, 1 at"):
-            Peer2(server, config={**CFG.saved(), "X": 1})
+        turned_away("X = unknown at the coordinator, 1 at", server, config={**CFG.saved(), "X": 1})
 
 
 def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(server):
-    with refused("another configuration"):
-        Peer2(server, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"})
-    peer = Peer2(server, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
-    for i in range(3 * event_log.OF_HOST[1]):
+    turned_away("another configuration", server, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"})
+    peer, most = Peer2(server, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e"), event_log.OF_HOST[1]
+    for i in range(3 * most):
         peer.send(wire.LOG_MESSAGE, f"word {i}.".encode())
     assert peer.chunk(0) == 0
-    text, most = server.said, event_log.OF_HOST[1]
+    text = server.said
     assert not re.search("[\x1b\x07\u202e]|^Step", text, re.M) and text.count("another configuration") == 1
     assert "word 0." in text and most - 10 <= text.count("word ") < most + 10
     assert "worker [31mred Step 5 | fake (127.0.0.1:" in text
@@ -282,24 +270,23 @@ def test_an_impostor_gets_nothing_to_guess_with():
 
     def impostor(sock):
         sock.recv(1000)
-        flags = wire.SECRET_WANTED | wire.PROVES_FIRST
-        sock.sendall(wire.frame(wire.CHALLENGE, bytes(32), flags, version=V2))
+        sock.sendall(frame(wire.CHALLENGE, bytes(32), wire.SECRET_WANTED | wire.PROVES_FIRST, version=V2))
         got.append(sock.recv(10000))
-        sock.sendall(wire.frame(wire.PROVED, os.urandom(32), version=V2))
+        sock.sendall(frame(wire.PROVED, os.urandom(32), version=V2))
         got.append(sock.recv(10000))
 
-    with listening(impostor) as port, refused("does not know the secret"):
-        Peer2(port, secret=SECRET)
-    assert got == [wire.frame(wire.PROVE, version=V2), b""]
+    with listening(impostor) as port:
+        turned_away("does not know the secret", port, secret=SECRET)
+    assert got == [frame(wire.PROVE, version=V2), b""]
 
 
 def test_who_has_met_a_coordinator_that_proves_itself_takes_no_other():
     def old_host(caller):
-        opcode, hello = caller.begin()
+        caller.begin()
         return caller.handle(wire.CHALLENGE, b"".join(wire.CHALLENGE.parts(bytes(32), wire.SECRET_WANTED)))
 
     assert old_host(greeting.Caller(SECRET, card()))[0] == JOIN          # an old coordinator is served in its order
-    with pytest.raises(greeting.GreetingError, match="does not prove itself first, as it did before"):
+    with raises(greeting.GreetingError, match="does not prove itself first, as it did before"):
         old_host(greeting.Caller(SECRET, card(), first=True))
 
 
@@ -308,10 +295,9 @@ def test_a_coordinator_proves_itself_once_and_with_a_slow_key():
     host.handle(HELLO, bytes(32))
     opcode, proof = host.handle(wire.PROVE, b"")
     assert opcode == wire.PROVED and proof == auth.early_proof(SECRET, bytes(32), host._challenge)
-    with pytest.raises(wire.FrameError):
-        host.handle(wire.PROVE, b"")
-    with pytest.raises(wire.FrameError):
-        greeting.Host(b"").handle(wire.PROVE, b"")
+    for another in host, greeting.Host(b""):
+        with raises(wire.FrameError):
+            another.handle(wire.PROVE, b"")
     password = auth.page_password(SECRET)
     assert len(password) == 32 and SECRET.decode() not in password and auth.page_password(b"") == ""
     auth.stretched.cache_clear()
@@ -333,8 +319,8 @@ def test_a_host_of_ipv6_is_its_first_64_bits():
     assert {one.host for one in ours} == {"2001:db8:0:7::/64"} and ours[5].address == "[2001:db8:0:7::6]:7"
     assert [arrive(text).host for text in ("2001:db8:0:8::1", "::ffff:10.0.0.1", "10.0.0.1", "fe80::1%eth0", "::1")] \
         == ["2001:db8:0:8::/64", "10.0.0.1", "10.0.0.1", "fe80::/64", "::/64"]
-    card_ = greeting.Card("worker", "k.1", "w", "", {}, b"", b"")
-    authors = [admission.Admission.author(None, one, card_) for one in ours]
+    stated = greeting.Card("worker", "k.1", "w", "", {}, b"", b"")
+    authors = [admission.Admission.author(None, one, stated) for one in ours]
     assert trust.tally({b"a lie": set(authors), b"": {admission.Author("10.0.0.1", "", "")}}) == {b"a lie": 1, b"": 1}
     bans = admission.Bans()
     bans.add(authors[1].former, "by an older version")
@@ -352,10 +338,8 @@ def test_a_liar_with_the_name_of_a_victim_is_banned_alone(tmp_path):
         assert victim.chunk(0) == 0
         liar = Peer2(server, name="gpu0", id="another-user.2")
         liar.chunk(0)
-        author = next(w.author for w in server.dispatcher.workers if "another" in w.author.key)
-        server.ban(author, "it lied")
-        with refused("banned: it lied"):
-            Peer2(server, name="gpu0", id="another-user.3")         # restarted
+        server.ban(next(w.author for w in server.dispatcher.workers if "another" in w.author.key), "it lied")
+        turned_away("banned: it lied", server, name="gpu0", id="another-user.3")  # restarted
         again = Peer2(server, name="gpu0", id="victims-key.4")
         assert again.chunk(0) == 64 or again.link.version == V2
         victim.result(0, 0)
@@ -363,19 +347,18 @@ def test_a_liar_with_the_name_of_a_victim_is_banned_alone(tmp_path):
 
 def test_the_key_of_a_user_stays_and_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    key = auth.user_key()
-    path = tmp_path / "egg" / "worker-key"
-    assert key == auth.user_key() and len(key) == 32 and path.stat().st_mode & 0o777 == 0o600
+    key, path = user_key(), tmp_path / "egg" / "worker-key"
+    assert key == user_key() and len(key) == 32 and path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
-    assert auth.user_key() != key                                # others may have read it
+    assert user_key() != key                                # others may have read it
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
-    assert auth.user_key() != auth.user_key()
+    assert user_key() != user_key()
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert len(auth.user_key()) == 32
+    assert len(user_key()) == 32
 
 
-@pytest.mark.parametrize("modes, found", [
+@mark.parametrize("modes, found", [
     ((0o1777, 0o755, 0o755), None), ((0o1777, 0o755, 0o1777), 2), ((0o777, 0o700, 0o777), 0),
     ((0o755, 0o770, 0o700), 1), ((0o1777, 0o700, 0o777), None), ((0o755, 0o711, 0o777), 2),
     ((0o1777, 0o1777, 0o755), None)])
@@ -388,5 +371,5 @@ def test_what_others_may_replace(modes, found):
 def test_a_way_follows_links(tmp_path):
     (tmp_path / "a").mkdir(mode=0o750)
     (tmp_path / "b").symlink_to("a")
-    (path, user, mode), first = auth.way(tmp_path / "b")[-1], auth.way(tmp_path / "b")[0]
-    assert (path, user, mode & 0o777) == (str(tmp_path / "a"), os.getuid(), 0o750) and first[0] == "/"
+    (first, *_), *_, (path, user, mode) = auth.way(tmp_path / "b")
+    assert (path, user, mode & 0o777) == (str(tmp_path / "a"), os.getuid(), 0o750) and first == "/"

@@ -6,15 +6,19 @@ import hashlib
 import re
 
 import numpy as np
-import pytest
+from numpy.random import default_rng
 import sanitize
 from numba import cuda
+from numpy import int32, int64, uint32
+from pytest import fixture, mark, param, raises
 
-import egg_config
 import no_device
+from egg_config import make
 from engine import cuda_engine
+from engine.cuda_engine import CudaEngine
 from kernels import attention, head, host, pairs, parts, product, transformer, update
-from model import fitness_digits, parameters, rules, sampling, seeds
+from model import parameters, rules, sampling, seeds
+from model.fitness_digits import pack_ternary, unpack_ternary
 from model.reading import Reading
 from compiling import CARDS, compiled_as, hold_against_cards, kernels_for, kernels_of, path_of
 from engines_compared import OTHER_INSTRUCTIONS, SEED, begun_ahead, compare
@@ -25,11 +29,11 @@ from recordings import HERE, digests, golden, hold_against_recording, recorded_d
 
 # --- without a GPU ----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("names", [
-    pytest.param({"operands", "products", "optimize", "digest", "choose", "read_transformer", "head"},
-                 marks=[pytest.mark.compiles(constants, cards), *more], id=f"{len(cards)} of cc{cards[0][0]}")
+@mark.parametrize("names", [
+    param({"operands", "products", "optimize", "digest", "choose", "read_transformer", "head"},
+          marks=[mark.compiles(constants, cards), *more], id=f"{len(cards)} of cc{cards[0][0]}")
     for constants, cards, *more in (({}, [*CARDS][:4]), (dict(NTT_MODE=3), [(12, 0)]),
-                                    ({}, [*CARDS], pytest.mark.deep))])
+                                    ({}, [*CARDS], mark.deep))])
 def test_every_kernel_compiles(names, compiled_kernels):
     """All of them; for cc 12.0 those of a configuration with token transforms, which are in two of them. cc 10.0 has
     the code of 12.0 in larger tiles. The deep run compiles what is left out here."""
@@ -39,10 +43,10 @@ def test_every_kernel_compiles(names, compiled_kernels):
 
 
 # rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2
-WIDE_ROWS = dict(HIDDEN_DIM=608, HEAD_DIM=32, SEQ_LEN=72, VOCAB_SIZE=300, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
+WIDE_ROWS = dict(TINY, HIDDEN_DIM=608, SEQ_LEN=72, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=2)
 
 
-@pytest.mark.parametrize((), [
+@mark.parametrize((), [
     compiled_as("large tiles", {}, [(10, 0)], names=("embed", "head")),
     *(compiled_as(f"wide rows, cc{cc[0]}", WIDE_ROWS, [cc], part="noisy") for cc in ((8, 6), (9, 0))),
     compiled_as("other instructions", OTHER_INSTRUCTIONS, [(9, 0)], names=("full_width_product", "up", "head"))])
@@ -51,7 +55,7 @@ def test_other_shapes_and_instructions_compile(compiled_kernels):
     hold_against_cards(compiled_kernels)
 
 
-@pytest.mark.parametrize("kib", sorted(set(CARDS.values())))
+@mark.parametrize("kib", sorted(set(CARDS.values())))
 def test_every_shape_fits_every_card(kib, monkeypatch):
     """Tiles exist for every width and length: no kernel needs more shared memory than a block has, beside 1 KiB. Of a
     card only its memory and its instructions matter here."""
@@ -60,13 +64,14 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
             monkeypatch.setattr(module, decorator, lambda function: function)
     for H in range(64, 1025, 32):
         for T in 8, 1000:                                    # mode 2 needs the largest tables
-            cfg = egg_config.make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
+            cfg = make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
             for wgmma in {kib == CARDS[9, 0], False}:
                 gpu = parts.Gpu((9, 0), kib * 1024, wgmma)
                 kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu, False)
-                most = max(kernel.shared for kernel in kernels.noisy + kernels.clean)
-                assert most <= (kib - 1) * 1024, (H, T)
-                for shape in [kernel.shape for kernel in kernels.full_width.values()]:
+                for kernel in kernels.noisy + kernels.clean:
+                    assert kernel.shared <= (kib - 1) * 1024, (H, T)
+                for kernel in kernels.full_width.values():
+                    shape = kernel.shape
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
 
 
@@ -75,37 +80,39 @@ def test_numba_made_quicker_compiles_to_the_same():
     it compiles."""
     for kernel in kernels_of({}, (8, 0))["all"]:
         if kernel.name in ("choose", "operands"):
-            ptx = []
+            ptx = set()
             for block in contextlib.nullcontext(), cuda_engine.quickly():
                 with block:
-                    made, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(8, 0))
-                    ptx.append(re.sub(r"_Z\w+|_cudapy_smem_\d+", "", made))
-            assert ptx[0] == ptx[1]
+                    ptx.add(re.sub(r"_Z\w+|_cudapy_smem_\d+", "", ptx_of(kernel)))
+            assert len(ptx) == 1
+
+
+def ptx_of(kernel):
+    return cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(8, 0))[0]
 
 
 def test_optimizer_rounds_as_the_specification_does():
     """IEEE square root, division and fma, and no other fused or approximate arithmetic."""
-    optimize = host.Kernel(cuda.jit(update.optimize_kernel(egg_config.make())))
-    ptx, _ = cuda.compile_ptx(optimize.dispatcher.py_func, optimize.signature, cc=(8, 0))
+    ptx = ptx_of(host.Kernel(cuda.jit(update.optimize_kernel(make()))))
     used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
     assert used == {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
 
 
 def test_the_work_of_the_kernels_gives_the_votes():
     """The walk of the update's kernels, done by NumPy, against the sums of SPEC 9."""
-    cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
+    cfg = make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=301, CHUNK_SIZE=74)
     work, pairs, state = update.work(cfg), np.arange(cfg.N_PAIRS), parameters.initial_state(cfg)
     packed, state.seed = any_fitness(cfg, SEED), 4000000000
-    fitness = fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
+    fitness = unpack_ternary(packed, cfg.N_PAIRS)
     n = np.arange(work.span + 16)
-    operands = np.zeros((len(work.rows), n.size), np.int64)
-    for row, (index, delta, shift, low, high) in zip(operands, work.rows.astype(np.int64)):
+    operands = np.zeros((len(work.rows), n.size), int64)
+    for row, (index, delta, shift, low, high) in zip(operands, work.rows.astype(int64)):
         row[:] = Reading(cfg, state, state.seed + n).noise(delta, index)
         if shift >= 0:
             signs = fitness[np.clip(n - shift, 0, cfg.N_PAIRS - 1)]
             row *= np.where((n >= shift) & (n < shift + cfg.N_PAIRS), signs, 0)
         row[:low] = row[high:] = 99                          # what no one may look at, or only times nought
-    votes = np.zeros(parameters.n_weights(cfg), np.int64)
+    votes = np.zeros(parameters.n_weights(cfg), int64)
     for plain, signed, n_plain, n_signed, low, high, at, cols, signed_is_row, first in work.tiles:
         product = operands[plain:plain + n_plain, low:high] @ operands[signed:signed + n_signed, low:high].T
         p, s = np.meshgrid(plain + np.arange(n_plain), first + np.arange(n_signed), indexing="ij")
@@ -119,12 +126,11 @@ def test_the_work_of_the_kernels_gives_the_votes():
 
 
 def test_largest_slice():
-    assert cuda_engine.largest(lambda n: 10 * n, 7, 1000) == 7
-    assert cuda_engine.largest(lambda n: 10 * n, 1000, 55) == 5
-    assert cuda_engine.largest(lambda n: 10 * n, 1000, 9) == 0
+    for most, budget, found in (7, 1000, 7), (1000, 55, 5), (1000, 9, 0):
+        assert cuda_engine.largest(lambda n: 10 * n, most, budget) == found
 
 
-@pytest.fixture
+@fixture
 def no_gpu(monkeypatch):
     """numba.cuda without a GPU: arrays lie on the host, kernels check the kind of their arguments and do nothing."""
     def launcher(self, configuration):
@@ -154,7 +160,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(cuda_engine, "Replay", lambda stream, enqueue: enqueue)
 
 
-@pytest.mark.parametrize("constants", [
+@mark.parametrize("constants", [
     {}, dict(SEQ_LEN=32), dict(OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1),
     dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300), dict(SIGMA_SCHEDULE=((1, 5),)),
     dict(ADAPTIVE_NOISE_MODE=0, USE_MUON=1, HIDDEN_DIM=96, HEAD_DIM=32),
@@ -166,13 +172,13 @@ def no_gpu(monkeypatch):
     ids=str)
 def test_the_host_side_of_the_engine(constants, no_gpu):
     """Every verb, with kernels that do nothing: what the engine allocates, what it launches, with which arguments."""
-    cfg = egg_config.make(**{**dict(N_LAYERS=2, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16), **constants})
-    tokens = np.arange(2000, dtype=np.uint32) % cfg.VOCAB_SIZE
-    for given in tokens, None:
-        engine = cuda_engine.CudaEngine(cfg, given, silent=given is None)
+    cfg = make(**{"N_LAYERS": 2, "VOCAB_SIZE": 512, "CHUNK_SIZE": 8, "POPULATION_SIZE": 16, **constants})
+    tokens = np.arange(2000, dtype=uint32) % cfg.VOCAB_SIZE
+    for trains in True, False:
+        engine = CudaEngine(cfg, tokens if trains else None, silent=not trains)
         later = {"validate", "write", "digest"}           # compiled at their first use
-        assert set(engine._waiting) == (later if given is not None else later | {"step"})
-        if given is not None:
+        assert set(engine._waiting) == (later if trains else later | {"step"})
+        if trains:
             engine.begin(8, 8)
             engine.begin(0, 4)
             assert engine.evaluate(8, 8).shape == (8,) and len(engine._begun) == 1
@@ -185,29 +191,29 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
         assert engine.step == 1 and not engine._waiting
 
 
-@pytest.mark.parametrize("fits", [True, False])
+@mark.parametrize("fits", [True, False])
 def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     """Those of the step that is evaluated, also of one that is begun and undone; without context every token
     follows itself. Where they do not fit, the host draws, and says so."""
     from model import soft_targets
-    cfg = egg_config.make(N_LAYERS=1, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16, LOSS="exact",
-                          SOFT_TARGETS=((1, 2), (3, 0), (4, 1)))
-    tokens = np.random.default_rng(SEED).integers(0, 4, 1000).astype(np.uint32)
+    cfg = make(N_LAYERS=1, VOCAB_SIZE=512, CHUNK_SIZE=8, POPULATION_SIZE=16, LOSS="exact",
+               SOFT_TARGETS=((1, 2), (3, 0), (4, 1)))
+    tokens = default_rng(SEED).integers(0, 4, 1000).astype(uint32)
     if not fits:
         cuda.current_context().get_memory_info().free = 1 << 30
         tokens = np.resize(tokens, (1 << 30) // 4 // 16 + 1)
-    engine, fitness = cuda_engine.CudaEngine(cfg, tokens), any_fitness(cfg, 1)
+    engine, fitness = CudaEngine(cfg, tokens), any_fitness(cfg, 1)
     assert ("the processor cuts the windows" in capfd.readouterr().err) != fits == bool(engine._followers)
     if not fits:
         engine.evaluate(4, 6)
-        return np.testing.assert_array_equal(engine._members.evaluation(6).windows[0][0].reshape(3, -1),
-                                             soft_targets.windows(cfg, tokens, None, 0, engine.seed, 2, 3))
+        return equal(engine._members.evaluation(6).windows[0][0].reshape(3, -1),
+                     soft_targets.windows(cfg, tokens, None, 0, engine.seed, 2, 3))
 
     def hold(step):
         context = cfg.soft_context(step)
         want = (soft_targets.followers(cfg, tokens, context) if context else (np.arange(1000), np.ones(1000), tokens))
         for there, here in zip(engine._followers, want, strict=True):
-            np.testing.assert_array_equal(there, here)
+            equal(there, here)
 
     for step in range(6):
         engine.evaluate(0, 8)
@@ -228,109 +234,112 @@ def every_verb(cfg, engine, tokens):
     engine.update(any_fitness(cfg, SEED))
     assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
-    for pair, texts in (None, np.ones((3, 9), np.int32)), (4, np.ones((6, 9), np.int32)):
-        engine.write(texts, np.arange(len(texts)) + 1, np.zeros(len(texts), np.uint32), sampling.settings(cfg), pair)
+    for pair, texts in (None, np.ones((3, 9), int32)), (4, np.ones((6, 9), int32)):
+        engine.write(texts, np.arange(len(texts)) + 1, np.zeros(len(texts), uint32), sampling.settings(cfg), pair)
     assert len(engine.digest()) == 16
     state = engine.state()
     engine.load(state)
     assert digests(engine.state()) == digests(state)
 
 
-@pytest.mark.parametrize("name", sanitize.CONFIGURATIONS)
+@mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
     forward = kernels_for(sanitize.config(name))[0]
     assert (path_of(forward) == "wgmma") == (name == "gru, fast")
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 
-@pytest.mark.parametrize("verb, says", [
-    ("", ""), ("evaluate", "losses of step 0"), ("update", "update 0"), ("digest", "digest after update 0"),
-    ("validate", "validation"), ("generate", "tokens"),
-    ("write", "texts from pair 5")])
-def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, compiled, verb, says):
+@mark.parametrize("verb, says, wrong", [
+    ("", "", None), ("evaluate", "losses of step 0", lambda losses, *_: losses + (losses[0] == losses)),
+    ("update", "update 0", lambda changed, *_: changed + 1),
+    ("digest", "digest after update 0", lambda digest: digest[::-1]),
+    ("validate", "validation", lambda found, *_: (found[0] * (1 + 1e-6), found[1])),
+    ("generate", "tokens", lambda tokens, *_: (token ^ 1 for token in tokens)),
+    ("write", "texts from pair 5", lambda _, texts, *more: np.bitwise_xor(texts, 1, texts))])
+def test_the_comparison_of_engines_finds_a_difference(tmp_path, monkeypatch, compiled, verb, says, wrong):
     """compare, with the CPU engine in the place of the CUDA engine and one verb that is wrong."""
-    from engine import cpu_engine
-    wrong = {"evaluate": lambda losses, *_: losses + (losses[0] == losses), "update": lambda changed, *_: changed + 1,
-             "digest": lambda digest: digest[::-1], "validate": lambda found, *_: (found[0] * (1 + 1e-6), found[1]),
-             "generate": lambda tokens, *_: (token ^ 1 for token in tokens),
-             "write": lambda _, texts, *more: np.bitwise_xor(texts, 1, texts)}
+    from engine.cpu_engine import CpuEngine
 
-    class Wrong(cpu_engine.CpuEngine):
+    class Wrong(CpuEngine):
         compile_seconds = 0.0
 
     if verb:
-        monkeypatch.setattr(Wrong, verb, lambda self, *args, **more: wrong[verb](
-            getattr(cpu_engine.CpuEngine, verb)(self, *args, **more), *args))
+        right = getattr(CpuEngine, verb)
+        monkeypatch.setattr(Wrong, verb, lambda self, *args, **more: wrong(right(self, *args, **more), *args))
     monkeypatch.setattr(cuda_engine, "CudaEngine", Wrong)
     (tmp_path / "transformer").touch()
-    constants = dict(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=8,
-                     POPULATION_SIZE=16)
-    found, _ = compare(constants, 3, tmp_path)
+    found, _ = compare(dict(TINY, VOCAB_SIZE=256, CHUNK_SIZE=8, POPULATION_SIZE=16), 3, tmp_path)
     assert found.startswith(says) if verb else found == ""
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
+gpu = mark.gpu
+
+
 def digest(array):
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    """SHA-256 of an array, as int32."""
+    return hashlib.sha256(array.astype(int32).tobytes()).hexdigest()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", "ABD")
+def recorded_fitness(data, step):
+    return pack_ternary(data["fitness"][step].astype(np.int8))
+
+
+@gpu
+@mark.parametrize("name", "ABD")
 def test_golden(name):
-    hold_against_recording(cuda_engine.CudaEngine, name)
+    hold_against_recording(CudaEngine, name)
 
 
-@pytest.mark.gpu
+@gpu
 def test_golden_default_configuration():
     """All 327,680 members of all six steps, against d-eggs with its data race mended (SPEC 11); and against its
     recording as far as the race left that alone: the recorded losses, the fitness of two steps and the states after
     them."""
     cfg, tokens, recorded = golden("E")
-    mended, engine = np.load(HERE / "tests" / "golden" / "E_mended.npz"), cuda_engine.CudaEngine(cfg, tokens)
+    mended, engine = np.load(HERE / "tests" / "golden" / "E_mended.npz"), CudaEngine(cfg, tokens)
     assert digests(engine.state())[0] == str(recorded["init_model_sha256"])
     for step in range(6):
         packed, losses, _ = step_alone(engine)
-        fitness = fitness_digits.unpack_ternary(packed, cfg.N_PAIRS)
-        chunks = losses.reshape(cfg.N_CHUNKS, -1)
+        fitness, chunks = unpack_ternary(packed, cfg.N_PAIRS), losses.reshape(cfg.N_CHUNKS, -1)
         if step == 0:
             equal(chunks[:, :256], recorded["loss_head"])
-        found = [digest(x.astype(np.int32)) for x in chunks]
-        assert found == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
+        assert [*map(digest, chunks)] == mended["loss_sha256"][step].tolist(), f"losses of step {step}"
         for data in (mended, recorded)[:2 if step < 2 else 1]:
-            assert digest(fitness.astype(np.int32)) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
+            assert digest(fitness) == str(data["fitness_sha256"][step]), f"fitness of step {step}"
             assert digests(engine.state()) == recorded_digests(data, step), f"update {step}"
 
 
-@pytest.mark.gpu
+@gpu
 def test_load_and_pieces_of_a_chunk():
     """A chunk in pieces, and after a detour through another state, is the same chunk; so it is with the tokens on the
     host."""
     cfg, tokens, data = golden("A")
-    engine = cuda_engine.CudaEngine(cfg, tokens)
+    engine = CudaEngine(cfg, tokens)
     start = engine.state()
     for step in range(3):
-        engine.update(fitness_digits.pack_ternary(data["fitness"][step].astype(np.int8)))
+        engine.update(recorded_fitness(data, step))
     engine.load(start)
     assert (engine.step, engine.seed) == (0, seeds.INITIAL_SEED)
-    pieces = [engine.evaluate(first, count) for first, count in ((64, 2), (66, 30), (96, 32))]
-    equal(np.concatenate(pieces), data["loss"][0, 64:128])
+    want = data["loss"][0, 64:128]
+    equal(np.concatenate([engine.evaluate(*piece) for piece in ((64, 2), (66, 30), (96, 32))]), want)
     engine._tokens = None
     del engine._members
-    equal(engine.evaluate(64, 64), data["loss"][0, 64:128])
+    equal(engine.evaluate(64, 64), want)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("constants", [
+@gpu
+@mark.parametrize("on_device", [True, False])
+@mark.parametrize("constants", [
     dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256),
     dict(LOSS="exact", VOCAB_SIZE=256, SOFT_TARGETS=((0, 1), (1, 2), (2, 0)), SEEN_VOTES=2)], ids=str)
 def test_evaluations_begun_ahead(constants, on_device):
     """Right and wrong expectations, of evaluations and updates, tokens on the device and on the host: the same losses,
     changes and states as without, in three steps."""
-    cfg = egg_config.make(**constants, HIDDEN_DIM=128, CHUNK_SIZE=512, POPULATION_SIZE=1024, SEQ_LEN=32)
-    tokens = as_data(cfg, np.random.default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000))
-    plain, ahead = cuda_engine.CudaEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)
+    cfg = make(**constants, HIDDEN_DIM=128, CHUNK_SIZE=512, POPULATION_SIZE=1024, SEQ_LEN=32)
+    tokens = as_data(cfg, default_rng(SEED).integers(0, cfg.VOCAB_SIZE, 10000))
+    plain, ahead = CudaEngine(cfg, tokens), CudaEngine(cfg, tokens)
     if not on_device:
         plain._tokens = ahead._tokens = None
     for step, fitness in begun_ahead(plain, ahead, 300):
@@ -344,25 +353,25 @@ def test_evaluations_begun_ahead(constants, on_device):
         assert digests(ahead.state()) == digests(plain.state())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)],
-                         ids=["default", "odd"])
+@gpu
+@mark.parametrize("shape", [dict(), dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, VOCAB_SIZE=301)],
+                  ids=["default", "odd"])
 def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     """After some updates, with an overlay that is a multiple of 8 bytes and one that is not; made in less than 2 ms."""
     import time
 
     from engine import cpu_engine
-    from model import state_digest
-    cfg, rng = egg_config.make(**shape, CHUNK_SIZE=64), np.random.default_rng(SEED)
-    cpu, gpu = cpu_engine.CpuEngine(cfg), cuda_engine.CudaEngine(cfg)
+    from model.state_digest import of_state
+    cfg, rng = make(**shape, CHUNK_SIZE=64), default_rng(SEED)
+    cpu, gpu = cpu_engine.CpuEngine(cfg), CudaEngine(cfg)
     for _ in range(3):
         fitness = any_fitness(cfg, rng)
         assert cpu.update(fitness) == gpu.update(fitness)
-        assert gpu.digest() == cpu.digest() == state_digest.of_state(gpu.state())
+        assert gpu.digest() == cpu.digest() == of_state(gpu.state())
     before, state = gpu.digest(), gpu.state()
     state.overlay[-1] ^= 1
     gpu.load(state)
-    assert gpu.digest() == state_digest.of_state(state) != before
+    assert gpu.digest() == of_state(state) != before
     times = []
     for _ in range(20):
         started = time.perf_counter()
@@ -371,22 +380,19 @@ def test_the_digest_is_that_of_the_cpu(shape, cpu_compiled):
     assert min(times) < 2e-3, f"{1e3 * min(times):.2f} ms"           # others may be at work on the GPU
 
 
+LOUD = dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, ADAPTIVE_NOISE_MODE=1)
 EXTREMES = (
-    dict(HIDDEN_DIM=64, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=1024, VOCAB_SIZE=256),
-    dict(HIDDEN_DIM=1024, HEAD_DIM=128, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256),
-    dict(HIDDEN_DIM=1024, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2),
-    dict(**TINY, VOCAB_SIZE=262144),
-    dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=64, SEQ_LEN=8, VOCAB_SIZE=257),
-    dict(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, CHUNK_SIZE=2, POPULATION_SIZE=2),
+    dict(TINY, HEAD_DIM=64, SEQ_LEN=1024, VOCAB_SIZE=256),
+    dict(TINY, HIDDEN_DIM=1024, HEAD_DIM=128, VOCAB_SIZE=256),
+    dict(TINY, HIDDEN_DIM=1024, SEQ_LEN=16, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2),
+    dict(TINY, VOCAB_SIZE=262144),
+    dict(TINY, N_LAYERS=64, VOCAB_SIZE=257),
+    dict(TINY, HIDDEN_DIM=96, N_LAYERS=2, VOCAB_SIZE=300, CHUNK_SIZE=2, POPULATION_SIZE=2),
     # noise that float32 and bytes hold, and noise that they do not
-    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=9000, ADAPTIVE_NOISE_MODE=1,
-         ADAPTIVE_NOISE_INIT=64),
-    dict(HIDDEN_DIM=256, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2,
-         ADAPTIVE_NOISE_INIT=64),
-    dict(HIDDEN_DIM=256, HEAD_DIM=128, N_LAYERS=2, SEQ_LEN=64, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=1,
-         ADAPTIVE_NOISE_INIT=100),
-    dict(HIDDEN_DIM=256, HEAD_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=400, ADAPTIVE_NOISE_MODE=1, DEVICE_GAUSSIAN=0,
-         DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
+    dict(LOUD, VOCAB_SIZE=9000, ADAPTIVE_NOISE_INIT=64),
+    dict(LOUD, HEAD_DIM=32, VOCAB_SIZE=5000, ADAPTIVE_NOISE_MODE=2, ADAPTIVE_NOISE_INIT=64),
+    dict(LOUD, HEAD_DIM=128, N_LAYERS=2, VOCAB_SIZE=300, ADAPTIVE_NOISE_INIT=100),
+    dict(LOUD, VOCAB_SIZE=400, DEVICE_GAUSSIAN=0, DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
 )
 SWITCHES = (
     dict(USE_MUON=1), dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3), dict(NTT_MODE=1),
@@ -402,18 +408,17 @@ SWITCHES = (
 # each alone: in the shape of the default configuration and in a small one
 SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES
             for shape in ({}, dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=32, VOCAB_SIZE=300))]
-SWITCHED += [dict(HIDDEN_DIM=160, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=72, VOCAB_SIZE=256, CHUNK_SIZE=38,
-                  POPULATION_SIZE=76, GROUP_SIZE=38, LOSS="exact", SOFT_TARGETS=((0, 3), (2, 1)),
-                  SIGMA_SCHEDULE=((1, 5),))]
+SWITCHED += [dict(TINY, HIDDEN_DIM=160, SEQ_LEN=72, VOCAB_SIZE=256, CHUNK_SIZE=38, POPULATION_SIZE=76, GROUP_SIZE=38,
+                  LOSS="exact", SOFT_TARGETS=((0, 3), (2, 1)), SIGMA_SCHEDULE=((1, 5),))]
 
 
 def random_configurations(count):
     """Constants for egg_config.make: the extremes, then draws over all shapes and switches that cost the CPU little."""
-    rng = np.random.default_rng(SEED)
+    rng = default_rng(SEED)
     pick = lambda *options: options[rng.integers(len(options))]
     between = lambda low, high: int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
     out = []
-    while len(out) < count:
+    while (number := len(out)) < count:
         gaussian, chunk = pick(0, 1), 2 * int(rng.integers(1, 9))
         c = dict(HIDDEN_DIM=between(2, 32) * 32, HEAD_DIM=pick(32, 64, 128), N_LAYERS=between(1, 4),
                  SEQ_LEN=8 * between(1, 128), VOCAB_SIZE=pick(256, between(256, 262144)), CHUNK_SIZE=chunk,
@@ -425,44 +430,44 @@ def random_configurations(count):
                  SIGMA_SHIFT_VECTOR=pick(4, 2, 6), SHIFT_LOGIT=pick(8, 6),
                  SOFTMAX_SCALE_BIT=pick(18, 18, 12), SOFTMAX_LUT_SIZE=pick(256, 256, 40),
                  SOFTMAX_EXP_SCALE=pick(6.0, 6.0, 20.0))
-        if len(out) < len(EXTREMES):
-            c.update(EXTREMES[len(out)])
-        elif len(out) % 4 == 0:                              # the shape of the default configuration, the rest drawn
+        if number < len(EXTREMES):
+            c.update(EXTREMES[number])
+        elif number % 4 == 0:                                # the shape of the default configuration, the rest drawn
             c.update(HIDDEN_DIM=256, SEQ_LEN=64)
-        if len(out) % 2:                                     # half of them with Muon, if the optimizer allows it
+        if number % 2:                                       # half of them with Muon, if the optimizer allows it
             c.update(USE_MUON=int(c["OPTIMIZER"] == "adamw"), MUON_NS=pick("quintic", "cubic"),
                      MUON_MOMENTUM=pick(0.85, 0.0, 0.99), MUON_LR_SCALE=pick(1.0, 5.0))
         T = c["SEQ_LEN"]
-        if len(out) % 8 in (0, 3, 5) and T & (T - 1) == 0:
+        if number % 8 in (0, 3, 5) and T & (T - 1) == 0:
             c.update(NTT_MODE=pick(1, 3) if T > 256 else pick(1, 2, 3), NTT_CAUSAL=pick(1, 1, 0))
         if c["HIDDEN_DIM"] % c["HEAD_DIM"]:
             continue
-        cfg = egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
-        attention = cfg.SEQ_LEN * cfg.HIDDEN_DIM * cfg.N_LAYERS
-        work = cfg.POPULATION_SIZE * cfg.SEQ_LEN * (parameters.products_per_token(cfg) + attention)
-        if len(out) < len(EXTREMES) or work < 1 << 34 and parameters.n_weights(cfg) < 1 << 24:
+        cfg = make(**c, LR_SCHEDULE=((0, 1.2),))
+        attention = T * cfg.HIDDEN_DIM * cfg.N_LAYERS
+        work = cfg.POPULATION_SIZE * T * (parameters.products_per_token(cfg) + attention)
+        if number < len(EXTREMES) or work < 1 << 34 and parameters.n_weights(cfg) < 1 << 24:
             out.append(c)
     return out
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("constants, seed", [
-    pytest.param(constants, SEED + i, id=f"{'random' if i < 56 else 'switch'}{i}")
+@gpu
+@mark.parametrize("constants, seed", [
+    param(constants, SEED + i, id=f"{'random' if i < 56 else 'switch'}{i}")
     for i, constants in enumerate(random_configurations(56) + SWITCHED)])
 def test_random_configurations_against_the_cpu_engine(compared):
     """56 configurations and every switch: losses, three updates, validation, generation."""
     assert compared == ""
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("step", [0, 5])
+@gpu
+@mark.parametrize("step", [0, 5])
 def test_recorded_generation(step):
     """The continuations of golden E by d-eggs, its presence penalty (SPEC 11) emulated: 51 units off the logit for
     every occurrence."""
-    engine = cuda_engine.CudaEngine(*golden("E")[:2])
+    engine = CudaEngine(*golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, sampling.settings(engine.cfg)._replace(penalty=np.float32(0))
-    z, read = cuda.device_array(16 * cfg.VOCAB_SIZE, np.int32), engine._forward.read
+    z, read = cuda.device_array(16 * cfg.VOCAB_SIZE, int32), engine._forward.read
 
     def penalised(*arguments):
         """Instead of a reading: its logits, penalised."""
@@ -481,41 +486,39 @@ def test_recorded_generation(step):
     equal(next(texts.until(len(recorded)))[0], recorded)
 
 
-@pytest.mark.gpu
+@gpu
 def test_the_draw_follows_the_exact_distribution():
-    hold_draws_against_the_distribution(cuda_engine.CudaEngine)
+    hold_draws_against_the_distribution(CudaEngine)
 
 
-@pytest.mark.gpu
+@gpu
 def test_debugging_gives_the_same_figures_on_both_engines(cpu_compiled):
     from engine import cpu_engine
     from tools import debug
     cfg, tokens, data = golden("A")
-    engines = [cpu_engine.CpuEngine(cfg, tokens), cuda_engine.CudaEngine(cfg, tokens)]
-    for engine in engines:
+    traces = []
+    for engine in cpu_engine.CpuEngine(cfg, tokens), CudaEngine(cfg, tokens):
         for step in range(3):
-            engine.update(fitness_digits.pack_ternary(data["fitness"][step].astype(np.int8)))
-    assert debug.trace(cfg, engines[0].state(), tokens) == debug.trace(cfg, engines[1].state(), tokens)
+            engine.update(recorded_fitness(data, step))
+        traces.append(debug.trace(cfg, engine.state(), tokens))
+    assert traces[0] == traces[1]
 
 
-@pytest.mark.gpu
+@gpu
 def test_more_positions_than_the_memory_holds():
-    engine = cuda_engine.CudaEngine(egg_config.make(**TINY, VOCAB_SIZE=256,
-                                                    CHUNK_SIZE=4))
-    with pytest.raises(MemoryError, match="positions"):
+    engine = CudaEngine(make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=4))
+    with raises(MemoryError, match="positions"):
         next(engine.generate([1], 1 << 32, 0))
 
 
-@pytest.mark.gpu
+@gpu
 def test_compiled_kernels_are_kept(tmp_path, monkeypatch, capfd):
     """A learning rate is not compiled in; a verb's kernels are compiled at its first use."""
     monkeypatch.setattr("engine.kernel_cache.directory", lambda: tmp_path)
-    shape = dict(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=4)
-    cfg, tokens = egg_config.make(**shape), np.zeros(100, np.uint8)
-    first = cuda_engine.CudaEngine(cfg, tokens)
+    cfg, tokens = make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=4), np.zeros(100, np.uint8)
+    first, fitness = CudaEngine(cfg, tokens), any_fitness(cfg, 1)
     assert "compiling" in capfd.readouterr().err
-    second = cuda_engine.CudaEngine(egg_config.make(**shape, LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
-    fitness = any_fitness(cfg, 1)
+    second = CudaEngine(cfg.changed(LR_SCHEDULE=((0, 0.5),), VALIDATE_EVERY=3), tokens)
     assert first.update(fitness) == second.update(fitness) and digests(first.state()) == digests(second.state())
     assert capfd.readouterr().err == "" and second.compile_seconds < first.compile_seconds / 2
     assert first.digest() == second.digest()

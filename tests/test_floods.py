@@ -2,108 +2,96 @@
 
 import contextlib
 import json
-import socket
-import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
-import pytest
+from pytest import mark, raises
 
 from cluster import admission, auth, hub, link, session, status, wire
-from cluster.wire import HEARTBEAT, HELLO, V2
-from coordinators import Peer, Peer2, Server, refused, until, whole
+from cluster.wire import HEARTBEAT, HELLO, V2, frame
+from commands import fails, process
+from coordinators import Peer, Peer2, Server, listening, refused, until, whole
 from fakes import CFG, FakeEngine, changed, expected
-from recordings import HERE
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-def test_nobody_is_read_from_while_a_frame_of_theirs_is_unhandled(tmp_path):
+def test_nobody_is_read_from_while_a_frame_of_theirs_is_unhandled(server):
     """An island that is owed a piece of a state; a worker that computes."""
-    with Server(tmp_path) as server:
-        peer = Peer2(server)
-        peer.chunk(0)
-        worker = next(iter(server.dispatcher.workers))
-        server.calls.put(worker.session.wait)                    # in its own thread
-        until(lambda: worker.session.paused)
-        peer.link.sock.settimeout(0.5)
-        with pytest.raises(TimeoutError):
-            for _ in range(100):
-                peer.link.sock.sendall(wire.frame(HEARTBEAT, version=V2) * 100_000)
-        assert len(worker.session.inbox) <= 2 * session.hub.Connection.PIECE
+    peer = Peer2(server)
+    peer.chunk(0)
+    theirs, sock = server.worker().session, peer.link.sock
+    server.calls.put(theirs.wait)                                # in its own thread
+    until(lambda: theirs.paused)
+    sock.settimeout(0.5)
+    with raises(TimeoutError):
+        for _ in range(100):
+            sock.sendall(HEARTBEATS * 100_000)
+    assert len(theirs.inbox) <= 2 * session.hub.Connection.PIECE
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    ours = link.Link(CFG, *listener.getsockname())               # of version 1: no introduction
-    theirs = listener.accept()[0]
-    flood = wire.frame(wire.JOB_RESPONSE, 42, 0, 0, 0) * 20_000
-    thread = threading.Thread(target=pour, args=(theirs, flood * 20), daemon=True)
-    thread.start()
-    until(lambda: ours.check() or ours.inbox)                    # it has begun
-    for _ in range(2000):
-        ours.check()                                             # between slices of a chunk
-    assert 0 < len(ours.inbox) <= 1 << 17
-    ours.close(), theirs.close(), listener.close()
+    with listening(lambda sock: pour(sock, frame(wire.JOB_RESPONSE, 42, 0, 0, 0) * 400_000)) as port:
+        ours = link.Link(CFG, "127.0.0.1", port)                 # of version 1: no introduction
+        until(lambda: ours.check() or ours.inbox)                # it has begun
+        for _ in range(2000):
+            ours.check()                                         # between slices of a chunk
+        assert 0 < len(ours.inbox) <= 1 << 17
+        ours.close()
+
+
+HEARTBEATS = frame(HEARTBEAT, version=V2)
 
 
 def pour(sock, data):
-    try:
+    with contextlib.suppress(OSError):
         sock.sendall(data)
-    except OSError:
-        pass
 
 
 # --- floods -----------------------------------------------------------------------------------------------------------
 
-def test_a_turn_takes_a_few_frames_of_each_and_a_flood_ends(tmp_path, monkeypatch):
+def test_a_turn_takes_a_few_frames_of_each_and_a_flood_ends(monkeypatch, server):
     monkeypatch.setattr(session, "FLOOD_SECONDS", 1.0)
-    with Server(tmp_path) as server:
-        flooding, honest = Peer2(server, name="flooding"), Peer2(server)
-        session_ = next(iter(server.hub.connections))
-        threading.Thread(target=pour, args=(flooding.link.sock, wire.frame(HEARTBEAT, version=V2) * 2_000_000),
-                         daemon=True).start()
-        for k in range(4):
-            started = time.process_time()                        # which a busy machine does not lengthen
-            honest.works(0)
-            assert time.process_time() - started < 0.5
-        server.says("it sends more than it may")
-        until(lambda: len(server.hub.connections) == 1)
-        assert session_.useless.most == session.USELESS
+    flooding, honest = Peer2(server, name="flooding"), Peer2(server)
+    flooded = next(iter(server.hub.connections))
+    threading.Thread(target=pour, args=(flooding.link.sock, HEARTBEATS * 2_000_000), daemon=True).start()
+    for k in range(4):
+        started = time.process_time()                            # which a busy machine does not lengthen
+        honest.works(0)
+        assert time.process_time() - started < 0.5
+    server.says("it sends more than it may")
+    until(lambda: len(server.hub.connections) == 1)
+    assert flooded.useless.most == session.USELESS
 
 
 def test_requests_results_and_snapshots_that_are_wanted_are_no_flood(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=4)
     with Server(tmp_path, cfg, save=True, steps=300, stay=True) as server:
-        engine, late = FakeEngine(cfg), FakeEngine(cfg)
-        server.work(engine)
-        until(lambda: engine.step == 300)
-        server.work(late)
-        until(lambda: late.step == 300)
+        for engine in FakeEngine(cfg), FakeEngine(cfg):          # the second one comes late
+            server.work(engine)
+            until(lambda: engine.step == 300)
         assert "more than it may" not in server.said
         assert whole(server.run)[:20] == expected(20, cfg)[0]
 
 
-def test_requests_that_lead_nowhere_are_no_useful_ones(tmp_path, monkeypatch):
+def test_requests_that_lead_nowhere_are_no_useful_ones(monkeypatch, server):
     monkeypatch.setattr(session, "USELESS_A_SECOND", 0.0)
-    with Server(tmp_path) as server:
-        peer = Peer2(server)
-        peer.chunk(0)
-        for k in range(9):
-            peer.ask((1 << 40) + k)                              # later and later, but there is no such step
-            peer.answer()
-            peer.send(wire.SNAPSHOT_REQUEST, 32, 0)              # always what follows on nothing
-            peer.next(wire.SNAPSHOT_DATA)
-        until(lambda: next(iter(server.hub.connections)).useless.credit == session.USELESS - 18)
+    peer = Peer2(server)
+    peer.chunk(0)
+    for k in range(9):
+        peer.ask((1 << 40) + k)                                  # later and later, but there is no such step
+        peer.answer()
+        peer.send(wire.SNAPSHOT_REQUEST, 32, 0)                  # always what follows on nothing
+        peer.next(wire.SNAPSHOT_DATA)
+    until(lambda: next(iter(server.hub.connections)).useless.credit == session.USELESS - 18)
 
 
 def test_connections_without_proof_keep_no_worker_out(tmp_path):
-    cfg = changed(CONNECTIONS_PER_ADDRESS=4)
-    with Server(tmp_path, cfg) as server:
+    with Server(tmp_path, changed(CONNECTIONS_PER_ADDRESS=4)) as server:
         half = [server.connect() for _ in range(300)]
         started = time.monotonic()
         for sock in half[::2]:
-            with contextlib.suppress(OSError):
-                sock.sendall(wire.frame(HELLO, bytes(32), version=V2))
+            pour(sock, frame(HELLO, bytes(32), version=V2))
         peers = Peer2(server), Peer(server)
         assert [peer.chunk(0) for peer in peers] == [0, 32]
         assert time.monotonic() - started < 5
@@ -132,35 +120,32 @@ def test_a_crowd_makes_room_at_the_cost_of_who_is_most(monkeypatch):
 
 
 def test_few_files_are_one_line_at_the_start(tmp_path):
-    command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "-", sys.executable, HERE / "egg.py", "coordinator", "--port",
-               "0"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "may open 64 files" in done.stderr and "ulimit -n" in done.stderr
+    done = process("coordinator --port 0", python=("bash", "-c", 'ulimit -n 64; exec "$@"', "-", sys.executable),
+                   cwd=tmp_path)
+    fails(done, 1, "may open 64 files", "ulimit -n")
 
 
 # --- requests for the status ------------------------------------------------------------------------------------------
 
 def test_readers_that_do_not_read_share_one_status_and_get_no_new_ones(tmp_path, monkeypatch):
-    made = []
+    made, readers, size = [], [], wire.STATUS.most
     with Server(tmp_path) as server:
-        monkeypatch.setattr(status, "pack_status", lambda _: made.append(b"x" * wire.STATUS.most + b"%d" % len(made))
-                            or made[-1][-wire.STATUS.most:])
-        readers = []
+        monkeypatch.setattr(status, "pack_status", lambda _: made.append(b"x" * size + b"%d" % len(made))
+                            or made[-1][-size:])
 
         def held():
             """The statuses that wait for their readers."""
             return [part.obj for one in list(server.hub.connections) for part in list(one.outbox)
-                    if len(part.obj) > wire.STATUS.most]
+                    if len(part.obj) > size]
 
         for _ in range(24):
             readers.append(Peer2(server, role="status").link)
             until(lambda: len(held()) == len(readers))
             server.admission._status_until = 0.0                 # each time a new one would be due
         found = {id(answer): len(answer) for answer in held()}
-        most = hub.VERSIONS * (wire.HEADER.size + wire.STATUS.most)
+        most = hub.VERSIONS * (wire.HEADER.size + size)
         assert 0 < len(found) <= len(made) <= hub.VERSIONS and sum(found.values()) <= most
-        assert len(readers[0].next(wire.STATUS, 60)) == wire.STATUS.most            # who reads gets it whole
+        assert len(readers[0].next(wire.STATUS, 60)) == size                        # who reads gets it whole
         monkeypatch.setattr(admission, "FRAME_SECONDS", 0.5)
         monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.5)
         until(lambda: not server.hub.connections)                   # and nobody keeps it
@@ -169,22 +154,12 @@ def test_readers_that_do_not_read_share_one_status_and_get_no_new_ones(tmp_path,
         [reader.close() for reader in readers]
 
 
-@pytest.mark.parametrize("payload", [
+@mark.parametrize("payload", [
     b"{}", b"[]", b"5", b"\xff", b'{"step": "\\ud800"}', b'{"step": 1' + b"0" * 5000 + b"}", b"[" * 100000,
     json.dumps({"steps": [], "step": {}, "chunks_done": 1, "chunks": 1, "tokens_per_second": "x"}).encode(),
     json.dumps({"steps": 1, "step": 1, "chunks_done": 1, "chunks": 1, "tokens_per_second": 1, "loss": "x"}).encode()])
 def test_a_hostile_status_is_one_line(payload, monkeypatch):
-    class Hostile:
-        def __init__(self, *_):
-            pass
-
-        def next(self, *_):
-            return payload
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(status, "Link", Hostile)
+    monkeypatch.setattr(status, "Link", lambda *_: mock.Mock(next=lambda *_: payload))
     with refused("a status that cannot be read"):
         status.fetch_status(CFG, "127.0.0.1", 1)
 

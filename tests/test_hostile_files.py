@@ -1,8 +1,9 @@
 """Forged files of a save directory: nothing of a stranger's directory is obeyed or believed."""
 
-import contextlib
 import json
+import math
 import os
+import pathlib
 import random
 import resource
 import shutil
@@ -10,20 +11,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing, suppress
+from json import dumps
+from unittest import mock
 
-import hypothesis
+from hypothesis import given, settings
+from hypothesis.strategies import binary, booleans, integers, just, lists, none, one_of, sampled_from, tuples
 import numpy as np
-import pytest
+from numpy import int8
+from pytest import fixture, mark, raises
 import pyzstd
-from hypothesis import strategies as st
 
 import egg_config
 from cluster import admission, event_log, history, snapshots, trust
+from cluster.history import HistoryError, open_run
 from cluster.step import Step
 from islands import gossip
 from model import parameters
 from tools import use
-from coordinators import Holder, refused
+from coordinators import Holder, refused, whole
 from fakes import BAD, CFG, GOOD, GOOD_STEP
 from fuzzing import EXAMPLES
 from recordings import HERE
@@ -62,29 +68,41 @@ def headed(text):
     return history.with_crc(history.MAGIC + len(text.encode()).to_bytes(4, "little") + text.encode())
 
 
+def sparse(path, data, size):
+    """Writes a file of this size that begins with the data; the rest is a hole."""
+    path.write_bytes(data)
+    os.truncate(path, size)
+
+
+def tensor_header(config, shape):
+    """The beginning of a file with one tensor."""
+    header = dumps({"embedding": {"dtype": "I8", "shape": shape, "data_offsets": [0, math.prod(shape)]},
+                    "__metadata__": {"config": config}}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+def write_small(path, cfg):
+    """A file of a few tensors, with a configuration that has more."""
+    use.write_tensors(path, {"embedding": np.zeros((4, 4), int8)}, {"config": dumps(cfg.saved())})
+
+
 def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
-    (tmp_path / "cpp").mkdir()
-    (tmp_path / "cpp" / "checkpoint_00200000000.bin").write_bytes(b"x")
-    run = history.open_run(CFG, tmp_path / "bomb")
+    run = open_run(CFG, tmp_path / "good")
     bomb = record(run, pyzstd.compress(bytes(1 << 30)))                       # 1 GiB in 32 KB
     small = record(run, pyzstd.compress(bytes(1 << 20), 19))                  # 1 MiB in a body of the right size
     run.close()
-    for name, data in (("bomb", bomb), ("small", small)):
-        header = (tmp_path / "bomb" / history.FILE).read_bytes()[:run._offsets[0]]
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / history.FILE).write_bytes(header + data)
-    (tmp_path / "header").mkdir()
-    with open(tmp_path / "header" / history.FILE, "wb") as file:
-        file.write(history.MAGIC + (1 << 31).to_bytes(4, "little"))
-        file.truncate(1 << 33)                                                # sparse
-    (tmp_path / "long").mkdir()
-    (tmp_path / "long" / history.FILE).write_bytes(header)
-    os.truncate(tmp_path / "long" / history.FILE, 1 << 40)
-    for name, words in (("cpp", "checkpoint_00000001.bin is missing"), ("bomb", "damaged at byte"),
-                        ("small", "step 0 cannot be read"), ("header", "damaged in its header"),
-                        ("long", "damaged at byte")):
-        status, said = in_memory(OPEN, tmp_path / name)
-        assert status == 0 and words in said and said.count("\n") == 1, (name, status, said)
+    header = (tmp_path / "good" / history.FILE).read_bytes()[:run._offsets[0]]
+    for number, (name, data, size, words) in enumerate((
+            ("checkpoint_00200000000.bin", b"x", 1, "checkpoint_00000001.bin is missing"),
+            (history.FILE, header + bomb, None, "damaged at byte"),
+            (history.FILE, header + small, None, "step 0 cannot be read"),
+            (history.FILE, history.MAGIC + (1 << 31).to_bytes(4, "little"), 1 << 33, "damaged in its header"),
+            (history.FILE, header, 1 << 40, "damaged at byte"))):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        sparse(directory / name, data, size or len(data))
+        status, said = in_memory(OPEN, directory)
+        assert status == 0 and words in said and said.count("\n") == 1, (number, status, said)
 
 
 IMPORT = """
@@ -100,13 +118,9 @@ except egg_config.EggError as error:
 
 def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
     cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=64, VOCAB_SIZE=65536)
-    config = json.dumps(cfg.saved())
-    use.write_tensors(tmp_path / "small", {"embedding": np.zeros((4, 4), np.int8)}, {"config": config})
-    with open(tmp_path / "sparse", "wb") as file:
-        header = json.dumps({"embedding": {"dtype": "I8", "shape": [1 << 20, 1 << 14], "data_offsets": [0, 1 << 34]},
-                             "__metadata__": {"config": config}}).encode()
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + (1 << 34))
+    write_small(tmp_path / "small", cfg)
+    header = tensor_header(dumps(cfg.saved()), [1 << 20, 1 << 14])
+    sparse(tmp_path / "sparse", header, len(header) + (1 << 34))
     for name, megabytes in (("small", 700), ("sparse", 20_000)):
         started = time.monotonic()
         status, said = in_memory(IMPORT, tmp_path / name, tmp_path / "run", megabytes=megabytes)
@@ -117,17 +131,15 @@ def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
 def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_path):
     evil = {"DEBUG": 1, "DEBUG_FILE": str(tmp_path / "victim"), "AUDIT_RATE": 0.0, "PORT": 1, "DEVICE": "cuda",
             "IDLE_TIMEOUT": 1.0}
-    run = history.open_run(CFG, tmp_path / "run")
-    run.close()
-    header = {**CFG.saved(), **evil}
-    (tmp_path / "run" / history.FILE).write_bytes(headed(json.dumps({"version": 1, "config": header})))
-    kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3}
-    (tmp_path / "run" / history.SETTINGS).write_text(json.dumps({**kept, **evil, "HIDDEN_DIM": 96}))
-    use.write_tensors(tmp_path / "model", {"x": np.zeros(1, np.int8)}, {"config": json.dumps(header)})
-    for found in history.configuration(tmp_path / "run"), use.read_config(tmp_path / "model"):
+    at, header = tmp_path / "run", {**CFG.saved(), **evil}
+    open_run(CFG, at).close()
+    (at / history.FILE).write_bytes(headed(dumps({"version": 1, "config": header})))
+    kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3, **evil, "HIDDEN_DIM": 96}
+    (at / history.SETTINGS).write_text(dumps(kept))
+    use.write_tensors(tmp_path / "model", {"x": np.zeros(1, int8)}, {"config": dumps(header)})
+    for found in use.read_config(tmp_path / "model"), history.configuration(at):
         cfg = egg_config.load(saved=found)
         assert not found.keys() & evil.keys() and cfg.saved() == CFG.saved()
-    cfg = egg_config.load(saved=history.configuration(tmp_path / "run"))
     assert (cfg.SAMPLE_EVERY, cfg.SNAPSHOT_EVERY) == (7, 3)
 
 
@@ -137,102 +149,84 @@ sys.exit(egg.main(sys.argv[1:]))
 """
 
 
-def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_so(here, tmp_path, monkeypatch):
+def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_so(here, monkeypatch):
     cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=8)
-    history.open_run(cfg, tmp_path / "run").close()
-    use.write_tensors(tmp_path / "small", {"embedding": np.zeros((4, 4), np.int8)},
-                      {"config": json.dumps(cfg.saved())})
-    for command, of in (("generate --load-dir", "run"), ("eval --load-dir", "run"),
-                        ("train --steps 1 --load-dir", "run"), ("import --save-dir new", "small")):
-        fails(run(command, tmp_path / of, preset=""), 2, "holds a model of 117,524,480 weights",
-              "add -D HIDDEN_DIM=1024")
-    status, said = in_memory(GENERATE, "generate", "--load-dir", tmp_path / "run")
+    open_run(cfg, here / "run").close()
+    write_small(here / "small", cfg)
+    for command in ("generate --load-dir run", "eval --load-dir run", "train --steps 1 --load-dir run",
+                    "import --save-dir new small"):
+        fails(run(command, preset=""), 2, "holds a model of 117,524,480 weights", "add -D HIDDEN_DIM=1024")
+    status, said = in_memory(GENERATE, "generate", "--load-dir", here / "run")
     assert status == 2 and "takes 1.5 GB" in said
-
-    def loaded(*_):
-        raise use.UseError("it is loaded")
-
-    monkeypatch.setattr(use, "load", loaded)
-    fails(run("generate -DHIDDEN_DIM=1024 --load-dir", tmp_path / "run", preset=""), 1, "it is loaded")
+    monkeypatch.setattr(use, "load", mock.Mock(side_effect=use.UseError("it is loaded")))
+    fails(run("generate -DHIDDEN_DIM=1024 --load-dir run", preset=""), 1, "it is loaded")
 
 
-@pytest.mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
-                                    '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
-                                    '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
-def test_an_odd_configuration_of_an_import_is_one_line(here, tmp_path, config):
-    header = json.dumps({"embedding": {"dtype": "I8", "shape": [4, 4], "data_offsets": [0, 16]},
-                         "__metadata__": {"config": config}}).encode()
-    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    result = run("import --save-dir run", tmp_path / "x", preset="")
+@mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
+                             '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
+                             '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
+def test_an_odd_configuration_of_an_import_is_one_line(here, config):
+    (here / "x").write_bytes(tensor_header(config, [4, 4]) + bytes(16))
+    result = run("import --save-dir run x", preset="")
     fails(result, 1 if result.returncode == 1 else 2)
 
 
-@pytest.mark.parametrize("change", [
+@mark.parametrize("change", [
     {"config": 5}, {"config": [[1, 2]]}, {"version": {}}, {"version": 9}, {"start": 3},
     *({"start": {"step": 1, "seed": 1, **start}} for start in (
         {"step": "x"}, {"step": 1 << 63}, {"step": -1}, {"seed": 1 << 40}, {"state": "zz"}, {"origin": 7},
         {"origin": {"epoch": "1", "digest": ""}}, {"more": 1})),
     "[" * 100_000, "5", "null", "[]", '"\\ud800"'])
 def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
-    run = history.open_run(CFG, tmp_path)
-    run.close()
-    data = (tmp_path / history.FILE).read_bytes()
-    header = json.loads(data[12:-4])
-    text = change if isinstance(change, str) else json.dumps({**header, **change})
-    (tmp_path / history.FILE).write_bytes(headed(text))
-    for call in (lambda: history.open_run(CFG, tmp_path), lambda: history.configuration(tmp_path),
-                 lambda: history.epochs(tmp_path)):
-        with contextlib.suppress(history.HistoryError):
-            call()
-    with refused(".", history.HistoryError):
-        history.open_run(CFG, tmp_path)
+    open_run(CFG, tmp_path).close()
+    file = tmp_path / history.FILE
+    header = json.loads(file.read_bytes()[12:-4])
+    file.write_bytes(headed(change if isinstance(change, str) else dumps({**header, **change})))
+    for call in history.configuration, history.epochs:
+        with suppress(HistoryError):
+            call(tmp_path)
+    with refused(".", HistoryError):
+        open_run(CFG, tmp_path)
 
 
 def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path):
     source, secret = tmp_path / "source", tmp_path / "secret"
-    run = history.open_run(CFG, source)
+    open_run(CFG, source).close()
     secret.write_text("a file of this user")
+    os.unlink(source / history.SETTINGS)
     for name in ("elite-000-00000001-loss-1.0000.egg", "history-000.egg", "history-secret", "elite-secret",
-                 "snapshot-00000002.egg"):
+                 "snapshot-00000002.egg", history.SETTINGS, "banned.txt", "coordinator.log", history.EVENTS):
         os.symlink(secret, source / name)
     os.symlink("/dev/zero", source / "history-001.egg")
-    os.mkfifo(source / "snapshot-00000003.egg")
-    os.mkfifo(source / "elite-000-00000002-loss-1.0000.egg")
-    os.unlink(source / history.SETTINGS)
-    os.symlink(secret, source / history.SETTINGS)
-    with open(source / "snapshot-00000004.egg", "wb") as file:
-        file.truncate(1 << 42)
-    with open(source / "history-002.egg", "wb") as file:
-        file.write(b"x")
-        file.truncate(1 << 28)                                   # small enough, but with a hole
-    for name in ("banned.txt", "coordinator.log", history.EVENTS):
-        os.symlink(secret, source / name)
-    run.close()
-    history.open_run(CFG, tmp_path / "target", source).close()
+    for name in "snapshot-00000003.egg", "elite-000-00000002-loss-1.0000.egg":
+        os.mkfifo(source / name)
+    sparse(source / "snapshot-00000004.egg", b"", 1 << 42)
+    sparse(source / "history-002.egg", b"x", 1 << 28)            # small enough, but with a hole
+    open_run(CFG, tmp_path / "target", source).close()
     assert sorted(os.listdir(tmp_path / "target")) == [history.FILE, history.SETTINGS]
-    run = history.open_run(CFG, source)
+    run = open_run(CFG, source)
     assert snapshots.Shelf(CFG, run).files == {} and gossip.Elites(source, 3).best(CFG) is None
     bans = admission.Bans(source)
     bans.add("w1", "it lied")
     assert bans.all() == {"w1": "it lied"}
     for name in ("coordinator.log", history.EVENTS):
-        with pytest.raises(event_log.WatchError):
+        with raises(event_log.WatchError):
             event_log.JsonLog(str(source / name), "", None)
     assert secret.read_text() == "a file of this user"                       # and nothing was written through a link
     run.close()
-    with pytest.raises(OSError, match="regular"):
+    with raises(OSError, match="regular"):
         history.open_file(source / "history-000.egg")
-    with pytest.raises(OSError, match="too large"):
+    with raises(OSError, match="too large"):
         snapshots.read(CFG, source / "snapshot-00000004.egg")
-    os.replace(source / history.FILE, tmp_path / "moved")
+    (source / history.FILE).replace(tmp_path / "moved")
     os.symlink(tmp_path / "moved", source / history.FILE)
-    with pytest.raises(history.HistoryError, match="not a regular file"):
-        history.open_run(CFG, source)
+    with raises(HistoryError, match="not a regular file"):
+        open_run(CFG, source)
 
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-@hypothesis.given(st.integers(0, 1 << 64))
+@given(integers(0, 1 << 64))
 def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     """Two honest hosts and one liar with many names, on one step of which every chunk is audited, in any order."""
     dice, step = random.Random(seed), Step(CFG, range(CFG.N_CHUNKS))
@@ -243,8 +237,7 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     for turn in range(60):
         who, act = dice.choice(liars + honest), dice.choice(["take", "copy", "result", "result", "back", "withdraw"])
         if act in ("take", "copy"):
-            chunk = step.take(who, turn) if act == "take" else \
-                step.copy(who, turn, step.late(turn, 0.1))
+            chunk = step.take(who, turn) if act == "take" else step.copy(who, turn, step.late(turn, 0.1))
             held += [(who, chunk)] * (chunk is not None)
         elif act == "withdraw" and accused:
             step.withdraw(dice.choice(sorted(accused)))
@@ -259,22 +252,21 @@ def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
     assert all(packed == GOOD for packed, _ in step.done.values())
     for who, chunk in held:                                      # every lease ends
         step.give_back(who, chunk)
-    for _ in range(100):                                         # and the honest can end it, whatever happened before
-        for who in honest:
-            chunk = step.take(who, 0) if not step.complete else None
-            if chunk is None and not step.complete:
-                chunk = step.copy(who, 1e9, step.late(1e9, 0.1))
-            if chunk is not None:
-                accused |= set(step.result(who, chunk, GOOD, 5))
+    for who in 100 * honest:                                     # and the honest can end it, whatever happened before
+        chunk = step.take(who, 0) if not step.complete else None
+        if chunk is None and not step.complete:
+            chunk = step.copy(who, 1e9, step.late(1e9, 0.1))
+        if chunk is not None:
+            accused |= set(step.result(who, chunk, GOOD, 5))
     assert step.complete and all(packed == GOOD for packed, _ in step.done.values())
     assert not accused & {holder.author for holder in honest}
 
 
-@hypothesis.given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.booleans()), max_size=40))
+@given(lists(tuples(integers(0, 6), integers(0, 2), booleans()), max_size=40))
 def test_no_sybils_outvote_two_honest_hosts(votes):
     """Names 0 and 1 are honest, of two hosts, the others of one liar. votes: (name, what it states, rebuilt)."""
-    hosts = ["1.1.1.1", "2.2.2.2"] + ["6.6.6.6"] * 5
-    authors = [admission.Author(host, str(i), str(i)) for i, host in enumerate(hosts)]
+    authors = [admission.Author(host, str(i), str(i))
+               for i, host in enumerate(["1.1.1.1", "2.2.2.2"] + 5 * ["6.6.6.6"])]
     kept = trust.Trust()
     for name, state, rebuilt in votes:
         kept.judge(1, authors[name], b"right" if name < 2 else b"lie%d" % state, rebuilt)
@@ -283,9 +275,8 @@ def test_no_sybils_outvote_two_honest_hosts(votes):
         verdict = kept.judge(1, authors[name], b"right", True)
     assert verdict[0] == trust.AGREES and not verdict[1] & set(authors[:2]) and kept.decided(1)
     assert kept.leading(1) == b"right" and not kept.contradicts(1, b"right")
-    for name in range(2, 7):                                     # now only liars can be wrong
-        verdict = kept.judge(1, authors[name], b"lie", True)
-        assert verdict[0] == trust.BAN
+    for author in authors[2:]:                                   # now only liars can be wrong
+        assert kept.judge(1, author, b"lie", True)[0] == trust.BAN
 
 
 NAMES = [history.FILE, "history-000.egg", "history-001.egg", "snapshot-00000001.egg", "snapshot-00000002-1.5000.egg",
@@ -293,83 +284,77 @@ NAMES = [history.FILE, "history-000.egg", "history-001.egg", "snapshot-00000001.
          "elite-001-00000002-validation-2.0000.egg", history.SETTINGS,
          history.DATA_FILE, history.EVENTS, "banned.txt", "latest.egg", "checkpoint_00000001.bin",
          "checkpoint_00000002.bin", "snapshot-x.part"]
-KINDS = st.one_of(
-    st.tuples(st.just("link"), st.sampled_from(["/dev/zero", "/etc/hostname", "nowhere", ".", "history.egg", "../x"])),
-    st.tuples(st.just("pipe"), st.none()), st.tuples(st.just("folder"), st.none()),
-    st.tuples(st.just("sparse"), st.integers(0, 1 << 43)), st.tuples(st.just("bytes"), st.binary(max_size=200)),
-    st.tuples(st.just("cut"), st.integers(0, 3000)), st.tuples(st.just("flip"), st.integers(0, 1 << 20)),
-    st.tuples(st.just("grown"), st.integers(0, 1 << 43)))
+KINDS = one_of(
+    tuples(just("link"), sampled_from(["/dev/zero", "/etc/hostname", "nowhere", ".", "history.egg", "../x"])),
+    tuples(just("pipe"), none()), tuples(just("folder"), none()),
+    tuples(just("sparse"), integers(0, 1 << 43)), tuples(just("bytes"), binary(max_size=200)),
+    tuples(just("cut"), integers(0, 3000)), tuples(just("flip"), integers(0, 1 << 20)),
+    tuples(just("grown"), integers(0, 1 << 43)))
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def good_directory(tmp_path_factory):
     """A save directory with a file of every kind."""
-    at = tmp_path_factory.mktemp("good")
-    run = history.open_run(CFG, at)
-    state = parameters.initial_state(CFG)
-    for step in (1, 2):
-        run.append(GOOD_STEP, 5, 0)
-        state.step = step
-        snapshots.save(CFG, state, at)
-    run.keep_data(b"d" * 32)
-    run.close()
-    for name in NAMES:
-        if not (at / name).exists():
-            (at / name).write_bytes((at / "snapshot-00000002.egg").read_bytes() if name.endswith(".egg") else b"x")
+    at, state = tmp_path_factory.mktemp("good"), parameters.initial_state(CFG)
+    with closing(open_run(CFG, at)) as run:
+        for step in (1, 2):
+            run.append(GOOD_STEP, 5, 0)
+            state.step = step
+            snapshots.save(CFG, state, at)
+        run.keep_data(b"d" * 32)
+    snapshot = (at / "snapshot-00000002.egg").read_bytes()
+    for path in [at / name for name in NAMES]:
+        if not path.exists():
+            path.write_bytes(snapshot if path.suffix == ".egg" else b"x")
     return at
 
 
-@hypothesis.settings(max_examples=EXAMPLES // 6)
-@hypothesis.given(st.lists(st.tuples(st.sampled_from(NAMES), KINDS), min_size=1, max_size=5))
+@settings(max_examples=EXAMPLES // 6)
+@given(lists(tuples(sampled_from(NAMES), KINDS), min_size=1, max_size=5))
 def test_any_files_in_a_save_directory_end_in_a_run_or_a_line(good_directory, changes):
     """Links, pipes, folders, sparse, cut, changed and huge files: no other error, no waiting, no memory."""
     with tempfile.TemporaryDirectory() as top:
-        at, began = os.path.join(top, "run"), time.process_time()      # not that of a disk under load
+        top, began = pathlib.Path(top), time.process_time()            # not that of a disk under load
+        at, copy = top / "run", top / "copy"
         shutil.copytree(good_directory, at)
         for name, (kind, what) in changes:
-            path = os.path.join(at, name)
-            data = open(path, "rb").read() if os.path.isfile(path) and os.path.getsize(path) < 1 << 20 else b"x"
-            if os.path.isdir(path) and not os.path.islink(path):
+            path = at / name
+            data = path.read_bytes() if path.is_file() and path.stat().st_size < 1 << 20 else b"x"
+            if path.is_dir() and not path.is_symlink():
                 continue
-            os.unlink(path)
+            path.unlink()
             if kind == "link":
-                os.symlink(what, path)
+                path.symlink_to(what)
             elif kind == "pipe":
                 os.mkfifo(path)
             elif kind == "folder":
-                os.mkdir(path)
+                path.mkdir()
             else:
                 if kind == "flip" and data:
                     byte, bit = divmod(what % (8 * len(data)), 8)
                     data = data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1:]
-                with open(path, "wb") as file:
-                    file.write(b"" if kind == "sparse" else what if kind == "bytes" else data)
-                    if kind in ("sparse", "cut", "grown"):
-                        with contextlib.suppress(OSError):       # larger than this file system can hold
-                            file.truncate(what)
+                path.write_bytes(b"" if kind == "sparse" else what if kind == "bytes" else data)
+                if kind in ("sparse", "cut", "grown"):
+                    with suppress(OSError):           # larger than this file system can hold
+                        os.truncate(path, what)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for call in (history.configuration, history.epochs, lambda _: history.newest(os.path.join(top, "r*")),
-                     lambda at: read_all(history.read_run(CFG, at)), lambda at: read_all(history.open_run(CFG, at)),
-                     lambda at: read_all(history.open_run(CFG, os.path.join(top, "copy"), at))):
-            with contextlib.suppress(history.HistoryError):
-                call(at)
-        gossip.Elites(at, 3).best(CFG)
+        for call in (history.configuration, history.epochs, lambda _: history.newest(str(top / "r*")),
+                     lambda at: read_all(history.read_run(CFG, at)), lambda at: read_all(open_run(CFG, at)),
+                     lambda at: read_all(open_run(CFG, str(copy), at))):
+            with suppress(HistoryError):
+                call(str(at))
+        gossip.Elites(str(at), 3).best(CFG)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10, "KiB of memory"
         assert time.process_time() - began < 20
-        kept = [os.path.join(top, "copy", name) for name in os.listdir(os.path.join(top, "copy"))] \
-            if os.path.isdir(os.path.join(top, "copy")) else []
-        assert not any(os.path.islink(path) and not path.endswith(("latest.egg", "best.egg")) for path in kept)
+        assert not any(path.is_symlink() and path.name not in ("latest.egg", "best.egg") for path in copy.glob("*"))
 
 
 def read_all(run):
-    try:
-        for step in range(run.start.step, run.step):
-            run.fitness(step)
+    with closing(run):
+        whole(run)
         shelf = snapshots.Shelf(CFG, run)
         for step in shelf.files:
-            with contextlib.suppress(ValueError, OSError):
+            with suppress(ValueError, OSError):
                 shelf.state(step)
         shelf.block(shelf.newest, 0, 100)
         shelf.close_unread()
-    finally:
-        run.close()

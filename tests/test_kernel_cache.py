@@ -1,6 +1,7 @@
 """The cache of compiled kernels: what names a kernel, its directory, forged files, and what a cold start compiles."""
 
 import ast
+import concurrent.futures
 import os
 import pickle
 import re
@@ -15,10 +16,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-import pytest
+from pytest import fixture, mark, raises
 
-import egg_config
 from engine import kernel_cache, simd
+from engine.kernel_cache import read, write
 from compiling import kernels_for
 from recordings import HERE, python
 from readings import configured
@@ -31,8 +32,8 @@ CARD = (8, 0)
 
 def cuda_files(cfg, cc=CARD):
     """[names of the files] of every CUDA kernel of a configuration."""
-    every, known = kernels_for(cfg, cc)[2], {}
-    return [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, cc).name for k in sum(every.values(), [])]
+    kernels, known = sum(kernels_for(cfg, cc)[2].values(), []), {}
+    return [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, cc).name for k in kernels]
 
 
 FROZEN_NOWHERE = ("LR_SCHEDULE=0:0.1", "VALIDATE_EVERY=77", "PORT=1", "SNAPSHOT_EVERY=1", "SAMPLING_TEMP=0.1",
@@ -47,16 +48,18 @@ def test_cuda_kernels_are_named_by_the_constants_that_they_freeze():
     def changed(define):
         return {name.split("-")[1] for name in set(cuda_files(configured(None, define))) - base}
 
-    base = set(cuda_files(egg_config.make()))
+    default = configured()
+    base = set(cuda_files(default))
     assert set(cuda_files(configured(None, *FROZEN_NOWHERE))) == base
     for define, kernels in FROZEN.items():
-        assert kernels <= changed(define) and "digest" not in changed(define), (define, changed(define))
-    falling = [configured(None, f"SIGMA_SCHEDULE={schedule}") for schedule in ("0:2,9:5", "5:2,7:3,8:4")]
-    assert changed("SIGMA_SCHEDULE=0:2,9:5") == FALLING and cuda_files(falling[0]) == cuda_files(falling[1])
-    assert not base & set(cuda_files(egg_config.make(), (8, 6))), "another card"
+        found = changed(define)
+        assert kernels <= found and "digest" not in found, (define, found)
+    falling, other = (f"SIGMA_SCHEDULE={schedule}" for schedule in ("0:2,9:5", "5:2,7:3,8:4"))
+    assert changed(falling) == FALLING and cuda_files(configured(None, falling)) == cuda_files(configured(None, other))
+    assert not base & set(cuda_files(default, (8, 6))), "another card"
 
 
-@pytest.mark.parametrize("preset", [None, "nano-egg", "laptop"])
+@mark.parametrize("preset", [None, "nano-egg", "laptop"])
 def test_a_run_compiles_what_its_verbs_use(preset):
     """The kernels of validation and generation are apart from those of a step; Muon's are there only if they are
     used."""
@@ -74,11 +77,10 @@ def test_a_run_compiles_what_its_verbs_use(preset):
 
 def checkout(to):
     """A copy of the program's sources."""
-    for path in HERE.glob("**/*.py"):
-        relative = path.relative_to(HERE)
-        if relative.parts[0] in ("model", "kernels", "engine") or len(relative.parts) == 1:
-            (to / relative).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, to / relative)
+    for folder in "", "model", "kernels", "engine":
+        (to / folder).mkdir(exist_ok=True)
+        for path in (HERE / folder).glob("*.py"):
+            shutil.copy(path, to / folder)
     return to
 
 
@@ -106,15 +108,17 @@ def test_another_checkout_of_the_same_code_has_the_same_names(tmp_path):
     """Comments, line numbers, paths and the order of hashing do not matter; a rule that changes does, to all that use
     it."""
     here, there = names_in(HERE), checkout(tmp_path)
-    for path in there / "egg_kernels.py", there / "engine" / "cpu_engine.py", there / "kernels" / "ptx.py":
-        head, separator, rest = path.read_text().partition('"""\n\n')
-        path.write_text(head + separator + "# a comment, and other line numbers\n\n\n" + rest)
-        assert separator
+    def edit(file, old, new):
+        """Changes the first occurrence."""
+        path = there / file
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+
+    for file in "egg_kernels.py", "engine/cpu_engine.py", "kernels/ptx.py":
+        edit(file, '"""\n\n', '"""\n\n# a comment, and other line numbers\n\n\n')
     assert names_in(there, "7") == here
-    path = there / "model" / "state_digest.py"
-    text = path.read_text()
-    assert text.count("0xBF58476D1CE4E5B9") == 1
-    path.write_text(text.replace("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"))
+    edit("model/state_digest.py", "0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB")
     changed = [{name for name in new if new[name] != old[name]} for new, old in zip(names_in(there), here)]
     assert changed == [{"digest"}, {"mixed", "word_sums"}]
 
@@ -136,7 +140,7 @@ def test_what_a_compiler_sees():
     assert of(3) != of(3.0) != of(True) != of(np.float32(3)) and of(np.arange(3)) != of(np.arange(4))
     assert of({"a": 1, "b": {2, 3}}) == of({"b": {3, 2}, "a": 1})
     assert len({of(kernel_cache.njit(None)(f).py_func) for f in (one, two)}) == 2
-    with pytest.raises(TypeError, match="cannot tell"):
+    with raises(TypeError, match="cannot tell"):
         of(make(object()))
 
     def deep(x):
@@ -146,7 +150,7 @@ def test_what_a_compiler_sees():
 
 # --- its directory ----------------------------------------------------------------------------------------------------
 
-@pytest.fixture
+@fixture
 def used(tmp_path, monkeypatch):
     """A function that gives the directory of the cache, as in a new process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -163,6 +167,7 @@ def used(tmp_path, monkeypatch):
 def test_a_directory_is_used_only_if_it_is_private(tmp_path, monkeypatch, used, capsys):
     """Else another one, which others cannot have made either."""
     good, second = tmp_path / "cache" / "egg" / "kernels", tmp_path / f"egg-{os.getuid()}"
+    elsewhere = tmp_path / "elsewhere"
     assert used() == good and stat.S_IMODE(good.stat().st_mode) == 0o700
     for path, bad, mended in (*((good, mode, 0o700) for mode in (0o777, 0o750, 0o755, 0o500)),
                               (good.parent, 0o777, 0o755), (tmp_path / "cache", 0o777, 0o755)):
@@ -170,30 +175,30 @@ def test_a_directory_is_used_only_if_it_is_private(tmp_path, monkeypatch, used, 
         assert used() == second
         path.chmod(mended)
         assert used() == good
-    good.rename(tmp_path / "elsewhere")
-    good.symlink_to(tmp_path / "elsewhere")
+    good.rename(elsewhere)
+    good.symlink_to(elsewhere)
     assert used() == second
     for mode in 0o701, 0o777:
         second.chmod(mode)
         assert capsys.readouterr().err == ""
         third = used()
-        assert third.parent == tmp_path and third not in (second, good, tmp_path / "elsewhere")
-        assert kernel_cache.is_private(third)
+        assert third.parent == tmp_path and third not in (second, good, elsewhere) and kernel_cache.is_private(third)
         assert stat.S_IMODE(third.stat().st_mode) == 0o700 and capsys.readouterr().err.count("\n") == 1
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert not kernel_cache.is_private(third), "that of somebody else"
 
 
 def test_damaged_and_missing_files_are_compiled_again(tmp_path, capsys):
-    kernel_cache.write(tmp_path / "kernel", pickle.dumps([1, 2]))
-    assert kernel_cache.read(tmp_path / "kernel") == [1, 2] and os.listdir(tmp_path) == ["kernel"]
-    (tmp_path / "kernel").write_bytes(b"\x80\x05")
-    assert kernel_cache.read(tmp_path / "kernel") is None and kernel_cache.read(tmp_path / "none") is None
+    kernel, none = tmp_path / "kernel", tmp_path / "none"
+    write(kernel, pickle.dumps([1, 2]))
+    assert read(kernel) == [1, 2] and os.listdir(tmp_path) == ["kernel"]
+    kernel.write_bytes(b"\x80\x05")
+    assert read(kernel) is read(none) is None
     assert capsys.readouterr().err == ""
     for _ in range(2):
-        kernel_cache.write(tmp_path / "none" / "kernel", b"")
-    reason = f"{tmp_path}/none: No such file or directory"
-    assert capsys.readouterr().err == f"egg: compiled kernels cannot be kept in {reason}\n", "it says so once"
+        write(none / "kernel", b"")
+    told = f"egg: compiled kernels cannot be kept in {none}: No such file or directory\n"
+    assert capsys.readouterr().err == told, "it says so once"
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------
@@ -235,7 +240,7 @@ def test_an_inner_function_is_compiled_into_its_callers_alone():
         return 2 * x
 
     assert numba.njit(lambda x: twice(x) + twice(x + 1))(5) == 22
-    with pytest.raises(TypeError, match="bad argument type"):
+    with raises(TypeError, match="bad argument type"):
         twice(5)
 
 
@@ -245,19 +250,18 @@ class FakeDispatcher:
     compiled, parent = [], os.getpid()
 
     def __init__(self, function):
-        self.py_func = function
-        self.targetoptions = {}
-        self._cache = None
-        self.closed = False
+        self.py_func, self.targetoptions = function, {}
+        self._cache, self.closed = None, False
 
     def compile(self, signature):
         assert not self.closed
-        if self._cache.load_overload(signature, SimpleNamespace(refresh=lambda: None)) is None:
-            FakeDispatcher.compiled.append(self.py_func.__name__)
-            assert not self._cache.cache_path.exists()
-            if self.py_func.__name__ == "fails" and os.getpid() != self.parent:
+        name, path = self.py_func.__name__, self._cache.cache_path
+        if self._cache.load_overload(signature, mock.Mock()) is None:
+            self.compiled.append(name)
+            assert not path.exists()
+            if name == "fails" and os.getpid() != self.parent:
                 raise ValueError
-            kernel_cache.write(self._cache.cache_path, pickle.dumps(self.py_func.__name__))
+            write(path, pickle.dumps(name))
 
     def disable_compile(self):
         self.closed = True
@@ -267,14 +271,12 @@ def fakes(names, factor=1):
     def kernel(x):
         return x * factor
 
-    made = []
-    for name in names:
-        function = types.FunctionType(kernel.__code__, globals(), name, None, kernel.__closure__)
-        made.append(SimpleNamespace(name=name, dispatcher=FakeDispatcher(function), signature=(name,), shared=0))
-    return made
+    functions = [types.FunctionType(kernel.__code__, globals(), name, None, kernel.__closure__) for name in names]
+    return [SimpleNamespace(name=function.__name__, dispatcher=FakeDispatcher(function), shared=0,
+                            signature=(function.__name__,)) for function in functions]
 
 
-@pytest.mark.parametrize("cores", [1, 3])
+@mark.parametrize("cores", [1, 3])
 def test_several_processes_compile_what_is_missing(cores, tmp_path, monkeypatch, capsys):
     from engine import cuda_engine
     monkeypatch.setattr(kernel_cache, "directory", lambda: tmp_path)
@@ -309,11 +311,11 @@ def test_a_fork_compiles_what_a_gpu_runs(tmp_path, monkeypatch):
 
     from engine import cuda_engine
     monkeypatch.setattr(cuda_engine, "COMPILERS", 8)
-    of_verb = kernels_for(egg_config.make())[2]
-    made = {tmp_path / k.name: k for k in of_verb["step"] if k.name in ("rescale", "cut_windows")}
+    kernels = kernels_for(configured())[2]["step"]
+    made = {tmp_path / k.name: k for k in kernels if k.name in ("rescale", "cut_windows")}
     cuda_engine._compile_together(made, (9, 0), 0.0)
     for path, kernel in made.items():
-        library = kernel_cache.read(path)._codelibrary
+        library = read(path)._codelibrary
         cubin, = library._cubin_cache.values()
         assert cubin.code.startswith(b"\x7fELF") and f".text.{library._entry_name}".encode() in cubin.code
         ptx, _ = cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(9, 0, "a"))
@@ -356,9 +358,8 @@ def test_no_configuration_by_import():
             "except hardware.EngineError as error:\n    print(error)\n")
     first = simd.available()[0]
     refused = f"SIMD = {first}: this process has compiled for portable already; start another one\n"
-    refused = "" if first == "portable" else refused
     said = subprocess.run([sys.executable, "-c", code, first], cwd=HERE, capture_output=True, text=True).stdout
-    assert said.endswith(f"cpu portable x1\n{refused}"), said
+    assert said.endswith(f"cpu portable x1\n{'' if first == 'portable' else refused}"), said
 
 
 STEP_PROGRAM = """
@@ -383,7 +384,7 @@ assert "word_sums" in compiled()
 def test_a_training_step_compiles_its_own_kernels_alone(compiled):
     """Or loads them, where they are in the cache: neither Muon's, nor those of generation and digests, nor the other
     model's."""
-    subprocess.run([sys.executable, "-c", STEP_PROGRAM], cwd=HERE, check=True)
+    python("-c", STEP_PROGRAM)
 
 
 COLD_PROGRAM = """
@@ -412,14 +413,13 @@ def test_a_cold_start_compiles_each_function_once(tmp_path, others_wait):
              "cpu_engine.warm_up(*pickle.load(sys.stdin.buffer))"
     python("-c", COLD_PROGRAM.replace("PROGRAM", repr(helper)), "main", XDG_CACHE_HOME=str(tmp_path),
            COMPILED=str(tmp_path / "compiled"))
-    lines = [line.split() for line in (tmp_path / "compiled").read_text().splitlines()]
-    names = [name for _, name in lines]
-    assert sorted(names) == sorted(set(names)) and {"run_windows", "apply_votes", "write_texts"} <= {*names}
-    assert len({pid for pid, name in lines}) == 2, "the second process took part"
-    files = list((tmp_path / "egg" / "kernels").iterdir())
+    pids, names = zip(*(line.split() for line in (tmp_path / "compiled").read_text().splitlines()))
+    assert len(names) == len({*names}) and {"run_windows", "apply_votes", "write_texts"} <= {*names}
+    assert len({*pids}) == 2, "the second process took part"
+    files = [*(tmp_path / "egg" / "kernels").iterdir()]
     assert sorted(path.name.rpartition("-")[0] for path in files) == sorted(f"cpu-{name}" for name in names)
     for path in files:                                       # the other tests need not compile the same again
-        kernel_cache.write(kernel_cache.directory() / path.name, path.read_bytes())
+        write(kernel_cache.directory() / path.name, path.read_bytes())
 
 
 def test_a_function_that_another_process_compiles_is_waited_for(tmp_path):
@@ -428,32 +428,33 @@ def test_a_function_that_another_process_compiles_is_waited_for(tmp_path):
 save = kernel_cache.CpuCache.save_overload
 kernel_cache.CpuCache.save_overload = lambda *a: (time.sleep(0.2), print("compiled"), save(*a))
 print""").replace("import sys,", "import sys, time,"))
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(HERE)}
-    started = [subprocess.Popen([sys.executable, tmp_path / "program.py", "madd", "2"], env=environ, text=True,
-                                stdout=subprocess.PIPE) for _ in range(3)]
-    said = [process.communicate()[0].split() for process in started]
+    def run(_):
+        return python(tmp_path / "program.py", "madd", "2", XDG_CACHE_HOME=str(tmp_path), PYTHONPATH=str(HERE)).split()
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        said = [*pool.map(run, range(3))]
     assert all(words[-2:] == ["13", "13"] for words in said) and sum(words.count("compiled") for words in said) == 2
 
 
 # --- forged files -----------------------------------------------------------------------------------------------------
 
 def test_a_kernel_that_is_not_ours_or_a_link_is_not_read(tmp_path):
-    kernel_cache.write(tmp_path / "kernel", pickle.dumps("compiled"))
-    assert kernel_cache.read(tmp_path / "kernel") == "compiled"
-    os.symlink(tmp_path / "kernel", tmp_path / "link")
-    assert kernel_cache.read(tmp_path / "link") is None
+    kernel, link = tmp_path / "kernel", tmp_path / "link"
+    write(kernel, pickle.dumps("compiled"))
+    assert read(kernel) == "compiled"
+    link.symlink_to(kernel)
+    assert read(link) is None
     with mock.patch("os.getuid", lambda: os.geteuid() + 1):
-        assert kernel_cache.read(tmp_path / "kernel") is None
+        assert read(kernel) is None
 
 
 def test_old_kernels_are_removed(tmp_path):
-    now = time.time()
     for i, days in enumerate((400, 100, 30, 1)):
         path = tmp_path / f"cpu-kernel-{i}"
         path.write_bytes(bytes(1000))
-        os.utime(path, (now - days * 86400,) * 2)
+        os.utime(path, (time.time() - days * 86400,) * 2)
     kernel_cache.prune(tmp_path, most=2000)
     assert sorted(os.listdir(tmp_path)) == ["cpu-kernel-2", "cpu-kernel-3"]
-    kernel_cache.read(tmp_path / "cpu-kernel-2")                 # is used now
+    read(tmp_path / "cpu-kernel-2")                 # is used now
     kernel_cache.prune(tmp_path, most=1500)
     assert os.listdir(tmp_path) == ["cpu-kernel-2"]

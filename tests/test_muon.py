@@ -3,16 +3,21 @@
 import re
 
 import numpy as np
-import pytest
+from numpy.random import default_rng
+from numpy import float32
+from pytest import mark, param
 
-import egg_config
-from engine import cpu_engine, cpu_update
+from egg_config import make
+from engine import cpu_engine
+from engine.cpu_engine import CpuEngine
+from engine.cpu_update import muon_panels
 from kernels import muon
 from model import optimizers, parameters
+from model.parameters import from_canonical
 from activations_compared import fma
 from compiling import CARDS
 from fakes import any_fitness
-from readings import BASE, SMALL, equal, votes_on
+from readings import BASE, equal, votes_on
 from recordings import digests, python, simulated
 
 
@@ -20,49 +25,50 @@ from recordings import digests, python, simulated
 
 def chains(left, right):
     """float32 [n, m]: left [n, k] . right [k, m], each element one chain of fma over k."""
-    out = np.zeros((len(left), right.shape[1]), np.float32)
+    out = np.zeros((len(left), right.shape[1]), float32)
     for k in range(len(right)):
         out = fma(left[:, k, None], right[k], out)
     return out
 
 
 def norm_of(x):
-    sums = np.zeros(optimizers.MUON_PARTS, np.float32)
-    flat = x.ravel()
+    sums, flat = np.zeros(optimizers.MUON_PARTS, float32), x.ravel()
     for first in range(0, flat.size, sums.size):
         part = flat[first:first + sums.size]
         sums[:part.size] = fma(part, part, sums[:part.size])
     while len(sums) > 1:
         sums = sums[:len(sums) // 2] + sums[len(sums) // 2:]
-    return np.sqrt(sums[0]) + np.float32(1e-7)
+    return np.sqrt(sums[0]) + float32(1e-7)
 
 
 def turned(x, coefficients):
     """A round of Newton-Schulz."""
-    a, b, c = map(np.float32, coefficients)
+    a, b, c = map(float32, coefficients)
     square = chains(x, x.T)
     return fma(1, chains(fma(c, chains(square, square), b * square), x), a * x)
 
 
 def direction_of(m, coefficients):
     """float32, the shape of m: the rule of model.parameters in NumPy."""
-    x = m.T if m.shape[0] > m.shape[1] else m
-    x = x / norm_of(np.ascontiguousarray(x))
+    rows, cols = m.shape
+    if rows > cols:
+        return direction_of(m.T, coefficients).T
+    x = m / norm_of(m)
     for _ in range(5):
         x = turned(x, coefficients)
-    return x.T if m.shape[0] > m.shape[1] else x
+    return x
 
 
-@pytest.mark.parametrize("ns", ["quintic", "cubic"])
+@mark.parametrize("ns", ["quintic", "cubic"])
 def test_muon_is_its_plain_reading(ns):
     """Two updates: the hidden matrices by the rule, bit for bit; everything else as AdamW alone does it."""
-    constants = dict(SMALL, MUON_NS=ns, MUON_LR_SCALE=1.5, ADAM_WEIGHT_DECAY=0.1, LR_SCHEDULE=((0, 1.2), (1, 0.9)))
-    cfg, rng = egg_config.make(**constants, USE_MUON=1), np.random.default_rng(3)
-    muon, adam = cpu_engine.CpuEngine(cfg), cpu_engine.CpuEngine(egg_config.make(**constants))
+    plain = BASE.changed(MUON_NS=ns, MUON_LR_SCALE=1.5, ADAM_WEIGHT_DECAY=0.1, LR_SCHEDULE=((0, 1.2), (1, 0.9)))
+    cfg, rng = plain.changed(USE_MUON=1), default_rng(3)
+    muon, adam = CpuEngine(cfg), CpuEngine(plain)
     state, moved = muon.state(), 0
     for step in range(2):
         fitness = any_fitness(cfg, rng)
-        rate = np.float32(cfg.learning_rate(step)) * np.float32(1.5)
+        rate = float32(cfg.learning_rate(step)) * float32(1.5)
         muon.update(fitness)
         adam.update(fitness)
         got, plain = muon.state(), adam.state()
@@ -72,13 +78,13 @@ def test_muon_is_its_plain_reading(ns):
                 equal(got.weights[part], plain.weights[part])
                 equal(got.moments[part], plain.moments[part])
                 continue
-            m = fma(state.moments[part, 0], np.float32(0.85), -votes_on(cfg, state, t, fitness).astype(np.float32))
-            x = parameters.to_canonical(direction_of(parameters.from_canonical(m, t.cols),
+            m = fma(state.moments[part, 0], float32(0.85), -votes_on(cfg, state, t, fitness).astype(float32))
+            x = parameters.to_canonical(direction_of(from_canonical(m, t.cols),
                                                      optimizers.MUON_COEFFICIENTS[ns]))
-            size = np.float32(0.2) * np.sqrt(np.float32(max(t.rows, t.cols)))
-            acc = fma(-rate, fma(state.weights[part], np.float32(0.1), x * size), state.moments[part, 2])
-            change = np.where(acc >= 1, 1, np.where(acc <= -1, -1, 0))
-            equal(got.moments[part], np.stack([m, 0 * m, (acc - change).astype(np.float32)], 1), t)
+            size = float32(0.2) * np.sqrt(float32(max(t.rows, t.cols)))
+            acc = fma(-rate, fma(state.weights[part], float32(0.1), x * size), state.moments[part, 2])
+            change = np.clip(np.trunc(acc), -1, 1).astype(int)
+            equal(got.moments[part], np.stack([m, 0 * m, (acc - change).astype(float32)], 1), t)
             equal(got.weights[part], state.weights[part] + change)
             moved += np.count_nonzero(change)
         state = got
@@ -86,10 +92,10 @@ def test_muon_is_its_plain_reading(ns):
 
 
 def test_directions_are_nearly_orthogonal():
-    rng = np.random.default_rng(5)
+    rng = default_rng(5)
     for ns, low, high in (("quintic", 0.6, 1.25), ("cubic", 0.3, 1.001)):
         cfg = BASE.changed(USE_MUON=1, MUON_NS=ns)
-        engine = cpu_engine.CpuEngine(cfg)
+        engine = CpuEngine(cfg)
         for t in parameters.tensors(cfg):
             if t.name in ("w_up", "w_down"):
                 row, o = engine._table[t.param, t.layer], optimizers.constants(cfg, 0.5, t)
@@ -99,40 +105,37 @@ def test_directions_are_nearly_orthogonal():
 
 
 def test_no_votes_no_direction():
-    engine = cpu_engine.CpuEngine(BASE.changed(USE_MUON=1, ADAM_WEIGHT_DECAY=0.0))
+    engine = CpuEngine(BASE.changed(USE_MUON=1, ADAM_WEIGHT_DECAY=0.0))
     assert engine.update(bytes(4)) == 0 and not engine.state().moments.any()
 
 
-def muon_digest():
-    """Digests after updates with Muon, sides that fill no tile included."""
-    cfg = BASE.changed(HIDDEN_DIM=96, USE_MUON=1, LR_SCHEDULE=((0, 2.0),))
-    engines = [cpu_engine.CpuEngine(cfg, threads=n) for n in {1, cpu_engine.hardware.cores()}]
-    found = set()
-    for engine in engines:
+def test_threads_give_the_same_bits():
+    """After updates with Muon, sides that fill no tile included."""
+    cfg, found = BASE.changed(HIDDEN_DIM=96, USE_MUON=1, LR_SCHEDULE=((0, 2.0),)), set()
+    for threads in {1, cpu_engine.hardware.cores()}:
+        engine = CpuEngine(cfg, threads=threads)
         for step in range(2):
             engine.update(any_fitness(cfg, step))
         found.add(digests(engine.state()))
-    assert len(found) == 1, "threads change the bits"
-    return found.pop()
+    assert len(found) == 1
 
 
-def test_threads_and_vector_widths_give_the_same_bits():
+def test_vector_widths_give_the_same_bits():
     code = "import test_muon as t; from engine import simd; simd.use('portable'); print(t.product_digest())"
     assert python("-c", code, PYTHONPATH="tests").split() == [product_digest()]
-    assert muon_digest()
 
 
 def product_digest():
     """SHA-256 of both products of Muon on this process's vectors."""
     import hashlib
-    rng = np.random.default_rng(9)
-    x, square = rng.normal(size=(96, 128)).astype(np.float32), rng.normal(size=(96, 96)).astype(np.float32)
-    out = [np.empty((96, 96), np.float32), np.empty((96, 128), np.float32)]
-    cpu_update.muon_panels(x, x, True, np.float32(1), np.float32(1), out[0], 0, 3)
-    cpu_update.muon_panels(square, x, False, np.float32(3.4445), np.float32(0.7), out[1], 0, 4)
-    equal(out[0], chains(x, x.T))
-    equal(out[1], fma(np.float32(0.7), chains(square, x), np.float32(3.4445) * x))
-    return hashlib.sha256(out[0].tobytes() + out[1].tobytes()).hexdigest()
+    rng, one, a, b = default_rng(9), float32(1), float32(3.4445), float32(0.7)
+    x, square = rng.normal(size=(96, 128)).astype(float32), rng.normal(size=(96, 96)).astype(float32)
+    squared, product = np.empty_like(square), np.empty_like(x)
+    muon_panels(x, x, True, one, one, squared, 0, 3)
+    muon_panels(square, x, False, a, b, product, 0, 4)
+    equal(squared, chains(x, x.T))
+    equal(product, fma(b, chains(square, x), a * x))
+    return hashlib.sha256(squared.tobytes() + product.tobytes()).hexdigest()
 
 
 # --- its CUDA kernels, without a GPU ----------------------------------------------------------------------------------
@@ -168,16 +171,16 @@ np.save("out.npy", out)
 def test_muons_kernels_in_the_simulator(tmp_path):
     """The CUDA kernels run thread by thread in Python, on matrices that do not fill their tiles: the same bits. The
     products do not see the orientation of a matrix."""
-    rng = np.random.default_rng(11)
-    votes, moments = rng.integers(-999, 999, 1280).astype(np.int32), np.zeros((1280, 3), np.float32)
+    rng = default_rng(11)
+    votes, moments = rng.integers(-999, 999, 1280).astype(np.int32), np.zeros((1280, 3), float32)
     moments[:, 0] = rng.normal(size=1280) * 300
     np.save(tmp_path / "votes.npy", votes)
     np.save(tmp_path / "moments.npy", moments)
     simulated(SIMULATED, cwd=tmp_path)
-    m = fma(moments[:, 0], np.float32(0.85), -votes.astype(np.float32))
+    m = fma(moments[:, 0], float32(0.85), -votes.astype(float32))
     for rows, cols in ((80, 16), (16, 80)):
-        got, matrix = np.load(tmp_path / f"{rows}.npz"), parameters.from_canonical(m, cols)
-        x = np.ascontiguousarray(matrix if rows < cols else matrix.T)
+        got, matrix = np.load(tmp_path / f"{rows}.npz"), from_canonical(m, cols)
+        x = matrix if rows < cols else matrix.T
         x = x / norm_of(x)
         equal(got["moments"][:, 0], m)
         equal(got["x"], x.ravel())
@@ -185,30 +188,30 @@ def test_muons_kernels_in_the_simulator(tmp_path):
 
 
 def test_the_plan_of_muon_covers_the_hidden_matrices_once():
-    cfg = egg_config.make(HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=8, VOCAB_SIZE=300, NTT_MODE=1, USE_MUON=1)
-    plan, tensors = muon.work(cfg), parameters.tensors(cfg)
-    assert [t.name for t,
-            at in zip(tensors, plan.directions) if at >= 0] == [t.name for t in tensors if t.name.startswith("w_")]
+    cfg = BASE.changed(HIDDEN_DIM=96, N_LAYERS=2, VOCAB_SIZE=300, NTT_MODE=1, USE_MUON=1)
+    plan = muon.work(cfg)
+    for t, at in zip(parameters.tensors(cfg), plan.directions, strict=True):
+        assert (at >= 0) == t.name.startswith("w_"), t.name
     for tiles, wide in ((plan.squares, False), (plan.wides, True)):
         for number, (first, rows, cols, short, long, at_x, at_a) in enumerate(plan.matrices):
             seen = np.zeros((short, long if wide else short), int)
             for _, i, j in tiles[tiles[:, 0] == number]:
                 seen[i:i + muon.TILE, j:j + muon.TILE] += 1
             assert (seen == 1).all() and {rows, cols} == {short, long} and short <= long
-    assert not len(muon.work(egg_config.make()).matrices)
+    assert not len(muon.work(make()).matrices)
 
 
 MUONS = ("muon_start", "muon_gram", "muon_mix", "optimize", "seen")
 SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, SEEN_VOTES=4)
 
 
-@pytest.mark.parametrize("names", [
-    pytest.param(names, marks=[pytest.mark.compiles({**SWITCHED, **more}, cards, names=names), *deep],
-                 id=f"{len(names)} of cc{cards[0][0]}")
+@mark.parametrize("names", [
+    param(names, marks=[mark.compiles({**SWITCHED, **more}, cards, names=names), *deep],
+          id=f"{len(names)} of cc{cards[0][0]}")
     for more, cards, names, *deep in (
         (dict(NTT_MODE=1, NTT_CAUSAL=0), [(8, 0)], (*MUONS, "embed")),
         (dict(NTT_MODE=3), [cc for cc in CARDS if cc != (8, 0)], MUONS),
-        (dict(NTT_MODE=3), [(9, 0)], (*MUONS, "embed", "read_transformer"), pytest.mark.deep))])
+        (dict(NTT_MODE=3), [(9, 0)], (*MUONS, "embed", "read_transformer"), mark.deep))])
 def test_their_kernels_compile(names, compiled_kernels):
     """Muon's and that of SEEN_VOTES for every card, the look-ups of evaluation and validation for the oldest one; those
     of generation are among all kernels of cc 12.0 (tests/test_cuda_engine.py)."""

@@ -4,12 +4,15 @@ groups of members, and a cluster that trains it."""
 import math
 
 import numpy as np
-import pytest
+from numpy import int32, uint8
+from numpy.random import default_rng
+from pytest import approx, mark, param, raises
 
-import egg_config
+from egg_config import make
 import fakes
-from engine import cpu_engine
+from engine.cpu_engine import CpuEngine
 from model import optimizers, parameters, rules, seeds
+from model.parameters import tensors
 from model.reading import Reading
 from tools import debug, prepare
 from chaos_cluster import chaos
@@ -23,11 +26,9 @@ from readings import (configured, equal, hold_text_against_the_reading, hold_val
 
 COMPILED = ["compiled_gru"]                                  # for conftest.py
 SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, POPULATION_SIZE=64,
-             STATE_TOKENS=5, GROUP_SIZE=4,
-             ADAPTIVE_NOISE_MODE=0, DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=23.0,
-             FAST_FITNESS=1,
-             OPTIMIZER="ztest", SIGMA_SHIFT=4, SIGMA_SHIFT_VECTOR=8)
-BASE = egg_config.make(**SMALL)
+             STATE_TOKENS=5, GROUP_SIZE=4, ADAPTIVE_NOISE_MODE=0, DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, LOSS="exact",
+             SOFTMAX_EXP_SCALE=23.0, FAST_FITNESS=1, OPTIMIZER="ztest", SIGMA_SHIFT=4, SIGMA_SHIFT_VECTOR=8)
+BASE = make(**SMALL)
 
 
 def random_config(rng, **more):
@@ -45,39 +46,39 @@ def random_config(rng, **more):
     return {**plain(settings), **more}
 
 
-@pytest.mark.parametrize("seed", range(9))
+@mark.parametrize("seed", range(9))
 def test_losses_and_validation_are_those_of_the_plain_reading(seed):
-    rng = np.random.default_rng(seed)
-    cfg = egg_config.make(**random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3))
+    rng = default_rng(seed)
+    cfg = make(**random_config(rng, ADAPTIVE_NOISE_MODE=seed % 3))
     # with 8 kinds, token 0 comes often
     tokens = rng.integers(0, 8 if seed % 2 else cfg.VOCAB_SIZE, 120).astype(np.uint32)
-    engine = cpu_engine.CpuEngine(cfg, tokens)
+    engine = CpuEngine(cfg, tokens)
     state = shaken(engine, rng, rng.integers(9))
     windows = rules.windows(cfg, tokens, state.step, 0, 4)
     assert engine.evaluate(0, 8)[:6].tolist() == plain_losses(cfg, state, windows, 6)
     hold_validation_against_the_reading(engine, [[5, 17, 250, 3, 0, 9, 77, 200, 11]] * 2)        # through a reset
 
 
-@pytest.mark.parametrize("seed", range(4))
+@mark.parametrize("seed", range(4))
 def test_generation_goes_on_with_the_state(seed):
-    rng, prompt = np.random.default_rng(30 + seed), [5, 17, 250]
-    engine, settings = cpu_engine.CpuEngine(egg_config.make(**random_config(rng))), settings_of(rng)
-    got = list(engine.generate(prompt, 20, seed, **settings))
+    rng, prompt = default_rng(30 + seed), [5, 17, 250]
+    engine, settings = CpuEngine(make(**random_config(rng))), settings_of(rng)
+    got = [*engine.generate(prompt, 20, seed, **settings)]
     assert len(got) == 20
     hold_text_against_the_reading(engine, prompt, got, seed, **settings)
 
 
-@pytest.mark.parametrize("clt", [0, 1])
+@mark.parametrize("clt", [0, 1])
 def test_ztest_moves_what_is_significant(clt):
     cfg = BASE.changed(USE_CLT=clt, CHUNK_SIZE=128, POPULATION_SIZE=256, ZTEST_ALPHA=0.3)
-    engine, rng = cpu_engine.CpuEngine(cfg), np.random.default_rng(1)
+    engine, rng = CpuEngine(cfg), default_rng(1)
     state = engine.state()
     state.weights[rng.integers(0, state.weights.size, 20000)] = 127                  # some cannot move up
     engine.load(state)
     fitness = any_fitness(cfg, rng)
     # the normal quantile of 0.85
     changed, after, t = engine.update(fitness), engine.state(), int(16 * 1.0364333894937898)
-    want = np.concatenate([votes_on(cfg, state, t, fitness) for t in parameters.tensors(cfg)])
+    want = np.concatenate([votes_on(cfg, state, t, fitness) for t in tensors(cfg)])
     moves = np.where(abs(want) * 16 >= t * math.isqrt(cfg.N_PAIRS) * (256 if clt else 1), np.sign(want), 0)
     expected = np.clip(state.weights + moves, -127, 127)
     equal(after.weights, expected)
@@ -89,7 +90,7 @@ def test_ztest_works_with_the_transformer_and_the_others_with_the_gru():
     for cfg in (fakes.CFG.changed(CHUNK_SIZE=64, OPTIMIZER="ztest", ZTEST_ALPHA=0.5),
                 BASE.changed(OPTIMIZER="adamw", ADAPTIVE_NOISE_MODE=1, LR_SCHEDULE=((0, 1.5),)),
                 BASE.changed(OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1),))):
-        engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint8) % 7)
+        engine = CpuEngine(cfg, np.arange(900, dtype=uint8) % 7)
         before = engine.state()
         changed = engine.update(any_fitness(cfg, 1))
         assert 0 < changed == np.count_nonzero(engine.state().weights != before.weights)
@@ -101,7 +102,7 @@ def test_share_falls_as_nano_egg_has_it():
     # quantiles 0, 1.565 and 1.863 in 16ths; 128 = isqrt(16,384 pairs)
     least = [optimizers.least_vote(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)]
     assert least == [0, 25 * 128 * 16, 29 * 128 * 16]
-    assert egg_config.make(OPTIMIZER="ztest", ZTEST_ALPHA=0.25).learning_rate(999) == 0.25
+    assert make(OPTIMIZER="ztest", ZTEST_ALPHA=0.25).learning_rate(999) == 0.25
 
 
 def test_groups_read_the_same_tokens_and_follow_a_stream():
@@ -121,17 +122,17 @@ def test_noise_is_kept():
     kept = [seeds.INITIAL_SEED]
     for step in range(8):
         kept.append(seeds.next_seed(kept[-1], step, 3))
-    assert len(set(kept)) == 3 and kept[0] == kept[2] != kept[3] == kept[5] != kept[6]
+    assert len({*kept}) == 3 and kept[0] == kept[2] != kept[3] == kept[5] != kept[6]
     assert seeds.next_seed(42, 6, 0) == 42 != seeds.next_seed(42, 6) == seeds.hash32(42, 7)
 
 
 # --- training it ------------------------------------------------------------------------------------------------------
 
-class Engine(cpu_engine.CpuEngine):
+class Engine(CpuEngine):
     """The real model, made as the chaos of the kit makes its engines."""
 
-    def __init__(self, cfg=None, pause=0.0):
-        super().__init__(cfg or CHAOS, np.random.default_rng(4).integers(0, 256, 3000).astype(np.uint8), threads=1)
+    def __init__(self, cfg, pause=0.0):
+        super().__init__(cfg, default_rng(4).integers(0, 256, 3000, uint8), threads=1)
 
 
 class Liar(Lying, Engine):
@@ -152,7 +153,7 @@ CHAOS = BASE.changed(CHUNK_SIZE=32, POPULATION_SIZE=128, NOISE_REUSE=2, ZTEST_AL
 def test_chaos_changes_no_bit(tmp_path):
     """A coordinator that is killed, a liar, a drifting replica, rogues: resumed, audited, rebuilt, and every step is
     the undisturbed one's."""
-    Engine().evaluate(0, 2)                                      # compiled before the clock runs
+    Engine(CHAOS).evaluate(0, 2)                                 # compiled before the clock runs
     steps, kills = chaos(tmp_path, 1, steps=12, kills=3, cfg=CHAOS, kinds=(Engine, Drifting, Liar))
     assert steps >= 12 and kills >= 3
 
@@ -169,16 +170,16 @@ def test_the_preset_trains_and_goes_on(here):
     assert unit == "bits/byte" and 0 < after < 20 and first.final.step == 3
     second = train_here(cfg, 5, lines)
     assert (second.progress.first_step, second.progress.run.step) == (3, 5)
-    assert second.progress.validations[0][1] == pytest.approx(after, abs=1e-12) and "| LR: 1 |" in lines.text
-    assert replayed("run", cpu_engine.CpuEngine(cfg)).step == 5
+    assert second.progress.validations[0][1] == approx(after, abs=1e-12) and "| LR: 1 |" in lines.text
+    assert replayed("run", CpuEngine(cfg)).step == 5
 
 
 def test_it_learns():
     """A thousand members, a few steps: better than it began, on text it has not seen."""
     cfg = BASE.changed(N_LAYERS=1, SEQ_LEN=16, STATE_TOKENS=0, CHUNK_SIZE=256, POPULATION_SIZE=256, SIGMA_SHIFT=2,
                        SOFTMAX_EXP_SCALE=16 / math.log(2))
-    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 400, np.uint8)
-    engine, window = cpu_engine.CpuEngine(cfg, text), text[None, 11:300].astype(np.int32)
+    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 400, uint8)
+    engine, window = CpuEngine(cfg, text), text[None, 11:300].astype(int32)
     before = engine.validate(window)[0]
     for _ in range(40):
         step_alone(engine)
@@ -187,77 +188,71 @@ def test_it_learns():
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
 
-FAST = {**SMALL, "HIDDEN_DIM": 256, "N_LAYERS": 2, "SEQ_LEN": 100, "STATE_TOKENS": 9, "CHUNK_SIZE": 200,
-        "POPULATION_SIZE": 400,
-        "FIXED_POINT": 4}                                    # cc 9.0 has a path for it
+# cc 9.0 has a path for it
+FAST = dict(SMALL, HIDDEN_DIM=256, SEQ_LEN=100, STATE_TOKENS=9, CHUNK_SIZE=200, POPULATION_SIZE=400, FIXED_POINT=4)
 
 
 def test_where_the_fast_path_serves():
     """Nowhere else than where its words hold every sum: the preset is among it."""
-    from kernels import gru_narrow
+    from kernels.gru_narrow import sizes, wgmma_fits
     limit = CARDS[9, 0] * 1024
-    assert gru_narrow.wgmma_fits(configured("nano-egg"), (9, 0), limit)
-    assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (8, 0), limit)
-    assert not gru_narrow.wgmma_fits(egg_config.make(**FAST), (9, 0), limit - 1)
-    for constants, served in ((dict(DEVICE_MASK=42), True), (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), False),
-                              (dict(SIGMA_SHIFT=5), False),
-                              (dict(FIXED_POINT=3), False), (dict(SEQ_LEN=32), True), (dict(SEQ_LEN=31), False),
-                              (dict(VOCAB_SIZE=8192), True),
-                              (dict(HIDDEN_DIM=128), False), (dict(ADAPTIVE_NOISE_MODE=1), False),
-                              (dict(MLP_RELU=1, N_LAYERS=1), True)):
-        assert gru_narrow.wgmma_fits(egg_config.make(**{**FAST, **constants}), (9, 0), limit) == served, constants
+    fast = make(**FAST)
+    assert wgmma_fits(configured("nano-egg"), (9, 0), limit)
+    assert not wgmma_fits(fast, (8, 0), limit) and not wgmma_fits(fast, (9, 0), limit - 1)
+    for constants in (dict(DEVICE_MASK=42), dict(SEQ_LEN=32), dict(VOCAB_SIZE=8192), dict(MLP_RELU=1, N_LAYERS=1)):
+        assert wgmma_fits(fast.changed(**constants), (9, 0), limit), constants
+    for constants in (dict(DEVICE_MASK=42, SIGMA_SHIFT=1), dict(SIGMA_SHIFT=5), dict(FIXED_POINT=3), dict(SEQ_LEN=31),
+                      dict(HIDDEN_DIM=128), dict(ADAPTIVE_NOISE_MODE=1)):
+        assert not wgmma_fits(fast.changed(**constants), (9, 0), limit), constants
     for V, kernels in (256, {"gates", "head"}), (1024, {"gates"}):           # of those that it takes
-        assert gru_narrow.sizes(egg_config.make(**{**FAST, "VOCAB_SIZE": V}), limit, True).keys() == kernels
-    assert sum(gru_narrow.wgmma_fits(egg_config.make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
+        assert sizes(fast.changed(VOCAB_SIZE=V), limit, True).keys() == kernels
+    assert sum(wgmma_fits(make(**c), (9, 0), limit) for c in random_configurations(22)) >= 2
 
 
 # a width beyond those of kernels.gru_narrow; a vocabulary for the head of kernels.transformer, after each pass
-WIDE, STREAMED = {**SMALL, "HIDDEN_DIM": 288}, {**SMALL, "VOCAB_SIZE": 1100}
-FAST_STREAMED = {**FAST, "VOCAB_SIZE": 1100}
+WIDE, STREAMED, FAST_STREAMED = dict(SMALL, HIDDEN_DIM=288), dict(SMALL, VOCAB_SIZE=1100), dict(FAST, VOCAB_SIZE=1100)
 
 
 def test_which_path_serves():
-    import egg_kernels
+    from egg_kernels import build_forward
     for constants, cc, name in ((WIDE, (9, 0), "general"), (SMALL, (8, 6), "registers"), (SMALL, (9, 0), "registers"),
-                                (STREAMED, (12, 0), "registers"),
-                                (FAST_STREAMED, (9, 0), "wgmma"), (FAST, (9, 0), "wgmma"), (FAST, (8, 0), "general"),
-                                ({**FAST, "TENSOR_CORES": "mma"}, (9, 0), "general")):
-        forward = egg_kernels.build_forward(egg_config.make(**constants), cc, CARDS[cc] * 1024)
-        assert path_of(forward) == name, (constants, cc)
-    with pytest.raises(ValueError, match="only GPUs of compute capability 9.0"):
-        egg_kernels.build_forward(BASE.changed(TENSOR_CORES="wgmma"), (8, 6), CARDS[8, 6] * 1024)
+                                (STREAMED, (12, 0), "registers"), (FAST_STREAMED, (9, 0), "wgmma"),
+                                (FAST, (9, 0), "wgmma"), (FAST, (8, 0), "general"),
+                                (dict(FAST, TENSOR_CORES="mma"), (9, 0), "general")):
+        assert path_of(build_forward(make(**constants), cc, CARDS[cc] * 1024)) == name, (constants, cc)
+    with raises(ValueError, match="only GPUs of compute capability 9.0"):
+        build_forward(BASE.changed(TENSOR_CORES="wgmma"), (8, 6), CARDS[8, 6] * 1024)
 
 
-@pytest.mark.parametrize("width", sorted({*range(64, 257, 32), *range(64, 1025, 96)}))
+@mark.parametrize("width", sorted({*range(64, 257, 32), *range(64, 1025, 96)}))
 def test_quotients_by_a_multiplication_are_exact(width):
     """Every divisor that a narrow model can have, and some of wider ones; every sum whose quotient is not clipped, in
     float32 as the kernels have it."""
     from kernels import gru_parts, parts
     for point in range(8):
         for inputs in (width, 4 * width):
-            d = parameters.divisor(egg_config.make(MODEL="gru", FIXED_POINT=point), inputs)
+            d = parameters.divisor(make(MODEL="gru", FIXED_POINT=point), inputs)
+            y = np.arange(-128 * d, 128 * d + 1, 1 + d // 200, int32)
             for base in (gru_parts.BASE, gru_parts.BASE + 128, parts.MAGIC):
                 bits, a, c = parts.floor_constants(d, base)
-                y = np.arange(-128 * d, 128 * d + 1, 1 + d // 200)
-                sums = np.int32(bits) + y.astype(np.int32)
+                sums = int32(bits) + y
                 # float64 holds the product exactly; what is rounded off below is far less than 1 / d
-                got = np.floor(sums.view(np.float32).astype(np.float64) * a + c)
-                equal(got, base + y // d, (d, base))
+                equal(np.floor(sums.view(np.float32).astype(float) * a + c), base + y // d, (d, base))
 
 
-@pytest.mark.parametrize("limit, widest", [(99, (96, 96, 64)), (163, (128, 128, 96)), (227, (160, 128, 128))])
+@mark.parametrize("limit, widest", [(99, (96, 96, 64)), (163, (128, 128, 96)), (227, (160, 128, 128))])
 def test_models_whose_weights_fit_shared_memory_are_narrow(limit, widest):
     """On a card with so many KiB, in each noise mode; with a larger vocabulary the head alone goes elsewhere."""
     from kernels import gru_narrow
-    for mode in range(3):
+    limit *= 1024
+    for mode, most in enumerate(widest):
         for width in range(64, 257, 32):
-            def cfg(V):
-                return egg_config.make(MODEL="gru", HIDDEN_DIM=width, ADAPTIVE_NOISE_MODE=mode, VOCAB_SIZE=V)
-            served = width <= widest[mode]
-            assert all(gru_narrow.fits(cfg(V), limit * 1024) == served for V in (256, 1024, 262144)), (width, mode)
-            sizes = gru_narrow.sizes(cfg(256), limit * 1024)
-            assert all(part.bytes <= limit * 1024 and part.warps >= 4 for part in sizes.values())
-            assert not served or "head" in sizes and "head" not in gru_narrow.sizes(cfg(262144), limit * 1024)
+            small, middle, large = (make(MODEL="gru", HIDDEN_DIM=width, ADAPTIVE_NOISE_MODE=mode,
+                                         VOCAB_SIZE=V) for V in (256, 1024, 262144))
+            served, sizes = width <= most, gru_narrow.sizes(small, limit)
+            assert all(gru_narrow.fits(cfg, limit) == served for cfg in (small, middle, large)), (width, mode)
+            assert all(part.bytes <= limit and part.warps >= 4 for part in sizes.values())
+            assert not served or "head" in sizes and "head" not in gru_narrow.sizes(large, limit)
 
 
 def test_general_kernels_fit_every_card():
@@ -265,7 +260,7 @@ def test_general_kernels_fit_every_card():
         assert all(kernel.shared <= limit * 1024 for kernel in kernels_of(WIDE, cc)["forward"]), cc
 
 
-@pytest.mark.parametrize((), [
+@mark.parametrize((), [
     compiled_as("general", WIDE, OTHERS, part="noisy"),
     compiled_as("large", WIDE, LARGE, part="noisy", names=("recur", "product")),
     compiled_as("narrow", SMALL, OTHERS, part="forward"),
@@ -278,20 +273,19 @@ def test_every_kernel_compiles(compiled_kernels):
     hold_against_cards(compiled_kernels)
 
 
-@pytest.mark.parametrize("width", [64, 256, 1024])
+@mark.parametrize("width", [64, 256, 1024])
 def test_the_recurrence_fits_every_card(width):
     from kernels import gru, parts
     for cc, limit in CARDS.items():
-        cfg = BASE.changed(HIDDEN_DIM=width)
-        shape, rows, resident = gru._recurrence(cfg, parts.Gpu(cc, limit * 1024, cc == (9, 0)))
+        gpu = parts.Gpu(cc, limit * 1024, cc == (9, 0))
+        shape, rows, resident = gru._recurrence(BASE.changed(HIDDEN_DIM=width), gpu)
         assert shape.bytes + (shape.columns() * 128 if resident else 0) + 2560 <= limit * 1024, cc
         assert shape.stages >= 2 and rows in (32, 64) and shape.columns() >= 2 * width, cc
 
 
 EXTREMES = (
     dict(HIDDEN_DIM=256, N_LAYERS=2, SEQ_LEN=100, STATE_TOKENS=32, VOCAB_SIZE=256, CHUNK_SIZE=64, POPULATION_SIZE=64,
-         ADAPTIVE_NOISE_MODE=0,
-         FIXED_POINT=4, OPTIMIZER="ztest"),
+         ADAPTIVE_NOISE_MODE=0, FIXED_POINT=4, OPTIMIZER="ztest"),
     dict(HIDDEN_DIM=1024, N_LAYERS=1, SEQ_LEN=16),
     dict(HIDDEN_DIM=64, N_LAYERS=1, VOCAB_SIZE=20001),
     dict(HIDDEN_DIM=64, N_LAYERS=30, SEQ_LEN=8),
@@ -302,8 +296,7 @@ EXTREMES = (
     dict(FAST, VOCAB_SIZE=1024),                             # a head too large to stay in shared memory
     dict(FAST, VOCAB_SIZE=2000, SEQ_LEN=64),
     dict(FAST, MLP_RELU=0, SEQ_LEN=33, N_LAYERS=1, STATE_TOKENS=0, CHUNK_SIZE=66, POPULATION_SIZE=132,
-         DEVICE_GAUSSIAN=0, DEVICE_MASK=19,
-         SIGMA_SHIFT=2, LOSS="deggs"),
+         DEVICE_GAUSSIAN=0, DEVICE_MASK=19, SIGMA_SHIFT=2, LOSS="deggs"),
     # noise of three sizes, on every path
     dict(FAST, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 3), (2, 4))),
     *(dict(shape, DEVICE_MASK=15, SIGMA_SCHEDULE=((1, 0), (2, 6))) for shape in (SMALL, STREAMED, WIDE)),
@@ -313,8 +306,7 @@ EXTREMES = (
 
 
 def random_configurations(count):
-    rng = np.random.default_rng(SEED)
-    out = []
+    rng, out = default_rng(SEED), []
     for i in range(count):
         chunk = 2 * int(rng.integers(1, 30))
         c = random_config(rng, CHUNK_SIZE=chunk, POPULATION_SIZE=4 * chunk, GROUP_SIZE=int(rng.choice([2, 4, 8])),
@@ -325,50 +317,46 @@ def random_configurations(count):
 
 
 def test_drawn_configurations_are_good():
-    drawn = random_configurations(22)
-    assert {c["ADAPTIVE_NOISE_MODE"] for c in drawn} == {0, 1, 2}
-    assert {c["OPTIMIZER"] for c in drawn} == {"adamw", "sgd", "ztest"}
-    assert {c["OPTIMIZER"] for c in drawn if c["RARE_TOKENS"]} == {"adamw", "sgd"}
-    for c in drawn:
-        egg_config.make(**c, LR_SCHEDULE=((0, 1.2),))
+    drawn = [make(**constants, LR_SCHEDULE=((0, 1.2),)) for constants in random_configurations(22)]
+    assert {cfg.ADAPTIVE_NOISE_MODE for cfg in drawn} == {0, 1, 2}
+    assert {cfg.OPTIMIZER for cfg in drawn} == {"adamw", "sgd", "ztest"}
+    assert {cfg.OPTIMIZER for cfg in drawn if cfg.RARE_TOKENS} == {"adamw", "sgd"}
 
 
 def test_a_trace_shows_the_recurrent_model():
     """Every part of member 0 at one position, from the state that the tokens before the window make."""
-    cfg, rng = BASE.changed(DEBUG=1), np.random.default_rng(4)
-    state, tokens = parameters.initial_state(cfg), rng.integers(0, 4, 300).astype(np.uint8)
+    cfg, rng = BASE.changed(DEBUG=1), default_rng(4)
+    state, tokens = parameters.initial_state(cfg), rng.integers(0, 4, 300).astype(uint8)
     told = debug.trace(cfg, state, tokens)
     layer = ["LN1", "State", "GRU", "LN2", "MLP_Exp", "MLP"]
     assert [part["name"] for part in told["parts"]] == ["Emb", *layer, *layer, "LN_F"]
-    assert len(told["weights"]) == len(parameters.tensors(cfg)) and told["position"] == cfg.SEQ_LEN - 1
-    window = rules.windows(cfg, tokens, 0, 0, 1)[0][:-1]
+    assert len(told["weights"]) == len(tensors(cfg)) and told["position"] == cfg.SEQ_LEN - 1
+    before, window, _ = np.split(rules.windows(cfg, tokens, 0, 0, 1)[0], [cfg.STATE_TOKENS, -1])
     clean, member = Reading(cfg, state), member_reading(cfg, state, 0)
-    for token in window[:cfg.STATE_TOKENS]:
-        clean.hidden([token])
+    clean.hidden(before)
     member.carried = clean.carried
-    for token in window[cfg.STATE_TOKENS:]:
+    for token in window:
         last = member.hidden([token])[0]
     assert debug.statistics(last).items() <= told["parts"][-1].items()
     assert debug.statistics(member.carried[1]).items() <= told["parts"][8].items()
     assert [len(debug.describe(told, lambda text, name: text))] == [len(told["parts"] + told["weights"])]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("constants, seed", [pytest.param(constants, i, id=f"random{i}")
-                                             for i, constants in enumerate(random_configurations(27))])
+@mark.gpu
+@mark.parametrize("constants, seed", [param(constants, i, id=f"random{i}")
+                                      for i, constants in enumerate(random_configurations(27))])
 def test_random_configurations_against_the_cpu_engine(compared):
     """27 configurations: losses, three updates, validation, generation."""
     assert compared == ""
 
 
-@pytest.mark.gpu
+@mark.gpu
 def test_every_multiprocessor_takes_several_tiles(cpu_compiled):
     """4,096 members, all weights drawn anew, against the CPU engine."""
     from engine import cuda_engine
-    cfg = egg_config.make(**{**FAST, "CHUNK_SIZE": 4096, "POPULATION_SIZE": 4096})
-    rng = np.random.default_rng(8)
-    tokens = rng.integers(0, 60, 9000).astype(np.uint8)
-    engines = [cuda_engine.CudaEngine(cfg, tokens), cpu_engine.CpuEngine(cfg, tokens)]
+    cfg, rng = make(**dict(FAST, CHUNK_SIZE=4096, POPULATION_SIZE=4096)), default_rng(8)
+    tokens = rng.integers(0, 60, 9000).astype(uint8)
+    engines = [cuda_engine.CudaEngine(cfg, tokens), CpuEngine(cfg, tokens)]
     state = engines[0].state()
     state.weights[:] = rng.integers(-127, 128, state.weights.size)
     for engine in engines:
@@ -376,21 +364,21 @@ def test_every_multiprocessor_takes_several_tiles(cpu_compiled):
     equal(*(engine.evaluate(0, 4096) for engine in engines))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [WIDE, SMALL, STREAMED, FAST], ids=["general", "narrow", "streamed head", "fast"])
+@mark.gpu
+@mark.parametrize("shape", [WIDE, SMALL, STREAMED, FAST], ids=["general", "narrow", "streamed head", "fast"])
 def test_pieces_and_slices_on_a_gpu(monkeypatch, shape, cpu_compiled):
     """A chunk in pieces, of odd positions in their groups and in small slices, and with the tokens on the host, is the
     same chunk."""
     from engine import cuda_engine
-    cfg = egg_config.make(**{**shape, "CHUNK_SIZE": 32, "POPULATION_SIZE": 64, "GROUP_SIZE": 8})
-    tokens = np.random.default_rng(5).integers(0, 9, 700).astype(np.uint8)
-    gpu, whole = cuda_engine.CudaEngine(cfg, tokens), cpu_engine.CpuEngine(cfg, tokens).evaluate(0, 64)
+    cfg = make(**dict(shape, CHUNK_SIZE=32, POPULATION_SIZE=64, GROUP_SIZE=8))
+    tokens = default_rng(5).integers(0, 9, 700).astype(uint8)
+    gpu, whole = cuda_engine.CudaEngine(cfg, tokens), CpuEngine(cfg, tokens).evaluate(0, 64)
     pieces = ((0, 2), (2, 30), (32, 32))
     equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
     gpu._tokens = None
     del gpu._members
     monkeypatch.setattr(cuda_engine, "largest", lambda size, most, budget: min(most, 5))
     equal(np.concatenate([gpu.evaluate(*piece) for piece in pieces]), whole)
-    window = np.random.default_rng(6).integers(0, 256, (7, 400))
+    window = default_rng(6).integers(0, 256, (7, 400))
     nats, count = gpu.validate(window)
-    assert count == 7 * 399 and nats == pytest.approx(cpu_engine.CpuEngine(cfg).validate(window)[0], rel=1e-9)
+    assert count == 7 * 399 and nats == approx(CpuEngine(cfg).validate(window)[0], rel=1e-9)

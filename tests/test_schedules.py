@@ -4,13 +4,18 @@ import functools
 import json
 
 import numpy as np
-import pytest
+from numpy import float32, uint32, uint8
+from numpy.random import default_rng
+from pytest import mark, raises
 
 import egg_config
+from egg_config import make
 from cluster import history
-from engine import cpu_engine
-from model import optimizers, parameters, rules
+from cluster.history import open_run
+from engine.cpu_engine import CpuEngine
+from model import optimizers, rules
 from model.fitness_digits import pack_ternary
+from model.parameters import initial_state, tensors
 from tools import arch
 from compiling import kernels_for, path_of
 from coordinators import cluster, replayed
@@ -19,12 +24,12 @@ from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
 from recordings import simulated
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
-TOKENS = np.random.default_rng(1).integers(0, 256, 600).astype(np.uint8)
+TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
 
 
 # --- distributed, resumed ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("values", [
+@mark.parametrize("values", [
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
     dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), NTT_MODE=2, AUDIT_RATE=1.0),
     dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4, LOSS="exact",
@@ -39,124 +44,118 @@ def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
     cfg = BASE.changed(**values)
-    engine = functools.partial(cpu_engine.CpuEngine, cfg, TOKENS, threads=1)
-    alone, changed = engine(), 0
-    for _ in range(6):
-        changed += step_alone(alone)[2]
+    engine = functools.partial(CpuEngine, cfg, TOKENS, threads=1)
+    alone = engine()
+    assert any([step_alone(alone)[2] for _ in range(6)])
     for steps in (3, 6):
         workers = [engine(), engine()]
         server = cluster(tmp_path, workers, steps, cfg, save=True)
         assert "not that of others" not in server.said and server.failure is None
         assert ("| Noise: 5 | Net" in server.said) == ("SIGMA_SCHEDULE" in values)
-    assert changed > 0 and [worker.digest() for worker in workers] == [alone.digest()] * 2
-    assert replayed(tmp_path, engine()).digest() == alone.digest()
+    assert {one.digest() for one in (*workers, replayed(tmp_path, engine()))} == {alone.digest()}
 
 
 def test_the_schedule_is_that_of_the_specification_and_data():
     rates = {0: 0.5, 99: 0.5, 100: 0.25, 199: 0.25, 200: 0.125, 10**6: 0.125}
-    assert {step: egg_config.make().learning_rate(step) for step in rates} == rates
+    assert {step: make().learning_rate(step) for step in rates} == rates
     cfg = configured(None, "LR_SCHEDULE=0:1,7:0.5,9:0")
     assert [cfg.learning_rate(step) for step in (6, 7, 8, 9, 100)] == [1.0, 0.5, 0.5, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("rest", [dict(NTT_MODE=3), dict(MODEL="gru", HEAD_DIM=64)], ids=["transformer", "gru"])
+@mark.parametrize("rest", [dict(NTT_MODE=3), dict(MODEL="gru", HEAD_DIM=64)], ids=["transformer", "gru"])
 def test_noise_is_as_loud_as_its_schedule_says(rest):
     """The losses of a step are those of SIGMA_SHIFT alone, and of a plain reading of the rules; what is without noise
     does not change."""
     cfg = BASE.changed(**rest, SIGMA_SCHEDULE=((2, 5), (4, 0)))
     assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
-    assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in arch.describe(cfg)
-    assert "targets" not in arch.describe(cfg)
-    engine, found = cpu_engine.CpuEngine(cfg, TOKENS, threads=1), []
+    described = arch.describe(cfg)
+    assert "SIGMA_SHIFT 3, then 5 from step 2, 0 from step 4\n" in described and "targets" not in described
+    engine, found = CpuEngine(cfg, TOKENS, threads=1), []
     for step, shift in (3, 5), (1, 3), (9, 0):
-        state = engine.state()
+        state, windows = engine.state(), rules.windows(cfg, TOKENS, step, 0, 4)
         state.step = step
-        alone = cpu_engine.CpuEngine(BASE.changed(**rest, SIGMA_SHIFT=shift), TOKENS, threads=1)
+        alone = CpuEngine(BASE.changed(**rest, SIGMA_SHIFT=shift), TOKENS, threads=1)
         for one in engine, alone:
             one.load(state)
-        found.append(engine.evaluate(0, 8))
-        windows = rules.windows(cfg, TOKENS, step, 0, 4)
-        equal(found[-1], alone.evaluate(0, 8))
+        losses = engine.evaluate(0, 8).tolist()
+        assert losses == alone.evaluate(0, 8).tolist() == plain_losses(cfg, state, windows, 8)
         assert engine.validate(windows) == alone.validate(windows)
-        assert found[-1].tolist() == plain_losses(cfg, state, windows, 8)
-    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
+        found.append(losses)
+    assert found[0] not in found[1:]
 
 
 def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
-    cfg = BASE
-    assert "SIGMA_SCHEDULE" not in {**cfg.shared(), **cfg.saved(), **history.non_default(cfg)}
-    history.open_run(cfg, tmp_path).close()
-    edited = egg_config.CONSTANTS["SIGMA_SCHEDULE"]._replace(value=((0, 7),))
-    monkeypatch.setitem(egg_config.CONSTANTS, "SIGMA_SCHEDULE", edited)
-    falling, saved = egg_config.make(**SMALL), history.configuration(tmp_path)
+    assert "SIGMA_SCHEDULE" not in {**BASE.shared(), **BASE.saved(), **history.non_default(BASE)}
+    open_run(BASE, tmp_path).close()
+    constants, name = egg_config.CONSTANTS, "SIGMA_SCHEDULE"
+    monkeypatch.setitem(constants, name, constants[name]._replace(value=((0, 7),)))
+    falling, again = make(**SMALL), egg_config.load(environ={}, saved=history.configuration(tmp_path))
     assert falling.SIGMA_SCHEDULE and "SIGMA_SCHEDULE" in falling.shared()
     assert "SIGMA_SCHEDULE" not in history.non_default(falling)
-    again = egg_config.load(environ={}, saved=saved)
     assert again.SIGMA_SCHEDULE == () and history.non_default(again)["SIGMA_SCHEDULE"] == ()
-    history.open_run(again, tmp_path).close()
-    with pytest.raises(history.HistoryError, match=r"SIGMA_SCHEDULE = \[\] there, \[\[0, 7\]\] here"):
-        history.open_run(falling, tmp_path)
+    open_run(again, tmp_path).close()
+    with raises(history.HistoryError, match=r"SIGMA_SCHEDULE = \[\] there, \[\[0, 7\]\] here"):
+        open_run(falling, tmp_path)
     assert configured(None, "SIGMA_SCHEDULE=4:5,9:6").SIGMA_SCHEDULE == ((4, 5), (9, 6))
     assert configured(None, "SIGMA_SCHEDULE=").SIGMA_SCHEDULE == ()
 
 
-@pytest.mark.parametrize("preset", egg_config.PRESETS)
+@mark.parametrize("preset", egg_config.PRESETS)
 def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(preset):
     cfg = configured(preset)
     forward = kernels_for(cfg)[0]
     if cfg.PERTURB == "activations":                         # only the general path has that noise
         assert path_of(forward) == "general"
         return
-    path = "registers" if cfg.HIDDEN_DIM < 256 else "wgmma"
-    assert (path_of(forward) == path) == (cfg.MODEL == "gru")
+    assert (path_of(forward) == ("registers" if cfg.HIDDEN_DIM < 256 else "wgmma")) == (cfg.MODEL == "gru")
 
 
 # --- rates and initial values by token --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)],
-                         ids=["adamw", "sgd", "muon", "gru"])
+@mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)],
+                  ids=["adamw", "sgd", "muon", "gru"])
 def test_rare_tokens_learn_more_slowly(rest):
     """The first update's accumulators, bit for bit: beside a run without the switch only the columns of rare tokens
     differ, by their factor."""
-    tokens = np.repeat(np.arange(200), np.arange(200) ** 2 // 50 + 1).astype(np.uint8)
-    tokens = np.concatenate([tokens, np.full(3 * tokens.size, 5, np.uint8)])
+    tokens = np.repeat(np.arange(200), np.arange(200) ** 2 // 50 + 1).astype(uint8)
+    tokens = np.concatenate([tokens, np.full(3 * tokens.size, 5, uint8)])
     # powers of two, so that nothing is rounded twice
     learning = 2 ** -13 if rest.get("OPTIMIZER") == "sgd" else 0.25
     plain = BASE.changed(**rest, LR_SCHEDULE=((0, learning),))
-    cfg = BASE.changed(**rest, LR_SCHEDULE=((0, learning),), RARE_TOKENS=0.004)
-    fitness = any_fitness(cfg, 1)
-    engines = [cpu_engine.CpuEngine(c, tokens, threads=1) for c in (plain, cfg)]
-    for engine in engines:
-        engine.update(fitness)
-    without, got = (engine.state() for engine in engines)
+    cfg = plain.changed(RARE_TOKENS=0.004)
+    states = []
+    for one in plain, cfg:
+        engine = CpuEngine(one, tokens, threads=1)
+        engine.update(any_fitness(cfg, 1))
+        states.append(engine.state())
     share = np.bincount(tokens, minlength=256) / tokens.size
-    factor = np.sqrt(np.minimum(1, share / 0.004)).astype(np.float32)
+    factor = np.sqrt(np.minimum(1, share / 0.004)).astype(float32)
     assert factor[5] == 1 and factor[250] == 0 and 0 < factor[20] < factor[190] < 1
-    tables = [t for t in parameters.tensors(cfg) if t.by_token]
-    assert [t.name for t in tables] == (["embedding", "head"] if cfg.MODEL == "gru" else ["embedding"])
-    for t in parameters.tensors(cfg):
-        part = t.span
-        if t not in tables:
-            equal(got.moments[part], without.moments[part])
-            equal(got.weights[part], without.weights[part])
+    assert [t.name for t in tensors(cfg) if t.by_token] == ["embedding", "head"][:1 + (cfg.MODEL == "gru")]
+    for t in tensors(cfg):
+        (without, weights_without), (got, weights) = ((one.moments[t.span], one.weights[t.span]) for one in states)
+        if not t.by_token:
+            equal(got, without)
+            equal(weights, weights_without)
             continue
-        equal(got.moments[part, :2], without.moments[part, :2])
+        equal(got[:, :2], without[:, :2])
+        rest_without, rest_got = without[:, 2], got[:, 2]
         scale = np.tile(np.repeat(factor, 4), t.rows // 4)
-        where = (scale < 1) & (np.abs(without.moments[part, 2]) < 1) & (got.weights[part] == without.weights[part])
+        where = (scale < 1) & (np.abs(rest_without) < 1) & (weights == weights_without)
         assert where.sum() > t.size // 4
-        equal(got.moments[part, 2][where], (without.moments[part, 2] * scale)[where])
-        assert not got.moments[part, 2][scale == 0].any() and got.moments[part, 2][scale > 0].any()
+        equal(rest_got[where], (rest_without * scale)[where])
+        assert not rest_got[scale == 0].any() and rest_got[scale > 0].any()
 
 
-@pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.01), dict(SEEN_VOTES=2)], ids=lambda values: next(iter(values)))
-def test_what_reads_the_data_needs_them(values):
-    engine = cpu_engine.CpuEngine(BASE.changed(**values), None, threads=1)
-    with pytest.raises(ValueError, match=f"{next(iter(values))} needs the training data"):
+@mark.parametrize("name, value", [("RARE_TOKENS", 0.01), ("SEEN_VOTES", 2)])
+def test_what_reads_the_data_needs_them(name, value):
+    engine = CpuEngine(BASE.changed(**{name: value}), threads=1)
+    with raises(ValueError, match=f"{name} needs the training data"):
         engine.update(any_fitness(BASE, 1))
 
 
-def seen_by_hand(cfg, state, tokens, t, fitness, often=1):
+def seen_by_hand(cfg, state, tokens, t, fitness, often):
     """int64, canonical: the votes of SPEC 9 for a table by token, in plain NumPy; those on tokens in a pair's window
     count `often` times, the others once."""
     windows = rules.windows(cfg, tokens, state.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
@@ -164,28 +163,27 @@ def seen_by_hand(cfg, state, tokens, t, fitness, often=1):
                     lambda q, a: a * np.where(np.isin(np.arange(t.cols), windows[q]), often, 1))
 
 
+SEEN_TOKENS = default_rng(5).integers(0, 40, 500).astype(uint32)
 SEEN = (dict(), dict(USE_CLT=0, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, GROUP_SIZE=4),
         dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, USE_SAME_DATA=1))
 
 
-@pytest.mark.parametrize("threads", (1, 2))
-@pytest.mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
+@mark.parametrize("threads", (1, 2))
+@mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
 def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
     """A step of sgd with a rate that rounds nothing, held against plain NumPy. Tokens come more than once in a window,
     and most never come."""
     cfg = BASE.changed(CHUNK_SIZE=64, POPULATION_SIZE=32 * 64, **values, SEEN_VOTES=5, OPTIMIZER="sgd",
                        LR_SCHEDULE=((0, 2.0 ** -12),))
-    rng = np.random.default_rng(5)
-    tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), any_fitness(cfg, rng)
-    engine = cpu_engine.CpuEngine(cfg, tokens, threads=threads)
+    tokens, fitness = SEEN_TOKENS, any_fitness(cfg, 5)
+    engine = CpuEngine(cfg, tokens, threads=threads)
     before = engine.state()
     engine.update(fitness)
     after = engine.state()
-    for t in (t for t in parameters.tensors(cfg) if t.by_token):
+    for t in [t for t in tensors(cfg) if t.by_token]:
         part = t.span
-        often = 5 if t.name == "embedding" else 1
-        votes = seen_by_hand(cfg, before, tokens, t, fitness, often)
-        moved = after.weights[part].astype(np.int64) - before.weights[part] + after.moments[part, 2].astype(np.float64)
+        votes = seen_by_hand(cfg, before, tokens, t, fitness, 5 if t.name == "embedding" else 1)
+        moved = after.weights[part].astype(float) - before.weights[part] + after.moments[part, 2]
         equal(moved, votes * (2.0 ** -12 / 2 ** 5), t.name)
         assert votes.any(), t.name
 
@@ -208,41 +206,40 @@ np.save("votes.npy", votes)
 """
 
 
-@pytest.mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
+@mark.parametrize("values", SEEN, ids=("transformer", "signs", "gru"))
 def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     """Thread by thread in Python: what the tokens of a window count more than once, in every bit."""
     values = {**SMALL, "CHUNK_SIZE": 8, "POPULATION_SIZE": 8, **values, "SEEN_VOTES": 4}
-    cfg, rng = egg_config.make(**values), np.random.default_rng(6)
-    tokens, fitness = rng.integers(0, 40, 500).astype(np.uint32), np.array([1, 0, -1, 1], np.int8)
+    cfg, tokens, fitness = make(**values), SEEN_TOKENS, np.array([1, 0, -1, 1], np.int8)
     np.save(tmp_path / "tokens.npy", tokens)
     np.save(tmp_path / "fitness.npy", fitness)
     simulated(SIMULATED_SEEN, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
-    state, votes = parameters.initial_state(cfg), np.load(tmp_path / "votes.npy")
+    state, votes = initial_state(cfg), np.load(tmp_path / "votes.npy")
     state.step, state.seed = 3, 77
-    for t in parameters.tensors(cfg):
-        four_times = seen_by_hand(cfg, state, tokens, t, pack_ternary(fitness), 4 if t.seen else 1)
-        want = four_times - seen_by_hand(cfg, state, tokens, t, pack_ternary(fitness))
+    for t in tensors(cfg):
+        once, want = (seen_by_hand(cfg, state, tokens, t, pack_ternary(fitness), often)
+                      for often in (1, 4 if t.seen else 1))
+        want -= once                                             # the kernel adds what is more than once
         equal(votes[t.span], want, t.name)
         assert want.any() == t.seen, t.name
 
 
 def test_shares_are_of_all_the_data():
-    cfg = egg_config.make(RARE_TOKENS=0.5, VOCAB_SIZE=300)
-    tokens = np.zeros((1 << 24) + 100, np.uint32)
+    cfg = make(RARE_TOKENS=0.5, VOCAB_SIZE=300)
+    tokens = np.zeros((1 << 24) + 100, uint32)
     tokens[-25:] = 299
     rates = optimizers.token_rates(cfg, tokens)
-    assert rates.dtype == np.float32 and rates.shape == (300,) and rates[0] == 1 and not rates[1:299].any()
-    assert rates[299] == np.float32(np.sqrt(50 / tokens.size))
+    assert rates.dtype == float32 and rates.shape == (300,) and rates[0] == 1 and not rates[1:299].any()
+    assert rates[299] == float32(np.sqrt(50 / tokens.size))
 
 
-@pytest.mark.parametrize("model", ["transformer", "gru"])
+@mark.parametrize("model", ["transformer", "gru"])
 def test_initial_values_of_tables_by_token(model):
-    rest = dict(SMALL, HEAD_DIM=64, MODEL=model)
-    states = {mask: parameters.initial_state(egg_config.make(**rest, HOST_MASK=7, TOKEN_MASK=mask))
-              for mask in (-1, 7, 1, 0)}
-    equal(states[-1].weights, states[7].weights)
-    for t in parameters.tensors(egg_config.make(**rest)):
-        parts = {mask: state.weights[t.span] for mask, state in states.items()}
+    cfg = BASE.changed(HEAD_DIM=64, MODEL=model, HOST_MASK=7)
+    weights = {mask: initial_state(cfg.changed(TOKEN_MASK=mask)).weights for mask in (-1, 7, 1, 0)}
+    equal(weights[-1], weights[7])
+    for t in tensors(cfg):
+        parts = {mask: of_mask[t.span] for mask, of_mask in weights.items()}
         if t.by_token:
             assert set(parts[1]) == {-1, 0, 1} and not parts[0].any()
             equal(parts[1], np.sign(parts[7]) * (np.abs(parts[7]) & 1))

@@ -7,13 +7,18 @@ import shutil
 import time
 
 import numpy as np
-import pytest
+from numpy.random import default_rng
+from pytest import fixture, mark, raises
 import pyzstd
 
 from cluster import history, snapshots, wire
-from cluster.wire import JOB_RESPONSE
-from model import parameters, state_digest
-from coordinators import Server, asks, caller, callers, cluster, first_step, refused, until, upload, whole
+from cluster.history import open_run
+from cluster.snapshots import unpack
+from cluster.wire import HASH_WANTED, JOB_RESPONSE, SNAPSHOT_WANTED
+from model import state_digest
+from model.parameters import initial_state
+from model.state_digest import of_state
+from coordinators import Server, asks, caller, callers, cluster, filled, first_step, refused, until, upload, whole
 from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, any_fitness, changed, expected, feed
 from recordings import digests
 
@@ -25,44 +30,45 @@ def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
     from engine import cpu_engine
     most = (1 << 64) - 1
     cfg = changed(VOCAB_SIZE=301)                                # an overlay that is no multiple of 8 bytes
-    rng, state = np.random.default_rng(1), parameters.initial_state(cfg)
+    rng, state = default_rng(1), initial_state(cfg)
     state.moments[:] = rng.normal(size=state.moments.shape)
     state.overlay[:] = rng.integers(-127, 128, state.overlay.size)
     state.step, state.seed = 9, 4000000000
-    data = (9).to_bytes(8, "little") + state.seed.to_bytes(8, "little") + state.weights.tobytes()
-    data += state.moments.tobytes() + state.overlay.tobytes()
+    data = np.array([9, state.seed], "<u8").tobytes() + state.weights.tobytes() + state.moments.tobytes()
+    data += state.overlay.tobytes()
     data += bytes(-len(data) % 8)
     first = second = 0
-    for number in range(1, len(data) // 8 + 1):
-        x = int.from_bytes(data[8 * number - 8:8 * number], "little") + number * 0x9E3779B97F4A7C15 & most
+    for number, word in enumerate(np.frombuffer(data, "<u8").tolist(), 1):
+        x = word + number * 0x9E3779B97F4A7C15 & most
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & most
         x = (x ^ x >> 27) * 0x94D049BB133111EB & most
         x ^= x >> 31
         first, second = first + x, second + (x & 0xFFFFFFFF) * (x >> 32)
-    digest = state_digest.of_state(state)
-    assert digest == (first & most).to_bytes(8, "little") + (second & most).to_bytes(8, "little")
+    digest = of_state(state)
+    assert digest == np.array([first & most, second & most], "<u8").tobytes()
     assert state.overlay.size % 8
     pieces = state_digest.Digest(9, state.seed)
-    for at in range(16, len(data), 99991):
-        pieces.update(data[at:min(at + 99991, 16 + sum(snapshots.sizes(cfg)[:2]) + state.overlay.size)])
+    parts = data[16:16 + sum(snapshots.sizes(cfg)[:2]) + state.overlay.size]
+    for at in range(0, len(parts), 99991):
+        pieces.update(parts[at:at + 99991])
     assert pieces.digest() == digest
     for threads in (1, None):
         engine = cpu_engine.CpuEngine(cfg, threads=threads)
         engine.load(state)
         assert engine.digest() == digest
         engine.update(any_fitness(cfg, rng))
-        assert engine.digest() == state_digest.of_state(engine.state()) != digest
+        assert engine.digest() == of_state(engine.state()) != digest
     seen = {digest}
-    for array in (state.weights, state.moments.view(np.uint8).ravel(), state.overlay):
+    for array in (state.weights, state.moments.ravel().view(np.int8), state.overlay.view(np.int8)):
         for at in (0, 1, array.size - 1, *rng.integers(0, array.size, 10)):
             for bit in (1, -128):
-                array.view(np.int8)[at] ^= bit
-                seen.add(state_digest.of_state(state))
-                array.view(np.int8)[at] ^= bit
+                array[at] ^= bit
+                seen.add(of_state(state))
+                array[at] ^= bit
     for field in "step", "seed":
-        seen.add(state_digest.of_state(dataclasses.replace(state, **{field: getattr(state, field) + 1})))
+        seen.add(of_state(dataclasses.replace(state, **{field: getattr(state, field) + 1})))
     state.moments[[3, 5000]] = state.moments[[5000, 3]]
-    seen.add(state_digest.of_state(state))
+    seen.add(of_state(state))
     assert len(seen) == 1 + 3 * 13 * 2 + 3
 
 
@@ -77,35 +83,35 @@ def test_training_data_are_told_apart():
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
-    rng, state = np.random.default_rng(1), parameters.initial_state(CFG)
+    rng, state = default_rng(1), initial_state(CFG)
     state.moments[:] = np.abs(rng.normal(size=state.moments.shape))
     state.step, state.seed = 20, 77
-    upload, body = snapshots.Upload(CFG, 20, 77, state_digest.of_state(state), tmp_path), snapshots.pack(state)
+    upload, body = snapshots.Upload(CFG, 20, 77, of_state(state), tmp_path), snapshots.pack(state)
     for at in range(0, len(body), 10000):
         assert not upload.finished
         feed(upload, len(body), at, body[at:at + 10000])
     assert upload.finished
     upload.keep(tmp_path / "s", b"fitness")
     data = (tmp_path / "s").read_bytes()
-    back = snapshots.unpack(CFG, data)
+    back = unpack(CFG, data)
     assert digests(back) == digests(state) and (back.step, back.seed) == (20, 77)
     for at in [*range(snapshots.HEAD.size + 4), *rng.integers(0, len(data), 60)]:
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
         if at < snapshots.HEAD.size + 4:
-            with pytest.raises(ValueError, match="snapshot"):
-                snapshots.unpack(CFG, bytes(bad))
+            with raises(ValueError, match="snapshot"):
+                unpack(CFG, bytes(bad))
         else:
             with contextlib.suppress(ValueError):                # zstd does not use every bit
-                assert digests(snapshots.unpack(CFG, bytes(bad))) == digests(state)
+                assert digests(unpack(CFG, bytes(bad))) == digests(state)
     for bad in (b"", data[:100], data[:-1], data + b"x", history.MAGIC):
-        with pytest.raises(ValueError):
-            snapshots.unpack(CFG, bad)
-    with pytest.raises(ValueError, match="another configuration"):
-        snapshots.unpack(changed(SIGMA_SHIFT=1), data)
+        with raises(ValueError):
+            unpack(CFG, bad)
+    with raises(ValueError, match="another configuration"):
+        unpack(changed(SIGMA_SHIFT=1), data)
 
 
-@pytest.mark.parametrize("pieces", [
+@mark.parametrize("pieces", [
     lambda body: [(len(body), 10, body[10:])],                                  # not from the beginning
     lambda body: [(len(body), 0, body[:10]), (len(body) + 1, 10, body[10:])],
     lambda body: [(len(body), 0, body + b"x")],
@@ -116,10 +122,10 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     lambda body: [(len(z := pyzstd.compress(bytes(1 << 28))), 0, z)],      # 256 MiB in 8 KB
 ])
 def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
-    body = snapshots.pack(parameters.initial_state(CFG))
+    body = snapshots.pack(initial_state(CFG))
     upload = snapshots.Upload(CFG, 20, 77, bytes(16), tmp_path)
     started = time.thread_time()
-    with pytest.raises(ValueError):
+    with raises(ValueError):
         for piece in pieces(body):
             feed(upload, *piece)
     upload.drop()
@@ -144,30 +150,30 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
         late, lines = late_worker(server, 22)
         assert late.loads == 1 and "at step 20 by a snapshot" in lines.text and late.digest() == digest
         assert whole(server.run) == packed
-    names = sorted(n for n in os.listdir(tmp_path) if n.endswith(".egg") and n != history.FILE)
-    assert names == ["best.egg", "latest.egg", "snapshot-00000004-0.6011.egg", "snapshot-00000016-2.0438.egg",
-                     "snapshot-00000020-2.5247.egg"]
-    assert os.readlink(tmp_path / "best.egg") == names[2] and os.readlink(tmp_path / "latest.egg") == names[4]
+    names = sorted(path.name for path in tmp_path.glob("snapshot*.egg"))
+    assert names == [f"snapshot-{name}.egg" for name in ("00000004-0.6011", "00000016-2.0438", "00000020-2.5247")]
+    assert {path.name for path in tmp_path.glob("*.egg")} == {*names, "best.egg", "latest.egg", history.FILE}
+    assert os.readlink(tmp_path / "best.egg") == names[0] and os.readlink(tmp_path / "latest.egg") == names[2]
+    latest = tmp_path / names[2]
 
     # a run that goes on elsewhere takes them along, a damaged one is found out and the run replayed instead
     with Server(tmp_path, cfg) as server:
         server.stop()
     for damage in (False, True):
+        new = tmp_path / f"new{damage}"
         if damage:
-            data = bytearray((tmp_path / names[4]).read_bytes())
+            data = bytearray(latest.read_bytes())
             data[-100] ^= 1
-            (tmp_path / names[4]).write_bytes(data)
-        history.open_run(cfg, tmp_path / f"new{damage}", tmp_path).close()
-        with Server(tmp_path / f"new{damage}", cfg, save=True, steps=22, stay=True) as server:
+            latest.write_bytes(data)
+        open_run(cfg, new, tmp_path).close()
+        with Server(new, cfg, save=True, steps=22, stay=True) as server:
             late, lines = late_worker(server, 22)
             assert late.loads == (0 if damage else 1) and late.digest() == digest
             assert ("replaying the run instead" in lines.text) == damage
-    other = history.open_run(cfg, tmp_path / "other")                       # snapshots of another run are left alone
-    for k in range(22):
-        other.append(packed[0], 0, 0)
-    shutil.copy(tmp_path / names[3], tmp_path / "other")
-    assert snapshots.Shelf(cfg, other).files == {}
-    other.close()
+    filled(tmp_path / "other", 22, cfg)                             # snapshots of another run are left alone
+    shutil.copy(tmp_path / names[1], tmp_path / "other")
+    with contextlib.closing(open_run(cfg, tmp_path / "other")) as other:
+        assert snapshots.Shelf(cfg, other).files == {}
 
 
 def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
@@ -181,7 +187,7 @@ def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
             return state
 
         def digest(self):
-            return state_digest.of_state(super().state())
+            return of_state(super().state())
 
     server = cluster(tmp_path, [Wrong(cfg, 0.003)], 3, cfg, save=True)
     assert "its snapshot of step 2 is not used: it is not the state that workers stated" in server.said
@@ -192,19 +198,19 @@ def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
 
 def forged(state):
     """Another State with the same digest: two words of the weights change places after mixing."""
-    words, step = state.weights[:state.weights.size // 8 * 8].view("<u8"), int(state_digest.STEP)
+    weights, step = state.weights.copy(), int(state_digest.STEP)
+    words = weights[:weights.size // 8 * 8].view("<u8")
     for k in range(100, words.size - 100):
         other = k + 50
         new = [(int(words[b]) + (b - a) * step) % (1 << 64) for a, b in ((k, other), (other, k))]
-        if b"\x80" not in b"".join(w.to_bytes(8, "little") for w in new):
-            changed_ = state.weights.copy()
-            changed_[:state.weights.size // 8 * 8].view("<u8")[[k, other]] = new
-            return type(state)(changed_, state.moments, state.overlay, state.step, state.seed)
+        if b"\x80" not in np.array(new, "<u8").tobytes():
+            words[[k, other]] = new
+            return dataclasses.replace(state, weights=weights)
 
 
 def gives(peer, engine, state=None):
     """A peer is asked for its snapshot, sends it, and is answered."""
-    assert asks(peer, engine, wire.SNAPSHOT_WANTED)[1] == engine.step.to_bytes(8, "big")
+    assert asks(peer, engine, SNAPSHOT_WANTED)[1] == engine.step.to_bytes(8, "big")
     upload(peer, state or engine.state())
     peer.next(JOB_RESPONSE)
 
@@ -213,7 +219,7 @@ def states_hash(peer, engine):
     peer.send(wire.STATE_HASH, engine.step, snapshots.state_hash(engine.state()))
 
 
-@pytest.fixture
+@fixture
 def server(tmp_path):
     """One that wants a snapshot of every step."""
     with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
@@ -224,10 +230,10 @@ def test_a_forged_snapshot_is_not_served_and_its_giver_banned(server, tmp_path):
     liar, *others = callers(server, 2, 3, 4)
     engine = first_step(server, liar, *others)
     forgery = forged(engine.state())
-    assert state_digest.of_state(forgery) == engine.digest() and digests(forgery) != digests(engine.state())
+    assert of_state(forgery) == engine.digest() and digests(forgery) != digests(engine.state())
     gives(liar, engine, forgery)
     for peer in others:
-        assert asks(peer, engine, wire.HASH_WANTED)[1] == (1).to_bytes(8, "big")
+        assert asks(peer, engine, HASH_WANTED)[1] == (1).to_bytes(8, "big")
         assert server.shelf.newest == 0
         states_hash(peer, engine)
         peer.next(JOB_RESPONSE)
@@ -240,10 +246,10 @@ def test_a_snapshot_is_served_once_another_host_has_stated_its_hash(server):
     giver, sybil, other = callers(server, 2, 2, 3)
     engine = first_step(server, giver, sybil, other)
     gives(giver, engine)
-    assert asks(sybil, engine, wire.HASH_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE        # its host has a say already
+    assert asks(sybil, engine, HASH_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE        # its host has a say already
     until(lambda: server.collector.upload.finished)
     states_hash(sybil, engine)                           # and nobody has asked
-    asks(other, engine, wire.HASH_WANTED)
+    asks(other, engine, HASH_WANTED)
     assert server.shelf.newest == 0
     states_hash(other, engine)
     until(lambda: server.shelf.newest == 1)
@@ -252,58 +258,55 @@ def test_a_snapshot_is_served_once_another_host_has_stated_its_hash(server):
 def test_who_goes_on_without_sending_its_state_is_named_and_others_are_asked_first(server):
     silent, giver = callers(server, 2, 3)
     engine = first_step(server, silent, giver)
-    asks(silent, engine, wire.SNAPSHOT_WANTED)
-    silent.result(1, silent.answer().first)
+    asks(silent, engine, SNAPSHOT_WANTED)
+    silent.delivers(1)
     until(lambda: "w2" in server.said and "step 1 is not used: it did not come" in server.said)
-    asks(giver, engine, wire.SNAPSHOT_WANTED)                         # at once, in the same step
+    asks(giver, engine, SNAPSHOT_WANTED)                         # at once, in the same step
     upload(giver, engine.state())
-    giver.result(1, giver.answer().first)
-    asks(silent, engine, wire.HASH_WANTED)
+    giver.delivers(1)
+    asks(silent, engine, HASH_WANTED)
     states_hash(silent, engine)
     until(lambda: server.shelf.newest == 1)
-    silent.result(1, silent.answer().first)
+    silent.delivers(1)
     giver.ask(1, engine.digest())
-    giver.result(1, giver.answer().first)
+    giver.delivers(1)
     server.reaches(2)
     engine.update(GOOD_STEP)
     again = caller("127.0.0.2", server, name="another name")
-    assert asks(again, engine, wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
-    asks(giver, engine, wire.SNAPSHOT_WANTED)
+    assert asks(again, engine, SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
+    asks(giver, engine, SNAPSHOT_WANTED)
 
 
 def test_who_left_or_failed_most_is_asked_last(server):
     taker, giver = callers(server, 2, 3)
     engine, failed = first_step(server, taker, giver), server.collector._failed
     for times in 1, 2:
-        asks(taker, engine, wire.SNAPSHOT_WANTED)
+        asks(taker, engine, SNAPSHOT_WANTED)
         taker.close()
         until(lambda: failed.get("127.0.0.2") == times)
         failed["127.0.0.3"] = 2                              # the other has failed as well, which is no end
         taker = caller("127.0.0.2", server, name=f"again {times}")
     failed["127.0.0.3"] = 1
-    assert asks(taker, engine, wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
-    asks(giver, engine, wire.SNAPSHOT_WANTED)
+    assert asks(taker, engine, SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
+    asks(giver, engine, SNAPSHOT_WANTED)
 
 
 def test_a_run_that_ends_blames_nobody_for_a_snapshot_that_is_on_its_way(server):
     giver, = callers(server, 2)
-    asks(giver, first_step(server, giver), wire.SNAPSHOT_WANTED)
+    asks(giver, first_step(server, giver), SNAPSHOT_WANTED)
     server.stop()
     assert "is not used" not in server.said and not server.collector.upload
 
 
 def test_a_snapshot_comes_from_one_to_which_faster_ones_leave_no_chunk_of_its_step(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=2)
-    with Server(tmp_path, cfg, save=True) as server:
-        fast = caller("127.0.0.2", server, name="fast")
+    with Server(tmp_path, changed(SNAPSHOT_EVERY=2), save=True) as server:
+        fast, slow = callers(server, 2, 3)
         for step in range(3):
-            for _ in range(4):
-                fast.works(step)
+            fast.works(step, 4)
             server.reaches(step + 1)
         assert "step 2 is not used: it did not come" in server.said
-        slow = caller("127.0.0.3", server, name="slow")
         slow.ask(2)
-        slow.next(wire.SNAPSHOT_WANTED)
+        slow.next(SNAPSHOT_WANTED)
         assert server.collector.upload.seed == server.run.seed_of(2) != server.run.seed
 
 
@@ -319,10 +322,9 @@ def test_workers_that_do_not_know_the_hash_serve_as_before(server):
 
 
 def test_a_lonely_worker_gives_snapshots_and_a_real_pair_confirms_them(tmp_path):
+    cfg = changed(SNAPSHOT_EVERY=2)
     for engines in (1, 3):
-        cfg = changed(SNAPSHOT_EVERY=2)
         at = tmp_path / str(engines)
-        at.mkdir()
         cluster(at, [FakeEngine(cfg, 0.003) for _ in range(engines)], 9, cfg, save=True)
         with contextlib.closing(history.read_run(cfg, at)) as run:
             assert snapshots.Shelf(cfg, run).newest >= 4

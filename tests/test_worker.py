@@ -1,22 +1,22 @@
 """The worker: reconnecting, slices, rebuilding."""
 
 import re
-import socket
 
 import numpy as np
-import pytest
+from pytest import mark
 
 import egg_net
 from cluster import wire
-from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT
+from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, frame
 from model import data_files, fitness_digits, seeds
+from model.fitness_digits import pack_ternary
 from coordinators import Server, free_port, listening, refused, run_worker, until, whole, work_in_thread
-from fakes import CFG, FakeEngine, Lines, VALIDATION, begin_together, expected
+from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, begin_together, expected
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("workers", [1, 2])
+@mark.parametrize("workers", [1, 2])
 def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     packed, digest = expected(6)
     engines = [FakeEngine(pause=0.002) for _ in range(workers)]
@@ -29,8 +29,8 @@ def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     for thread in threads:
         thread.join(60)
     assert all(engine.digest() == digest and engine.evaluated for engine in engines)
-    updates = [re.search(rf"Step {k} .*Updates: (\d+)", server.said)[1] for k in range(1, 6)]
-    assert updates == ["101", "102", "103", "104", "105"]
+    assert [re.search(rf"Step {k} .*Updates: (\d+)", server.said)[1] for k in range(1, 6)] == [
+        "101", "102", "103", "104", "105"]
 
 
 def test_a_worker_shows_its_speed_as_all_others_do(tmp_path, monkeypatch):
@@ -41,16 +41,14 @@ def test_a_worker_shows_its_speed_as_all_others_do(tmp_path, monkeypatch):
     assert re.search(r"step \d: \d chunks done, [\d,]+ k tokens/s", lines.text)
 
 
-def test_a_late_worker_catches_up(tmp_path):
-    late = FakeEngine()
-    with Server(tmp_path) as server:
-        first = server.work(FakeEngine(pause=0.01))
-        server.reaches(3)
-        second = server.work(late)
-        until(lambda: late.evaluated)
-        server.stop()
-        first.join(60), second.join(60)
-        assert whole(server.run) == expected(server.run.step)[0]
+def test_a_late_worker_catches_up(server):
+    late, first = FakeEngine(), server.work(FakeEngine(pause=0.01))
+    server.reaches(3)
+    second = server.work(late)
+    until(lambda: late.evaluated)
+    server.stop()
+    first.join(60), second.join(60)
+    assert whole(server.run) == expected(server.run.step)[0]
     assert late.digest() == expected(late.step)[1] and min(late.evaluated)[0] >= 3
 
 
@@ -61,10 +59,9 @@ def test_the_first_samples_and_validations_come_early():
 
 
 def test_validation_and_samples_reach_the_console(tmp_path):
-    decoding = data_files.load_decoding(CFG)
     with Server(tmp_path, steps=3) as server:
-        tokens = np.frombuffer(b"ab\nd" * 20, np.uint8)
-        thread = server.work(FakeEngine(), tokens=tokens, validation=VALIDATION, decoding=decoding)
+        thread = server.work(FakeEngine(), tokens=np.frombuffer(b"ab\nd" * 20, np.uint8), validation=VALIDATION,
+                             decoding=data_files.load_decoding(CFG))
     thread.join(60)
     assert "  sample at step 0: ab\u23ced >>> AAA\n" in server.said
     assert "sample at step 2: ab\u23ced >>> CCC\n" in server.said
@@ -73,28 +70,25 @@ def test_validation_and_samples_reach_the_console(tmp_path):
     assert [x.partition("Val: ")[2] for x in lines] == ["0.12 bits/byte", "", "0.36 bits/byte"]
 
 
-def test_a_worker_states_its_held_out_data(tmp_path):
+def test_a_worker_states_its_held_out_data(tmp_path, server):
     def opened(text, **constants):
         path = tmp_path / f"{text[:2].decode()}.bin"
         path.write_bytes(text)
         return data_files.open_validation(CFG.changed(VAL_FILE=str(path), **constants), None)
 
-    other = opened(b"ad" * 50)
-    with Server(tmp_path) as server:
-        for validation in (opened(b"ab" * 50), opened(b"ab" * 50, VALIDATE_TOKENS=16),
-                           opened(b"ac" * 50, VALIDATE_EVERY=0)):
-            server.work(FakeEngine(pause=0.01), validation=validation)
-            server.reaches(2)
-        with refused("other held-out data"):
-            run_worker(server, FakeEngine(), validation=other)
-        until(lambda: server.said.count(" joined ") == 3)
-        server.stop()
+    for validation in (opened(b"ab" * 50), opened(b"ab" * 50, VALIDATE_TOKENS=16),
+                       opened(b"ac" * 50, VALIDATE_EVERY=0)):
+        server.work(FakeEngine(pause=0.01), validation=validation)
+        server.reaches(2)
+    with refused("other held-out data"):
+        run_worker(server, FakeEngine(), validation=opened(b"ad" * 50))
+    until(lambda: server.said.count(" joined ") == 3)
+    server.stop()
 
 
 def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path):
-    packed, digest = expected(4)
+    (packed, digest), port = expected(4), free_port()
     engine, lines = FakeEngine(pause=0.01), Lines()
-    port = free_port()
     with Server(tmp_path / "a", port=port, save=True) as server:
         work_in_thread(port, engine, retry=True, lines=lines)
         server.reaches(2)
@@ -105,13 +99,16 @@ def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path)
     # another run, behind the worker
     with Server(tmp_path / "b", port=port, save=True, steps=4) as server:
         server.reaches(4)
-        assert [server.run.fitness(k) for k in range(4)] == packed
+        assert whole(server.run) == packed
         until(lambda: engine.step == 4)
     assert engine.loads == 1 and engine.digest() == digest and "rebuilding from the beginning" in lines.text
 
 
+SEED1 = seeds.next_seed(42, 0)
+
+
 def response(seed, step, position, packed=b""):
-    return wire.frame(JOB_RESPONSE, seed, step, position, len(packed), packed)
+    return frame(JOB_RESPONSE, seed, step, position, len(packed), packed)
 
 
 def serve_fake(engine, *responses):
@@ -135,42 +132,38 @@ def serve_fake(engine, *responses):
 def test_the_worker_serves_a_coordinator_that_polls():
     """The C++ coordinator does not hold requests, and may leave step and seed of an empty answer 0."""
     engine = FakeEngine()
-    fitness, seed1 = np.ones(CFG.N_PAIRS, np.int8), seeds.next_seed(42, 0)
     chunks, requests = serve_fake(engine, response(42, 0, NOTHING), response(0, 0, NOTHING),
-                                  response(seed1, 1, 0, fitness_digits.pack_ternary(fitness)),
-                                  response(seed1, 1, NOTHING),
-                                  response(0, 0, NOTHING), response(seed1, 1, 64), response(seed1, 1, 0))
+                                  response(SEED1, 1, 0, GOOD_STEP), response(SEED1, 1, NOTHING),
+                                  response(0, 0, NOTHING), response(SEED1, 1, 64), response(SEED1, 1, 0))
     assert chunks == 2 and engine.loads == 0 and engine.step == 1
-    results = [wire.RESULT.unpack(p)[:6] for op, p in requests if op == RESULT]
-    losses = FakeEngine.evaluate(engine, 64, 32)
-    assert results[0] == (seed1, 1, 64, 101, losses.sum(), 4) and results[1][1:4] == (1, 0, 0)
-    fitness = fitness_digits.chunk_fitness(losses, CFG)
-    assert [p for op, p in requests if op == RESULT][0][44:] == fitness_digits.pack_ternary(fitness)
-    asked = [wire.JOB_REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
-    assert asked == [(42, 0)] * 3 + [(seed1, 1)] * 5
+    first, second = (p for op, p in requests if op == RESULT)
+    losses = engine.evaluate(64, 32)
+    assert RESULT.unpack(first)[:6] == (SEED1, 1, 64, 101, losses.sum(), 4) and RESULT.unpack(second)[1:4] == (1, 0, 0)
+    assert first[44:] == pack_ternary(fitness_digits.chunk_fitness(losses, CFG))
+    asked = [JOB_REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
+    assert asked == [(42, 0)] * 3 + [(SEED1, 1)] * 5
 
 
 def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
-    seed1 = seeds.next_seed(42, 0)
-    catch_up = response(seed1, 1, 0, fitness_digits.pack_ternary(np.zeros(CFG.N_PAIRS, np.int8)))
+    catch_up, other_seed = response(SEED1, 1, 0, GOOD_STEP), response(SEED1 + 1, 1, 0)
     engine = FakeEngine()
     assert serve_fake(engine, catch_up, response(42, 0, NOTHING), response(42, 0, 32))[0] == 1        # it was ahead
     assert engine.loads == 1 and engine.step == 0
     engine = FakeEngine()
-    assert serve_fake(engine, catch_up, response(seed1 + 1, 1, 0), catch_up, response(seed1, 1, 0))[0] == 1
+    assert serve_fake(engine, catch_up, other_seed, catch_up, response(SEED1, 1, 0))[0] == 1
     assert engine.loads == 1
     with refused("does not fit this worker: it answers for step 1 with seed"):
-        serve_fake(FakeEngine(), catch_up, response(seed1 + 1, 1, 0), catch_up, response(seed1 + 1, 1, 0))
+        serve_fake(FakeEngine(), catch_up, other_seed, catch_up, other_seed)
     with refused("answers for step 0 with seed 0"):
         # the C++ answer "too far behind"
         serve_fake(FakeEngine(), catch_up, response(0, 0, 0), response(0, 0, 0))
 
 
-@pytest.mark.parametrize("reason, answer", [
+@mark.parametrize("reason, answer", [
     ("wrong magic", b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     ("protocol version 9", b"JOBS\x09\x02" + bytes(32)),
-    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", wire.frame(wire.Frame(JOB_RESPONSE), bytes(1000))),
-    ("says 9 bytes of fitness and carries 2", wire.frame(JOB_RESPONSE, 42, 1, 0, 9, b"ab")),
+    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", frame(wire.Frame(JOB_RESPONSE), bytes(1000))),
+    ("says 9 bytes of fitness and carries 2", frame(JOB_RESPONSE, 42, 1, 0, 9, b"ab")),
     ("the fitness of step 0 cannot be right", response(42, 1, 0, b"\xff" * 13)),
     ("it hands out member 33", response(42, 0, 33)),
     ("it hands out member 128", response(42, 0, 128)),
@@ -181,8 +174,7 @@ def test_the_worker_refuses_what_cannot_be_right(reason, answer):
 
 
 def test_unreachable_hosts_are_one_line():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     for host, words in (("no-such-host.invalid", "cannot be reached"), ("a..b", "cannot be reached"),
                         ("localhost:12345", "cannot be reached: .*: write localhost --port 12345"),
                         ("127.0.0.1", "no coordinator at")):
@@ -190,19 +182,18 @@ def test_unreachable_hosts_are_one_line():
             egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))
 
 
-def test_a_worker_looks_at_its_socket_between_slices(tmp_path):
+def test_a_worker_looks_at_its_socket_between_slices(server):
     engine = FakeEngine(pause=0.25)                                    # 2 members a slice at this speed
-    with Server(tmp_path) as server:
-        thread = server.work(engine)
-        until(lambda: len(engine.evaluated) >= 1)
-        server.stop()
-        slices = len(engine.evaluated)
-        thread.join(60)
-        assert not thread.is_alive() and len(engine.evaluated) <= slices + 1 < 16      # of a chunk
+    thread = server.work(engine)
+    until(lambda: engine.evaluated)
+    server.stop()
+    slices = len(engine.evaluated)
+    thread.join(60)
+    assert not thread.is_alive() and len(engine.evaluated) <= slices + 1 < 16          # of a chunk
     worker = egg_net.Worker(CFG, engine, None, None, None, None)
-    for speed, seconds in ((100, 0.2), (10 ** 6, 0.2), (1, 0.2), (37, 0.2)):
+    for speed in (100, 10 ** 6, 1, 37):
         for _ in range(8):
             worker._measure(worker.slice, worker.slice / speed)
         for left in (2, 32, 1000, 40960):
             count = worker._slice_size(left)
-            assert count % 2 == 0 and 2 <= count <= left and count <= max(2, speed * seconds + 2)
+            assert count % 2 == 0 and 2 <= count <= left and count <= max(2, speed * 0.2 + 2)
