@@ -24,7 +24,7 @@ from cluster import auth, hub, wire
 from cluster.hub import split_address
 from cluster.wire import LOG_MESSAGE, VALIDATION
 from tools import live_page
-from coordinators import Peer, Peer2, Server, until
+from coordinators import Peer, Peer2, Server, refused, until
 from fakes import SECRET, changed
 from pages import EVERYBODY, ask, connect, page_port, parse_metrics, receive, request, state_of
 from recordings import HERE, python
@@ -98,8 +98,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
         bits = 16 / (cfg.SOFTMAX_EXP_SCALE * np.log(2))
         assert (state["loss"], state["loss_unit"]) == (pytest.approx(bits, abs=1e-6), "bits/byte")
         assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), pytest.approx(bits, 1e-4)]]
-        assert state["finished"] is False
-        assert state["name"] == tmp_path.name
+        assert state["finished"] is False and state["name"] == tmp_path.name
         assert state["curves"]["validation"][0][2] == 1.0
         assert state["best"] == {"step": 0, "value": 1.0, "unit": "bits/byte"}
         assert state["samples"] == [{"step": 0, "worker": "a version 1 peer", "prompt": "a<script>\nb",
@@ -150,12 +149,15 @@ def test_the_page_tells_of_the_end(tmp_path):
 
 def fetch(port):
     """The state of a page, None where nobody serves it."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
-            sock.sendall(request("/state.json"))
-            return json.loads(receive(sock)[2] or "null")
-    except OSError:
-        return None
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+        sock.sendall(request("/state.json"))
+        return json.loads(receive(sock)[2] or "null")
+
+
+def status_of(sock, path="/metrics", **fields):
+    """Of a request over a connection that stays."""
+    sock.sendall(request(path, close=False, **fields))
+    return receive(sock)[0]
 
 
 def test_labels_are_escaped():
@@ -187,8 +189,7 @@ def test_requests_that_cannot_be_served(server):
     for data, status in BAD.items():
         with connect(server) as sock:
             sock.sendall(data)
-            got = receive(sock)
-            assert got[0] == status, (data[:60], got)
+            assert receive(sock)[0] == status, data[:60]
             assert sock.recv(1) == b"", data[:60]                     # and the connection ends
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1%x.evil.example",
                  "[::1%x.evil.example]:80", "127.0.0.1%25x.evil.example", "localhost:80.evil.example", "10.0.0.1",
@@ -218,8 +219,7 @@ def test_clients_that_take_their_time_are_closed(server, monkeypatch):
         monkeypatch.setattr(live_page, name, 0.3)
     silent, trickling, idle = (connect(server) for _ in range(3))
     deaf, lingering = (connect(server) for _ in range(2))
-    idle.sendall(request("/metrics", close=False))
-    assert receive(idle)[0] == 200
+    assert status_of(idle) == 200
     lingering.sendall(b"\r\n\r\n")
     assert receive(lingering)[0] == 400
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -242,12 +242,10 @@ def test_who_holds_connections_keeps_no_browser_out(server, monkeypatch):
     monkeypatch.setattr(live_page, "MOST_CLIENTS", 16)
     monkeypatch.setattr(page.newcomers, "most", 8)
     browser = connect(server)
-    browser.sendall(request("/metrics", close=False))
-    assert receive(browser)[0] == 200
+    assert status_of(browser) == 200
     held = [connect(server) for _ in range(30)]
     assert all(ask(server, "/metrics")[0] == 200 for _ in range(3))
-    browser.sendall(request("/metrics", close=False))
-    assert receive(browser)[0] == 200                                  # its connection was kept
+    assert status_of(browser) == 200                                   # its connection was kept
     for sock in held:
         with contextlib.suppress(OSError):
             sock.sendall(request("/metrics", close=False))
@@ -261,19 +259,16 @@ def test_the_password_is_asked_for_and_is_not_the_secret(tmp_path):
         for path in ("/", "/state.json", "/metrics", "/nothing"):
             status, fields, body = ask(server, path)
             assert status == 401 and fields["www-authenticate"].startswith("basic realm=") and b"egg_" not in body
-        for wrong in (b"", SECRET, PASSWORD[:-1], PASSWORD + b"e", PASSWORD.upper() + b"!", b"\xff" * 21):
-            assert ask(server, authorization=basic(wrong))[0] == 401
-        for wrong in ("Basic", "Basic !!!", "Basic " + base64.b64encode(PASSWORD).decode(),
-                      "Bearer " + PASSWORD.decode(),
-                      "Basic \xe9"):
+        passwords = b"", SECRET, PASSWORD[:-1], PASSWORD + b"e", PASSWORD.upper() + b"!", b"\xff" * 21
+        for wrong in (*map(basic, passwords), "Basic", "Basic !!!", "Basic " + base64.b64encode(PASSWORD).decode(),
+                      "Bearer " + PASSWORD.decode(), "Basic \xe9"):
             assert ask(server, authorization=wrong)[0] == 401
         for name in (b"me", b"", b"egg"):
             assert ask(server, "/metrics", authorization=basic(PASSWORD, name))[0] == 200
         assert ask(server, "/metrics", host="evil.example", authorization=basic(PASSWORD))[0] == 403
         second = f"Authorization: {basic(b'x')}\r\nConnection".encode()
-        twice = request("/", authorization=basic(PASSWORD)).replace(b"Connection", second)
         with connect(server) as sock:
-            sock.sendall(twice)
+            sock.sendall(request(authorization=basic(PASSWORD)).replace(b"Connection", second))
             assert receive(sock)[0] == 400
 
 
@@ -285,8 +280,7 @@ def test_the_page_under_tls(tmp_path, certificates):
         context = ssl.create_default_context(cafile=cert)
         with connect(server) as sock, context.wrap_socket(sock, server_hostname="localhost") as secure:
             for _ in range(2):
-                secure.sendall(request("/", close=False, authorization=basic(PASSWORD)))
-                assert receive(secure)[0] == 200
+                assert status_of(secure, "/", authorization=basic(PASSWORD)) == 200
             # more than one TLS record
             secure.sendall(request("/nothing", close=False, authorization=basic(PASSWORD)) * 300)
             assert all(receive_small(secure).startswith(b"HTTP/1.1 404") for _ in range(300))
@@ -328,10 +322,10 @@ def test_any_head_is_parsed_or_refused(data):
 def test_noise_does_no_harm(tmp_path):
     import random
     rng = random.Random(7)
+    whole = request("/metrics", authorization=basic(PASSWORD))
     with Server(tmp_path, http=MASTER) as server:
         for _ in range(150):
             with connect(server) as sock, contextlib.suppress(OSError):
-                whole = request("/metrics", authorization=basic(PASSWORD))
                 kind = rng.randrange(4)
                 if kind == 0:
                     sock.sendall(rng.randbytes(rng.randrange(20000)))
@@ -359,34 +353,36 @@ def askers(server, monkeypatch, count, answer, every):
 
 def test_many_clients_share_what_is_made_once(server, monkeypatch):
     socks, made = askers(server, monkeypatch, 50, {}, 3600)
-    assert all(receive(sock)[0] == 200 for sock in socks) and len(made) == 1
+    assert {receive(sock)[0] for sock in socks} == {200} and len(made) == 1
 
 
 def test_clients_that_do_not_read_share_a_few_answers(server, monkeypatch):
     socks, made = askers(server, monkeypatch, 30, {"x": "y" * (1 << 23)}, 0.0)
     until(lambda: len(server.page.served) == 30)
     held = {}
-    for one in list(server.hub.connections):
+    for one in [*server.hub.connections]:
         # not the heads of answers: that of the last one may still be on its way
-        held |= {id(part.obj): len(part.obj) for part in list(one.outbox) if len(part.obj) >> 20}
+        held |= {id(part.obj): len(part.obj) for part in [*one.outbox] if len(part.obj) >> 20}
     assert 0 < len(held) <= hub.VERSIONS == len(made) and sum(held.values()) < (hub.VERSIONS + 1) << 23
     assert receive(socks[0])[0] == receive(socks[-1])[0] == 200
     [sock.close() for sock in socks]
 
 
 def test_where_the_page_may_be_served():
+    def served(host, *access):
+        return live_page.where((host, 80), auth.Access(*access))
+
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    access = auth.Access
-    assert live_page.where(("127.0.0.1", 80), access()) == ("127.0.0.1", 80, "", None)
+    assert served("127.0.0.1") == ("127.0.0.1", 80, "", None)
     # no TLS on the way to oneself
-    assert live_page.where(("localhost", 80), access(SECRET, tls)) == ("localhost", 80, PASSWORD.decode(), None)
-    assert live_page.where(("10.0.0.1", 80), access(SECRET, tls)) == ("10.0.0.1", 80, PASSWORD.decode(), tls)
-    assert live_page.where(("0.0.0.0", 80), access(b"", None, True)).password == ""
-    with pytest.raises(auth.AuthError, match="show the run to anybody"):
-        live_page.where(("0.0.0.0", 80), access())
-    with pytest.raises(auth.AuthError, match="password over the network in the clear"):
-        live_page.where(("0.0.0.0", 80), access(SECRET))
-    assert live_page.where(("", 80), access()).host == "127.0.0.1"
+    assert served("localhost", SECRET, tls) == ("localhost", 80, PASSWORD.decode(), None)
+    assert served("10.0.0.1", SECRET, tls) == ("10.0.0.1", 80, PASSWORD.decode(), tls)
+    assert served("0.0.0.0", b"", None, True).password == ""
+    with refused("show the run to anybody", auth.AuthError):
+        served("0.0.0.0")
+    with refused("password over the network in the clear", auth.AuthError):
+        served("0.0.0.0", SECRET)
+    assert served("").host == "127.0.0.1"
     for text, got in (("80", ("", 80)), ("[::1]:80", ("::1", 80)), ("a.b:0", ("a.b", 0))):
         assert split_address(text) == got
     for text in ("", "a", "1:2:3", "99999", "-1", ":80", "a b:80", "80 "):
@@ -397,10 +393,10 @@ def test_where_the_page_may_be_served():
 @pytest.mark.parametrize("minutes, steps, least, most", [(None, None, None, None), (60, None, 3590, 3600),
                                                         (60, 3, 0, 60), (None, 3, 0, 60)])
 def test_the_page_knows_how_long_the_run_lasts(tmp_path, minutes, steps, least, most):
-    with Server(tmp_path, changed(), minutes=minutes, steps=steps, stay=True, http=EVERYBODY) as server:
+    with Server(tmp_path, minutes=minutes, steps=steps, stay=True, http=EVERYBODY) as server:
         page = server.page.figures
         assert page.seconds_left() is None
-        peer = Peer(server, changed())
+        peer = Peer(server)
         for _ in range(4):
             peer.works(0, loss=4096, updates=5)
         until(lambda: page.step.get("step") == 0)
@@ -416,8 +412,7 @@ def test_a_steep_beginning_does_not_flatten_the_curve():
     program = f"{source}; for (const points of {json.dumps([steep, straight, short])})" \
               " console.log(JSON.stringify(heights(points, p => p[0])))"
     said = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout.splitlines()
-    got = [json.loads(line) for line in said]
-    assert got == [[steep[-1][2], steep[10][2]], [straight[-1][2], 8], [short[-1][2], 8]]
+    assert [*map(json.loads, said)] == [[steep[-1][2], steep[10][2]], [straight[-1][2], 8], [short[-1][2], 8]]
 
 
 def test_a_busy_port_is_one_line(here):
