@@ -53,9 +53,9 @@ def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monk
             liar.send(wire.STATE, wanted, total, at, piece)
             time.sleep(0.05)
     a.says("too little came")
-    assert not a.island.incoming and a.island.peers.distrusted
-    a.island.peers.check(time.monotonic() + 2 * peers.DISTRUST)
-    assert not a.island.peers.distrusted
+    assert not a.island.incoming and a.peers.distrusted
+    a.peers.check(time.monotonic() + 2 * peers.DISTRUST)
+    assert not a.peers.distrusted
 
 
 def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
@@ -80,7 +80,7 @@ def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
 
 def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(monkeypatch, a):
     monkeypatch.setattr(peers, "MOST_OF_HOST", 5)
-    known = a.island.peers.known
+    known = a.peers.known
 
     def all_have_gone():
         until(lambda: not any(peer.session for peer in known.values()))
@@ -99,7 +99,7 @@ def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(mo
     for one in (*stay, other):
         one.link.close()
     all_have_gone()
-    a.island.peers.check(time.monotonic() + 2 * peers.FORGOTTEN)
+    a.peers.check(time.monotonic() + 2 * peers.FORGOTTEN)
     assert not known
 
 
@@ -194,8 +194,17 @@ class Isle(Server):
         island = gossip.IslandSettings(name, peers, **settings)
         super().__init__(directory, self.cfg, port, save=True, island=island, **options)
         self.directory, self.events, self.validation = directory, [], validation
+        self.peers = self.island.peers
         self.coordinator.events.sinks.append(self)
         self.engine = engine or (Learner(self.cfg, rate) if rate else None)
+
+    @property
+    def start(self):
+        return self.run.start
+
+    def shown(self):
+        """What its status says of it."""
+        return self.status()["island"]
 
     def emit(self, event, line):
         self.events.append(event)
@@ -217,7 +226,7 @@ class Isle(Server):
         """The engine of another worker, once it is in the present epoch."""
         late = Learner(self.cfg, 3)
         self.work(late)
-        until(lambda: late.step > self.run.start.step)
+        until(lambda: late.step > self.start.step)
         return late
 
     def __enter__(self):
@@ -330,9 +339,9 @@ def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_pat
         assert shown == unit and event["kind"] == "loss" and event["ours"] > event["theirs"]
         assert float(theirs) == pytest.approx(bits * event["theirs"], abs=1e-3)
         assert float(ours) == pytest.approx(bits * event["ours"], abs=1e-3)
-        found = a.status()["island"]
+        found = a.shown()
         assert found["kind"] == "loss" and found["fitness"] == pytest.approx(bits * a.island.fitness.value, rel=0.5)
-        until(lambda: any(peer["fitness"] for peer in b.status()["island"]["peers"]))
+        until(lambda: any(peer["fitness"] for peer in b.shown()["peers"]))
 
 
 class Rewarded(Learner):
@@ -360,7 +369,7 @@ def test_islands_with_an_objective_compare_rewards_and_refuse_another_one(tmp_pa
         assert merge["peer"] == "a" and merge["fitness_kind"] == "reward" and merge["theirs"] < merge["ours"]
         b.says("is better")
         theirs, ours = map(float, re.search(r"a is better, (\S+) against (\S+) reward: ", b.said).groups())
-        assert theirs > ours and not a.told("merge") and a.status()["island"]["fitness"] > ours
+        assert theirs > ours and not a.told("merge") and a.shown()["fitness"] > ours
         with refused("must be the same on all islands: OBJECTIVE"):
             Stranger(a, "c", cfg=cfg.changed(OBJECTIVE="b" * 64))
     assert any("-reward-" in path.name for path in (tmp_path / "a").glob("elite-*"))
@@ -429,9 +438,9 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
         with a.connect() as old:
             old.sendall(frame(wire.Frame(wire.JOB_REQUEST), bytes(24)))
             assert old.recv(100) == b"" and "protocol 1 has no snapshots" in a.said
-        assert a.status()["island"]["peers"][0]["state"] == "up"
+        assert a.shown()["peers"][0]["state"] == "up"
         again.link.close()
-        until(lambda: a.status()["island"]["peers"][0]["state"] == "down")
+        until(lambda: a.shown()["peers"][0]["state"] == "down")
     with open(tmp_path / "a" / history.EVENTS) as file:
         assert {"island", "peer"} <= {json.loads(line)["event"] for line in file}
     with Server(tmp_path, CFG) as plain, refused("is no island"):
@@ -440,7 +449,7 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
 
 def paired(isle):
     """Whether it has one connection to each of two others."""
-    sessions = sum(peer.session is not None for peer in list(isle.island.peers.known.values()))
+    sessions = sum(peer.session is not None for peer in list(isle.peers.known.values()))
     return (sessions, len(isle.coordinator.hub.connections)) == (2, 2)
 
 
@@ -465,7 +474,7 @@ def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
         until(lambda: all(map(paired, isles)))
         time.sleep(0.5)
         assert all(map(paired, isles))
-        assert all(sum(target.is_self for target in isle.island.peers.targets) == 1 for isle in isles)
+        assert all(sum(target.is_self for target in isle.peers.targets) == 1 for isle in isles)
     assert not any("refused" in isle.said for isle in isles)
 
 
@@ -479,7 +488,7 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
             Isle(tmp_path / "d", "d", 0, [a], access=auth.Access(SECRET + b"x")) as d:
         until(lambda: c.told("peer", state="refused") and d.told("peer", state="refused"))
         assert "wants a secret" in c.said and "does not know the secret" in d.said
-        assert not a.island.peers.known
+        assert not a.peers.known
 
 
 def test_every_island_has_its_own_noise():
@@ -515,13 +524,13 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     """Epoch, header, events, status; the run is resumed, rebuilt by replay, joined by a late worker and copied
     elsewhere."""
     with two(tmp_path) as (a, b):
-        until(lambda: b.told("merge") and b.run.step > b.run.start.step + 3)
-        island = b.status()["island"]
-        assert b.late_worker().loads >= 1 and a.run.start.epoch == 0 and not a.told("merge")
-    merge, start = b.told("merge")[-1], b.run.start
+        until(lambda: b.told("merge") and b.run.step > b.start.step + 3)
+        island = b.shown()
+        assert b.late_worker().loads >= 1 and a.start.epoch == 0 and not a.told("merge")
+    merge, start = b.told("merge")[-1], b.start
     assert start.origin["epoch"] == start.epoch == merge["epoch"] >= 1
-    assert (merge["kind"], merge["peer"], merge["fitness_kind"]) == ("clone", "a", "validation")
-    assert start.origin["digest"] == merge["digest"] and start.origin["founder"] == "a"
+    assert {**merge, "kind": "clone", "peer": "a", "fitness_kind": "validation"} == merge
+    assert {**start.origin, "digest": merge["digest"], "founder": "a"} == start.origin
     assert merge["theirs"] < merge["ours"]
     peer = island["peers"][0]
     assert (island["name"], peer["name"], peer["state"]) == ("b", "a", "up") and peer["taken"] >= 1
@@ -538,7 +547,7 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     assert (begun.step, begun.seed, digest(begun)) == (start.step, start.seed, start.origin["digest"])
     with Isle(tmp_path / "b", "b", 3) as again:                                 # a worker that begins at step 0
         again.reaches(b.replayed().step + 3)
-        assert again.run.start == start and again.island.lineage == b.island.lineage and again.engine.loads >= 1
+        assert again.start == start and again.island.lineage == b.island.lineage and again.engine.loads >= 1
     shutil.copytree(tmp_path / "b", tmp_path / "copy")
     moved = history.open_run(b.cfg, tmp_path / "moved", tmp_path / "copy")
     assert moved.start == start and moved.step == again.run.step
@@ -559,12 +568,12 @@ def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_
     with two(tmp_path, ours=GIVES, cfg=cfg) as (a, b):
         b.tells("merge")
         a.stop()
-        until(lambda: b.run.start.epoch and b.run.start.step > b.run.start.origin.get("since", math.inf))
+        until(lambda: b.start.epoch and b.start.step > b.start.origin.get("since", math.inf))
         b.late_worker()
-    start = b.run.start
+    start = b.start
     assert start.origin["since"] == b.told("merge")[-1]["step"] < start.step and start.origin["founder"] == "a"
     with Isle(tmp_path / "b", "b", 3, cfg=cfg) as again:
-        until(lambda: again.run.step > b.run.step + 12 and again.run.start.step > start.step)
+        until(lambda: again.run.step > b.run.step + 12 and again.start.step > start.step)
         again.stop()
     again.worker.join(60)                                    # it may still be about an update
     at_end = b.replayed(until_step=again.engine.step)
@@ -592,7 +601,7 @@ def test_who_does_not_accept_gives_and_keeps(tmp_path):
     with two(tmp_path, (3, 30), GIVES) as (a, b):
         until(lambda: a.told("gossip", peer="b", outcome="keep") and b.told("gossip", peer="a", outcome="offer"))
         a.reaches(26)
-    assert a.run.start.epoch == b.run.start.epoch == 0 and not a.told("gossip", outcome="pull")
+    assert a.start.epoch == b.start.epoch == 0 and not a.told("gossip", outcome="pull")
 
 
 def test_validation_and_loss_are_never_compared(tmp_path):
@@ -602,7 +611,7 @@ def test_validation_and_loss_are_never_compared(tmp_path):
         n = len(b.told("gossip"))
         until(lambda: len(b.told("gossip")) > n + 5)
         assert b.outcomes(n) == {"refused"} and b.island.fitness.kind == "loss"
-    assert a.run.start.epoch == b.run.start.epoch == 0
+    assert a.start.epoch == b.start.epoch == 0
 
 
 def test_without_validation_the_training_loss_decides(tmp_path):
@@ -622,8 +631,8 @@ def test_one_state_is_not_taken_twice(a):
     stranger.serve(DATA, SHA256, lambda: a.told("merge"))
     n = len(a.told("gossip"))
     assert not stranger.serve(DATA, SHA256, lambda: "keep" in a.outcomes(n + 3))
-    assert a.run.start.epoch == 1 and a.outcomes(n + 3) == {"keep"}
-    stranger.serve(*own_snapshot(9500), lambda: a.run.start.epoch == 2)             # another one is
+    assert a.start.epoch == 1 and a.outcomes(n + 3) == {"keep"}
+    stranger.serve(*own_snapshot(9500), lambda: a.start.epoch == 2)             # another one is
 
 
 # --- states on their way ----------------------------------------------------------------------------------------------
@@ -665,10 +674,10 @@ def test_a_wrong_state_is_never_used_and_its_giver_not_believed(tmp_path, data, 
         stranger = Stranger(a)
         asked = stranger.serve(data, sha256, lambda: "nothing of stranger is taken for 600 s" in a.said)
         a.reaches(21)
-        assert asked and a.run.start.epoch == 0 and a.island.peers.distrusted
+        assert asked and a.start.epoch == 0 and a.peers.distrusted
         n = len(a.told("gossip"))
         assert not stranger.serve(data, sha256, lambda: len(a.told("gossip")) > n + 3)
-        assert a.outcomes(n) == {"refused"} and a.status()["island"]["peers"][0]["state"] == "distrusted"
+        assert a.outcomes(n) == {"refused"} and a.shown()["peers"][0]["state"] == "distrusted"
     assert not [*tmp_path.glob("*.part")] and history.read_run(a.cfg, tmp_path).step == a.run.step
 
 
@@ -678,7 +687,7 @@ def test_a_transfer_goes_on_where_it_stopped(tmp_path):
         while not a.told("merge"):
             with contextlib.suppress(OSError):
                 asked.append(Stranger(a).serve(DATA, SHA256, lambda: a.told("merge"), pieces=3))
-        assert a.run.start.origin["peer_step"] == 50
+        assert a.start.origin["peer_step"] == 50
     offsets = [offset for some in asked for offset, _ in some]
     assert len(DATA) > 6 << 16 and len(asked) > 2 and offsets == sorted(offsets)
     # what was not answered is asked again, no more
@@ -693,7 +702,7 @@ def test_a_state_that_is_gone_or_stalls_is_given_up(monkeypatch, a):
     stranger.say(0.001)                                       # and then nothing
     stranger.next(STATE_REQUEST)
     a.says("nothing more came of the state of stranger")
-    assert not a.island.incoming and a.island.peers.distrusted
+    assert not a.island.incoming and a.peers.distrusted
 
 
 def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
@@ -745,14 +754,14 @@ def test_a_lie_about_fitness_is_found_out_and_taken_back(tmp_path):
         a.reaches(32)
         Stranger(a).serve(*own_snapshot(0), lambda: a.told("merge", kind="undo"))
         taken, back = a.told("merge")
-        assert taken["peer"] == "stranger" and back["peer"] == "a" and a.island.peers.distrusted
+        assert taken["peer"] == "stranger" and back["peer"] == "a" and a.peers.distrusted
         assert "promised 0.0010" in a.said
         a.reaches(back["step"] + 11)
         best = min(e["value"] for e in a.told("validation"))
         after = [e["value"] for e in a.told("validation") if e["step"] > back["step"]]
         assert after and max(after) < 7 and best < 6.6
     assert len([*tmp_path.glob("elite-*")]) == 1
-    assert a.run.start.origin["kind"] == "undo" and a.run.start.origin["founder"] == "a"
+    assert a.start.origin["kind"] == "undo" and a.start.origin["founder"] == "a"
 
 
 def test_elites_are_the_best_and_no_merge_touches_them(tmp_path):
@@ -933,7 +942,7 @@ def test_a_live_island_takes_any_frames(besieged, frames):
     stranger.link.close()
     before = besieged.run.step
     besieged.reaches(before + 1)
-    assert besieged.failure is None and besieged.run.start.epoch == 0
+    assert besieged.failure is None and besieged.start.epoch == 0
 
 
 # --- chaos ------------------------------------------------------------------------------------------------------------
@@ -1141,7 +1150,8 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
             shelf = snapshots.Shelf(run.cfg, run)
             shelf.check_start()
             engine = Learner(run.cfg, 1 + i)
-            engine.load(shelf.state(run.start.step) if run.start.step else parameters.initial_state(run.cfg))
+            if run.start.step:
+                engine.load(shelf.state(run.start.step))
             history.replay(run, engine, max(shelf.newest, run.start.step))
             newest = shelf.state(shelf.newest)
             assert digests(newest) == digests(engine.state()), f"i{i} is not what its history says"
