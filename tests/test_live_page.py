@@ -94,15 +94,13 @@ def test_the_page_its_state_and_metrics(tmp_path):
         status, fields, body = ask(server, "/state.json?x=1")
         state = json.loads(body)
         assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
-        assert (state["step"], state["steps"], state["chunks"], state["chunks_done"]) == (1, 3, 4, 0)
         bits = 16 / (cfg.SOFTMAX_EXP_SCALE * np.log(2))
-        assert (state["loss"], state["loss_unit"]) == (pytest.approx(bits, abs=1e-6), "bits/byte")
+        sample = dict(step=0, worker="a version 1 peer", prompt="a<script>\nb", text="<img src=x>")
+        best = dict(step=0, value=1.0, unit="bits/byte")
+        assert state == {**state, **dict(step=1, steps=3, chunks=4, chunks_done=0, loss_unit="bits/byte", best=best,
+                                         loss=pytest.approx(bits, abs=1e-6), name=tmp_path.name, samples=[sample])}
         assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), pytest.approx(bits, 1e-4)]]
-        assert state["finished"] is False and state["name"] == tmp_path.name
-        assert state["curves"]["validation"][0][2] == 1.0
-        assert state["best"] == {"step": 0, "value": 1.0, "unit": "bits/byte"}
-        assert state["samples"] == [{"step": 0, "worker": "a version 1 peer", "prompt": "a<script>\nb",
-                                     "text": "<img src=x>"}]
+        assert state["finished"] is False and state["curves"]["validation"][0][2] == 1.0
         assert [line["kind"] for line in state["lines"]] == ["joined"]
         packed = ask(server, "/state.json", accept_encoding="gzip, br")
         assert packed[1]["content-encoding"] == "gzip" and json.loads(gzip.decompress(packed[2]))["step"] == 1
@@ -111,11 +109,10 @@ def test_the_page_its_state_and_metrics(tmp_path):
         status, fields, body = ask(server, "/metrics")
         assert status == 200 and fields["content-type"].startswith("text/plain; version=0.0.4")
         values = parse_metrics(body.decode())
-        assert values["egg_steps_total"] == 1 and values["egg_tokens_total"] == 128 * 8
-        assert values['egg_loss{unit="bits/byte"}'] == pytest.approx(bits, abs=1e-6)
-        assert values['egg_validation{unit="bits/byte"}'] == 1 and values["egg_workers"] == 1
+        assert values == {**values, "egg_steps_total": 1, "egg_tokens_total": 128 * 8, "egg_workers": 1,
+                          'egg_loss{unit="bits/byte"}': pytest.approx(bits, abs=1e-6),
+                          'egg_validation{unit="bits/byte"}': 1, 'egg_events_total{event="joined"}': 1}
         assert values["egg_sigma_shift"] == state["sigma_shift"] == cfg.SIGMA_SHIFT
-        assert values['egg_events_total{event="joined"}'] == 1
         assert [v for k, v in values.items()
                 if k.startswith('egg_worker_chunks_total{name="a version 1 peer",address="127.0.0.1:')] == [4]
         assert ask(server, "/", "HEAD")[::2] == (200, b"") and ask(server, "/nothing")[0] == 404

@@ -402,7 +402,7 @@ def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
     assert state["reward"] == state["best_reward"] == {"step": 4, "value": -0.125} and state["validation"] is None
     assert [point[2] for point in state["curves"]["reward"]] == [-0.5, -0.25, -0.125]
     assert state["samples"][0]["text"] == "a text (reward -0.1250)"
-    assert (values["egg_reward"], values["egg_reward_best"], values["egg_reward_step"]) == (-0.125, -0.125, 4)
+    assert values == {**values, "egg_reward": -0.125, "egg_reward_best": -0.125, "egg_reward_step": 4}
     with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:        # a run that is resumed
         assert state_of(server)["best_reward"] == {"step": 4, "value": -0.125}
     example(tmp_path / "plain")

@@ -22,7 +22,7 @@ from fuzzing import EXAMPLES
 from pages import EVERYBODY, ask, parse_metrics, state_of
 from recordings import HERE
 from run_logs import Stream, charts, drawn, events, example, of_kind, told_to, write
-from commands import fails, run, train_here
+from commands import fails, run, succeeds, train_here
 
 
 WAYS = [*itertools.product(("tokens", "time", "steps"), (False, True))]         # of `plot`: its --x and --log
@@ -91,7 +91,7 @@ def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path):
     text = plot.terminal([chart], names, tree, Printer(Stream("ascii")), 70)
     below = text.splitlines()[plot.ROWS + 2].split()
     assert below == ["1", "10", "100", "1000"] and "time of training, s\n" in text
-    assert run("plot --x time --log", path, "--out", tmp_path / "a.svg").returncode == 0
+    succeeds(run("plot --x time --log", path, "--out", tmp_path / "a.svg"))
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
@@ -108,7 +108,8 @@ def test_a_picture(here):
     example("one"), example("two", steps=100)
     assert run("plot one two --x time --out a.png").stdout == "picture: a.png\n"
     assert (here / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert run("plot one --out a.svg").returncode == 0 and "<svg" in (here / "a.svg").read_text()
+    succeeds(run("plot one --out a.svg"))
+    assert "<svg" in (here / "a.svg").read_text()
     for out, line in (("no/a.png", "No such file or directory"), ("a.what", "Format 'what' is not supported"),
                       ("x", "--out x: the suffix says what to write: x.png, ")):
         fails(run("plot one --out", out), 1, line)
@@ -128,9 +129,8 @@ def test_runs_without_data_are_named(here):
     (here / "dir").mkdir()
     (here / "binary").write_bytes(os.urandom(1 << 20))
     for name, line in (("empty", "empty holds no step of a run"), ("dir", "dir: contains no run of egg"),
-                      ("none", "none: No such file"),
-                      ("binary", "binary holds no step of a run"),
-                      (str(HERE / "tests" / "golden"), "contains no run of egg")):
+                       ("none", "none: No such file"), ("binary", "binary holds no step of a run"),
+                       (HERE / "tests" / "golden", "contains no run of egg")):
         fails(run("plot", name), 1, line, "name a --save-dir, or a file of --log-json")
 
 
@@ -144,9 +144,9 @@ def test_what_is_no_regular_file_or_too_large_for_a_log_is_one_line(tmp_path, mo
     example(tmp_path / "long")
     os.symlink(tmp_path / "long", tmp_path / "link")             # the user's own name of a log may be a link
     assert read_curve(tmp_path / "link").steps == 300
-    for name, words in (("pipe", "not a regular file"), ("device", "not a regular file"),
-                        ("sparse", "more than 1,073,741,824 bytes"), (f"pipe/{history.EVENTS}", "not a regular file")):
-        fails(run("plot", tmp_path / name), 1, words)
+    for name in "pipe", "device", f"pipe/{history.EVENTS}":
+        fails(run("plot", tmp_path / name), 1, "not a regular file")
+    fails(run("plot", tmp_path / "sparse"), 1, "more than 1,073,741,824 bytes")
     merge = {"event": "merge", "step": 1, "time": 1, "peer": "p", "peer_step": 1, "kind": "clone", "parent_theirs": "x",
              "digest": "y"}
     write(tmp_path / "long", *[merge, {"event": "rejuvenated", "step": 1}] * 2000)
@@ -249,8 +249,8 @@ def test_a_curve_knows_what_an_island_took_in(tmp_path):
 def test_the_family_of_islands(tmp_path):
     paths = archipelago(tmp_path, "far")
     tree = charts(paths)[2]
-    assert list(tree.numbers.items()) == [("a", 0), ("b", 1), ("c", 2), ("far", 3)]
-    assert list(tree.runs) == ["a", "b", "c"]
+    assert [*tree.numbers.items()] == [("a", 0), ("b", 1), ("c", 2), ("far", 3)]
+    assert [*tree.runs] == ["a", "b", "c"]
     assert tree.descent("a") == tree.descent("b") == [("a", 1.0)]
     part = 1 - 0.25 * 6 / 8
     assert dict(tree.descent("c")) == {"a": pytest.approx(part * 0.75, abs=1e-4),
@@ -263,13 +263,14 @@ def test_the_family_of_islands(tmp_path):
     assert tree.rejuvenations == [("a", 7)]
     assert tree.living() == "lines that live on 3 islands: a on 3, c on 1, far on 1; gone: b"
     # at step 30 of b there are two states: the digest says which one was given
+    def with_d(merges):
+        an_island(tmp_path / "d", "d", 100, merges)
+        return charts([*paths, tmp_path / "d"])[2]
+
     for digest, descent in (("b30", {"a": 1.0}), ("the one before", {"b": 1.0})):
-        an_island(tmp_path / "d", "d", 100, {80: ("b", 30, "clone", 9.0, 8.0, digest, "d80")})
-        assert dict(charts([*paths, tmp_path / "d"])[2].descent("d")) == descent
+        assert dict(with_d({80: ("b", 30, "clone", 9.0, 8.0, digest, "d80")}).descent("d")) == descent
     # what was taken can be given up again: back to a state of its own from before
-    an_island(tmp_path / "d", "d", 100,
-              {50: ("b", 20, "clone", 9.0, 8.0, "b20", "d50"), 60: ("d", 40, "undo", 9.5, None, None, "d60")})
-    tree = charts([*paths, tmp_path / "d"])[2]
+    tree = with_d({50: ("b", 20, "clone", 9.0, 8.0, "b20", "d50"), 60: ("d", 40, "undo", 9.5, None, None, "d60")})
     assert dict(tree.descent("d")) == {"d": 1.0}
     assert [piece.shares for piece in tree.lanes["d"]] == [{"d": 1.0}, {"b": 1.0}, {"d": 1.0}]
     # of two logs of one island the longer counts, and a run that is no island has no lane
@@ -298,11 +299,11 @@ def test_islands_in_the_terminal(tmp_path):
 
 def test_islands_in_a_picture(here):
     archipelago(here)
-    assert run("plot a b c --x time --out islands.svg").returncode == 0
+    succeeds(run("plot a b c --x time --out islands.svg"))
     drawn = (here / "islands.svg").read_text()
     assert "$\\frac{" in drawn and "lines that live on 3 islands" in drawn           # as it is, no formula
     for line in "plot a --out one.png", "plot c a --x steps --out two.png":
-        assert run(line).returncode == 0
+        succeeds(run(line))
 
 
 # islands.gossip lets none such in; what is shown does not rely on it
@@ -322,26 +323,28 @@ ISLAND = {"name": "north", "epoch": 3, "fitness": 3.8125, "kind": "validation", 
                      (2, 120, BAD_NAME, 70, "bb"), (3, 130, "north", None, "cc"))}
 
 
-def merged(step, peer="south", **fields):
-    return {"step": step, "peer": peer, "peer_step": 80, "kind": "recombine", "ours": 4.0, "theirs": 3.0,
-            "digest": "aa", "parent_ours": "",
-            "parent_theirs": "", "seconds": 0.1, "epoch": 1} | fields
+def merged(**fields):
+    return dict(step=3, peer="south", peer_step=80, kind="recombine", ours=4.0, theirs=3.0, digest="aa",
+                parent_ours="", parent_theirs="", seconds=0.1, epoch=1) | fields
 
 
 def test_the_page_shows_an_island(tmp_path, monkeypatch):
+    def server_in(name):
+        return Server(tmp_path / name, steps=3, stay=True, save=True, http=EVERYBODY)
+
     status = egg_net.Coordinator.status
-    for told in (None, ISLAND):
+    for name, told in ("alone", None), ("island", ISLAND):
         monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": told})
-        with Server(tmp_path / str(told is None), steps=3, stay=True, save=True, http=EVERYBODY) as server:
+        with server_in(name) as server:
             html = ask(server)[2].decode()
             assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
             server.work(FakeEngine())
             until(lambda: server.page.figures.step.get("step") == 2)        # workers are answered before
             events = server.events
             if told:
-                events.emit("merge", "another line", **merged(3))
+                events.emit("merge", "another line", **merged())
                 events.emit("merge", "back",
-                            **merged(3, "north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
+                            **merged(peer="north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
                 events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
                 events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
                 events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
@@ -358,14 +361,13 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
                                        {**both, "peer": "north", "peer_step": 1, "part": 1}]
             lines = [line["text"] for line in state["lines"][:4]]
             assert lines == ["a line", f"peer {BAD_NAME}", "back", "another line"]
-            assert values["egg_island_epoch"] == 3 and values['egg_island_fitness{kind="validation"}'] == 3.8125
-            assert (values["egg_island_peers"], values["egg_island_peers_up"],
-                    values['egg_events_total{event="merge"}']) == (3, 1, 2)
-            assert values['egg_island_peer_fitness{name="south",kind="validation"}'] == 3.75
+            assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
+                              "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 2,
+                              'egg_island_peer_fitness{name="south",kind="validation"}': 3.75}
             assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
             assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness"))
                         and "west" in k]
-    with Server(tmp_path / "False", steps=3, stay=True, save=True, http=EVERYBODY) as server:          # a restart
+    with server_in("island") as server:                                                                # a restart
         again = state_of(server)["merges"]
         assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
 
