@@ -51,6 +51,12 @@ def process(line, *more, python=(sys.executable,), program=HERE / "egg.py", env=
                           **options)
 
 
+def begin(line, *more, **options):
+    """The same while it runs."""
+    return subprocess.Popen([sys.executable, HERE / "egg.py", *shlex.split(line), *map(str, more)], text=True,
+                            env={**os.environ, "EGG_DEVICE": "cpu"}, **options)
+
+
 def certificate(directory, name, *arguments):
     """(path, path of its key) of a certificate that openssl makes, by default signed by itself."""
     made, key = directory / name, directory / f"{name}-key"

@@ -4,6 +4,7 @@ import json
 import re
 import socket
 
+from coordinators import until
 from tools import live_page
 
 EVERYBODY = live_page.Where("127.0.0.1", 0, "", None)
@@ -44,6 +45,11 @@ def ask(server, path="/", method="GET", host="localhost", **fields):
             head, _, body = data.partition(b"\r\n\r\n")
             return int(head.split()[1]), {}, body
         return receive(sock)
+
+
+def page_shows(server, step):
+    """Waits until the page tells of a step."""
+    until(lambda: server.page.figures.step.get("step") == step)
 
 
 def state_of(server):

@@ -13,6 +13,8 @@ from fakes import CFG, Lines
 
 
 def events(path):
+    """Those in a file, or of the run in a directory."""
+    path = path / history.EVENTS if path.is_dir() else path
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

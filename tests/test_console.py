@@ -19,7 +19,7 @@ import egg
 import egg_net
 from cluster import history
 from cluster.console import Console
-from commands import CFG, DEFINES, TEXT, fails, paste, process, python_in, run
+from commands import CFG, DEFINES, TEXT, begin, fails, paste, process, python_in, run
 from fakes import Lines
 from recordings import HERE, python
 from run_logs import write
@@ -77,9 +77,8 @@ def test_ctrl_c_early_leaves_no_traceback(command, tmp_path):
     for name in ("input.bin", "val.bin", "decoding.bin"):
         (tmp_path / name).symlink_to(HERE / name)
     for delay in (0, 0.15, 0.5, 1.2):
-        process = subprocess.Popen([sys.executable, HERE / "egg.py", *command.split()], cwd=tmp_path, text=True,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-                                   env={**os.environ, "EGG_DEVICE": "cpu"})
+        process = begin(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                        start_new_session=True)
         # Python takes SIGINT when it starts, and the program gives it back until it can handle it: a short moment that
         # a busy machine may miss
         latest = time.monotonic() + 3
@@ -293,9 +292,8 @@ def test_no_text_steers_a_terminal(hostile, here, monkeypatch, capsys):
 # --- an output that takes nothing more --------------------------------------------------------------------------------
 
 def test_a_full_disk_under_the_output_ends_no_run(here):
-    command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--save-dir", "ckpt", *DEFINES]
-    with open("/dev/full", "w") as full, subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE,
-                                                          text=True) as process:
+    with open("/dev/full", "w") as full, begin("coordinator --port 0 --save-dir ckpt", *DEFINES, stdout=full,
+                                               stderr=subprocess.PIPE) as process:
         assert process.stderr.readline() == ("egg: the output: No space left on device: lines are missing in it from "
                                              "now on\n")
         time.sleep(0.5)

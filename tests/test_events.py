@@ -24,7 +24,7 @@ from tools import calling
 from tools.curves import read_curve
 from coordinators import Peer, Peer2, Server, callers, cluster, refused, until
 from fakes import CFG, FakeEngine, Lines, VALIDATION, changed, full
-from pages import EVERYBODY, state_of
+from pages import EVERYBODY, page_shows, state_of
 from recordings import HERE
 from run_logs import drawn, events, example, of_kind, told_to, write
 from commands import fails, run
@@ -98,7 +98,7 @@ def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
             told.emit("step", **{**A_STEP, "step": step})
     for name in history.EVENTS, f"{history.EVENTS}.1", "coordinator.log", "coordinator.log.1":
         assert (tmp_path / name).stat().st_size < 10000
-    assert events(tmp_path / history.EVENTS)[-1]["step"] == 199
+    assert events(tmp_path)[-1]["step"] == 199
     log = (tmp_path / "coordinator.log").read_text()
     assert log.startswith("# egg, ") and "Step,RelTime" in log and log.splitlines()[-1].startswith("199,")
 
@@ -218,10 +218,10 @@ def test_a_run_keeps_its_events(tmp_path):
         other.chunk(0)
         other.close()
         # of two workers both would have to state a validation
-        until(lambda: of_kind("left", events(tmp_path / history.EVENTS)))
+        until(lambda: of_kind("left", events(tmp_path)))
         thread = server.work(engine, tokens=tokens, validation=VALIDATION, decoding=data_files.load_decoding(cfg))
     thread.join(60)
-    told = events(tmp_path / history.EVENTS)
+    told = events(tmp_path)
     assert {event["event"] for event in told} == set(FIELDS)
     for event in told:
         assert set(event) - {"time", "event"} == FIELDS[event["event"]] and abs(event["time"] - time.time()) < 60, event
@@ -248,14 +248,14 @@ def test_a_run_keeps_its_events(tmp_path):
 def test_without_an_overlay_none_is_told(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2, ADAPTIVE_NOISE_MODE=0)
     cluster(tmp_path, [FakeEngine(cfg, 0.002)], 4, cfg, save=True)
-    assert [e["overlay"] for e in of_kind("snapshot", events(tmp_path / history.EVENTS))] in ([None], [None, None])
+    assert [e["overlay"] for e in of_kind("snapshot", events(tmp_path))] in ([None], [None, None])
 
 
 def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
     with refused("in the end"), told_to(tmp_path, lines := Lines(), saved=tmp_path / "a") as told:
         told.warn("a line")
         raise egg_net.NetError("in the end")
-    told = events(tmp_path / "a" / history.EVENTS)
+    told = events(tmp_path / "a")
     assert [e["event"] for e in told] == ["start", "warning", "error"]
     assert [e["text"] for e in told[1:]] == ["a line", "in the end"]
     assert lines.text == "a line\n"                                      # the error is for egg.py to say, once
@@ -264,7 +264,7 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert stranger.recv(1) == b""
         server.ban(admission.Author("10.0.0.9", "key", "liar"), "it lied")
-    told = events(tmp_path / "b" / history.EVENTS)
+    told = events(tmp_path / "b")
     assert "wrong magic" in of_kind("refused", told)[0]["reason"]
     assert of_kind("banned", told)[0] | {"time": 0} == {
         "time": 0, "event": "banned", "worker": "liar", "address": "10.0.0.9", "reason": "it lied"}
@@ -322,14 +322,14 @@ def test_a_resumed_run_has_one_curve(tmp_path):
     for steps in (3, 6):
         with Server(tmp_path, steps=steps, save=True, http=EVERYBODY, stay=True) as server:
             thread = server.work(FakeEngine(pause=0.01))
-            until(lambda: server.page.figures.step.get("step") == steps - 1)
+            page_shows(server, steps - 1)
             state = state_of(server)
             tokens = server.progress.tokens_a_step
             assert [point[0] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
         thread.join(60)
     curve = read_curve(tmp_path)
     assert [point.step for point in curve.loss] == list(range(6))
-    assert len(of_kind("start", events(tmp_path / history.EVENTS))) == 2
+    assert len(of_kind("start", events(tmp_path))) == 2
     seconds = [point.seconds for point in curve.loss]
     assert seconds == sorted(seconds) and curve.name == tmp_path.name
     history.open_run(CFG, tmp_path / "elsewhere", tmp_path).close()                # and takes it along

@@ -28,9 +28,10 @@ import egg_net
 from cluster import auth, greeting, history, snapshots, wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
-from model import fitness_digits, parameters, seeds, state_digest
-from coordinators import Coordinator, Server, caller, free_port, listening, refused, run_worker, until, work_in_thread
-from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness, begin_together, full
+from model import parameters, seeds, state_digest
+from coordinators import Coordinator, Server, caller, free_port, listening, refused, run_worker, until
+from fakes import (ACTIVATIONS, CFG, FakeEngine, FakeObjective, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness,
+                   begin_together, full)
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE, digests
 from commands import fails, run
@@ -319,7 +320,6 @@ def test_peers_of_a_slurm_job(tmp_path):
     ("--island 'a b'", 2, "is not a name"),
     ("--island a --peer nowhere", 2, "is not HOST:PORT"),
     ("--island a --gossip-bandwidth fast", 2, "bytes a second"),
-    ("--island a", 2, "needs --save-dir"),
     ("--island a --save-dir here -D SNAPSHOT_EVERY=0", 2, "SNAPSHOT_EVERY above 0"),
     ("--island a --save-dir here --peer no-such.invalid:3", 1, "cannot be reached"),
     ("--island a --save-dir here --peer 'no such.invalid:3'", 2, "is not HOST:PORT"),
@@ -344,20 +344,14 @@ def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_pat
         until(lambda: any(peer["fitness"] for peer in b.shown()["peers"]))
 
 
-class Rewarded(Learner):
+class Rewarded(Learner, FakeObjective):
     """Its validation rises with what it learns, and so does its reward: that decides."""
-
-    pace = ()
 
     def bits(self):
         return 1 + self.level / 1250
 
-    def chunk(self, engine, first, check):
-        losses = self.evaluate(first, self.cfg.CHUNK_SIZE)
-        return fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg)), 0
-
-    def measured(self, engine):
-        return 4, self.level / 1250 - 4
+    def reward(self, engine):
+        return self.level / 1250 - 4
 
 
 def test_islands_with_an_objective_compare_rewards_and_refuse_another_one(tmp_path):

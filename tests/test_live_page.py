@@ -11,7 +11,6 @@ import socket
 import ssl
 import struct
 import subprocess
-import sys
 import time
 from http import HTTPStatus
 
@@ -26,9 +25,9 @@ from cluster.wire import LOG_MESSAGE, VALIDATION
 from tools import live_page
 from coordinators import Peer, Peer2, Server, refused, until
 from fakes import SECRET, changed
-from pages import EVERYBODY, ask, connect, page_port, parse_metrics, receive, request, state_of
+from pages import EVERYBODY, ask, connect, page_port, page_shows, parse_metrics, receive, request, state_of
 from recordings import HERE, python
-from commands import fails, run
+from commands import begin, fails, run
 from readings import configured
 
 
@@ -90,7 +89,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
             if position == 0:
                 peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
             peer.result(0, position, loss=4096, updates=5)
-        until(lambda: server.page.figures.step.get("step") == 0)         # after its report
+        page_shows(server, 0)                                            # after its report
         status, fields, body = ask(server, "/state.json?x=1")
         state = json.loads(body)
         assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
@@ -128,8 +127,7 @@ def test_there_is_no_shift_of_noise_on_activations(tmp_path):
 def test_the_page_tells_of_the_end(tmp_path):
     """While somebody looks, the end is served for a moment; else the coordinator leaves at once."""
     for looks in (True, False):
-        command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--http", "0"]
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        with begin("coordinator --port 0 --http 0", cwd=tmp_path, stdout=subprocess.PIPE) as process:
             process.stdout.readline()
             port = int(re.search(r":(\d+)/", process.stdout.readline())[1])
             states = [fetch(port)] if looks else []
@@ -391,12 +389,11 @@ def test_where_the_page_may_be_served():
                                                         (60, 3, 0, 60), (None, 3, 0, 60)])
 def test_the_page_knows_how_long_the_run_lasts(tmp_path, minutes, steps, least, most):
     with Server(tmp_path, minutes=minutes, steps=steps, stay=True, http=EVERYBODY) as server:
-        page = server.page.figures
-        assert page.seconds_left() is None
+        assert server.page.figures.seconds_left() is None
         peer = Peer(server)
         for _ in range(4):
             peer.works(0, loss=4096, updates=5)
-        until(lambda: page.step.get("step") == 0)
+        page_shows(server, 0)
         left = state_of(server)["seconds_left"]
         assert left is None if least is None else least <= left <= most
 

@@ -21,8 +21,8 @@ from cluster import admission, history, snapshots, trust
 from cluster.status import describe_status
 from coordinators import Server, refused, until
 from engine import cpu_engine
-from fakes import FakeEngine, Lines, VALIDATION, changed
-from pages import EVERYBODY, ask, parse_metrics, state_of
+from fakes import FakeEngine, FakeObjective, Lines, VALIDATION, changed
+from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import events, example, of_kind
 from model import data_files, fitness_digits, sampling
 from model.reading import Reading
@@ -352,23 +352,14 @@ def test_a_worker_takes_no_other_file_than_that_of_the_run(tmp_path):
             pass
 
 
-class Scripted:
-    """An objective that measures what `rewards` has for a step."""
+class Scripted(FakeObjective):
+    """It measures what REWARDS has for a step."""
 
-    pace = ()
-
-    def __init__(self, cfg, rewards):
-        self.cfg, self.rewards = cfg, rewards
-
-    def chunk(self, engine, first, check):
-        losses = engine.evaluate(first, self.cfg.CHUNK_SIZE)
-        return fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg)), 0
-
-    def measured(self, engine):
-        return 4, self.rewards[engine.step]
+    def reward(self, engine):
+        return REWARDS[engine.step]
 
     def sample(self, engine, number):
-        return f"a prompt >>> a text (reward {self.rewards[engine.step]:.4f})"
+        return f"a prompt >>> a text (reward {self.reward(engine):.4f})"
 
 
 FAKE = changed(OBJECTIVE="x", SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=2)
@@ -378,7 +369,7 @@ REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
 def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path):
     with Server(tmp_path, FAKE, save=True, steps=11, stay=True) as server:
         # the validation of a FakeEngine rises
-        server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Scripted(FAKE, REWARDS))
+        server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Scripted())
         until(lambda: server.run.step == 11 and server.shelf.newest == 10)
     names = ["snapshot-00000004-reward--0.125000.egg", "snapshot-00000008-reward--0.250000.egg",
              "snapshot-00000010-reward--0.200000.egg"]
@@ -394,8 +385,9 @@ def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path)
 
 def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
     with Server(tmp_path, FAKE, save=True, steps=5, stay=True, http=EVERYBODY) as server:
-        server.work(FakeEngine(FAKE, 0.003), objective=Scripted(FAKE, REWARDS))
-        until(lambda: server.run.step == 5 and server.page.figures.step.get("step") == 4)
+        server.work(FakeEngine(FAKE, 0.003), objective=Scripted())
+        page_shows(server, 4)
+        server.reaches(5)
         state = state_of(server)
         values = parse_metrics(ask(server, "/metrics")[2].decode())
         assert describe_status(server.status()).splitlines()[0].endswith("reward -0.1250 at step 4")
@@ -464,7 +456,7 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
         assert "new is a run with an objective: continue it with --objective FILE" in said
     run("train --objective own.py --save-dir new --steps 4")           # with the share that it has
     assert "TEXT_SHARE" not in history.configuration(str(tmp_path / "new"))             # 0.35, as older runs
-    told = events(tmp_path / "new" / history.EVENTS)
+    told = events(tmp_path / "new")
     assert [event["step"] for event in of_kind("reward", told)][:2] == [1, 2]
     samples = of_kind("sample", told)
     assert samples and all(re.search(r" \(reward \S+\)$", one["text"]) for one in samples)      # also at the end

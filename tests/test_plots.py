@@ -16,10 +16,10 @@ from cluster.progress import Progress
 from cluster.status import describe_status
 from tools import curves, plot
 from tools.curves import Merge, Thinned, read_curve
-from coordinators import Server, until
+from coordinators import Server
 from fakes import CFG, FakeEngine, Lines
 from fuzzing import EXAMPLES
-from pages import EVERYBODY, ask, parse_metrics, state_of
+from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from recordings import HERE
 from run_logs import Stream, charts, drawn, events, example, of_kind, told_to, write
 from commands import fails, run, succeeds, train_here
@@ -187,7 +187,7 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled):
     assert re.search(r"^live page: http://127.0.0.1:\d+/$", lines.text, re.M)
     told = events(tmp_path / "log")
     kinds = [event["event"] for event in told]
-    assert kinds == [event["event"] for event in events(tmp_path / "run" / history.EVENTS)]
+    assert kinds == [event["event"] for event in events(tmp_path / "run")]
     assert kinds[-3:] == ["validation", "sample", "stop"] and told[-1]["step"] == 4
     assert set(of_kind("references", told)[0]["values"]) == {"uniform", "unigram", "bigram"}
     curve = read_curve("run")
@@ -339,7 +339,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
             html = ask(server)[2].decode()
             assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
             server.work(FakeEngine())
-            until(lambda: server.page.figures.step.get("step") == 2)        # workers are answered before
+            page_shows(server, 2)                                           # workers are answered before
             events = server.events
             if told:
                 events.emit("merge", "another line", **merged())

@@ -20,7 +20,7 @@ from cluster import history
 from cluster.console import Console
 from engine import hardware
 from tools import train
-from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
+from commands import CFG, DEFINES, TEXT, begin, fails, line_with, paste, run, succeeds
 from recordings import HERE, python
 from readings import configured
 
@@ -288,11 +288,9 @@ def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpu
 
 def test_a_slow_step_is_announced(here, compiled):
     (here / "input.bin").write_bytes(TEXT)
-    many = ["-DVOCAB_SIZE=256", "-DHIDDEN_DIM=256", "-DCHUNK_SIZE=65536", "-DPOPULATION_SIZE=16777216",
-            "-DVALIDATE_EVERY=0", "-DSAMPLE_EVERY=0"]
-    command = [sys.executable, HERE / "egg.py", "train", "--preset", "deggs", *many]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          env={**os.environ, "EGG_DEVICE": "cpu"}) as process:
+    line = ("train --preset deggs -D VOCAB_SIZE=256 -D HIDDEN_DIM=256 -D CHUNK_SIZE=65536 "
+            "-D POPULATION_SIZE=16777216 -D VALIDATE_EVERY=0 -D SAMPLE_EVERY=0")
+    with begin(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         said = next(line for line in process.stdout if "a step of" in line or "Step 0" in line)
         process.kill()
     assert re.match(r"a step of 16,777,216 members takes about [\d.]+ (min|h) here: .* --preset laptop", said), said
