@@ -30,6 +30,7 @@ from commands import defines, fails, run
 
 CFG = NET_CFG.changed(LR_SCHEDULE=((0, 1.2),), DEVICE="cpu", N_LAYERS=2)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
+TOKENS = np.frombuffer(TEXT, np.uint8)
 STEPS, SNAPSHOT = 6, 4
 
 
@@ -42,7 +43,7 @@ def test_tokens_are_those_of_the_plain_reading(seed):
     cfg, settings = random_config(rng), settings_of(rng)
     engine = cpu_engine.CpuEngine(cfg)
     prompt = rng.integers(0, cfg.VOCAB_SIZE, rng.integers(1, 2 * cfg.SEQ_LEN)).tolist()
-    got = list(engine.generate(prompt, cfg.SEQ_LEN + 9, 70 + seed, **settings))
+    got = [*engine.generate(prompt, cfg.SEQ_LEN + 9, 70 + seed, **settings)]
     assert len(got) == cfg.SEQ_LEN + 9
     hold_text_against_the_reading(engine, prompt, got, 70 + seed, **settings)
 
@@ -75,25 +76,23 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
 def test_a_sequence_takes_the_memory_that_it_has_come_to():
     """So that a generation can be as long as anybody likes; and what was there before the cache grew is still right
     after."""
-    engine = cpu_engine.CpuEngine(CFG)
+    engine = make()
     endless = engine.generate([5], 1 << 40, 3, temp=9.0)
     hold_text_against_the_reading(engine, [5], [next(endless) for _ in range(300)], 3, temp=9.0,
                                   min_p=CFG.SAMPLING_MIN_P, penalty=CFG.SAMPLING_PRESENCE_PENALTY)
 
 
 def test_a_prompt_of_another_vocabulary_is_refused():
-    engine = cpu_engine.CpuEngine(CFG)
     for prompt in ([], [256], [-1]):
-        with pytest.raises(ValueError, match="one token or more, each below VOCAB_SIZE = 256"):
-            next(engine.generate(prompt, 1, 0))
+        with refused("one token or more, each below VOCAB_SIZE = 256", ValueError):
+            next(make().generate(prompt, 1, 0))
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 def test_characters_that_are_split_over_tokens():
     bytes_alone, text = data_files.load_decoding(CFG), "é€😀\n"
-    pieces = list(use.stream(bytes_alone, text.encode()))
-    assert pieces == ["", "é", "", "", "€", "", "", "", "😀", "\n", ""]
+    assert [*use.stream(bytes_alone, text.encode())] == ["", "é", "", "", "€", "", "", "", "😀", "\n", ""]
     assert "".join(use.stream(bytes_alone, b"a\xe2\x82b\xff")) == "a\ufffdb\ufffd"
     assert "".join(use.stream(bytes_alone, b"\xe2\x82")) == "\ufffd"          # cut off at the end
 
@@ -110,7 +109,7 @@ def test_the_tokens_of_a_text_are_those_of_the_bpe_that_made_the_vocabulary():
 def test_bytes_that_a_foreign_vocabulary_lacks():
     decoding = data_files.Decoding([b"a", b"b", b"ab", b"", b"abab"])
     assert decoding.encode(b"ababa").tolist() == [4, 0]
-    with pytest.raises(data_files.DataError, match="no token for byte 0x21 .'!'."):
+    with refused("no token for byte 0x21 .'!'.", data_files.DataError):
         decoding.encode(b"ab!")
 
 
@@ -122,7 +121,7 @@ def step_once(engine, run):
 
 
 def make(cfg=CFG):
-    return cpu_engine.CpuEngine(cfg, np.frombuffer(TEXT, np.uint8), threads=1)
+    return cpu_engine.CpuEngine(cfg, TOKENS, threads=1)
 
 
 def with_state(state):
@@ -213,7 +212,7 @@ def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
     run = history.open_run(cfg, "ckpt-rare")
     for _ in range(3):
         step_once(engine, run)
-    run.keep_data(snapshots.data_digest(engine.tokens))
+    run.keep_data(snapshots.data_digest(TOKENS))
     run.close()
     assert load("ckpt-rare", cfg=cfg).digest() == engine.digest()
     pathlib.Path("input.bin").write_bytes(TEXT[1:])
@@ -329,10 +328,10 @@ def test_eval_gives_the_figures_of_the_engine(here):
     out = prints("eval")
     held_out = data_files.open_validation(CFG, data_files.load_decoding(CFG))
     nats, count = with_state(here[STEPS]).validate(held_out.windows)
-    references = data_files.references(CFG, np.frombuffer(TEXT, np.uint8), held_out)
+    references = data_files.references(CFG, TOKENS, held_out)
     rows = {line[:16].strip(): [float(x) for x in line[16:].split()] for line in out.splitlines()[2:]}
     for name, bits in {f"step {STEPS}": held_out.bits(nats), **references,
-                       **data_files.context_tables(np.frombuffer(TEXT, np.uint8), held_out)}.items():
+                       **data_files.context_tables(TOKENS, held_out)}.items():
         assert rows[name][:2] == pytest.approx([bits, bits * np.log(2)], abs=1e-4), name
         assert rows[name][2] == pytest.approx(2 ** bits, abs=0.006)
     assert re.search(rf"^val.bin: {count} tokens, {count} bytes, in windows of 8; [\d,]+ tokens/s on cpu", out)
@@ -458,7 +457,7 @@ def test_training_goes_on_from_an_import_to_the_bit(here):
     record.step, record.seed = alone.step, alone.seed
     record.start = record.start._replace(step=alone.step, seed=alone.seed)
     with Server("new", CFG, save=True, steps=STEPS + 3) as server:
-        thread = server.work(worker, tokens=alone.tokens)
+        thread = server.work(worker, tokens=TOKENS)
     thread.join(60)
     for _ in range(3):
         step_once(alone, record)
@@ -483,7 +482,7 @@ def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
         old.ask(0)
         assert old.closed() and "from an imported model" in server.said
         server.shelf.block = lambda *_: (0, b"")         # the snapshot cannot be read
-        lost = cpu_engine.CpuEngine(CFG, threads=1)
+        lost = make()
         with refused("from an imported model"):
             run_worker(server, lost)
     assert lost.step == 0
@@ -517,13 +516,13 @@ def test_statistics():
 def test_a_trace_shows_every_part_of_member_0(here):
     """What it looks at is what the losses come from, which test_egg holds against the engines; here: which member,
     position and order."""
-    tokens, state, shown = np.frombuffer(TEXT, np.uint8), here[STEPS], {}
-    told = debug.trace(CFG, state, tokens)
+    state, shown = here[STEPS], {}
+    told = debug.trace(CFG, state, TOKENS)
     layer = ["LN1", "Attn", "Attn", "Attn", "LN2", "MLP_Exp", "MLP"]
     assert [p["name"] for p in told["parts"]] == ["Emb", "LN_Init", "InitMLP_Exp", "InitMLP", *layer, *layer, "LN_F"]
     assert (told["step"], told["position"]) == (STEPS, 7) and len(told["weights"]) == len(parameters.tensors(CFG))
     reading = Reading(CFG, state, state.seed, 1, lambda layer, name, values: shown.update({(layer, name): values}))
-    whole = reading.logits(rules.windows(CFG, tokens, STEPS, 0, 1)[0][:-1])
+    whole = reading.logits(rules.windows(CFG, TOKENS, STEPS, 0, 1)[0][:-1])
     for part in told["parts"]:
         values = shown[part["layer"], "Weights" if "head" in part else part["name"]]
         want = debug.attention_statistics(values[part["head"]][7]) if "head" in part else debug.statistics(values[7])
@@ -551,9 +550,8 @@ def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
     ends = []
     for constants in ({}, {"DEBUG": 1, "DEBUG_FILE": "trace.jsonl"}):
         cfg, engine = CFG.changed(**constants), make()
-        tokens = engine.tokens
         with Server(".", cfg, steps=12) as server:
-            thread = server.work(engine, tokens=tokens, inspect=train.inspector(cfg, tokens))
+            thread = server.work(engine, tokens=TOKENS, inspect=train.inspector(cfg, TOKENS))
         thread.join(60)
         ends.append(engine.digest())
         assert capsys.readouterr().out.count("Emb  ") == (2 if constants else 0)
