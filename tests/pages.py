@@ -39,10 +39,7 @@ def ask(server, path="/", method="GET", host="localhost", **fields):
     with connect(server) as sock:
         sock.sendall(request(path, method, host, **fields))
         if method == "HEAD":
-            data = b""
-            while more := sock.recv(1 << 16):
-                data += more
-            head, _, body = data.partition(b"\r\n\r\n")
+            head, _, body = sock.makefile("rb").read().partition(b"\r\n\r\n")
             return int(head.split()[1]), {}, body
         return receive(sock)
 

@@ -159,9 +159,9 @@ STEP_EVENT = {"event": "step", "step": 1, "tokens": 9, "loss": 1.0, "unit": "bit
               "received": 1}
 
 
-def begun(stream, step=0, **limits):
-    """A console that has told of the start of a run."""
-    console = Console(stream, **limits)
+def begun(step=0, **limits):
+    """A console on a terminal that has told of the start of a run."""
+    console = Console(Lines(terminal=True), **limits)
     console.emit({"event": "start", "step": step, "config": CFG.constants()}, None)
     return console
 
@@ -185,8 +185,7 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     """Of 300 steps: the first is a lasting line, a validation and a sample too, and all others rewrite one line."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
-    stream = Lines(terminal=True)
-    console = begun(stream, minutes=2)
+    console = begun(minutes=2)
     console.emit({"event": "references", "unit": "bits/byte", "values": {"uniform": 8.0, "bigram": 3.5052}}, None)
     for step in range(300):
         if step == 100:
@@ -195,9 +194,9 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
                       "tokens_per_second": 943710.2}, None)
     console.line("a warning")
     console.progress("step 300: 3/8 chunks")
-    rows = screen(stream.text, columns)
+    rows = screen(console.stream.text, columns)
     assert rows[0].startswith("1:05 step 0") and "validation at step 100: 4.200 bits/byte".startswith(rows[1])
-    assert "bigram" not in stream.text               # `train` has said it at the start
+    assert "bigram" not in console.stream.text       # `train` has said it at the start
     assert rows[2] == "a warning" and rows[3].startswith("1:05 [####----] ends " if columns >= 80 else "1:05  step 299")
     assert len(rows) == 4
     if columns >= 80:
@@ -205,19 +204,19 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
         assert "  step 299  loss 3.85 val 4.20 bits/byte  " + speed in rows[3]
     assert ("  9.80 M tokens, 944 k tokens/s" in rows[3]) == ("3/8 chunks" in rows[3]) == (columns == 160)
     console.clear()
-    assert screen(stream.text, columns)[-1] == ""
+    assert screen(console.stream.text, columns)[-1] == ""
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
-    stream = Lines(terminal=True)
-    console = begun(stream)
+    console = begun()
     console.emit(STEP_EVENT, None)
     console.progress("1/8 chunks")
     console.line("a\x1b[2Jb")
     console.clear()
-    assert stream.text.startswith("Step 1 | ") and stream.text.count("\n") == 2 and "\x1b" not in stream.text
+    text = console.stream.text
+    assert text.startswith("Step 1 | ") and text.count("\n") == 2 and "\x1b" not in text
     write(tmp_path / "log", *({**STEP_EVENT, "step": k, "tokens": k} for k in range(9)))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert egg.main(["plot", f"{tmp_path}/log"]) == 0 and "\x1b" not in capsys.readouterr().out
@@ -248,21 +247,21 @@ def test_the_bar_ends_where_the_run_does(monkeypatch):
                         (dict(steps=200, minutes=1), "[#-------] ends 00:00:40"), (dict(minutes=900), "ends 14:59"),
                         (dict(steps=120), "[########] ends 00:00:00"), (dict(minutes=1e4), "ends Wed 07 Jan"),
                         ({}, "")):
-        stream = Lines(terminal=True)
-        begun(stream, 100, **limits).emit({**STEP_EVENT, "step": 119, "elapsed": 10.0}, None)
-        assert re.search(r"\r?0:10 ?" + re.escape(bar) if bar.startswith("[") else bar, stream.text), stream.text
-        assert ("[" in stream.text.replace("\x1b[", "")) == bool(bar)
+        console = begun(100, **limits)
+        console.emit({**STEP_EVENT, "step": 119, "elapsed": 10.0}, None)
+        text = console.stream.text
+        assert re.search(r"\r?0:10 ?" + re.escape(bar) if bar.startswith("[") else bar, text), text
+        assert ("[" in text.replace("\x1b[", "")) == bool(bar)
 
 
 def test_a_status_line_that_a_narrower_terminal_has_wrapped_is_removed(monkeypatch):
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
     monkeypatch.setenv("COLUMNS", "100")
-    stream = Lines(terminal=True)
-    console = Console(stream)
+    console = Console(Lines(terminal=True))
     console.progress("x" * 99)
     monkeypatch.setenv("COLUMNS", "40")
     console.progress()                                   # three rows of 40: the last two rows up, all below erased
-    assert stream.text.endswith("x" * 99 + "\x1b[2A\r\x1b[J" + "x" * 39)
+    assert console.stream.text.endswith("x" * 99 + "\x1b[2A\r\x1b[J" + "x" * 39)
 
 
 @pytest.mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r", "\x1b[31;1m",

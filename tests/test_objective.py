@@ -125,7 +125,8 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
     fitness = fitness_digits.unpack_ternary(packed, cfg.CHUNK_DIGITS)
     assert len(seen) == 2 and [len(texts) for texts, _ in seen] == [12, 12]     # six of eight pairs, two prompts each
     for texts, seeds in seen:
-        assert (texts[::2] == texts[1::2]).all() and (seeds[::2] == seeds[1::2]).all()
+        equal(texts[::2], texts[1::2])
+        equal(seeds[::2], seeds[1::2])
         assert len(np.unique(seeds)) == 6
     losses = engine.evaluate(16, 4)
     equal(fitness[:2], fitness_digits.chunk_fitness(losses, cfg))
@@ -220,7 +221,8 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
     assert rewards_of(own, engine).all()
     assert len(writes) == 2 * 3
     for seeds, prompts in writes:
-        assert (seeds[::2] == seeds[1::2]).all() and prompts[::2] == prompts[1::2]
+        equal(seeds[::2], seeds[1::2])
+        assert prompts[::2] == prompts[1::2]
     assert len({int(seeds[0]) for seeds, _ in writes}) == 6
 
 
