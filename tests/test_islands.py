@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import pathlib
 import random
 import re
 import select
@@ -34,6 +35,7 @@ from fakes import (ACTIVATIONS, CFG, FakeEngine, FakeObjective, GOOD_STEP, Lines
                    begin_together, full)
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE, digests
+from run_logs import events
 from commands import fails, run
 
 
@@ -41,17 +43,16 @@ from commands import fails, run
 
 def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monkeypatch, a):
     monkeypatch.setattr(transfer, "STALLED", 0.5)
-    liar, cfg, size = Stranger(a, "liar"), a.coordinator.cfg, snapshots.most_bytes(a.coordinator.cfg)
-    head = snapshots._make_head(cfg, 1, 1, b"s" * 32, b"", size)
-    data = head + snapshots.pack(parameters.initial_state(cfg))
+    liar, size = Stranger(a, "liar"), snapshots.most_bytes(a.cfg)
+    head = snapshots._make_head(a.cfg, 1, 1, b"s" * 32, b"", size)
+    data = head + snapshots.pack(parameters.initial_state(a.cfg))
     a.reaches(11)
     liar.say(0.0, state=b"s" * 32)
     until(lambda: a.island.incoming)
     with contextlib.suppress(TimeoutError):
         while True:                          # the head, then byte by byte, as long as it is asked for more
-            wanted, at, _ = wire.STATE_REQUEST.unpack(liar.next(wire.STATE_REQUEST, 1))
-            total, piece = len(head) + size, data[at:at + 1] if at else head
-            liar.send(wire.STATE, wanted, total, at, piece)
+            wanted, at, _ = STATE_REQUEST.unpack(liar.next(STATE_REQUEST, 1))
+            liar.send(STATE, wanted, len(head) + size, at, data[at:at + 1] if at else head)
             time.sleep(0.05)
     a.says("too little came")
     assert not a.island.incoming and a.peers.distrusted
@@ -430,8 +431,7 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
         assert a.shown()["peers"][0]["state"] == "up"
         again.link.close()
         until(lambda: a.shown()["peers"][0]["state"] == "down")
-    with open(tmp_path / "a" / history.EVENTS) as file:
-        assert {"island", "peer"} <= {json.loads(line)["event"] for line in file}
+    assert {"island", "peer"} <= {event["event"] for event in events(tmp_path / "a")}
     with Server(tmp_path, CFG) as plain, refused("is no island"):
         Stranger(plain)
 
@@ -629,21 +629,16 @@ def test_one_state_is_not_taken_twice(a):
 STRANGE = changed(ISLAND_SEED=99)
 
 
-def own_snapshot(level=9000, step=50, spoil=None, cfg=STRANGE):
+def own_snapshot(level=9000, step=50, poisoned=False, cfg=STRANGE):
     """(bytes of a snapshot file, SHA-256 of its state)."""
     engine = Learner(cfg, 1)
     state = engine.state()
     state.step, state.weights[8:10] = step, divmod(level, 100)
-    if spoil:
-        spoil(state)
+    if poisoned:
+        state.moments[5] = math.nan
     with tempfile.TemporaryDirectory() as directory:
         sha256 = snapshots.save(cfg, state, directory)
-        with open(os.path.join(directory, f"snapshot-{step:08d}.egg"), "rb") as file:
-            return file.read(), sha256
-
-
-def nan(state):
-    state.moments[5] = math.nan
+        return pathlib.Path(directory, f"snapshot-{step:08d}.egg").read_bytes(), sha256
 
 
 DATA, SHA256 = own_snapshot()
@@ -656,7 +651,7 @@ DATA, SHA256 = own_snapshot()
     (DATA + b"more", SHA256),
     (b"EGGSNAP2" + bytes(2000), SHA256),
     own_snapshot(cfg=STRANGE.changed(N_LAYERS=2)),           # of another shape
-    own_snapshot(spoil=nan),                                 # whole, but poison
+    own_snapshot(poisoned=True),
 ], ids=range(7))
 def test_a_wrong_state_is_never_used_and_its_giver_not_believed(tmp_path, data, sha256):
     with Isle(tmp_path, "a", 3) as a:
