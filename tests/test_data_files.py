@@ -9,6 +9,7 @@ import pytest
 
 import egg_config
 from model import data_files
+from model.data_files import DataError, open_tokens
 from coordinators import refused
 from recordings import HERE, write_decoding
 
@@ -25,10 +26,10 @@ def write_tokens(path, tokens, kind="<u4"):
 
 def test_tokens_are_mapped_and_checked(tmp_path):
     tokens = np.arange(50) % 300
-    got = data_files.open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
+    got = open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
     assert isinstance(got, np.memmap) and got.dtype == np.uint32 and not got.flags.writeable
     assert (got == tokens).all()
-    got = data_files.open_tokens(BYTES, write_tokens(tmp_path / "b", tokens % 256, "u1"))
+    got = open_tokens(BYTES, write_tokens(tmp_path / "b", tokens % 256, "u1"))
     assert isinstance(got, np.memmap) and got.dtype == np.uint8 and got.size == 50
 
 
@@ -44,8 +45,8 @@ def test_bad_token_files(tmp_path, content, words):
     path = tmp_path / "input.bin"
     if content is not None:
         path.write_bytes(content)
-    with refused(f"{path}.*{re.escape(words)}", data_files.DataError):
-        data_files.open_tokens(BASE, str(path))
+    with refused(f"{path}.*{re.escape(words)}", DataError):
+        open_tokens(BASE, str(path))
 
 
 def test_largest_token_is_found_in_any_block(tmp_path, monkeypatch):
@@ -53,12 +54,12 @@ def test_largest_token_is_found_in_any_block(tmp_path, monkeypatch):
     for at in (0, 15, 16, 40, 49):
         tokens = np.zeros(50, int)
         tokens[at] = 300
-        with refused("holds token 300", data_files.DataError):
-            data_files.open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
+        with refused("holds token 300", DataError):
+            open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
 
 
 def test_ten_tokens_are_enough_for_a_window_of_eight(tmp_path):
-    assert data_files.open_tokens(BASE, write_tokens(tmp_path / "a", range(10))).size == 10
+    assert open_tokens(BASE, write_tokens(tmp_path / "a", range(10))).size == 10
 
 
 def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
@@ -66,13 +67,13 @@ def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
     pieces = [b"a", b"", b"bcd", b"\xff\x00", "\u6625".encode()]
     tokens = np.random.default_rng(1).integers(0, 5, 100)
     cfg = BYTES.changed(DETOKENIZE=1, DECODING_FILE=write_decoding(tmp_path / "d", pieces))
-    got = data_files.open_tokens(cfg, write_tokens(tmp_path / "a", tokens))
+    got = open_tokens(cfg, write_tokens(tmp_path / "a", tokens))
     assert got.dtype == np.uint8 and got.tobytes() == b"".join(pieces[t] for t in tokens)
-    with refused("holds token 5, but .* only has 5", data_files.DataError):
-        data_files.open_tokens(cfg, write_tokens(tmp_path / "a", [5] * 100))
+    with refused("holds token 5, but .* only has 5", DataError):
+        open_tokens(cfg, write_tokens(tmp_path / "a", [5] * 100))
     (tmp_path / "d").unlink()
-    with refused("is missing, and DETOKENIZE needs it", data_files.DataError):
-        data_files.open_tokens(cfg, str(tmp_path / "a"))
+    with refused("is missing, and DETOKENIZE needs it", DataError):
+        open_tokens(cfg, str(tmp_path / "a"))
 
 
 def test_tokens_are_not_read_as_bytes(tmp_path):
@@ -81,14 +82,14 @@ def test_tokens_are_not_read_as_bytes(tmp_path):
     for number, most in enumerate((256, 8192, 1 << 18)):
         tokens = rng.integers(0, most, 100)
         path = write_tokens(tmp_path / f"mine-{number}", tokens)
-        for read in functools.partial(data_files.open_tokens, BYTES), data_files.read_text:
-            with refused(rf"{path}.* holds tokens \(uint32\), not bytes: ", data_files.DataError):
+        for read in functools.partial(open_tokens, BYTES), data_files.read_text:
+            with refused(rf"{path}.* holds tokens \(uint32\), not bytes: ", DataError):
                 read(path)
-        assert (data_files.open_tokens(BASE.changed(VOCAB_SIZE=max(most, 257)), path) == tokens).all()
+        assert (open_tokens(BASE.changed(VOCAB_SIZE=max(most, 257)), path) == tokens).all()
     for data in ("plain text".encode("utf-16-le") * 4, bytes(64), rng.integers(0, 256, 64, np.uint8).tobytes(),
                  np.arange(1 << 20, (1 << 20) + 64).astype("<u4").tobytes()):
         (tmp_path / "bytes").write_bytes(data)
-        assert data_files.open_tokens(BYTES, str(tmp_path / "bytes")).tobytes() == data
+        assert open_tokens(BYTES, str(tmp_path / "bytes")).tobytes() == data
     for data in (b"", b"ab", b"a\0\0"):
         (tmp_path / "short").write_bytes(data)
         assert data_files.read_text(str(tmp_path / "short")) == data
@@ -122,7 +123,7 @@ def number(value):
 def test_damaged_decoding(tmp_path, content):
     path = tmp_path / "decoding.bin"
     path.write_bytes(content)
-    with refused(f"{path}.* is damaged", data_files.DataError):
+    with refused(f"{path}.* is damaged", DataError):
         data_files.load_decoding(BASE.changed(DECODING_FILE=str(path)))
 
 
@@ -161,7 +162,7 @@ def test_validation_off_missing_or_wrong(tmp_path):
     assert data_files.open_validation(BASE.changed(VAL_FILE=path, VALIDATE_EVERY=0), None) is None
     assert data_files.open_validation(BASE.changed(VAL_FILE=path + "x"), None, said.append) is None
     assert len(said) == 1 and "is missing: no validation" in said[0]
-    with refused("holds token 39, but .* only has 30: the files of one", data_files.DataError):
+    with refused("holds token 39, but .* only has 30: the files of one", DataError):
         data_files.open_validation(BASE.changed(VAL_FILE=path), data_files.Decoding([b"x"] * 30))
 
 
@@ -216,7 +217,7 @@ def test_shipped_files_belong_together(monkeypatch):
     cfg = egg_config.make(VALIDATE_TOKENS=0)
     decoding = data_files.load_decoding(cfg)
     assert len(decoding) == cfg.VOCAB_SIZE and decoding.decode(range(256)) == bytes(range(256))
-    train, validation = data_files.open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding)
+    train, validation = open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding)
     assert 0.04 < validation.n_bytes / decoding.lengths[train].sum() < 0.06
     figures = data_files.references(cfg, train, validation)
     assert 3.5 < figures["uniform"] < 3.8 and 2.4 < figures["unigram"] < 2.7 and 1.7 < figures["bigram"] < 2.0

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-import types
+from types import SimpleNamespace
 
 import hypothesis
 import numpy as np
@@ -131,8 +131,8 @@ def test_what_a_header_says_of_a_merge_is_believed_only_if_it_can_be(ours, their
     fitness, warned = gossip.Fitness(), []
     for step in range(100):
         fitness.add("loss", gossip.KINDS["loss"][0], 9.0, step)
-    island = types.SimpleNamespace(
-        fitness=fitness, peers=types.SimpleNamespace(known={}), events=types.SimpleNamespace(warn=warned.append),
+    island = SimpleNamespace(
+        fitness=fitness, peers=SimpleNamespace(known={}), events=SimpleNamespace(warn=warned.append),
         on_trial={"epoch": 1, "digest": "00", "fitness_kind": "loss", "kind": CFG.MERGE, "from": "b", "ours": ours,
                   "theirs": theirs})
     assert gossip.Island._must_undo(island) == bool(warned) == ((ours, theirs) == (1.0, 0.5))
@@ -444,11 +444,11 @@ def paired(isle):
 
 def test_an_address_that_refuses_is_followed_by_the_next():
     crew = object.__new__(peers.Peers)
-    crew.coordinator = types.SimpleNamespace(closing=False)
-    crew.events = types.SimpleNamespace(about=lambda *_, **__: None)
+    crew.coordinator = SimpleNamespace(closing=False)
+    crew.events = SimpleNamespace(about=lambda *_, **__: None)
     target = peers.Target("127.0.0.1", 1)
     target.addresses = ["first", "second"]
-    target.session = types.SimpleNamespace(role=types.SimpleNamespace(target=target, peer=None))
+    target.session = SimpleNamespace(role=SimpleNamespace(target=target, peer=None))
     target.session.close = functools.partial(crew.lost, target.session)
     crew.refused(target.session, "another configuration")
     assert target.addresses == ["second", "first"]
@@ -705,7 +705,7 @@ def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
 
 def test_a_bucket_passes_its_rate(monkeypatch):
     now = [7.0]
-    monkeypatch.setattr(transfer, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: now[0]))
     bucket, passed = transfer.Bucket(100e3), 0
     for _ in range(5000):
         now[0] += 1e-4
@@ -892,7 +892,7 @@ def test_any_standing_is_read_or_refused(values, missing, raw):
                                      st.integers(0, 1 << 40)), max_size=6))
 def test_any_pieces_of_a_file_end_without_a_trace(pieces):
     with tempfile.TemporaryDirectory() as directory:
-        download = transfer.Incoming(STRANGE, None, types.SimpleNamespace(state=SHA256), directory, None)
+        download = transfer.Incoming(STRANGE, None, SimpleNamespace(state=SHA256), directory, None)
         try:
             for kind, noise, size, place in pieces:
                 total, at, some = len(DATA), download.got, DATA[download.got:download.got + size]

@@ -3,11 +3,11 @@
 import io
 import json
 import os
-import pathlib
 import re
 import shutil
 import struct
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -191,7 +191,7 @@ def test_a_run_is_loaded_by_snapshot_and_replay(here):
     assert not lines.text
     best = load(best=True)
     assert best.step == SNAPSHOT and digests(best.state()) == digests(here[SNAPSHOT])
-    name = next(pathlib.Path("ckpt").glob("snapshot*"))
+    name = next(Path("ckpt").glob("snapshot*"))
     data = bytearray(name.read_bytes())
     data[-1] ^= 1
     name.write_bytes(data)
@@ -215,7 +215,7 @@ def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
     run.keep_data(snapshots.data_digest(TOKENS))
     run.close()
     assert load("ckpt-rare", cfg=cfg).digest() == engine.digest()
-    pathlib.Path("input.bin").write_bytes(TEXT[1:])
+    Path("input.bin").write_bytes(TEXT[1:])
     with refused("input.bin is not what ckpt-rare was trained on", use.UseError):
         load("ckpt-rare", cfg=cfg)
     os.unlink("input.bin")
@@ -224,7 +224,7 @@ def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
 
 
 def test_reading_a_run_leaves_it_to_its_coordinator(here):
-    part = pathlib.Path("ckpt/snapshot-x.part")
+    part = Path("ckpt/snapshot-x.part")
     part.write_bytes(b"")
     owner = history.open_run(CFG, "ckpt")                # holds the lock
     assert load().step == STEPS and part.exists()
@@ -274,9 +274,9 @@ def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
     ("import short.txt", 2, "--save-dir"),
     ("debug --json no/such/place", 1, "no/such/place: No such file")])
 def test_what_is_wrong_is_said_in_one_line(here, arguments, status, says):
-    pathlib.Path("short.txt").write_text("brief")
-    pathlib.Path("short.bin").write_text("brief")
-    pathlib.Path("empty.txt").write_bytes(b"")
+    Path("short.txt").write_text("brief")
+    Path("short.bin").write_text("brief")
+    Path("empty.txt").write_bytes(b"")
     fails(call(arguments), status, says)
 
 
@@ -335,7 +335,7 @@ def test_eval_gives_the_figures_of_the_engine(here):
         assert rows[name][:2] == pytest.approx([bits, bits * np.log(2)], abs=1e-4), name
         assert rows[name][2] == pytest.approx(2 ** bits, abs=0.006)
     assert re.search(rf"^val.bin: {count} tokens, {count} bytes, in windows of 8; [\d,]+ tokens/s on cpu", out)
-    pathlib.Path("val.txt").write_bytes(TEXT[:500])
+    Path("val.txt").write_bytes(TEXT[:500])
     assert prints("eval val.txt").splitlines()[1:] == out.splitlines()[1:]
     few = prints("eval --tokens 16 --best")
     assert few.startswith("val.bin: 16 tokens") and f"step {SNAPSHOT} " in few
@@ -362,7 +362,7 @@ def test_eval_without_the_training_data(here):
 def test_export_is_a_safetensors_file(here):
     """By hand, from the description of the format, and by the library."""
     prints("export w.safetensors")
-    data = pathlib.Path("w.safetensors").read_bytes()
+    data = Path("w.safetensors").read_bytes()
     length, = struct.unpack_from("<Q", data)
     header = json.loads(data[8:8 + length])
     metadata, state = header.pop("__metadata__"), here[STEPS]
@@ -429,13 +429,13 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
 
 def test_damaged_safetensors_files_end_in_one_line(here):
     call("export w.safetensors")
-    data, rng = pathlib.Path("w.safetensors").read_bytes(), np.random.default_rng(1)
+    data, rng = Path("w.safetensors").read_bytes(), np.random.default_rng(1)
     damaged = [data[:n] for n in (0, 7, 8, 100, len(data) - 1)] + [data + b"x", b"\xff" * 8 + data[8:],
                                                                    data[:8] + b"[]" + data[10:]]
     for at in rng.integers(0, 2000, 60):
         damaged.append(data[:at] + bytes([rng.integers(256)]) + data[at + 1:])
     for number, wrong in enumerate(damaged):
-        pathlib.Path("wrong").write_bytes(wrong)
+        Path("wrong").write_bytes(wrong)
         done = call(f"import wrong --save-dir from-{number}")
         if done.returncode or number < 8:
             assert done.returncode in (1, 2), number
