@@ -18,7 +18,6 @@ from recordings import HERE
 from tools import train
 
 
-
 def defines(cfg, **more):
     """[word]: what gives a command the constants of cfg, without the local ones, and more."""
     return [f"-D{name}={egg_config.text(value)}" for name, value in {**differing(cfg), **more}.items()]
@@ -52,12 +51,26 @@ def process(line, *more, python=(sys.executable,), program=HERE / "egg.py", env=
                           **options)
 
 
+def begin(line, *more, **options):
+    """The same while it runs."""
+    return subprocess.Popen([sys.executable, HERE / "egg.py", *shlex.split(line), *map(str, more)], text=True,
+                            env={**os.environ, "EGG_DEVICE": "cpu"}, **options)
+
+
 def certificate(directory, name, *arguments):
     """(path, path of its key) of a certificate that openssl makes, by default signed by itself."""
     made, key = directory / name, directory / f"{name}-key"
     subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
                     "-days", "2", *arguments, "-keyout", key, "-out", made], check=True, capture_output=True)
     return made, key
+
+
+def python_in(directory):
+    """Gives a directory an environment: this Python, with its libraries."""
+    python = directory / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
 
 
 def paste(line, label, **more):

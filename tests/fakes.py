@@ -87,6 +87,18 @@ class FakeEngine:
         yield from [65 + self.step] * count
 
 
+class FakeObjective:
+    """Follows tools.objective.Objective; the losses decide, and what a `reward(engine)` gives is measured."""
+
+    pace = ()
+
+    def chunk(self, engine, first, check):
+        return pack_ternary(chunk_fitness(engine.evaluate(first, engine.cfg.CHUNK_SIZE), engine.cfg)), 0
+
+    def measured(self, engine):
+        return 4, self.reward(engine)
+
+
 def step_alone(engine):
     """(packed fitness, losses, weights changed) of a whole step of an engine without a network."""
     size = engine.cfg.CHUNK_SIZE

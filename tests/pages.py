@@ -4,6 +4,7 @@ import json
 import re
 import socket
 
+from coordinators import until
 from tools import live_page
 
 EVERYBODY = live_page.Where("127.0.0.1", 0, "", None)
@@ -13,8 +14,8 @@ def page_port(server):
     return server.page.address[1]
 
 
-def connect(server, timeout=60):
-    return socket.create_connection(("127.0.0.1", page_port(server)), timeout=timeout)
+def connect(server):
+    return socket.create_connection(("127.0.0.1", page_port(server)), timeout=60)
 
 
 def receive(sock):
@@ -38,12 +39,14 @@ def ask(server, path="/", method="GET", host="localhost", **fields):
     with connect(server) as sock:
         sock.sendall(request(path, method, host, **fields))
         if method == "HEAD":
-            data = b""
-            while more := sock.recv(1 << 16):
-                data += more
-            head, _, body = data.partition(b"\r\n\r\n")
+            head, _, body = sock.makefile("rb").read().partition(b"\r\n\r\n")
             return int(head.split()[1]), {}, body
         return receive(sock)
+
+
+def page_shows(server, step):
+    """Waits until the page tells of a step."""
+    until(lambda: server.page.figures.step.get("step") == step)
 
 
 def state_of(server):
@@ -58,16 +61,15 @@ def request(path="/", method="GET", host="localhost", close=True, **fields):
 
 def parse_metrics(text):
     """{name with labels: value}, every line held against the text form of Prometheus."""
-    values, types, families = {}, {}, []
+    values, families = {}, []
     assert text.endswith("\n")
     for line in text.splitlines():
         if line.startswith("# "):
             word, name, rest = line.removeprefix("# ").split(" ", 2)
             assert word in ("HELP", "TYPE") and re.fullmatch("egg_[a-z_]+", name)
             if word == "TYPE":
-                assert rest in ("counter", "gauge") and name not in types
+                assert rest in ("counter", "gauge") and name not in families
                 assert (rest == "counter") == name.endswith("_total")
-                types[name] = rest
                 families.append(name)
             continue
         match = re.fullmatch(r'((egg_[a-z_]+)(?:\{(?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+\})?) (-?[\d.e+-]+)', line)

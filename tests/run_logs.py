@@ -6,12 +6,15 @@ import json
 
 import egg_net
 from cluster import event_log, history
+from cluster.console import Printer
 from tools import plot
 from tools.curves import read_curve
 from fakes import CFG, Lines
 
 
 def events(path):
+    """Those in a file, or of the run in a directory."""
+    path = path / history.EVENTS if path.is_dir() else path
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -43,8 +46,6 @@ def example(path, steps=300, loss=2.0, unit="bits/byte"):
 
 
 class Stream(io.StringIO):
-    encoding = "utf-8"
-
     def __init__(self, encoding="utf-8", terminal=False):
         super().__init__()
         self.coding, self.isatty = encoding, lambda: terminal
@@ -53,6 +54,11 @@ class Stream(io.StringIO):
 
 
 def charts(paths, x="tokens", log=False):
-    curves = [read_curve(p) for p in paths]
-    made = [plot.Chart("validation", curves, x, log), plot.Chart("loss", curves, x, log)]
+    curves = [*map(read_curve, paths)]
+    made = [plot.Chart(kind, curves, x, log) for kind in ("validation", "loss")]
     return made, [c.name for c in curves], plot.Tree(curves, made[0])
+
+
+def drawn(paths, width, encoding="utf-8", terminal=False):
+    """What `plot` prints of runs."""
+    return plot.terminal(*charts(paths), Printer(Stream(encoding, terminal)), width)

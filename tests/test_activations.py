@@ -115,13 +115,11 @@ def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_sn
     cfg = CFG.changed(AUDIT_RATE=1.0)
     server = cluster(tmp_path, engines(2, cfg), 12, cfg, save=True)
     assert "banned" not in server.said
-    run = history.open_run(cfg, tmp_path)
-    with contextlib.closing(run):
+    with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
         assert run.step == 12 and run.start.step == 5        # the second newest snapshot
     late, = engines(1, cfg)
     with Server(tmp_path, cfg, save=True, steps=13, drain=15) as server:
-        said = Lines()
-        thread = server.work(late, lines=said)
+        thread = server.work(late, lines=(said := Lines()))
         server.reaches(13)
     thread.join(60)
     assert late.digest() == alone(13, cfg).digest()
@@ -189,10 +187,11 @@ def test_the_kernel_that_unpacks_digits_in_the_simulator(tmp_path, perturb):
     packed, chunks = any_fitness(cfg, 3), 1 if perturb == "weights" else 3
     np.frombuffer(packed, np.uint8).reshape(chunks, -1)[:, -700:].tofile(tmp_path / "packed")
     simulated(SIMULATED, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
-    got, want = np.load(tmp_path / "digits.npy"), unpack_ternary(packed, cfg.STEP_DIGITS).reshape(chunks, -1).sum(0)
+    want = unpack_ternary(packed, cfg.STEP_DIGITS).reshape(chunks, -1).sum(0)
     if perturb == "activations":
         want = want[-3500:-3]
-    assert np.array_equal(got, want) and len(np.unique(want)) > 2
+    equal(np.load(tmp_path / "digits.npy"), want)
+    assert len(np.unique(want)) > 2
 
 
 KERNELS = dict(

@@ -1,5 +1,6 @@
 """The command line: devices, files, the cluster of two commands, and one line for each bad input."""
 
+import functools
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ import egg
 import egg_config
 from engine import hardware
 from model import parameters
-from commands import PROSE, fails, process, run
+from commands import PROSE, fails, process, python_in, run, succeeds
 from coordinators import Server, refused, until
 from fakes import CFG
 from recordings import HERE
@@ -42,7 +43,7 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
     else:
         assert hardware.devices(cfg) == got
         assert hardware.one_device(cfg) == "cuda:1" and hardware.one_device(cfg, 2) == "cuda:2"
-        with pytest.raises(hardware.EngineError, match="GPU 0 cannot be used: there is cuda:1, cuda:2"):
+        with refused("GPU 0 cannot be used: there is cuda:1, cuda:2", hardware.EngineError):
             hardware.one_device(cfg, 0)
 
 
@@ -88,9 +89,8 @@ def test_wrong_use_is_one_line_and_status_2(args, words):
 
 @pytest.mark.parametrize("command", "coordinator worker train arch prepare bench".split())
 def test_help_of_every_command(command):
-    result = run(command, "--help")
-    assert result.returncode == 0
-    assert all(words in result.stdout for words in ("-D NAME=VALUE", "--preset", f"egg.py {command}"))
+    said = succeeds(run(command, "--help"))
+    assert all(words in said for words in ("-D NAME=VALUE", "--preset", f"egg.py {command}"))
 
 
 @pytest.mark.parametrize("ntt", [0, 3])
@@ -115,7 +115,7 @@ def test_command_line_in_processes(here):
     fails(run("worker localhost -DVOCAB_SIZE=256"), 1, "input.bin holds 64 tokens, too few", "66 are needed")
     (here / "my text.txt").write_bytes(PROSE * 200)
     result = process("prepare 'my text.txt' --vocab-size 320 --out 'my data'")
-    assert result.returncode == 0 and result.stderr == ""
+    assert (result.returncode, result.stderr) == (0, "")
     assert sorted(os.listdir("my data")) == ["decoding.bin", "input.bin", "val.bin"]
     result = run("worker localhost --list-devices -D DEVICE=cpu")
     assert (result.returncode, result.stdout, result.stderr) == (0, "cpu\n", "")
@@ -134,24 +134,27 @@ def test_a_reader_that_goes_away(words, status):
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_with_another_python_is_not_ignored(tmp_path):
     shutil.copy(HERE / "Makefile", tmp_path)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    os.symlink(sys.executable, tmp_path / ".venv" / "bin" / "python")
+    python_in(tmp_path)
     for made in ("pip", "ready"):
         (tmp_path / ".venv" / made).touch()
-    for python, status, says in ((f"PYTHON={sys.executable}", 0, ""), ("", 0, ""),
-                                 ("PYTHON=python2", 2, "needs Python 3.11 to 3.14, and python2 is not")):
-        command = ["make", ".venv/pip", *[python] * bool(python)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    for more, status, says in (([f"PYTHON={sys.executable}"], 0, ""), ([], 0, ""),
+                               (["PYTHON=python2"], 2, "needs Python 3.11 to 3.14, and python2 is not")):
+        done = subprocess.run(["make", ".venv/pip", *more], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == status and says in done.stderr, done
 
 
 def test_run_workers_passes_on_a_wrong_option():
-    script = HERE / "run-workers.sh"
-    result = process("localhost --port none", python=(), program=script, cwd="/")
+    run_workers = functools.partial(process, python=(), program=HERE / "run-workers.sh", cwd="/")
+    result = run_workers("localhost --port none")
     fails(result, 2, "'none' is not a whole number from 0 to 65535")
     assert result.stdout == ""
-    result = process("--help", python=(), program=script, cwd="/")
-    assert result.returncode == 0 and result.stdout.startswith("usage: ./run-workers.sh [HOST]")
+    assert succeeds(run_workers("--help")).startswith("usage: ./run-workers.sh [HOST]")
+
+
+@pytest.fixture
+def run_workers(tmp_path):
+    """A run-workers.sh that starts the egg.py of the test's directory."""
+    return shutil.copy(HERE / "run-workers.sh", tmp_path)
 
 
 FAKE_WORKER = """
@@ -167,15 +170,13 @@ time.sleep(60)
 
 
 @pytest.fixture
-def cluster_of_two(tmp_path):
+def cluster_of_two(tmp_path, run_workers):
     """run-workers.sh on a terminal, in a process group of its own, with two GPUs, once the worker on the first has died
     and was started again: (process, log of the workers that were started, what the terminal gets)."""
     (tmp_path / "egg.py").write_text(FAKE_WORKER)
-    shutil.copy(HERE / "run-workers.sh", tmp_path)
-    command = [tmp_path / "run-workers.sh", "far", "--port", "7"]
     terminal, inside = os.openpty()
-    process = subprocess.Popen(command, cwd="/", stdout=inside, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True, env={**os.environ, "TERM": "xterm"})
+    process = subprocess.Popen([run_workers, "far", "--port", "7"], cwd="/", stdout=inside, stderr=subprocess.PIPE,
+                               text=True, start_new_session=True, env={**os.environ, "TERM": "xterm"})
     log = tmp_path / "log"
     until(lambda: log.exists() and len(log.read_text().splitlines()) == 3)
     yield process, log, terminal
@@ -209,26 +210,22 @@ def test_ctrl_c_on_run_workers_leaves_no_worker(cluster_of_two):
     process, log, _ = cluster_of_two
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
-    left = [pid for pid in (line.split()[0] for line in log.read_text().splitlines()) if os.path.exists(f"/proc/{pid}")]
+    started = [line.split()[0] for line in log.read_text().splitlines()]
+    left = [pid for pid in started if os.path.exists(f"/proc/{pid}")]
     for pid in left:
         os.kill(int(pid), signal.SIGKILL)
     assert not left
 
 
-def test_run_workers_gives_up_on_a_worker_that_is_refused(tmp_path):
+def test_run_workers_gives_up_on_a_worker_that_is_refused(tmp_path, run_workers):
     """For another configuration; a real worker and coordinator."""
-    shutil.copy(HERE / "run-workers.sh", tmp_path)
     (tmp_path / "egg.py").write_text(f"import runpy, sys; sys.path.insert(0, {str(HERE)!r})\n"
                                      f"runpy.run_path({os.path.join(HERE, 'egg.py')!r}, run_name='__main__')\n")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    python_in(tmp_path)
     (tmp_path / "input.bin").write_bytes(bytes(range(256)) * 9)
     with Server(tmp_path, CFG) as server:
-        command = [tmp_path / "run-workers.sh", "127.0.0.1", "--port", str(server.port)]
-        done = subprocess.run([*command, "-D", "VOCAB_SIZE=256", "-D", "DEVICE=cpu"], cwd=tmp_path, capture_output=True,
-                              text=True, timeout=60)
+        done = process(f"127.0.0.1 --port {server.port} -D VOCAB_SIZE=256 -D DEVICE=cpu", python=(),
+                       program=run_workers, cwd=tmp_path)
     assert done.returncode == 2 and "refuses this worker: " in done.stderr and "again" not in done.stderr
 
 
@@ -243,13 +240,10 @@ with open("log", "a") as log:
 
 @pytest.mark.parametrize("tasks, task, gpus", [("1(x4)", 0, [0, 1, 2, 3, 4]), ("2(x4)", 0, [0, 2, 4]),
                                                ("2,1(x3)", 1, [1, 3]), ("8", 6, [])])
-def test_tasks_of_a_slurm_step_share_the_gpus_of_a_node(tmp_path, tasks, task, gpus):
+def test_tasks_of_a_slurm_step_share_the_gpus_of_a_node(tmp_path, run_workers, tasks, task, gpus):
     (tmp_path / "egg.py").write_text(SLURM_WORKER)
-    shutil.copy(HERE / "run-workers.sh", tmp_path)
-    environ = {**os.environ, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": str(task),
-               "SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3"}
-    did = subprocess.run([tmp_path / "run-workers.sh", "--port", "7"], cwd="/", env=environ, timeout=60)
+    environ = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": str(task), "SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3"}
+    succeeds(process("--port 7", python=(), program=run_workers, cwd="/", env=environ))
     log = tmp_path / "log"
-    assert did.returncode == 0
     lines = sorted(log.read_text().splitlines() if log.exists() else [])
     assert lines == [f"worker 10.1.2.3 --port 7 --gpu {i}" for i in gpus]

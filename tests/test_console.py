@@ -1,5 +1,6 @@
 """What a terminal shows: no traceback, messages, the progress line, an output that takes nothing more."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ import egg
 import egg_net
 from cluster import history
 from cluster.console import Console
-from commands import CFG, DEFINES, TEXT, fails, paste, process, run
+from commands import CFG, DEFINES, TEXT, begin, fails, paste, process, python_in, run
 from fakes import Lines
 from recordings import HERE, python
 from run_logs import write
@@ -45,9 +46,7 @@ def test_a_python_without_the_libraries(clone, monkeypatch):
     advice = re.search("`(.*)`", result.stderr)[1]
     dry = subprocess.run(advice.replace("make", "make -n"), shell=True, capture_output=True, text=True)
     assert shutil.which("make") is None or dry.returncode == 0 and "install -q -r" in dry.stdout, dry
-    (clone / ".venv" / "bin").mkdir(parents=True)
-    (clone / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (clone / ".venv" / "bin" / "python").chmod(0o755)
+    python_in(clone)
     (clone / ".venv" / "ready").touch()
     for directory, program in (clone.parent, clone / "egg.py"), (clone, "egg.py"):
         monkeypatch.chdir(directory)
@@ -58,9 +57,8 @@ def test_a_python_without_the_libraries(clone, monkeypatch):
 
 
 def test_a_missing_library_is_named_with_what_installs_it(here):
-    (here / "libraries").mkdir()
-    (here / "libraries" / "sitecustomize.py").write_text("import sys; sys.modules['pyzstd'] = None")
-    fails(process("coordinator --port 0", env={"PYTHONPATH": here / "libraries"}), 1, "has no pyzstd: ")
+    (here / "sitecustomize.py").write_text("import sys; sys.modules['pyzstd'] = None")
+    fails(process("coordinator --port 0", env={"PYTHONPATH": here}), 1, "has no pyzstd: ")
 
 
 def test_a_missing_module_of_the_program_is_an_error_of_it(monkeypatch):
@@ -79,9 +77,8 @@ def test_ctrl_c_early_leaves_no_traceback(command, tmp_path):
     for name in ("input.bin", "val.bin", "decoding.bin"):
         (tmp_path / name).symlink_to(HERE / name)
     for delay in (0, 0.15, 0.5, 1.2):
-        process = subprocess.Popen([sys.executable, HERE / "egg.py", *command.split()], cwd=tmp_path, text=True,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-                                   env={**os.environ, "EGG_DEVICE": "cpu"})
+        process = begin(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                        start_new_session=True)
         # Python takes SIGINT when it starts, and the program gives it back until it can handle it: a short moment that
         # a busy machine may miss
         latest = time.monotonic() + 3
@@ -111,11 +108,8 @@ def test_ctrl_c_in_a_callback_is_not_lost():
 
 
 def catches_sigint(pid):
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return int(re.search(r"SigCgt:\s+(\w+)", file.read())[1], 16) >> signal.SIGINT - 1 & 1 == 1
-    except OSError:
-        return None
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        return int(re.search(r"SigCgt:\s+(\w+)", file.read())[1], 16) >> signal.SIGINT - 1 & 1 == 1
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -124,11 +118,11 @@ def test_a_secret_file_that_others_may_read(tmp_path, capfd):
     from cluster import auth
     path = tmp_path / "my secret"
     path.write_text("0123456789abcdef")
-    for mode, warns in ((0o644, True), (0o620, True), (0o600, False), (0o400, False)):
+    warning = f"egg: others on this machine may read or change {path}: chmod 600 '{path}'\n"
+    for mode, said in (0o644, warning), (0o620, warning), (0o600, ""), (0o400, ""):
         path.chmod(mode)
         auth.read_secret(path)
-        warning = f"egg: others on this machine may read or change {path}: chmod 600 '{path}'\n"
-        assert capfd.readouterr().err == warns * warning
+        assert capfd.readouterr().err == said
 
 
 def test_what_installs_a_library_is_a_command(here):
@@ -151,11 +145,10 @@ def test_commands_in_messages_are_those_of_this_directory(here, monkeypatch):
     columns = []
     for interpreter in sys.executable, "/a directory with a long name/of an environment/bin/python":
         monkeypatch.setattr(sys, "executable", interpreter)
-        text = run("--help").stdout
+        lines = run("--help").stdout.splitlines()
         comments = "learn from the shipped text", "draw its curves", "the secret, a file for every machine"
-        places = {line.index(words) for words in comments for line in text.splitlines() if words in line}
-        assert len(places) == 1
-        columns += places
+        place, = {line.index(words) for words in comments for line in lines if words in line}
+        columns.append(place)
     assert columns[0] < columns[1]
 
 
@@ -166,9 +159,9 @@ STEP_EVENT = {"event": "step", "step": 1, "tokens": 9, "loss": 1.0, "unit": "bit
               "received": 1}
 
 
-def begun(stream, step=0, **limits):
-    """A console that has told of the start of a run."""
-    console = Console(stream, **limits)
+def begun(step=0, **limits):
+    """A console on a terminal that has told of the start of a run."""
+    console = Console(Lines(terminal=True), **limits)
     console.emit({"event": "start", "step": step, "config": CFG.constants()}, None)
     return console
 
@@ -192,8 +185,7 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     """Of 300 steps: the first is a lasting line, a validation and a sample too, and all others rewrite one line."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
-    stream = Lines(terminal=True)
-    console = begun(stream, minutes=2)
+    console = begun(minutes=2)
     console.emit({"event": "references", "unit": "bits/byte", "values": {"uniform": 8.0, "bigram": 3.5052}}, None)
     for step in range(300):
         if step == 100:
@@ -202,9 +194,9 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
                       "tokens_per_second": 943710.2}, None)
     console.line("a warning")
     console.progress("step 300: 3/8 chunks")
-    rows = screen(stream.text, columns)
+    rows = screen(console.stream.text, columns)
     assert rows[0].startswith("1:05 step 0") and "validation at step 100: 4.200 bits/byte".startswith(rows[1])
-    assert "bigram" not in stream.text               # `train` has said it at the start
+    assert "bigram" not in console.stream.text       # `train` has said it at the start
     assert rows[2] == "a warning" and rows[3].startswith("1:05 [####----] ends " if columns >= 80 else "1:05  step 299")
     assert len(rows) == 4
     if columns >= 80:
@@ -212,22 +204,22 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
         assert "  step 299  loss 3.85 val 4.20 bits/byte  " + speed in rows[3]
     assert ("  9.80 M tokens, 944 k tokens/s" in rows[3]) == ("3/8 chunks" in rows[3]) == (columns == 160)
     console.clear()
-    assert screen(stream.text, columns)[-1] == ""
+    assert screen(console.stream.text, columns)[-1] == ""
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
-    stream = Lines(terminal=True)
-    console = begun(stream)
+    console = begun()
     console.emit(STEP_EVENT, None)
     console.progress("1/8 chunks")
     console.line("a\x1b[2Jb")
     console.clear()
-    assert stream.text.startswith("Step 1 | ") and stream.text.count("\n") == 2 and "\x1b" not in stream.text
+    text = console.stream.text
+    assert text.startswith("Step 1 | ") and text.count("\n") == 2 and "\x1b" not in text
     write(tmp_path / "log", *({**STEP_EVENT, "step": k, "tokens": k} for k in range(9)))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert egg.main(["plot", str(tmp_path / "log")]) == 0 and "\x1b" not in capsys.readouterr().out
+    assert egg.main(["plot", f"{tmp_path}/log"]) == 0 and "\x1b" not in capsys.readouterr().out
 
 
 def test_a_worker_leaves_no_status_line(monkeypatch):
@@ -236,14 +228,13 @@ def test_a_worker_leaves_no_status_line(monkeypatch):
         console.progress("step 0: 1 chunks done")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "open_data", lambda cfg, warn: train.Data(None, None, None))
-    monkeypatch.setattr(train, "print_references", lambda *_: None)
-    monkeypatch.setattr(train, "start_engine", lambda *_: None)
-    monkeypatch.setattr(train, "inspector", lambda *_: None)
+    monkeypatch.setattr(train, "open_data", lambda *_: train.Data(None, None, None))
+    for name in "print_references", "start_engine", "inspector":
+        monkeypatch.setattr(train, name, lambda *_: None)
     monkeypatch.setattr(egg_net, "run_worker", ended)
     stream = Lines(terminal=True)
     with pytest.raises(KeyboardInterrupt):
-        train.work(CFG.changed(), "localhost", 1, "cpu", console=Console(stream))
+        train.work(CFG, "localhost", 1, "cpu", console=Console(stream))
     assert "1 chunks done" in stream.text and screen(stream.text, 80)[-1] == ""
 
 
@@ -256,21 +247,21 @@ def test_the_bar_ends_where_the_run_does(monkeypatch):
                         (dict(steps=200, minutes=1), "[#-------] ends 00:00:40"), (dict(minutes=900), "ends 14:59"),
                         (dict(steps=120), "[########] ends 00:00:00"), (dict(minutes=1e4), "ends Wed 07 Jan"),
                         ({}, "")):
-        stream = Lines(terminal=True)
-        begun(stream, 100, **limits).emit({**STEP_EVENT, "step": 119, "elapsed": 10.0}, None)
-        assert re.search(r"\r?0:10 ?" + re.escape(bar) if bar.startswith("[") else bar, stream.text), stream.text
-        assert ("[" in stream.text.replace("\x1b[", "")) == bool(bar)
+        console = begun(100, **limits)
+        console.emit({**STEP_EVENT, "step": 119, "elapsed": 10.0}, None)
+        text = console.stream.text
+        assert re.search(r"\r?0:10 ?" + re.escape(bar) if bar.startswith("[") else bar, text), text
+        assert ("[" in text.replace("\x1b[", "")) == bool(bar)
 
 
 def test_a_status_line_that_a_narrower_terminal_has_wrapped_is_removed(monkeypatch):
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
     monkeypatch.setenv("COLUMNS", "100")
-    stream = Lines(terminal=True)
-    console = Console(stream)
+    console = Console(Lines(terminal=True))
     console.progress("x" * 99)
     monkeypatch.setenv("COLUMNS", "40")
     console.progress()                                   # three rows of 40: the last two rows up, all below erased
-    assert stream.text.endswith("x" * 99 + "\x1b[2A\r\x1b[J" + "x" * 39)
+    assert console.stream.text.endswith("x" * 99 + "\x1b[2A\r\x1b[J" + "x" * 39)
 
 
 @pytest.mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r", "\x1b[31;1m",
@@ -278,7 +269,7 @@ def test_a_status_line_that_a_narrower_terminal_has_wrapped_is_removed(monkeypat
 def test_no_text_steers_a_terminal(hostile, here, monkeypatch, capsys):
     """Console, errors, plots and status: all pass one place."""
     def harmless(text):
-        return not [c for c in text if not c.isprintable() and c != "\n"]
+        return text.replace("\n", "").isprintable()
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Lines(terminal=True)
@@ -300,9 +291,8 @@ def test_no_text_steers_a_terminal(hostile, here, monkeypatch, capsys):
 # --- an output that takes nothing more --------------------------------------------------------------------------------
 
 def test_a_full_disk_under_the_output_ends_no_run(here):
-    command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--save-dir", "ckpt", *DEFINES]
-    with open("/dev/full", "w") as full, subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE,
-                                                          text=True) as process:
+    with open("/dev/full", "w") as full, begin("coordinator --port 0 --save-dir ckpt", *DEFINES, stdout=full,
+                                               stderr=subprocess.PIPE) as process:
         assert process.stderr.readline() == ("egg: the output: No space left on device: lines are missing in it from "
                                              "now on\n")
         time.sleep(0.5)
@@ -313,38 +303,42 @@ def test_a_full_disk_under_the_output_ends_no_run(here):
     assert told[-1] == "stop" and "error" not in told
 
 
+LONG_LINES = [f"line {k} " + "x" * 90 for k in range(5000)]
+
+
+def flooded(stream):
+    """A console that many lines did not hold up, though nobody takes them."""
+    console = Console(stream)
+    started = time.monotonic()
+    for line in LONG_LINES:
+        console.line(line)
+        console.progress("a progress line")
+    assert time.monotonic() - started < 5 and os.get_blocking(stream.fileno())
+    return console
+
+
 def test_an_output_that_nobody_reads_holds_nothing_up():
     """Lines that find no room are lost, their number is said where lines arrive again, and the pipe stays blocking for
     those who share it."""
     reader, writer = os.pipe()
     with open(writer, "w") as stream, open(reader, "rb", buffering=0) as other_end:
-        console = Console(stream)
-        started = time.monotonic()
-        for k in range(5000):
-            console.line(f"line {k} " + "x" * 90)
-        assert time.monotonic() - started < 5 and os.get_blocking(writer)
+        console = flooded(stream)
         text = other_end.read(1 << 20)
         for k in range(3):
             console.line(f"afterwards {k}")
             text += other_end.read(1 << 20)
     lines = text.decode().splitlines()
-    kept = [line for line in lines if line.startswith("line ")]
-    assert kept == [f"line {k} " + "x" * 90 for k in range(len(kept))] and len(kept) > 500
-    lost = 5000 - len(kept)
-    assert lines[len(kept):] == [f"({lost} lines are missing here: they could not be written)", "afterwards 0",
-                                 "afterwards 1", "afterwards 2"]
+    kept = sum(line.startswith("line ") for line in lines)
+    assert kept > 500
+    assert lines == [*LONG_LINES[:kept], f"({5000 - kept} lines are missing here: they could not be written)",
+                     "afterwards 0", "afterwards 1", "afterwards 2"]
 
 
 def test_a_terminal_that_is_held_holds_nothing_up():
     """Ctrl-S, or a connection that hangs: nobody takes what a terminal shows."""
     master, slave = pty.openpty()
     with open(slave, "w") as stream:
-        console = Console(stream)
-        started = time.monotonic()
-        for k in range(5000):
-            console.line(f"line {k} " + "x" * 90)
-            console.progress("a progress line")
-        assert time.monotonic() - started < 5 and os.get_blocking(slave)
+        flooded(stream)
     os.close(master)
 
 

@@ -1,5 +1,6 @@
 """Events and where they go: JSON logs, TensorBoard, and what strangers cannot write there."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,17 +16,17 @@ import egg
 import egg_config
 import egg_net
 from cluster import admission, event_log, history, wire
-from cluster.console import Printer, printable, sample_parts
+from cluster.console import printable, sample_parts
 from cluster.wire import JOB_REQUEST
 from maintenance import __main__ as maintenance
 from model import data_files
-from tools import calling, plot
+from tools import calling
 from tools.curves import read_curve
 from coordinators import Peer, Peer2, Server, callers, cluster, refused, until
 from fakes import CFG, FakeEngine, Lines, VALIDATION, changed, full
-from pages import EVERYBODY, state_of
+from pages import EVERYBODY, page_shows, state_of
 from recordings import HERE
-from run_logs import Stream, charts, events, example, of_kind, told_to, write
+from run_logs import drawn, events, example, of_kind, told_to, write
 from commands import fails, run
 
 
@@ -42,7 +43,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
         server.has_workers(0)
         size = (tmp_path / history.EVENTS).stat().st_size
         assert size < 2 * event_log.OF_HOST[1] * event_log.LINE, f"{size} bytes: long lines count as many"
-    assert (tmp_path / history.EVENTS).read_text().count('"event": "step"') == 0
+    assert '"event": "step"' not in (tmp_path / history.EVENTS).read_text()
 
 
 @pytest.mark.parametrize("text", [" " * wire.LOG_MESSAGE.most, "\n" * wire.LOG_MESSAGE.most,
@@ -86,18 +87,18 @@ def test_what_peers_cause_is_bounded_for_each_host_and_for_all(tmp_path):
 
 
 JOINED = dict(worker="w", address="a", device="d", step=0)
+A_STEP = dict(step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25, seconds=1.0,
+              elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
 
 
 def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(event_log, "LOG_BYTES", 5000)
     with told_to(tmp_path, saved=tmp_path) as told:
         for step in range(200):
-            told.emit("step", step=step, tokens=step, loss=1.0, updates=1, reports=1, learning_rate=0.5, seconds=0.1,
-                      elapsed=0.1, tokens_per_second=1.0, sent=1, received=1)
-    for name in (history.EVENTS, "coordinator.log"):
-        new, old = tmp_path / name, tmp_path / f"{name}.1"
-        assert new.stat().st_size < 10000 and old.stat().st_size < 10000
-    assert events(tmp_path / history.EVENTS)[-1]["step"] == 199
+            told.emit("step", **{**A_STEP, "step": step})
+    for name in history.EVENTS, f"{history.EVENTS}.1", "coordinator.log", "coordinator.log.1":
+        assert (tmp_path / name).stat().st_size < 10000
+    assert events(tmp_path)[-1]["step"] == 199
     log = (tmp_path / "coordinator.log").read_text()
     assert log.startswith("# egg, ") and "Step,RelTime" in log and log.splitlines()[-1].startswith("199,")
 
@@ -126,18 +127,18 @@ def test_a_disk_that_is_nearly_full_stops_logs_before_it_stops_training(tmp_path
         found[4] = free[0]                                       # f_bavail
         return os.statvfs_result(found)
 
-    run = history.open_run(CFG, tmp_path)
+    run, log = history.open_run(CFG, tmp_path), tmp_path / history.EVENTS
     with event_log.Events(CFG, run, tmp_path, egg_net.Console(lines)) as events:
         monkeypatch.setattr(os, "fstatvfs", nearly)
-        before = (tmp_path / history.EVENTS).stat().st_size
+        before = log.stat().st_size
         for step in range(5):
             events.warn(f"w{step}")
             run.append(bytes(13), 0, 0)
-        assert (tmp_path / history.EVENTS).stat().st_size == before and run.step == 5
+        assert log.stat().st_size == before and run.step == 5
         assert lines.text.count("the disk is nearly full: events are missing") == 1
         free[0] = 1 << 40
         events.warn("again")
-        assert "again" in (tmp_path / history.EVENTS).read_text()
+        assert "again" in log.read_text()
     run.close()
 
 
@@ -159,11 +160,10 @@ def test_a_validation_that_cannot_be_right_is_refused(server, tokens, n_bytes, n
 
 
 def test_a_validation_counts_from_the_holder_of_chunk_0_alone(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=0)
-    with Server(tmp_path, cfg) as server:
+    with Server(tmp_path, changed(SNAPSHOT_EVERY=0)) as server:
         progress = server.progress
         for kind in (Peer, Peer2):                               # one that never worked
-            idle = kind(server.port, cfg)
+            idle = kind(server)
             validate(idle, 0, nats=0.0)
             assert idle.chunk(0) in (0, 32)
             if kind is Peer:
@@ -177,27 +177,24 @@ def test_a_validation_counts_from_the_holder_of_chunk_0_alone(tmp_path):
 
 def test_two_workers_must_state_the_same_validation(tmp_path):
     with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
-        progress = server.progress
         liar, honest, third = callers(server, 2, 3, 4)
         assert liar.chunk(0) == 0 and honest.chunk(0) == 32 and third.chunk(0) == 64
-        validate(liar, 0, nats=0.0)
-        for again in range(3):
+        for _ in range(4):
             validate(liar, 0, nats=0.0)                          # saying it twice does not help
         honest.result(0, 32)
         assert honest.chunk(0) in (0, 96)
         honest.result(0, 96)
-        honest.result(0, 0) if honest.chunk(0) == 0 else None
+        if honest.chunk(0) == 0:
+            honest.result(0, 0)
         time.sleep(0.1)
-        assert progress.validations == []
+        assert server.progress.validations == []
     with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
         one, two = callers(server, 2, 3)
         assert one.chunk(0) == 0 and two.chunk(0) == 32
         validate(one, 0)
         two.result(0, 32)
-        position = two.chunk(0)
-        while position != 0:                                     # chunk 0 is evaluated, and validated, by another host
+        while position := two.chunk(0):                          # chunk 0 is evaluated, and validated, by another host
             two.result(0, position)
-            position = two.chunk(0)
         assert server.progress.validations == []
         validate(two, 0, nats=100.0 * (1 + 1e-9))
         until(lambda: server.progress.validations)
@@ -221,29 +218,27 @@ def test_a_run_keeps_its_events(tmp_path):
         other.chunk(0)
         other.close()
         # of two workers both would have to state a validation
-        until(lambda: of_kind("left", events(tmp_path / history.EVENTS)))
+        until(lambda: of_kind("left", events(tmp_path)))
         thread = server.work(engine, tokens=tokens, validation=VALIDATION, decoding=data_files.load_decoding(cfg))
     thread.join(60)
-    told = events(tmp_path / history.EVENTS)
+    told = events(tmp_path)
     assert {event["event"] for event in told} == set(FIELDS)
     for event in told:
         assert set(event) - {"time", "event"} == FIELDS[event["event"]] and abs(event["time"] - time.time()) < 60, event
-    steps = of_kind("step", told)
     a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
-    assert [(e["step"], e["tokens"]) for e in steps] == [(k, k * a_step) for k in range(5)]
-    run = history.open_run(cfg, tmp_path)
     bits, unit = egg_config.loss_unit(cfg.constants())
-    assert [(e["loss"], e["unit"], e["updates"]) for e in steps] == [
-        (pytest.approx(run.record(k)[0] / a_step / 16 * bits, abs=1e-6), unit, run.record(k)[1]) for k in range(5)]
+    with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
+        losses, updates = zip(*((record[0] / a_step / 16, record[1]) for record in map(run.record, range(5))))
+    assert [(e["step"], e["tokens"], e["loss"], e["unit"], e["updates"]) for e in of_kind("step", told)] == [
+        (k, k * a_step, pytest.approx(losses[k] * bits, abs=1e-6), unit, updates[k]) for k in range(5)]
     log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]
-    assert [row[2] for row in log] == [f"{run.record(k)[0] / a_step / 16:.6f}" for k in range(5)]       # of d-eggs
-    run.close()
+    assert [row[2] for row in log] == [f"{loss:.6f}" for loss in losses]                                # of d-eggs
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
         [(k, pytest.approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
-    assert of_kind("sample", told)[0]["prompt"] == "ab\nd"
-    assert [e["text"] for e in of_kind("sample", told)] == ["AAA", "CCC", "EEE"]
+    samples = of_kind("sample", told)
+    assert samples[0]["prompt"] == "ab\nd" and [e["text"] for e in samples] == ["AAA", "CCC", "EEE"]
     assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
-    assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", of_kind("sample", told)[0]["worker"]}
+    assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", samples[0]["worker"]}
     overlay = engine.state().overlay
     assert of_kind("snapshot", told)[0]["overlay"] == {"mean": round(float(overlay.mean()), 4), "min": overlay.min(),
                                                        "max": overlay.max()}
@@ -252,16 +247,15 @@ def test_a_run_keeps_its_events(tmp_path):
 
 def test_without_an_overlay_none_is_told(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2, ADAPTIVE_NOISE_MODE=0)
-    server = cluster(tmp_path, [FakeEngine(cfg, 0.002)], 4, cfg, save=True)
-    assert [e["overlay"] for e in of_kind("snapshot", events(tmp_path / history.EVENTS))] in ([None], [None, None])
-    assert server
+    cluster(tmp_path, [FakeEngine(cfg, 0.002)], 4, cfg, save=True)
+    assert [e["overlay"] for e in of_kind("snapshot", events(tmp_path))] in ([None], [None, None])
 
 
 def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
     with refused("in the end"), told_to(tmp_path, lines := Lines(), saved=tmp_path / "a") as told:
         told.warn("a line")
         raise egg_net.NetError("in the end")
-    told = events(tmp_path / "a" / history.EVENTS)
+    told = events(tmp_path / "a")
     assert [e["event"] for e in told] == ["start", "warning", "error"]
     assert [e["text"] for e in told[1:]] == ["a line", "in the end"]
     assert lines.text == "a line\n"                                      # the error is for egg.py to say, once
@@ -270,7 +264,7 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert stranger.recv(1) == b""
         server.ban(admission.Author("10.0.0.9", "key", "liar"), "it lied")
-    told = events(tmp_path / "b" / history.EVENTS)
+    told = events(tmp_path / "b")
     assert "wrong magic" in of_kind("refused", told)[0]["reason"]
     assert of_kind("banned", told)[0] | {"time": 0} == {
         "time": 0, "event": "banned", "worker": "liar", "address": "10.0.0.9", "reason": "it lied"}
@@ -279,8 +273,8 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
 def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
     path = tmp_path / "log"
 
-    def step(k, loss, seconds=2.0):
-        return json.dumps({"event": "step", "step": k, "tokens": 10 * k, "loss": loss, "seconds": seconds})
+    def step(k, loss):
+        return json.dumps({"event": "step", "step": k, "tokens": 10 * k, "loss": loss, "seconds": 2.0})
 
     path.write_text("\n".join([step(0, 5.0), step(1, 4.0), step(2, 3.0), '{"event": "step", "step": 3, "tok']))
     log = event_log.JsonLog(path, "", print)
@@ -308,8 +302,7 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
             write(path, told)
             curve = read_curve(path)
             assert [point.value for point in curve.loss] == pytest.approx(losses) and curve.loss_unit == unit
-    text = plot.terminal(*charts([path]), Printer(Stream()), 80)
-    assert "training loss, bits/token\n" in text
+    assert "training loss, bits/token\n" in drawn([path], 80)
 
 
 def test_a_label_stands_where_no_curve_is(tmp_path):
@@ -320,23 +313,23 @@ def test_a_label_stands_where_no_curve_is(tmp_path):
         told = {"step": k, "tokens": k, "value": 3.5 + 4 * 0.9 ** k, "loss": 1, "seconds": 1, "unit": "bits/byte"}
         write(path, {"event": "validation", **told}, {"event": "step", **told})
     for width in (60, 80, 160):
-        text = plot.terminal(*charts([path]), Printer(Stream()), width)
+        text = drawn([path], width)
         assert " unigram 4.60" in text and re.search("[ \u2502\u2524]bigram 3.50(?=[ \n])", text), text
-        assert "bigram 3.50" not in plot.terminal(*charts([path]), Printer(Stream()), 20)
+        assert "bigram 3.50" not in drawn([path], 20)
 
 
 def test_a_resumed_run_has_one_curve(tmp_path):
     for steps in (3, 6):
         with Server(tmp_path, steps=steps, save=True, http=EVERYBODY, stay=True) as server:
             thread = server.work(FakeEngine(pause=0.01))
-            until(lambda: server.page.figures.step.get("step") == steps - 1)
+            page_shows(server, steps - 1)
             state = state_of(server)
             tokens = server.progress.tokens_a_step
             assert [point[0] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
         thread.join(60)
     curve = read_curve(tmp_path)
     assert [point.step for point in curve.loss] == list(range(6))
-    assert len(of_kind("start", events(tmp_path / history.EVENTS))) == 2
+    assert len(of_kind("start", events(tmp_path))) == 2
     seconds = [point.seconds for point in curve.loss]
     assert seconds == sorted(seconds) and curve.name == tmp_path.name
     history.open_run(CFG, tmp_path / "elsewhere", tmp_path).close()                # and takes it along
@@ -355,11 +348,11 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     said = []
-    log = event_log.JsonLog(tmp_path / "pipe", "", said.append)
-    for _ in range(100):
-        log.emit({"text": "x" * 4000}, None)
+    with contextlib.closing(event_log.JsonLog(tmp_path / "pipe", "", said.append)) as log:
+        for _ in range(100):
+            log.emit({"text": "x" * 4000}, None)
+    os.close(reader)
     assert len(said) == 1 and "Resource temporarily unavailable" in said[0]
-    log.close(), os.close(reader)
 
 
 @pytest.mark.parametrize("path, reason", [("/nonexistent/log", "No such file"), (".", "Is a directory")])
@@ -382,8 +375,7 @@ def records(directory):
 
 def test_tensorboard_gets_figures_and_samples(tmp_path):
     with told_to(tmp_path, tensorboard=tmp_path / "tb") as told:
-        told.emit("step", step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25,
-                  seconds=1.0, elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
+        told.emit("step", **A_STEP)
         told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
         told.emit("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
         told.emit("snapshot", step=9, bytes=1, overlay=None)
@@ -400,7 +392,7 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
 
 
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").touch()
     with pytest.raises(event_log.WatchError, match="File exists: give a directory"):
         with told_to(tmp_path, tensorboard=tmp_path / "file"):
             pass

@@ -11,7 +11,6 @@ import socket
 import ssl
 import struct
 import subprocess
-import sys
 import time
 from http import HTTPStatus
 
@@ -24,11 +23,11 @@ from cluster import auth, hub, wire
 from cluster.hub import split_address
 from cluster.wire import LOG_MESSAGE, VALIDATION
 from tools import live_page
-from coordinators import Peer, Peer2, Server, until
+from coordinators import Peer, Peer2, Server, refused, until
 from fakes import SECRET, changed
-from pages import EVERYBODY, ask, connect, page_port, parse_metrics, receive, request, state_of
+from pages import EVERYBODY, ask, connect, page_port, page_shows, parse_metrics, receive, request, state_of
 from recordings import HERE, python
-from commands import fails, run
+from commands import begin, fails, run
 from readings import configured
 
 
@@ -90,20 +89,17 @@ def test_the_page_its_state_and_metrics(tmp_path):
             if position == 0:
                 peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
             peer.result(0, position, loss=4096, updates=5)
-        until(lambda: server.page.figures.step.get("step") == 0)         # after its report
+        page_shows(server, 0)                                            # after its report
         status, fields, body = ask(server, "/state.json?x=1")
         state = json.loads(body)
         assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
-        assert (state["step"], state["steps"], state["chunks"], state["chunks_done"]) == (1, 3, 4, 0)
         bits = 16 / (cfg.SOFTMAX_EXP_SCALE * np.log(2))
-        assert (state["loss"], state["loss_unit"]) == (pytest.approx(bits, abs=1e-6), "bits/byte")
+        sample = dict(step=0, worker="a version 1 peer", prompt="a<script>\nb", text="<img src=x>")
+        best = dict(step=0, value=1.0, unit="bits/byte")
+        assert state == {**state, **dict(step=1, steps=3, chunks=4, chunks_done=0, loss_unit="bits/byte", best=best,
+                                         loss=pytest.approx(bits, abs=1e-6), name=tmp_path.name, samples=[sample])}
         assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), pytest.approx(bits, 1e-4)]]
-        assert state["finished"] is False
-        assert state["name"] == tmp_path.name
-        assert state["curves"]["validation"][0][2] == 1.0
-        assert state["best"] == {"step": 0, "value": 1.0, "unit": "bits/byte"}
-        assert state["samples"] == [{"step": 0, "worker": "a version 1 peer", "prompt": "a<script>\nb",
-                                     "text": "<img src=x>"}]
+        assert state["finished"] is False and state["curves"]["validation"][0][2] == 1.0
         assert [line["kind"] for line in state["lines"]] == ["joined"]
         packed = ask(server, "/state.json", accept_encoding="gzip, br")
         assert packed[1]["content-encoding"] == "gzip" and json.loads(gzip.decompress(packed[2]))["step"] == 1
@@ -112,11 +108,10 @@ def test_the_page_its_state_and_metrics(tmp_path):
         status, fields, body = ask(server, "/metrics")
         assert status == 200 and fields["content-type"].startswith("text/plain; version=0.0.4")
         values = parse_metrics(body.decode())
-        assert values["egg_steps_total"] == 1 and values["egg_tokens_total"] == 128 * 8
-        assert values['egg_loss{unit="bits/byte"}'] == pytest.approx(bits, abs=1e-6)
-        assert values['egg_validation{unit="bits/byte"}'] == 1 and values["egg_workers"] == 1
+        assert values == {**values, "egg_steps_total": 1, "egg_tokens_total": 128 * 8, "egg_workers": 1,
+                          'egg_loss{unit="bits/byte"}': pytest.approx(bits, abs=1e-6),
+                          'egg_validation{unit="bits/byte"}': 1, 'egg_events_total{event="joined"}': 1}
         assert values["egg_sigma_shift"] == state["sigma_shift"] == cfg.SIGMA_SHIFT
-        assert values['egg_events_total{event="joined"}'] == 1
         assert [v for k, v in values.items()
                 if k.startswith('egg_worker_chunks_total{name="a version 1 peer",address="127.0.0.1:')] == [4]
         assert ask(server, "/", "HEAD")[::2] == (200, b"") and ask(server, "/nothing")[0] == 404
@@ -132,8 +127,7 @@ def test_there_is_no_shift_of_noise_on_activations(tmp_path):
 def test_the_page_tells_of_the_end(tmp_path):
     """While somebody looks, the end is served for a moment; else the coordinator leaves at once."""
     for looks in (True, False):
-        command = [sys.executable, HERE / "egg.py", "coordinator", "--port", "0", "--http", "0"]
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        with begin("coordinator --port 0 --http 0", cwd=tmp_path, stdout=subprocess.PIPE) as process:
             process.stdout.readline()
             port = int(re.search(r":(\d+)/", process.stdout.readline())[1])
             states = [fetch(port)] if looks else []
@@ -150,12 +144,15 @@ def test_the_page_tells_of_the_end(tmp_path):
 
 def fetch(port):
     """The state of a page, None where nobody serves it."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
-            sock.sendall(request("/state.json"))
-            return json.loads(receive(sock)[2] or "null")
-    except OSError:
-        return None
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+        sock.sendall(request("/state.json"))
+        return json.loads(receive(sock)[2] or "null")
+
+
+def status_of(sock, path="/metrics", **fields):
+    """Of a request over a connection that stays."""
+    sock.sendall(request(path, close=False, **fields))
+    return receive(sock)[0]
 
 
 def test_labels_are_escaped():
@@ -187,8 +184,7 @@ def test_requests_that_cannot_be_served(server):
     for data, status in BAD.items():
         with connect(server) as sock:
             sock.sendall(data)
-            got = receive(sock)
-            assert got[0] == status, (data[:60], got)
+            assert receive(sock)[0] == status, data[:60]
             assert sock.recv(1) == b"", data[:60]                     # and the connection ends
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1%x.evil.example",
                  "[::1%x.evil.example]:80", "127.0.0.1%25x.evil.example", "localhost:80.evil.example", "10.0.0.1",
@@ -207,10 +203,7 @@ def test_one_connection_for_many_requests_also_in_pieces(server):
                 sock.sendall(bytes([byte]))
             assert receive(sock)[0] == 200
         sock.sendall(request("/nothing", close=False) * 200 + request("/nothing"))  # one behind the other, read late
-        data = b""
-        while more := sock.recv(1 << 16):
-            data += more
-        assert data.count(b"HTTP/1.1 404 ") == 201
+        assert sock.makefile("rb").read().count(b"HTTP/1.1 404 ") == 201
 
 
 def test_clients_that_take_their_time_are_closed(server, monkeypatch):
@@ -218,8 +211,7 @@ def test_clients_that_take_their_time_are_closed(server, monkeypatch):
         monkeypatch.setattr(live_page, name, 0.3)
     silent, trickling, idle = (connect(server) for _ in range(3))
     deaf, lingering = (connect(server) for _ in range(2))
-    idle.sendall(request("/metrics", close=False))
-    assert receive(idle)[0] == 200
+    assert status_of(idle) == 200
     lingering.sendall(b"\r\n\r\n")
     assert receive(lingering)[0] == 400
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -242,12 +234,10 @@ def test_who_holds_connections_keeps_no_browser_out(server, monkeypatch):
     monkeypatch.setattr(live_page, "MOST_CLIENTS", 16)
     monkeypatch.setattr(page.newcomers, "most", 8)
     browser = connect(server)
-    browser.sendall(request("/metrics", close=False))
-    assert receive(browser)[0] == 200
+    assert status_of(browser) == 200
     held = [connect(server) for _ in range(30)]
     assert all(ask(server, "/metrics")[0] == 200 for _ in range(3))
-    browser.sendall(request("/metrics", close=False))
-    assert receive(browser)[0] == 200                                  # its connection was kept
+    assert status_of(browser) == 200                                   # its connection was kept
     for sock in held:
         with contextlib.suppress(OSError):
             sock.sendall(request("/metrics", close=False))
@@ -261,19 +251,16 @@ def test_the_password_is_asked_for_and_is_not_the_secret(tmp_path):
         for path in ("/", "/state.json", "/metrics", "/nothing"):
             status, fields, body = ask(server, path)
             assert status == 401 and fields["www-authenticate"].startswith("basic realm=") and b"egg_" not in body
-        for wrong in (b"", SECRET, PASSWORD[:-1], PASSWORD + b"e", PASSWORD.upper() + b"!", b"\xff" * 21):
-            assert ask(server, authorization=basic(wrong))[0] == 401
-        for wrong in ("Basic", "Basic !!!", "Basic " + base64.b64encode(PASSWORD).decode(),
-                      "Bearer " + PASSWORD.decode(),
-                      "Basic \xe9"):
+        passwords = b"", SECRET, PASSWORD[:-1], PASSWORD + b"e", PASSWORD.upper() + b"!", b"\xff" * 21
+        for wrong in (*map(basic, passwords), "Basic", "Basic !!!", "Basic " + base64.b64encode(PASSWORD).decode(),
+                      "Bearer " + PASSWORD.decode(), "Basic \xe9"):
             assert ask(server, authorization=wrong)[0] == 401
         for name in (b"me", b"", b"egg"):
             assert ask(server, "/metrics", authorization=basic(PASSWORD, name))[0] == 200
         assert ask(server, "/metrics", host="evil.example", authorization=basic(PASSWORD))[0] == 403
         second = f"Authorization: {basic(b'x')}\r\nConnection".encode()
-        twice = request("/", authorization=basic(PASSWORD)).replace(b"Connection", second)
         with connect(server) as sock:
-            sock.sendall(twice)
+            sock.sendall(request(authorization=basic(PASSWORD)).replace(b"Connection", second))
             assert receive(sock)[0] == 400
 
 
@@ -285,11 +272,11 @@ def test_the_page_under_tls(tmp_path, certificates):
         context = ssl.create_default_context(cafile=cert)
         with connect(server) as sock, context.wrap_socket(sock, server_hostname="localhost") as secure:
             for _ in range(2):
-                secure.sendall(request("/", close=False, authorization=basic(PASSWORD)))
-                assert receive(secure)[0] == 200
+                assert status_of(secure, "/", authorization=basic(PASSWORD)) == 200
             # more than one TLS record
             secure.sendall(request("/nothing", close=False, authorization=basic(PASSWORD)) * 300)
-            assert all(receive_small(secure).startswith(b"HTTP/1.1 404") for _ in range(300))
+            answers = secure.makefile("rb")
+            assert all(next_head(answers).startswith(b"HTTP/1.1 404") for _ in range(300))
         with connect(server) as plain:
             plain.sendall(request())
             with contextlib.suppress(ConnectionResetError):
@@ -297,16 +284,11 @@ def test_the_page_under_tls(tmp_path, certificates):
         assert Peer(server).chunk(0) == 0
 
 
-def receive_small(sock):
-    """One response with a short body, byte by byte, so that the next one stays where it is."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += sock.recv(1)
-    left = int(re.search(rb"Content-Length: (\d+)", data)[1])
-    while left:
-        more = sock.recv(left)
-        left -= len(more)
-    return data
+def next_head(answers):
+    """The head of the next response in a stream, and past its body."""
+    head = b"".join(iter(answers.readline, b"\r\n"))
+    answers.read(int(re.search(rb"Content-Length: (\d+)", head)[1]))
+    return head
 
 
 PIECES = [b"GET ", b"/", b" HTTP/1.1", b" HTTP/1.0", b"\r\n", b"\r\nHost: a", b"Content-Length: 0", b"Authorization:",
@@ -328,10 +310,10 @@ def test_any_head_is_parsed_or_refused(data):
 def test_noise_does_no_harm(tmp_path):
     import random
     rng = random.Random(7)
+    whole = request("/metrics", authorization=basic(PASSWORD))
     with Server(tmp_path, http=MASTER) as server:
         for _ in range(150):
             with connect(server) as sock, contextlib.suppress(OSError):
-                whole = request("/metrics", authorization=basic(PASSWORD))
                 kind = rng.randrange(4)
                 if kind == 0:
                     sock.sendall(rng.randbytes(rng.randrange(20000)))
@@ -359,34 +341,36 @@ def askers(server, monkeypatch, count, answer, every):
 
 def test_many_clients_share_what_is_made_once(server, monkeypatch):
     socks, made = askers(server, monkeypatch, 50, {}, 3600)
-    assert all(receive(sock)[0] == 200 for sock in socks) and len(made) == 1
+    assert {receive(sock)[0] for sock in socks} == {200} and len(made) == 1
 
 
 def test_clients_that_do_not_read_share_a_few_answers(server, monkeypatch):
     socks, made = askers(server, monkeypatch, 30, {"x": "y" * (1 << 23)}, 0.0)
     until(lambda: len(server.page.served) == 30)
     held = {}
-    for one in list(server.hub.connections):
+    for one in [*server.hub.connections]:
         # not the heads of answers: that of the last one may still be on its way
-        held |= {id(part.obj): len(part.obj) for part in list(one.outbox) if len(part.obj) >> 20}
+        held |= {id(part.obj): len(part.obj) for part in [*one.outbox] if len(part.obj) >> 20}
     assert 0 < len(held) <= hub.VERSIONS == len(made) and sum(held.values()) < (hub.VERSIONS + 1) << 23
     assert receive(socks[0])[0] == receive(socks[-1])[0] == 200
     [sock.close() for sock in socks]
 
 
 def test_where_the_page_may_be_served():
+    def served(host, *access):
+        return live_page.where((host, 80), auth.Access(*access))
+
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    access = auth.Access
-    assert live_page.where(("127.0.0.1", 80), access()) == ("127.0.0.1", 80, "", None)
+    assert served("127.0.0.1") == ("127.0.0.1", 80, "", None)
     # no TLS on the way to oneself
-    assert live_page.where(("localhost", 80), access(SECRET, tls)) == ("localhost", 80, PASSWORD.decode(), None)
-    assert live_page.where(("10.0.0.1", 80), access(SECRET, tls)) == ("10.0.0.1", 80, PASSWORD.decode(), tls)
-    assert live_page.where(("0.0.0.0", 80), access(b"", None, True)).password == ""
-    with pytest.raises(auth.AuthError, match="show the run to anybody"):
-        live_page.where(("0.0.0.0", 80), access())
-    with pytest.raises(auth.AuthError, match="password over the network in the clear"):
-        live_page.where(("0.0.0.0", 80), access(SECRET))
-    assert live_page.where(("", 80), access()).host == "127.0.0.1"
+    assert served("localhost", SECRET, tls) == ("localhost", 80, PASSWORD.decode(), None)
+    assert served("10.0.0.1", SECRET, tls) == ("10.0.0.1", 80, PASSWORD.decode(), tls)
+    assert served("0.0.0.0", b"", None, True).password == ""
+    with refused("show the run to anybody", auth.AuthError):
+        served("0.0.0.0")
+    with refused("password over the network in the clear", auth.AuthError):
+        served("0.0.0.0", SECRET)
+    assert served("").host == "127.0.0.1"
     for text, got in (("80", ("", 80)), ("[::1]:80", ("::1", 80)), ("a.b:0", ("a.b", 0))):
         assert split_address(text) == got
     for text in ("", "a", "1:2:3", "99999", "-1", ":80", "a b:80", "80 "):
@@ -397,13 +381,12 @@ def test_where_the_page_may_be_served():
 @pytest.mark.parametrize("minutes, steps, least, most", [(None, None, None, None), (60, None, 3590, 3600),
                                                         (60, 3, 0, 60), (None, 3, 0, 60)])
 def test_the_page_knows_how_long_the_run_lasts(tmp_path, minutes, steps, least, most):
-    with Server(tmp_path, changed(), minutes=minutes, steps=steps, stay=True, http=EVERYBODY) as server:
-        page = server.page.figures
-        assert page.seconds_left() is None
-        peer = Peer(server, changed())
+    with Server(tmp_path, minutes=minutes, steps=steps, stay=True, http=EVERYBODY) as server:
+        assert server.page.figures.seconds_left() is None
+        peer = Peer(server)
         for _ in range(4):
             peer.works(0, loss=4096, updates=5)
-        until(lambda: page.step.get("step") == 0)
+        page_shows(server, 0)
         left = state_of(server)["seconds_left"]
         assert left is None if least is None else least <= left <= most
 
@@ -416,8 +399,7 @@ def test_a_steep_beginning_does_not_flatten_the_curve():
     program = f"{source}; for (const points of {json.dumps([steep, straight, short])})" \
               " console.log(JSON.stringify(heights(points, p => p[0])))"
     said = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout.splitlines()
-    got = [json.loads(line) for line in said]
-    assert got == [[steep[-1][2], steep[10][2]], [straight[-1][2], 8], [short[-1][2], 8]]
+    assert [*map(json.loads, said)] == [[steep[-1][2], steep[10][2]], [straight[-1][2], 8], [short[-1][2], 8]]
 
 
 def test_a_busy_port_is_one_line(here):

@@ -21,13 +21,14 @@ from cluster import admission, history, snapshots, trust
 from cluster.status import describe_status
 from coordinators import Server, refused, until
 from engine import cpu_engine
-from fakes import FakeEngine, Lines, VALIDATION, changed
-from pages import EVERYBODY, ask, parse_metrics, state_of
-from run_logs import example
+from fakes import FakeEngine, FakeObjective, Lines, VALIDATION, changed
+from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
+from run_logs import events, example, of_kind
 from model import data_files, fitness_digits, sampling
 from model.reading import Reading
 from readings import drawn, equal, random_config
 from tools import objective, train
+from commands import succeeds
 import commands
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
@@ -91,6 +92,14 @@ def test_members_write_together_what_the_plain_reading_writes(model, seed):
         assert text.tolist() == [*prompt, *more]
 
 
+def go_on():
+    """Whether the coordinator is still there: it is."""
+
+
+def rewards_of(own, engine=None, first=0, pairs=3):
+    return own.rewards(engine or new_engine(), first, pairs, go_on)
+
+
 @pytest.fixture
 def judged(tmp_path):
     """A function that opens an Objective with the text of a file."""
@@ -106,18 +115,23 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
     cfg = CFG.changed(TEXT_SHARE=0.25)
     own, engine, seen = judged(LETTERS, cfg), new_engine(cfg), []
     write = engine.write
-    engine.write = lambda texts, lengths, seeds, *more: (seen.append((texts.copy(), seeds)),
-                                                         write(texts, lengths, seeds, *more))
-    packed, loss = own.chunk(engine, 16, lambda: None)
+
+    def watched(texts, lengths, seeds, *more):
+        seen.append((texts.copy(), seeds))
+        write(texts, lengths, seeds, *more)
+
+    engine.write = watched
+    packed, loss = own.chunk(engine, 16, go_on)
     fitness = fitness_digits.unpack_ternary(packed, cfg.CHUNK_DIGITS)
     assert len(seen) == 2 and [len(texts) for texts, _ in seen] == [12, 12]     # six of eight pairs, two prompts each
     for texts, seeds in seen:
-        assert (texts[::2] == texts[1::2]).all() and (seeds[::2] == seeds[1::2]).all()
+        equal(texts[::2], texts[1::2])
+        equal(seeds[::2], seeds[1::2])
         assert len(np.unique(seeds)) == 6
     losses = engine.evaluate(16, 4)
     equal(fitness[:2], fitness_digits.chunk_fitness(losses, cfg))
     assert loss == int(losses.sum()) * 4
-    again = own.rewards(engine, 8 + 2, 6, lambda: None)
+    again = rewards_of(own, engine, 8 + 2, 6)
     better = np.sign(again[:, 0] - again[:, 1])
     assert fitness[2:].any() and (fitness[2:] * better >= 0).all() and not fitness[2:][better == 0].any()
     assert again.max() > 0 and again.max() % objective.REWARD_UNIT == 0
@@ -132,13 +146,13 @@ def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
     engine, spent = new_engine(), []
     own = judged("import time\ndef reward(completions):\n    time.sleep(0.3)\n    return [1] * len(completions)\n")
     engine.write = functools.partial(timed, engine.write)
-    timed(own.chunk, engine, 0, lambda: None)
+    timed(own.chunk, engine, 0, go_on)
     *writes, whole = spent
     writing, waiting = own.seconds
     assert own.pace == () and writing > sum(writes) > 0
     assert max(0.25, 0.55 - writing) < waiting < whole - writing                # two slices, the first meanwhile
     engine.step += 1
-    own.chunk(engine, 0, lambda: None)
+    own.chunk(engine, 0, go_on)
     pace, short = own.pace
     assert pace == f"a step: {short} for reward()" and short == f"writing {writing:.2f} s, waiting {waiting:.2f} s"
     for columns, shown in ((200, pace), (80, short)):
@@ -156,7 +170,7 @@ def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
 def test_equal_rewards_are_no_votes(judged):
     cfg = CFG.changed(TEXT_SHARE=0.0)
     own = judged("def reward(completions):\n    return [1] * len(completions)\n", cfg)
-    packed, loss = own.chunk(new_engine(cfg), 0, lambda: None)
+    packed, loss = own.chunk(new_engine(cfg), 0, go_on)
     assert not any(packed) and loss == 0
 
 
@@ -204,10 +218,11 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
     assert texts["completions"][1] == f"BB<y6>{letter[later[0][1]]}C<y12>{letter[later[1][1]]}D"
     assert writes[2][1][0] == "abAB<x4>" + letter[later[0][0]] + "C<x10>"
     writes.clear()
-    assert own.rewards(engine, 0, 3, lambda: None).all()
+    assert rewards_of(own, engine).all()
     assert len(writes) == 2 * 3
     for seeds, prompts in writes:
-        assert (seeds[::2] == seeds[1::2]).all() and prompts[::2] == prompts[1::2]
+        equal(seeds[::2], seeds[1::2])
+        assert prompts[::2] == prompts[1::2]
     assert len({int(seeds[0]) for seeds, _ in writes}) == 6
 
 
@@ -260,18 +275,17 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s a text"),
 ])
 def test_what_a_file_does_wrong_is_one_line(judged, text, words):
-    cfg = CFG.changed(OBJECTIVE_SECONDS=0.05 if "sleep" in text else 60.0)
     with refused(words, objective.ObjectiveError):
-        own = judged(text, cfg)
+        own = judged(text, CFG.changed(OBJECTIVE_SECONDS=0.05 if "sleep" in text else 60.0))
         own.write = 6
-        own.rewards(new_engine(cfg), 0, 3, lambda: None)
+        rewards_of(own)
 
 
 def test_the_time_in_which_a_file_loads_is_not_that_of_its_texts(judged):
     own = judged("import time\ntime.sleep(3)\n" + LETTERS, CFG.changed(OBJECTIVE_SECONDS=0.4))
-    assert own.rewards(new_engine(), 0, 3, lambda: None).any()
+    assert rewards_of(own).any()
     own.judge._seconds = 1e6                         # the longest of OBJECTIVE_SECONDS
-    assert own.rewards(new_engine(), 0, 3, lambda: None).any()
+    assert rewards_of(own).any()
 
 
 @pytest.mark.parametrize("name, why", [("none.py", "No such file or directory"), (".", "Is a directory")])
@@ -285,10 +299,10 @@ def test_answers_about_a_chunk_that_was_given_up_are_not_taken_for_another(judge
         raise ConnectionError
 
     own, engine = judged(LETTERS), new_engine()
-    want = own.rewards(engine, 4, 4, lambda: None)
+    want = rewards_of(own, engine, 4, 4)
     with pytest.raises(ConnectionError):             # the coordinator, while the texts are judged
         own.rewards(engine, 0, 4, gone)
-    equal(own.rewards(engine, 4, 4, lambda: None), want)
+    equal(rewards_of(own, engine, 4, 4), want)
     assert want.any()
 
 
@@ -317,13 +331,14 @@ def test_workers_with_audits_agree_and_the_coordinator_shows_the_reward(judged, 
     engines = [new_engine(cfg) for _ in own]
     with Server(tmp_path, cfg, steps=6, drain=15) as server:
         threads = [server.work(engine, tokens=TOKENS, validation=validation, decoding=BYTES, objective=judge,
-                               name=str(i))
-                   for i, (engine, judge) in enumerate(zip(engines, own))]
+                               name=name)
+                   for engine, judge, name in zip(engines, own, "ab")]
         for thread in threads:
             thread.join(60)
     assert engines[0].step == 6 and engines[0].digest() == engines[1].digest()
-    assert "banned" not in server.said
-    assert "reward at step 2: " in server.said and "the mean of 256 texts after held-out prompts" in server.said
+    said = server.said
+    assert "banned" not in said
+    assert "reward at step 2: " in said and "the mean of 256 texts after held-out prompts" in said
 
 
 def test_a_worker_takes_no_other_file_than_that_of_the_run(tmp_path):
@@ -334,28 +349,19 @@ def test_a_worker_takes_no_other_file_than_that_of_the_run(tmp_path):
         assert own.write == 6
     for name, words in (("own.py", "own.py is not the file that the coordinator has"),
                         ("none.py", "none.py: No such file or directory: a worker needs the file of --objective on")):
-        with pytest.raises(objective.ObjectiveError, match=words):
-            with train.opened_objective(CFG.changed(OBJECTIVE="b" * 64), str(tmp_path / name), data, 1):
-                pass
+        with refused(words, objective.ObjectiveError), \
+                train.opened_objective(CFG.changed(OBJECTIVE="b" * 64), str(tmp_path / name), data, 1):
+            pass
 
 
-class Scripted:
-    """An objective that measures what `rewards` has for a step."""
+class Scripted(FakeObjective):
+    """It measures what REWARDS has for a step."""
 
-    pace = ()
-
-    def __init__(self, cfg, rewards):
-        self.cfg, self.rewards = cfg, rewards
-
-    def chunk(self, engine, first, check):
-        losses = engine.evaluate(first, self.cfg.CHUNK_SIZE)
-        return fitness_digits.pack_ternary(fitness_digits.chunk_fitness(losses, self.cfg)), 0
-
-    def measured(self, engine):
-        return 4, self.rewards[engine.step]
+    def reward(self, engine):
+        return REWARDS[engine.step]
 
     def sample(self, engine, number):
-        return f"a prompt >>> a text (reward {self.rewards[engine.step]:.4f})"
+        return f"a prompt >>> a text (reward {self.reward(engine):.4f})"
 
 
 FAKE = changed(OBJECTIVE="x", SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=2)
@@ -365,7 +371,7 @@ REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
 def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path):
     with Server(tmp_path, FAKE, save=True, steps=11, stay=True) as server:
         # the validation of a FakeEngine rises
-        server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Scripted(FAKE, REWARDS))
+        server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Scripted())
         until(lambda: server.run.step == 11 and server.shelf.newest == 10)
     names = ["snapshot-00000004-reward--0.125000.egg", "snapshot-00000008-reward--0.250000.egg",
              "snapshot-00000010-reward--0.200000.egg"]
@@ -381,21 +387,22 @@ def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path)
 
 def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
     with Server(tmp_path, FAKE, save=True, steps=5, stay=True, http=EVERYBODY) as server:
-        server.work(FakeEngine(FAKE, 0.003), objective=Scripted(FAKE, REWARDS))
-        until(lambda: server.run.step == 5 and server.page.figures.step.get("step") == 4)
+        server.work(FakeEngine(FAKE, 0.003), objective=Scripted())
+        page_shows(server, 4)
+        server.reaches(5)
         state = state_of(server)
         values = parse_metrics(ask(server, "/metrics")[2].decode())
         assert describe_status(server.status()).splitlines()[0].endswith("reward -0.1250 at step 4")
     assert state["reward"] == state["best_reward"] == {"step": 4, "value": -0.125} and state["validation"] is None
     assert [point[2] for point in state["curves"]["reward"]] == [-0.5, -0.25, -0.125]
     assert state["samples"][0]["text"] == "a text (reward -0.1250)"
-    assert (values["egg_reward"], values["egg_reward_best"], values["egg_reward_step"]) == (-0.125, -0.125, 4)
+    assert values == {**values, "egg_reward": -0.125, "egg_reward_best": -0.125, "egg_reward_step": 4}
     with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:        # a run that is resumed
         assert state_of(server)["best_reward"] == {"step": 4, "value": -0.125}
     example(tmp_path / "plain")
-    commands.succeeds(commands.run("plot --out", tmp_path / "a.svg", tmp_path, tmp_path / "plain"))
+    succeeds(commands.run("plot --out", tmp_path / "a.svg", tmp_path, tmp_path / "plain"))
     assert "<svg" in (tmp_path / "a.svg").read_text()
-    first, second = (commands.succeeds(commands.run("plot", path)) for path in (tmp_path, tmp_path / "plain"))
+    first, second = (succeeds(commands.run("plot", path)) for path in (tmp_path, tmp_path / "plain"))
     assert "reward, mean on held-out prompts\n" in first and ": reward -0.125, training loss" in first
     assert "reward" not in first.partition("training loss ")[2].partition("\n")[2] + second
 
@@ -422,7 +429,7 @@ def place(tmp_path_factory, compiled_activations):
     TOKENS.tofile(at / "val.bin")
     (at / "own.py").write_text(LETTERS)
     line = "train --preset laptop -D DETOKENIZE=0 -D SOFT_TARGETS= --steps 1 --save-dir ckpt"
-    commands.succeeds(commands.process(line, cwd=at))
+    succeeds(commands.process(line, cwd=at))
     return at
 
 
@@ -440,20 +447,21 @@ def run(place, here):
 
 
 def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
-    kept = {name: (tmp_path / "ckpt" / name).read_bytes() for name in ("history.egg",)}
+    old = tmp_path / "ckpt" / "history.egg"
+    before = old.read_bytes()
     small = "-D CHUNK_SIZE=16 -D POPULATION_SIZE=32 -D VALIDATE_EVERY=1 -D TEXT_SHARE=0.35"
     said = run(f"train --objective own.py --load-dir ckpt --save-dir new --steps 3 {small}")
     assert "new begins with the model of ckpt, step 1" in said and "before, " in said and "on held-out prompts" in said
-    assert {name: (tmp_path / "ckpt" / name).read_bytes() for name in kept} == kept
+    assert old.read_bytes() == before
     for command in ("train", "ray"):
         said = run(f"{command} --save-dir new", status=2)
         assert "new is a run with an objective: continue it with --objective FILE" in said
     run("train --objective own.py --save-dir new --steps 4")           # with the share that it has
     assert "TEXT_SHARE" not in history.configuration(str(tmp_path / "new"))             # 0.35, as older runs
-    events = [json.loads(line) for line in (tmp_path / "new" / "events.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in events if e["event"] == "reward"][:2] == [1, 2]
-    samples = [e["text"] for e in events if e["event"] == "sample"]
-    assert samples and all(re.search(r" \(reward \S+\)$", text) for text in samples)            # also at the end
+    told = events(tmp_path / "new")
+    assert [event["step"] for event in of_kind("reward", told)][:2] == [1, 2]
+    samples = of_kind("sample", told)
+    assert samples and all(re.search(r" \(reward \S+\)$", one["text"]) for one in samples)      # also at the end
     said = run("eval --load-dir new --objective own.py")
     assert "mean reward" in said and "of 256 texts after held-out prompts" in said and " >>> " in said
     run("generate --load-dir new --prompt the --tokens 3")
@@ -473,12 +481,15 @@ def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_valid
 
 
 def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
-    before = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
+    def kept():
+        return {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
+
+    before = kept()
     small = "--objective own.py --load-dir ckpt -D CHUNK_SIZE=16 -D POPULATION_SIZE=32"
     said = run(f"train {small} --steps 2")
     assert "egg: ckpt-2 begins with the model of ckpt, step 1; ckpt stays as it is\n" in said
     assert "kept in ckpt-2\n" in said and "--save-dir ckpt-2 --objective own.py" in said
-    assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()} == before
+    assert kept() == before
     assert history.configuration(str(tmp_path / "ckpt-2"))["TEXT_SHARE"] == 0.5
     said = run(f"train {small} --save-dir ckpt-2 --steps 3")                            # the same once more
     assert "egg: ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
@@ -500,22 +511,20 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     assert "there it is unset; leave that out" in said
 
 
-@pytest.mark.parametrize("name, prompt, texts, low", [
-    ("words", "", ["the king said", "qzx"], 0.0), ("sums", "3+4=", ["7", "8", "7 "], 0.0),
-    ("json_array", "[5, ", ["71, 8]", "71, 71]", "71, 8, 9, 10]", "7, 100]", "           "], 0.1),
-    ("guess", "?", ["7=7=7=7", "5>7=7=7", "1>x!3>4"], 0.0)])
-def test_examples_judge(name, prompt, texts, low, here):
+@pytest.mark.parametrize("name, column, prompt, texts, low, written", [
+    ("words", "completions", "", ["the king said", "qzx"], 0.0, None),
+    ("sums", "answer", "3+4=", ["7", "8", "7 "], 0.0, "sums.txt"),
+    ("json_array", "prompts", "[5, ", ["71, 8]", "71, 71]", "71, 8, 9, 10]", "7, 100]", "           "], 0.1,
+     "arrays.txt"),
+    ("guess", "secret", "?", ["7=7=7=7", "5>7=7=7", "1>x!3>4"], 0.0, "games.txt")])
+def test_examples_judge(name, column, prompt, texts, low, written, here):
     path = os.path.join(HERE, "examples", name + ".py")
-    found = objective.read(path)
-    given = {"prompts": [prompt] * len(texts), "completions": texts, "answer": ["7"] * len(texts),
-             "secret": [7] * len(texts)}
-    accepted = {"json_array": {"prompts", "completions"}, "sums": {"completions", "answer"},
-                "guess": {"completions", "secret"}}.get(name, {"completions"})
-    scores = objective.judged(found["reward"], accepted, given)
+    found, n = objective.read(path), len(texts)
+    given = {"prompts": [prompt] * n, "completions": texts, "answer": ["7"] * n, "secret": [7] * n}
+    scores = objective.judged(found["reward"], {"completions", column}, given)
     assert scores[0] == max(scores) > max(scores[1:]) and 0.7 < scores[0] <= 1 and 0 <= min(scores) <= low
-    if name != "words":
+    if written:
         runpy.run_path(path, run_name="__main__")
-        written = {"sums": "sums.txt", "json_array": "arrays.txt", "guess": "games.txt"}[name]
         assert len((here / written).read_text()) > 100000
     if name == "guess":
         assert found["reply"](["7", "8", "3", "x"], [7] * 4) == ["=", "<", ">", "!"]
@@ -523,7 +532,6 @@ def test_examples_judge(name, prompt, texts, low, here):
 
 def test_reinforce_learns_the_same_rewards(judged, here, monkeypatch):
     torch = pytest.importorskip("torch")
-    from egg_net import Console
     from maintenance import backprop
     TOKENS.tofile("input.bin")
     TOKENS.tofile("val.bin")
@@ -532,13 +540,13 @@ def test_reinforce_learns_the_same_rewards(judged, here, monkeypatch):
                       VAL_FILE="val.bin")
     for name, value in ("WARM_UP", 1), ("PROMPTS", 4), ("MOMENTS", (1,)):
         monkeypatch.setattr(backprop, name, value)
-    backprop.train(cfg, 0.001, 4, 0.006, 1, Console(Lines()), "log.jsonl", ("own.py", 0.02, 0.02))
+    backprop.train(cfg, 0.001, 4, 0.006, 1, egg_net.Console(Lines()), "log.jsonl", ("own.py", 0.02, 0.02))
     rewards = [json.loads(line) for line in open("log.jsonl") if '"reward"' in line]
     assert rewards[0]["texts"] == 256 and rewards[-1]["value"] > rewards[0]["value"] + 1
-    own, model = judged(LETTERS + "STOP = '.'\n", name="other.py"), backprop._model(cfg, "cpu")[1]
-    writer = backprop.Writer(model, own, "cpu")
+    model = backprop._model(cfg, "cpu")[1]
+    writer = backprop.Writer(model, judged(LETTERS + "STOP = '.'\n", name="other.py"), "cpu")
     text = np.frombuffer(b"ab" + b"c.defg", np.uint8).astype(np.int64)
-    assert writer._judged_tokens(text[2:]) == 2 and writer._judged_tokens(text[:2]) == 2
+    assert writer._judged_tokens(text[2:]) == writer._judged_tokens(text[:2]) == 2
     states, whole = {}, model(torch.from_numpy(text[None]))
     parts = [model(torch.from_numpy(text[None, i:i + 1]), states) for i in range(len(text))]
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-4)

@@ -10,18 +10,22 @@ import re
 import pytest
 
 import egg_net
-from cluster import event_log, history, status as cluster_status, wire
+from cluster import event_log, history, wire
 from cluster.console import Printer
 from cluster.progress import Progress
+from cluster.status import describe_status
 from tools import curves, plot
 from tools.curves import Merge, Thinned, read_curve
-from coordinators import Server, until
+from coordinators import Server
 from fakes import CFG, FakeEngine, Lines
 from fuzzing import EXAMPLES
-from pages import EVERYBODY, ask, parse_metrics, state_of
+from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from recordings import HERE
-from run_logs import Stream, charts, events, example, of_kind, told_to, write
-from commands import fails, run, train_here
+from run_logs import Stream, charts, drawn, events, example, of_kind, told_to, write
+from commands import fails, run, succeeds, train_here
+
+
+WAYS = [*itertools.product(("tokens", "time", "steps"), (False, True))]         # of `plot`: its --x and --log
 
 
 # --- curves and plots -------------------------------------------------------------------------------------------------
@@ -38,30 +42,32 @@ def test_a_thinned_curve_is_the_mean_of_the_whole():
         assert sum(s * x for s, (x, _) in zip(sizes, points)) == pytest.approx(n * (n - 1) / 2, rel=1e-4)
 
 
+def fits(lines, width):
+    return all(len(line) <= max(width, plot.LABEL + 4) for line in lines)
+
+
 def test_a_terminal_plot_of_any_width(tmp_path):
-    example(tmp_path / "one"), example(tmp_path / "two", steps=150, loss=1.5)
-    for x, log in itertools.product(("tokens", "time", "steps"), (False, True)):
-        drawn = charts([tmp_path / "one", tmp_path / "two"], x, log)
-        for encoding in ("utf-8", "ascii", "latin-1"):
-            for width in (1, 13, 20, 40, 79, 80, 200):
-                text = plot.terminal(*drawn, Printer(Stream(encoding)), width)
-                body = text.split("\n\n")[:2]
-                assert all(len(line) <= max(width, plot.LABEL + 4) for part in body
-                           for line in part.splitlines()[1:-1]), (x, width)
-                text.encode(encoding)
-    text = plot.terminal(*charts([tmp_path / "one"]), Printer(Stream()), 60)
+    both = one, two = tmp_path / "one", tmp_path / "two"
+    example(one), example(two, steps=150, loss=1.5)
+    for x, log in WAYS:
+        made = charts(both, x, log)
+        for encoding, width in itertools.product(("utf-8", "ascii", "latin-1"), (1, 13, 20, 40, 79, 80, 200)):
+            text = plot.terminal(*made, Printer(Stream(encoding)), width)
+            assert all(fits(part.splitlines()[1:-1], width) for part in text.split("\n\n")[:2]), (x, width)
+            text.encode(encoding)
+    text = drawn([one], 60)
     assert "validation, bits/byte\n" in text and "million tokens\n" in text and re.search("[\u2801-\u28ff]", text)
     assert "\x1b" not in text
     assert text.endswith("* one: validation 0.6485, training loss 0.09907")
-    both = plot.terminal(*charts([tmp_path / "one", tmp_path / "two"]), Printer(Stream(terminal=True)), 60)
-    assert "\x1b[33m" in both and "\x1b[36m" in both
+    text = drawn(both, 60, terminal=True)
+    assert "\x1b[33m" in text and "\x1b[36m" in text
 
 
 def test_a_terminal_plot_puts_figures_where_its_axes_say(tmp_path):
-    path = tmp_path / "line"
     # a straight line from (0, 10) to (100 steps, 0)
-    write(path, *({"event": "step", "step": k, "tokens": k, "loss": 10 - k / 10, "seconds": 1} for k in range(101)))
-    made, names, tree = charts([path], "steps")
+    write(tmp_path / "line",
+          *({"event": "step", "step": k, "tokens": k, "loss": 10 - k / 10, "seconds": 1} for k in range(101)))
+    made, names, tree = charts([tmp_path / "line"], "steps")
     rows = plot.terminal(made[1:], names, tree, Printer(Stream("ascii")), 59).splitlines()[1:1 + plot.ROWS]
     assert [row.rindex("a") - 9 if k else row.index("a") - 9 for k, row in enumerate(rows)][::plot.ROWS - 1] == [0, 49]
     for row in rows:
@@ -85,24 +91,25 @@ def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path):
     text = plot.terminal([chart], names, tree, Printer(Stream("ascii")), 70)
     below = text.splitlines()[plot.ROWS + 2].split()
     assert below == ["1", "10", "100", "1000"] and "time of training, s\n" in text
-    assert run("plot --x time --log", path, "--out", tmp_path / "a.svg").returncode == 0
+    succeeds(run("plot --x time --log", path, "--out", tmp_path / "a.svg"))
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
 def test_runs_of_the_same_name_and_runs_with_one_point(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name / "ckpt").mkdir(parents=True)
-        example(tmp_path / name / "ckpt" / history.EVENTS, steps=1, unit="bits/token" if name == "a" else "bits/byte")
-    runs = [str(tmp_path / name / "ckpt") for name in ("a", "b")]
-    out = run("plot", *runs).stdout
-    assert f"a {runs[0]}: " in out and f"b {runs[1]}: " in out and "validation, bits/byte or bits/token\n" in out
+    a, b = tmp_path / "a" / "ckpt", tmp_path / "b" / "ckpt"
+    for path, unit in (a, "bits/token"), (b, "bits/byte"):
+        path.mkdir(parents=True)
+        example(path / history.EVENTS, 1, unit=unit)
+    out = run("plot", a, b).stdout
+    assert f"a {a}: " in out and f"b {b}: " in out and "validation, bits/byte or bits/token\n" in out
 
 
 def test_a_picture(here):
     example("one"), example("two", steps=100)
     assert run("plot one two --x time --out a.png").stdout == "picture: a.png\n"
     assert (here / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert run("plot one --out a.svg").returncode == 0 and "<svg" in (here / "a.svg").read_text()
+    succeeds(run("plot one --out a.svg"))
+    assert "<svg" in (here / "a.svg").read_text()
     for out, line in (("no/a.png", "No such file or directory"), ("a.what", "Format 'what' is not supported"),
                       ("x", "--out x: the suffix says what to write: x.png, ")):
         fails(run("plot one --out", out), 1, line)
@@ -118,13 +125,12 @@ def test_references_are_shown_where_they_hold_for_every_run(tmp_path):
 
 
 def test_runs_without_data_are_named(here):
-    (here / "empty").write_text("")
+    (here / "empty").touch()
     (here / "dir").mkdir()
     (here / "binary").write_bytes(os.urandom(1 << 20))
     for name, line in (("empty", "empty holds no step of a run"), ("dir", "dir: contains no run of egg"),
-                      ("none", "none: No such file"),
-                      ("binary", "binary holds no step of a run"),
-                      (str(HERE / "tests" / "golden"), "contains no run of egg")):
+                       ("none", "none: No such file"), ("binary", "binary holds no step of a run"),
+                       (HERE / "tests" / "golden", "contains no run of egg")):
         fails(run("plot", name), 1, line, "name a --save-dir, or a file of --log-json")
 
 
@@ -138,16 +144,17 @@ def test_what_is_no_regular_file_or_too_large_for_a_log_is_one_line(tmp_path, mo
     example(tmp_path / "long")
     os.symlink(tmp_path / "long", tmp_path / "link")             # the user's own name of a log may be a link
     assert read_curve(tmp_path / "link").steps == 300
-    for name, words in (("pipe", "not a regular file"), ("device", "not a regular file"),
-                        ("sparse", "more than 1,073,741,824 bytes"), (f"pipe/{history.EVENTS}", "not a regular file")):
-        fails(run("plot", tmp_path / name), 1, words)
+    for name in "pipe", "device", f"pipe/{history.EVENTS}":
+        fails(run("plot", tmp_path / name), 1, "not a regular file")
+    fails(run("plot", tmp_path / "sparse"), 1, "more than 1,073,741,824 bytes")
     merge = {"event": "merge", "step": 1, "time": 1, "peer": "p", "peer_step": 1, "kind": "clone", "parent_theirs": "x",
              "digest": "y"}
     write(tmp_path / "long", *[merge, {"event": "rejuvenated", "step": 1}] * 2000)
     monkeypatch.setattr(curves, "POINTS", 64)
     curve = read_curve(tmp_path / "long")
     assert len(curve.loss) < 64 and curve.steps == 300 and len(curve.merges) + len(curve.rejuvenations) == 2048
-    assert sorted(point.value for point in curve.loss) == [point.value for point in reversed(curve.loss)]
+    losses = [point.value for point in curve.loss]
+    assert sorted(losses) == losses[::-1]
 
 
 ODD = [None, True, -1, 0, 3, 1e-320, 1e-9, 1e9, 1e15, 1e308, 10 ** 400, float("nan"), float("inf"), "", "5", "$\\frac{",
@@ -169,8 +176,7 @@ def test_a_forged_log_is_a_curve_or_a_line(tmp_path, seed):
             event["config"] = {name: dice.choice(ODD) for name in ("RECOMBINE_ALPHA", "SOFTMAX_EXP_SCALE",
                                                                    "VOCAB_SIZE")}
         write(tmp_path / "log", dice.choice(ODD) if dice.random() < 0.05 else {"event": kind, **event})
-    ways = [dict(x=x, log=log) for x in ("tokens", "time", "steps") for log in (False, True)]
-    for way in *ways, dict(out=str(tmp_path / "x.svg")):
+    for way in *(dict(x=x, log=log) for x, log in WAYS), dict(out=str(tmp_path / "x.svg")):
         with contextlib.suppress(event_log.WatchError):
             plot.plot([tmp_path / "log"], Printer(Stream()), **way)
 
@@ -180,8 +186,9 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled):
     train_here(small, 4, lines, http=EVERYBODY, log_json="log")
     assert re.search(r"^live page: http://127.0.0.1:\d+/$", lines.text, re.M)
     told = events(tmp_path / "log")
-    assert [e["event"] for e in told] == [e["event"] for e in events(tmp_path / "run" / history.EVENTS)]
-    assert [e["event"] for e in told[-3:]] == ["validation", "sample", "stop"] and told[-1]["step"] == 4
+    kinds = [event["event"] for event in told]
+    assert kinds == [event["event"] for event in events(tmp_path / "run")]
+    assert kinds[-3:] == ["validation", "sample", "stop"] and told[-1]["step"] == 4
     assert set(of_kind("references", told)[0]["values"]) == {"uniform", "unigram", "bigram"}
     curve = read_curve("run")
     assert len(curve.loss) == 4 and [point.step for point in curve.validation] == [0, 2, 4]
@@ -196,9 +203,9 @@ MERGE = "peer", "peer_step", "kind", "ours", "theirs", "parent_theirs", "digest"
 def an_island(path, name, steps, merges=(), pushes=(), alpha=0.5):
     """A log as an island writes it. merges: {step: the fields MERGE}."""
     def line(event, **fields):
-        told.append({"event": event, **fields})
+        write(path, {"event": event, **fields})
 
-    told = []
+    path.unlink(missing_ok=True)
     line("start", time=0, step=0, directory=None, config={"RECOMBINE_ALPHA": alpha})
     line("island", time=0, name=name, peers=[])
     for k in range(steps):
@@ -209,8 +216,6 @@ def an_island(path, name, steps, merges=(), pushes=(), alpha=0.5):
         if k % 10 == 0:
             line("validation", time=k, step=k, tokens=100 * k, value=8 - k / 50, unit="bits/byte")
         line("step", time=k + 1, step=k, tokens=100 * k, loss=2 - k / 200, seconds=0.5)
-    path.unlink(missing_ok=True)
-    write(path, *told)
 
 
 def archipelago(directory, hostile="$\\frac{\x1b[31m\n" + "x" * 300):
@@ -244,8 +249,8 @@ def test_a_curve_knows_what_an_island_took_in(tmp_path):
 def test_the_family_of_islands(tmp_path):
     paths = archipelago(tmp_path, "far")
     tree = charts(paths)[2]
-    assert list(tree.numbers.items()) == [("a", 0), ("b", 1), ("c", 2), ("far", 3)]
-    assert list(tree.runs) == ["a", "b", "c"]
+    assert [*tree.numbers.items()] == [("a", 0), ("b", 1), ("c", 2), ("far", 3)]
+    assert [*tree.runs] == ["a", "b", "c"]
     assert tree.descent("a") == tree.descent("b") == [("a", 1.0)]
     part = 1 - 0.25 * 6 / 8
     assert dict(tree.descent("c")) == {"a": pytest.approx(part * 0.75, abs=1e-4),
@@ -258,13 +263,14 @@ def test_the_family_of_islands(tmp_path):
     assert tree.rejuvenations == [("a", 7)]
     assert tree.living() == "lines that live on 3 islands: a on 3, c on 1, far on 1; gone: b"
     # at step 30 of b there are two states: the digest says which one was given
+    def with_d(merges):
+        an_island(tmp_path / "d", "d", 100, merges)
+        return charts([*paths, tmp_path / "d"])[2]
+
     for digest, descent in (("b30", {"a": 1.0}), ("the one before", {"b": 1.0})):
-        an_island(tmp_path / "d", "d", 100, {80: ("b", 30, "clone", 9.0, 8.0, digest, "d80")})
-        assert dict(charts([*paths, tmp_path / "d"])[2].descent("d")) == descent
+        assert dict(with_d({80: ("b", 30, "clone", 9.0, 8.0, digest, "d80")}).descent("d")) == descent
     # what was taken can be given up again: back to a state of its own from before
-    an_island(tmp_path / "d", "d", 100,
-              {50: ("b", 20, "clone", 9.0, 8.0, "b20", "d50"), 60: ("d", 40, "undo", 9.5, None, None, "d60")})
-    tree = charts([*paths, tmp_path / "d"])[2]
+    tree = with_d({50: ("b", 20, "clone", 9.0, 8.0, "b20", "d50"), 60: ("d", 40, "undo", 9.5, None, None, "d60")})
     assert dict(tree.descent("d")) == {"d": 1.0}
     assert [piece.shares for piece in tree.lanes["d"]] == [{"d": 1.0}, {"b": 1.0}, {"d": 1.0}]
     # of two logs of one island the longer counts, and a run that is no island has no lane
@@ -276,15 +282,12 @@ def test_the_family_of_islands(tmp_path):
 
 def test_islands_in_the_terminal(tmp_path):
     paths = archipelago(tmp_path)
-    for terminal in (False, True):
-        for encoding in ("utf-8", "ascii"):
-            for width in (1, 20, 60, 200):
-                text = plot.terminal(*charts(paths), Printer(Stream(encoding, terminal)), width)
-                assert "\x1b[31mx" not in text and "x" * 33 not in text
-                lanes = re.sub("\x1b\\[[0-9]+m", "",
-                               text).split("in capitals where it was taken in\n")[1].splitlines()[:4]
-                assert all(len(line) <= max(width, plot.LABEL + 4) for line in lanes)
-    text = plot.terminal(*charts(paths), Printer(Stream()), 109)
+    for terminal, encoding, width in itertools.product((False, True), ("utf-8", "ascii"), (1, 20, 60, 200)):
+        text = drawn(paths, width, encoding, terminal)
+        assert "\x1b[31mx" not in text and "x" * 33 not in text
+        lanes = re.sub("\x1b\\[[0-9]+m", "", text).split("in capitals where it was taken in\n")[1]
+        assert fits(lanes.splitlines()[:4], width)
+    text = drawn(paths, 109)
     lanes = [line.partition("\u2502")[::2] for line in text.split("was taken in\n")[1].splitlines()[:4]]
     assert [name.strip() for name, _ in lanes] == ["a", "b", "c", "$\\frac{"]
     # a hundred columns are a hundred steps
@@ -296,11 +299,11 @@ def test_islands_in_the_terminal(tmp_path):
 
 def test_islands_in_a_picture(here):
     archipelago(here)
-    assert run("plot a b c --x time --out islands.svg").returncode == 0
+    succeeds(run("plot a b c --x time --out islands.svg"))
     drawn = (here / "islands.svg").read_text()
     assert "$\\frac{" in drawn and "lines that live on 3 islands" in drawn           # as it is, no formula
     for line in "plot a --out one.png", "plot c a --x steps --out two.png":
-        assert run(line).returncode == 0
+        succeeds(run(line))
 
 
 # islands.gossip lets none such in; what is shown does not rely on it
@@ -320,26 +323,28 @@ ISLAND = {"name": "north", "epoch": 3, "fitness": 3.8125, "kind": "validation", 
                      (2, 120, BAD_NAME, 70, "bb"), (3, 130, "north", None, "cc"))}
 
 
-def merged(step, peer="south", **fields):
-    return {"step": step, "peer": peer, "peer_step": 80, "kind": "recombine", "ours": 4.0, "theirs": 3.0,
-            "digest": "aa", "parent_ours": "",
-            "parent_theirs": "", "seconds": 0.1, "epoch": 1} | fields
+def merged(**fields):
+    return dict(step=3, peer="south", peer_step=80, kind="recombine", ours=4.0, theirs=3.0, digest="aa",
+                parent_ours="", parent_theirs="", seconds=0.1, epoch=1) | fields
 
 
 def test_the_page_shows_an_island(tmp_path, monkeypatch):
+    def server_in(name):
+        return Server(tmp_path / name, steps=3, stay=True, save=True, http=EVERYBODY)
+
     status = egg_net.Coordinator.status
-    for told in (None, ISLAND):
+    for name, told in ("alone", None), ("island", ISLAND):
         monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": told})
-        with Server(tmp_path / str(told is None), steps=3, stay=True, save=True, http=EVERYBODY) as server:
+        with server_in(name) as server:
             html = ask(server)[2].decode()
             assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
             server.work(FakeEngine())
-            until(lambda: server.page.figures.step.get("step") == 2)        # workers are answered before
+            page_shows(server, 2)                                           # workers are answered before
             events = server.events
             if told:
-                events.emit("merge", "another line", **merged(3))
+                events.emit("merge", "another line", **merged())
                 events.emit("merge", "back",
-                            **merged(3, "north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
+                            **merged(peer="north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
                 events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
                 events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
                 events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
@@ -350,20 +355,19 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
                 assert not [name for name in values if name.startswith("egg_island")]
                 continue
             assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3, "n_up": 1}
-            assert state["merges"] == [{"step": 3, "tokens": 3 * server.progress.tokens_a_step,
-                                        "seconds": pytest.approx(state["seconds"], abs=1e-3),
-                                        "peer": peer, "peer_step": peer_step, "part": part} for peer, peer_step,
-                                        part in (("south", 80, 0.625), ("north", 1, 1))]
+            both = dict(step=3, tokens=3 * server.progress.tokens_a_step,
+                        seconds=pytest.approx(state["seconds"], abs=1e-3))
+            assert state["merges"] == [{**both, "peer": "south", "peer_step": 80, "part": 0.625},
+                                       {**both, "peer": "north", "peer_step": 1, "part": 1}]
             lines = [line["text"] for line in state["lines"][:4]]
             assert lines == ["a line", f"peer {BAD_NAME}", "back", "another line"]
-            assert values["egg_island_epoch"] == 3 and values['egg_island_fitness{kind="validation"}'] == 3.8125
-            assert (values["egg_island_peers"], values["egg_island_peers_up"],
-                    values['egg_events_total{event="merge"}']) == (3, 1, 2)
-            assert values['egg_island_peer_fitness{name="south",kind="validation"}'] == 3.75
+            assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
+                              "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 2,
+                              'egg_island_peer_fitness{name="south",kind="validation"}': 3.75}
             assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
             assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness"))
                         and "west" in k]
-    with Server(tmp_path / "False", steps=3, stay=True, save=True, http=EVERYBODY) as server:          # a restart
+    with server_in("island") as server:                                                                # a restart
         again = state_of(server)["merges"]
         assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
 
@@ -371,9 +375,9 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
 def test_status_tells_of_an_island(server):
     told = server.status()
     # a coordinator of before there were any
-    plain = cluster_status.describe_status({k: v for k, v in told.items() if k != "island"})
-    assert plain == cluster_status.describe_status({**told, "island": None}) and "island" not in plain
-    text = cluster_status.describe_status({**told, "island": ISLAND})
+    plain = describe_status({k: v for k, v in told.items() if k != "island"})
+    assert plain == describe_status({**told, "island": None}) and "island" not in plain
+    text = describe_status({**told, "island": ISLAND})
     assert text.startswith(plain) and "\x1b" not in text
     assert text[len(plain):].splitlines()[1:] == [
         "", "island north, epoch 3, descends from south, 1 of 3 peers up, fitness 3.8125 (validation)",
@@ -389,8 +393,8 @@ def test_status_tells_of_an_island(server):
         "west                             10.0.0.4:12345  down                                                     "
         "                          0      0      7.0 s"]
     alone = {**ISLAND, "peers": [], "lineage": [], "fitness": None}
-    text = cluster_status.describe_status({**told, "island": alone})
-    assert text.endswith("\nisland north, epoch 3, descends from south, 0 of 0 peers up")
+    assert describe_status({**told, "island": alone}).endswith(
+        "\nisland north, epoch 3, descends from south, 0 of 0 peers up")
 
 
 def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
@@ -408,17 +412,19 @@ def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
         shown = len(told["workers"])
         assert 500 < shown < 4000 and told["connected"] == 4000 and len(told["banned"]) == 100
         assert len(json.dumps(told).encode()) <= wire.STATUS.most
-        text = cluster_status.describe_status(told)
+        text = describe_status(told)
         assert text.count("working") == shown and f"\nand {4000 - shown} more" in text
 
 
 @pytest.mark.parametrize("lie", [-(1 << 59), 1 << 59, 0, -1])
 def test_a_lie_does_not_move_the_loss(lie, tmp_path):
     """Of four chunks one states what cannot be: the mean of the others is hardly changed."""
+    def loss(last):
+        progress = Progress(CFG, run, told)
+        progress.begin_step()
+        progress.chunk_handed_out()
+        progress.complete_step(0, [40_000, 41_000, 42_000, last])
+        return progress.loss
+
     with contextlib.closing(history.open_run(CFG)) as run, told_to(tmp_path) as told:
-        honest, liar = Progress(CFG, run, told), Progress(CFG, run, told)
-        for progress, last in ((honest, 40_000), (liar, lie)):
-            progress.begin_step()
-            progress.chunk_handed_out()
-            progress.complete_step(0, [40_000, 41_000, 42_000, last])
-    assert liar.loss == pytest.approx(honest.loss, rel=0.3)
+        assert loss(lie) == pytest.approx(loss(40_000), rel=0.3)
