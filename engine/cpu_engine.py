@@ -6,7 +6,6 @@ once on a machine and serve every configuration.
 
 import concurrent.futures
 import functools
-import gc
 import pickle
 import subprocess
 import sys
@@ -390,17 +389,16 @@ def warm_up(cfg, say=print, verbs=STEP):
             helper.stdin.close()
 
     kernel_cache.CpuCache.before_next = compiling
-    gc.disable()                # a tenth of the time otherwise: the compiler makes many objects and few cycles
     try:
-        engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
-        arguments = dict(evaluate=(0, 2), update=(fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8)),),
-                         validate=(np.zeros((1, 9), np.int32),), digest=(),
-                         write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
-                                sampling.settings(small), 0))
-        for verb in sorted(verbs, key=APART.__contains__):
-            getattr(engine, verb)(*arguments[verb])
+        with kernel_cache.uncollected():         # a tenth of the time otherwise: many objects are made and few cycles
+            engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
+            digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
+            arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
+                             write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
+                                    sampling.settings(small), 0))
+            for verb in sorted(verbs, key=APART.__contains__):
+                getattr(engine, verb)(*arguments[verb])
     finally:
-        gc.enable()
         kernel_cache.CpuCache.before_next = None
         if helper:
             helper.kill()

@@ -335,14 +335,23 @@ class Replay:
         if not self._enqueued:
             self._enqueued = True
             return self._enqueue()
-        handle, mode = driver.CUstream(int(self._stream.handle)), driver.CUstreamCaptureMode
+        handle = driver.CUstream(int(self._stream.handle))
         if self._graph is None:
-            _driver(driver.cuStreamBeginCapture(handle, mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
-            self._enqueue()
-            graph = _driver(driver.cuStreamEndCapture(handle))
+            graph = self._captured(handle)
             self._graph = _driver(driver.cuGraphInstantiate(graph, 0))
             _driver(driver.cuGraphDestroy(graph))
         _driver(driver.cuGraphLaunch(self._graph, handle))
+
+    def _captured(self, handle):
+        """The launches as a graph. Whatever is freed on the device meanwhile, perhaps as garbage, spoils it."""
+        with kernel_cache.uncollected(), cuda.defer_cleanup():
+            _driver(driver.cuStreamBeginCapture(
+                handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+            try:
+                self._enqueue()
+            finally:                                         # after an error, too: else this thread could not go on
+                ended = driver.cuStreamEndCapture(handle)
+        return _driver(ended)
 
     def __del__(self):
         if self._graph is not None:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import hashlib
 import os
 import pathlib
@@ -206,6 +207,18 @@ def _names(code):
 
 
 # --- the two engines' kernels ----------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def uncollected():
+    """A block in which Python does not search for garbage."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
 
 class CpuCache:
     """Replaces numba's cache of one njit function. variant(): the kind of processor to compile for, asked for at the

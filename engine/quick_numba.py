@@ -4,7 +4,6 @@ blocks below."""
 import collections
 import contextlib
 import functools
-import gc
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,6 +16,8 @@ from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.core.typeinfer import ConstraintNetwork, TypeVarMap
 from numba.cuda.cudadrv import devices
 from numba.cuda.target import CUDATypingContext
+
+from engine.kernel_cache import uncollected
 
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
@@ -51,7 +52,6 @@ def quick(first_of=lambda function: function):
     make_static, rewrite = ssa._run_ssa, ssa._run_block_rewrite
     named = {}
     live = analysis.compute_live_map
-    collects = gc.isenabled()
 
     def run(self, emit_dels=False, extend_lifetimes=False):
         self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
@@ -114,25 +114,20 @@ def quick(first_of=lambda function: function):
     def nothing(self, state):
         return True
 
-    gc.disable()
-    try:
-        with (_found_once(first_of), mock.patch.object(postproc.PostProcessor, "run", run),
-              mock.patch.multiple(InlineWorker, run_untyped_passes=run_untyped_passes, inline_function=inline_function),
-              mock.patch.object(BaseFunction, "get_call_type", get_call_type),
-              mock.patch.object(analysis, "compute_live_map", compute_live_map),
-              mock.patch.multiple(ssa, _run_ssa=run_ssa, _run_block_rewrite=run_block_rewrite),
-              mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
-              mock.patch.object(ir.Inst, "_rec_list_vars", rec_list_vars),
-              mock.patch.object(utils, "pysignature", functools.cache(utils.pysignature)),
-              mock.patch.object(lowering.Lower, "_disable_sroa_like_opt", False),
-              mock.patch.object(lowering, "new_error_context", lambda *_, **__: contextlib.nullcontext()),
-              mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", nothing),
-              mock.patch.object(typed_passes.InlineOverloads, "run_pass", nothing),
-              mock.patch.object(typed_passes.NopythonRewrites, "run_pass", nothing)):
-            yield
-    finally:
-        if collects:
-            gc.enable()
+    with (uncollected(), _found_once(first_of), mock.patch.object(postproc.PostProcessor, "run", run),
+          mock.patch.multiple(InlineWorker, run_untyped_passes=run_untyped_passes, inline_function=inline_function),
+          mock.patch.object(BaseFunction, "get_call_type", get_call_type),
+          mock.patch.object(analysis, "compute_live_map", compute_live_map),
+          mock.patch.multiple(ssa, _run_ssa=run_ssa, _run_block_rewrite=run_block_rewrite),
+          mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
+          mock.patch.object(ir.Inst, "_rec_list_vars", rec_list_vars),
+          mock.patch.object(utils, "pysignature", functools.cache(utils.pysignature)),
+          mock.patch.object(lowering.Lower, "_disable_sroa_like_opt", False),
+          mock.patch.object(lowering, "new_error_context", lambda *_, **__: contextlib.nullcontext()),
+          mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", nothing),
+          mock.patch.object(typed_passes.InlineOverloads, "run_pass", nothing),
+          mock.patch.object(typed_passes.NopythonRewrites, "run_pass", nothing)):
+        yield
 
 
 @contextlib.contextmanager

@@ -2,8 +2,10 @@
 engine is held against the golden recordings and, on random configurations, against the CPU engine."""
 
 import contextlib
+import gc
 import hashlib
 import re
+from unittest import mock
 
 import numpy as np
 from numpy.random import default_rng
@@ -123,6 +125,38 @@ def test_the_work_of_the_kernels_gives_the_votes():
         votes[at:at + len(rows)] += (rows[:, offset + pairs] * rows[:, offset + pairs + ahead]) @ fitness
     for t in parameters.tensors(cfg):
         equal(votes[t.span], votes_on(cfg, state, t, packed), t)
+
+
+@mark.parametrize("wrong", [False, True])
+def test_a_graph_is_captured_while_nothing_is_freed(wrong, monkeypatch):
+    """An error ends the capture, too; else the thread could allocate nothing any more."""
+    did = []
+
+    @contextlib.contextmanager
+    def defer_cleanup():
+        did.append("defer")
+        yield
+        did.append("free")
+
+    def enqueue():
+        assert not gc.isenabled() or "launch" not in did
+        did.append("launch")
+        if wrong and len(did) > 1:
+            raise ValueError
+
+    driver = mock.MagicMock()
+    driver.cuStreamBeginCapture.side_effect = lambda *_: did.append("begin") or (0,)
+    driver.cuStreamEndCapture.side_effect = lambda *_: did.append("end") or (0, "graph")
+    driver.cuGraphInstantiate.return_value = 0, "executable"
+    driver.cuGraphDestroy.return_value = driver.cuGraphLaunch.return_value = 0,
+    monkeypatch.setattr(cuda_engine, "driver", driver)
+    monkeypatch.setattr(cuda, "defer_cleanup", defer_cleanup)
+    replay = cuda_engine.Replay(mock.MagicMock(), enqueue)
+    replay()
+    with raises(ValueError) if wrong else contextlib.nullcontext():
+        replay()
+    assert did == ["launch", "defer", "begin", "launch", "end", *["free"] * (not wrong)] and gc.isenabled()
+    assert driver.cuGraphLaunch.call_count == 1 - wrong
 
 
 def test_largest_slice():
