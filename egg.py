@@ -15,7 +15,6 @@ import importlib
 import os
 import re
 import sys
-import threading
 from typing import NamedTuple
 
 try:
@@ -120,6 +119,7 @@ COMMON = dict([
     option("--verbose", "print a line for every step, in the format of d-eggs, also on a terminal"),
     option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
+AGAIN = 3                   # seconds after which a Ctrl-C is repeated if the command goes on
 UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
@@ -656,10 +656,12 @@ def main(argv=None, program=EGG):
 
     def interrupt(number, _):
         interrupted.append(number)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN)          # some libraries lose it
         raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         sys.unraisablehook = interrupt_again
     try:
         try:
@@ -678,6 +680,8 @@ def main(argv=None, program=EGG):
             return 130 if interrupted else failed(error)
     except KeyboardInterrupt:                                # perhaps while the error was printed
         return 130
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def objective_of(args):
@@ -691,7 +695,7 @@ def objective_of(args):
 def interrupt_again(unraisable):
     """Repeats, a moment later, a Ctrl-C that came in a callback, where Python only prints exceptions."""
     if unraisable.exc_type is KeyboardInterrupt:
-        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:
         sys.__unraisablehook__(unraisable)
 

@@ -139,7 +139,9 @@ class CpuEngine:
                 weights = c.weights[t.span].reshape(-1, t.cols, 4)
                 c.columns[row["columns"]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
             if t.product:
-                self._spread(-(-t.cols // PANEL), t.size, kernels.pack, c.weights, c.packed, c.correction, row)
+                # in this thread at first: what it compiles, Ctrl-C ends
+                cost = t.size if tensors else 0
+                self._spread(-(-t.cols // PANEL), cost, kernels.pack, c.weights, c.packed, c.correction, row)
 
     def state(self):
         """A copy of the State."""
@@ -391,7 +393,7 @@ def warm_up(cfg, say=print, verbs=STEP):
     kernel_cache.CpuCache.before_next = compiling
     try:
         with kernel_cache.uncollected():         # a tenth of the time otherwise: many objects are made and few cycles
-            engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7)
+            engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7, threads=1)     # of which Ctrl-C ends all
             digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
             arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
                              write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),

@@ -248,6 +248,7 @@ class CpuCache:
                 CpuCache.before_next()
                 CpuCache.before_next = None
             show(f"egg: compiling {self._function.__name__} ...")
+            self._lock.close()                               # of a compilation that was interrupted
             with contextlib.suppress(OSError):
                 lock = path.with_suffix(".lock")
                 file = self._lock.enter_context(open(lock, "wb"))

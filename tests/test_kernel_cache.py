@@ -2,6 +2,7 @@
 
 import ast
 import concurrent.futures
+import fcntl
 import os
 import pickle
 import re
@@ -420,6 +421,18 @@ def test_a_cold_start_compiles_each_function_once(tmp_path, others_wait):
     assert sorted(path.name.rpartition("-")[0] for path in files) == sorted(f"cpu-{name}" for name in names)
     for path in files:                                       # the other tests need not compile the same again
         write(kernel_cache.directory() / path.name, path.read_bytes())
+
+
+def test_an_interrupted_compilation_holds_no_lock(tmp_path, monkeypatch):
+    """Else the next one would wait for it for ever."""
+    taken, flock, cache = [], fcntl.flock, kernel_cache.CpuCache(python, None)
+    monkeypatch.setattr(cache, "_path", lambda *_: tmp_path / "cpu-function-1")
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: taken.append(flock(file, how | fcntl.LOCK_NB)))
+    for times in 1, 2:
+        assert cache.load_overload(None, mock.Mock()) is None
+        assert len(taken) == times
+    cache.save_overload(None, SimpleNamespace(library=SimpleNamespace(has_dynamic_globals=True)))
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_function_that_another_process_compiles_is_waited_for(tmp_path):
