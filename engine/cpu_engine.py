@@ -139,7 +139,7 @@ class CpuEngine:
                 weights = c.weights[t.span].reshape(-1, t.cols, 4)
                 c.columns[row["columns"]:][:t.cols].reshape(t.cols, -1, 4)[:] = weights.transpose(1, 0, 2)
             if t.product:
-                # in this thread at first: what it compiles, Ctrl-C ends
+                # at first in this thread alone, which may have to compile it (see warm_up)
                 cost = t.size if tensors else 0
                 self._spread(-(-t.cols // PANEL), cost, kernels.pack, c.weights, c.packed, c.correction, row)
 
@@ -393,7 +393,8 @@ def warm_up(cfg, say=print, verbs=STEP):
     kernel_cache.CpuCache.before_next = compiling
     try:
         with kernel_cache.uncollected():         # a tenth of the time otherwise: many objects are made and few cycles
-            engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7, threads=1)     # of which Ctrl-C ends all
+            # Ctrl-C ends what this thread compiles; it would wait for others
+            engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7, threads=1)
             digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
             arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
                              write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
