@@ -659,10 +659,17 @@ def main(argv=None, program=EGG):
         signal.setitimer(signal.ITIMER_REAL, AGAIN)          # some libraries lose it
         raise KeyboardInterrupt
 
+    def in_callback(error):
+        # Python only prints exceptions there: a Ctrl-C is repeated a moment later, what it broke is of no interest
+        if error.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        elif not interrupted:
+            sys.__unraisablehook__(error)
+
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-        sys.unraisablehook = interrupt_again
+        sys.unraisablehook = in_callback
     try:
         try:
             argv = sys.argv[1:] if argv is None else argv
@@ -690,14 +697,6 @@ def objective_of(args):
         advice = "give --objective the path of a Python file"
         with egg_config.explained(EggError, path, advice), open(path, "rb") as file:
             return path, hashlib.sha256(file.read()).hexdigest(), not args.run
-
-
-def interrupt_again(unraisable):
-    """Repeats, a moment later, a Ctrl-C that came in a callback, where Python only prints exceptions."""
-    if unraisable.exc_type is KeyboardInterrupt:
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-    else:
-        sys.__unraisablehook__(unraisable)
 
 
 def failed(error):
