@@ -380,7 +380,8 @@ def attack(kind, seconds, workers):
             newcomer = Newcomer(port)
             [one.start() for one in honest]
             sleep(1)
-            rates, used, absent, due = [], [], [], []
+            rates, used, absent = [], [], []
+            due = []                                             # steps of snapshots
             for phase in range(3):
                 if phase == 1:
                     newcomer.start()

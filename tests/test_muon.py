@@ -128,7 +128,8 @@ def test_vector_widths_give_the_same_bits():
 def product_digest():
     """SHA-256 of both products of Muon on this process's vectors."""
     import hashlib
-    rng, one, a, b = default_rng(9), float32(1), float32(3.4445), float32(0.7)
+    rng, one = default_rng(9), float32(1)
+    a, b = float32(3.4445), float32(0.7)
     x, square = rng.normal(size=(96, 128)).astype(float32), rng.normal(size=(96, 96)).astype(float32)
     squared, product = np.empty_like(square), np.empty_like(x)
     muon_panels(x, x, True, one, one, squared, 0, 3)
