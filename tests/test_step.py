@@ -409,8 +409,22 @@ def test_audits_do_not_hold_up_a_lonely_worker_for_long(tmp_path, monkeypatch):
     assert monotonic() - began > 0.5
 
 
+def one_of_three_drifts(**options):
+    """Three engines, the second of which drifts. It delivers nothing of its wrong state before the others have stated
+    theirs: a worker that is alone in a step is believed."""
+    others = FakeEngine(pause=0.002), FakeEngine(pause=0.002)
+
+    class Late(Drifting):
+        def evaluate(self, *members):
+            if self.step >= self.after:
+                until(lambda: all(other.loads or other.evaluated[-1][0] >= self.after for other in others))
+            return super().evaluate(*members)
+
+    return others[0], Late(pause=0.001, **options), others[1]
+
+
 def test_a_replica_that_drifted_rebuilds_and_its_results_are_refused(tmp_path):
-    (packed, digest), engines = expected(9), [FakeEngine(pause=0.002), Drifting(pause=0.001), FakeEngine(pause=0.002)]
+    (packed, digest), engines = expected(9), one_of_three_drifts()
     server = cluster(tmp_path, engines, 9, save=True)
     assert "worker w1" in server.said and "its state at step 3 is not that of others" in server.said
     # one of two that differ cannot know that it is right
@@ -511,8 +525,7 @@ def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path
 
 
 def test_a_replica_that_drifts_again_after_rebuilding_is_banned(tmp_path):
-    server = cluster(tmp_path, [FakeEngine(pause=0.002), Drifting(times=99, pause=0.002), FakeEngine(pause=0.002)], 9,
-                     save=True)
+    server = cluster(tmp_path, one_of_three_drifts(times=99), 9, save=True)
     assert ("banned w1 at 127.0.0.1: its state at step 3 is not that of others, and was not after it was rebuilt"
             in server.said)
     assert kept(tmp_path) == expected(9)[0]
