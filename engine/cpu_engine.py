@@ -365,15 +365,15 @@ class CpuEngine:
 
 STEP = ("evaluate", "update")                      # the verbs of a training step
 VERBS = *STEP, "validate", "digest", "write"
-APART = ("update", "digest")                       # have nothing in common with the forward pass
+APART = ("write", "update", "digest")              # which a second process compiles meanwhile, in this order
 HELPER = f"import pickle, sys; sys.path.insert(0, {egg_config.ROOT!r}); from engine import cpu_engine\n" \
          "cpu_engine.warm_up(*pickle.load(sys.stdin.buffer))"
 
 
 def warm_up(cfg, say=print, verbs=STEP):
     """Compiles the kernels of some verbs on a tiny model, or loads them from the cache. Returns the seconds that took.
-    `say` takes a line if anything is compiled. If there is another core, a second process meanwhile compiles the verbs
-    that have nothing in common with the forward pass."""
+    `say` takes a line if anything is compiled. If there is another core, a second process compiles APART meanwhile,
+    and this one what is left of it."""
     started, helper = time.monotonic(), None
     apart = [verb for verb in APART if verb in verbs]
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
@@ -392,7 +392,8 @@ def warm_up(cfg, say=print, verbs=STEP):
 
     kernel_cache.CpuCache.before_next = compiling
     try:
-        with kernel_cache.uncollected():         # a tenth of the time otherwise: many objects are made and few cycles
+        # each saves a tenth of the time; compiling makes many objects and few cycles
+        with kernel_cache.uncollected(), kernel_cache.typed_once():
             # Ctrl-C ends what this thread compiles; it would wait for others
             engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7, threads=1)
             digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))

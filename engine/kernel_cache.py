@@ -24,13 +24,16 @@ import sys
 import tempfile
 import time
 import types
+from unittest import mock
 
 import llvmlite
 import llvmlite.binding
 import numba
 import numpy as np
-from numba.core import codegen, compiler, compiler_machinery, config, serialize, typed_passes, untyped_passes
+from numba.core import (codegen, compiler, compiler_machinery, config, serialize, targetconfig, typed_passes,
+                        untyped_passes)
 from numba.core.compiler import CompileResult
+from numba.core.types.functions import BaseFunction
 
 VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
 MOST_BYTES = 1 << 31       # of the kernels that are kept
@@ -218,6 +221,24 @@ def uncollected():
     finally:
         if collects:
             gc.enable()
+
+
+@contextlib.contextmanager
+def typed_once():
+    """A block in which numba finds the signature of a call of its own functions once, and not at every call of them."""
+    choose, known = BaseFunction.get_call_type, {}
+
+    def get_call_type(self, context, args, kws):
+        flags = targetconfig.ConfigStack.top_or_none()
+        call = self, args, tuple(kws.items()), flags and flags.nrt          # a leaf has implementations of its own
+        if call not in known:
+            signature = choose(self, context, args, kws)
+            known[call] = signature, self._impl_keys[signature.args]
+        signature, self._impl_keys[signature.args] = known[call]
+        return signature
+
+    with mock.patch.object(BaseFunction, "get_call_type", get_call_type):
+        yield
 
 
 class CpuCache:

@@ -7,7 +7,6 @@ import functools
 from types import SimpleNamespace
 from unittest import mock
 
-from numba.core.types.functions import BaseFunction
 from numba.cuda import dispatcher, lowering, utils
 from numba.cuda.core import (analysis, inline_closurecall, ir, postproc, ssa, transforms, typed_passes,
                              untyped_passes)
@@ -17,7 +16,7 @@ from numba.cuda.core.typeinfer import ConstraintNetwork, TypeVarMap
 from numba.cuda.cudadrv import devices
 from numba.cuda.target import CUDATypingContext
 
-from engine.kernel_cache import uncollected
+from engine.kernel_cache import typed_once, uncollected
 
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
@@ -48,7 +47,6 @@ def quick(first_of=lambda function: function):
     first_of(function): a device function, or one to inline, that stands for it; the same for all of equal content."""
     inline = InlineWorker.inline_function
     read, functions = InlineWorker.run_untyped_passes, {}
-    choose, call_types = BaseFunction.get_call_type, {}
     make_static, rewrite = ssa._run_ssa, ssa._run_block_rewrite
     named = {}
     live = analysis.compute_live_map
@@ -72,12 +70,6 @@ def quick(first_of=lambda function: function):
     def inline_function(self, *args):
         with mock.patch.object(inline_closurecall, "copy", SimpleNamespace(deepcopy=lambda blocks: blocks)):
             return inline(self, *args)
-
-    def get_call_type(self, context, args, kws):
-        call = self, args, tuple(kws.items())
-        if call not in call_types:
-            call_types[call] = choose(self, context, args, kws)
-        return call_types[call]
 
     def run_ssa(blocks):
         named.update({label: {v.name for statement in block.body for v in statement.list_vars()}
@@ -114,9 +106,8 @@ def quick(first_of=lambda function: function):
     def nothing(self, state):
         return True
 
-    with (uncollected(), _found_once(first_of), mock.patch.object(postproc.PostProcessor, "run", run),
+    with (uncollected(), typed_once(), _found_once(first_of), mock.patch.object(postproc.PostProcessor, "run", run),
           mock.patch.multiple(InlineWorker, run_untyped_passes=run_untyped_passes, inline_function=inline_function),
-          mock.patch.object(BaseFunction, "get_call_type", get_call_type),
           mock.patch.object(analysis, "compute_live_map", compute_live_map),
           mock.patch.multiple(ssa, _run_ssa=run_ssa, _run_block_rewrite=run_block_rewrite),
           mock.patch.object(lowering.Lower, "_find_singly_assigned_variable", find_singly_assigned_variable),
