@@ -392,8 +392,7 @@ def warm_up(cfg, say=print, verbs=STEP):
 
     kernel_cache.CpuCache.before_next = compiling
     try:
-        # each saves a tenth of the time; compiling makes many objects and few cycles
-        with kernel_cache.uncollected(), kernel_cache.typed_once():
+        with kernel_cache.uncollected():         # a tenth of the time otherwise: many objects are made and few cycles
             # Ctrl-C ends what this thread compiles; it would wait for others
             engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7, threads=1)
             digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
