@@ -188,7 +188,9 @@ STOP = "."
     return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
 """)
     assert len(own.rows) == 18 and own.held.rows.tolist() == [18, 19] * 128    # every tenth is held out
+    assert "held-out" not in own.sample(new_engine(), 0)
     assert own.measured(new_engine()) == (256, 10.0)
+    assert "(reward 10.0000, like every held-out text: where all rewards are equal" in own.sample(new_engine(), 0)
 
 
 GAME = """

@@ -271,6 +271,8 @@ class Objective:
     """The file of --objective at a worker. decoding: data_files.Decoding; tokens: the training data, held_out: tokens
     of VAL_FILE or None. Raises ObjectiveError."""
 
+    equal = False              # whether all rewards that were measured last are
+
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None):
         found = read(path)
         self.cfg, self.path = cfg, path
@@ -399,13 +401,15 @@ class Objective:
     def measured(self, engine):
         """(number of texts after held-out prompts, mean reward of the unperturbed model); the same draws every time."""
         rewards = self.judged(engine, self.held)[1]
+        self.equal = len(set(rewards)) == 1 < len(rewards)
         return len(rewards), math.fsum(rewards) / len(rewards)
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
         written, rewards = self.judged(engine, self.held.part([number % len(self.held.rows)]))
         texts = readable(self.reader, *written)
-        return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f})"
+        hint = ", like every held-out text: where all rewards are equal, nothing is learnt" if self.equal else ""
+        return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f}{hint})"
 
     def try_out(self):
         """Lets the function judge an empty text and a prompt. Raises ObjectiveError."""
