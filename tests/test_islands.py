@@ -32,7 +32,7 @@ from islands import gossip, merging, peers, transfer
 from model import parameters, seeds, state_digest
 from coordinators import Coordinator, Server, caller, free_port, listening, refused, run_worker, until
 from fakes import (ACTIVATIONS, CFG, FakeEngine, FakeObjective, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness,
-                   begin_together, full)
+                   full)
 from fuzzing import EXAMPLES, SLOW
 from recordings import HERE, digests
 from run_logs import events
@@ -115,8 +115,12 @@ def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(snapshots, "state_hash", state_hash)
     with Isle(tmp_path, "a", 0, cfg=changed(REJUVENATE_AFTER=12, SNAPSHOT_EVERY=1000)) as a:
-        engines = [Learner(a.cfg, 0) for _ in range(2)]
-        begin_together(engines)                          # else one may do all steps alone
+        class Beside(Learner):
+            def evaluate(self, *members):                # not ahead of the other, which would be expected no more
+                until(lambda: all(engine.step >= self.step for engine in engines) or not a.thread.is_alive())
+                return super().evaluate(*members)
+
+        engines = [Beside(a.cfg, 0) for _ in range(2)]
         for engine in engines:
             a.work(engine)
         a.tells("rejuvenated")
@@ -587,7 +591,9 @@ def test_a_mixed_state_is_what_the_two_parents_give(tmp_path, monkeypatch, const
 
 
 def test_who_does_not_accept_gives_and_keeps(tmp_path):
-    with two(tmp_path, (3, 30), GIVES) as (a, b):
+    with two(tmp_path, (0, 30), GIVES) as (a, b):
+        b.reaches(11)                                            # it is the better one when the other begins
+        a.worker = a.work(Learner(a.cfg, 3))
         until(lambda: a.told("gossip", peer="b", outcome="keep") and b.told("gossip", peer="a", outcome="offer"))
         a.reaches(26)
     assert a.start.epoch == b.start.epoch == 0 and not a.told("gossip", outcome="pull")

@@ -417,7 +417,8 @@ def one_of_three_drifts(**options):
     class Late(Drifting):
         def evaluate(self, *members):
             if self.step >= self.after:
-                until(lambda: all(other.loads or other.evaluated[-1][0] >= self.after for other in others))
+                until(lambda: all(other.loads or any(step >= self.after for step, *_ in other.evaluated)
+                                  for other in others))
             return super().evaluate(*members)
 
     return others[0], Late(pause=0.001, **options), others[1]
