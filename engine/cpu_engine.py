@@ -392,7 +392,7 @@ def warm_up(cfg, say=print, verbs=STEP):
 
     kernel_cache.CpuCache.before_next = compiling
     try:
-        with kernel_cache.uncollected():         # a tenth of the time otherwise: many objects are made and few cycles
+        with kernel_cache.uncollected():         # saves a tenth of the time: many objects are made and few cycles
             # Ctrl-C ends what this thread compiles; it would wait for others
             engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7, threads=1)
             digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))

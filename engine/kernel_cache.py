@@ -346,7 +346,7 @@ class OuterCompiler(InnerCompiler):
     library_class = codegen.JITCodeLibrary
 
     def compile_extra(self, function):
-        with typed_once():                       # a tenth of the time otherwise
+        with typed_once():                       # saves a tenth of the time
             return super().compile_extra(function)
 
 
