@@ -172,6 +172,11 @@ LONG = ("test_a_cold_start_compiles_each_function_once", "test_an_archipelago_su
         "test_ctrl_c_early_leaves_no_traceback")
 
 
+def pytest_configure(config):
+    if config.option.markexpr == "gpu" and config.getoption("numprocesses", None):
+        raise pytest.UsageError("`-m gpu` starts a process per core itself, and one GPU serves them all: leave out -n")
+
+
 def pytest_ignore_collect(collection_path, config):
     """With `-m gpu` and its like, files without such a test are not imported: this machine may lack what they need."""
     mark = config.option.markexpr
