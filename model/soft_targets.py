@@ -20,19 +20,21 @@ Followers = namedtuple("Followers", "first size tokens")
 def followers(cfg, tokens, context):
     """The Followers of the contexts of `context` tokens before every place of the data, which are a ring."""
     bits = max(1, (cfg.VOCAB_SIZE - 1).bit_length())
-    key = np.zeros(len(tokens), np.uint64)                  # the context, then the token
+    width = np.uint32 if bits * (context + 1) <= 32 else np.uint64
+    key = np.zeros(len(tokens), width)                      # the context, then the token
     for back in range(context, -1, -1):
-        key = key << np.uint64(bits) | np.roll(tokens, back)
+        key <<= width(bits)
+        key |= np.roll(tokens, back)
     places = np.arange(key.size)
     for shift in range(0, bits * (context + 1), 16):         # sorting 16 bits is quick, and equal keys are alike
-        places = places[np.argsort((key[places] >> np.uint64(shift)).astype(np.uint16), kind="stable")]
+        places = places[np.argsort((key >> width(shift)).astype(np.uint16)[places], kind="stable")]
     key = key[places]
-    before = key >> np.uint64(bits)
-    starts = np.flatnonzero(np.append(True, before[1:] != before[:-1]))
-    sizes = np.diff(starts, append=key.size)
-    first, size = np.empty((2, key.size), np.uint32)
-    first[places], size[places] = np.repeat(starts, sizes), np.repeat(sizes, sizes)
-    return Followers(first, size, (key & np.uint64((1 << bits) - 1)).astype(tokens.dtype))
+    before = key >> width(bits)
+    starts = np.flatnonzero(np.append(True, before[1:] != before[:-1])).astype(np.uint32)
+    sizes = np.diff(starts, append=np.uint32(key.size))
+    number = np.empty(key.size, np.uint32)                  # of the context before a place
+    number[places] = np.repeat(np.arange(starts.size, dtype=np.uint32), sizes)
+    return Followers(starts[number], sizes[number], (key & width((1 << bits) - 1)).astype(tokens.dtype))
 
 
 def windows(cfg, tokens, known, step, seed, first, count, pairs=1):
@@ -71,17 +73,22 @@ class Tables:
                              "memory, more than this machine has: use less data or no SOFT_TARGETS")
 
     def begin(self, step):
-        """Begins to make the Followers of this step and of the next context."""
-        context, before = self._cfg.soft_context(step), self._cfg.soft_context(step - 1)
-        coming = [c for first, c in self._cfg.SOFT_TARGETS if first > step][:1]
-        kept = {c: self._made[c] for c in (context, before, *coming) if c in self._made}
-        self._made = kept | {c: self._begun(c) for c in dict.fromkeys([context, *coming]) if c and c not in kept}
+        """Begins to make the Followers of a step."""
+        context = self._cfg.soft_context(step)
+        if context and context not in self._made:
+            self._made[context] = self._begun(context)
 
     def of(self, step):
-        """The Followers of a step; None: its context is 0."""
+        """The Followers of a step; None: its context is 0. Those of the next context are begun when these are there:
+        at the start of a run two would share the cores."""
         self.begin(step)
         context = self._cfg.soft_context(step)
-        return self._made[context].result() if context else None
+        known = self._made[context].result() if context else None
+        coming = next((first for first, _ in self._cfg.SOFT_TARGETS if first > step), step)
+        self.begin(coming)
+        wanted = {self._cfg.soft_context(s) for s in (step - 1, step, coming)}
+        self._made = {c: made for c, made in self._made.items() if c in wanted}
+        return known
 
     def _begun(self, context):
         made = Future()
