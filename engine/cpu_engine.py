@@ -88,8 +88,6 @@ class CpuEngine:
         self._activations = ActivationVotes(cfg) if cfg.PERTURB == "activations" else None
         self._nothing = self._activations and self._activations.nothing
         self._tensors, self._followers = parameters.tensors(cfg), soft_targets.Tables(cfg, tokens)
-        if tokens is not None:
-            self._followers.begin(0)                         # while what follows is loaded or compiled
         self._table = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS), ROW)
         packed = corrections = columns = 0
         for t in self._tensors:

@@ -483,8 +483,6 @@ class CudaEngine:
                                                               silent)
         self.compile_seconds = 0.0
         self._tables = soft_targets.Tables(cfg, tokens)
-        if tokens is not None:
-            self._tables.begin(0)                            # while the kernels of a step are compiled
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
         self._forward.tables()
         self._reserve()

@@ -61,8 +61,9 @@ def group_windows(cfg, tokens, known, step, seed, first_group, groups):
 
 
 class Tables:
-    """The Followers of the steps of a run. A thread makes those of the next context of SOFT_TARGETS while the present
-    ones serve, so that no step waits. Raises ValueError if the memory is too small."""
+    """The Followers of the steps of a run. A thread makes those of step 0 while an engine is loaded or compiled, and
+    those of the next context of SOFT_TARGETS while the present ones serve. Raises ValueError if the memory is too
+    small."""
 
     def __init__(self, cfg, tokens):
         self._cfg, self._tokens = cfg, tokens
@@ -71,27 +72,27 @@ class Tables:
         if need > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
             raise ValueError(f"SOFT_TARGETS: {len(tokens):,} tokens of training data take {need / 2**30:.0f} GiB of "
                              "memory, more than this machine has: use less data or no SOFT_TARGETS")
-
-    def begin(self, step):
-        """Begins to make the Followers of a step."""
-        context = self._cfg.soft_context(step)
-        if context and context not in self._made:
-            self._made[context] = self._begun(context)
+        if tokens is not None:
+            self._begin(0)
 
     def of(self, step):
         """The Followers of a step; None: its context is 0. Those of the next context are begun when these are there:
         at the start of a run two would share the cores."""
-        self.begin(step)
+        self._begin(step)
         context = self._cfg.soft_context(step)
         known = self._made[context].result() if context else None
         coming = next((first for first, _ in self._cfg.SOFT_TARGETS if first > step), step)
-        self.begin(coming)
+        self._begin(coming)
         wanted = {self._cfg.soft_context(s) for s in (step - 1, step, coming)}
         self._made = {c: made for c, made in self._made.items() if c in wanted}
         return known
 
-    def _begun(self, context):
-        made = Future()
+    def _begin(self, step):
+        """Begins to make the Followers of a step, if that is not done."""
+        context = self._cfg.soft_context(step)
+        if not context or context in self._made:
+            return
+        made = self._made[context] = Future()
 
         def make():
             try:
@@ -100,4 +101,3 @@ class Tables:
                 made.set_exception(error)
 
         threading.Thread(target=make, daemon=True).start()
-        return made
