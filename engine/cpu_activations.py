@@ -124,6 +124,11 @@ class ActivationVotes:
                 np.add.at(sums[tensor].T, seen.tokens, settled_of[phase][:seen.tokens.size])
         return sums
 
+    def vote_on_nothing(self):
+        """Compiles what `votes` calls, or loads it from the cache."""
+        differences = np.empty((0, self.cfg.GROUP_SIZE, self.cfg.SEQ_LEN), np.int64)
+        self.votes([(self.nothing, None, differences)], activations.least_differences(1, 1))
+
     def chunk(self, read, each, job):
         """(bytes, int): the packed digits and the loss of a chunk, of which this was read. job: CpuEngine._job, where a
         thread sums the votes of `each` Seens."""

@@ -6,9 +6,8 @@ once on a machine and serve every configuration.
 
 import concurrent.futures
 import functools
-import pickle
-import subprocess
-import sys
+import os
+import signal
 import time
 
 import numpy as np
@@ -365,45 +364,57 @@ class CpuEngine:
 
 STEP = ("evaluate", "update")                      # the verbs of a training step
 VERBS = *STEP, "validate", "digest", "write"
-APART = ("write", "update", "digest")              # which a second process compiles meanwhile, in this order
-HELPER = f"import pickle, sys; sys.path.insert(0, {egg_config.ROOT!r}); from engine import cpu_engine\n" \
-         "cpu_engine.warm_up(*pickle.load(sys.stdin.buffer))"
+APART = "update", "digest"                         # which a fork compiles meanwhile, with the votes of activations
 
 
 def warm_up(cfg, say=print, verbs=STEP):
     """Compiles the kernels of some verbs on a tiny model, or loads them from the cache. Returns the seconds that took.
-    `say` takes a line if anything is compiled. If there is another core, a second process compiles APART meanwhile,
-    and this one what is left of it."""
-    started, helper = time.monotonic(), None
-    apart = [verb for verb in APART if verb in verbs]
+    `say` takes a line if anything is compiled. If there is another core, forks of this process compile what has nothing
+    in common with `evaluate`, and `write` as soon as the forward pass, which both need, waits for its machine code
+    alone. Whoever comes to a function that another one compiles waits for it."""
+    started, forks = time.monotonic(), []
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
                             SEEN_VOTES=cfg.SEEN_VOTES, PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0,
                             STATE_TOKENS=min(1, cfg.STATE_TOKENS))
+    digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
+    arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
+                     write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
+                            sampling.settings(small), 0))
+
+    def use(some):
+        # Ctrl-C ends what this thread compiles; it would wait for others
+        engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7, threads=1)
+        for verb in some:
+            with kernel_cache.uncollected():     # saves a tenth of the time: many objects are made and few cycles
+                getattr(engine, verb)(*arguments[verb])
+        return engine
 
     def compiling():
-        nonlocal helper
         say(f"compiling the CPU engine ({simd.KIND}) ...")
-        if apart and not set(verbs) <= set(APART) and hardware.cores() > 1:
-            helper = subprocess.Popen([sys.executable, "-c", HELPER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                                      stderr=subprocess.DEVNULL)
-            helper.stdin.write(pickle.dumps((small, print, apart)))
-            helper.stdin.close()
+        fork(work_apart)
 
-    kernel_cache.CpuCache.before_next = compiling
+    def work_apart():
+        engine = use([verb for verb in APART if verb in verbs])
+        if engine._activations:
+            engine._activations.vote_on_nothing()
+
+    def optimizing():
+        if "write" in verbs:
+            fork(lambda: use(["write"]))
+
+    def fork(work):
+        if "evaluate" in verbs and hardware.cores() > 1:
+            forks.append(kernel_cache.forked(work))
+
+    kernel_cache.once.update(compiling=compiling)
     try:
-        with kernel_cache.uncollected():         # saves a tenth of the time: many objects are made and few cycles
-            # Ctrl-C ends what this thread compiles; it would wait for others
-            engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7, threads=1)
-            digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
-            arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
-                             write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
-                                    sampling.settings(small), 0))
-            for verb in sorted(verbs, key=APART.__contains__):
-                getattr(engine, verb)(*arguments[verb])
+        use(())
+        kernel_cache.once.update(optimizing=optimizing)
+        use(sorted(verbs, key=("evaluate", "validate", *APART, "write").index))
     finally:
-        kernel_cache.CpuCache.before_next = None
-        if helper:
-            helper.kill()
-            helper.wait()
+        kernel_cache.once.clear()
+        for pid in forks:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     return time.monotonic() - started

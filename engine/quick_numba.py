@@ -7,16 +7,15 @@ import functools
 from types import SimpleNamespace
 from unittest import mock
 
-from numba.cuda import dispatcher, lowering, utils
-from numba.cuda.core import (analysis, inline_closurecall, ir, postproc, ssa, transforms, typed_passes,
-                             untyped_passes)
+from numba.cuda import core, dispatcher, lowering, utils
+from numba.cuda.core import analysis, inline_closurecall, ir, ssa, typed_passes, untyped_passes
 from numba.cuda.core.base import BaseContext
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.core.typeinfer import ConstraintNetwork, TypeVarMap
 from numba.cuda.cudadrv import devices
 from numba.cuda.target import CUDATypingContext
 
-from engine.kernel_cache import typed_once, uncollected
+from engine import kernel_cache
 
 NODES = {kind for kind in vars(ir).values() if isinstance(kind, type)             # what inlining changes
          and issubclass(kind, (ir.Inst, ir.Var, ir.Scope, ir.VarMap, ir.Block, ir.Arg))}
@@ -36,10 +35,9 @@ def without_gpu(capability):
 @contextlib.contextmanager
 def quick(first_of=lambda function: function):
     """A block in which numba-cuda compiles in under half of the time, to the same PTX. It omits what is not needed
-    here: the search for live variables after every inlining, which only `del` wants, and for those that one block alone
-    uses; the search for variables in text and numbers; deep copies of what does not change; reading a function again to
-    inline it again; the choice of a signature for a call that has one, of an implementation that was found or is
-    missing, of the type of a constant; the size of a type and the parameters of a function again; inferring types from
+    here: what kernel_cache.quick omits; the search for live variables that one block alone uses; the search for
+    variables in text and numbers; deep copies of what does not change; reading a function again to inline it again; the
+    choice of an implementation that was found or is missing, of the type of a constant; the size of a type and the parameters of a function again; inferring types from
     those that have not changed since; rewriting blocks that do not name the variable that becomes static; a search
     through its block for every variable; what an error would say of its place in a function; passes for closures,
     inlined overloads and array expressions; Python's search for garbage.
@@ -50,13 +48,6 @@ def quick(first_of=lambda function: function):
     make_static, rewrite = ssa._run_ssa, ssa._run_block_rewrite
     named = {}
     live = analysis.compute_live_map
-
-    def run(self, emit_dels=False, extend_lifetimes=False):
-        self.func_ir.blocks = transforms.canonicalize_cfg(self.func_ir.blocks)
-        self.func_ir.variable_lifetime = postproc.VariableLifetime(self.func_ir.blocks)
-        self.func_ir.generator_info = None
-        if emit_dels:
-            self._insert_var_dels(extend_lifetimes)
 
     def run_untyped_passes(self, function, enable_ssa=False):
         self.flags.enable_ssa = enable_ssa
@@ -106,7 +97,7 @@ def quick(first_of=lambda function: function):
     def nothing(self, state):
         return True
 
-    with (uncollected(), typed_once(), _found_once(first_of), mock.patch.object(postproc.PostProcessor, "run", run),
+    with (kernel_cache.uncollected(), kernel_cache.quick(core), _found_once(first_of),
           mock.patch.multiple(InlineWorker, run_untyped_passes=run_untyped_passes, inline_function=inline_function),
           mock.patch.object(analysis, "compute_live_map", compute_live_map),
           mock.patch.multiple(ssa, _run_ssa=run_ssa, _run_block_rewrite=run_block_rewrite),
