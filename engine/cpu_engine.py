@@ -370,8 +370,8 @@ APART = "update", "digest"                         # which a fork compiles meanw
 def warm_up(cfg, say=print, verbs=STEP):
     """Compiles the kernels of some verbs on a tiny model, or loads them from the cache. Returns the seconds that took.
     `say` takes a line if anything is compiled. If there is another core, forks of this process compile what has nothing
-    in common with `evaluate`, and `write` as soon as the forward pass, which both need, waits for its machine code
-    alone. Whoever comes to a function that another one compiles waits for it."""
+    in common with `evaluate`, and `write` as soon as numba knows the forward pass, which both need. Whoever comes to a
+    function that another process compiles waits for it."""
     started, forks = time.monotonic(), []
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
@@ -399,7 +399,7 @@ def warm_up(cfg, say=print, verbs=STEP):
         if engine._activations:
             engine._activations.vote_on_nothing()
 
-    def optimizing():
+    def write_apart():
         if "write" in verbs:
             fork(lambda: use(["write"]))
 
@@ -407,10 +407,10 @@ def warm_up(cfg, say=print, verbs=STEP):
         if "evaluate" in verbs and hardware.cores() > 1:
             forks.append(kernel_cache.forked(work))
 
-    kernel_cache.once.update(compiling=compiling)
+    kernel_cache.once.update(any=compiling)
     try:
         use(())
-        kernel_cache.once.update(optimizing=optimizing)
+        kernel_cache.once.update(score_rows=write_apart)
         use(sorted(verbs, key=("evaluate", "validate", *APART, "write").index))
     finally:
         kernel_cache.once.clear()

@@ -109,19 +109,15 @@ def _compile_together(missing, capability, started):
     numbers, writer = os.pipe()
     os.write(writer, bytes(range(len(missing))))
     os.close(writer)
-    forks = []
-    for _ in range(count):
-        forks.append(os.fork())
-        if not forks[-1]:
-            try:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-                with quick_numba.quick(), quick_numba.without_gpu(capability):
-                    while number := os.read(numbers, 1):
-                        path, kernel = longest_first[number[0]]
-                        kernel.dispatcher._cache = kernel_cache.CudaCache(path)
-                        kernel.dispatcher.compile(kernel.signature)
-            finally:
-                os._exit(0)
+
+    def compile_some():
+        with quick_numba.quick(), quick_numba.without_gpu(capability):
+            while number := os.read(numbers, 1):
+                path, kernel = longest_first[number[0]]
+                kernel.dispatcher._cache = kernel_cache.CudaCache(path)
+                kernel.dispatcher.compile(kernel.signature)
+
+    forks = [kernel_cache.forked(compile_some) for _ in range(count)]
     os.close(numbers)
     while forks := [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]:
         time.sleep(0.1)

@@ -256,9 +256,7 @@ def nothing(*_, **__):
     pass
 
 
-# {"compiling": called before the next function is compiled, "optimizing": when all that the next one calls is compiled};
-# each is called once
-once = {}
+once = {}       # {name: called before the function of that name is compiled, "any": before the next one}, then forgotten
 
 
 def forked(work):
@@ -297,7 +295,7 @@ class CpuCache:
         path = self._path(signature, context)
         found = read(path)
         if found is None:
-            once.pop("compiling", nothing)()
+            once.pop("any", nothing)()
             show(f"egg: compiling {self._function.__name__} ...")
             self._lock.close()                               # of a compilation that was interrupted
             with contextlib.suppress(OSError):
@@ -347,14 +345,6 @@ PASSES = (untyped_passes.TranslateByteCode, untyped_passes.FixupArgs, untyped_pa
           typed_passes.AnnotateTypes, typed_passes.NativeLowering, typed_passes.NoPythonBackend)
 
 
-class Outer(codegen.JITCodeLibrary):
-    """A function that Python calls."""
-
-    def finalize(self):
-        once.pop("optimizing", nothing)()
-        super().finalize()
-
-
 class InnerCompiler(compiler.CompilerBase):
     """Compiles a function into an `Inner`, and likewise the functions of numba that it calls."""
 
@@ -368,6 +358,7 @@ class InnerCompiler(compiler.CompilerBase):
         return [pipeline]
 
     def compile_extra(self, function):
+        once.pop(function.__name__, nothing)()
         target = self.state.targetctx.codegen()
         self.state.library = self.library_class(target, function.__qualname__)
         self.state.library.enable_object_caching()
@@ -381,7 +372,7 @@ class InnerCompiler(compiler.CompilerBase):
 class OuterCompiler(InnerCompiler):
     """Compiles a function that Python calls."""
 
-    library_class = Outer
+    library_class = codegen.JITCodeLibrary
 
     def compile_extra(self, function):
         with quick(numba.core):                  # saves a sixth of the time
