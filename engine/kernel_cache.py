@@ -19,6 +19,7 @@ import pathlib
 import pickle
 import re
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from numba.core.compiler import CompileResult
 from numba.core.types.functions import BaseFunction
 
 VERSIONS = sys.implementation.cache_tag, sys.version_info[:3], numba.__version__, llvmlite.__version__, np.__version__
+PR_SET_PDEATHSIG = 1       # of prctl(2)
 MOST_BYTES = 1 << 31       # of the kernels that are kept
 UNUSED_SECONDS = 90 * 86400.0
 # LLVM prefers registers of 256 bits where it has larger ones. Read when numba compiles its first function.
@@ -256,14 +258,15 @@ def nothing(*_, **__):
     pass
 
 
-once = {}       # {name: called before the function of that name is compiled, "any": before the next one}, then forgotten
+once = {}       # {name of a function: called before it is compiled, "any": before the next one is}; each is called once
 
 
 def forked(work):
-    """The number of a fork of this process that calls work(), quietly, and ends."""
+    """The number of a fork of this process that calls work(), quietly, and ends; at the latest when this one does."""
     pid = os.fork()
     if not pid:
         try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             once.clear()
             work()

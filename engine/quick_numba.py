@@ -37,10 +37,10 @@ def quick(first_of=lambda function: function):
     """A block in which numba-cuda compiles in under half of the time, to the same PTX. It omits what is not needed
     here: what kernel_cache.quick omits; the search for live variables that one block alone uses; the search for
     variables in text and numbers; deep copies of what does not change; reading a function again to inline it again; the
-    choice of an implementation that was found or is missing, of the type of a constant; the size of a type and the parameters of a function again; inferring types from
-    those that have not changed since; rewriting blocks that do not name the variable that becomes static; a search
-    through its block for every variable; what an error would say of its place in a function; passes for closures,
-    inlined overloads and array expressions; Python's search for garbage.
+    choice of an implementation that was found or is missing, of the type of a constant; the size of a type and the
+    parameters of a function again; inferring types from those that have not changed since; rewriting blocks that do not
+    name the variable that becomes static; a search through its block for every variable; what an error would say of its
+    place in a function; passes for closures, inlined overloads and array expressions; Python's search for garbage.
 
     first_of(function): a device function, or one to inline, that stands for it; the same for all of equal content."""
     inline = InlineWorker.inline_function

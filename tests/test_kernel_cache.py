@@ -418,6 +418,21 @@ def test_a_cold_start_compiles_each_function_once(tmp_path, others_wait):
         write(kernel_cache.directory() / path.name, path.read_bytes())
 
 
+FORK_PROGRAM = """
+import os, time
+from engine import kernel_cache
+ready, begun = os.pipe()
+kernel_cache.forked(lambda: (os.write(begun, b"."), time.sleep(60)))
+os.read(ready, 1)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_fork_ends_with_its_process():
+    """Else `run` would wait, because the fork has the same output."""
+    assert subprocess.run([sys.executable, "-c", FORK_PROGRAM], cwd=HERE, capture_output=True, timeout=30).returncode == -9
+
+
 def test_an_interrupted_compilation_holds_no_lock(tmp_path, monkeypatch):
     """Else the next one would wait for it for ever."""
     taken, flock, cache = [], fcntl.flock, kernel_cache.CpuCache(python, None)
