@@ -430,7 +430,8 @@ os.kill(os.getpid(), 9)
 
 def test_a_fork_ends_with_its_process():
     """Else `run` would wait, because the fork has the same output."""
-    assert subprocess.run([sys.executable, "-c", FORK_PROGRAM], cwd=HERE, capture_output=True, timeout=30).returncode == -9
+    ended = subprocess.run([sys.executable, "-c", FORK_PROGRAM], cwd=HERE, capture_output=True, timeout=30)
+    assert ended.returncode == -9
 
 
 def test_an_interrupted_compilation_holds_no_lock(tmp_path, monkeypatch):
