@@ -117,9 +117,9 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     job_shift = nz.shift
     noise_of = pair_functions(cfg, nz).column
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
-    MASK = 0 if GATES else activations.mask_of(cfg, "up" if INNER else "down")       # of noise on the outputs
+    AMPLITUDE = 0 if GATES else activations.amplitude_of(cfg, "up" if INNER else "down")     # of noise on the outputs
     LOWEST = 0 if INNER and cfg.MLP_RELU else -127
-    DISTURBED = MASK != 0
+    DISTURBED = AMPLITUDE != 0
     LEAST = gru_parts.both(LOWEST)
     as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, -127 if DISTURBED else LOWEST)
     begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
@@ -143,7 +143,7 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
         """Four columns from acc[i] on as two words of two int16, with the noise of outputs from `index` on."""
         y, z = pairs(acc, i)
         if DISTURBED:
-            return disturbed(y, z, noise_word(source, p + STREAM, pair, member, index, MASK), LEAST)
+            return disturbed(y, z, noise_word(source, p + STREAM, pair, member, index, AMPLITUDE), LEAST)
         return y, z
 
     @gpu.device
@@ -334,7 +334,7 @@ def recur_kernel(cfg, nz, gpu):
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu)
     noise_word, _ = gru_parts.disturbance_functions(cfg, gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
-    GATE, CANDIDATE = activations.mask_of(cfg, "gate"), activations.mask_of(cfg, "candidate")
+    GATE, CANDIDATE = activations.amplitude_of(cfg, "gate"), activations.amplitude_of(cfg, "candidate")
     APART = activations.WORDS_APART * 4
     KEEPS = cfg.PERTURB == "activations"
 

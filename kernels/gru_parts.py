@@ -479,20 +479,19 @@ def embedding_functions(cfg, nz, cc):
 def disturbance_functions(cfg, cc):
     """(word, disturbed), device functions of the noise on activations (SPEC 21):
 
-    word(source, at, pair, odd, index, mask)    four noise values as int8: of the even or odd member of a pair, from
-                                                output `index` of its window on, a multiple of 4; plan[at]: the stream;
-                                                mask: an amplitude, four times
+    word(source, at, pair, odd, index, amplitude)   four noise values as int8: of the even or odd member of a pair, from
+                                                output `index` of its window on, a multiple of 4; plan[at]: the stream
     disturbed(y, z, word, lowest)               two words of two int16, from -127 to 127, plus the noise, clipped
     """
-    hash32, draws = rules.draw_rules(device, 0).hash32, rules.activation_rules(device).draws
+    drawn = rules.activation_rules(device).drawn
     plus, within = int16_functions(cc)
 
     @device
-    def word(source, at, pair, odd, index, mask):
+    def word(source, at, pair, odd, index, amplitude):
         job = source.job
         member = uint32(uint32(uint32(source.seed + source.seed) - job[0]) + uint32(2 * pair + odd))
         stream = uint32(uint32(source.plan[source.p + at]) + (uint32(index) >> uint32(2)))
-        return int32(draws(hash32(member, stream), uint32(mask)) & job[2])
+        return int32(drawn(member, stream, amplitude) & job[2])
 
     @device
     def disturbed(y, z, word, lowest):
@@ -518,8 +517,8 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     normed, added = normed_function(cfg, cc), added_function(cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
     noise_word, _ = disturbance_functions(cfg, cc)
-    MASK = activations.mask_of(cfg, "embedding")
-    DISTURBED = MASK != 0
+    AMPLITUDE = activations.amplitude_of(cfg, "embedding")
+    DISTURBED = AMPLITUDE != 0
 
     @cuda.jit(launch_bounds=256)
     def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
@@ -549,7 +548,8 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
                 if DISTURBED:
                     for i in range(2):
                         for m in range(2):
-                            drawn = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4, MASK)
+                            drawn = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4,
+                                               AMPLITUDE)
                             e[2 * i + m] = added(e[2 * i + m], ptx.low2(drawn), ptx.high2(drawn))
                 for m in range(2):
                     ptx.store2(x, at_x + m * (2 * H) + b * 8, e[m], e[2 + m])

@@ -15,7 +15,6 @@ from model.seeds import hash32
 
 LEVELS = 7                   # largest digit of a position
 WORDS_APART = 1 << 20        # hashes between the streams of two phases, at least SEQ_LEN * HIDDEN_DIM
-DITHER_STREAM = 1 << 31      # first hash of the dither of the head's errors
 
 
 _rules = rules.activation_rules(lambda function: function)
@@ -74,11 +73,6 @@ def phase_of(cfg):
 def amplitude_of(cfg, name):
     """int: the amplitude of a phase; 0 where noise is on weights."""
     return getattr(cfg, "NOISE_" + name.upper()) if cfg.PERTURB == "activations" else 0
-
-
-def mask_of(cfg, name):
-    """int: the same, in each byte of a word."""
-    return 0x01010101 * amplitude_of(cfg, name)
 
 
 def votes(cfg):

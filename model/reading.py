@@ -282,8 +282,8 @@ def chunk_votes(cfg, state, tokens, known, first):
     """(int8 [weights], int): the digits of the chunk that begins with member `first`, and its loss. tokens: the data;
     known: their soft_targets.Followers, or None."""
     first_group = first // cfg.GROUP_SIZE
-    windows = soft_targets.group_windows(cfg, tokens, known, state.step, state.seed, first_group,
-                                         cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+    windows = soft_targets.windows(cfg, tokens, known, state.step, state.seed, first_group,
+                                   cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
     groups = [read_group(cfg, state, window, number) for number, window in enumerate(windows, first_group)]
     total = sum(int(np.abs(group.differences).sum()) for group in groups)
     count = 7 * cfg.CHUNK_SIZE * cfg.SEQ_LEN
@@ -352,7 +352,7 @@ def head_errors(cfg, seed, z, targets):
     exp = integer_tables.exp_table(cfg).astype(np.int64)
     weights = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
     wanted = (targets[:, :, None] == np.arange(cfg.VOCAB_SIZE)).sum(1)
-    words = seeds.hash32(seed, np.arange(activations.DITHER_STREAM, activations.DITHER_STREAM + -(-z.size // 2)))
+    words = seeds.hash32(seed, np.arange(rules.DITHER_STREAM, rules.DITHER_STREAM + -(-z.size // 2)))
     random = words.astype("<u4").view("<u2")[:z.size].reshape(z.shape).astype(np.int64)
     whole = weights.sum(1, keepdims=True) * targets.shape[1]
     parts = wanted * weights.sum(1, keepdims=True) - targets.shape[1] * weights
