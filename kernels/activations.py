@@ -66,9 +66,9 @@ def share_of(units, quads):
 
 
 def build(cfg):
-    """{name: Kernel} of a configuration; `products` is that of the update."""
+    """{name: Kernel} of a configuration; `products` is that of the update. Blocks have BLOCK threads."""
     made = [*_head_kernels(cfg), *_credit_kernels(cfg), *_vote_kernels(cfg)]
-    return {kernel.py_func.__name__: Kernel(kernel) for kernel in made}
+    return {function.__name__: Kernel(cuda.jit(launch_bounds=BLOCK)(function)) for function in made}
 
 
 def padded(cfg):
@@ -85,7 +85,6 @@ def _head_kernels(cfg):
     DIVISOR = parameters.divisor(cfg, H)
     HEAD_WORDS = TOGETHER * H // 4
 
-    @cuda.jit(launch_bounds=BLOCK)
     def keep(source: A32, inputs, pieces, row, offset, count, rows, operand: A32):
         """Operand rows from `row` on of what a pass left: `inputs` bytes a position of the even members of `count`
         pairs, the first of which is group `offset`. pieces: as of core_word; 0: it left rows of words. A thread four
@@ -103,7 +102,6 @@ def _head_kernels(cfg):
             for e in range(4):
                 operand[place(rows, row + j * 4 + e, offset * PADDED + quad * 4)] = turned[e]
 
-    @cuda.jit(launch_bounds=BLOCK)
     def head_logits(head: A32, normed: A32, count, z: A8):
         """z int8 [count * T, V]: the logits of the even members; head: its canonical weights. A thread a token,
         TOGETHER positions a block."""
@@ -127,7 +125,6 @@ def _head_kernels(cfg):
                 if first + e < positions:
                     z[(first + e) * V + v] = int8(max(min(acc[e] // int32(DIVISOR), 127), -127))
 
-    @cuda.jit(launch_bounds=BLOCK)
     def softmax(z: A8, count, exps: A32, tops: A32, sums: A64):
         """The largest logit of every position and the sum of EXP. A warp a position."""
         p, lane = int64(cuda.grid(1) >> 5), cuda.threadIdx.x & 31
@@ -143,7 +140,6 @@ def _head_kernels(cfg):
             if lane == 0:
                 tops[p], sums[p] = top, total
 
-    @cuda.jit(launch_bounds=BLOCK)
     def errors(z: A8, tops: A32, sums: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count, rows,
                operand: A32):
         """Operand rows from `row` on: the head's errors, of `count` groups from `offset` on; chunk: the job. A thread a
@@ -175,7 +171,6 @@ def _credit_kernels(cfg):
     BITS, CREDIT = activations.fraction_bits(cfg), cfg.CREDIT
     LEVELS = activations.LEVELS
 
-    @cuda.jit(launch_bounds=BLOCK)
     def measure(clean: A64, losses: A64, totals: A64):
         """totals[0] += the sizes of all differences of losses; totals[1] += the losses of the groups' clean model."""
         total, own = int64(0), int64(0)
@@ -190,7 +185,6 @@ def _credit_kernels(cfg):
             cuda.atomic.add(totals, 0, total)
             cuda.atomic.add(totals, 1, own)
 
-    @cuda.jit(launch_bounds=BLOCK)
     def credit(clean: A64, losses: A64, totals: A64, own: A8, later: A8):
         """own, later int8 [groups * PADDED, 4 QUADS]: digits and credits. A thread a member."""
         least = cuda.local.array(LEVELS, int64)
@@ -207,7 +201,6 @@ def _credit_kernels(cfg):
                 at = (group * PADDED + t) * (4 * QUADS) + k
                 own[at], later[at] = e, after
 
-    @cuda.jit(launch_bounds=BLOCK)
     def add_up(credits: A32, job: AU32, begins, amplitude, shift, units, row, positions, rows, operand: A32):
         """Operand rows from `row` on: settled sums over the members of credit times noise. A thread four outputs of
         four positions; credits: a word for every four members."""
@@ -244,7 +237,6 @@ def _vote_kernels(cfg):
     WIDTH, SKIP = cfg.READERS * cfg.WINDOW, cfg.STATE_TOKENS             # between the windows of two groups
     ALPHA = activations.alpha(cfg)
 
-    @cuda.jit(launch_bounds=BLOCK)
     def bias_votes(operand: A32, row, units, positions, rows, at, votes: A32):
         """votes[at..] = sums of operand rows from `row` on. A warp an output."""
         unit, lane = int64(cuda.grid(1) >> 5), cuda.threadIdx.x & 31
@@ -256,7 +248,6 @@ def _vote_kernels(cfg):
             if lane == 0:
                 votes[at + unit] = total
 
-    @cuda.jit(launch_bounds=BLOCK)
     def token_votes(operand: A32, row, windows: A32, positions, rows, at, votes: A32):
         """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
         thread an output and four positions."""
@@ -269,7 +260,6 @@ def _vote_kernels(cfg):
                     token = windows[group * WIDTH + SKIP + t + e]
                     cuda.atomic.add(votes, at + vote_index(token, unit, True, V), vote)
 
-    @cuda.jit(launch_bounds=BLOCK)
     def vote_sizes(votes: A32, tensors: A64, sizes: A64):
         """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size.
         Grid: [blocks, tensors]."""
@@ -281,7 +271,6 @@ def _vote_kernels(cfg):
         if cuda.threadIdx.x & 31 == 0:
             cuda.atomic.add(sizes, tensor, total)
 
-    @cuda.jit(launch_bounds=BLOCK)
     def vote_digits(votes: A32, tensors: A64, sizes: A64, digits: A8):
         """digits int8 [weights]. Grid: as vote_sizes."""
         tensor = cuda.blockIdx.y
@@ -291,7 +280,6 @@ def _vote_kernels(cfg):
             vote = int64(votes[first + i])
             digits[first + i] = int8(int32(vote >= least) - int32(vote <= -least))
 
-    @cuda.jit(launch_bounds=BLOCK)
     def pack_digits(digits: A8, packed: B1):
         """packed uint8 [digits / 5] (model.ternary). A thread a byte."""
         i = int64(cuda.grid(1))
@@ -313,7 +301,7 @@ class Votes:
         self.cfg, self._pieces = cfg, pieces                 # inputs of a piece of the MLP's inner values
         self.kernels = build(cfg) | {"products": Kernel(cuda.jit(products_kernel(wgmma)), SHARED)}
         self.matrices, self.biases, self.embedding = activations.votes(cfg)
-        self.phases = activations.phases(cfg)
+        self.phases = activations.phases(cfg).values()
         self.groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
         self.padded = padded(cfg)
         self.positions = self.groups * self.padded

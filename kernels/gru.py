@@ -590,7 +590,7 @@ class Plan(host.Plan):
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
         e = self._tensors["embedding", 0]
-        streams = {at: phase.stream for at, phase in activations.phase_of(cfg).items()}
+        streams = {at: phase.stream for at, phase in activations.phases(cfg).items()}
         self.add({TABLE: [packing.at["embedding", 0], e.seed_a, e.seed_b, e.overlay_a, e.overlay_b],
                   STREAM: [streams["embedding", 0]]})
         self.layers = []
@@ -701,9 +701,7 @@ class RegisterKernels(_Kernels):
 
 def kernels_of(cfg, packing, gpu, silent):
     """The kernels of the path that serves a configuration on a GPU."""
-    wgmma = gru_narrow.wgmma_fits(cfg, gpu.cc, gpu.shared)
-    if cfg.PERTURB == "activations":                         # only the general path has noise on activations
-        return GeneralKernels(cfg, packing, gpu, True)
-    if wgmma or gru_narrow.fits(cfg, gpu.shared):
+    wgmma, weights = gru_narrow.wgmma_fits(cfg, gpu.cc, gpu.shared), cfg.PERTURB == "weights"
+    if weights and (wgmma or gru_narrow.fits(cfg, gpu.shared)):      # only the general path has noise on activations
         return RegisterKernels(cfg, packing, gpu, silent, wgmma)
-    return GeneralKernels(cfg, packing, gpu, silent)
+    return GeneralKernels(cfg, packing, gpu, silent or not weights)

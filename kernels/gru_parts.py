@@ -385,18 +385,16 @@ def state_functions(cc):
                 add2(h_high, ptx.byte_permute(ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd), 0x6521)))
 
     @device
-    def summed(y, z, word, b, c):
-        return add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c)
+    def summed(y, z, word, b, c, low, high):
+        return within(add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c), low, high)
 
     @called
     def opened(y, z, word, b, c):
-        y, z = summed(y, z, word, b, c)
-        return within(y, z, 0, FULL)
+        return summed(y, z, word, b, c, 0, FULL)
 
     @called
     def candidates(y, z, word, b, c):
-        y, z = summed(y, z, word, b, c)
-        return within(y, z, LOWEST, HIGHEST)
+        return summed(y, z, word, b, c, LOWEST, HIGHEST)
 
     return gated, next_state, opened, candidates
 

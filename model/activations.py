@@ -52,22 +52,17 @@ def fraction_bits(cfg):
 
 
 def phases(cfg):
-    """[Phase], in the order of the forward pass."""
-    found = []
+    """{(name, layer): Phase}, in the order of the forward pass."""
+    found = {}
     for layer in range(cfg.N_LAYERS):
         for number, (name, (units, later, *_)) in enumerate(PHASES.items()):
             amplitude = amplitude_of(cfg, name)
             credit = 3 << fraction_bits(cfg) if later else 2                 # its usual size
             size = math.isqrt(cfg.GROUP_SIZE * (credit * amplitude) ** 2)    # about that of a sum
             if number or not layer:
-                found.append(Phase(name, layer, units * cfg.HIDDEN_DIM, amplitude, (5 * layer + number) * WORDS_APART,
-                                   later, max(0, size.bit_length() - 6)))
+                found[name, layer] = Phase(name, layer, units * cfg.HIDDEN_DIM, amplitude,
+                                           (5 * layer + number) * WORDS_APART, later, max(0, size.bit_length() - 6))
     return found
-
-
-def phase_of(cfg):
-    """{(name, layer): Phase}."""
-    return {(phase.name, phase.layer): phase for phase in phases(cfg)}
 
 
 def amplitude_of(cfg, name):
@@ -77,7 +72,7 @@ def amplitude_of(cfg, name):
 
 def votes(cfg):
     """([Vote] on matrices that are multiplied, [(tensor, Phase)] of biases, (tensor, Phase) of the embedding)."""
-    named, of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phase_of(cfg)
+    named, of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phases(cfg)
     matrices, biases = [Vote(named["head", 0], None, "normed_f")], []
     for (name, layer), phase in of.items():
         inputs, bias = PHASES[name][2:]

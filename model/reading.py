@@ -58,7 +58,7 @@ class Reading:
     def __init__(self, cfg, state, seed=0, sign=0, see=lambda layer, name, values: None, disturbed=False):
         self.cfg, self.state, self.see = cfg, state, see
         self.seed, self.sign = seed, sign
-        self.phases = activations.phase_of(cfg) if disturbed else {}         # whose outputs have noise
+        self.phases = activations.phases(cfg) if disturbed else {}         # whose outputs have noise
         self.noise_shift = cfg.noise_shift(state.step)
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
         self.carried = np.zeros((cfg.N_LAYERS, cfg.HIDDEN_DIM), np.int64)
@@ -324,7 +324,7 @@ def group_votes(cfg, group, least):
     matrices, biases, (embedding, at_embedding) = activations.votes(cfg)
     settled = {None: head_errors(cfg, group.seed, group.parts["Logits", -1], group.targets)}
     digits = np.sign(group.differences) * (np.abs(group.differences)[:, :, None] >= least).sum(2)
-    for phase in activations.phases(cfg):
+    for phase in activations.phases(cfg).values():
         total = 0
         for seed, digit in zip(group.members, digits):
             due = credit(cfg, digit) if phase.later else digit
