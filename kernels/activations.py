@@ -218,7 +218,7 @@ def _credit_kernels(cfg):
                     given = credits[(quad * 4 + e) * QUADS + k]
                     here = uint32(first + uint32(e * int32(words)))
                     for u in range(4):
-                        words_of[u] = drawn(uint32(member + uint32(4 * k + u)), here, amplitude)
+                        words_of[u] = int32(drawn(uint32(member + uint32(4 * k + u)), here, amplitude))
                     turned = turn4(words_of)
                     for u in range(4):
                         acc[e, u] = ptx.dp4a(turned[u], given, acc[e, u])
