@@ -312,14 +312,14 @@ class Recurrent(Forward):
             kernels.own_head(*self._warps("head", units), given, call=plan.ln_f, at=kernels.at_head)
             return
         kernels.norm_f((units, blocks(n, 64)), 256, given, call=plan.ln_f, out=normed, sb=sb)
-        if given["keep"] == gru.KEEP_INPUTS:
-            self.votes.head(given, normed)
         if not clean and not self.votes:                     # the head adds to them
             driver.device_memset(given["losses"], 0, given["losses"].nbytes, given["stream"])
         which = -1 if clean else 0
         head = kernels.heads[which]
         head(blocks(units * n, 32 * head.shape.RG), THREADS, given, call=plan.head, at_tiles=kernels.at_tiles[which],
              x=normed, sb=sb, windows=given["tokens"], exps=self._tables.clean_exps if clean else self._tables.exps)
+        if given["keep"] == gru.KEEP_INPUTS:
+            self.votes.head(given, normed)
 
     def _warps(self, name, work):
         """(blocks, threads) of a kernel whose warps share out so much work."""

@@ -18,7 +18,7 @@ from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, place, products_
 from model import activations, parameters, rules, ternary
 
 BLOCK = 128
-TOGETHER = 8                 # positions whose logits a thread computes
+TOGETHER = 8                 # positions whose logits a thread computes, a multiple of 4
 RULES = rules.activation_rules(device)
 drawn = RULES.drawn
 digit = RULES.digit
@@ -102,66 +102,48 @@ def _head_kernels(cfg):
             for e in range(4):
                 operand[place(rows, row + j * 4 + e, offset * PADDED + quad * 4)] = turned[e]
 
-    def head_logits(head: A32, normed: A32, count, z: A8):
-        """z int8 [count * T, V]: the logits of the even members; head: its canonical weights. A thread a token,
-        TOGETHER positions a block."""
-        x, positions = cuda.shared.array(HEAD_WORDS, int32), count * T
-        first = int64(cuda.blockIdx.y) * TOGETHER
-        for i in range(cuda.threadIdx.x, HEAD_WORDS, BLOCK):
-            p = min(first + i % TOGETHER, positions - 1)
-            j = i // TOGETHER
-            x[i] = normed[core_word(p, j, H, H)]
+    def errors(head: A32, normed: A32, losses: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count,
+               rows, operand: A32):
+        """Operand rows from `row` on: the head's errors, of `count` groups from `offset` on. head: its canonical
+        weights; losses: as kernels.head leaves them; chunk: the job. A thread a token, TOGETHER positions a block."""
+        x = cuda.shared.array(HEAD_WORDS, int32)
+        logits = cuda.shared.array((TOGETHER, BLOCK), int32)
+        first, lane = int64(cuda.blockIdx.y) * TOGETHER, cuda.threadIdx.x
+        for i in range(lane, HEAD_WORDS, BLOCK):
+            n = first + i % TOGETHER
+            p = min(n - n // PADDED * (PADDED - T), count * T - 1)           # beyond a window any position will do
+            x[i] = normed[core_word(p, i // TOGETHER, H, H)]
         cuda.syncthreads()
-        v = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
-        acc = int32s(TOGETHER)
-        for e in range(TOGETHER):
-            acc[e] = 0
+        v = cuda.blockIdx.x * BLOCK + lane
         if v < V:
+            acc = int32s(TOGETHER)
+            for e in range(TOGETHER):
+                acc[e] = 0
             for j in range(H // 4):
                 w = head[j * V + v]
                 for e in range(TOGETHER):
                     acc[e] = ptx.dp4a(w, x[j * TOGETHER + e], acc[e])
             for e in range(TOGETHER):
-                if first + e < positions:
-                    z[(first + e) * V + v] = int8(max(min(acc[e] // int32(DIVISOR), 127), -127))
+                logits[e, lane] = max(min(acc[e] // int32(DIVISOR), 127), -127)
+            for four in range(0, TOGETHER, 4):
+                group = (first + four) // PADDED
+                t = first + four - group * PADDED
+                if group < count:
+                    seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
+                    found = int32s(4)
+                    for e in range(4):
+                        found[e] = 0
+                        if t + e < T:
+                            at = group * width + SKIP + 1
+                            wanted = int32(tokens[at + t + e] == v)
+                            for k in range(TARGETS - 1):
+                                wanted += int32(tokens[at + T + (t + e) * (TARGETS - 1) + k] == v)
+                            logit, softmax = logits[four + e, lane], losses[(2 * group + 1) * T + t + e]
+                            found[e] = head_error(logit, wanted, TARGETS, exps[softmax % 256 - 128 - logit],
+                                                  softmax // 256, seed, (t + e) * V + v)
+                    operand[place(rows, row + v, offset * PADDED + first + four)] = pack_bytes(found, 0)
 
-    def softmax(z: A8, count, exps: A32, tops: A32, sums: A64):
-        """The largest logit of every position and the sum of EXP. A warp a position."""
-        p, lane = int64(cuda.grid(1) >> 5), cuda.threadIdx.x & 31
-        if p < count * T:
-            top = int32(-128)
-            for v in range(lane, V, 32):
-                top = max(top, int32(z[p * V + v]))
-            top = ptx.warp_max(top)
-            total = int64(0)
-            for v in range(lane, V, 32):
-                total += exps[top - z[p * V + v]]
-            total = warp_sum(total)
-            if lane == 0:
-                tops[p], sums[p] = top, total
-
-    def errors(z: A8, tops: A32, sums: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count, rows,
-               operand: A32):
-        """Operand rows from `row` on: the head's errors, of `count` groups from `offset` on; chunk: the job. A thread a
-        token and four positions."""
-        v, quad, group, t = share_of(V, PADDED // 4)
-        if group < count:
-            seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
-            found = int32s(4)
-            for e in range(4):
-                found[e] = 0
-                if t + e < T:
-                    p = group * T + t + e
-                    at = group * width + SKIP + 1
-                    wanted = int32(tokens[at + t + e] == v)
-                    for k in range(TARGETS - 1):
-                        wanted += int32(tokens[at + T + (t + e) * (TARGETS - 1) + k] == v)
-                    logit = int32(z[p * V + v])
-                    found[e] = head_error(logit, wanted, TARGETS, exps[tops[p] - logit], sums[p], seed,
-                                          (t + e) * V + v)
-            operand[place(rows, row + v, offset * PADDED + quad * 4)] = pack_bytes(found, 0)
-
-    return keep, head_logits, softmax, errors
+    return keep, errors
 
 
 def _credit_kernels(cfg):
@@ -319,7 +301,6 @@ class Votes:
         cfg, places = self.cfg, self.groups * self.cfg.SEQ_LEN
         credits = self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8
         return dict(operand=(self._rows * (self._splits + 1) * SPLIT // 4, np.int32),
-                    z=(places * cfg.VOCAB_SIZE, np.int8), tops=(places, np.int32), sums=(places, np.int64),
                     clean=(2 * places, np.int64), losses=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int64),
                     own=credits, later=credits, digits=(cfg.CHUNK_DIGITS, np.int8),
                     kept=(2 * places * cfg.HIDDEN_DIM // 4, np.int32), votes=(cfg.CHUNK_DIGITS, np.int32),
@@ -348,7 +329,7 @@ class Votes:
 
     def _launch(self, name, work, given, threads=BLOCK, high=1, **more):
         """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
-        self.kernels[name]((blocks(work, threads), high), threads, given | self._given, **more)
+        self.kernels[name]((blocks(work, threads), high), threads, self._given | given, **more)
 
     def keep(self, given, name, layer, source):
         """Keeps what the clean model of given["count"] groups has as the input `name`."""
@@ -359,12 +340,10 @@ class Votes:
 
     def head(self, given, normed):
         """Keeps the head's inputs and errors of given["count"] groups."""
-        V, positions, head = self.cfg.VOCAB_SIZE, given["count"] * self.cfg.SEQ_LEN, self.matrices[0].tensor
+        head = self.matrices[0].tensor
         self.keep(given, "normed_f", 0, normed)
-        self._launch("head_logits", V, given, high=blocks(positions, TOGETHER), normed=normed,
-                     head=given["weights"][head.span].view(np.int32))
-        self._launch("softmax", 32 * positions, given)
-        self._launch("errors", given["count"] * self.padded // 4 * V, given, row=self._row[None])
+        self._launch("errors", head.cols, given, high=blocks(given["count"] * self.padded, TOGETHER), normed=normed,
+                     head=given["weights"][head.span].view(np.int32), row=self._row[None])
 
     def finish(self, stream, job, windows):
         """Fills arrays.result, from the losses of all members and what was kept; windows: of all pairs."""

@@ -118,7 +118,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
         return unit, position if PAIRED else position + 8 * half
 
     @device
-    def store_loss(losses, unit, odd, position, totals, best, z, count, length):
+    def store_loss(losses, unit, odd, position, totals, best, z, count, length, job):
         for half in range(2):
             window, here = scored(half, unit, position)
             if window < count and here < length:
@@ -128,6 +128,10 @@ def head_kernel(cfg, nz, gpu, clean=False):
                 else:
                     loss = position_loss(totals[half], int32(TARGETS * best[half]), z[half])
                     if EACH:
+                        # both members are the unperturbed model: in place of the odd one's loss its softmax, for the
+                        # errors of the head (kernels.activations)
+                        if half == 1 and job[2] == 0:
+                            loss = totals[half] * 256 + (best[half] + 128)
                         losses[(2 * unit + half) * length + position] = loss
                     else:
                         cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
@@ -258,6 +262,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
                 for half in range(2):
                     totals[half] += wide[mine + half * (8 * CG) + k]
         if q == 0 and side == 0:
-            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length)
+            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length,
+                       job)
 
     return Kernel(head, 4 * (AT_PARTS + PARTS), shape)
