@@ -219,17 +219,6 @@ def _vote_kernels(cfg):
     WIDTH, SKIP = cfg.READERS * cfg.WINDOW, cfg.STATE_TOKENS             # between the windows of two groups
     ALPHA = activations.alpha(cfg)
 
-    def bias_votes(operand: A32, row, units, positions, rows, at, votes: A32):
-        """votes[at..] = sums of operand rows from `row` on. A warp an output."""
-        unit, lane = int64(cuda.grid(1) >> 5), cuda.threadIdx.x & 31
-        if unit < units:
-            total = int32(0)
-            for n in range(4 * lane, positions, 128):
-                total = ptx.dp4a(operand[place(rows, row + unit, n)], 0x01010101, total)
-            total = ptx.warp_sum(total)
-            if lane == 0:
-                votes[at + unit] = total
-
     def token_votes(operand: A32, row, windows: A32, positions, rows, at, votes: A32):
         """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
         thread an output and four positions."""
@@ -272,7 +261,7 @@ def _vote_kernels(cfg):
                 byte = byte * int32(3) + (int32(2) if digit < 0 else digit)
             packed[i] = byte
 
-    return bias_votes, token_votes, vote_sizes, vote_digits, pack_digits
+    return token_votes, vote_sizes, vote_digits, pack_digits
 
 
 class Votes:
@@ -282,14 +271,16 @@ class Votes:
     def __init__(self, cfg, pieces, wgmma):
         self.cfg, self._pieces = cfg, pieces                 # inputs of a piece of the MLP's inner values
         self.kernels = build(cfg) | {"products": Kernel(cuda.jit(products_kernel(wgmma)), SHARED)}
-        self.matrices, self.biases, self.embedding = activations.votes(cfg)
+        self.matrices, biases, self.embedding = activations.votes(cfg)
         self.phases = activations.phases(cfg).values()
         self.groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
         self.padded = padded(cfg)
         self.positions = self.groups * self.padded
+        # the bias is the weight of an input that is always 1
+        self._products = [*self.matrices, *(activations.Vote(tensor, phase, "one") for tensor, phase in biases)]
         # numbers of operand rows: of phases, of the head's errors, of (input, layer)
         self._counts = ({phase: phase.units for phase in self.phases} | {None: cfg.VOCAB_SIZE}
-                        | {(vote.inputs, vote.tensor.layer): vote.tensor.rows for vote in self.matrices})
+                        | {(vote.inputs, vote.tensor.layer): vote.tensor.rows for vote in self._products})
         self._row, end = {}, 0                               # the first of them
         for what, count in self._counts.items():
             self._row[what], end = end, end + 8 * blocks(count, 8)
@@ -311,16 +302,20 @@ class Votes:
         return sum(count * np.dtype(kind).itemsize for count, kind in self._sizes().values())
 
     def reserve(self):
-        """Reserves the arrays, all 0."""
-        self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(np.zeros(count, kind))
-                                                  for name, (count, kind) in self._sizes().items()})
+        """Reserves the arrays, all 0 but the operand rows of ones."""
+        zeros = {name: np.zeros(count, kind) for name, (count, kind) in self._sizes().items()}
+        operand = zeros["operand"].view(np.int8).reshape(-1, self._rows // 8, SPLIT // 16, 8, 16)            # see place
         tiles, tensors = [], self._tensors
-        for vote in self.matrices:
-            t, units = vote.tensor, self._row[vote.phase]
-            inputs = self._row[vote.inputs, vote.tensor.layer]
+        for t, phase, name in self._products:
+            units, inputs = self._row[phase], self._row[name, t.layer]
+            if not t.matrix:
+                operand[:, inputs // 8, :, 0] = 1
+            # the votes on a vector lie as those on a matrix of one column, whose rows are the outputs
             tiles += [(units + p, inputs + s, min(TILE, t.cols - p), min(TILE, t.rows - s), 0,
-                       blocks(self.positions, DEPTH) * DEPTH, t.weights - 4 * units, t.cols, 1, s)
+                       blocks(self.positions, DEPTH) * DEPTH, t.weights - (4 * units if t.matrix else units),
+                       t.cols if t.matrix else 1, t.matrix, s)
                       for p in range(0, t.cols, TILE) for s in range(0, t.rows, TILE)]
+        self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(array) for name, array in zeros.items()})
         totals, digits = arrays.result[:2 + len(tensors)], arrays.result[2 + len(tensors):].view(np.uint8)
         of_tensors = np.array([x for t in tensors for x in (t.weights, t.size)], np.int64)
         self._given = dict(vars(arrays), rows=self._rows, positions=self.positions, start=0, totals=totals,
@@ -359,9 +354,6 @@ class Votes:
                          begins=phase.stream, amplitude=phase.amplitude, shift=phase.shift, units=phase.units,
                          row=self._row[phase])
         self._launch("products", len(self._given["tiles"]) * self._splits * THREADS, given, THREADS)
-        for tensor, phase in self.biases:
-            self._launch("bias_votes", 32 * phase.units, given, row=self._row[phase], units=phase.units,
-                         at=tensor.weights)
         tensor, phase = self.embedding
         self._launch("token_votes", self.positions // 4 * phase.units, given, row=self._row[phase], at=tensor.weights)
         for name in "vote_sizes", "vote_digits":
