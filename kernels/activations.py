@@ -32,10 +32,13 @@ head_error = RULES.head_error
 @device
 def turn4(x):
     """Of four words, four others: their bytes 0, their bytes 1, 2, 3."""
-    low, high = ptx.byte_permute(x[0], x[1], 0x5140), ptx.byte_permute(x[2], x[3], 0x5140)
-    low2, high2 = ptx.byte_permute(x[0], x[1], 0x7362), ptx.byte_permute(x[2], x[3], 0x7362)
-    return (ptx.byte_permute(low, high, 0x5410), ptx.byte_permute(low, high, 0x7632),
-            ptx.byte_permute(low2, high2, 0x5410), ptx.byte_permute(low2, high2, 0x7632))
+    turned = int32s(4)
+    for half in range(2):
+        low = ptx.byte_permute(x[0], x[1], 0x5140 + 0x2222 * half)
+        high = ptx.byte_permute(x[2], x[3], 0x5140 + 0x2222 * half)
+        turned[2 * half] = ptx.byte_permute(low, high, 0x5410)
+        turned[2 * half + 1] = ptx.byte_permute(low, high, 0x7632)
+    return turned
 
 
 @device

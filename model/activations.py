@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model import parameters, rules
+from model import fitness_digits, parameters, rules
 from model.seeds import hash32
 
 LEVELS = 7                   # largest digit of a position
@@ -95,7 +95,7 @@ def voted(cfg, t, sums):
     """int8 [size]: the digits, in canonical order, of the votes `sums` (int [rows, cols] or [cols]) on a tensor."""
     sums = parameters.to_canonical(sums) if t.matrix else sums.ravel()
     least = int(_rules.least_vote(np.abs(sums.astype(np.int64)).sum(), t.size, alpha(cfg)))
-    return ((sums >= least).view(np.int8) - (sums <= -least).view(np.int8))
+    return fitness_digits.large(sums, least)
 
 
 def noise(phase, seed, positions):
