@@ -21,8 +21,8 @@ from typing import NamedTuple
 from numba import cuda, float32, int32, int64, types
 
 from kernels import gru_narrow, gru_parts, host, ptx
-from kernels.gru_parts import (B_APART, B_F, B_H, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, padded_rows, row_of)
+from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
+                               W_DOWN_INPUT, W_F, W_H, W_UP, noise_word, norm_kernel, padded_rows, row_of)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
 from kernels.pairs import I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, pair_functions, source_of, stream_of
@@ -125,7 +125,7 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
-    noise_word, disturbed = gru_parts.disturbance_functions(cfg, gpu.cc)
+    plus, within = gru_parts.int16_functions(gpu.cc)
 
     @gpu.device
     def prepare(words, bytes_, at, c, column, unit, source, p):
@@ -143,7 +143,8 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
         """Four columns from acc[i] on as two words of two int16, with the noise of outputs from `index` on."""
         y, z = pairs(acc, i)
         if DISTURBED:
-            return disturbed(y, z, noise_word(source, p + STREAM, pair, member, index, AMPLITUDE), LEAST)
+            y, z = plus(y, z, noise_word(source, p + STREAM, pair, member, index, AMPLITUDE))
+            return within(y, z, LEAST, HIGHEST)
         return y, z
 
     @gpu.device
@@ -332,7 +333,6 @@ def recur_kernel(cfg, nz, gpu):
     as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, H)
     gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu)
-    noise_word, _ = gru_parts.disturbance_functions(cfg, gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
     GATE, CANDIDATE = activations.amplitude_of(cfg, "gate"), activations.amplitude_of(cfg, "candidate")
     APART = activations.WORDS_APART * 4

@@ -64,6 +64,7 @@ def both(x):
 
 
 HIGHEST, LOWEST = both(127), both(-127)
+drawn = rules.activation_rules(device).drawn
 
 
 def clip_function(cc, base, lowest, highest, within=True):
@@ -474,29 +475,14 @@ def embedding_functions(cfg, nz, cc):
     return fill, of_token, embedded
 
 
-def disturbance_functions(cfg, cc):
-    """(word, disturbed), device functions of the noise on activations (SPEC 21):
-
-    word(source, at, pair, odd, index, amplitude)   four noise values as int8: of the even or odd member of a pair, from
-                                                output `index` of its window on, a multiple of 4; plan[at]: the stream
-    disturbed(y, z, word, lowest)               two words of two int16, from -127 to 127, plus the noise, clipped
-    """
-    drawn = rules.activation_rules(device).drawn
-    plus, within = int16_functions(cc)
-
-    @device
-    def word(source, at, pair, odd, index, amplitude):
-        job = source.job
-        member = uint32(uint32(uint32(source.seed + source.seed) - job[0]) + uint32(2 * pair + odd))
-        stream = uint32(uint32(source.plan[source.p + at]) + (uint32(index) >> uint32(2)))
-        return int32(drawn(member, stream, amplitude) & job[2])
-
-    @device
-    def disturbed(y, z, word, lowest):
-        y, z = plus(y, z, word)
-        return within(y, z, lowest, HIGHEST)
-
-    return word, disturbed
+@device
+def noise_word(source, at, pair, odd, index, amplitude):
+    """Four values of the noise on activations (SPEC 21), as int8: of the even or odd member of a pair, from output
+    `index` of its window on, a multiple of 4; plan[at]: the stream."""
+    job = source.job
+    member = uint32(uint32(uint32(source.seed + source.seed) - job[0]) + uint32(2 * pair + odd))
+    stream = uint32(uint32(source.plan[source.p + at]) + (uint32(index) >> uint32(2)))
+    return int32(drawn(member, stream, amplitude) & job[2])
 
 
 def norm_kernel(cfg, nz, cc, streams, embeds=False):
@@ -514,7 +500,6 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     _, add = input_functions(cfg, nz, H, 4)
     normed, added = normed_function(cfg, cc), added_function(cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
-    noise_word, _ = disturbance_functions(cfg, cc)
     AMPLITUDE = activations.amplitude_of(cfg, "embedding")
     DISTURBED = AMPLITUDE != 0
 
@@ -546,9 +531,9 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
                 if DISTURBED:
                     for i in range(2):
                         for m in range(2):
-                            drawn = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4,
+                            noise = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4,
                                                AMPLITUDE)
-                            e[2 * i + m] = added(e[2 * i + m], ptx.low2(drawn), ptx.high2(drawn))
+                            e[2 * i + m] = added(e[2 * i + m], ptx.low2(noise), ptx.high2(noise))
                 for m in range(2):
                     ptx.store2(x, at_x + m * (2 * H) + b * 8, e[m], e[2 + m])
         for member in range(2):
