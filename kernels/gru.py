@@ -119,9 +119,8 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
     AMPLITUDE = 0 if GATES else activations.amplitude_of(cfg, "up" if INNER else "down")     # of noise on the outputs
     LOWEST = 0 if INNER and cfg.MLP_RELU else -127
-    DISTURBED = AMPLITUDE != 0
     LEAST = gru_parts.both(LOWEST)
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, -127 if DISTURBED else LOWEST)
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, -127 if AMPLITUDE else LOWEST)
     begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
@@ -142,7 +141,7 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     def words_of(acc, i, source, p, pair, member, index):
         """Four columns from acc[i] on as two words of two int16, with the noise of outputs from `index` on."""
         y, z = pairs(acc, i)
-        if DISTURBED:
+        if AMPLITUDE:
             y, z = plus(y, z, noise_word(source, p + STREAM, pair, member, index, AMPLITUDE))
             return within(y, z, LEAST, HIGHEST)
         return y, z

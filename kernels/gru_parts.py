@@ -501,7 +501,6 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     normed, added = normed_function(cfg, cc), added_function(cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
     AMPLITUDE = activations.amplitude_of(cfg, "embedding")
-    DISTURBED = AMPLITUDE != 0
 
     @cuda.jit(launch_bounds=256)
     def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
@@ -528,7 +527,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             for b in range(STEPS):
                 embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
                          token_noise, token_factor, shift, q)
-                if DISTURBED:
+                if AMPLITUDE:
                     for i in range(2):
                         for m in range(2):
                             noise = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4,
