@@ -625,6 +625,8 @@ def _derive(cfg):
     cfg.N_PAIRS = cfg.POPULATION_SIZE // 2
     cfg.N_GROUPS = 1 if cfg.USE_SAME_DATA else cfg.POPULATION_SIZE // cfg.GROUP_SIZE
     cfg.TARGETS = 8 if cfg.SOFT_TARGETS else 1                  # of a position
+    # pairs that read a window together, with the same targets: with noise on activations those of a group
+    cfg.READERS = 1 if cfg.PERTURB == "weights" else cfg.GROUP_SIZE // 2
     cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that a pair reads
     # all shifts of the noise in a run: tables and kernels are exact for each of them
     cfg.NOISE_SHIFTS = sorted({cfg.noise_shift(step) for step in (0, *(first for first, _ in cfg.SIGMA_SCHEDULE))})

@@ -18,11 +18,9 @@ What the CUDA engine uses:
                         member. overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these
                         pairs; job: uint32 [4] on the device = seed of the step, first pair of the job, 2^32 - 1, shift
                         of the noise; offset, pairs: Python ints
-        .votes          None, or with noise on activations (SPEC 21) a kernels.activations.Votes, and instead of
-                        evaluate
-        .vote(stream, weights, packed, overlay, windows, group_windows, job, most, scratch, digits)
-                        digits (int8 [weights]) of the chunk that the job begins; windows: of all pairs, group_windows:
-                        of all groups; most: pairs that `scratch` has room for. votes.arrays.totals[1] is the loss then
+        .votes          None, or with noise on activations (SPEC 21) a kernels.activations.Votes. Then losses has those
+                        of all positions, and `evaluate` has a further argument: True, where the unperturbed model
+                        reads, instead of pairs, groups, for the votes. Their windows are those of all their pairs
         .validate(stream, weights, packed, windows, count, T, scratch, nats)
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
@@ -159,7 +157,7 @@ class Transformer(Forward):
         kernels = self._kernels
         length = padded_length(cfg)
         given = self._given(kernels.layout(pairs)[0], scratch, packed, stream=stream, weights=weights, overlay=overlay,
-                            windows=windows, job=job, offset=offset, losses=losses,
+                            windows=windows, width=windows.size // pairs, job=job, offset=offset, losses=losses,
                             stride=transformer.padded_rows(cfg, pairs), count=pairs)
         rows = 2 * pairs * length
         n = given["n"]
@@ -178,7 +176,7 @@ class Transformer(Forward):
             product(kernels.full_width["down"], rows.down, down, layer, given["u"])
 
         kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed,
-                      width=cfg.SEQ_LEN + 1 if clean else cfg.WINDOW, losses=losses.view(np.int64))
+                      losses=losses.view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
@@ -208,7 +206,7 @@ class Recurrent(Forward):
         super().__init__(cfg, gpu, silent, gru.Plan, gru.kernels_of, writing.recurrent_kernel)
         if cfg.PERTURB == "activations":
             self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP, gpu.wgmma)
-            self.kernels["step"] = [*self.kernels["step"], *self.votes.all_kernels()]
+            self.kernels["step"] = [*self.kernels["step"], *self.votes.kernels.values()]
 
     def _state_bytes(self, pairs):
         """Of the states with which pairs begin, behind which the scratch memory of a pass lies."""
@@ -223,34 +221,20 @@ class Recurrent(Forward):
     def clean_scratch_bytes(self, windows, length):
         return self._kernels.layout(windows, length)[1] if windows else 0
 
-    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, keep=0, **more):
-        """keep, more: of `_launch`."""
+    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, units, scratch, losses, clean=False):
+        """clean: see the top of this file."""
         cfg = self.cfg
         states = None
         before = cfg.STATE_TOKENS
-        given = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, tokens=windows, width=cfg.WINDOW)
-        work = scratch[self._state_bytes(pairs):]
+        given = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, tokens=windows,
+                     width=windows.size // units)
+        work = scratch[self._state_bytes(units):]
         if before:
-            states = scratch[:pairs * cfg.N_LAYERS * cfg.HIDDEN_DIM]
-            self._launch(pairs, before, work, True, states, **given, keep=1)
-        self._launch(pairs, cfg.SEQ_LEN, work, False, states, **given, job=job, offset=offset, skip=before,
-                     begin=int(before > 0), keep=keep, losses=losses, **more)
-
-    def vote(self, stream, weights, packed, overlay, windows, group_windows, job, most, scratch, digits):
-        cfg, votes = self.cfg, self.votes
-        T, width, arrays = cfg.SEQ_LEN, cfg.WINDOW, votes.arrays
-
-        def read(units, cut, losses, job, **more):
-            for first in range(0, units, most):
-                end = min(units, first + most)
-                self.evaluate(stream, weights, packed, overlay, cut[first * width:end * width], job, first, end - first,
-                              scratch, losses[2 * first * T:2 * end * T], **more)
-
-        # the unperturbed model reads every group's window, and what its matrices multiply is kept; then the members
-        read(votes.groups, group_windows, arrays.clean, self._tables.no_job, keep=gru.KEEP_INPUTS, kept=arrays.kept,
-             chunk=job)
-        read(cfg.CHUNK_SIZE // 2, windows, arrays.losses, job)
-        votes.finish(stream, job, group_windows, digits)
+            states = scratch[:units * cfg.N_LAYERS * cfg.HIDDEN_DIM]
+            self._launch(units, before, work, True, states, **given, keep=1)
+        self._launch(units, cfg.SEQ_LEN, work, False, states, **given, job=self._tables.no_job if clean else job,
+                     offset=offset, skip=before, begin=int(before > 0), keep=gru.KEEP_INPUTS * clean, losses=losses,
+                     chunk=job)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
         self._launch(count, length, scratch, True, stream=stream, weights=weights, packed=packed, overlay=weights,
@@ -261,15 +245,13 @@ class Recurrent(Forward):
         rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the
         states at the end go there. losses: None, or int64 [units, 2], with noise on activations [units, 2, n]; clean:
         float64 [units, n]. Where `keep` is KEEP_INPUTS, self.votes keeps what the matrices multiply, and the units are
-        groups from `offset` on; kept: room for it; chunk: the job of their chunk. What is not given is that of a pass
-        without noise from the first token on, whose states and losses nobody wants."""
+        groups from `offset` on; chunk: the job of their chunk. What is not given is that of a pass without noise from
+        the first token on, whose states and losses nobody wants."""
         plan, size = self._plan, units * self.cfg.HIDDEN_DIM
         given = dict(job=self._tables.no_job, offset=0, skip=0, begin=0, keep=0, losses=None,
-                     kept=self._tables.plan) | given
+                     kept=self.votes.arrays.kept if self.votes else self._tables.plan) | given
         given = self._given(self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n, length=n,
                             stride=padded_rows(units * n), rows_at=self._kernels.rows_at, **given)
-        if given["keep"] == gru.KEEP_INPUTS:
-            given["kept"] = given["kept"][:2 * units * n * self.cfg.HIDDEN_DIM // 4]
         layer = self._general_layer if isinstance(self._kernels, gru.GeneralKernels) else self._register_layer
         for i, row in enumerate(plan.layers):
             # without states any array of their type will do
@@ -292,7 +274,7 @@ class Recurrent(Forward):
 
         def keep(name, source):
             if given["keep"] == gru.KEEP_INPUTS:
-                self.votes.keep(given, name, i, source, given["offset"], units)
+                self.votes.keep(given, name, i, source)
 
         norm(kernels.norms[min(i, 1)], row + NORM_1)
         keep("normed_1", normed)
@@ -330,14 +312,14 @@ class Recurrent(Forward):
             kernels.own_head(*self._warps("head", units), given, call=plan.ln_f, at=kernels.at_head)
             return
         kernels.norm_f((units, blocks(n, 64)), 256, given, call=plan.ln_f, out=normed, sb=sb)
-        if given["keep"] == gru.KEEP_INPUTS:
-            self.votes.head({**given, "job": given["chunk"]}, normed, given["offset"], units)
         if not clean and not self.votes:                     # the head adds to them
             driver.device_memset(given["losses"], 0, given["losses"].nbytes, given["stream"])
         which = -1 if clean else 0
         head = kernels.heads[which]
         head(blocks(units * n, 32 * head.shape.RG), THREADS, given, call=plan.head, at_tiles=kernels.at_tiles[which],
              x=normed, sb=sb, windows=given["tokens"], exps=self._tables.clean_exps if clean else self._tables.exps)
+        if given["keep"] == gru.KEEP_INPUTS:
+            self.votes.head(given, normed)
 
     def _warps(self, name, work):
         """(blocks, threads) of a kernel whose warps share out so much work."""

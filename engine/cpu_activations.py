@@ -74,7 +74,7 @@ class ActivationVotes:
     """Reads groups for CpuEngine, and votes."""
 
     def __init__(self, cfg):
-        self.cfg, self._phases, self._tensors = cfg, activations.phases(cfg), parameters.tensors(cfg)
+        self.cfg, self._phases, self._tensors = cfg, activations.phases(cfg).values(), parameters.tensors(cfg)
         self.together = max(1, ROWS_TOGETHER // (cfg.GROUP_SIZE + 1))
         self._matrices, self._biases, self._embedding = activations.votes(cfg)
         # of sequences without noise, of which nothing is kept: with None the model would be compiled once more

@@ -171,24 +171,21 @@ class CpuEngine:
         cfg, step, seed = self.cfg, self.step, self.seed
         c, followers = self._model, self._followers.of(step)
 
-        def read_pairs(a, b):
-            pair, losses = first // 2 + a, np.empty((b - a, 2 * cfg.SEQ_LEN), np.int64)
-            windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, pair, b - a)
-            self._forward.run_windows(c, losses, NO_NATS, windows, cfg.STATE_TOKENS, cfg.SEQ_LEN, uint32(seed + pair),
-                                      1, None)
+        members = 2 * cfg.READERS                            # of a window
+
+        def read(a, b):
+            number = first // members + a
+            windows = soft_targets.windows(cfg, self.tokens, followers, step, seed, number, b - a)
+            if self._activations:
+                return self._activations.read(c, windows, seed, number)
+            losses = np.empty((b - a, 2 * cfg.SEQ_LEN), np.int64)
+            self._forward.run_windows(c, losses, NO_NATS, windows, cfg.STATE_TOKENS, cfg.SEQ_LEN,
+                                      uint32(seed + number), 1, None)
             return losses.reshape(-1, cfg.SEQ_LEN).sum(1)
 
-        def read_groups(a, b):
-            group = first // cfg.GROUP_SIZE + a
-            windows = soft_targets.group_windows(cfg, self.tokens, followers, step, seed, group, b - a)
-            return self._activations.read(c, windows, seed, group)
-
-        if self._activations:
-            job = self._job(cut(count // cfg.GROUP_SIZE, self._activations.together), read_groups)
-        else:
-            # windows for many pairs are cut in little more time than for a few
-            job = self._job(cut(count // 2, min(4 * TOGETHER, -(-count // (4 * self.threads)))), read_pairs)
-        self._begun[first, count] = job
+        # windows for many pairs are cut in little more time than for a few
+        each = self._activations.together if self._activations else min(4 * TOGETHER, -(-count // (4 * self.threads)))
+        self._begun[first, count] = self._job(cut(count // members, each), read)
 
     def _stop(self, *begun):
         """Ends evaluations that nobody will ask for, by default all; then no thread reads the weights."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine import kernel_cache, simd
 from engine.kernel_cache import inlined, inner, leaf
-from engine.cpu_rules import (clip, divide, draw, draws, f32, factor, hash32, head_error, i32, input_coefficient,
+from engine.cpu_rules import (clip, divide, draw, drawn, f32, factor, hash32, head_error, i32, input_coefficient,
                               input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
                               u32)
 from engine.cpu_rules import score as drawn_score
@@ -131,10 +131,8 @@ def vote_draw(c, seed, i):
 @leaf
 def draw_noise(words, seed, first, amplitude):
     """Fills words uint32 with four noise values each (SPEC 21), from hash `first` of a member's seed on."""
-    mask, number = u32(amplitude * 0x01010101), u32(first)
     for i in range(words.size):
-        words[i] = draws(hash32(seed, number), mask)
-        number = u32(number + u32(1))
+        words[i] = drawn(seed, first + i, amplitude)
 
 
 @leaf
@@ -484,10 +482,7 @@ def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
     for j in range(c.TARGETS):
         wanted[target(c, windows, q, start, T, t, j)] += 1
     for v in range(V):
-        number = t * V + v
-        word = hash32(seed, u32(activations.DITHER_STREAM + (number >> 1)))
-        random = i32(u32(word >> u32(16 * (number & 1))) & u32(0xFFFF))
-        errors[v] = head_error(z[r, v], wanted[v], c.TARGETS, weights[v], total, random)
+        errors[v] = head_error(z[r, v], wanted[v], c.TARGETS, weights[v], total, seed, t * V + v)
 
 
 @leaf

@@ -117,7 +117,7 @@ next_state = _norms.next_state
 _short = rules.norm_rules(rule, TARGET._replace(divide=divide_short)).normed
 normed = _switched(_short, _short, _norms.normed)
 _activations = rules.activation_rules(rule)
-draws = _activations.draws
+drawn = _activations.drawn
 digit = _activations.digit
 credited = _activations.credited
 settled = _activations.settled

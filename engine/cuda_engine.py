@@ -29,7 +29,7 @@ from kernels import ptx, update
 from kernels.host import Kernel
 from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest, ternary
+from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 
 # the versions whose internals engine.quick_numba replaces
@@ -145,7 +145,7 @@ def _windows_kernel(cfg, TOKENS):
     width, drawn = before + T + 1, cfg.TARGETS - 1
     same = cfg.USE_SAME_DATA != 0
     groups, per_group = cfg.N_GROUPS, cfg.GROUP_SIZE // 2
-    by_group = cfg.PERTURB == "activations"                  # members of a group have the same targets, too
+    readers = cfg.READERS                                    # pairs that have the same targets, too
     window_start, hash32 = device(rules.window_start), rules.draw_rules(device, 0).hash32
 
     @device
@@ -155,22 +155,21 @@ def _windows_kernel(cfg, TOKENS):
         start = window_start(place[0], place[1] + row, per_group, stride, size - T)
         return (start + k - before) % size
 
-    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, length, each,
+    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, length,
                     windows: A32):
-        """windows int32, flat, `length` numbers of every `each`-th of the pairs place[1] on, in a step whose first
-        window starts at place[0]: model.rules.windows, then the drawn targets (model.soft_targets.windows or
-        group_windows). job[0]: the step's seed; first, size, followers: soft_targets.Followers."""
+        """windows int32, flat, `length` numbers of each of the pairs place[1] on, in a step whose first window starts
+        at place[0]: model.rules.windows, then the drawn targets (model.soft_targets.windows). job[0]: the step's seed;
+        first, size, followers: soft_targets.Followers."""
         i = cuda.grid(1)
         if i < windows.size:
             row = i // length
             k = i - row * length
-            row *= each
             if k < width:
                 windows[i] = int32(tokens[place_of(place, row, k, tokens.size)])
             elif drawn:
                 at = place_of(place, row, before + 1 + (k - width) // drawn, tokens.size)
-                unit = (place[1] + row) // per_group if by_group else place[1] + row
-                random = hash32(uint32(job[0] + uint32(unit)), uint32(rules.TARGET_STREAM + k - width))
+                seed = uint32(job[0] + uint32((place[1] + row) // readers))
+                random = hash32(seed, uint32(rules.TARGET_STREAM + k - width))
                 windows[i] = int32(followers[first[at] + random % size[at]])
 
     return cut_windows
@@ -377,82 +376,49 @@ def data_on_device(cfg, tokens, name):
     return None, []
 
 
-# The evaluation of a number of members: [(int32 windows, the function that cuts them on the host)], the array with its
-# result, and the function that enqueues it
+# The evaluation of a number of members: the windows of their pairs, the array with its result, and the function that
+# enqueues it
 Evaluation = collections.namedtuple("Evaluation", "windows result launch")
 
 
-# How an engine evaluates: the Evaluation of a number of members, what `evaluate` returns of fetched values, and room
-# for those of two evaluations
-Members = collections.namedtuple("Members", "evaluation result fetched")
+# How an engine evaluates: the Evaluation of a number of members, and room for the fetched results of two
+Members = collections.namedtuple("Members", "evaluation fetched")
 
 
-def evaluating_pairs(engine):
-    """The Members of an engine with noise on weights: losses. Reserves device memory for a chunk, in slices whose
-    scratch takes at most half of what is free."""
-    cfg, forward = engine.cfg, engine._forward
+def evaluating(engine):
+    """The Members of an engine. Reserves device memory for a chunk, in slices whose scratch takes at most half of what
+    is free. The result is losses or, with noise on activations, what `finish` of the votes says."""
+    cfg, forward, votes = engine.cfg, engine._forward, engine._forward.votes
     chunk, width = cfg.CHUNK_SIZE // 2, cfg.WINDOW
     most, scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
-    all_windows, all_losses = cuda.device_array(chunk * width, np.int32), cuda.device_array(2 * chunk, np.int64)
+    all_windows = cuda.device_array(chunk * width, np.int32)
+    all_losses = votes.arrays.losses if votes else cuda.device_array(2 * chunk, np.int64)
 
     @functools.cache
     def evaluation(members):
         pairs = members // 2
-        windows, losses = all_windows[:pairs * width], all_losses[:2 * pairs]
+        windows, losses = all_windows[:pairs * width], all_losses[:all_losses.size // chunk * pairs]
         cut = engine._cutting(windows, width)
+
+        def read(units, losses, *clean):
+            apart, each = windows.size // units, losses.size // units
+            for at in range(0, units, most):
+                end = min(units, at + most)
+                forward.evaluate(*engine._model, windows[at * apart:end * apart], engine._job, at, end - at, scratch,
+                                 losses[at * each:end * each], *clean)
 
         def enqueue():
             cut()
-            for at in range(0, pairs, most):
-                end = min(pairs, at + most)
-                forward.evaluate(*engine._model, windows[at * width:end * width], engine._job, at, end - at, scratch,
-                                 losses[2 * at:2 * end])
+            if votes:
+                read(votes.groups, votes.arrays.clean, True)
+            read(pairs, losses)
+            if votes:
+                votes.finish(engine.stream, engine._job, windows)
 
-        return Evaluation([(windows, cut_pairs)], losses, Replay(engine.stream, enqueue))
+        return Evaluation(windows, votes.arrays.result if votes else losses, Replay(engine.stream, enqueue))
 
-    return Members(evaluation, np.copy, [Fetched(2 * chunk, np.int64) for _ in range(2)])
-
-
-HEAD = 16                   # bytes before the digits of a chunk
-
-
-def evaluating_chunks(engine):
-    """The same with noise on activations: the packed digits of a chunk, behind the total of the differences of losses
-    and the loss of the unperturbed model, int64 [2]."""
-    cfg, forward = engine.cfg, engine._forward
-    pairs, groups = cfg.CHUNK_SIZE // 2, cfg.CHUNK_SIZE // cfg.GROUP_SIZE
-    most, scratch = engine._slices(forward.scratch_bytes, pairs, "evaluate a single pair")
-    windows = cuda.device_array(pairs * cfg.WINDOW, np.int32)
-    of_groups = cuda.device_array(groups * cfg.WINDOW, np.int32)
-    out = cuda.device_array(HEAD + ternary.packed_size(cfg.CHUNK_DIGITS), np.uint8)
-    cut = engine._cutting(windows, cfg.WINDOW)
-    cut_of_groups = engine._cutting(of_groups, cfg.WINDOW, cfg.GROUP_SIZE // 2)
-
-    def enqueue():
-        cut()
-        cut_of_groups()
-        forward.vote(*engine._model, windows, of_groups, engine._job, most, scratch, out[HEAD:])
-        out[:HEAD].view(np.int64).copy_to_device(forward.votes.arrays.totals[:2], engine.stream)
-
-    def result(fetched):
-        return fetched[HEAD:].tobytes(), cfg.GROUP_SIZE * int(fetched[:HEAD].view(np.int64)[1])
-
-    whole = Evaluation([(windows, cut_members), (of_groups, cut_groups)], out, Replay(engine.stream, enqueue))
-    return Members(lambda members: whole, result, [Fetched(out.size, np.uint8) for _ in range(2)])
-
-
-def cut_pairs(cfg, tokens, known, step, seed, first, count):
-    return soft_targets.windows(cfg, tokens, known, step, seed, first // 2, count // 2)
-
-
-def cut_groups(cfg, tokens, known, step, seed, first, count):
-    size = cfg.GROUP_SIZE
-    return soft_targets.group_windows(cfg, tokens, known, step, seed, first // size, count // size)
-
-
-def cut_members(*of_chunk):
-    """Of every pair: those of its group."""
-    return cut_groups(*of_chunk).repeat(of_chunk[0].GROUP_SIZE // 2, axis=0)
+    size = evaluation(cfg.CHUNK_SIZE).result.size
+    return Members(evaluation, [Fetched(size, np.int64) for _ in range(2)])
 
 
 class CudaEngine:
@@ -600,11 +566,10 @@ class CudaEngine:
         chunk, and it is (bytes, int): the chunk's packed digits and its loss (SPEC 21)."""
         self._undo_update()
         self.begin(first, count)
-        return self._members.result(self._begun.pop((first, count)).wait())
+        values = self._begun.pop((first, count)).wait()
+        return self._forward.votes.digits_of(values) if self._forward.votes else values.copy()
 
-    @functools.cached_property
-    def _members(self):
-        return (evaluating_chunks if self.cfg.PERTURB == "activations" else evaluating_pairs)(self)
+    _members = functools.cached_property(evaluating)
 
     def _enqueue(self, first, count):
         """The Fetched losses of an evaluation, which is begun."""
@@ -614,9 +579,10 @@ class CudaEngine:
         step, seed = self._at
         known = self._tables.of(step)
         if self._tokens is None:
-            for windows, cut in evaluation.windows:
-                given = cut(self.cfg, self.tokens, known, step, seed, first, count)
-                windows.copy_to_device(given.ravel(), self.stream)
+            readers = self.cfg.READERS
+            cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2 // readers,
+                                       count // 2 // readers)
+            evaluation.windows.copy_to_device(cut.repeat(readers, axis=0).ravel(), self.stream)
         elif known is not self._known:                       # without context every token follows itself alone
             self._known = known
             n = self.tokens.size
@@ -635,13 +601,13 @@ class CudaEngine:
         given = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
         self._given.copy_to_device(np.frombuffer(given, np.uint8), self.stream)
 
-    def _cutting(self, windows, length, each=1):
-        """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job, or every `each`-th."""
+    def _cutting(self, windows, length):
+        """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job."""
         if self._tokens is None:
             return lambda: None                              # the host cuts them
         followers = self._followers or (self._job, self._job, self._tokens)          # without SOFT_TARGETS not read
         return functools.partial(self._kernels["cut_windows"][blocks(windows.size, BLOCK), BLOCK, self.stream],
-                                 self._tokens, self._place, self._job, *followers, length, each, windows)
+                                 self._tokens, self._place, self._job, *followers, length, windows)
 
     def _slices(self, size, count, what):
         """(n, scratch): the number, at most `count`, whose scratch of size(n) bytes fits half of the free memory."""

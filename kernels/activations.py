@@ -12,33 +12,33 @@ from numba import cuda, float64, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.parts import A8, A32, A64, AU32, B1, across, blocks, int32s, pack4, pack_bytes
+from kernels.parts import A8, A32, A64, AU32, B1, across, blocks, int32s, pack_bytes
 from kernels.rules import device
 from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, place, products_kernel, vote_index
-from model import activations, integer_tables, parameters, rules
+from model import activations, parameters, rules, ternary
 
 BLOCK = 128
-# layouts of what a pass leaves: rows of words; core matrices; core matrices in pieces (kernels.gru)
-PLAIN, CORES, PIECES = range(3)
-TOGETHER = 8                 # positions whose logits a thread computes
+TOGETHER = 8                 # positions whose logits a thread computes, a multiple of 4
 RULES = rules.activation_rules(device)
-draws = RULES.draws
+drawn = RULES.drawn
 digit = RULES.digit
 least_difference = RULES.least_difference
 least_vote = RULES.least_vote
 credited = RULES.credited
 settled = RULES.settled
 head_error = RULES.head_error
-hash32 = rules.draw_rules(device, 0).hash32
 
 
 @device
 def turn4(x):
     """Of four words, four others: their bytes 0, their bytes 1, 2, 3."""
-    low, high = ptx.byte_permute(x[0], x[1], 0x5140), ptx.byte_permute(x[2], x[3], 0x5140)
-    low2, high2 = ptx.byte_permute(x[0], x[1], 0x7362), ptx.byte_permute(x[2], x[3], 0x7362)
-    return (ptx.byte_permute(low, high, 0x5410), ptx.byte_permute(low, high, 0x7632),
-            ptx.byte_permute(low2, high2, 0x5410), ptx.byte_permute(low2, high2, 0x7632))
+    turned = int32s(4)
+    for half in range(2):
+        low = ptx.byte_permute(x[0], x[1], 0x5140 + 0x2222 * half)
+        high = ptx.byte_permute(x[2], x[3], 0x5140 + 0x2222 * half)
+        turned[2 * half] = ptx.byte_permute(low, high, 0x5410)
+        turned[2 * half + 1] = ptx.byte_permute(low, high, 0x7632)
+    return turned
 
 
 @device
@@ -50,9 +50,12 @@ def warp_sum(x):
 
 
 @device
-def core_word(p, j, inputs):
-    """Where word j of position p lies: of the even member of a pair, in core matrices of `inputs` inputs."""
-    return (p >> 3) * 2 * (2 * inputs) + (p & 7) * 4 + (j & 3) + (j >> 2) * 32
+def core_word(p, j, inputs, width):
+    """Where word j of position p lies: of the even member of a pair, in core matrices of `inputs` inputs, in pieces of
+    `width` (kernels.gru)."""
+    block, piece = p >> 3, uint32(4 * j) // uint32(width)    # of eight positions: 16 rows, of which these are the first
+    return ((block >> 2) * (16 * inputs) + (block & 3) * (4 * width) + (p & 7) * 4 + (j & 3)
+            + piece * (16 * width) + ((j >> 2) - piece * (width >> 4)) * 32)
 
 
 @device
@@ -66,9 +69,9 @@ def share_of(units, quads):
 
 
 def build(cfg):
-    """{name: Kernel} of a configuration; `products` is that of the update."""
+    """{name: Kernel} of a configuration; `products` is that of the update. Blocks have BLOCK threads."""
     made = [*_head_kernels(cfg), *_credit_kernels(cfg), *_vote_kernels(cfg)]
-    return {kernel.py_func.__name__: Kernel(kernel) for kernel in made}
+    return {function.__name__: Kernel(cuda.jit(launch_bounds=BLOCK)(function)) for function in made}
 
 
 def padded(cfg):
@@ -81,102 +84,69 @@ def _head_kernels(cfg):
     H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
     T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
     PADDED = padded(cfg)
-    TARGETS, WIDTH, SKIP = cfg.TARGETS, cfg.WINDOW, cfg.STATE_TOKENS
-    LAST = cfg.SOFTMAX_LUT_SIZE - 1
+    TARGETS, SKIP = cfg.TARGETS, cfg.STATE_TOKENS
     DIVISOR = parameters.divisor(cfg, H)
-    DITHER = activations.DITHER_STREAM
     HEAD_WORDS = TOGETHER * H // 4
 
-    @cuda.jit(launch_bounds=BLOCK)
-    def keep(source: A32, kind, inputs, pieces, row, first, groups, rows, operand: A32):
-        """Operand rows from `row` on of what a pass left: `inputs` bytes a position of the even members of `groups`
-        pairs, the first of which is group `first`. A thread four inputs of four positions."""
+    def keep(source: A32, inputs, pieces, row, offset, count, rows, operand: A32):
+        """Operand rows from `row` on of what a pass left: `inputs` bytes a position of the even members of `count`
+        pairs, the first of which is group `offset`. pieces: as of core_word; 0: it left rows of words. A thread four
+        inputs of four positions."""
         words = inputs // 4
-        j, _, group, t = share_of(words, PADDED // 4)
-        if group < groups:
+        j, quad, group, t = share_of(words, PADDED // 4)
+        if group < count:
             found = int32s(4)
             for e in range(4):
                 found[e] = 0
                 if t + e < T:
                     p = group * T + t + e
-                    at = p * words + j
-                    if kind != PLAIN:
-                        at = core_word(p, j, inputs)
-                    if kind == PIECES:
-                        block = p >> 3                       # of eight positions: 16 rows, of which these are the first
-                        at = ((block >> 2) * (16 * inputs) + (block & 3) * 2 * (2 * pieces) + (p & 7) * 4 + (j & 3)
-                              + j * 4 // pieces * (16 * pieces) + j * 4 % pieces // 16 * 32)
-                    found[e] = source[at]
+                    found[e] = source[core_word(p, j, inputs, pieces) if pieces else p * words + j]
             turned = turn4(found)
-            n = (first + group) * PADDED + t
             for e in range(4):
-                operand[place(rows, row + j * 4 + e, n)] = turned[e]
+                operand[place(rows, row + j * 4 + e, offset * PADDED + quad * 4)] = turned[e]
 
-    @cuda.jit(launch_bounds=BLOCK)
-    def head_logits(weights: A32, at, normed: A32, positions, z: A8):
-        """z int8 [positions, V]: the logits of the even members, by the head at word `at`. A thread a token, TOGETHER
-        positions a block."""
+    def errors(head: A32, normed: A32, losses: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count,
+               rows, operand: A32):
+        """Operand rows from `row` on: the head's errors, of `count` groups from `offset` on. head: its canonical
+        weights; losses: as kernels.head leaves them; chunk: the job. A thread a token, TOGETHER positions a block."""
         x = cuda.shared.array(HEAD_WORDS, int32)
-        first = int64(cuda.blockIdx.y) * TOGETHER
-        for i in range(cuda.threadIdx.x, HEAD_WORDS, BLOCK):
-            p = min(first + i % TOGETHER, positions - 1)
-            j = i // TOGETHER
-            x[i] = normed[core_word(p, j, H)]
+        logits = cuda.shared.array((TOGETHER, BLOCK), int32)
+        first, lane = int64(cuda.blockIdx.y) * TOGETHER, cuda.threadIdx.x
+        for i in range(lane, HEAD_WORDS, BLOCK):
+            n = first + i % TOGETHER
+            p = min(n - n // PADDED * (PADDED - T), count * T - 1)           # beyond a window any position will do
+            x[i] = normed[core_word(p, i // TOGETHER, H, H)]
         cuda.syncthreads()
-        v = cuda.blockIdx.x * BLOCK + cuda.threadIdx.x
-        acc = int32s(TOGETHER)
-        for e in range(TOGETHER):
-            acc[e] = 0
+        v = cuda.blockIdx.x * BLOCK + lane
         if v < V:
+            acc = int32s(TOGETHER)
+            for e in range(TOGETHER):
+                acc[e] = 0
             for j in range(H // 4):
-                w = weights[at + j * V + v]
+                w = head[j * V + v]
                 for e in range(TOGETHER):
                     acc[e] = ptx.dp4a(w, x[j * TOGETHER + e], acc[e])
             for e in range(TOGETHER):
-                if first + e < positions:
-                    z[(first + e) * V + v] = int8(max(min(acc[e] // int32(DIVISOR), 127), -127))
+                logits[e, lane] = max(min(acc[e] // int32(DIVISOR), 127), -127)
+            for four in range(0, TOGETHER, 4):
+                group = (first + four) // PADDED
+                t = first + four - group * PADDED
+                if group < count:
+                    seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
+                    found = int32s(4)
+                    for e in range(4):
+                        found[e] = 0
+                        if t + e < T:
+                            at = group * width + SKIP + 1
+                            wanted = int32(tokens[at + t + e] == v)
+                            for k in range(TARGETS - 1):
+                                wanted += int32(tokens[at + T + (t + e) * (TARGETS - 1) + k] == v)
+                            logit, softmax = logits[four + e, lane], losses[(2 * group + 1) * T + t + e]
+                            found[e] = head_error(logit, wanted, TARGETS, exps[softmax % 256 - 128 - logit],
+                                                  softmax // 256, seed, (t + e) * V + v)
+                    operand[place(rows, row + v, offset * PADDED + first + four)] = pack_bytes(found, 0)
 
-    @cuda.jit(launch_bounds=BLOCK)
-    def softmax(z: A8, positions, exps: A32, tops: A32, sums: A64):
-        """The largest logit of every position and the sum of EXP. A warp a position."""
-        p, lane = int64(cuda.grid(1) >> 5), cuda.threadIdx.x & 31
-        if p < positions:
-            top = int32(-128)
-            for v in range(lane, V, 32):
-                top = max(top, int32(z[p * V + v]))
-            top = ptx.warp_max(top)
-            total = int64(0)
-            for v in range(lane, V, 32):
-                total += exps[min(int32(LAST), int32(top - z[p * V + v]))]
-            total = warp_sum(total)
-            if lane == 0:
-                tops[p], sums[p] = top, total
-
-    @cuda.jit(launch_bounds=BLOCK)
-    def errors(z: A8, tops: A32, sums: A64, exps: A32, windows: A32, job: AU32, row, first, groups, rows, operand: A32):
-        """Operand rows from `row` on: the head's errors, of `groups` groups from `first` on. A thread a token and four
-        positions."""
-        v, _, group, t = share_of(V, PADDED // 4)
-        if group < groups:
-            seed = uint32(job[0] + (job[1] // uint32(K // 2) + uint32(first + group)))
-            found = int32s(4)
-            for e in range(4):
-                found[e] = 0
-                if t + e < T:
-                    p = group * T + t + e
-                    at = group * WIDTH + SKIP + 1
-                    wanted = int32(windows[at + t + e] == v)
-                    for k in range(TARGETS - 1):
-                        wanted += int32(windows[at + T + (t + e) * (TARGETS - 1) + k] == v)
-                    number = (t + e) * V + v
-                    word = hash32(seed, uint32(DITHER + (number >> 1)))
-                    random = int32(uint32(word >> uint32(16 * (number & 1))) & uint32(0xFFFF))
-                    logit = int32(z[p * V + v])
-                    weight = exps[min(int32(LAST), int32(tops[p] - logit))]
-                    found[e] = head_error(logit, wanted, TARGETS, weight, sums[p], random)
-            operand[place(rows, row + v, (first + group) * PADDED + t)] = pack_bytes(found, 0)
-
-    return keep, head_logits, softmax, errors
+    return keep, errors
 
 
 def _credit_kernels(cfg):
@@ -186,11 +156,10 @@ def _credit_kernels(cfg):
     BITS, CREDIT = activations.fraction_bits(cfg), cfg.CREDIT
     LEVELS = activations.LEVELS
 
-    @cuda.jit(launch_bounds=BLOCK)
-    def measure(clean: A64, losses: A64, members, totals: A64):
+    def measure(clean: A64, losses: A64, totals: A64):
         """totals[0] += the sizes of all differences of losses; totals[1] += the losses of the groups' clean model."""
         total, own = int64(0), int64(0)
-        for i in range(cuda.grid(1), members * T, cuda.gridsize(1)):
+        for i in range(cuda.grid(1), losses.size, cuda.gridsize(1)):
             member = i // T
             t = i - member * T
             before = clean[member // K * (2 * T) + t]
@@ -201,14 +170,13 @@ def _credit_kernels(cfg):
             cuda.atomic.add(totals, 0, total)
             cuda.atomic.add(totals, 1, own)
 
-    @cuda.jit(launch_bounds=BLOCK)
-    def credit(clean: A64, losses: A64, members, totals: A64, own: A8, later: A8):
+    def credit(clean: A64, losses: A64, totals: A64, own: A8, later: A8):
         """own, later int8 [groups * PADDED, 4 QUADS]: digits and credits. A thread a member."""
         least = cuda.local.array(LEVELS, int64)
         for level in range(LEVELS):
-            least[level] = least_difference(level + 1, totals[0], members * T)
+            least[level] = least_difference(level + 1, totals[0], losses.size)
         member = int64(cuda.grid(1))
-        if member < members:
+        if member * T < losses.size:
             group = member // K
             k, after = member - group * K, int32(0)
             for back in range(T):
@@ -218,36 +186,31 @@ def _credit_kernels(cfg):
                 at = (group * PADDED + t) * (4 * QUADS) + k
                 own[at], later[at] = e, after
 
-    @cuda.jit(launch_bounds=BLOCK)
-    def add_up(credits: A32, job: AU32, begins, mask, shift, units, row, positions, rows, operand: A32):
+    def add_up(credits: A32, job: AU32, begins, amplitude, shift, units, row, positions, rows, operand: A32):
         """Operand rows from `row` on: settled sums over the members of credit times noise. A thread four outputs of
         four positions; credits: a word for every four members."""
         words = units // 4
         j, quad, group, t = share_of(words, PADDED // 4)
         if quad * 4 < positions:
             member = uint32(job[0] + uint32(2) * job[1] + uint32(group * K))
-            first, amplitude = uint32(uint32(begins) + uint32(int32(t) * int32(words) + int32(j))), uint32(mask)
-            acc = cuda.local.array((4, 4), int32)
+            first = uint32(uint32(begins) + uint32(int32(t) * int32(words) + int32(j)))
+            acc, words_of = cuda.local.array((4, 4), int32), int32s(4)
             for e in range(4):
                 for u in range(4):
                     acc[e, u] = 0
             for k in range(QUADS):
-                seed = uint32(member + uint32(4 * k))
                 for e in range(4):
                     given = credits[(quad * 4 + e) * QUADS + k]
                     here = uint32(first + uint32(e * int32(words)))
-                    turned = turn4((int32(draws(hash32(seed, here), amplitude)),
-                                    int32(draws(hash32(uint32(seed + uint32(1)), here), amplitude)),
-                                    int32(draws(hash32(uint32(seed + uint32(2)), here), amplitude)),
-                                    int32(draws(hash32(uint32(seed + uint32(3)), here), amplitude))))
-                    acc[e, 0] = ptx.dp4a(turned[0], given, acc[e, 0])
-                    acc[e, 1] = ptx.dp4a(turned[1], given, acc[e, 1])
-                    acc[e, 2] = ptx.dp4a(turned[2], given, acc[e, 2])
-                    acc[e, 3] = ptx.dp4a(turned[3], given, acc[e, 3])
+                    for u in range(4):
+                        words_of[u] = int32(drawn(uint32(member + uint32(4 * k + u)), here, amplitude))
+                    turned = turn4(words_of)
+                    for u in range(4):
+                        acc[e, u] = ptx.dp4a(turned[u], given, acc[e, u])
             for u in range(4):
-                operand[place(rows, row + j * 4 + u, quad * 4)] = pack4(
-                    settled(acc[0, u], int32(shift)), settled(acc[1, u], int32(shift)),
-                    settled(acc[2, u], int32(shift)), settled(acc[3, u], int32(shift)))
+                for e in range(4):
+                    words_of[e] = settled(acc[e, u], int32(shift))
+                operand[place(rows, row + j * 4 + u, quad * 4)] = pack_bytes(words_of, 0)
 
     return measure, credit, add_up
 
@@ -256,22 +219,9 @@ def _vote_kernels(cfg):
     """The votes that are no products, and the digits of all."""
     H, T, V = cfg.HIDDEN_DIM, cfg.SEQ_LEN, cfg.VOCAB_SIZE
     PADDED = padded(cfg)
-    WIDTH, SKIP = cfg.WINDOW, cfg.STATE_TOKENS
+    WIDTH, SKIP = cfg.READERS * cfg.WINDOW, cfg.STATE_TOKENS             # between the windows of two groups
     ALPHA = activations.alpha(cfg)
 
-    @cuda.jit(launch_bounds=BLOCK)
-    def bias_votes(operand: A32, row, units, positions, rows, at, votes: A32):
-        """votes[at..] = sums of operand rows from `row` on. A warp an output."""
-        unit, lane = int64(cuda.grid(1) >> 5), cuda.threadIdx.x & 31
-        if unit < units:
-            total = int32(0)
-            for n in range(4 * lane, positions, 128):
-                total = ptx.dp4a(operand[place(rows, row + unit, n)], 0x01010101, total)
-            total = ptx.warp_sum(total)
-            if lane == 0:
-                votes[at + unit] = total
-
-    @cuda.jit(launch_bounds=BLOCK)
     def token_votes(operand: A32, row, windows: A32, positions, rows, at, votes: A32):
         """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
         thread an output and four positions."""
@@ -284,7 +234,6 @@ def _vote_kernels(cfg):
                     token = windows[group * WIDTH + SKIP + t + e]
                     cuda.atomic.add(votes, at + vote_index(token, unit, True, V), vote)
 
-    @cuda.jit(launch_bounds=BLOCK)
     def vote_sizes(votes: A32, tensors: A64, sizes: A64):
         """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size.
         Grid: [blocks, tensors]."""
@@ -296,7 +245,6 @@ def _vote_kernels(cfg):
         if cuda.threadIdx.x & 31 == 0:
             cuda.atomic.add(sizes, tensor, total)
 
-    @cuda.jit(launch_bounds=BLOCK)
     def vote_digits(votes: A32, tensors: A64, sizes: A64, digits: A8):
         """digits int8 [weights]. Grid: as vote_sizes."""
         tensor = cuda.blockIdx.y
@@ -306,7 +254,6 @@ def _vote_kernels(cfg):
             vote = int64(votes[first + i])
             digits[first + i] = int8(int32(vote >= least) - int32(vote <= -least))
 
-    @cuda.jit(launch_bounds=BLOCK)
     def pack_digits(digits: A8, packed: B1):
         """packed uint8 [digits / 5] (model.ternary). A thread a byte."""
         i = int64(cuda.grid(1))
@@ -317,118 +264,106 @@ def _vote_kernels(cfg):
                 byte = byte * int32(3) + (int32(2) if digit < 0 else digit)
             packed[i] = byte
 
-    return bias_votes, token_votes, vote_sizes, vote_digits, pack_digits
+    return token_votes, vote_sizes, vote_digits, pack_digits
 
 
 class Votes:
-    """The device arrays and launches of a chunk's votes; `begin`, `keep` and `head` while the clean model reads, then
-    `finish`. products: compiled dispatcher of the update's kernel. Arrays are reserved by `reserve`, on the device."""
+    """The device arrays and launches of a chunk's votes; `keep` and `head` while the clean model reads, then `finish`.
+    Arrays are reserved by `reserve`, on the device."""
 
     def __init__(self, cfg, pieces, wgmma):
         self.cfg, self._pieces = cfg, pieces                 # inputs of a piece of the MLP's inner values
-        self.kernels = build(cfg)
-        self.products = Kernel(cuda.jit(products_kernel(wgmma)), SHARED)
-        self.matrices, self.biases, self.embedding = activations.votes(cfg)
-        self.phases = activations.phases(cfg)
+        self.kernels = build(cfg) | {"products": Kernel(cuda.jit(products_kernel(wgmma)), SHARED)}
+        self.matrices, biases, self.embedding = activations.votes(cfg)
+        self.phases = activations.phases(cfg).values()
         self.groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
         self.padded = padded(cfg)
         self.positions = self.groups * self.padded
-        counts = {phase: phase.units for phase in self.phases} | {None: cfg.VOCAB_SIZE}
-        for layer in range(cfg.N_LAYERS):
-            for name in "normed_1", "state", "gated", "normed_2", "inner":
-                counts[name, layer] = self._inputs(name)
-        counts["normed_f", 0] = self._inputs("normed_f")
-        self._row, end = {}, 0                               # first operand row of a phase, or (input, layer)
-        for what, count in counts.items():
+        # the bias is the weight of an input that is always 1
+        self._products = [*self.matrices, *(activations.Vote(tensor, phase, "one") for tensor, phase in biases)]
+        # numbers of operand rows: of phases, of the head's errors, of (input, layer)
+        self._counts = ({phase: phase.units for phase in self.phases} | {None: cfg.VOCAB_SIZE}
+                        | {(vote.inputs, vote.tensor.layer): vote.tensor.rows for vote in self._products})
+        self._row, end = {}, 0                               # the first of them
+        for what, count in self._counts.items():
             self._row[what], end = end, end + 8 * blocks(count, 8)
         self._rows, self._splits = end, blocks(self.positions, SPLIT)
         self._tensors = parameters.tensors(cfg)
-
-    def _inputs(self, name):
-        return self.cfg.HIDDEN_DIM * (4 if name == "inner" else 1)
-
-    def all_kernels(self):
-        return [*self.kernels.values(), self.products]
 
     def _sizes(self):
         """{name: (numbers, dtype)} of the arrays."""
         cfg, places = self.cfg, self.groups * self.cfg.SEQ_LEN
         credits = self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8
         return dict(operand=(self._rows * (self._splits + 1) * SPLIT // 4, np.int32),
-                    z=(places * cfg.VOCAB_SIZE, np.int8), tops=(places, np.int32), sums=(places, np.int64),
                     clean=(2 * places, np.int64), losses=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int64),
                     own=credits, later=credits, digits=(cfg.CHUNK_DIGITS, np.int8),
                     kept=(2 * places * cfg.HIDDEN_DIM // 4, np.int32), votes=(cfg.CHUNK_DIGITS, np.int32),
-                    # zeroed together: the size of differences, the loss, the sizes of votes
-                    totals=(2 + len(self._tensors), np.int64))
+                    # the size of differences, the loss, the sizes of votes; then the packed digits
+                    result=(2 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
 
     def bytes_needed(self):
         return sum(count * np.dtype(kind).itemsize for count, kind in self._sizes().values())
 
     def reserve(self):
-        """Reserves the arrays, all 0."""
-        self.arrays = SimpleNamespace(**{name: cuda.to_device(np.zeros(count, kind))
-                                         for name, (count, kind) in self._sizes().items()})
-        self._of_tensors = cuda.to_device(np.array([x for t in self._tensors for x in (t.weights, t.size)], np.int64))
-        self._exps = cuda.to_device(integer_tables.exp_table(self.cfg))
-        tiles = []
-        for vote in self.matrices:
-            t, units = vote.tensor, self._row[vote.phase]
-            inputs = self._row[vote.inputs, vote.tensor.layer]
+        """Reserves the arrays, all 0 but the operand rows of ones."""
+        zeros = {name: np.zeros(count, kind) for name, (count, kind) in self._sizes().items()}
+        operand = zeros["operand"].view(np.int8).reshape(-1, self._rows // 8, SPLIT // 16, 8, 16)            # see place
+        tiles, tensors = [], self._tensors
+        for t, phase, name in self._products:
+            units, inputs = self._row[phase], self._row[name, t.layer]
+            if not t.matrix:
+                operand[:, inputs // 8, :, 0] = 1
+            # the votes on a vector lie as those on a matrix of one column, whose rows are the outputs
             tiles += [(units + p, inputs + s, min(TILE, t.cols - p), min(TILE, t.rows - s), 0,
-                       blocks(self.positions, DEPTH) * DEPTH, t.weights - 4 * units, t.cols, 1, s)
+                       blocks(self.positions, DEPTH) * DEPTH, t.weights - (4 * units if t.matrix else units),
+                       t.cols if t.matrix else 1, t.matrix, s)
                       for p in range(0, t.cols, TILE) for s in range(0, t.rows, TILE)]
-        self._tiles = cuda.to_device(np.array(tiles, np.int32))
+        self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(array) for name, array in zeros.items()})
+        totals, digits = arrays.result[:2 + len(tensors)], arrays.result[2 + len(tensors):].view(np.uint8)
+        of_tensors = np.array([x for t in tensors for x in (t.weights, t.size)], np.int64)
+        self._given = dict(vars(arrays), rows=self._rows, positions=self.positions, start=0, totals=totals,
+                           sizes=totals[2:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
+                           tiles=cuda.to_device(np.array(tiles, np.int32)), tensors=cuda.to_device(of_tensors))
 
-    def _launch(self, name, work, given, threads=BLOCK, **more):
-        """A kernel whose threads each do one part of `work`."""
-        self.kernels[name](blocks(work, threads), threads, given, rows=self._rows, operand=self.arrays.operand, **more)
+    def _launch(self, name, work, given, threads=BLOCK, high=1, **more):
+        """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
+        self.kernels[name]((blocks(work, threads), high), threads, self._given | given, **more)
 
-    def keep(self, given, name, layer, source, first, groups):
-        """Keeps what the clean model of `groups` groups from `first` on has as the input `name`."""
-        inputs = self._inputs(name)
-        kind = PLAIN if name in ("state", "gated") else PIECES if name == "inner" else CORES
-        self._launch("keep", groups * self.padded // 4 * inputs // 4, given, source=source, kind=kind, inputs=inputs,
-                     pieces=self._pieces, row=self._row[name, layer], first=first, groups=groups)
+    def keep(self, given, name, layer, source):
+        """Keeps what the clean model of given["count"] groups has as the input `name`."""
+        inputs = self._counts[name, layer]
+        pieces = 0 if name in ("state", "gated") else self._pieces if name == "inner" else inputs
+        self._launch("keep", given["count"] * self.padded // 4 * inputs // 4, given, source=source, inputs=inputs,
+                     pieces=pieces, row=self._row[name, layer])
 
-    def head(self, given, normed, first, groups):
-        """Keeps the head's inputs and errors of `groups` groups, whose windows are given["tokens"]."""
+    def head(self, given, normed):
+        """Keeps the head's inputs and errors of given["count"] groups."""
+        head = self.matrices[0].tensor
+        self.keep(given, "normed_f", 0, normed)
+        self._launch("errors", head.cols, given, high=blocks(given["count"] * self.padded, TOGETHER), normed=normed,
+                     head=given["weights"][head.span].view(np.int32), row=self._row[None])
+
+    def finish(self, stream, job, windows):
+        """Fills arrays.result, from the losses of all members and what was kept; windows: of all pairs."""
         cfg, arrays = self.cfg, self.arrays
-        self.keep(given, "normed_f", 0, normed, first, groups)
-        positions, head = groups * cfg.SEQ_LEN, self.matrices[0].tensor
-        self.kernels["head_logits"]((blocks(cfg.VOCAB_SIZE, BLOCK), blocks(positions, TOGETHER)), BLOCK, given,
-                                    weights=given["weights"].view(np.int32), at=head.weights // 4, normed=normed,
-                                    positions=positions, z=arrays.z)
-        self._launch("softmax", 32 * positions, given, z=arrays.z, positions=positions, exps=self._exps,
-                     tops=arrays.tops, sums=arrays.sums)
-        self._launch("errors", groups * self.padded // 4 * cfg.VOCAB_SIZE, given, z=arrays.z, tops=arrays.tops,
-                     sums=arrays.sums, exps=self._exps, windows=given["tokens"], row=self._row[None], first=first,
-                     groups=groups)
-
-    def finish(self, stream, job, windows, packed):
-        """packed uint8 [weights / 5]: the digits (model.ternary) from the losses of all members and what was kept;
-        windows: of all groups. arrays.totals[1] is the loss of the clean model then."""
-        cfg, arrays = self.cfg, self.arrays
-        given = dict(stream=stream, job=job, windows=windows, clean=arrays.clean, losses=arrays.losses,
-                     totals=arrays.totals, members=cfg.CHUNK_SIZE, positions=self.positions, votes=arrays.votes,
-                     own=arrays.own, later=arrays.later, tensors=self._of_tensors, sizes=arrays.totals[2:])
-        for sums in arrays.totals, arrays.votes:
+        given = dict(stream=stream, job=job, windows=windows)
+        for sums in self._given["totals"], arrays.votes:
             cuda.cudadrv.driver.device_memset(sums, 0, sums.nbytes, stream)
-        self.kernels["measure"](min(1024, blocks(cfg.CHUNK_SIZE * cfg.SEQ_LEN, BLOCK)), BLOCK, given)
+        self._launch("measure", min(1024 * BLOCK, arrays.losses.size), given)
         self._launch("credit", cfg.CHUNK_SIZE, given, 32)
         for phase in self.phases:
             credits = arrays.later if phase.later else arrays.own
             self._launch("add_up", self.positions // 4 * phase.units // 4, given, credits=credits.view(np.int32),
-                         begins=phase.stream, mask=phase.amplitude * 0x01010101, shift=phase.shift, units=phase.units,
+                         begins=phase.stream, amplitude=phase.amplitude, shift=phase.shift, units=phase.units,
                          row=self._row[phase])
-        self.products(len(self._tiles) * self._splits, THREADS, given, tiles=self._tiles, operand=arrays.operand,
-                      rows=self._rows, start=0)
-        for tensor, phase in self.biases:
-            self._launch("bias_votes", 32 * phase.units, given, row=self._row[phase], units=phase.units,
-                         at=tensor.weights)
+        self._launch("products", len(self._given["tiles"]) * self._splits * THREADS, given, THREADS)
         tensor, phase = self.embedding
         self._launch("token_votes", self.positions // 4 * phase.units, given, row=self._row[phase], at=tensor.weights)
-        grid = (64, len(self._tensors))
-        self.kernels["vote_sizes"](grid, BLOCK, given)
-        self.kernels["vote_digits"](grid, BLOCK, given, digits=arrays.digits)
-        self._launch("pack_digits", packed.size, given, digits=arrays.digits, packed=packed)
+        for name in "vote_sizes", "vote_digits":
+            self._launch(name, 64 * BLOCK, given, high=len(self._tensors))
+        self._launch("pack_digits", self._given["packed"].size, given)
+
+    def digits_of(self, result):
+        """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
+        size = ternary.packed_size(self.cfg.CHUNK_DIGITS)
+        return result[2 + len(self._tensors):].tobytes()[:size], self.cfg.GROUP_SIZE * int(result[1])

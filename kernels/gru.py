@@ -21,8 +21,8 @@ from typing import NamedTuple
 from numba import cuda, float32, int32, int64, types
 
 from kernels import gru_narrow, gru_parts, host, ptx
-from kernels.gru_parts import (B_APART, B_F, B_H, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, padded_rows, row_of)
+from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
+                               W_DOWN_INPUT, W_F, W_H, W_UP, noise_word, norm_kernel, padded_rows, row_of)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
 from kernels.pairs import I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, pair_functions, source_of, stream_of
@@ -117,15 +117,14 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     job_shift = nz.shift
     noise_of = pair_functions(cfg, nz).column
     fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
-    MASK = 0 if GATES else activations.mask_of(cfg, "up" if INNER else "down")       # of noise on the outputs
+    AMPLITUDE = 0 if GATES else activations.amplitude_of(cfg, "up" if INNER else "down")     # of noise on the outputs
     LOWEST = 0 if INNER and cfg.MLP_RELU else -127
-    DISTURBED = MASK != 0
     LEAST = gru_parts.both(LOWEST)
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, -127 if DISTURBED else LOWEST)
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, -127 if AMPLITUDE else LOWEST)
     begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
-    noise_word, disturbed = gru_parts.disturbance_functions(cfg, gpu.cc)
+    plus, within = gru_parts.int16_functions(gpu.cc)
 
     @gpu.device
     def prepare(words, bytes_, at, c, column, unit, source, p):
@@ -142,8 +141,9 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     def words_of(acc, i, source, p, pair, member, index):
         """Four columns from acc[i] on as two words of two int16, with the noise of outputs from `index` on."""
         y, z = pairs(acc, i)
-        if DISTURBED:
-            return disturbed(y, z, noise_word(source, p + STREAM, pair, member, index, MASK), LEAST)
+        if AMPLITUDE:
+            y, z = plus(y, z, noise_word(source, p + STREAM, pair, member, index, AMPLITUDE))
+            return within(y, z, LEAST, HIGHEST)
         return y, z
 
     @gpu.device
@@ -332,9 +332,8 @@ def recur_kernel(cfg, nz, gpu):
     as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, H)
     gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
     added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu)
-    noise_word, _ = gru_parts.disturbance_functions(cfg, gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
-    GATE, CANDIDATE = activations.mask_of(cfg, "gate"), activations.mask_of(cfg, "candidate")
+    GATE, CANDIDATE = activations.amplitude_of(cfg, "gate"), activations.amplitude_of(cfg, "candidate")
     APART = activations.WORDS_APART * 4
     KEEPS = cfg.PERTURB == "activations"
 
@@ -590,7 +589,7 @@ class Plan(host.Plan):
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
         e = self._tensors["embedding", 0]
-        streams = {at: phase.stream for at, phase in activations.phase_of(cfg).items()}
+        streams = {at: phase.stream for at, phase in activations.phases(cfg).items()}
         self.add({TABLE: [packing.at["embedding", 0], e.seed_a, e.seed_b, e.overlay_a, e.overlay_b],
                   STREAM: [streams["embedding", 0]]})
         self.layers = []
@@ -701,9 +700,7 @@ class RegisterKernels(_Kernels):
 
 def kernels_of(cfg, packing, gpu, silent):
     """The kernels of the path that serves a configuration on a GPU."""
-    wgmma = gru_narrow.wgmma_fits(cfg, gpu.cc, gpu.shared)
-    if cfg.PERTURB == "activations":                         # only the general path has noise on activations
-        return GeneralKernels(cfg, packing, gpu, True)
-    if wgmma or gru_narrow.fits(cfg, gpu.shared):
+    wgmma, weights = gru_narrow.wgmma_fits(cfg, gpu.cc, gpu.shared), cfg.PERTURB == "weights"
+    if weights and (wgmma or gru_narrow.fits(cfg, gpu.shared)):      # only the general path has noise on activations
         return RegisterKernels(cfg, packing, gpu, silent, wgmma)
-    return GeneralKernels(cfg, packing, gpu, silent)
+    return GeneralKernels(cfg, packing, gpu, silent or not weights)

@@ -64,6 +64,7 @@ def both(x):
 
 
 HIGHEST, LOWEST = both(127), both(-127)
+drawn = rules.activation_rules(device).drawn
 
 
 def clip_function(cc, base, lowest, highest, within=True):
@@ -385,18 +386,16 @@ def state_functions(cc):
                 add2(h_high, ptx.byte_permute(ptx.dp2a_high_u8(z, even), ptx.dp2a_high_u8(z, odd), 0x6521)))
 
     @device
-    def summed(y, z, word, b, c):
-        return add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c)
+    def summed(y, z, word, b, c, low, high):
+        return within(add2(add2(y, ptx.low2(word)), b), add2(add2(z, ptx.high2(word)), c), low, high)
 
     @called
     def opened(y, z, word, b, c):
-        y, z = summed(y, z, word, b, c)
-        return within(y, z, 0, FULL)
+        return summed(y, z, word, b, c, 0, FULL)
 
     @called
     def candidates(y, z, word, b, c):
-        y, z = summed(y, z, word, b, c)
-        return within(y, z, LOWEST, HIGHEST)
+        return summed(y, z, word, b, c, LOWEST, HIGHEST)
 
     return gated, next_state, opened, candidates
 
@@ -476,30 +475,14 @@ def embedding_functions(cfg, nz, cc):
     return fill, of_token, embedded
 
 
-def disturbance_functions(cfg, cc):
-    """(word, disturbed), device functions of the noise on activations (SPEC 21):
-
-    word(source, at, pair, odd, index, mask)    four noise values as int8: of the even or odd member of a pair, from
-                                                output `index` of its window on, a multiple of 4; plan[at]: the stream;
-                                                mask: an amplitude, four times
-    disturbed(y, z, word, lowest)               two words of two int16, from -127 to 127, plus the noise, clipped
-    """
-    hash32, draws = rules.draw_rules(device, 0).hash32, rules.activation_rules(device).draws
-    plus, within = int16_functions(cc)
-
-    @device
-    def word(source, at, pair, odd, index, mask):
-        job = source.job
-        member = uint32(uint32(uint32(source.seed + source.seed) - job[0]) + uint32(2 * pair + odd))
-        stream = uint32(uint32(source.plan[source.p + at]) + (uint32(index) >> uint32(2)))
-        return int32(draws(hash32(member, stream), uint32(mask)) & job[2])
-
-    @device
-    def disturbed(y, z, word, lowest):
-        y, z = plus(y, z, word)
-        return within(y, z, lowest, HIGHEST)
-
-    return word, disturbed
+@device
+def noise_word(source, at, pair, odd, index, amplitude):
+    """Four values of the noise on activations (SPEC 21), as int8: of the even or odd member of a pair, from output
+    `index` of its window on, a multiple of 4; plan[at]: the stream."""
+    job = source.job
+    member = uint32(uint32(uint32(source.seed + source.seed) - job[0]) + uint32(2 * pair + odd))
+    stream = uint32(uint32(source.plan[source.p + at]) + (uint32(index) >> uint32(2)))
+    return int32(drawn(member, stream, amplitude) & job[2])
 
 
 def norm_kernel(cfg, nz, cc, streams, embeds=False):
@@ -517,9 +500,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     _, add = input_functions(cfg, nz, H, 4)
     normed, added = normed_function(cfg, cc), added_function(cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
-    noise_word, _ = disturbance_functions(cfg, cc)
-    MASK = activations.mask_of(cfg, "embedding")
-    DISTURBED = MASK != 0
+    AMPLITUDE = activations.amplitude_of(cfg, "embedding")
 
     @cuda.jit(launch_bounds=256)
     def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
@@ -546,11 +527,12 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             for b in range(STEPS):
                 embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
                          token_noise, token_factor, shift, q)
-                if DISTURBED:
+                if AMPLITUDE:
                     for i in range(2):
                         for m in range(2):
-                            drawn = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4, MASK)
-                            e[2 * i + m] = added(e[2 * i + m], ptx.low2(drawn), ptx.high2(drawn))
+                            noise = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4,
+                                               AMPLITUDE)
+                            e[2 * i + m] = added(e[2 * i + m], ptx.low2(noise), ptx.high2(noise))
                 for m in range(2):
                     ptx.store2(x, at_x + m * (2 * H) + b * 8, e[m], e[2 + m])
         for member in range(2):

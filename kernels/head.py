@@ -39,7 +39,6 @@ def head_kernel(cfg, nz, gpu, clean=False):
     PAIRED = cfg.MODEL == "gru"
     EACH = cfg.PERTURB == "activations"                      # losses int64 [members, length] of every position
     SCALE, MEMBERS = float(cfg.SOFTMAX_EXP_SCALE), 0 if PAIRED else 1        # shift from a member to its window
-    WIDTH = cfg.WINDOW
     SKIP = cfg.STATE_TOKENS
     SUM = uint32
     if clean:
@@ -119,7 +118,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
         return unit, position if PAIRED else position + 8 * half
 
     @device
-    def store_loss(losses, unit, odd, position, totals, best, z, count, length):
+    def store_loss(losses, unit, odd, position, totals, best, z, count, length, job):
         for half in range(2):
             window, here = scored(half, unit, position)
             if window < count and here < length:
@@ -129,17 +128,22 @@ def head_kernel(cfg, nz, gpu, clean=False):
                 else:
                     loss = position_loss(totals[half], int32(TARGETS * best[half]), z[half])
                     if EACH:
+                        # both members are the unperturbed model: in place of the odd one's loss its softmax, for the
+                        # errors of the head (kernels.activations)
+                        if half == 1 and job[2] == 0:
+                            loss = totals[half] * 256 + (best[half] + 128)
                         losses[(2 * unit + half) * length + position] = loss
                     else:
                         cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
     @gpu.called
-    def target_logits(half, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q):
+    def target_logits(half, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, shift,
+                      q):
         """Sum of the logits of the targets of a thread's first or (half = 1) second row: of the token that follows, and
         of those drawn."""
         dots, tokens = int32s(TARGETS), int32s(TARGETS)
         window, here = scored(half, unit, position)
-        first = min(window, count - 1) * (length + 1 if clean else WIDTH) + SKIP + 1
+        first = min(window, count - 1) * width + SKIP + 1
         here = min(here, length - 1)
         for i in range(TARGETS):
             tokens[i] = windows[first + (here if i == 0 else length + here * (TARGETS - 1) + i - 1)]
@@ -158,8 +162,8 @@ def head_kernel(cfg, nz, gpu, clean=False):
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def head(call, at_tiles, at_columns, plan: A32, packed: A32, overlay: A8, windows: A32, count, job: AU32, offset,
-             exps: A64 if clean else A32, x: A32, sb: A32, losses: AF64 if clean else A64, length):
+    def head(call, at_tiles, at_columns, plan: A32, packed: A32, overlay: A8, windows: A32, width, count, job: AU32,
+             offset, exps: A64 if clean else A32, x: A32, sb: A32, losses: AF64 if clean else A64, length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         tile = cuda.blockIdx.x
@@ -194,8 +198,10 @@ def head_kernel(cfg, nz, gpu, clean=False):
             tops[half], totals[half] = -2 ** 31, 0
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
         # a loop over this much would not be unrolled
-        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
-        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, unit, position, count, length, s, shift, q)
+        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s,
+                             shift, q)
+        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s,
+                             shift, q)
         s[0], s[1] = as_row(s[0], shift), as_row(s[1], shift)
         here = AT_TABLES + group * (2 * SLOTS * 128)
         my_slot = slot_of(c)
@@ -256,6 +262,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
                 for half in range(2):
                     totals[half] += wide[mine + half * (8 * CG) + k]
         if q == 0 and side == 0:
-            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length)
+            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length,
+                       job)
 
     return Kernel(head, 4 * (AT_PARTS + PARTS), shape)

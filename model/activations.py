@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model import parameters, rules
+from model import fitness_digits, parameters, rules
 from model.seeds import hash32
 
 LEVELS = 7                   # largest digit of a position
 WORDS_APART = 1 << 20        # hashes between the streams of two phases, at least SEQ_LEN * HIDDEN_DIM
-DITHER_STREAM = 1 << 31      # first hash of the dither of the head's errors
 
 
 _rules = rules.activation_rules(lambda function: function)
@@ -53,22 +52,17 @@ def fraction_bits(cfg):
 
 
 def phases(cfg):
-    """[Phase], in the order of the forward pass."""
-    found = []
+    """{(name, layer): Phase}, in the order of the forward pass."""
+    found = {}
     for layer in range(cfg.N_LAYERS):
         for number, (name, (units, later, *_)) in enumerate(PHASES.items()):
             amplitude = amplitude_of(cfg, name)
             credit = 3 << fraction_bits(cfg) if later else 2                 # its usual size
             size = math.isqrt(cfg.GROUP_SIZE * (credit * amplitude) ** 2)    # about that of a sum
             if number or not layer:
-                found.append(Phase(name, layer, units * cfg.HIDDEN_DIM, amplitude, (5 * layer + number) * WORDS_APART,
-                                   later, max(0, size.bit_length() - 6)))
+                found[name, layer] = Phase(name, layer, units * cfg.HIDDEN_DIM, amplitude,
+                                           (5 * layer + number) * WORDS_APART, later, max(0, size.bit_length() - 6))
     return found
-
-
-def phase_of(cfg):
-    """{(name, layer): Phase}."""
-    return {(phase.name, phase.layer): phase for phase in phases(cfg)}
 
 
 def amplitude_of(cfg, name):
@@ -76,14 +70,9 @@ def amplitude_of(cfg, name):
     return getattr(cfg, "NOISE_" + name.upper()) if cfg.PERTURB == "activations" else 0
 
 
-def mask_of(cfg, name):
-    """int: the same, in each byte of a word."""
-    return 0x01010101 * amplitude_of(cfg, name)
-
-
 def votes(cfg):
     """([Vote] on matrices that are multiplied, [(tensor, Phase)] of biases, (tensor, Phase) of the embedding)."""
-    named, of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phase_of(cfg)
+    named, of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phases(cfg)
     matrices, biases = [Vote(named["head", 0], None, "normed_f")], []
     for (name, layer), phase in of.items():
         inputs, bias = PHASES[name][2:]
@@ -106,7 +95,7 @@ def voted(cfg, t, sums):
     """int8 [size]: the digits, in canonical order, of the votes `sums` (int [rows, cols] or [cols]) on a tensor."""
     sums = parameters.to_canonical(sums) if t.matrix else sums.ravel()
     least = int(_rules.least_vote(np.abs(sums.astype(np.int64)).sum(), t.size, alpha(cfg)))
-    return ((sums >= least).view(np.int8) - (sums <= -least).view(np.int8))
+    return fitness_digits.large(sums, least)
 
 
 def noise(phase, seed, positions):

@@ -22,9 +22,13 @@ def chunk_fitness(losses, cfg):
         return np.sign(d).astype(np.int8)
     threshold = _mean(np.abs(d)) * float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA))
     if threshold > 0:
-        least = math.ceil(threshold)                         # integers are compared in half the time
-        return (d >= least).view(np.int8) - (d <= -least).view(np.int8)
+        return large(d, math.ceil(threshold))                # integers are compared in half the time
     return np.where(d > 0, 1, -1).astype(np.int8)
+
+
+def large(x, least):
+    """int8: the signs of integers of at least this size, else 0."""
+    return (x >= least).view(np.int8) - (x <= -least).view(np.int8)
 
 
 def _mean(x):

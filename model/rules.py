@@ -21,6 +21,7 @@ f32 = np.float32
 i64 = np.int64
 u64 = np.uint64
 TARGET_STREAM = 1 << 30      # first index of the draws of soft targets; noise has smaller ones
+DITHER_STREAM = 1 << 31      # of the dither of the head's errors
 
 
 def draw_rules(jit, gaussian):
@@ -235,12 +236,16 @@ def update_rules(jit, ops):
 
 def activation_rules(jit):
     """Noise on activations (SPEC 21). least: model.activations.least_differences."""
+    hash32 = draw_rules(jit, 0).hash32
+
     @jit
-    def draws(word, amplitude):
-        """uint32: four noise values as int8, from a hash. Of a byte the low bits are the size and the highest is the
-        sign, 1 for minus; amplitude: 2^n - 1, four times, their mask. Moved by 128 no byte carries into the next."""
-        minus = u32(u32(u32(word) >> u32(7)) & u32(0x01010101))
-        size = u32(u32(u32(word) & u32(amplitude)) ^ u32(minus * u32(255)))
+    def drawn(seed, number, amplitude):
+        """uint32: four noise values as int8, from hash `number` of a member's seed. Of a byte the low bits are the size
+        and the highest is the sign, 1 for minus; amplitude: 2^n - 1, the mask of the size. Moved by 128 no byte carries
+        into the next."""
+        word, mask = hash32(seed, number), u32(amplitude * 0x01010101)
+        minus = u32(u32(word >> u32(7)) & u32(0x01010101))
+        size = u32(u32(word & mask) ^ u32(minus * u32(255)))
         return u32(u32(u32(size ^ u32(0x80808080)) + minus) ^ u32(0x80808080))
 
     @jit
@@ -279,15 +284,18 @@ def activation_rules(jit):
         return i32(size if total > 0 else i32(-size))
 
     @jit
-    def head_error(logit, wanted, targets, weight, total, random):
-        """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding random / 2^16; 0
-        where the logit is at its limit and cannot follow. weight: the token's EXP, of their sum `total` (int64)."""
+    def head_error(logit, wanted, targets, weight, total, seed, number):
+        """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding 16 bits of a hash;
+        0 where the logit is at its limit and cannot follow. weight: the token's EXP, of their sum `total` (int64);
+        seed: of the group; number: of this error in it."""
+        word = hash32(seed, u32(DITHER_STREAM + (number >> 1)))
+        random = u32(word >> u32(16 * (number & 1))) & u32(0xFFFF)
         parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
         whole = i64(i64(targets) * total)
         error = i32(i64(i64(parts * i64(127 << 16)) + whole * i64(random)) // i64(whole << i64(16)))
         return i32(0) if logit == 127 and error > 0 or logit == -127 and error < 0 else error
 
-    return SimpleNamespace(draws=draws, digit=digit, least_difference=least_difference, least_vote=least_vote,
+    return SimpleNamespace(drawn=drawn, digit=digit, least_difference=least_difference, least_vote=least_vote,
                            credited=credited, settled=settled, head_error=head_error)
 
 

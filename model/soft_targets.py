@@ -37,11 +37,11 @@ def followers(cfg, tokens, context):
     return Followers(starts[number], sizes[number], (key & width((1 << bits) - 1)).astype(tokens.dtype))
 
 
-def windows(cfg, tokens, known, step, seed, first, count, pairs=1):
+def windows(cfg, tokens, known, step, seed, first, count):
     """int32 [count, cfg.WINDOW]: model.rules.windows, then with SOFT_TARGETS the drawn targets of every position.
-    known: their Followers, or None: all targets are the token that follows. seed: of the step. pairs: that read a
-    window and its targets together; first: windows of the step before these."""
-    starts, seed = rules.window_starts(cfg, len(tokens), step, first * pairs, count * pairs)[::pairs], seed + first
+    known: their Followers, or None: all targets are the token that follows. seed: of the step. first: windows of the
+    step before these, each of which cfg.READERS pairs read."""
+    starts = rules.window_starts(cfg, len(tokens), step, first * cfg.READERS, count * cfg.READERS)[::cfg.READERS]
     cut = rules.windows_at(cfg, tokens, starts)
     drawn, T = cfg.TARGETS - 1, cfg.SEQ_LEN
     if not drawn:
@@ -49,15 +49,10 @@ def windows(cfg, tokens, known, step, seed, first, count, pairs=1):
     if known is None:
         return np.concatenate([cut, np.repeat(cut[:, -T:], drawn, 1)], 1)
     at = starts[:, None] + np.arange(1, T + 1)
-    size, first = (np.take(x, at, mode="wrap").repeat(drawn, axis=1) for x in (known.size, known.first))
-    seeds = (np.arange(len(starts)) + seed).astype(np.uint32)[:, None]
+    size, followed = (np.take(x, at, mode="wrap").repeat(drawn, axis=1) for x in (known.size, known.first))
+    seeds = (np.arange(first, first + count) + seed).astype(np.uint32)[:, None]
     random = hash32(seeds, np.arange(rules.TARGET_STREAM, rules.TARGET_STREAM + T * drawn, dtype=np.uint32))
-    return np.concatenate([cut, np.take(known.tokens, random % size + first)], 1, dtype=np.int32)
-
-
-def group_windows(cfg, tokens, known, step, seed, first_group, groups):
-    """The same of groups, whose targets are drawn once for all their members (SPEC 21)."""
-    return windows(cfg, tokens, known, step, seed, first_group, groups, cfg.GROUP_SIZE // 2)
+    return np.concatenate([cut, np.take(known.tokens, random % size + followed)], 1, dtype=np.int32)
 
 
 class Tables:

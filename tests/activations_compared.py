@@ -7,16 +7,20 @@ import concurrent.futures
 import functools
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
+from collections import namedtuple
 from unittest import mock
 
 import numpy as np
 
 import egg_config
 from engine import hardware, simd
-from model import fitness_digits, optimizers, parameters, reading, seeds, soft_targets, state_digest
+from model import (activations, fitness_digits, integer_tables, optimizers, parameters, rules, seeds, soft_targets,
+                   state_digest)
+from model.reading import Reading, clip, divide
 
 SEEDS = range(1000, 1060)
 STEPS = 3
@@ -63,6 +67,100 @@ def fma(a, b, c):
     return (np.asarray(a, np.longdouble) * b + c).astype(np.float32)
 
 
+# the votes of a chunk (SPEC 21), from plain readings of the model
+
+# what multiplies a matrix: the part that a Reading sees
+SEEN_AS = {"normed_1": "LN1", "state": "Before", "gated": "Gated", "normed_2": "LN2", "inner": "MLP_Exp",
+           "normed_f": "LN_F"}
+
+# A window read by the unperturbed model and by the members of a group. seed: the group's; parts {(name, layer): what
+# the unperturbed model saw}; losses [positions]: its own; members: their seeds; differences [members, positions]: by
+# how much smaller their losses are.
+Group = namedtuple("Group", "seed inputs targets parts losses members differences")
+
+
+def chunk_votes(cfg, state, tokens, known, first):
+    """(int8 [weights], int): the digits of the chunk that begins with member `first`, and its loss. tokens: the data;
+    known: their soft_targets.Followers, or None."""
+    first_group = first // cfg.GROUP_SIZE
+    windows = soft_targets.windows(cfg, tokens, known, state.step, state.seed, first_group,
+                                   cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+    groups = [read_group(cfg, state, window, number) for number, window in enumerate(windows, first_group)]
+    total = sum(int(np.abs(group.differences).sum()) for group in groups)
+    count = 7 * cfg.CHUNK_SIZE * cfg.SEQ_LEN
+    least = [max(1, -((2 * level - 1) * -2 * total // count)) for level in range(1, activations.LEVELS + 1)]
+    votes = [group_votes(cfg, group, least) for group in groups]
+    digits = np.zeros(cfg.CHUNK_DIGITS, np.int8)
+    for tensor in votes[0]:
+        voted = large(cfg, sum(of_group[tensor] for of_group in votes))
+        digits[tensor.span] = parameters.to_canonical(voted) if tensor.matrix else voted
+    return digits, cfg.GROUP_SIZE * sum(int(group.losses.sum()) for group in groups)
+
+
+def large(cfg, votes):
+    """The signs of votes (int64) that are not small, else 0."""
+    alpha = float(np.float32(cfg.ADAPTIVE_THRESHOLD_ALPHA)) if cfg.USE_ADAPTIVE_THRESHOLD else 0
+    return np.sign(votes) * (np.abs(votes) >= max(1, math.ceil(np.abs(votes).sum() / votes.size * alpha)))
+
+
+def read_group(cfg, state, window, number):
+    """The Group of this number in the step."""
+    T, before, parts = cfg.SEQ_LEN, cfg.STATE_TOKENS, {}
+    inputs, drawn = window[before:before + T], window[before + T + 1:]
+    targets = np.column_stack([window[before + 1:before + T + 1], drawn.reshape(T, -1)])
+    clean = Reading(cfg, state, see=lambda layer, name, values: parts.update({(name, layer): values}))
+    clean.hidden(window[:before])
+    carried = clean.carried.copy()
+    losses = np.array(clean.losses(inputs, targets), np.int64)
+    members, differences = [state.seed + number * cfg.GROUP_SIZE + k for k in range(cfg.GROUP_SIZE)], []
+    for seed in members:
+        member = Reading(cfg, state, seed, disturbed=True)
+        member.carried = carried.copy()
+        differences.append(losses - member.losses(inputs, targets))
+    return Group(state.seed + number, inputs, targets, parts, losses, members, np.array(differences))
+
+
+def group_votes(cfg, group, least):
+    """{tensor: int64 votes of a group}; least: the least sizes of differences for the digits of the chunk."""
+    matrices, biases, (embedding, at_embedding) = activations.votes(cfg)
+    settled = {None: head_errors(cfg, group.seed, group.parts["Logits", -1], group.targets)}
+    digits = np.sign(group.differences) * (np.abs(group.differences)[:, :, None] >= least).sum(2)
+    for phase in activations.phases(cfg).values():
+        total = 0
+        for seed, digit in zip(group.members, digits):
+            due = credit(cfg, digit) if phase.later else digit
+            total = total + due[:, None] * activations.noise(phase, seed, len(digit))
+        settled[phase] = np.sign(total) * clip(np.abs(total) + (1 << phase.shift >> 1) >> phase.shift)
+    votes = {tensor: settled[phase].sum(0) for tensor, phase in biases}
+    for tensor, phase, inputs in matrices:
+        votes[tensor] = group.parts[SEEN_AS[inputs], phase.layer if phase else -1].T @ settled[phase]
+    votes[embedding] = np.zeros((embedding.rows, embedding.cols), np.int64)
+    np.add.at(votes[embedding].T, group.inputs, settled[at_embedding])
+    return votes
+
+
+def credit(cfg, digit):
+    """int64 [positions]: the digits of a position and, fading, of later ones, with activations.fraction_bits."""
+    credits, later = np.zeros_like(digit), 0
+    for t in reversed(range(len(digit))):
+        later = credits[t] = (digit[t] << activations.fraction_bits(cfg)) + divide(later * cfg.CREDIT, 16)
+    return credits
+
+
+def head_errors(cfg, seed, z, targets):
+    """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, rounded down after a hashed dither; 0
+    where a logit is at its limit and cannot follow."""
+    exp = integer_tables.exp_table(cfg).astype(np.int64)
+    weights = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
+    wanted = (targets[:, :, None] == np.arange(cfg.VOCAB_SIZE)).sum(1)
+    words = seeds.hash32(seed, np.arange(rules.DITHER_STREAM, rules.DITHER_STREAM + -(-z.size // 2)))
+    random = words.astype("<u4").view("<u2")[:z.size].reshape(z.shape).astype(np.int64)
+    whole = weights.sum(1, keepdims=True) * targets.shape[1]
+    parts = wanted * weights.sum(1, keepdims=True) - targets.shape[1] * weights
+    errors = (parts * (127 << 16) + whole * random) // (whole << 16)
+    return np.where((np.abs(z) == 127) & (np.sign(z) == np.sign(errors)), 0, errors)
+
+
 class PlainEngine:
     """The plain reading of SPEC 9 (AdamW) and 21, with the verbs of an engine."""
 
@@ -71,14 +169,14 @@ class PlainEngine:
         self._followers = soft_targets.Tables(cfg, tokens)
 
     def evaluate(self, first, count):
-        state, read = self.whole, reading.Reading.stored
+        state, read = self.whole, Reading.stored
 
         @functools.cache                                     # a member would read them anew at every position
         def stored(t):
-            return read(reading.Reading(self.cfg, state), t).astype(np.float64 if t.product else np.int64)
+            return read(Reading(self.cfg, state), t).astype(np.float64 if t.product else np.int64)
 
-        with mock.patch.object(reading.Reading, "stored", lambda _, t: stored(t)):
-            digits, loss = reading.chunk_votes(self.cfg, state, self.tokens, self._followers.of(state.step), first)
+        with mock.patch.object(Reading, "stored", lambda _, t: stored(t)):
+            digits, loss = chunk_votes(self.cfg, state, self.tokens, self._followers.of(state.step), first)
         return fitness_digits.pack_ternary(digits), loss
 
     def update(self, fitness):

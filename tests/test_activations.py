@@ -11,11 +11,11 @@ import pytest
 import egg_config
 import egg_net
 from cluster import history
-from activations_compared import GPU_KINDS, course, engine_of, step_of
+from activations_compared import GPU_KINDS, course, credit, engine_of, step_of
 from compiling import LARGE, OTHERS, compiled_as, hold_against_cards
 from coordinators import Peer, Peer2, Server, cluster, refused
 from fakes import ACTIVATIONS, Lines, any_fitness
-from model import activations, parameters, reading, rules
+from model import activations, parameters, rules
 from model.fitness_digits import unpack_ternary
 from readings import equal
 from recordings import simulated
@@ -73,11 +73,11 @@ def test_digits_have_fifteen_levels_and_a_mean_size_of_a_quarter():
 
 def test_credit_forgets_toward_zero():
     cfg = CFG.changed(CREDIT=8)
-    due = reading.credit(cfg, np.array([0, 0, 0, 0, 0, 0, -1]))
+    due = credit(cfg, np.array([0, 0, 0, 0, 0, 0, -1]))
     assert due.tolist() == [0, 0, 0, -1, -2, -4, -8]
     for sixteenths in range(16):
         bits = activations.fraction_bits(CFG.changed(CREDIT=sixteenths))
-        largest = np.abs(reading.credit(CFG.changed(CREDIT=sixteenths), np.full(500, 7))).max()
+        largest = np.abs(credit(CFG.changed(CREDIT=sixteenths), np.full(500, 7))).max()
         assert 16 <= largest <= 127 and (bits == 4 or 2 * largest > 120)
 
 

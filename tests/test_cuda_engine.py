@@ -240,7 +240,7 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
     assert ("the processor cuts the windows" in capfd.readouterr().err) != fits == bool(engine._followers)
     if not fits:
         engine.evaluate(4, 6)
-        return equal(engine._members.evaluation(6).windows[0][0].reshape(3, -1),
+        return equal(engine._members.evaluation(6).windows.reshape(3, -1),
                      soft_targets.windows(cfg, tokens, None, 0, engine.seed, 2, 3))
 
     def hold(step):

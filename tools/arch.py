@@ -28,7 +28,7 @@ def describe(cfg):
         parts = f"{groups:,} groups of {cfg.GROUP_SIZE}"
         evaluated = multiply_adds * (tokens + groups * cfg.SEQ_LEN)
         votes = f"{size * groups * cfg.SEQ_LEN:.3g} to vote"
-        noises = ", ".join(f"{p.name} {p.amplitude}" for p in activations.phases(cfg) if not p.layer)
+        noises = ", ".join(f"{p.name} {p.amplitude}" for p in activations.phases(cfg).values() if not p.layer)
         facts.append(("noise", f"on activations: {noises}; credit {cfg.CREDIT}/16"))
     facts += [
         ("a token", work),
