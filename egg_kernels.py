@@ -141,7 +141,7 @@ class Transformer(Forward):
 
     def tables(self):
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
-        super().tables(calls=self._plan.token_calls(), gelu=integer_tables.gelu_table(), rope=rope)
+        super().tables(gelu=integer_tables.gelu_table(), rope=rope)
 
     def scratch_bytes(self, pairs):
         return self._kernels.layout(pairs)[1]

@@ -602,7 +602,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 class Plan(host.Plan):
-    """The calls of the transformer in order: numbers of rows."""
+    """The calls of the transformer in order, which kernels.writing follows: numbers of rows."""
 
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
@@ -621,13 +621,6 @@ class Plan(host.Plan):
             before = self.vector("mlp_bias_down", i)
         self.ln_f = self._norm("ln_f", 0, before, ["embedding"])
         self.head = self.add({MATRIX: self.matrix("embedding", 0)})
-
-    def token_calls(self):
-        """Rows in the order of kernels.writing."""
-        calls = [(layer.ln_1, layer.qkv, layer.attention, layer.o, layer.ln_2, layer.mlp.up, layer.mlp.down)
-                 for layer in self.layers]
-        return np.array([self.embed, self.embedding_mlp.up, self.embedding_mlp.down, *sum(calls, ()), self.ln_f],
-                        np.int32)
 
     def _norm(self, name, layer, bias, matrices, more={}):
         """A norm before products with matrices; bias: of the product before it, or of the embedding, which generation

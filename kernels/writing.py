@@ -18,10 +18,10 @@ import numpy as np
 from numba import cuda, float32, int32, int64, int8, uint32, uint64
 
 from kernels import gru_parts, ptx, transformer
-from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM_2, RECUR, TABLE, U_F, U_H, U_INPUT,
+from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM_2, RECUR, U_F, U_H, U_INPUT,
                                W_DOWN_INPUT, W_F, W_H, W_UP)
 from kernels.host import Kernel
-from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, Source, W_FIRST, W_OVERLAY, W_SEED_A, ntt_functions,
+from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, W_FIRST, W_OVERLAY, W_SEED_A, ntt_functions,
                            source_of, stream_of)
 from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, blocks, byte, called, clip, int32s,
                            pack_bytes, quotient_function, rounded, unroll)
@@ -47,10 +47,10 @@ SUMS = 3                     # of input noise that a row has at a time
 
 class Block(NamedTuple):
     """What the phases of a block share."""
+    source: object          # whose first row is the plan's: below `at` is a place in the whole plan
     words: object           # shared memory as int32
     vector: object          # shared memory as int8
     packed: object          # matrices, PLAIN (kernels.host)
-    weights: object
     drawn: object           # noise, of `draw_kernel`
     tiles: int              # of 16 rows
     first: int              # pair
@@ -76,18 +76,12 @@ def most_tiles(cfg, gpu):
 
 
 @device
-def block_of(packed, weights, drawn, tiles, count, shift):
+def block_of(source, packed, drawn, tiles, count, shift):
     """The Block of this thread."""
     words, vector = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int8, 128)
     first = int64(cuda.blockIdx.x) * 8 * tiles
     units = min(8 * tiles, (count + 1) // 2 - first)
-    return Block(words, vector, packed, weights, drawn, tiles, first, units, count, shift)
-
-
-@device
-def moved(source, row):
-    """The Source of a row of the plan."""
-    return Source(source.plan, row * PLAN, source.weights, source.overlay, source.job, source.seed)
+    return Block(source, words, vector, packed, drawn, tiles, first, units, count, shift)
 
 
 @device
@@ -292,16 +286,17 @@ def multiply_function(gpu, K):
 
 def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     """Device function: the product of vectors of K entries with a matrix, with its noise. finish(block, row, column,
-    total, more, where) takes a result; more: the entry of the vector at plan[bias] that belongs to the column, as the
-    member of the row sees it."""
+    total, more, where) takes a result; more: the entry of a vector that belongs to the column, as the member of
+    the row sees it; bias: from the matrix to this vector in the plan."""
     multiply, column_side, columns_of = multiply_function(gpu, K), pairs.column_side, pairs.columns
     vector_side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
     GROUPS = columns // COLUMNS
     STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
 
     @gpu.called
-    def product(block, source, at, x, stream, where):
+    def product(block, at, x, stream, where):
         """Of region x with the matrix at plan[at]; stream: number of its sums."""
+        source = block.source
         acc, noise, sums = int32s(32), int32s(16), int32s(2)
         t, rows, twos = cuda.threadIdx.x, 16 * block.tiles, (block.tiles + 1) // 2
         g, q = (t & 31) >> 2, t & 3
@@ -316,13 +311,13 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
                     noise[at_noise], noise[at_noise + 1] = columns_of(source, block.drawn, side, first + 8 * j + 2 * q)
             multiply(acc, block.words, x * rows * NARROW + (16 * tile + g) * STRIDE,
                      (8 * STRIDE, (more_tiles - 1) * (16 * STRIDE)), block.packed,
-                     source.plan[source.p + at] + first * (K // 4))
+                     source.plan[at] + first * (K // 4))
             for _ in range(more_tiles):
                 row, unit = 16 * tile + g, 8 * tile + g
                 for half in range(2):
                     sums[half] = block.words[uint64(REGIONS * rows * NARROW + stream * rows + row + 8 * half)]
                 if bias is not None:
-                    bias_side = vector_side(source, bias, block.first + unit)
+                    bias_side = vector_side(source, at + bias, block.first + unit)
                 for j in range(4):
                     c = first + 8 * j + 2 * q
                     if bias is not None:
@@ -357,9 +352,9 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
     noise_of, input_fold = pairs.half, nz.input_fold
 
     @gpu.called
-    def add_up(block, source, at, unit, x, stream):
+    def add_up(block, at, unit, x, stream):
         """Of region x, from plan[at] on, as sums `stream` and further. The odd member's has the sign of its noise."""
-        lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
+        source, lane, rows = block.source, cuda.threadIdx.x & 31, 16 * block.tiles
         row, pair = row_of(unit), block.first + unit
         here = x * rows * NARROW + row * STRIDE
         totals, places = cuda.local.array(TOTALS, int32), cuda.local.array(MATRICES, int64)
@@ -397,7 +392,7 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
 
 
 def norm_function(gpu, cfg, pairs):
-    """Device function: region N = ln(X) of a pair, by the layer norm at plan[LN]."""
+    """Device function: region N = ln(X) of a pair, by the layer norm of the row of the plan at `at`."""
     H = cfg.HIDDEN_DIM
     STRIDE = stride_words(H, gpu, H)
     TURNS, FULL = blocks(H, 128), H % 128 == 0
@@ -413,8 +408,8 @@ def norm_function(gpu, cfg, pairs):
         return clip(int32(divide(int32(x * w), mean) + bias))
 
     @gpu.called
-    def norm(block, source, unit):
-        lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
+    def norm(block, at, unit):
+        source, lane, rows = block.source, cuda.threadIdx.x & 31, 16 * block.tiles
         here = row_of(unit) * STRIDE
         even, odd = int32(0), int32(0)
         for turn in range(TURNS):
@@ -425,9 +420,9 @@ def norm_function(gpu, cfg, pairs):
                     even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
         even = int32(max(uint32(ptx.warp_sum(even)) // uint32(H), 1))
         odd = int32(max(uint32(ptx.warp_sum(odd)) // uint32(H), 1))
-        weights, y = side(source, LN, block.first + unit, H), int32s(8)
+        weights, y = side(source, at + LN, block.first + unit, H), int32s(8)
         if not GRU:
-            biases = side(source, LN_BIAS, block.first + unit, H)
+            biases = side(source, at + LN_BIAS, block.first + unit, H)
         for turn in range(TURNS):
             w = lane + 32 * turn
             if FULL or w < H // 4:
@@ -442,8 +437,8 @@ def norm_function(gpu, cfg, pairs):
                         bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), 4 * w + k)
                     y[k] = normed(byte(a, k), both[0], bias[0], even)
                     y[4 + k] = normed(byte(b, k), both[1], bias[1], odd)
-                at = rows * STRIDE + here + w
-                block.words[uint64(at)], block.words[uint64(at + 8 * STRIDE)] = pack_bytes(y, 0), pack_bytes(y, 4)
+                to = rows * STRIDE + here + w
+                block.words[uint64(to)], block.words[uint64(to + 8 * STRIDE)] = pack_bytes(y, 0), pack_bytes(y, 4)
     return norm
 
 
@@ -454,7 +449,8 @@ def embed_function(gpu, cfg, nz, pairs):
     STRIDE = stride_words(H, gpu, H)
     TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
-    table = next(t for t in parameters.tensors(cfg) if t.name == "embedding")
+    AT_TABLE = gru_parts.TABLE if GRU else transformer.TABLE
+    table = gru_parts.tensor(cfg, "embedding")
     SEED_A, SEED_B = table.seed_a, table.seed_b
     OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
     ALL, GROUP = sides(cfg)
@@ -464,23 +460,23 @@ def embed_function(gpu, cfg, nz, pairs):
     coefficient, look_up = ntt_functions(cfg, nz, True)
 
     @gpu.device
-    def look(block, source, pair, tokens, first, position):
+    def look(block, pair, tokens, first, position):
         """Of a token of the sequence that begins at tokens[first]: noise, factor, word in the table, coefficient."""
-        token, stream = tokens[first + position], uint32(uint32(source.seed + uint32(pair)) + uint32(SEED_A))
+        source, token = block.source, tokens[first + position]
+        stream = uint32(uint32(source.seed + uint32(pair)) + uint32(SEED_A))
         n = noise_of(block.drawn[uint64((pair >> 3) * GROUP + TOKENS + 8 * (token >> 1) + (pair & 7))], token)
         f = factor(source.overlay[OVERLAY_A + token], stream, token)
         c = coefficient(tokens, first, position) if NTT else int32(0)
         return n, f, (token >> 3) * (2 * H) + (token & 7) * 4, c
 
     @gpu.called
-    def embed(block, source, at, tokens, position, room, unit):
-        """at: word of the packed table."""
-        lane, mask, shift = cuda.threadIdx.x & 31, int32(source.job[2]), block.shift
-        pair = block.first + unit
+    def embed(block, tokens, position, room, unit):
+        lane, source, pair = cuda.threadIdx.x & 31, block.source, block.first + unit
+        mask, shift = int32(source.job[2]), block.shift
         seed = uint32(source.seed + uint32(pair))
         stream, y = uint32(seed + uint32(SEED_B)), int32s(8)
-        even = look(block, source, pair, tokens, 2 * pair * room, position)
-        odd = look(block, source, pair, tokens, min(2 * pair + 1, block.count - 1) * room, position)
+        even = look(block, pair, tokens, 2 * pair * room, position)
+        odd = look(block, pair, tokens, min(2 * pair + 1, block.count - 1) * room, position)
         if not GRU:
             biases = side(source, BIAS, pair, H)
         for turn in range(TURNS):
@@ -489,7 +485,7 @@ def embed_function(gpu, cfg, nz, pairs):
                 noise = ptx.load2(block.drawn, (pair >> 3) * GROUP + UNITS + (pair & 7) * (H // 2) + 2 * w)
                 if not GRU:
                     bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
-                word = at + (w >> 2) * 32 + (w & 3)
+                word = source.plan[AT_TABLE] + (w >> 2) * 32 + (w & 3)
                 x = block.packed[uint64(word + even[2])], block.packed[uint64(word + odd[2])]
                 for k in range(4):
                     h = 4 * w + k
@@ -504,7 +500,7 @@ def embed_function(gpu, cfg, nz, pairs):
                         if not GRU:
                             v = int32(v + of_member(bias, half))
                         if NTT:
-                            more = look_up(block.weights, source.overlay, seed, shift, mask, c, h)
+                            more = look_up(source.weights, source.overlay, seed, shift, mask, c, h)
                             v = int32(v + of_member(more, half))
                         y[4 * half + k] = clip(v)
                 here = row_of(unit) * STRIDE + w
@@ -577,7 +573,7 @@ def recurrent_kernel(cfg, gpu):
     place, *finish_gates = gate_functions(gpu, cfg)
 
     @gpu.called
-    def inner(block, row, c, total, more, where):
+    def to_inner(block, row, c, total, more, where):
         at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
         block.vector[uint64(at)] = divided(total)
 
@@ -587,8 +583,8 @@ def recurrent_kernel(cfg, gpu):
         block.vector[at] = clip(int32(block.vector[at] + divided_down(total)))
 
     to_keep, to_gates, to_states = (product_function(gpu, pairs, H, H, H, finish, bias)
-                                    for finish, bias in zip(finish_gates, (None, B_F, B_H)))
-    up, down = product_function(gpu, pairs, H, H, 4 * H, inner), product_function(gpu, pairs, H, 4 * H, H, add)
+                                    for finish, bias in zip(finish_gates, (None, B_F - U_F, B_H - U_H)))
+    up, down = product_function(gpu, pairs, H, H, 4 * H, to_inner), product_function(gpu, pairs, H, 4 * H, H, add)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)
     add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more)
@@ -606,12 +602,15 @@ def recurrent_kernel(cfg, gpu):
     def read_recurrent(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A32, tokens: A32,
                        at: A32, room, count, tiles, last, states: A32, out: A32, sums: A32):
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        block, position = block_of(packed, weights, drawn, tiles, count, job_shift(job)), at[0]
+        source = source_of(plan, 0, weights, overlay, job, 0)
+        block, position = block_of(source, packed, drawn, tiles, count, job_shift(job)), at[0]
         words, units = block.words, block.units
-        row_0 = source_of(plan, 0, weights, overlay, job, 0)
         for layer in range(L + 1):
-            p = 1 + layer * LAYER
-            source = moved(row_0, p + NORM_1)
+            norm_1 = PLAN * (1 + layer * LAYER + NORM_1)
+            gates = norm_1 + PLAN * GATES
+            recur = norm_1 + PLAN * RECUR
+            norm_2 = norm_1 + PLAN * NORM_2
+            inner = norm_1 + PLAN * INNER
             for unit in range(warp, units, WARPS):
                 if layer < L:
                     for odd in range(2):                     # on their way while the warp does what follows
@@ -624,44 +623,40 @@ def recurrent_kernel(cfg, gpu):
                                 ptx.store4(words, here + w, 0, 0, 0, 0)
                     ptx.copy_commit()
                 if layer == 0:
-                    embed(block, source, plan[TABLE], tokens, position, room, unit)
-                norm(block, source, unit)
+                    embed(block, tokens, position, room, unit)
+                norm(block, norm_1, unit)
                 if layer == L:
-                    add_up(block, source, gru_parts.INPUTS, unit, N, 0)
+                    add_up(block, norm_1 + gru_parts.INPUTS, unit, N, 0)
                 else:
-                    add_up_both(block, source, gru_parts.INPUTS, unit, N, 0)
+                    add_up_both(block, norm_1 + gru_parts.INPUTS, unit, N, 0)
                     ptx.copy_wait_all()
                     cuda.syncwarp()
-                    add_up(block, moved(row_0, p + RECUR), U_F + U_INPUT, unit, STATE, 2)
+                    add_up(block, recur + U_F + U_INPUT, unit, STATE, 2)
             cuda.syncthreads()
             if layer < L:
-                source = moved(row_0, p + GATES)
-                to_keep(block, source, W_F, N, 0, GATE)
-                to_keep(block, source, W_H, N, 1, CANDIDATE)
-                source = moved(row_0, p + RECUR)
-                to_gates(block, source, U_F, STATE, 2, 0)
+                to_keep(block, gates + W_F, N, 0, GATE)
+                to_keep(block, gates + W_H, N, 1, CANDIDATE)
+                to_gates(block, recur + U_F, STATE, 2, 0)
                 for unit in range(warp, units, WARPS):
-                    add_up(block, source, U_H + U_INPUT, unit, GATED, 0)
+                    add_up(block, recur + U_H + U_INPUT, unit, GATED, 0)
                 cuda.syncthreads()
-                to_states(block, source, U_H, GATED, 0, 0)
-                source = moved(row_0, p + NORM_2)
+                to_states(block, recur + U_H, GATED, 0, 0)
                 for unit in range(warp, units, WARPS):
                     for odd in range(2):
                         sequence, here, first = state_of(block, unit, odd, layer)
                         if sequence < count:
                             for w in range(lane, H // 4, 32):
                                 states[uint64(first + w)] = words[uint64(here + w)]
-                    norm(block, source, unit)
-                    add_up(block, source, gru_parts.INPUTS, unit, N, 0)
+                    norm(block, norm_2, unit)
+                    add_up(block, norm_2 + gru_parts.INPUTS, unit, N, 0)
                 if layer == last:
                     return
                 cuda.syncthreads()
-                source = moved(row_0, p + INNER)
-                up(block, source, W_UP, N, 0, 0)
+                up(block, inner + W_UP, N, 0, 0)
                 for unit in range(warp, units, WARPS):
-                    add_up_inner(block, source, W_DOWN_INPUT, unit, INSIDE, 0)
+                    add_up_inner(block, inner + W_DOWN_INPUT, unit, INSIDE, 0)
                 cuda.syncthreads()
-                down(block, moved(row_0, p + DOWN), 0, INSIDE, 0, 0)
+                down(block, norm_1 + PLAN * DOWN, INSIDE, 0, 0)
         hand_over(block, out, sums)
 
     return Kernel(read_recurrent, most_tiles(cfg, gpu) * 16 * row_bytes(cfg, gpu))
@@ -676,11 +671,11 @@ def settle_function(gpu, cfg, pairs):
     side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
 
     @gpu.called
-    def settle(block, source, unit, y, first, shift, biased):
-        """X = amax(X + (y >> shift) + the bias) of a pair."""
-        lane = cuda.threadIdx.x & 31
+    def settle(block, at, unit, y, first, shift, biased):
+        """X = amax(X + (y >> shift) + the bias of the row of the plan at `at`) of a pair."""
+        lane, source = cuda.threadIdx.x & 31, block.source
         if biased:
-            biases = side(source, BIAS, block.first + unit, H)
+            biases = side(source, at + BIAS, block.first + unit, H)
         for odd in range(2):
             row, top = row_of(unit) + 8 * odd, int32(0)
             here = first + row * (3 * H)
@@ -688,12 +683,12 @@ def settle_function(gpu, cfg, pairs):
                 if biased:
                     noise = ptx.load2(block.drawn, biases[0] + 2 * w)
                 for k in range(4):
-                    at = uint64(here + 4 * w + k)
-                    v = int32(byte(block.words[uint64(row * STRIDE + w)], k) + (y[at] >> shift))
+                    place = uint64(here + 4 * w + k)
+                    v = int32(byte(block.words[uint64(row * STRIDE + w)], k) + (y[place] >> shift))
                     if biased:
                         n = noise_of(of_member(noise, k > 1), k)
                         v = int32(v + of_member(vector(source, biases, n, 4 * w + k), odd))
-                    y[at] = v
+                    y[place] = v
                     top = max(top, int32(abs(v)))
             scale = amax_scale(ptx.warp_max(top))
             for w in range(lane, H // 4, 32):
@@ -793,8 +788,7 @@ def attention_functions(gpu, cfg):
 def transformer_kernel(cfg, gpu):
     """The same for the transformer: out, sums as in `recurrent_kernel`.
 
-    calls int32: rows of the plan in order: embed, then up and down of the first MLP, then for each layer ln_1, qkv,
-    attention, o, ln_2, up, down, then ln_f. keys, values: int8 [layers, count, room, H]; y int32 [tiles of all blocks,
+    Rows of the plan follow one another as they are read. keys, values: int8 [layers, count, room, H]; y int32 [tiles of all blocks,
     16, 3 H]: results of a product before their row's largest is known."""
     H = cfg.HIDDEN_DIM
     L = cfg.N_LAYERS
@@ -818,7 +812,7 @@ def transformer_kernel(cfg, gpu):
         block.vector[uint64(at)] = gelu[uint64(clip(int32((total >> SHIFT_UP) + bias)) & 255)]
 
     to_y, down_to_y = product_function(gpu, pairs, H, H, H, store), product_function(gpu, pairs, H, 4 * H, H, store)
-    up = product_function(gpu, pairs, H, H, 4 * H, inner, MATRIX_BIAS)
+    up = product_function(gpu, pairs, H, H, 4 * H, inner, MATRIX_BIAS - MATRIX)
     settle, (turn, attend) = settle_function(gpu, cfg, pairs), attention_functions(gpu, cfg)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
     hand_over = hand_over_function(gpu, H)
@@ -827,30 +821,29 @@ def transformer_kernel(cfg, gpu):
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def read_transformer(calls: A32, plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A32,
+    def read_transformer(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A32,
                          tokens: A32, at: A32, room, count, tiles, last, rope: A32, exps: A32, gelu: A8, keys: A8,
                          values: A8, key_words: A32, value_words: A32, y: A32, out: A32, sums: A32):
         warp, rows = cuda.threadIdx.x >> 5, 16 * tiles
-        block, position = block_of(packed, weights, drawn, tiles, count, job_shift(job)), at[0]
-        units, row_0 = block.units, source_of(plan, 0, weights, overlay, job, 0)
-        own, call = int64(cuda.blockIdx.x) * rows * (3 * H), 0
+        source = source_of(plan, 0, weights, overlay, job, 0)
+        block, position = block_of(source, packed, drawn, tiles, count, job_shift(job)), at[0]
+        units, own, p = block.units, int64(cuda.blockIdx.x) * rows * (3 * H), 0
         for layer in range(-1, L + 1):
-            source = moved(row_0, calls[call])
             for unit in range(warp, units, WARPS):
                 if layer < 0:
-                    embed(block, source, plan[source.p + transformer.TABLE], tokens, position, room, unit)
+                    embed(block, tokens, position, room, unit)
                 else:
-                    settle(block, source, unit, y, own, SHIFT_DOWN, True)
-                norm(block, source, unit)
+                    settle(block, p, unit, y, own, SHIFT_DOWN, True)
+                norm(block, p, unit)
                 if 0 <= layer < L:
-                    add_up_three(block, source, transformer.INPUTS, unit, N, 0)
+                    add_up_three(block, p + transformer.INPUTS, unit, N, 0)
                 else:
-                    add_up(block, source, transformer.INPUTS, unit, N, 0)
+                    add_up(block, p + transformer.INPUTS, unit, N, 0)
             cuda.syncthreads()
             if 0 <= layer < L:
-                source = moved(row_0, calls[call + 1])
+                p += PLAN
                 for which in range(3):
-                    to_y(block, source, which * NEXT_MATRIX, N, which, (y, own + which * H))
+                    to_y(block, p + which * NEXT_MATRIX, N, which, (y, own + which * H))
                 for row in range(warp, rows, WARPS):
                     sequence = sequence_of(block, row)
                     if sequence < count:
@@ -867,28 +860,27 @@ def transformer_kernel(cfg, gpu):
                                (int64(layer) * count + sequence) * room * (H // 4) + head * WORDS,
                                exps)
                 cuda.syncthreads()
-                source = moved(row_0, calls[call + 2])
+                p += PLAN
                 for unit in range(warp, units, WARPS):
-                    add_up(block, source, 0, unit, N, 0)
+                    add_up(block, p, unit, N, 0)
                 cuda.syncthreads()
-                source = moved(row_0, calls[call + 3])
-                to_y(block, source, MATRIX, N, 0, (y, own))
-                source = moved(row_0, calls[call + 4])
+                p += PLAN
+                to_y(block, p + MATRIX, N, 0, (y, own))
+                p += PLAN
                 for unit in range(warp, units, WARPS):
-                    settle(block, source, unit, y, own, SHIFT_OUT, False)
-                    norm(block, source, unit)
-                    add_up(block, source, transformer.INPUTS, unit, N, 0)
+                    settle(block, p, unit, y, own, SHIFT_OUT, False)
+                    norm(block, p, unit)
+                    add_up(block, p + transformer.INPUTS, unit, N, 0)
                 cuda.syncthreads()
-                call += 4
             if layer < L:
-                source = moved(row_0, calls[call + 1])
-                up(block, source, MATRIX, N, 0, gelu)
+                p += PLAN
+                up(block, p + MATRIX, N, 0, gelu)
                 for unit in range(warp, units, WARPS):
-                    add_up_inner(block, source, INPUT, unit, INSIDE, 0)
+                    add_up_inner(block, p + INPUT, unit, INSIDE, 0)
                 cuda.syncthreads()
-                source = moved(row_0, calls[call + 2])
-                down_to_y(block, source, MATRIX, INSIDE, 0, (y, own))
-                call += 3
+                p += PLAN
+                down_to_y(block, p + MATRIX, INSIDE, 0, (y, own))
+                p += PLAN
         hand_over(block, out, sums)
 
     return Kernel(read_transformer, most_tiles(cfg, gpu) * 16 * row_bytes(cfg, gpu))
@@ -939,7 +931,7 @@ def logits_kernel(cfg, gpu):
                             v = min(v, (V - 1) // 2 * 2)
                         noise[8 * d + 2 * j], noise[8 * d + 2 * j + 1] = columns_of(source, drawn, side, v)
                 multiply(acc, rows, g * STRIDE, (8 * STRIDE, 16 * STRIDE), packed,
-                         plan[call * PLAN] + first * (H // 4))
+                         plan[source.p] + first * (H // 4))
                 for _ in range(more_tiles):
                     row = 16 * tile + g
                     both, at = (sums[uint64(row)], sums[uint64(row + 8)]), int64(16 * tile + 2 * g) * V + first + 2 * q
