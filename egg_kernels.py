@@ -70,7 +70,7 @@ class Forward:
         self._kernels = kernels = kernels(cfg, packing, gpu, silent)
         self._most_tiles, self._row_bytes = writing.most_tiles(cfg, gpu), writing.row_bytes(cfg, gpu)
         self._reader, self._logits = reader(cfg, gpu), writing.logits_kernel(cfg, gpu)
-        self._draw, self._drawn_words = writing.draw_kernel(cfg), writing.sides(cfg)[1]
+        self._draw, self._drawn_words = writing.draw_kernel(cfg), writing.drawn_words(cfg)
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
                         "write": [self._draw, self._reader, self._logits]}

@@ -6,7 +6,7 @@ Rows        A sequence is a row. Rows g and g + 8 of a tile of 16 are the even a
 Memory      A block has some tiles. The vectors of their rows lie in shared memory, in regions one after the other. The
             vector of an MLP, four times as long, takes the place of regions 2 to 5.
 Noise       The kernel `draw` draws the noise of all pairs once, for all positions. The array `drawn` has a place for
-            every entry of the overlay: see `sides`.
+            every entry of the overlay: see `place_of`.
 Phases      In turn a warp takes a pair (norms, sums of input noise) or two tiles times 32 columns of a product.
 """
 
@@ -22,8 +22,8 @@ from kernels.gru_parts import (B_F, B_H, DOWN, GATES, INNER, LAYER, NORM_1, NORM
                                W_DOWN_INPUT, W_F, W_H, W_UP)
 from kernels.host import Kernel
 from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, W_FIRST, W_OVERLAY, W_SEED_A, ntt_functions,
-                           source_of, stream_of)
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, blocks, byte, called, clip, int32s,
+                           source_of)
+from kernels.parts import (A2, A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, blocks, byte, called, clip, int32s,
                            pack_bytes, quotient_function, rounded, unroll)
 from kernels.rules import NORMS, build_noise, device, divide
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
@@ -100,45 +100,49 @@ def of_member(both, odd):
     return both[1] if odd else both[0]
 
 
-class Side(NamedTuple):
-    """A side of a matrix, or a vector."""
-    size: int               # entries
-    one: int                # seed of its noise, relative to that of the pair
-    second: int             # of a vector: of the noise that multiplies it; else 0
-    grouped: bool           # see `sides`
-    place: int              # of its noise in the int32 of 8 pairs
+def place_of(first, V):
+    """Where the noise of a side whose entries begin at `first` of the overlay lies in the int32 of 8 pairs: two entries
+    in an int32, and room for one entry more behind every V, because a side of tokens may have an odd number."""
+    return 4 * (first + first // V)
 
 
-def sides(cfg):
-    """({first entry in the overlay: Side}, int32 of `drawn` that 8 pairs have). The noise of 8 pairs lies together, two
-    entries in an int32. Where a product finishes with it (columns, biases of products), it is grouped: 8 neighbours are
-    the same entries of 8 pairs, as the lanes of a warp want them. Elsewhere a pair's entries are neighbours."""
-    found, some, place = {}, [], 0
+def drawn_words(cfg):
+    """int32 of `drawn` that 8 pairs have."""
+    return place_of(parameters.n_overlay(cfg), cfg.VOCAB_SIZE)
+
+
+def streams_of(cfg):
+    """int32 [5, twos of entries]: of the two that an int32 of `drawn` has, the seeds of their one or two streams (0:
+    they have one) relative to that of the pair, the number of the first, its place for pair 0 of a group, and how much
+    further it is for the next pair. The noise of 8 pairs lies together. Where a product finishes with it (columns,
+    biases of products), 8 neighbours are the same entries of 8 pairs, as the lanes of a warp want them. Elsewhere a
+    pair's entries are neighbours."""
+    streams = []
     for t in parameters.tensors(cfg):
-        if t.matrix:
-            some += [(t.overlay_a, t.cols, t.seed_a, 0, True), (t.overlay_b, t.rows, t.seed_b, 0, False)]
-        else:
+        # of a side: its first entry in the overlay, entries, seeds, whether the pairs are neighbours
+        sides = (t.overlay_a, t.cols, t.seed_a, 0, True), (t.overlay_b, t.rows, t.seed_b, 0, False)
+        if not t.matrix:
             of_product = t.name.startswith("b_") or t.name.endswith("_bias_up")
-            some.append((t.overlay_a, t.cols, t.seed_a, t.seed_b, of_product))
-    for first, size, *more in sorted(some):
-        found[first] = Side(size, *more, place)
-        place += 4 * (size + size % 2)
-    return found, place
+            sides = (t.overlay_a, t.cols, t.seed_a, t.seed_b, of_product),
+        for first, size, one, second, grouped in sides:
+            two, step = np.arange((size + 1) // 2), 1 if grouped else size // 2
+            place = place_of(first, cfg.VOCAB_SIZE) + (8 if grouped else 1) * two
+            streams.append(np.stack(np.broadcast_arrays(one, second, 2 * two, place, step)))
+    return np.concatenate(streams, 1).astype(np.int32)
 
 
 def draw_kernel(cfg):
     """The noise of pairs: drawn int32 [groups of 8 pairs, int32 of a group]. A block a group; streams: of `streams_of`.
     """
-    ALL, GROUP = sides(cfg)
-    TWOS = sum((side.size + 1) // 2 for side in ALL.values())
+    GROUP = drawn_words(cfg)
     noise = build_noise(cfg).noise
 
     @cuda.jit(launch_bounds=THREADS)
     @unroll
-    def draw(streams: A32, job: AU32, drawn: A32):
+    def draw(streams: A2, job: AU32, drawn: A32):
         seed, words = uint32(uint32(job[0] + job[1]) + uint32(8 * cuda.blockIdx.x)), int32s(8)
-        for at in range(cuda.threadIdx.x, TWOS, THREADS):
-            one, second, number = streams[at], streams[TWOS + at], streams[2 * TWOS + at]
+        for at in range(cuda.threadIdx.x, streams.shape[1], THREADS):
+            one, second, number = streams[0, at], streams[1, at], streams[2, at]
             for g in range(8):
                 words[g] = 0
                 for e in range(2):
@@ -146,7 +150,7 @@ def draw_kernel(cfg):
                     if second:
                         value = int32(value * noise(uint32(seed + uint32(g + second)), number + e))
                     words[g] |= int32((value & int32(job[2]) & 0xFFFF) << (16 * e))
-            place, step = int64(cuda.blockIdx.x) * GROUP + streams[3 * TWOS + at], streams[4 * TWOS + at]
+            place, step = int64(cuda.blockIdx.x) * GROUP + streams[3, at], streams[4, at]
             if step == 1:
                 ptx.store4(drawn, place, words[0], words[1], words[2], words[3])
                 ptx.store4(drawn, place + 4, words[4], words[5], words[6], words[7])
@@ -157,42 +161,39 @@ def draw_kernel(cfg):
     return Kernel(draw)
 
 
-def streams_of(cfg):
-    """int32 [5, twos of entries], flat: of the two that an int32 of `drawn` has, the seeds of their one or two streams
-    (0: they have one) relative to that of the pair, the number of the first, its place for pair 0 of a group, and how
-    much further it is for the next pair."""
-    streams = []
-    for side in sides(cfg)[0].values():
-        two, step = np.arange((side.size + 1) // 2), 1 if side.grouped else side.size // 2
-        place = side.place + (8 if side.grouped else 1) * two
-        streams.append(np.stack(np.broadcast_arrays(side.one, side.second, 2 * two, place, step)))
-    return np.concatenate(streams, 1).astype(np.int32).ravel()
-
-
 def drawn_functions(cfg, nz):
     """Device functions of a Source whose pair 0 is the first one of `drawn`:
 
+    side_of(source, first, seed, pair, size)
+                                        what is the same for all entries of a side whose first entry in the overlay and
+                                        seed, relative to the pair's, are known; size: how many, or 2 of a side that has
+                                        the entries of 8 pairs together
     column_side, vector_side, input_side (source, at, pair, size)
-                                        what is the same for all entries of plan[at]; size: how many, where they are not
-                                        grouped
+                                        the same of plan[at]
     half(word, i)                       the noise of entry i in its int32 of drawn
     columns(source, drawn, side, i)     noise of columns i and i + 1, i even
     vector(source, side, n, i)          entry i of a vector as the even and the odd member see it; n: its noise
     term(source, side, n, i)            (c, factor) of input i for nz.input_fold
     """
-    ALL, GROUP = sides(cfg)
+    GROUP = drawn_words(cfg)
     SHIFT = cfg.SIGMA_SHIFT_VECTOR
-    # first entries of the sides of an odd size (tokens); what lies behind one is an entry further in `drawn`
-    ODD, OTHER_ODD = ([first for first, side in ALL.items() if side.size % 2] + [1 << 30] * 2)[:2]
+    V = cfg.VOCAB_SIZE
     scaled, coefficient, factor = nz.scaled, nz.coefficient, nz.factor
+
+    @device
+    def side_of(source, first, seed, pair, size):
+        """(place in `drawn`, in the overlay, seed) of entry 0."""
+        place = 4 * (first + int32(uint32(first) // uint32(V))) + (int32(pair) & 7) * (size // 2)
+        stream = uint32(uint32(source.seed + uint32(pair)) + uint32(seed))
+        return int64(pair >> 3) * GROUP + place, first, stream
 
     def side_function(seed, overlay):
         @device
         def side(source, at, pair, size=2):
-            """(place in `drawn`, place in the overlay, seed) of entry 0; the place of a vector's weights."""
-            first, weights = source.plan[source.p + at + overlay], source.plan[source.p + at + W_FIRST]
-            place = 4 * (first + int32(first > ODD) + int32(first > OTHER_ODD)) + (int32(pair) & 7) * (size // 2)
-            return int64(pair >> 3) * GROUP + place, first, stream_of(source, at + seed, pair), weights
+            """`side_of`; the place of a vector's weights."""
+            plan, at = source.plan, source.p + at
+            first, relative, weights = plan[uint64(at + overlay)], plan[uint64(at + seed)], plan[uint64(at + W_FIRST)]
+            return side_of(source, first, relative, pair, size) + (weights,)
         return side
 
     @device
@@ -218,7 +219,7 @@ def drawn_functions(cfg, nz):
         entry = source.overlay[uint64(side[1] + i)]
         return coefficient(n, entry), factor(entry, side[2], i)
 
-    return SimpleNamespace(half=half, columns=columns, vector=vector, term=term,
+    return SimpleNamespace(half=half, columns=columns, vector=vector, term=term, side_of=side_of,
                            column_side=side_function(M_SEED, M_OVERLAY),
                            vector_side=side_function(W_SEED_A, W_OVERLAY),
                            input_side=side_function(I_SEED, I_OVERLAY))
@@ -453,19 +454,17 @@ def embed_function(gpu, cfg, nz, pairs):
     table = gru_parts.tensor(cfg, "embedding")
     SEED_A, SEED_B = table.seed_a, table.seed_b
     OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
-    ALL, GROUP = sides(cfg)
-    TOKENS, UNITS = ALL[OVERLAY_A].place, ALL[OVERLAY_B].place
     factor, disturbance = nz.factor, nz.table_term
-    side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
+    side_of, vector_side, vector, noise_of = pairs.side_of, pairs.vector_side, pairs.vector, pairs.half
     coefficient, look_up = ntt_functions(cfg, nz, True)
 
     @gpu.device
     def look(block, pair, tokens, first, position):
         """Of a token of the sequence that begins at tokens[first]: noise, factor, word in the table, coefficient."""
         source, token = block.source, tokens[first + position]
-        stream = uint32(uint32(source.seed + uint32(pair)) + uint32(SEED_A))
-        n = noise_of(block.drawn[uint64((pair >> 3) * GROUP + TOKENS + 8 * (token >> 1) + (pair & 7))], token)
-        f = factor(source.overlay[OVERLAY_A + token], stream, token)
+        side = side_of(source, OVERLAY_A, SEED_A, pair, 2)
+        n = noise_of(block.drawn[uint64(side[0] + 8 * (token >> 1))], token)
+        f = factor(source.overlay[side[1] + token], side[2], token)
         c = coefficient(tokens, first, position) if NTT else int32(0)
         return n, f, (token >> 3) * (2 * H) + (token & 7) * 4, c
 
@@ -473,16 +472,15 @@ def embed_function(gpu, cfg, nz, pairs):
     def embed(block, tokens, position, room, unit):
         lane, source, pair = cuda.threadIdx.x & 31, block.source, block.first + unit
         mask, shift = int32(source.job[2]), block.shift
-        seed = uint32(source.seed + uint32(pair))
-        stream, y = uint32(seed + uint32(SEED_B)), int32s(8)
+        units, y = side_of(source, OVERLAY_B, SEED_B, pair, H), int32s(8)
         even = look(block, pair, tokens, 2 * pair * room, position)
         odd = look(block, pair, tokens, min(2 * pair + 1, block.count - 1) * room, position)
         if not GRU:
-            biases = side(source, BIAS, pair, H)
+            biases = vector_side(source, BIAS, pair, H)
         for turn in range(TURNS):
             w = lane + 32 * turn
             if FULL or w < H // 4:
-                noise = ptx.load2(block.drawn, (pair >> 3) * GROUP + UNITS + (pair & 7) * (H // 2) + 2 * w)
+                noise = ptx.load2(block.drawn, units[0] + 2 * w)
                 if not GRU:
                     bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
                 word = source.plan[AT_TABLE] + (w >> 2) * 32 + (w & 3)
@@ -490,7 +488,7 @@ def embed_function(gpu, cfg, nz, pairs):
                 for k in range(4):
                     h = 4 * w + k
                     n = noise_of(of_member(noise, k > 1), k)
-                    f = factor(source.overlay[uint64(OVERLAY_B + h)], stream, h)
+                    f = factor(source.overlay[uint64(units[1] + h)], units[2], h)
                     if not GRU:
                         bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), h)
                     for half in range(2):
@@ -500,7 +498,8 @@ def embed_function(gpu, cfg, nz, pairs):
                         if not GRU:
                             v = int32(v + of_member(bias, half))
                         if NTT:
-                            more = look_up(source.weights, source.overlay, seed, shift, mask, c, h)
+                            more = look_up(source.weights, source.overlay, uint32(source.seed + uint32(pair)),
+                                           shift, mask, c, h)
                             v = int32(v + of_member(more, half))
                         y[4 * half + k] = clip(v)
                 here = row_of(unit) * STRIDE + w
