@@ -24,9 +24,9 @@ from kernels.host import Kernel
 from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, W_FIRST, W_OVERLAY, W_SEED_A, ntt_functions,
                            source_of)
 from kernels.parts import (A2, A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, blocks, byte, called, clip, int32s,
-                           pack_bytes, quotient_function, rounded, unroll)
+                           pack_bytes, pack_rounded, quotient_function, rounded, unroll)
 from kernels.rules import NORMS, build_noise, device, divide
-from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX
+from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX, turned_function
 from model import parameters
 
 WARPS = 16
@@ -53,6 +53,7 @@ class Block(NamedTuple):
     packed: object          # matrices, PLAIN (kernels.host)
     drawn: object           # noise, of `draw_kernel`
     tiles: int              # of 16 rows
+    stride: int             # words from one row of a region to the next
     first: int              # pair
     units: int              # pairs that have sequences
     count: int              # sequences of all blocks
@@ -65,23 +66,18 @@ def stride_words(K, gpu, H):
     return (K + (32 if H % 64 == 0 and 16 * (REGIONS * (H + 32) + 4 * SUMS) <= gpu.shared else 0)) // 4
 
 
-def row_bytes(cfg, gpu):
+def row_bytes(stride):
     """Of shared memory."""
-    return 4 * (REGIONS * stride_words(cfg.HIDDEN_DIM, gpu, cfg.HIDDEN_DIM) + SUMS)
-
-
-def most_tiles(cfg, gpu):
-    """Of a block, by its shared memory."""
-    return gpu.shared // (16 * row_bytes(cfg, gpu))
+    return 4 * (REGIONS * stride + SUMS)
 
 
 @device
-def block_of(source, packed, drawn, tiles, count, shift):
+def block_of(source, packed, drawn, tiles, stride, count, shift):
     """The Block of this thread."""
     words, vector = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int8, 128)
     first = int64(cuda.blockIdx.x) * 8 * tiles
     units = min(8 * tiles, (count + 1) // 2 - first)
-    return Block(source, words, vector, packed, drawn, tiles, first, units, count, shift)
+    return Block(source, words, vector, packed, drawn, tiles, stride, first, units, count, shift)
 
 
 @device
@@ -93,6 +89,30 @@ def row_of(unit):
 @device
 def sequence_of(block, row):
     return 2 * (block.first + (row >> 4) * 8 + (row & 7)) + ((row >> 3) & 1)
+
+
+@device
+def word_of(block, region, row):
+    """The first word of a row of a region."""
+    return (region * (16 * block.tiles) + row) * block.stride
+
+
+@device
+def sum_of(block, number, row):
+    """The word of a row's sum of input noise; number: 0 to SUMS - 1."""
+    return word_of(block, REGIONS, 0) + number * (16 * block.tiles) + row
+
+
+@device
+def pair_of(block, at, stride):
+    """The words of both members that are at word `at` of the even one's row."""
+    return block.words[uint64(at)], block.words[uint64(at + 8 * stride)]
+
+
+@device
+def store_pair(block, at, y):
+    """Sets these words to the low bytes of y int32 [8]."""
+    block.words[uint64(at)], block.words[uint64(at + 8 * block.stride)] = pack_bytes(y, 0), pack_bytes(y, 4)
 
 
 @device
@@ -292,14 +312,14 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     multiply, column_side, columns_of = multiply_function(gpu, K), pairs.column_side, pairs.columns
     vector_side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
     GROUPS = columns // COLUMNS
-    STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
+    STRIDE = stride_words(K, gpu, H)
 
     @gpu.called
     def product(block, at, x, stream, where):
         """Of region x with the matrix at plan[at]; stream: number of its sums."""
         source = block.source
         acc, noise, sums = int32s(32), int32s(16), int32s(2)
-        t, rows, twos = cuda.threadIdx.x, 16 * block.tiles, (block.tiles + 1) // 2
+        t, twos = cuda.threadIdx.x, (block.tiles + 1) // 2
         g, q = (t & 31) >> 2, t & 3
         for task in range(t >> 5, twos * GROUPS, WARPS):
             tile = 2 * int32(uint32(task) % uint32(twos))
@@ -310,13 +330,13 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
                 for j in range(4):
                     at_noise = 8 * d + 2 * j
                     noise[at_noise], noise[at_noise + 1] = columns_of(source, block.drawn, side, first + 8 * j + 2 * q)
-            multiply(acc, block.words, x * rows * NARROW + (16 * tile + g) * STRIDE,
+            multiply(acc, block.words, word_of(block, x, 0) + (16 * tile + g) * STRIDE,
                      (8 * STRIDE, (more_tiles - 1) * (16 * STRIDE)), block.packed,
                      source.plan[at] + first * (K // 4))
             for _ in range(more_tiles):
                 row, unit = 16 * tile + g, 8 * tile + g
                 for half in range(2):
-                    sums[half] = block.words[uint64(REGIONS * rows * NARROW + stream * rows + row + 8 * half)]
+                    sums[half] = block.words[uint64(sum_of(block, stream, row + 8 * half))]
                 if bias is not None:
                     bias_side = vector_side(source, at + bias, block.first + unit)
                 for j in range(4):
@@ -348,16 +368,16 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
     SCALED = cfg.ADAPTIVE_NOISE_MODE != 0
     EACH, MATRICES, TOTALS = K // folded, matrices, 2 * matrices
     TURNS, FULL = blocks(K, 128), K % 128 == 0
-    STRIDE, NARROW = stride_words(K, gpu, H), stride_words(H, gpu, H)
+    STRIDE = stride_words(K, gpu, H)
     input_side, term = pairs.input_side, pairs.term
     noise_of, input_fold = pairs.half, nz.input_fold
 
     @gpu.called
     def add_up(block, at, unit, x, stream):
         """Of region x, from plan[at] on, as sums `stream` and further. The odd member's has the sign of its noise."""
-        source, lane, rows = block.source, cuda.threadIdx.x & 31, 16 * block.tiles
+        source, lane = block.source, cuda.threadIdx.x & 31
         row, pair = row_of(unit), block.first + unit
-        here = x * rows * NARROW + row * STRIDE
+        here = word_of(block, x, 0) + row * STRIDE
         totals, places = cuda.local.array(TOTALS, int32), cuda.local.array(MATRICES, int64)
         for n in range(MATRICES):
             totals[2 * n], totals[2 * n + 1] = 0, 0
@@ -366,7 +386,7 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
             for turn in range(TURNS):                           # unrolled, so that no load waits for another
                 w = lane + 32 * turn
                 if FULL or w < K // 4:
-                    a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+                    a, b = pair_of(block, here + w, STRIDE)
                     for n in range(MATRICES):
                         low, high = ptx.load2(block.drawn, places[n] + 2 * w)
                         totals[2 * n] += ptx.dp2a_low(low, a) + ptx.dp2a_high(high, a)
@@ -380,25 +400,24 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
                         for sub in range(folded):
                             i = sub * EACH + 4 * w + k
                             c, f = term(source, side, noise_of(block.drawn[uint64(side[0] + (i >> 1))], k), i)
-                            a = input_fold(a, byte(block.words[uint64(here + (i >> 2))], k), c, f)
-                            b = input_fold(b, byte(block.words[uint64(here + 8 * STRIDE + (i >> 2))], k), c, f)
+                            x_even, x_odd = pair_of(block, here + (i >> 2), STRIDE)
+                            a, b = input_fold(a, byte(x_even, k), c, f), input_fold(b, byte(x_odd, k), c, f)
                         totals[2 * n] += a
                         totals[2 * n + 1] += b
         for n in range(MATRICES):
             even, odd = ptx.warp_sum(totals[2 * n]), ptx.warp_sum(totals[2 * n + 1])
             if lane == 0:
-                sums = REGIONS * rows * NARROW + (stream + n) * rows + row
-                block.words[sums], block.words[sums + 8] = even, int32(-odd)
+                at_sum = sum_of(block, stream + n, row)
+                block.words[at_sum], block.words[at_sum + 8] = even, int32(-odd)
     return add_up
 
 
 def norm_function(gpu, cfg, pairs):
     """Device function: region N = ln(X) of a pair, by the layer norm of the row of the plan at `at`."""
     H = cfg.HIDDEN_DIM
-    STRIDE = stride_words(H, gpu, H)
     TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU = cfg.MODEL == "gru"
-    divided = NORMS.quotient
+    divided, plain = NORMS.quotient, NORMS.normed
     side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
 
     @gpu.device
@@ -406,17 +425,17 @@ def norm_function(gpu, cfg, pairs):
         """An entry of ln(x); mean: of the |x|."""
         if GRU:
             return divided(int32(x * clip(w)), mean, float32(float32(1) / float32(mean)))
-        return clip(int32(divide(int32(x * w), mean) + bias))
+        return plain(x, w, bias, mean)
 
     @gpu.called
     def norm(block, at, unit):
-        source, lane, rows = block.source, cuda.threadIdx.x & 31, 16 * block.tiles
-        here = row_of(unit) * STRIDE
+        source, lane = block.source, cuda.threadIdx.x & 31
+        here, to = word_of(block, X, row_of(unit)), word_of(block, N, row_of(unit))
         even, odd = int32(0), int32(0)
         for turn in range(TURNS):
             w = lane + 32 * turn
             if FULL or w < H // 4:
-                a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+                a, b = pair_of(block, here + w, block.stride)
                 for k in range(4):
                     even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
         even = int32(max(uint32(ptx.warp_sum(even)) // uint32(H), 1))
@@ -427,7 +446,7 @@ def norm_function(gpu, cfg, pairs):
         for turn in range(TURNS):
             w = lane + 32 * turn
             if FULL or w < H // 4:
-                a, b = block.words[uint64(here + w)], block.words[uint64(here + 8 * STRIDE + w)]
+                a, b = pair_of(block, here + w, block.stride)
                 noise = ptx.load2(block.drawn, weights[0] + 2 * w)
                 if not GRU:
                     bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
@@ -438,8 +457,7 @@ def norm_function(gpu, cfg, pairs):
                         bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), 4 * w + k)
                     y[k] = normed(byte(a, k), both[0], bias[0], even)
                     y[4 + k] = normed(byte(b, k), both[1], bias[1], odd)
-                to = rows * STRIDE + here + w
-                block.words[uint64(to)], block.words[uint64(to + 8 * STRIDE)] = pack_bytes(y, 0), pack_bytes(y, 4)
+                store_pair(block, to + w, y)
     return norm
 
 
@@ -447,7 +465,6 @@ def embed_function(gpu, cfg, nz, pairs):
     """Device function: region X of a pair, for the tokens at `position` of its sequences of `room` tokens (SPEC 7,
     13)."""
     H = cfg.HIDDEN_DIM
-    STRIDE = stride_words(H, gpu, H)
     TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
     AT_TABLE = gru_parts.TABLE if GRU else transformer.TABLE
@@ -455,7 +472,8 @@ def embed_function(gpu, cfg, nz, pairs):
     SEED_A, SEED_B = table.seed_a, table.seed_b
     OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
     factor, disturbance = nz.factor, nz.table_term
-    side_of, vector_side, vector, noise_of = pairs.side_of, pairs.vector_side, pairs.vector, pairs.half
+    side_of, noise_of = pairs.side_of, pairs.half
+    vector_side, vector = pairs.vector_side, pairs.vector
     coefficient, look_up = ntt_functions(cfg, nz, True)
 
     @gpu.device
@@ -502,40 +520,34 @@ def embed_function(gpu, cfg, nz, pairs):
                                            shift, mask, c, h)
                             v = int32(v + of_member(more, half))
                         y[4 * half + k] = clip(v)
-                here = row_of(unit) * STRIDE + w
-                block.words[uint64(here)], block.words[uint64(here + 8 * STRIDE)] = pack_bytes(y, 0), pack_bytes(y, 4)
+                store_pair(block, word_of(block, X, row_of(unit)) + w, y)
     return embed
 
 
-def hand_over_function(gpu, H):
-    """Device function: what the logits of a block's rows are made of."""
-    STRIDE = stride_words(H, gpu, H)
-
-    @gpu.device
-    def hand_over(block, out, sums):
-        rows = 16 * block.tiles
-        first = int64(cuda.blockIdx.x) * rows
-        for i in range(cuda.threadIdx.x, rows * (H // 4), THREADS):
-            row, w = i // (H // 4), i % (H // 4)
-            out[first * (H // 4) + i] = block.words[(N * rows + row) * STRIDE + w]
-        for row in range(cuda.threadIdx.x, rows, THREADS):
-            sums[first + row] = block.words[REGIONS * rows * STRIDE + row]
-    return hand_over
+@device
+def hand_over(block, out, sums):
+    """What the logits of a block's rows are made of."""
+    rows = 16 * block.tiles
+    first = int64(cuda.blockIdx.x) * rows
+    for i in range(cuda.threadIdx.x, rows * block.stride, THREADS):
+        out[first * block.stride + i] = block.words[word_of(block, N, 0) + i]
+    for row in range(cuda.threadIdx.x, rows, THREADS):
+        sums[first + row] = block.words[sum_of(block, 0, row)]
 
 
 # --- the recurrent model ----------------------------------------------------------------------------------------------
 
-def gate_functions(gpu, cfg):
-    """(place, keep, open_gates, move_states): the place of an entry of a region; and what products with the matrices of
-    a layer's gates finish with: gates and candidates of its input, gates and gated states, states and X."""
-    H = cfg.HIDDEN_DIM
-    STRIDE = stride_words(H, gpu, H)
-    divided = divided_function(cfg, H)
-    open_gate, gated, next_state = NORMS.gate, NORMS.gated, NORMS.next_state
+@device
+def place(block, region, row, c):
+    """Of an entry of a region in block.vector."""
+    return uint64(4 * word_of(block, region, row) + c)
 
-    @gpu.device
-    def place(block, region, row, c):
-        return uint64(region * (64 * STRIDE) * block.tiles + row * (4 * STRIDE) + c)
+
+def gate_functions(gpu, cfg):
+    """What products with the matrices of a layer's gates finish with: gates and candidates of its input, gates and
+    gated states, states and X."""
+    divided = divided_function(cfg, cfg.HIDDEN_DIM)
+    open_gate, gated, next_state = NORMS.gate, NORMS.gated, NORMS.next_state
 
     @gpu.called
     def keep(block, row, c, total, more, region):
@@ -556,12 +568,12 @@ def gate_functions(gpu, cfg):
         block.vector[state] = h
         block.vector[x] = clip(int32(block.vector[x] + h))
 
-    return place, keep, open_gates, move_states
+    return keep, open_gates, move_states
 
 
 def recurrent_kernel(cfg, gpu):
-    """The hidden states after the tokens at position at[0], as normed for the head: out int8 [tiles of all blocks, 16,
-    H], and their sums for its input noise: sums int32 [tiles, 16]. tokens int32 [count, room]; states int8 [L, count,
+    """The hidden states after the tokens at position at[0], as normed for the head: out int32 [tiles of all blocks, 16,
+    stride_words], and their sums for its input noise: sums int32 [tiles, 16]. tokens int32 [count, room]; states int8 [L, count,
     H]: of the layers, before and after. last: the layer whose states are the last that anybody wants; L: out, too."""
     H = cfg.HIDDEN_DIM
     L = cfg.N_LAYERS
@@ -569,12 +581,11 @@ def recurrent_kernel(cfg, gpu):
     nz = build_noise(cfg)
     pairs, job_shift = drawn_functions(cfg, nz), nz.shift
     divided, divided_down = divided_function(cfg, H, 0 if cfg.MLP_RELU else -127), divided_function(cfg, 4 * H)
-    place, *finish_gates = gate_functions(gpu, cfg)
 
     @gpu.called
     def to_inner(block, row, c, total, more, where):
-        at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
-        block.vector[uint64(at)] = divided(total)
+        at = place(block, INSIDE, 0, row * INNER_STRIDE + c)
+        block.vector[at] = divided(total)
 
     @gpu.called
     def add(block, row, c, total, more, where):
@@ -582,19 +593,18 @@ def recurrent_kernel(cfg, gpu):
         block.vector[at] = clip(int32(block.vector[at] + divided_down(total)))
 
     to_keep, to_gates, to_states = (product_function(gpu, pairs, H, H, H, finish, bias)
-                                    for finish, bias in zip(finish_gates, (None, B_F - U_F, B_H - U_H)))
+                                    for finish, bias in zip(gate_functions(gpu, cfg), (None, B_F - U_F, B_H - U_H)))
     up, down = product_function(gpu, pairs, H, H, 4 * H, to_inner), product_function(gpu, pairs, H, 4 * H, H, add)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
-    hand_over = hand_over_function(gpu, H)
     add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more)
                                          for more in ((H,), (H, 1, 2), (4 * H,)))
 
     @device
     def state_of(block, unit, odd, layer):
         """Of a sequence: (its number, the first word of its state in shared memory, and in the states)."""
-        sequence = 2 * (block.first + unit) + odd
-        here = (STATE * 16 * block.tiles + row_of(unit) + 8 * odd) * STRIDE
-        return sequence, here, (layer * block.count + sequence) * (H // 4)
+        row = row_of(unit) + 8 * odd
+        sequence = sequence_of(block, row)
+        return sequence, word_of(block, STATE, row), (layer * block.count + sequence) * (H // 4)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -602,7 +612,7 @@ def recurrent_kernel(cfg, gpu):
                        at: A32, room, count, tiles, last, states: A32, out: A32, sums: A32):
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         source = source_of(plan, 0, weights, overlay, job, 0)
-        block, position = block_of(source, packed, drawn, tiles, count, job_shift(job)), at[0]
+        block, position = block_of(source, packed, drawn, tiles, STRIDE, count, job_shift(job)), at[0]
         words, units = block.words, block.units
         for layer in range(L + 1):
             norm_1 = PLAN * (1 + layer * LAYER + NORM_1)
@@ -658,42 +668,46 @@ def recurrent_kernel(cfg, gpu):
                 down(block, norm_1 + PLAN * DOWN, INSIDE, 0, 0)
         hand_over(block, out, sums)
 
-    return Kernel(read_recurrent, most_tiles(cfg, gpu) * 16 * row_bytes(cfg, gpu))
+    return Kernel(read_recurrent, gpu.shared)
 
 
 # --- the transformer --------------------------------------------------------------------------------------------------
 
+@device
+def rounded_word(y, at, scale):
+    """Four entries y[at...] as bytes."""
+    v = ptx.load4(y, at)
+    return pack_rounded(rounded(v[0], scale), rounded(v[1], scale), rounded(v[2], scale), rounded(v[3], scale))
+
+
 def settle_function(gpu, cfg, pairs):
     """Device function: what follows a product whose row's largest result had to be known."""
     H = cfg.HIDDEN_DIM
-    STRIDE = stride_words(H, gpu, H)
     side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
 
     @gpu.called
     def settle(block, at, unit, y, first, shift, biased):
         """X = amax(X + (y >> shift) + the bias of the row of the plan at `at`) of a pair."""
-        lane, source = cuda.threadIdx.x & 31, block.source
+        lane, source, v = cuda.threadIdx.x & 31, block.source, int32s(4)
         if biased:
             biases = side(source, at + BIAS, block.first + unit, H)
         for odd in range(2):
             row, top = row_of(unit) + 8 * odd, int32(0)
-            here = first + row * (3 * H)
+            here, x = first + row * (3 * H), word_of(block, X, row)
             for w in range(lane, H // 4, 32):
+                results, word = ptx.load4(y, here + 4 * w), block.words[uint64(x + w)]
                 if biased:
                     noise = ptx.load2(block.drawn, biases[0] + 2 * w)
                 for k in range(4):
-                    place = uint64(here + 4 * w + k)
-                    v = int32(byte(block.words[uint64(row * STRIDE + w)], k) + (y[place] >> shift))
+                    v[k] = int32(byte(word, k) + (results[k] >> shift))
                     if biased:
                         n = noise_of(of_member(noise, k > 1), k)
-                        v = int32(v + of_member(vector(source, biases, n, 4 * w + k), odd))
-                    y[place] = v
-                    top = max(top, int32(abs(v)))
+                        v[k] = int32(v[k] + of_member(vector(source, biases, n, 4 * w + k), odd))
+                    top = max(top, int32(abs(v[k])))
+                ptx.store4(y, here + 4 * w, v[0], v[1], v[2], v[3])
             scale = amax_scale(ptx.warp_max(top))
             for w in range(lane, H // 4, 32):
-                for k in range(4):
-                    v = rounded(y[uint64(here + 4 * w + k)], scale)
-                    block.vector[uint64(row * (4 * STRIDE) + 4 * w + k)] = byte(v, 1)
+                block.words[uint64(x + w)] = rounded_word(y, here + 4 * w, scale)
     return settle
 
 
@@ -701,56 +715,53 @@ def attention_functions(gpu, cfg):
     """(turn, attend), device functions of a row."""
     H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
-    SCALE_BIT = cfg.ROPE_SCALE_BIT
     SHIFT_ATTN = cfg.SHIFT_ATTN
-    STRIDE = stride_words(H, gpu, H)
     W = D // 4                                               # words of a head
+    turned = turned_function(cfg)
 
     @gpu.device
     def turn(block, row, y, first, rope, position, keys, values, cached):
-        """Queries to their region, keys and values of a row to the cache, from byte `cached` on."""
+        """Queries to their region, keys and values of a row to the cache, from word `cached` on."""
         lane, here = cuda.threadIdx.x & 31, first + row * (3 * H)
+        query = word_of(block, INSIDE, row)
         for which in range(3):
             top = int32(0)
-            for i in range(2 * lane, H, 64):
-                at, after = uint64(here + which * H + i), uint64(here + which * H + i + 1)
-                a, b = y[at], y[after]
+            for w in range(lane, H // 4, 32):
+                at = here + which * H + 4 * w
+                v = ptx.load4(y, at)
                 if which < 2:
-                    turned = position * D + i % D
-                    cos, sin = int64(rope[uint64(turned)]), int64(rope[uint64(turned + 1)])
-                    half = int64(1) << int64(SCALE_BIT - 1)
-                    a, b = (int32((int64(a) * cos - int64(b) * sin + half) >> int64(SCALE_BIT)),
-                            int32((int64(a) * sin + int64(b) * cos + half) >> int64(SCALE_BIT)))
-                    y[at], y[after] = a, b
-                top = max(top, max(int32(abs(a)), int32(abs(b))))
+                    r = ptx.load4(rope, int64(position * D + 4 * w % D))
+                    v = turned(v[0], v[1], r[0], r[1]) + turned(v[2], v[3], r[2], r[3])
+                    ptx.store4(y, at, v[0], v[1], v[2], v[3])
+                for k in range(4):
+                    top = max(top, int32(abs(v[k])))
             scale = amax_scale(ptx.warp_max(top))
-            for i in range(2 * lane, H, 64):
-                for e in range(2):
-                    v = byte(rounded(y[uint64(here + which * H + i + e)], scale), 1)
-                    if which == 0:
-                        block.vector[uint64((INSIDE * 16 * block.tiles + row) * (4 * STRIDE) + i + e)] = v
-                    elif which == 1:
-                        keys[uint64(cached + i + e)] = v
-                    else:
-                        values[uint64(cached + i + e)] = v
+            for w in range(lane, H // 4, 32):
+                word = rounded_word(y, here + which * H + 4 * w, scale)
+                if which == 0:
+                    block.words[uint64(query + w)] = word
+                elif which == 1:
+                    keys[uint64(cached + w)] = word
+                else:
+                    values[uint64(cached + w)] = word
 
     @gpu.device
-    def score(block, key_words, at_query, at_key):
+    def score(block, keys, at_query, at_key):
         s = int32(0)
         for i in range(W // 4):
-            key, query = ptx.load4(key_words, at_key + 4 * i), ptx.load4(block.words, at_query + 4 * i)
+            key, query = ptx.load4(keys, at_key + 4 * i), ptx.load4(block.words, at_query + 4 * i)
             for k in range(4):
                 s = ptx.dp4a(key[k], query[k], s)
         return s
 
     @gpu.called
-    def attend(block, row, head, position, key_words, value_words, first, exps):
+    def attend(block, row, head, position, keys, values, first, exps):
         """Region N of a head of a row: the mean of the values at `position` and before, which begin at word `first`. A
         lane has a position's score, then a word of the values of every (32 / W)-th position."""
-        lane, rows = cuda.threadIdx.x & 31, 16 * block.tiles
-        query, top = (INSIDE * rows + row) * STRIDE + head * W, int32(-2 ** 31)
+        lane = cuda.threadIdx.x & 31
+        query, top = word_of(block, INSIDE, row) + head * W, int32(-2 ** 31)
         for past in range(lane, position + 1, 32):
-            top = max(top, score(block, key_words, query, first + past * (H // 4)))
+            top = max(top, score(block, keys, query, first + past * (H // 4)))
         top = ptx.warp_max(top) >> SHIFT_ATTN
         total, sums, part = int64(0), cuda.local.array(4, int64), int32s(4)
         for k in range(4):
@@ -758,7 +769,7 @@ def attention_functions(gpu, cfg):
         for start in range(0, position + 1, 32):
             weight = int32(0)
             if start + lane <= position:
-                s = score(block, key_words, query, first + (start + lane) * (H // 4))
+                s = score(block, keys, query, first + (start + lane) * (H // 4))
                 weight = exps[uint64(min(int32(top - (s >> SHIFT_ATTN)), 255))]
             total += weight
             for k in range(4):                               # 32 weights of 19 bits at most times a byte
@@ -766,7 +777,7 @@ def attention_functions(gpu, cfg):
             for i in range(min(W, (position - start) // (32 // W) + 1)):
                 past = i * (32 // W) + lane // W
                 w = cuda.shfl_sync(0xFFFFFFFF, weight, past)
-                value = value_words[uint64(first + min(start + past, position) * (H // 4) + lane % W)]
+                value = values[uint64(first + min(start + past, position) * (H // 4) + lane % W)]
                 for k in range(4):
                     part[k] = int32(part[k] + int32(w * byte(value, k)))
             for k in range(4):
@@ -778,8 +789,8 @@ def attention_functions(gpu, cfg):
                     sums[k] += across(sums[k], 1 << d)
         if lane < W:
             for k in range(4):
-                v = clip(int32(float(sums[k]) / float(total)))
-                block.vector[uint64((N * rows + row) * (4 * STRIDE) + head * D + 4 * lane + k)] = v
+                part[k] = clip(int32(float(sums[k]) / float(total)))
+            block.words[uint64(word_of(block, N, row) + head * W + lane)] = pack_bytes(part, 0)
 
     return turn, attend
 
@@ -787,7 +798,7 @@ def attention_functions(gpu, cfg):
 def transformer_kernel(cfg, gpu):
     """The same for the transformer: out, sums as in `recurrent_kernel`.
 
-    Rows of the plan follow one another as they are read. keys, values: int8 [layers, count, room, H]; y int32 [tiles of all blocks,
+    Rows of the plan follow one another as they are read. keys, values: int8 [layers, count, room, H], as words; y int32 [tiles of all blocks,
     16, 3 H]: results of a product before their row's largest is known."""
     H = cfg.HIDDEN_DIM
     L = cfg.N_LAYERS
@@ -807,25 +818,24 @@ def transformer_kernel(cfg, gpu):
 
     @gpu.called
     def inner(block, row, c, total, bias, gelu):
-        at = INSIDE * (64 * STRIDE) * block.tiles + row * INNER_STRIDE + c
-        block.vector[uint64(at)] = gelu[uint64(clip(int32((total >> SHIFT_UP) + bias)) & 255)]
+        at = place(block, INSIDE, 0, row * INNER_STRIDE + c)
+        block.vector[at] = gelu[uint64(clip(int32((total >> SHIFT_UP) + bias)) & 255)]
 
     to_y, down_to_y = product_function(gpu, pairs, H, H, H, store), product_function(gpu, pairs, H, 4 * H, H, store)
     up = product_function(gpu, pairs, H, H, 4 * H, inner, MATRIX_BIAS - MATRIX)
     settle, (turn, attend) = settle_function(gpu, cfg, pairs), attention_functions(gpu, cfg)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
-    hand_over = hand_over_function(gpu, H)
     add_up, add_up_three, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more)
                                           for more in ((H,), (H, 1, 3), (4 * H, 4)))
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
     def read_transformer(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A32,
-                         tokens: A32, at: A32, room, count, tiles, last, rope: A32, exps: A32, gelu: A8, keys: A8,
-                         values: A8, key_words: A32, value_words: A32, y: A32, out: A32, sums: A32):
+                         tokens: A32, at: A32, room, count, tiles, last, rope: A32, exps: A32, gelu: A8, keys: A32,
+                         values: A32, y: A32, out: A32, sums: A32):
         warp, rows = cuda.threadIdx.x >> 5, 16 * tiles
         source = source_of(plan, 0, weights, overlay, job, 0)
-        block, position = block_of(source, packed, drawn, tiles, count, job_shift(job)), at[0]
+        block, position = block_of(source, packed, drawn, tiles, STRIDE, count, job_shift(job)), at[0]
         units, own, p = block.units, int64(cuda.blockIdx.x) * rows * (3 * H), 0
         for layer in range(-1, L + 1):
             for unit in range(warp, units, WARPS):
@@ -847,7 +857,7 @@ def transformer_kernel(cfg, gpu):
                     sequence = sequence_of(block, row)
                     if sequence < count:
                         turn(block, row, y, own, rope, position, keys, values,
-                             ((int64(layer) * count + sequence) * room + position) * H)
+                             ((int64(layer) * count + sequence) * room + position) * (H // 4))
                 if layer == last:
                     return
                 cuda.syncthreads()
@@ -855,9 +865,8 @@ def transformer_kernel(cfg, gpu):
                     row, head = task // HEADS, task % HEADS
                     sequence = sequence_of(block, row)
                     if sequence < count:
-                        attend(block, row, head, position, key_words, value_words,
-                               (int64(layer) * count + sequence) * room * (H // 4) + head * WORDS,
-                               exps)
+                        attend(block, row, head, position, keys, values,
+                               (int64(layer) * count + sequence) * room * (H // 4) + head * WORDS, exps)
                 cuda.syncthreads()
                 p += PLAN
                 for unit in range(warp, units, WARPS):
@@ -882,7 +891,7 @@ def transformer_kernel(cfg, gpu):
                 p += PLAN
         hand_over(block, out, sums)
 
-    return Kernel(read_transformer, most_tiles(cfg, gpu) * 16 * row_bytes(cfg, gpu))
+    return Kernel(read_transformer, gpu.shared)
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------
@@ -917,9 +926,8 @@ def logits_kernel(cfg, gpu):
             tile = 2 * two
             more_tiles = min(every - tile, 2)
             cuda.syncthreads()
-            for i in range(t, H * more_tiles, 32 * LOGIT_WARPS):
-                to, w = uint32(i) // uint32(H // 16), uint32(i) % uint32(H // 16)
-                ptx.store4(rows, to * STRIDE + 4 * w, *ptx.load4(out, tile * (4 * H) + 4 * i))
+            for i in range(t, 4 * STRIDE * more_tiles, 32 * LOGIT_WARPS):
+                ptx.store4(rows, 4 * i, *ptx.load4(out, tile * (16 * STRIDE) + 4 * i))
             cuda.syncthreads()
             if first < V:
                 for d in range(2):
