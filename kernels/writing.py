@@ -11,7 +11,7 @@ Phases      In turn a warp takes a pair (norms, sums of input noise) or two tile
 """
 
 import functools
-from types import SimpleNamespace
+from collections import namedtuple
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, W_FIRST, W_OVER
                            source_of)
 from kernels.parts import (A2, A32, A8, AU32, BITS, MAGIC, PLAN, across, amax_scale, blocks, byte, called, clip, int32s,
                            pack_bytes, pack_rounded, quotient_function, rounded, unroll)
-from kernels.rules import NORMS, build_noise, device, divide
+from kernels.rules import NORMS, build_noise, device
 from kernels.transformer import BIAS, INPUT, LN, LN_BIAS, MATRIX, MATRIX_BIAS, NEXT_MATRIX, turned_function
 from model import parameters
 
@@ -181,8 +181,11 @@ def draw_kernel(cfg):
     return Kernel(draw)
 
 
+Drawn = namedtuple("Drawn", "half columns vector term side_of column_side vector_side input_side")
+
+
 def drawn_functions(cfg, nz):
-    """Device functions of a Source whose pair 0 is the first one of `drawn`:
+    """Device functions of a Source whose pair 0 is the first one of `drawn`, as a Drawn:
 
     side_of(source, first, seed, pair, size)
                                         what is the same for all entries of a side whose first entry in the overlay and
@@ -192,8 +195,9 @@ def drawn_functions(cfg, nz):
                                         the same of plan[at]
     half(word, i)                       the noise of entry i in its int32 of drawn
     columns(source, drawn, side, i)     noise of columns i and i + 1, i even
-    vector(source, side, n, i)          entry i of a vector as the even and the odd member see it; n: its noise
-    term(source, side, n, i)            (c, factor) of input i for nz.input_fold
+    vector(source, side, words, i)      entry i of a vector as the even and the odd member see it; words: the two of
+                                        `drawn` that have it and its neighbours
+    term(source, drawn, side, i)        (c, factor) of input i for nz.input_fold
     """
     GROUP = drawn_words(cfg)
     SHIFT = cfg.SIGMA_SHIFT_VECTOR
@@ -230,19 +234,18 @@ def drawn_functions(cfg, nz):
         return column(source, side, half(word, 0), i), column(source, side, half(word, 1), i + 1)
 
     @called
-    def vector(source, side, n, i):
+    def vector(source, side, words, i):
+        n = half(of_member(words, i & 2), i)
         w, p = int32(source.weights[uint64(side[3] + i)]), column(source, side, n, i)
         return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
 
     @device
-    def term(source, side, n, i):
-        entry = source.overlay[uint64(side[1] + i)]
+    def term(source, drawn, side, i):
+        n, entry = half(drawn[uint64(side[0] + (i >> 1))], i), source.overlay[uint64(side[1] + i)]
         return coefficient(n, entry), factor(entry, side[2], i)
 
-    return SimpleNamespace(half=half, columns=columns, vector=vector, term=term, side_of=side_of,
-                           column_side=side_function(M_SEED, M_OVERLAY),
-                           vector_side=side_function(W_SEED_A, W_OVERLAY),
-                           input_side=side_function(I_SEED, I_OVERLAY))
+    return Drawn(half, columns, vector, term, side_of, side_function(M_SEED, M_OVERLAY),
+                 side_function(W_SEED_A, W_OVERLAY), side_function(I_SEED, I_OVERLAY))
 
 
 def divided_function(cfg, inputs, lowest=-127):
@@ -256,11 +259,14 @@ def divided_function(cfg, inputs, lowest=-127):
 
 
 @functools.cache
-def multiply_function(gpu, K):
-    """The device function. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8:
+def multiply_functions(gpu, pairs, K, stride, columns=COLUMNS):
+    """(multiply, next_tile), device functions of matrices with `columns` or some times COLUMNS. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8:
     the order of inputs is free, and so a load has eight of them."""
     STEPS, AHEAD = K // 32, 3
+    BELOW, TILE = 8 * stride, 16 * stride                    # words from a row to that of the odd member, and to a tile
     FIRST, REST, WORDS = min(AHEAD, STEPS), STEPS % AHEAD, 8 * AHEAD
+    RAGGED, LAST = columns % COLUMNS != 0, (columns - 1) // 2 * 2
+    column_side, columns_of = pairs.column_side, pairs.columns
 
     @gpu.called
     def fetch(columns, which, packed, at):
@@ -271,8 +277,8 @@ def multiply_function(gpu, K):
     @gpu.called
     def add_product(acc, words, x, below, columns, which):
         for d in range(2):
-            first = x + d * below[1]
-            even, odd = ptx.load2(words, first), ptx.load2(words, first + below[0])
+            first = x + d * below
+            even, odd = ptx.load2(words, first), ptx.load2(words, first + BELOW)
             for j in range(4):
                 at, b = 16 * d + 4 * j, 8 * which + 2 * j
                 c = (acc[at], acc[at + 1], acc[at + 2], acc[at + 3])
@@ -281,13 +287,21 @@ def multiply_function(gpu, K):
                     acc[at + half] = c[half]
 
     @gpu.called
-    def multiply(acc, words, x, below, packed, at):
-        """acc int32 [32] = 16 rows of two tiles x COLUMNS. words[x]: the first word of row g; below: words from there
-        to row g + 8 and to the other tile; packed[at]: the first word of the columns. acc[16 d + 4 j + 2 h + e]: tile
-        d, row g + 8 h, column 8 j + 2 q + e."""
+    def multiply(acc, noise, words, x, more_tiles, source, at, packed, drawn, pair, first):
+        """acc int32 [32] = 16 rows of each of one or two tiles x COLUMNS of the matrix at plan[at], from `first` on;
+        noise int32 [16]: of these columns. words[x]: the first word of the first tile, whose first pair is `pair`.
+        acc[16 d + 4 j + 2 h + e]: tile d, row g + 8 h, column 8 j + 2 q + e; noise[8 d + 2 j + e]: of its pair."""
         lane = cuda.threadIdx.x & 31
-        x = x + 2 * (lane & 3)
-        at = at + ((lane & 2) << 4) + (lane >> 2) * 4 + (lane & 1) * 2
+        g, q = lane >> 2, lane & 3
+        for d in range(2):                                   # on their way while the warp multiplies
+            side = column_side(source, at, pair + 8 * min(d, more_tiles - 1) + g)
+            for j in range(4):
+                c = first + 8 * j + 2 * q
+                if RAGGED:
+                    c = min(c, LAST)
+                noise[8 * d + 2 * j], noise[8 * d + 2 * j + 1] = columns_of(source, drawn, side, c)
+        x, below = x + g * stride + 2 * q, (more_tiles - 1) * TILE
+        at = source.plan[uint64(source.p + at)] + first * (K // 4) + ((lane & 2) << 4) + g * 4 + (lane & 1) * 2
         columns = cuda.local.array(WORDS, int32)
         for i in range(32):
             acc[i] = 0
@@ -302,17 +316,26 @@ def multiply_function(gpu, K):
             at += 64 * AHEAD
         for d in range(REST):
             add_product(acc, words, x + 8 * d, below, columns, d)
-    return multiply
+
+    @gpu.device
+    def next_tile(acc, noise):
+        """Moves those of the second tile to the place of the first."""
+        for i in range(16):
+            acc[i] = acc[16 + i]
+        for i in range(8):
+            noise[i] = noise[8 + i]
+
+    return multiply, next_tile
 
 
 def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     """Device function: the product of vectors of K entries with a matrix, with its noise. finish(block, row, column,
     total, more, where) takes a result; more: the entry of a vector that belongs to the column, as the member of
     the row sees it; bias: from the matrix to this vector in the plan."""
-    multiply, column_side, columns_of = multiply_function(gpu, K), pairs.column_side, pairs.columns
-    vector_side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
-    GROUPS = columns // COLUMNS
     STRIDE = stride_words(K, gpu, H)
+    multiply, next_tile = multiply_functions(gpu, pairs, K, STRIDE)
+    vector_side, vector = pairs.vector_side, pairs.vector
+    GROUPS = columns // COLUMNS
 
     @gpu.called
     def product(block, at, x, stream, where):
@@ -325,14 +348,8 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
             tile = 2 * int32(uint32(task) % uint32(twos))
             first = int32(uint32(task) // uint32(twos)) * COLUMNS
             more_tiles = min(block.tiles - tile, 2)
-            for d in range(2):                               # on their way while the warp multiplies
-                side = column_side(source, at, block.first + 8 * (tile + min(d, more_tiles - 1)) + g)
-                for j in range(4):
-                    at_noise = 8 * d + 2 * j
-                    noise[at_noise], noise[at_noise + 1] = columns_of(source, block.drawn, side, first + 8 * j + 2 * q)
-            multiply(acc, block.words, word_of(block, x, 0) + (16 * tile + g) * STRIDE,
-                     (8 * STRIDE, (more_tiles - 1) * (16 * STRIDE)), block.packed,
-                     source.plan[at] + first * (K // 4))
+            multiply(acc, noise, block.words, word_of(block, x, 0) + tile * (16 * STRIDE), more_tiles, source, at,
+                     block.packed, block.drawn, block.first + 8 * tile, first)
             for _ in range(more_tiles):
                 row, unit = 16 * tile + g, 8 * tile + g
                 for half in range(2):
@@ -342,20 +359,17 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
                 for j in range(4):
                     c = first + 8 * j + 2 * q
                     if bias is not None:
-                        bias_noise = block.drawn[uint64(bias_side[0] + 4 * c)]
+                        word = block.drawn[uint64(bias_side[0] + 4 * c)]
                     for e in range(2):
                         more = (int32(0), int32(0))
                         if bias is not None:
-                            more = vector(source, bias_side, noise_of(bias_noise, e), c + e)
+                            more = vector(source, bias_side, (word, word), c + e)
                         for half in range(2):
                             noisy = int32(sums[half] * noise[2 * j + e]) >> block.shift
                             total = int32(acc[4 * j + 2 * half + e] + noisy)
                             finish(block, row + 8 * half, c + e, total, of_member(more, half), where)
                 tile += 1
-                for i in range(16):
-                    acc[i] = acc[16 + i]
-                for i in range(8):
-                    noise[i] = noise[8 + i]
+                next_tile(acc, noise)
         cuda.syncthreads()
     return product
 
@@ -370,7 +384,7 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
     TURNS, FULL = blocks(K, 128), K % 128 == 0
     STRIDE = stride_words(K, gpu, H)
     input_side, term = pairs.input_side, pairs.term
-    noise_of, input_fold = pairs.half, nz.input_fold
+    input_fold = nz.input_fold
 
     @gpu.called
     def add_up(block, at, unit, x, stream):
@@ -399,7 +413,7 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
                         a, b = int32(0), int32(0)
                         for sub in range(folded):
                             i = sub * EACH + 4 * w + k
-                            c, f = term(source, side, noise_of(block.drawn[uint64(side[0] + (i >> 1))], k), i)
+                            c, f = term(source, block.drawn, side, i)
                             x_even, x_odd = pair_of(block, here + (i >> 2), STRIDE)
                             a, b = input_fold(a, byte(x_even, k), c, f), input_fold(b, byte(x_odd, k), c, f)
                         totals[2 * n] += a
@@ -418,7 +432,7 @@ def norm_function(gpu, cfg, pairs):
     TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU = cfg.MODEL == "gru"
     divided, plain = NORMS.quotient, NORMS.normed
-    side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
+    side, vector = pairs.vector_side, pairs.vector
 
     @gpu.device
     def normed(x, w, bias, mean):
@@ -452,9 +466,9 @@ def norm_function(gpu, cfg, pairs):
                     bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
                 for k in range(4):
                     bias = (0, 0)
-                    both = vector(source, weights, noise_of(of_member(noise, k > 1), k), 4 * w + k)
+                    both = vector(source, weights, noise, 4 * w + k)
                     if not GRU:
-                        bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), 4 * w + k)
+                        bias = vector(source, biases, bias_noise, 4 * w + k)
                     y[k] = normed(byte(a, k), both[0], bias[0], even)
                     y[4 + k] = normed(byte(b, k), both[1], bias[1], odd)
                 store_pair(block, to + w, y)
@@ -508,7 +522,7 @@ def embed_function(gpu, cfg, nz, pairs):
                     n = noise_of(of_member(noise, k > 1), k)
                     f = factor(source.overlay[uint64(units[1] + h)], units[2], h)
                     if not GRU:
-                        bias = vector(source, biases, noise_of(of_member(bias_noise, k > 1), k), h)
+                        bias = vector(source, biases, bias_noise, h)
                     for half in range(2):
                         of_token, other, _, c = of_member((even, odd), half)
                         of_token = int32(of_token * (1 - 2 * half))
@@ -683,7 +697,7 @@ def rounded_word(y, at, scale):
 def settle_function(gpu, cfg, pairs):
     """Device function: what follows a product whose row's largest result had to be known."""
     H = cfg.HIDDEN_DIM
-    side, vector, noise_of = pairs.vector_side, pairs.vector, pairs.half
+    side, vector = pairs.vector_side, pairs.vector
 
     @gpu.called
     def settle(block, at, unit, y, first, shift, biased):
@@ -701,8 +715,7 @@ def settle_function(gpu, cfg, pairs):
                 for k in range(4):
                     v[k] = int32(byte(word, k) + (results[k] >> shift))
                     if biased:
-                        n = noise_of(of_member(noise, k > 1), k)
-                        v[k] = int32(v[k] + of_member(vector(source, biases, n, 4 * w + k), odd))
+                        v[k] = int32(v[k] + of_member(vector(source, biases, noise, 4 * w + k), odd))
                     top = max(top, int32(abs(v[k])))
                 ptx.store4(y, here + 4 * w, v[0], v[1], v[2], v[3])
             scale = amax_scale(ptx.warp_max(top))
@@ -906,7 +919,7 @@ def logits_kernel(cfg, gpu):
     STRIDE = stride_words(H, gpu, H)
     nz = build_noise(cfg)
     pairs, job_shift = drawn_functions(cfg, nz), nz.shift
-    column_side, columns_of, multiply = pairs.column_side, pairs.columns, multiply_function(gpu, H)
+    multiply, next_tile = multiply_functions(gpu, pairs, H, STRIDE, V)
     divided = divided_function(cfg, H)
 
     @gpu.device
@@ -930,15 +943,7 @@ def logits_kernel(cfg, gpu):
                 ptx.store4(rows, 4 * i, *ptx.load4(out, tile * (16 * STRIDE) + 4 * i))
             cuda.syncthreads()
             if first < V:
-                for d in range(2):
-                    side = column_side(source, 0, 8 * (tile + min(d, more_tiles - 1)) + g)
-                    for j in range(4):
-                        v = first + 8 * j + 2 * q
-                        if V % COLUMNS:
-                            v = min(v, (V - 1) // 2 * 2)
-                        noise[8 * d + 2 * j], noise[8 * d + 2 * j + 1] = columns_of(source, drawn, side, v)
-                multiply(acc, rows, g * STRIDE, (8 * STRIDE, 16 * STRIDE), packed,
-                         plan[source.p] + first * (H // 4))
+                multiply(acc, noise, rows, 0, more_tiles, source, 0, packed, drawn, 8 * tile, first)
                 for _ in range(more_tiles):
                     row = 16 * tile + g
                     both, at = (sums[uint64(row)], sums[uint64(row + 8)]), int64(16 * tile + 2 * g) * V + first + 2 * q
@@ -954,9 +959,6 @@ def logits_kernel(cfg, gpu):
                                 for e in range(min(2, left)):
                                     z[uint64(here + e)] = results[e]
                     tile += 1
-                    for i in range(16):
-                        acc[i] = acc[16 + i]
-                    for i in range(8):
-                        noise[i] = noise[8 + i]
+                    next_tile(acc, noise)
 
     return Kernel(logits, 128 * STRIDE)
