@@ -181,11 +181,12 @@ def draw_kernel(cfg):
     return Kernel(draw)
 
 
-Drawn = namedtuple("Drawn", "half columns vector term side_of column_side vector_side input_side")
+Drawn = namedtuple("Drawn", ("noise factor table_term input_fold shift half columns vector term side_of column_side "
+                             "vector_side input_side"))
 
 
-def drawn_functions(cfg, nz):
-    """Device functions of a Source whose pair 0 is the first one of `drawn`, as a Drawn:
+def drawn_functions(cfg):
+    """Device functions of kernels.rules.build_noise, and those of a Source whose pair 0 is the first one of `drawn`:
 
     side_of(source, first, seed, pair, size)
                                         what is the same for all entries of a side whose first entry in the overlay and
@@ -202,6 +203,7 @@ def drawn_functions(cfg, nz):
     GROUP = drawn_words(cfg)
     SHIFT = cfg.SIGMA_SHIFT_VECTOR
     V = cfg.VOCAB_SIZE
+    nz = build_noise(cfg)
     scaled, coefficient, factor = nz.scaled, nz.coefficient, nz.factor
 
     @device
@@ -244,8 +246,9 @@ def drawn_functions(cfg, nz):
         n, entry = half(drawn[uint64(side[0] + (i >> 1))], i), source.overlay[uint64(side[1] + i)]
         return coefficient(n, entry), factor(entry, side[2], i)
 
-    return Drawn(half, columns, vector, term, side_of, side_function(M_SEED, M_OVERLAY),
-                 side_function(W_SEED_A, W_OVERLAY), side_function(I_SEED, I_OVERLAY))
+    return Drawn(nz.noise, factor, nz.table_term, nz.input_fold, nz.shift, half, columns, vector, term, side_of,
+                 side_function(M_SEED, M_OVERLAY), side_function(W_SEED_A, W_OVERLAY),
+                 side_function(I_SEED, I_OVERLAY))
 
 
 def divided_function(cfg, inputs, lowest=-127):
@@ -260,8 +263,9 @@ def divided_function(cfg, inputs, lowest=-127):
 
 @functools.cache
 def multiply_functions(gpu, pairs, K, stride, columns=COLUMNS):
-    """(multiply, next_tile), device functions of matrices with `columns` or some times COLUMNS. Lane 4 g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8:
-    the order of inputs is free, and so a load has eight of them."""
+    """(multiply, next_tile), device functions for matrices of K inputs and `columns`, or a multiple of COLUMNS. Lane 4
+    g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8: the order of inputs is free,
+    and so a load has eight of them."""
     STEPS, AHEAD = K // 32, 3
     BELOW, TILE = 8 * stride, 16 * stride                    # words from a row to that of the odd member, and to a tile
     FIRST, REST, WORDS = min(AHEAD, STEPS), STEPS % AHEAD, 8 * AHEAD
@@ -374,17 +378,16 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     return product
 
 
-def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
+def sums_function(gpu, cfg, pairs, K, folded=1, matrices=1):
     """Device function: the sums of input noise of a pair over a vector of K entries, for `matrices` whose input sides
     follow one another in the plan. `folded` entries, K / folded apart, share a running integer (SPEC 4); where noise
     has no scale, it is a sum like any other."""
     H = cfg.HIDDEN_DIM
     SCALED = cfg.ADAPTIVE_NOISE_MODE != 0
     EACH, MATRICES, TOTALS = K // folded, matrices, 2 * matrices
-    TURNS, FULL = blocks(K, 128), K % 128 == 0
+    TURNS = blocks(K, 128)
     STRIDE = stride_words(K, gpu, H)
-    input_side, term = pairs.input_side, pairs.term
-    input_fold = nz.input_fold
+    input_side, term, input_fold = pairs.input_side, pairs.term, pairs.input_fold
 
     @gpu.called
     def add_up(block, at, unit, x, stream):
@@ -392,14 +395,14 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
         source, lane = block.source, cuda.threadIdx.x & 31
         row, pair = row_of(unit), block.first + unit
         here = word_of(block, x, 0) + row * STRIDE
-        totals, places = cuda.local.array(TOTALS, int32), cuda.local.array(MATRICES, int64)
+        totals, places = int32s(TOTALS), cuda.local.array(MATRICES, int64)
         for n in range(MATRICES):
             totals[2 * n], totals[2 * n + 1] = 0, 0
             places[n] = input_side(source, at + 2 * n, pair, K)[0]
         if not SCALED:
             for turn in range(TURNS):                           # unrolled, so that no load waits for another
                 w = lane + 32 * turn
-                if FULL or w < K // 4:
+                if w < K // 4:
                     a, b = pair_of(block, here + w, STRIDE)
                     for n in range(MATRICES):
                         low, high = ptx.load2(block.drawn, places[n] + 2 * w)
@@ -429,7 +432,7 @@ def sums_function(gpu, cfg, nz, pairs, K, folded=1, matrices=1):
 def norm_function(gpu, cfg, pairs):
     """Device function: region N = ln(X) of a pair, by the layer norm of the row of the plan at `at`."""
     H = cfg.HIDDEN_DIM
-    TURNS, FULL = blocks(H, 128), H % 128 == 0
+    TURNS = blocks(H, 128)
     GRU = cfg.MODEL == "gru"
     divided, plain = NORMS.quotient, NORMS.normed
     side, vector = pairs.vector_side, pairs.vector
@@ -448,7 +451,7 @@ def norm_function(gpu, cfg, pairs):
         even, odd = int32(0), int32(0)
         for turn in range(TURNS):
             w = lane + 32 * turn
-            if FULL or w < H // 4:
+            if w < H // 4:
                 a, b = pair_of(block, here + w, block.stride)
                 for k in range(4):
                     even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
@@ -459,7 +462,7 @@ def norm_function(gpu, cfg, pairs):
             biases = side(source, at + LN_BIAS, block.first + unit, H)
         for turn in range(TURNS):
             w = lane + 32 * turn
-            if FULL or w < H // 4:
+            if w < H // 4:
                 a, b = pair_of(block, here + w, block.stride)
                 noise = ptx.load2(block.drawn, weights[0] + 2 * w)
                 if not GRU:
@@ -475,20 +478,20 @@ def norm_function(gpu, cfg, pairs):
     return norm
 
 
-def embed_function(gpu, cfg, nz, pairs):
+def embed_function(gpu, cfg, pairs):
     """Device function: region X of a pair, for the tokens at `position` of its sequences of `room` tokens (SPEC 7,
     13)."""
     H = cfg.HIDDEN_DIM
-    TURNS, FULL = blocks(H, 128), H % 128 == 0
+    TURNS = blocks(H, 128)
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
     AT_TABLE = gru_parts.TABLE if GRU else transformer.TABLE
     table = gru_parts.tensor(cfg, "embedding")
     SEED_A, SEED_B = table.seed_a, table.seed_b
     OVERLAY_A, OVERLAY_B = table.overlay_a, table.overlay_b
-    factor, disturbance = nz.factor, nz.table_term
+    factor, disturbance = pairs.factor, pairs.table_term
     side_of, noise_of = pairs.side_of, pairs.half
     vector_side, vector = pairs.vector_side, pairs.vector
-    coefficient, look_up = ntt_functions(cfg, nz, True)
+    coefficient, look_up = ntt_functions(cfg, pairs, True)
 
     @gpu.device
     def look(block, pair, tokens, first, position):
@@ -511,7 +514,7 @@ def embed_function(gpu, cfg, nz, pairs):
             biases = vector_side(source, BIAS, pair, H)
         for turn in range(TURNS):
             w = lane + 32 * turn
-            if FULL or w < H // 4:
+            if w < H // 4:
                 noise = ptx.load2(block.drawn, units[0] + 2 * w)
                 if not GRU:
                     bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
@@ -587,19 +590,19 @@ def gate_functions(gpu, cfg):
 
 def recurrent_kernel(cfg, gpu):
     """The hidden states after the tokens at position at[0], as normed for the head: out int32 [tiles of all blocks, 16,
-    stride_words], and their sums for its input noise: sums int32 [tiles, 16]. tokens int32 [count, room]; states int8 [L, count,
-    H]: of the layers, before and after. last: the layer whose states are the last that anybody wants; L: out, too."""
+    stride_words], and their sums for its input noise: sums int32 [tiles, 16]. tokens int32 [count, room]; states int8
+    [L, count, H]: of the layers, before and after. last: the layer whose states are the last that anybody wants; L:
+    out, too."""
     H = cfg.HIDDEN_DIM
     L = cfg.N_LAYERS
     STRIDE, INNER_STRIDE = stride_words(H, gpu, H), 4 * stride_words(4 * H, gpu, H)
-    nz = build_noise(cfg)
-    pairs, job_shift = drawn_functions(cfg, nz), nz.shift
+    pairs = drawn_functions(cfg)
+    job_shift = pairs.shift
     divided, divided_down = divided_function(cfg, H, 0 if cfg.MLP_RELU else -127), divided_function(cfg, 4 * H)
 
     @gpu.called
     def to_inner(block, row, c, total, more, where):
-        at = place(block, INSIDE, 0, row * INNER_STRIDE + c)
-        block.vector[at] = divided(total)
+        block.vector[place(block, INSIDE, 0, row * INNER_STRIDE + c)] = divided(total)
 
     @gpu.called
     def add(block, row, c, total, more, where):
@@ -609,8 +612,8 @@ def recurrent_kernel(cfg, gpu):
     to_keep, to_gates, to_states = (product_function(gpu, pairs, H, H, H, finish, bias)
                                     for finish, bias in zip(gate_functions(gpu, cfg), (None, B_F - U_F, B_H - U_H)))
     up, down = product_function(gpu, pairs, H, H, 4 * H, to_inner), product_function(gpu, pairs, H, 4 * H, H, add)
-    norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
-    add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more)
+    norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, pairs)
+    add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, pairs, *more)
                                          for more in ((H,), (H, 1, 2), (4 * H,)))
 
     @device
@@ -625,8 +628,8 @@ def recurrent_kernel(cfg, gpu):
     def read_recurrent(plan: A32, weights: A8, overlay: A8, packed: A32, job: AU32, drawn: A32, tokens: A32,
                        at: A32, room, count, tiles, last, states: A32, out: A32, sums: A32):
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        source = source_of(plan, 0, weights, overlay, job, 0)
-        block, position = block_of(source, packed, drawn, tiles, STRIDE, count, job_shift(job)), at[0]
+        source, position = source_of(plan, 0, weights, overlay, job, 0), at[0]
+        block = block_of(source, packed, drawn, tiles, STRIDE, count, job_shift(job))
         words, units = block.words, block.units
         for layer in range(L + 1):
             norm_1 = PLAN * (1 + layer * LAYER + NORM_1)
@@ -697,6 +700,7 @@ def rounded_word(y, at, scale):
 def settle_function(gpu, cfg, pairs):
     """Device function: what follows a product whose row's largest result had to be known."""
     H = cfg.HIDDEN_DIM
+    TURNS = blocks(H, 128)
     side, vector = pairs.vector_side, pairs.vector
 
     @gpu.called
@@ -719,8 +723,10 @@ def settle_function(gpu, cfg, pairs):
                     top = max(top, int32(abs(v[k])))
                 ptx.store4(y, here + 4 * w, v[0], v[1], v[2], v[3])
             scale = amax_scale(ptx.warp_max(top))
-            for w in range(lane, H // 4, 32):
-                block.words[uint64(x + w)] = rounded_word(y, here + 4 * w, scale)
+            for turn in range(TURNS):
+                w = lane + 32 * turn
+                if w < H // 4:
+                    block.words[uint64(x + w)] = rounded_word(y, here + 4 * w, scale)
     return settle
 
 
@@ -730,13 +736,14 @@ def attention_functions(gpu, cfg):
     D = cfg.HEAD_DIM
     SHIFT_ATTN = cfg.SHIFT_ATTN
     W = D // 4                                               # words of a head
+    TURNS = blocks(H, 128)
     turned = turned_function(cfg)
 
     @gpu.device
-    def turn(block, row, y, first, rope, position, keys, values, cached):
-        """Queries to their region, keys and values of a row to the cache, from word `cached` on."""
+    def turn(block, row, y, first, rope, position, keys, values, cache):
+        """Queries to their region, keys and values of a row to its sequence's, which begin at word `cache`."""
         lane, here = cuda.threadIdx.x & 31, first + row * (3 * H)
-        query = word_of(block, INSIDE, row)
+        query, cached = word_of(block, INSIDE, row), cache + position * (H // 4)
         for which in range(3):
             top = int32(0)
             for w in range(lane, H // 4, 32):
@@ -749,14 +756,16 @@ def attention_functions(gpu, cfg):
                 for k in range(4):
                     top = max(top, int32(abs(v[k])))
             scale = amax_scale(ptx.warp_max(top))
-            for w in range(lane, H // 4, 32):
-                word = rounded_word(y, here + which * H + 4 * w, scale)
-                if which == 0:
-                    block.words[uint64(query + w)] = word
-                elif which == 1:
-                    keys[uint64(cached + w)] = word
-                else:
-                    values[uint64(cached + w)] = word
+            for turn in range(TURNS):
+                w = lane + 32 * turn
+                if w < H // 4:
+                    word = rounded_word(y, here + which * H + 4 * w, scale)
+                    if which == 0:
+                        block.words[uint64(query + w)] = word
+                    elif which == 1:
+                        keys[uint64(cached + w)] = word
+                    else:
+                        values[uint64(cached + w)] = word
 
     @gpu.device
     def score(block, keys, at_query, at_key):
@@ -768,10 +777,10 @@ def attention_functions(gpu, cfg):
         return s
 
     @gpu.called
-    def attend(block, row, head, position, keys, values, first, exps):
-        """Region N of a head of a row: the mean of the values at `position` and before, which begin at word `first`. A
-        lane has a position's score, then a word of the values of every (32 / W)-th position."""
-        lane = cuda.threadIdx.x & 31
+    def attend(block, row, head, position, keys, values, cache, exps):
+        """Region N of a head of a row: the mean of the values at `position` and before. A lane has a position's score,
+        then a word of the values of every (32 / W)-th position."""
+        lane, first = cuda.threadIdx.x & 31, cache + head * W
         query, top = word_of(block, INSIDE, row) + head * W, int32(-2 ** 31)
         for past in range(lane, position + 1, 32):
             top = max(top, score(block, keys, query, first + past * (H // 4)))
@@ -811,18 +820,17 @@ def attention_functions(gpu, cfg):
 def transformer_kernel(cfg, gpu):
     """The same for the transformer: out, sums as in `recurrent_kernel`.
 
-    Rows of the plan follow one another as they are read. keys, values: int8 [layers, count, room, H], as words; y int32 [tiles of all blocks,
-    16, 3 H]: results of a product before their row's largest is known."""
+    Rows of the plan follow one another as they are read. keys, values: int8 [layers, count, room, H], as words; y int32
+    [tiles of all blocks, 16, 3 H]: results of a product before their row's largest is known."""
     H = cfg.HIDDEN_DIM
     L = cfg.N_LAYERS
     HEADS = cfg.N_HEADS
-    WORDS = cfg.HEAD_DIM // 4
     SHIFT_OUT = cfg.SHIFT_OUT
     SHIFT_UP = cfg.SHIFT_MLP_UP
     SHIFT_DOWN = cfg.SHIFT_MLP_DOWN
     STRIDE, INNER_STRIDE = stride_words(H, gpu, H), 4 * stride_words(4 * H, gpu, H)
-    nz = build_noise(cfg)
-    pairs, job_shift = drawn_functions(cfg, nz), nz.shift
+    pairs = drawn_functions(cfg)
+    job_shift = pairs.shift
 
     @gpu.called
     def store(block, row, c, total, more, where):
@@ -831,15 +839,21 @@ def transformer_kernel(cfg, gpu):
 
     @gpu.called
     def inner(block, row, c, total, bias, gelu):
-        at = place(block, INSIDE, 0, row * INNER_STRIDE + c)
-        block.vector[at] = gelu[uint64(clip(int32((total >> SHIFT_UP) + bias)) & 255)]
+        u = gelu[uint64(clip(int32((total >> SHIFT_UP) + bias)) & 255)]
+        block.vector[place(block, INSIDE, 0, row * INNER_STRIDE + c)] = u
 
     to_y, down_to_y = product_function(gpu, pairs, H, H, H, store), product_function(gpu, pairs, H, 4 * H, H, store)
     up = product_function(gpu, pairs, H, H, 4 * H, inner, MATRIX_BIAS - MATRIX)
     settle, (turn, attend) = settle_function(gpu, cfg, pairs), attention_functions(gpu, cfg)
-    norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, nz, pairs)
-    add_up, add_up_three, add_up_inner = (sums_function(gpu, cfg, nz, pairs, *more)
+    norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, pairs)
+    add_up, add_up_three, add_up_inner = (sums_function(gpu, cfg, pairs, *more)
                                           for more in ((H,), (H, 1, 3), (4 * H, 4)))
+
+    @device
+    def cache_of(block, row, layer, room):
+        """Of a row: (its sequence, the first word of its keys and values)."""
+        sequence = sequence_of(block, row)
+        return sequence, (int64(layer) * block.count + sequence) * room * (H // 4)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -847,8 +861,8 @@ def transformer_kernel(cfg, gpu):
                          tokens: A32, at: A32, room, count, tiles, last, rope: A32, exps: A32, gelu: A8, keys: A32,
                          values: A32, y: A32, out: A32, sums: A32):
         warp, rows = cuda.threadIdx.x >> 5, 16 * tiles
-        source = source_of(plan, 0, weights, overlay, job, 0)
-        block, position = block_of(source, packed, drawn, tiles, STRIDE, count, job_shift(job)), at[0]
+        source, position = source_of(plan, 0, weights, overlay, job, 0), at[0]
+        block = block_of(source, packed, drawn, tiles, STRIDE, count, job_shift(job))
         units, own, p = block.units, int64(cuda.blockIdx.x) * rows * (3 * H), 0
         for layer in range(-1, L + 1):
             for unit in range(warp, units, WARPS):
@@ -867,19 +881,17 @@ def transformer_kernel(cfg, gpu):
                 for which in range(3):
                     to_y(block, p + which * NEXT_MATRIX, N, which, (y, own + which * H))
                 for row in range(warp, rows, WARPS):
-                    sequence = sequence_of(block, row)
+                    sequence, cache = cache_of(block, row, layer, room)
                     if sequence < count:
-                        turn(block, row, y, own, rope, position, keys, values,
-                             ((int64(layer) * count + sequence) * room + position) * (H // 4))
+                        turn(block, row, y, own, rope, position, keys, values, cache)
                 if layer == last:
                     return
                 cuda.syncthreads()
                 for task in range(warp, rows * HEADS, WARPS):
                     row, head = task // HEADS, task % HEADS
-                    sequence = sequence_of(block, row)
+                    sequence, cache = cache_of(block, row, layer, room)
                     if sequence < count:
-                        attend(block, row, head, position, keys, values,
-                               (int64(layer) * count + sequence) * room * (H // 4) + head * WORDS, exps)
+                        attend(block, row, head, position, keys, values, cache, exps)
                 cuda.syncthreads()
                 p += PLAN
                 for unit in range(warp, units, WARPS):
@@ -917,8 +929,8 @@ def logits_kernel(cfg, gpu):
     SHIFT = cfg.SHIFT_LOGIT
     GRU = cfg.MODEL == "gru"
     STRIDE = stride_words(H, gpu, H)
-    nz = build_noise(cfg)
-    pairs, job_shift = drawn_functions(cfg, nz), nz.shift
+    pairs = drawn_functions(cfg)
+    job_shift = pairs.shift
     multiply, next_tile = multiply_functions(gpu, pairs, H, STRIDE, V)
     divided = divided_function(cfg, H)
 
