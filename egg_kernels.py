@@ -66,9 +66,11 @@ class Forward:
         self._packing = packing = Packing(cfg)
         self._plan = plan(cfg, packing)
         self._kernels = kernels = kernels(cfg, packing, gpu, silent)
-        self._most_tiles, self._row_bytes = writing.most_tiles(cfg, gpu), writing.row_bytes(cfg, gpu)
+        self._stride = writing.stride_words(cfg.HIDDEN_DIM, gpu, cfg.HIDDEN_DIM)
+        self._row_bytes = writing.row_bytes(self._stride)
+        self._most_tiles = gpu.shared // (16 * self._row_bytes)              # of a block
         self._reader, self._logits = reader(cfg, gpu), writing.logits_kernel(cfg, gpu)
-        self._draw, self._drawn_words = writing.draw_kernel(cfg), writing.sides(cfg)[1]
+        self._draw, self._drawn_words = writing.draw_kernel(cfg), writing.drawn_words(cfg)
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
                         "write": [self._draw, self._reader, self._logits]}
@@ -101,7 +103,7 @@ class Forward:
     def _layout(self, count, room):
         grid, tiles, _ = self._tiles(count)
         rows = 16 * grid * tiles
-        return ranges({**self._cache(count, room, rows), "out": rows * self.cfg.HIDDEN_DIM, "sums": 4 * rows,
+        return ranges({**self._cache(count, room, rows), "out": 4 * rows * self._stride, "sums": 4 * rows,
                        "drawn": 4 * (rows // 16) * self._drawn_words})
 
     def writing_bytes(self, count, room):
@@ -114,13 +116,10 @@ class Forward:
 
     def read(self, stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits):
         grid, tiles, every = self._tiles(count)
-        given = dict(vars(self._tables), stream=stream, weights=weights, packed=packed.view(np.int32), overlay=overlay,
-                     job=job, tokens=tokens, at=at, room=room, count=count, rope=rope, tiles=tiles, every=every,
-                     last=self.cfg.N_LAYERS - (logits is None))
-        for name, (first, end) in self._layout(count, room)[0].items():
-            given[name] = words = memory[first:end].view(np.int32)
-            if name in ("keys", "values"):
-                given |= {name: memory[first:end], f"{name[:-1]}_words": words}
+        given = self._given(self._layout(count, room)[0], memory, packed, stream=stream, weights=weights,
+                            overlay=overlay, job=job, tokens=tokens, at=at, room=room, count=count, tiles=tiles,
+                            every=every, last=self.cfg.N_LAYERS - (logits is None))
+        given["rope"] = rope                                 # not that of SEQ_LEN
         self._reader(grid, writing.THREADS, given, shared=16 * tiles * self._row_bytes)
         if logits is None:
             return
@@ -139,7 +138,7 @@ class Transformer(Forward):
 
     def tables(self):
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
-        super().tables(calls=self._plan.token_calls(), gelu=integer_tables.gelu_table(), rope=rope)
+        super().tables(gelu=integer_tables.gelu_table(), rope=rope)
 
     def scratch_bytes(self, pairs):
         return self._kernels.layout(pairs)[1]

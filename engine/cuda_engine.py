@@ -487,7 +487,7 @@ class CudaEngine:
         # page-locked; an update that is begun and not wanted may read the fitness of the next one
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
-        self._texts = self._wanted = None                    # Texts of the last `write`, and for what
+        self._texts = None                                   # Texts of the last `write`
         self._update_steps = self._launches_of_update()
         self._update = Replay(self.stream, self._launch_update)
         self._add_up = Replay(self.stream, self._launch_digest)
@@ -696,8 +696,8 @@ class CudaEngine:
 
     def generate(self, prompt, count, seed, **settings):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); settings: of sampling.settings."""
-        yield from continuation(self, sampling.checked_prompt(self.cfg, prompt), count, seed,
-                                sampling.settings(self.cfg, **settings))
+        prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, **settings)
+        yield from Texts(self, 1, len(prompt) + count).continuation(prompt, seed, s)
 
     def write(self, texts, lengths, seeds, s, first_pair=None):
         """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
@@ -706,10 +706,11 @@ class CudaEngine:
         model."""
         count, room = texts.shape
         self._undo_update()
-        wanted = count, blocks(room, ROOM) * ROOM             # prompts of similar lengths then share a graph
-        if not (self._wanted and self._wanted[1] == wanted[1] and self._wanted[0] // 2 < count <= self._wanted[0]):
+        most_room = blocks(room, ROOM) * ROOM                # prompts of similar lengths then share a graph
+        known = self._texts and (self._texts.room, self._texts.wanted)
+        if not (known and known[0] == most_room and known[1] // 2 < count <= known[1]):
             self._texts = None                               # frees its memory
-            self._texts, self._wanted = texts_for(self, *wanted), wanted
+            self._texts = Texts(self, count, most_room)
         most, least = self._texts.count, np.min(lengths)
         split = room - (room - least) // 8                   # the host copies what is before it in the meantime
         for at in range(0, count, most):
@@ -720,35 +721,24 @@ class CudaEngine:
                 texts[at:at + most, places] = written[:count - at, places]
 
 
-def continuation(engine, prompt, count, seed, s):
-    """CudaEngine.generate, with sampling.settings `s`: AHEAD positions are enqueued at a time."""
-    room, given = len(prompt) + count, len(prompt)
-    texts = texts_for(engine, 1, room)
-    texts.begin(prompt[None], given, seed & 0xFFFFFFFF, s)
-    while given < room:
-        reach = min(room, given + AHEAD)
-        for written in texts.until(reach):
-            yield from map(int, written[0, given:reach])
-        given = reach
-
-
-def texts_for(engine, count, room):
-    """Texts with room for `count` sequences, or for the even number of them that fits."""
-    engine._ready("write")
-    engine._undo_update()
-    most = largest(lambda n: Texts.bytes_needed(engine, n, room), count, memory().free // 2)
-    most = most if most == count else most // 2 * 2
-    if not most:
-        raise MemoryError(f"{engine.name}: not enough free GPU memory for {room} positions")
-    return Texts(engine, most, room)
-
-
 class Texts:
-    """`count` sequences of up to `room` tokens that are written together, in device memory."""
+    """`wanted` sequences, or the even number of them that fits, of up to `room` tokens that are written together, in
+    device memory. `count`: how many these are."""
 
-    def __init__(self, engine, count, room):
+    def __init__(self, engine, wanted, room):
         cfg, self._engine = engine.cfg, engine
-        self.count, self.room = count, room
+        engine._ready("write")
+        engine._undo_update()
+
+        def size(count):
+            return (engine._forward.writing_bytes(count, room) + count * (4 * room + cfg.VOCAB_SIZE + 8)
+                    + blocks(count, 16) * 64 * cfg.VOCAB_SIZE + 4 * room * cfg.HEAD_DIM)
+
+        count = largest(size, wanted, memory().free // 2)
+        count = count if count == wanted else count // 2 * 2
+        if not count:
+            raise MemoryError(f"{engine.name}: not enough free GPU memory for {room} positions")
+        self.wanted, self.count, self.room = wanted, count, room
         self._given = given = cuda.device_array(10 + 2 * count, np.uint32)       # see `begin`
         floor, settings = given[:2].view(np.int64), given[2:4].view(np.float32)
         at, job, draw = given[4:6].view(np.int32), given[6:10], given[10:]
@@ -776,12 +766,6 @@ class Texts:
         # within all prompts nobody wants logits
         self._advance = [Replay(engine.stream, functools.partial(enqueue, logits)) for logits in (None, z)]
 
-    @staticmethod
-    def bytes_needed(engine, count, room):
-        cfg = engine.cfg
-        return engine._forward.writing_bytes(count, room) + count * (4 * room + cfg.VOCAB_SIZE + 8) \
-            + blocks(count, 16) * 64 * cfg.VOCAB_SIZE + 4 * room * cfg.HEAD_DIM
-
     def begin(self, texts, lengths, seeds, s, first_pair=None):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
         engine, number = self._engine, len(texts)
@@ -808,6 +792,16 @@ class Texts:
             fetched.copy(self._tokens, self._engine.stream).record(self._engine.stream)
         for fetched in self._fetched[:len(ends)]:
             yield fetched.wait().reshape(self.count, self.room)
+
+    def continuation(self, prompt, seed, s):
+        """CudaEngine.generate, where there is one sequence: AHEAD positions are enqueued at a time."""
+        given = len(prompt)
+        self.begin(prompt[None], given, seed & 0xFFFFFFFF, s)
+        while given < self.room:
+            reach = min(self.room, given + AHEAD)
+            for written in self.until(reach):
+                yield from map(int, written[0, given:reach])
+            given = reach
 
 
 def largest(size, most, budget):

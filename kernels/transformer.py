@@ -409,6 +409,18 @@ def _up_kernel(cfg, nz, gpu, KP):
     return Kernel(up, 4 * (AT_TABLES + TABLES), shape)
 
 
+def turned_function(cfg):
+    """Device function: two neighbours in a head, turned by an angle."""
+    BIT = cfg.ROPE_SCALE_BIT
+
+    @device
+    def turned(e, o, cos, sin):
+        half, less = int64(1) << int64(BIT - 1), int32(-sin)
+        return (int32(ptx.mad_wide(o, less, ptx.mad_wide(e, cos, half)) >> int64(BIT)),
+                int32(ptx.mad_wide(o, cos, ptx.mad_wide(e, sin, half)) >> int64(BIT)))
+    return turned
+
+
 def _full_width_kernel(cfg, nz, gpu, kind):
     """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a
     block takes every gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
@@ -420,7 +432,6 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     plan: MATRIX, MATRIX_BIAS of each matrix, NEXT_MATRIX entries apart. sb: [4][stride]; spill: as in `layout`."""
     H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
-    BIT = cfg.ROPE_SCALE_BIT
     T = cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
     K = 4 * H if DOWN else H
@@ -445,6 +456,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
     job_shift, of_pair = nz.shift, pair_functions(cfg, nz)
     column, vector = of_pair.column, of_pair.vector
+    turned = turned_function(cfg)
 
     @gpu.device
     def prepare(sm, at, c, columns, member, source):
@@ -458,12 +470,6 @@ def _full_width_kernel(cfg, nz, gpu, kind):
             if DOWN:
                 even, odd = vector(source, MATRIX_BIAS, pair, i)
                 sm[to + 128] = odd if (member + slot) & 1 else even
-
-    @gpu.device
-    def turned(e, o, cos, sin):
-        half, less = int64(1) << int64(BIT - 1), int32(-sin)
-        return (int32(ptx.mad_wide(o, less, ptx.mad_wide(e, cos, half)) >> int64(BIT)),
-                int32(ptx.mad_wide(o, cos, ptx.mad_wide(e, sin, half)) >> int64(BIT)))
 
     @gpu.device
     def extremes(acc, most, least):
@@ -602,7 +608,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 class Plan(host.Plan):
-    """The calls of the transformer in order: numbers of rows."""
+    """The calls of the transformer in order, which kernels.writing follows: numbers of rows."""
 
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
@@ -621,13 +627,6 @@ class Plan(host.Plan):
             before = self.vector("mlp_bias_down", i)
         self.ln_f = self._norm("ln_f", 0, before, ["embedding"])
         self.head = self.add({MATRIX: self.matrix("embedding", 0)})
-
-    def token_calls(self):
-        """Rows in the order of kernels.writing."""
-        calls = [(layer.ln_1, layer.qkv, layer.attention, layer.o, layer.ln_2, layer.mlp.up, layer.mlp.down)
-                 for layer in self.layers]
-        return np.array([self.embed, self.embedding_mlp.up, self.embedding_mlp.down, *sum(calls, ()), self.ln_f],
-                        np.int32)
 
     def _norm(self, name, layer, bias, matrices, more={}):
         """A norm before products with matrices; bias: of the product before it, or of the embedding, which generation

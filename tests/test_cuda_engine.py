@@ -514,7 +514,7 @@ def test_recorded_generation(step):
         arguments[-1].copy_to_device(logits, engine.stream)
 
     engine._forward.read = penalised
-    texts = cuda_engine.texts_for(engine, 1, len(recorded))
+    texts = cuda_engine.Texts(engine, 1, len(recorded))
     texts._advance = [advance._enqueue for advance in texts._advance]            # no graph has this function
     texts.begin(recorded[None, :prompt], prompt, engine.seed & 0xFFFFFFFF, s)
     equal(next(texts.until(len(recorded)))[0], recorded)

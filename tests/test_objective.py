@@ -213,7 +213,7 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
     engine.write = write
     own = judged(GAME)
     texts, rewards = own.judged(engine, objective.Prompts(*(np.concatenate([of, of]) for of in own.held)))
-    texts = objective.readable(own.reader, *texts)
+    texts = objective.readable(own.reader, **texts)
     assert texts["prompts"] == ["ab", "abcd"] * 2 and rewards == [1.0] * 4
     letter = "AB"
     later = [objective.hash32(np.arange(4, dtype=np.uint32), np.full(4, turn, np.uint32)) % 2 for turn in (1, 2)]
@@ -523,7 +523,7 @@ def test_examples_judge(name, column, prompt, texts, low, written, here):
     path = os.path.join(HERE, "examples", name + ".py")
     found, n = objective.read(path), len(texts)
     given = {"prompts": [prompt] * n, "completions": texts, "answer": ["7"] * n, "secret": [7] * n}
-    scores = objective.judged(found["reward"], {"completions", column}, given)
+    scores = objective.judged(found["reward"], {name: given[name] for name in ("prompts", "completions", column)})
     assert scores[0] == max(scores) > max(scores[1:]) and 0.7 < scores[0] <= 1 and 0 <= min(scores) <= low
     if written:
         runpy.run_path(path, run_name="__main__")

@@ -53,7 +53,7 @@ class Prompts(namedtuple("Prompts", "rows tokens lengths")):
     tokens: int32 [n, longest]; lengths: int64 [n]."""
 
     def part(self, which):
-        """The Prompts of these numbers, or of a slice."""
+        """The Prompts of these numbers."""
         return Prompts(*(values[which] for values in self))
 
 
@@ -129,10 +129,12 @@ def _windows(tokens, starts):
 ANSWERS = {"reward": (float, "numbers"), "reply": (str, "texts")}
 
 
-def judged(function, accepted, texts, name="reward"):
-    """[float], the rewards of `texts`, a dict of lists; or [str], of a function whose name is reply. accepted: the
-    names that it takes, None: all. Raises ObjectiveError with the reason."""
-    answers = function(**{column: values for column, values in texts.items() if accepted is None or column in accepted})
+def judged(function, texts, name="reward"):
+    """[float], the rewards of `texts`, a dict of lists, of which the function gets what it takes; or [str], of a
+    function whose name is reply. Raises ObjectiveError with the reason."""
+    takes = inspect.signature(function).parameters
+    every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
+    answers = function(**{column: values for column, values in texts.items() if every or column in takes})
     if inspect.iscoroutine(answers):                 # TRL takes such functions too
         answers = asyncio.run(answers)
     kind, kinds = ANSWERS[name]
@@ -149,8 +151,8 @@ def judged(function, accepted, texts, name="reward"):
     return answers
 
 
-def readable(reader, prompts, completions):
-    """The dict of lists for a function. completions: int32 [n, TOKENS], or the texts."""
+def readable(reader, rows, tokens, lengths, completions):
+    """The dict of lists for a function, of the values of Prompts. completions: int32 [n, TOKENS], or the texts."""
     def text(tokens):
         return reader.decoding.expand(tokens).tobytes().decode("utf-8", "replace")
 
@@ -158,28 +160,26 @@ def readable(reader, prompts, completions):
         completions = list(map(text, completions))
         if reader.stop:
             completions = [written.partition(reader.stop)[0] for written in completions]
-    rows = [reader.rows[row] if row >= 0 else {} for row in prompts.rows]
-    first = [row.get("prompt") or text(tokens[:n]) for row, tokens, n in zip(rows, prompts.tokens, prompts.lengths)]
+    rows = [reader.rows[row] if row >= 0 else {} for row in rows]
+    first = [row.get("prompt") or text(begun[:n]) for row, begun, n in zip(rows, tokens, lengths)]
     return {"prompts": first, "completions": completions,
             **{name: [row.get(name) for row in rows] for name in reader.columns}}
 
 
 def _judge(path, name, reader, pipe):
     """The main function of a process that judges: says [] when it has loaded the file; takes dicts of lists, or
-    arguments of `readable`; answers with lists of rewards or replies, or with a str, the error."""
+    of arguments of `readable`; answers with lists of rewards or replies, or with a str, the error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         function = read(path)[name]
-        parameters = inspect.signature(function).parameters.values()
-        accepted = None if any(p.kind == p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
         pipe.send([])                                # it has loaded
         while True:
             texts = pipe.recv()
-            texts = texts if isinstance(texts, dict) else readable(reader, *texts)
+            texts = texts if "prompts" in texts else readable(reader, **texts)
             try:
-                pipe.send(judged(function, accepted, texts, name))
+                pipe.send(judged(function, texts, name))
             except BaseException as error:           # also SystemExit
-                pipe.send(f"{path}: {_blamed(function, accepted, texts, name, error)}")
+                pipe.send(f"{path}: {_blamed(function, texts, name, error)}")
     except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
@@ -192,12 +192,12 @@ def _end_with_parent():
     os._exit(0)
 
 
-def _blamed(function, accepted, texts, name, error):
+def _blamed(function, texts, name, error):
     """str: the error, with the first text for which the function fails alone."""
     why = str(error) if isinstance(error, ObjectiveError) else f"{name} raised {_said(error)}"
     for i, text in enumerate(texts["completions" if name == "reward" else "texts"]):
         try:
-            judged(function, accepted, {column: values[i:i + 1] for column, values in texts.items()}, name)
+            judged(function, {column: values[i:i + 1] for column, values in texts.items()}, name)
         except BaseException:
             return f"{why}, for the prompt {texts['prompts'][i][-60:]!r} and the text {text[:60]!r}"
     return why
@@ -220,18 +220,15 @@ class Judge:
         self._busy = [(pipe, 0, None) for pipe in self._pipes]
 
     def begin(self, texts):
-        """Hands out a dict of lists, or (Prompts, completions), to the processes; returns the answers to what was
-        handed out before. Raises ObjectiveError."""
+        """Hands out a dict of lists for the function, or of arguments of `readable`, to the processes; returns the
+        answers to what was handed out before. Raises ObjectiveError."""
         before = self.finish()
-        count = len(texts["prompts"] if isinstance(texts, dict) else texts[1])
+        count = len(next(iter(texts.values())))
         ends = [count * i // len(self._pipes) for i in range(len(self._pipes) + 1)]
         self._busy = [(pipe, a, b) for pipe, a, b in zip(self._pipes, ends, ends[1:]) if b > a]
         for pipe, a, b in self._busy:
             with contextlib.suppress(OSError):       # `finish` says why
-                if isinstance(texts, dict):
-                    pipe.send({name: values[a:b] for name, values in texts.items()})
-                else:
-                    pipe.send((texts[0].part(slice(a, b)), texts[1][a:b]))
+                pipe.send({name: values[a:b] for name, values in texts.items()})
         return before
 
     def finish(self):
@@ -326,12 +323,12 @@ class Objective:
         return _windows(self.tokens, numbers % (len(self.tokens) - PROMPT_TOKENS))
 
     def _written(self, engine, prompts, seeds, first_pair=None):
-        """(prompts, completions), as Judge.begin takes them: what the engine writes behind Prompts. seeds: int64 [n],
-        of the draws."""
-        completions = self._continued(engine, prompts, seeds, first_pair)
+        """The arguments of `readable` by name, as Judge.begin takes them: Prompts and what the engine writes behind
+        them. seeds: int64 [n], of the draws."""
+        written = {**prompts._asdict(), "completions": self._continued(engine, prompts, seeds, first_pair)}
         if self.turns == 1:
-            return prompts, completions
-        known, so_far = readable(self.reader, prompts, completions), prompts
+            return written
+        known, so_far = readable(self.reader, **written), prompts
         completions = texts = known["completions"]
         for turn in range(1, self.turns):
             dialogues = [prompt + text[:len(text) - len(last)] for prompt, text, last in
@@ -342,9 +339,9 @@ class Objective:
                 np.concatenate([tokens[:n], self._encoded(text + reply, int(n))])
                 for tokens, n, text, reply in zip(so_far.tokens, so_far.lengths, texts, replies)])
             more = self._continued(engine, so_far, hash32(seeds, turn), first_pair)
-            texts = readable(self.reader, so_far, more)["completions"]
+            texts = readable(self.reader, *so_far, more)["completions"]
             completions = ["".join(parts) for parts in zip(completions, replies, texts)]
-        return prompts, completions
+        return {**written, "completions": completions}
 
     def _continued(self, engine, prompts, seeds, first_pair):
         """int32 [n, TOKENS]: what the engine writes behind Prompts."""
@@ -407,18 +404,18 @@ class Objective:
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
         written, rewards = self.judged(engine, self.held.part([number % len(self.held.rows)]))
-        texts = readable(self.reader, *written)
+        texts = readable(self.reader, **written)
         hint = ", like every held-out text: where all rewards are equal, nothing is learnt" if self.equal else ""
         return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f}{hint})"
 
     def try_out(self):
         """Lets the function judge an empty text and a prompt. Raises ObjectiveError."""
         twice = self.held.part([0, 0])
-        prompt = readable(self.reader, twice, ["", ""])["prompts"][0]
-        self.judge.answers((twice, ["", prompt]))
+        prompt = readable(self.reader, *twice, ["", ""])["prompts"][0]
+        self.judge.answers({**twice._asdict(), "completions": ["", prompt]})
 
     def judged(self, engine, prompts):
-        """((Prompts, completions), rewards) of what the unperturbed model writes."""
+        """(the arguments of `readable` by name, rewards) of what the unperturbed model writes."""
         texts = self._written(engine, prompts, np.arange(len(prompts.rows)))
         return texts, self.judge.answers(texts)
 
