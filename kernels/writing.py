@@ -385,7 +385,7 @@ def sums_function(gpu, cfg, pairs, K, folded=1, matrices=1):
     H = cfg.HIDDEN_DIM
     SCALED = cfg.ADAPTIVE_NOISE_MODE != 0
     EACH = K // folded
-    TURNS = blocks(K, 128)
+    TURNS, FULL = blocks(K, 128), K % 128 == 0
     STRIDE = stride_words(K, gpu, H)
     input_side, term, input_fold = pairs.input_side, pairs.term, pairs.input_fold
 
@@ -402,7 +402,7 @@ def sums_function(gpu, cfg, pairs, K, folded=1, matrices=1):
             if not SCALED:
                 for turn in range(TURNS):                       # unrolled, so that no load waits for another
                     w = lane + 32 * turn
-                    if w < K // 4:
+                    if FULL or w < K // 4:
                         a, b = pair_of(block, here + w, STRIDE)
                         low, high = ptx.load2(block.drawn, side[0] + 2 * w)
                         even[n] += ptx.dp2a_low(low, a) + ptx.dp2a_high(high, a)
@@ -429,7 +429,7 @@ def sums_function(gpu, cfg, pairs, K, folded=1, matrices=1):
 def norm_function(gpu, cfg, pairs):
     """Device function: region N = ln(X) of a pair, by the layer norm of the row of the plan at `at`."""
     H = cfg.HIDDEN_DIM
-    TURNS = blocks(H, 128)
+    TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU = cfg.MODEL == "gru"
     divided, plain = NORMS.quotient, NORMS.normed
     side, vector = pairs.vector_side, pairs.vector
@@ -448,7 +448,7 @@ def norm_function(gpu, cfg, pairs):
         even, odd = int32(0), int32(0)
         for turn in range(TURNS):
             w = lane + 32 * turn
-            if w < H // 4:
+            if FULL or w < H // 4:
                 a, b = pair_of(block, here + w, block.stride)
                 for k in range(4):
                     even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
@@ -459,7 +459,7 @@ def norm_function(gpu, cfg, pairs):
             biases = side(source, at + LN_BIAS, block.first + unit, H)
         for turn in range(TURNS):
             w = lane + 32 * turn
-            if w < H // 4:
+            if FULL or w < H // 4:
                 a, b = pair_of(block, here + w, block.stride)
                 noise = ptx.load2(block.drawn, weights[0] + 2 * w)
                 if not GRU:
@@ -479,7 +479,7 @@ def embed_function(gpu, cfg, pairs):
     """Device function: region X of a pair, for the tokens at `position` of its sequences of `room` tokens (SPEC 7,
     13)."""
     H = cfg.HIDDEN_DIM
-    TURNS = blocks(H, 128)
+    TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
     AT_TABLE = gru_parts.TABLE if GRU else transformer.TABLE
     table = gru_parts.tensor(cfg, "embedding")
@@ -511,7 +511,7 @@ def embed_function(gpu, cfg, pairs):
             biases = vector_side(source, BIAS, pair, H)
         for turn in range(TURNS):
             w = lane + 32 * turn
-            if w < H // 4:
+            if FULL or w < H // 4:
                 noise = ptx.load2(block.drawn, units[0] + 2 * w)
                 if not GRU:
                     bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
