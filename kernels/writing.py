@@ -384,8 +384,8 @@ def sums_function(gpu, cfg, pairs, K, folded=1, matrices=1):
     has no scale, it is a sum like any other."""
     H = cfg.HIDDEN_DIM
     SCALED = cfg.ADAPTIVE_NOISE_MODE != 0
-    EACH = K // folded
-    TURNS = blocks(K, 128)
+    EACH, TOTALS = K // folded, 2 * matrices
+    TURNS, FULL = blocks(K, 128), K % 128 == 0
     STRIDE = stride_words(K, gpu, H)
     input_side, term, input_fold = pairs.input_side, pairs.term, pairs.input_fold
 
@@ -395,18 +395,18 @@ def sums_function(gpu, cfg, pairs, K, folded=1, matrices=1):
         source, lane = block.source, cuda.threadIdx.x & 31
         row, pair = row_of(unit), block.first + unit
         here = word_of(block, x, 0) + row * STRIDE
-        even, odd = int32s(matrices), int32s(matrices)
+        totals = int32s(TOTALS)
         for n in range(matrices):
             side = input_side(source, at + 2 * n, pair, K)
-            even[n], odd[n] = 0, 0
+            totals[2 * n], totals[2 * n + 1] = 0, 0
             if not SCALED:
                 for turn in range(TURNS):                       # unrolled, so that no load waits for another
                     w = lane + 32 * turn
-                    if w < K // 4:
+                    if FULL or w < K // 4:
                         a, b = pair_of(block, here + w, STRIDE)
                         low, high = ptx.load2(block.drawn, side[0] + 2 * w)
-                        even[n] += ptx.dp2a_low(low, a) + ptx.dp2a_high(high, a)
-                        odd[n] += ptx.dp2a_low(low, b) + ptx.dp2a_high(high, b)
+                        totals[2 * n] += ptx.dp2a_low(low, a) + ptx.dp2a_high(high, a)
+                        totals[2 * n + 1] += ptx.dp2a_low(low, b) + ptx.dp2a_high(high, b)
             elif source.job[2]:
                 for w in range(lane, EACH // 4, 32):
                     for k in range(4):
@@ -416,10 +416,10 @@ def sums_function(gpu, cfg, pairs, K, folded=1, matrices=1):
                             c, f = term(source, block.drawn, side, i)
                             x_even, x_odd = pair_of(block, here + (i >> 2), STRIDE)
                             a, b = input_fold(a, byte(x_even, k), c, f), input_fold(b, byte(x_odd, k), c, f)
-                        even[n] += a
-                        odd[n] += b
+                        totals[2 * n] += a
+                        totals[2 * n + 1] += b
         for n in range(matrices):
-            total, total_odd = ptx.warp_sum(even[n]), ptx.warp_sum(odd[n])
+            total, total_odd = ptx.warp_sum(totals[2 * n]), ptx.warp_sum(totals[2 * n + 1])
             if lane == 0:
                 at_sum = sum_of(block, stream + n, row)
                 block.words[at_sum], block.words[at_sum + 8] = total, int32(-total_odd)
@@ -429,7 +429,7 @@ def sums_function(gpu, cfg, pairs, K, folded=1, matrices=1):
 def norm_function(gpu, cfg, pairs):
     """Device function: region N = ln(X) of a pair, by the layer norm of the row of the plan at `at`."""
     H = cfg.HIDDEN_DIM
-    TURNS = blocks(H, 128)
+    TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU = cfg.MODEL == "gru"
     divided, plain = NORMS.quotient, NORMS.normed
     side, vector = pairs.vector_side, pairs.vector
@@ -448,7 +448,7 @@ def norm_function(gpu, cfg, pairs):
         even, odd = int32(0), int32(0)
         for turn in range(TURNS):
             w = lane + 32 * turn
-            if w < H // 4:
+            if FULL or w < H // 4:
                 a, b = pair_of(block, here + w, block.stride)
                 for k in range(4):
                     even, odd = int32(even + abs(byte(a, k))), int32(odd + abs(byte(b, k)))
@@ -459,7 +459,7 @@ def norm_function(gpu, cfg, pairs):
             biases = side(source, at + LN_BIAS, block.first + unit, H)
         for turn in range(TURNS):
             w = lane + 32 * turn
-            if w < H // 4:
+            if FULL or w < H // 4:
                 a, b = pair_of(block, here + w, block.stride)
                 noise = ptx.load2(block.drawn, weights[0] + 2 * w)
                 if not GRU:
@@ -479,7 +479,7 @@ def embed_function(gpu, cfg, pairs):
     """Device function: region X of a pair, for the tokens at `position` of its sequences of `room` tokens (SPEC 7,
     13)."""
     H = cfg.HIDDEN_DIM
-    TURNS = blocks(H, 128)
+    TURNS, FULL = blocks(H, 128), H % 128 == 0
     GRU, NTT = cfg.MODEL == "gru", cfg.NTT_MODE != 0
     AT_TABLE = gru_parts.TABLE if GRU else transformer.TABLE
     table = gru_parts.tensor(cfg, "embedding")
@@ -511,7 +511,7 @@ def embed_function(gpu, cfg, pairs):
             biases = vector_side(source, BIAS, pair, H)
         for turn in range(TURNS):
             w = lane + 32 * turn
-            if w < H // 4:
+            if FULL or w < H // 4:
                 noise = ptx.load2(block.drawn, units[0] + 2 * w)
                 if not GRU:
                     bias_noise = ptx.load2(block.drawn, biases[0] + 2 * w)
