@@ -267,6 +267,7 @@ def forked(work):
     if not pid:
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            gc.disable()                         # memory of a GPU is garbage that only its own process can free
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             once.clear()
             work()
