@@ -170,7 +170,6 @@ class CpuEngine:
             self._stop(next(iter(self._begun)))
         cfg, step, seed = self.cfg, self.step, self.seed
         c, followers = self._model, self._followers.of(step)
-
         members = 2 * cfg.READERS                            # of a window
 
         def read(a, b):

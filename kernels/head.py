@@ -262,7 +262,6 @@ def head_kernel(cfg, nz, gpu, clean=False):
                 for half in range(2):
                     totals[half] += wide[mine + half * (8 * CG) + k]
         if q == 0 and side == 0:
-            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length,
-                       job)
+            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length, job)
 
     return Kernel(head, 4 * (AT_PARTS + PARTS), shape)

@@ -120,7 +120,7 @@ def of_member(both, odd):
     return both[1] if odd else both[0]
 
 
-def place_of(first, V):
+def drawn_place(first, V):
     """Where the noise of a side whose entries begin at `first` of the overlay lies in the int32 of 8 pairs: two entries
     in an int32, and room for one entry more behind every V, because a side of tokens may have an odd number."""
     return 4 * (first + first // V)
@@ -128,7 +128,7 @@ def place_of(first, V):
 
 def drawn_words(cfg):
     """int32 of `drawn` that 8 pairs have."""
-    return place_of(parameters.n_overlay(cfg), cfg.VOCAB_SIZE)
+    return drawn_place(parameters.n_overlay(cfg), cfg.VOCAB_SIZE)
 
 
 def streams_of(cfg):
@@ -146,7 +146,7 @@ def streams_of(cfg):
             sides = (t.overlay_a, t.cols, t.seed_a, t.seed_b, of_product),
         for first, size, one, second, grouped in sides:
             two, step = np.arange((size + 1) // 2), 1 if grouped else size // 2
-            place = place_of(first, cfg.VOCAB_SIZE) + (8 if grouped else 1) * two
+            place = drawn_place(first, cfg.VOCAB_SIZE) + (8 if grouped else 1) * two
             streams.append(np.stack(np.broadcast_arrays(one, second, 2 * two, place, step)))
     return np.concatenate(streams, 1).astype(np.int32)
 
@@ -208,7 +208,7 @@ def drawn_functions(cfg):
 
     @device
     def side_of(source, first, seed, pair, size):
-        """(place in `drawn`, in the overlay, seed) of entry 0."""
+        """(place in `drawn`, as `drawn_place` says it, in the overlay, seed) of entry 0."""
         place = 4 * (first + int32(uint32(first) // uint32(V))) + (int32(pair) & 7) * (size // 2)
         stream = uint32(uint32(source.seed + uint32(pair)) + uint32(seed))
         return int64(pair >> 3) * GROUP + place, first, stream
@@ -552,7 +552,7 @@ def hand_over(block, out, sums):
 # --- the recurrent model ----------------------------------------------------------------------------------------------
 
 @device
-def place(block, region, row, c):
+def entry_of(block, region, row, c):
     """Of an entry of a region in block.vector."""
     return uint64(4 * word_of(block, region, row) + c)
 
@@ -565,20 +565,20 @@ def gate_functions(gpu, cfg):
 
     @gpu.called
     def keep(block, row, c, total, more, region):
-        block.vector[place(block, region, row, c)] = divided(total)
+        block.vector[entry_of(block, region, row, c)] = divided(total)
 
     @gpu.called
     def open_gates(block, row, c, total, bias, where):
-        at, state = place(block, GATE, row, c), place(block, STATE, row, c)
+        at, state = entry_of(block, GATE, row, c), entry_of(block, STATE, row, c)
         f = open_gate(int32(block.vector[at]), int32(divided(total) + clip(bias)))
         block.vector[at] = f - 127
-        block.vector[place(block, GATED, row, c)] = gated(f, int32(block.vector[state]))
+        block.vector[entry_of(block, GATED, row, c)] = gated(f, int32(block.vector[state]))
 
     @gpu.called
     def move_states(block, row, c, total, bias, where):
-        new = clip(int32(block.vector[place(block, CANDIDATE, row, c)] + divided(total) + clip(bias)))
-        state, x = place(block, STATE, row, c), place(block, X, row, c)
-        h = next_state(int32(block.vector[place(block, GATE, row, c)] + 127), int32(block.vector[state]), new)
+        new = clip(int32(block.vector[entry_of(block, CANDIDATE, row, c)] + divided(total) + clip(bias)))
+        state, x = entry_of(block, STATE, row, c), entry_of(block, X, row, c)
+        h = next_state(int32(block.vector[entry_of(block, GATE, row, c)] + 127), int32(block.vector[state]), new)
         block.vector[state] = h
         block.vector[x] = clip(int32(block.vector[x] + h))
 
@@ -599,11 +599,11 @@ def recurrent_kernel(cfg, gpu):
 
     @gpu.called
     def to_inner(block, row, c, total, more, where):
-        block.vector[place(block, INSIDE, 0, row * INNER_STRIDE + c)] = divided(total)
+        block.vector[entry_of(block, INSIDE, 0, row * INNER_STRIDE + c)] = divided(total)
 
     @gpu.called
     def add(block, row, c, total, more, where):
-        at = place(block, X, row, c)
+        at = entry_of(block, X, row, c)
         block.vector[at] = clip(int32(block.vector[at] + divided_down(total)))
 
     to_keep, to_gates, to_states = (product_function(gpu, pairs, H, H, H, finish, bias)
@@ -837,7 +837,7 @@ def transformer_kernel(cfg, gpu):
     @gpu.called
     def inner(block, row, c, total, bias, gelu):
         u = gelu[uint64(clip(int32((total >> SHIFT_UP) + bias)) & 255)]
-        block.vector[place(block, INSIDE, 0, row * INNER_STRIDE + c)] = u
+        block.vector[entry_of(block, INSIDE, 0, row * INNER_STRIDE + c)] = u
 
     to_y, down_to_y = product_function(gpu, pairs, H, H, H, store), product_function(gpu, pairs, H, 4 * H, H, store)
     up = product_function(gpu, pairs, H, H, 4 * H, inner, MATRIX_BIAS - MATRIX)

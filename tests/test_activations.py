@@ -53,6 +53,16 @@ def test_an_update_takes_the_sum_of_the_chunks_and_leaves_norms_alone():
             equal(np.sign(moved), np.sign(total[t.span]))
 
 
+def test_what_votes_call_is_compiled_ahead_for_the_types_of_a_chunk():
+    """Else a run would compile it once more."""
+    from engine import cpu_activations, cpu_engine
+    engine = cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
+    engine._activations.vote_on_nothing()
+    engine.evaluate(0, CFG.CHUNK_SIZE)
+    called = cpu_activations.credits, cpu_activations.add_credit, cpu_activations.add_products
+    assert [len(function.signatures) for function in called] == [1, 1, 1]
+
+
 def test_noise_is_uniform_and_independent():
     phase = activations.Phase("gate", 0, 64, 15, 1 << 20, True, 0)
     drawn = np.stack([activations.noise(phase, 77 + k, 32).ravel() for k in range(16)])
