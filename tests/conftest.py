@@ -134,8 +134,10 @@ def compiler(tmp_path_factory):
 
 
 @pytest.fixture
-def compiled_kernels(request, compiler):
-    """What a compiling.Compiler returns for what the test's mark `compiles` names."""
+def compiled_kernels(request, compiler, compile_ahead):
+    """What a compiling.Compiler returns for what the test's mark `compiles` names. Waits for the processes that compile
+    ahead: they have the device functions, and each further process takes 2 GB."""
+    [process.wait() for process in compile_ahead]
     mark = request.node.get_closest_marker("compiles")
     return compiler(*mark.args, **mark.kwargs)
 
@@ -154,7 +156,7 @@ def compile_ahead(request, compiler):
     count = WORKER < hardware.cores() if XDIST else hardware.cores()
     started = [compiler.ahead(jobs[i:] + jobs[:i]) for i in range(count)] if jobs else []
     try:
-        yield
+        yield started
         [process.wait() for process in started]              # another process may want what they compile
     finally:
         [process.kill() for process in started]
