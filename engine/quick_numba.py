@@ -12,7 +12,7 @@ from numba.cuda.core import analysis, inline_closurecall, ir, ssa, typed_passes,
 from numba.cuda.core.base import BaseContext
 from numba.cuda.core.inline_closurecall import InlineWorker
 from numba.cuda.core.typeinfer import ConstraintNetwork, TypeVarMap
-from numba.cuda.cudadrv import devices, nvvm
+from numba.cuda.cudadrv import devices
 from numba.cuda.target import CUDATypingContext
 
 from engine import kernel_cache
@@ -40,8 +40,7 @@ def quick(first_of=lambda function: function):
     choice of an implementation that was found or is missing, of the type of a constant; the size of a type and the
     parameters of a function again; inferring types from those that have not changed since; rewriting blocks that do not
     name the variable that becomes static; a search through its block for every variable; what an error would say of its
-    place in a function; passes for closures, inlined overloads and array expressions; verifying what numba wrote;
-    Python's search for garbage.
+    place in a function; passes for closures, inlined overloads and array expressions; Python's search for garbage.
 
     first_of(function): a device function, or one to inline, that stands for it; the same for all of equal content."""
     inline = InlineWorker.inline_function
@@ -109,8 +108,7 @@ def quick(first_of=lambda function: function):
           mock.patch.object(lowering, "new_error_context", lambda *_, **__: contextlib.nullcontext()),
           mock.patch.object(untyped_passes.InlineClosureLikes, "run_pass", nothing),
           mock.patch.object(typed_passes.InlineOverloads, "run_pass", nothing),
-          mock.patch.object(typed_passes.NopythonRewrites, "run_pass", nothing),
-          mock.patch.object(nvvm.CompilationUnit, "verify", kernel_cache.nothing)):
+          mock.patch.object(typed_passes.NopythonRewrites, "run_pass", nothing)):
         yield
 
 
