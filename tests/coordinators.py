@@ -6,10 +6,9 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from contextlib import closing, contextmanager, suppress
 from threading import Thread
-from time import monotonic
+from time import monotonic, sleep
 from unittest import mock
 
 import numpy as np
@@ -222,7 +221,7 @@ def until(condition, seconds=120):
     end = monotonic() + seconds
     while not condition():
         assert monotonic() < end, "waited in vain"
-        time.sleep(0.005)
+        sleep(0.005)
 
 
 def run_worker(at, engine, cfg=None, retry=False, lines=None, **options):

@@ -1,9 +1,7 @@
 """What liars, stolen names and forged files cannot do: votes, validations, snapshots, leases, islands, files."""
 
 import collections
-import contextlib
 import functools
-import json
 import math
 import os
 import pathlib
@@ -15,14 +13,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
+from contextlib import ExitStack, closing, contextmanager, suppress
+from json import dumps, loads
+from threading import Thread
+from time import monotonic, sleep
 from types import SimpleNamespace
 
-import hypothesis
 import numpy as np
-import pytest
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
+from pytest import approx, fixture, mark, raises
 
 import egg_config
 import egg_net
@@ -49,14 +48,14 @@ def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monk
     a.reaches(11)
     liar.say(0.0, state=b"s" * 32)
     until(lambda: a.island.incoming)
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         while True:                          # the head, then byte by byte, as long as it is asked for more
             wanted, at, _ = STATE_REQUEST.unpack(liar.next(STATE_REQUEST, 1))
             liar.send(STATE, wanted, len(head) + size, at, data[at:at + 1] if at else head)
-            time.sleep(0.05)
+            sleep(0.05)
     a.says("too little came")
     assert not a.island.incoming and a.peers.distrusted
-    a.peers.check(time.monotonic() + 2 * peers.DISTRUST)
+    a.peers.check(monotonic() + 2 * peers.DISTRUST)
     assert not a.peers.distrusted
 
 
@@ -69,7 +68,7 @@ def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
             if (came := wire.next_frame(inbox, limits)) and (said := host.handle(came.opcode, came.payload)):
                 sock.sendall(frame(*said, version=V2))
         config = {**ISLE.shared(), "SEQ_LEN": "8\nStep 999999 | Tokens: 1 B", "\nStep 888888": 1}
-        card = json.dumps({"role": "island", "id": "x", "name": "b", "config": config}).encode()
+        card = dumps({"role": "island", "id": "x", "name": "b", "config": config}).encode()
         for told in host.welcome(bytes(32), bytes(32), 0, 0), (ISLAND, card):
             sock.sendall(frame(*told, version=V2))
         sock.recv(1 << 16)
@@ -101,7 +100,7 @@ def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(mo
     for one in (*stay, other):
         one.link.close()
     all_have_gone()
-    a.peers.check(time.monotonic() + 2 * peers.FORGOTTEN)
+    a.peers.check(monotonic() + 2 * peers.FORGOTTEN)
     assert not known
 
 
@@ -129,7 +128,7 @@ def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
         a.reaches(step + 3)
 
 
-@pytest.mark.parametrize("ours, theirs", [(None, 1.0), ("1", 1.0), (1.0, None), (1.0, "x"), (1.0, 0.5)])
+@mark.parametrize("ours, theirs", [(None, 1.0), ("1", 1.0), (1.0, None), (1.0, "x"), (1.0, 0.5)])
 def test_what_a_header_says_of_a_merge_is_believed_only_if_it_can_be(ours, theirs):
     """The directory of a run may come from a stranger."""
     fitness, warned = gossip.Fitness(), []
@@ -268,7 +267,7 @@ RATES = {97: 30, 98: 3}                                          # of islands a 
 GIVES = dict(settings=dict(accept=False))
 
 
-@contextlib.contextmanager
+@contextmanager
 def two(directory, rates=(30, 3), ours={}, theirs={}, **both):
     """Islands a and b, which calls a, with these rates of learning and options. If a is the better one, it is so from
     the start, however slow the machine is."""
@@ -278,7 +277,7 @@ def two(directory, rates=(30, 3), ours={}, theirs={}, **both):
             yield a, b
 
 
-@pytest.fixture
+@fixture
 def a(tmp_path):
     """An island alone, which learns slowly."""
     with Isle(tmp_path, "a", 3) as a:
@@ -295,7 +294,7 @@ def test_addresses_bandwidths_and_names():
             (peers.parse_bandwidth, ("", "3", "-1", "5G", "1e6", "nan", "0.5k", "k")),
             (peers.parse_name, ("", "two words", "x" * 65, "\x1b[2J", "<b>"))):
         for wrong in texts:
-            with pytest.raises(ValueError):
+            with raises(ValueError):
                 parse(wrong)
 
 
@@ -315,7 +314,7 @@ def test_peers_of_a_slurm_job(tmp_path, monkeypatch):
         peers.peers_from_slurm(7, job)
 
 
-@pytest.mark.parametrize("arguments, status, says", [
+@mark.parametrize("arguments, status, says", [
     ("--peer 127.0.0.1:1", 2, "give --island NAME"),
     ("--island 'a b'", 2, "is not a name"),
     ("--island a --peer nowhere", 2, "is not HOST:PORT"),
@@ -337,10 +336,10 @@ def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_pat
         theirs, ours, shown = re.search(r"a is better, ([0-9.]+) against ([0-9.]+) (\S+): ", b.said).groups()
         event = b.told("gossip", outcome="pull")[0]
         assert shown == unit and event["kind"] == "loss" and event["ours"] > event["theirs"]
-        assert float(theirs) == pytest.approx(bits * event["theirs"], abs=1e-3)
-        assert float(ours) == pytest.approx(bits * event["ours"], abs=1e-3)
+        assert float(theirs) == approx(bits * event["theirs"], abs=1e-3)
+        assert float(ours) == approx(bits * event["ours"], abs=1e-3)
         found = a.shown()
-        assert found["kind"] == "loss" and found["fitness"] == pytest.approx(bits * a.island.fitness.value, rel=0.5)
+        assert found["kind"] == "loss" and found["fitness"] == approx(bits * a.island.fitness.value, rel=0.5)
         until(lambda: any(peer["fitness"] for peer in b.shown()["peers"]))
 
 
@@ -378,7 +377,7 @@ class Stranger:
         cfg = cfg.changed(ISLAND_SEED=seed)
         card = {"role": "island", "id": os.urandom(8).hex(), "name": name, "config": cfg.shared()}
         self.link = egg_net.Link(cfg, "127.0.0.1", getattr(isle, "port", isle), V2, auth.Access(), card)
-        self.card = json.loads(self.next(ISLAND))
+        self.card = loads(self.next(ISLAND))
 
     def send(self, opcode, *fields):
         self.link.send(frame(opcode, *fields, version=V2))
@@ -399,7 +398,7 @@ class Stranger:
                 _, opcode, payload = self.link.any_of((STANDING, STATE_REQUEST), 0.05)
             except TimeoutError:
                 continue
-            if opcode == STANDING and json.loads(payload)["ask"]:
+            if opcode == STANDING and loads(payload)["ask"]:
                 self.say(0.001, state=sha256, ask=False)
             elif opcode == STATE_REQUEST:
                 wanted, offset, size = STATE_REQUEST.unpack(payload)
@@ -462,10 +461,10 @@ def test_an_address_that_refuses_is_followed_by_the_next():
 def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
     """Everybody is given everybody, itself too, and calls both ways: one connection for each pair stays."""
     ports = [free_port() for _ in range(3)]
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         isles = [stack.enter_context(Isle(tmp_path / n, n, 0, ports, port=port)) for n, port in zip("abc", ports)]
         until(lambda: all(map(paired, isles)))
-        time.sleep(0.5)
+        sleep(0.5)
         assert all(map(paired, isles))
         assert all(sum(target.is_self for target in isle.peers.targets) == 1 for isle in isles)
     assert not any("refused" in isle.said for isle in isles)
@@ -501,7 +500,7 @@ def test_islands_that_begin_with_one_model_have_their_own_noise(here):
     from tools import use
     cfg = changed(ISLAND_SEED=1)
     state = Learner(cfg, 1).state()
-    metadata = {"format": use.FORMAT, "config": json.dumps(cfg.saved()), "step": "9", "seed": "77"}
+    metadata = {"format": use.FORMAT, "config": dumps(cfg.saved()), "step": "9", "seed": "77"}
     use.write_tensors("w", use.to_arrays(cfg, state, False), metadata)
     starts = []
     for name, defines in ("same", ""), ("two", "-D ISLAND_SEED=2"), ("three", "-D ISLAND_SEED=3"):
@@ -530,7 +529,7 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     assert (island["name"], peer["name"], peer["state"]) == ("b", "a", "up") and peer["taken"] >= 1
     assert [entry["epoch"] for entry in b.island.lineage] == [*range(start.epoch + 1)]
     assert b.island.lineage[-1]["from"] == "a"
-    assert json.dumps(island) and a.coordinator.status()["island"]["peers"][0]["given"] >= 1
+    assert dumps(island) and a.coordinator.status()["island"]["peers"][0]["given"] >= 1
     pull = b.told("gossip", outcome="pull")[0]
     assert pull["theirs"] < pull["ours"] and pull["kind"] == "validation" and pull["peer"] == "a"
     # the state that came is the giver's of that step, and where both histories lie everything can be rebuilt
@@ -575,8 +574,8 @@ def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_
     assert "state at step" not in b.said + again.said        # all replicas stayed equal
 
 
-@pytest.mark.parametrize("constants", [dict(MERGE="recombine"), dict(OPTIMIZER_MERGE="interpolate"),
-                                       dict(MERGE="recombine", OPTIMIZER_MERGE="reset")])
+@mark.parametrize("constants", [dict(MERGE="recombine"), dict(OPTIMIZER_MERGE="interpolate"),
+                                dict(MERGE="recombine", OPTIMIZER_MERGE="reset")])
 def test_a_mixed_state_is_what_the_two_parents_give(tmp_path, monkeypatch, constants):
     cfg = changed(**constants)
     monkeypatch.setitem(gossip.REGRET, cfg.MERGE, math.inf)          # weights 8 and 9 do not mix as a number
@@ -651,7 +650,7 @@ def own_snapshot(level=9000, step=50, poisoned=False, cfg=STRANGE):
 DATA, SHA256 = own_snapshot()
 
 
-@pytest.mark.parametrize("data, sha256", [
+@mark.parametrize("data, sha256", [
     (DATA, b"x" * 32),                                       # not the state that was promised
     (DATA[:3000] + b"damage" + DATA[3006:], SHA256),
     (DATA[:-1], SHA256),
@@ -676,7 +675,7 @@ def test_a_transfer_goes_on_where_it_stopped(tmp_path):
     with Isle(tmp_path, "a", 3, settings=dict(bandwidth=1e6)) as a:
         asked = []
         while not a.told("merge"):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 asked.append(Stranger(a).serve(DATA, SHA256, lambda: a.told("merge"), pieces=3))
         assert a.start.origin["peer_step"] == 50
     offsets = [offset for some in asked for offset, _ in some]
@@ -723,13 +722,13 @@ def test_a_bucket_passes_its_rate(monkeypatch):
 def test_a_flood_of_questions_is_bounded(a):
     a.reaches(3)
     stranger = Stranger(a)
-    answers, began = 0, time.monotonic()
+    answers, began = 0, monotonic()
     for _ in range(500):
         stranger.say()
-    with contextlib.suppress(TimeoutError):
+    with suppress(TimeoutError):
         while True:
-            answers += not json.loads(stranger.next(STANDING, 0.5 if answers >= peers.QUESTIONS else 20))["ask"]
-    assert peers.QUESTIONS <= answers <= peers.QUESTIONS + (time.monotonic() - began) / peers.ASK_EVERY + 1
+            answers += not loads(stranger.next(STANDING, 0.5 if answers >= peers.QUESTIONS else 20))["ask"]
+    assert peers.QUESTIONS <= answers <= peers.QUESTIONS + (monotonic() - began) / peers.ASK_EVERY + 1
     for _ in range(50):  # of nothing that is here: no more than one at a time is looked at
         stranger.send(STATE_REQUEST, b"?" * 32, 1 << 40, 1 << 31)
     assert STATE.unpack(stranger.next(STATE))[1:] == (0, 1 << 40, b"")
@@ -765,7 +764,7 @@ def test_elites_are_the_best_and_no_merge_touches_them(tmp_path):
     epoch, state = b.island.elites.best(b.cfg)
     assert (kept[0].epoch, kept[0].step) == (epoch, state.step)
     assert not [*b.directory.glob("*.part")]
-    assert kept[0].fitness == pytest.approx(min(told["fitness"] for told in b.told("elite")), abs=1e-4)
+    assert kept[0].fitness == approx(min(told["fitness"] for told in b.told("elite")), abs=1e-4)
 
 
 def test_elites_hold_more_than_one_kind_apart_and_survive_damage(tmp_path):
@@ -839,7 +838,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
                 return real(*arguments, **options)
             return call
 
-        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        with monkeypatch.context() as patch, suppress(Killed):
             for name in names:
                 patch.setattr(os, name, last_call(getattr(os, name)))
             coordinator.begin_epoch(state, {"epoch": 1, "kind": "undo", "from": "a", "founder": "a",
@@ -847,7 +846,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
         coordinator.run.close()
         coordinator.close()
         run = history.open_run(cfg, directory)
-        with contextlib.closing(run), contextlib.closing(island(run)) as again:
+        with closing(run), closing(island(run)) as again:
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:
@@ -878,15 +877,14 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
 JSON = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9),
                  st.lists(st.integers(), max_size=3),
                  st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))
-GOOD = json.loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", b"s" * 32, 1, True).pack())
+GOOD = loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", b"s" * 32, 1, True).pack())
 
 
 @SLOW
-@hypothesis.given(st.dictionaries(st.sampled_from([*GOOD, "more"]), JSON, max_size=4),
-                  st.sets(st.sampled_from(list(GOOD)), max_size=1),
-                  st.binary(max_size=40))
+@given(st.dictionaries(st.sampled_from([*GOOD, "more"]), JSON, max_size=4), st.sets(st.sampled_from(list(GOOD)), max_size=1),
+       st.binary(max_size=40))
 def test_any_standing_is_read_or_refused(values, missing, raw):
-    for payload in (raw, json.dumps({**{k: v for k, v in GOOD.items() if k not in missing}, **values}).encode()):
+    for payload in (raw, dumps({**{k: v for k, v in GOOD.items() if k not in missing}, **values}).encode()):
         try:
             standing = gossip.read_standing(payload)
         except wire.FrameError:
@@ -895,8 +893,8 @@ def test_any_standing_is_read_or_refused(values, missing, raw):
         assert (standing.fitness is None or 0 <= standing.fitness < 1e9)
 
 
-@hypothesis.given(st.lists(st.tuples(st.integers(0, 5), st.binary(max_size=300), st.integers(1, 200),
-                                     st.integers(0, 1 << 40)), max_size=6))
+@given(st.lists(st.tuples(st.integers(0, 5), st.binary(max_size=300), st.integers(1, 200),
+                          st.integers(0, 1 << 40)), max_size=6))
 def test_any_pieces_of_a_file_end_without_a_trace(pieces):
     with tempfile.TemporaryDirectory() as directory:
         download = transfer.Incoming(STRANGE, None, SimpleNamespace(state=SHA256), directory, None)
@@ -914,19 +912,18 @@ def test_any_pieces_of_a_file_end_without_a_trace(pieces):
         assert os.listdir(directory) == []
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def besieged(tmp_path_factory):
     with Isle(tmp_path_factory.mktemp("besieged"), "a", 3) as a:
         yield a
 
 
-@hypothesis.settings(max_examples=EXAMPLES // 6)
-@hypothesis.given(st.lists(st.tuples(st.sampled_from([0, 1, 32, 34, 35, 36, 40, 43, 44, 45, 46, 47, 200]),
-                                     st.binary(max_size=120)),
-                           min_size=1, max_size=4))
+@settings(max_examples=EXAMPLES // 6)
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 32, 34, 35, 36, 40, 43, 44, 45, 46, 47, 200]),
+                          st.binary(max_size=120)), min_size=1, max_size=4))
 def test_a_live_island_takes_any_frames(besieged, frames):
     stranger = Stranger(besieged, f"s{random.randrange(50)}")
-    with contextlib.suppress(OSError, egg_net.NetError):
+    with suppress(OSError, egg_net.NetError):
         for opcode, payload in frames:
             stranger.send(wire.Frame(opcode), payload)
         stranger.link.check(0.005)
@@ -938,7 +935,7 @@ def test_a_live_island_takes_any_frames(besieged, frames):
 
 # --- chaos ------------------------------------------------------------------------------------------------------------
 
-class Sea(threading.Thread):
+class Sea(Thread):
     """What lies between islands: whoever calls another one does so through here. cut: islands that reach nobody; slow:
     bytes that pass at a time between two looks, by island."""
 
@@ -961,7 +958,7 @@ class Sea(threading.Thread):
     def run(self):
         while not self.stop:
             for ready in select.select([*self.doors, *self.links], [], [], 0.01)[0]:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     if ready in self.doors:
                         self._meet(ready)
                     elif ready in self.links:
@@ -1021,7 +1018,7 @@ class Archipelago:
         self._thread(self._deceive, "forger", data, b"f" * 32)
 
     def _thread(self, target, *arguments):
-        self.threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self.threads.append(Thread(target=target, args=arguments, daemon=True))
         self.threads[-1].start()
 
     def _coordinator(self, i):
@@ -1038,19 +1035,19 @@ class Archipelago:
     def _work(self, i):
         engine = Learner(self.cfgs[i], 1 + i, pause=0.004)
         while not self.stop:
-            with contextlib.suppress(egg_config.EggError):
+            with suppress(egg_config.EggError):
                 run_worker(self.ports[i], engine, self.cfgs[i], validation=VALIDATION)
-            time.sleep(0.05)
+            sleep(0.05)
 
     def _deceive(self, name, data, sha256):
         dice = random.Random(name)
         while not self.stop:
-            with contextlib.suppress(OSError, egg_config.EggError, egg_net.OldCoordinator):
-                end = time.monotonic() + 2
+            with suppress(OSError, egg_config.EggError, egg_net.OldCoordinator):
+                end = monotonic() + 2
                 stranger = Stranger(dice.choice(self.ports), name, cfg=self.cfgs[0], seed=1000)
-                stranger.serve(data, sha256, lambda: self.stop or time.monotonic() > end)
+                stranger.serve(data, sha256, lambda: self.stop or monotonic() > end)
                 stranger.link.close()
-            time.sleep(0.05)
+            sleep(0.05)
 
     def _harm(self):
         i, dice = self.random.randrange(len(self.ports)), self.random
@@ -1059,11 +1056,11 @@ class Archipelago:
         if what == "killed":
             self.processes[i].kill()
             self.processes[i].wait()
-            time.sleep(dice.uniform(0, 0.5))
+            sleep(dice.uniform(0, 0.5))
             self.processes[i] = self._coordinator(i)
         elif what == "stopped":
             self.processes[i].send_signal(19)
-            time.sleep(dice.uniform(0.2, 2.5))
+            sleep(dice.uniform(0.2, 2.5))
             self.processes[i].send_signal(18)
         elif what == "cut":
             self.sea.cut = set(dice.sample(range(len(self.ports)), dice.randrange(1, len(self.ports))))
@@ -1072,9 +1069,9 @@ class Archipelago:
 
     def run(self, seconds):
         """Harm for so long, on a slow machine longer; then all heal, and go on for a few steps."""
-        began = time.monotonic()
-        while (now := time.monotonic() - began) < seconds or now < 8 * seconds and not self.happened():
-            time.sleep(self.random.uniform(0.1, 0.8))
+        began = monotonic()
+        while (now := monotonic() - began) < seconds or now < 8 * seconds and not self.happened():
+            sleep(self.random.uniform(0.1, 0.8))
             self._harm()
             if self.random.random() < 0.4:
                 self.sea.heal()
@@ -1084,9 +1081,9 @@ class Archipelago:
         seen = None
         while behind := self.behind(wanted):
             if behind != seen:
-                seen, end = behind, time.monotonic() + 120
-            assert time.monotonic() < end, f"islands stand still: {behind}"
-            time.sleep(0.2)                                  # the learners are threads of this process
+                seen, end = behind, monotonic() + 120
+            assert monotonic() < end, f"islands stand still: {behind}"
+            sleep(0.2)                                  # the learners are threads of this process
 
     def happened(self):
         """Whether an island was killed and another one has found a deceiver out."""
@@ -1099,10 +1096,10 @@ class Archipelago:
     def events(self, i):
         """[dict]: what an island told; of a line that is being written nothing."""
         out = []
-        with contextlib.suppress(FileNotFoundError), open(self.directory / f"i{i}" / history.EVENTS) as file:
+        with suppress(FileNotFoundError), open(self.directory / f"i{i}" / history.EVENTS) as file:
             for line in file:
-                with contextlib.suppress(ValueError):
-                    out.append(json.loads(line))
+                with suppress(ValueError):
+                    out.append(loads(line))
         return out
 
     def steps(self, i):
@@ -1137,7 +1134,7 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
         log = (tmp_path / f"i{i}.log").read_text()
         assert "Traceback" not in log and codes[i] == 0, log[-3000:]
         run = history.open_run(trouble.cfgs[i], tmp_path / f"i{i}")
-        with contextlib.closing(run):
+        with closing(run):
             shelf = snapshots.Shelf(run.cfg, run)
             shelf.check_start()
             engine = Learner(run.cfg, 1 + i)

@@ -3,10 +3,9 @@
 import functools
 from fractions import Fraction
 
-import hypothesis
 import numpy as np
-import pytest
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
+from pytest import approx, mark, raises
 
 import egg_config
 from cluster import snapshots
@@ -76,8 +75,8 @@ ELEMENT = st.tuples(st.integers(-127, 127) | st.sampled_from([-127, 126, 127]),
                     | st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]))
 
 
-@hypothesis.given(st.lists(st.tuples(ELEMENT, ELEMENT), min_size=1, max_size=30), st.integers(0, 1 << 16),
-                  st.booleans())
+@given(st.lists(st.tuples(ELEMENT, ELEMENT), min_size=1, max_size=30), st.integers(0, 1 << 16),
+       st.booleans())
 def test_a_mix_is_that_of_fractions_and_loses_nothing(pairs, part, float_holds):
     if float_holds:                                  # accumulators as the usual learning rates make them
         pairs = [tuple((w, max(-1.0, min(1.0, acc))) for w, acc in pair) for pair in pairs]
@@ -99,7 +98,7 @@ def test_a_mix_is_that_of_fractions_and_loses_nothing(pairs, part, float_holds):
             assert ends[0] <= total <= ends[1] and (abs(got) == 127 or abs(rest) < 1)
 
 
-@hypothesis.given(st.integers(-254, 254), st.integers(0, 1 << 16))
+@given(st.integers(-254, 254), st.integers(0, 1 << 16))
 def test_nearest_is_that_of_fractions(distance, part):
     assert merging._round(np.array([distance * part]))[0] == nearest(Fraction(distance * part, 1 << 16))
 
@@ -113,17 +112,17 @@ def test_the_worse_ones_part():
     negative = (-4.0, -3.0), (-3.0, -3.0), (-3.0, 0.0), (-0.1, 1.0)              # of rewards of 4 and 3, ...
     assert [merging.worse_share(0.5, *pair) for pair in negative] == [24576, 32768, 0, 0]
     for wrong in ((float("nan"), 1.0), (1.0, float("inf")), (1.0, float("-inf"))):
-        with pytest.raises(ValueError, match="^a fitness of .* against .*: finite numbers are needed$"):
+        with raises(ValueError, match="^a fitness of .* against .*: finite numbers are needed$"):
             merging.worse_share(0.5, *wrong)
 
 
 # --- whole states -----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("values", [{}, dict(MODEL="gru", HEAD_DIM=64, SEQ_LEN=9), dict(USE_MUON=1, NTT_MODE=1),
-                                    dict(OPTIMIZER="sgd"),
-                                    dict(OPTIMIZER="ztest")], ids=["transformer", "gru", "muon", "sgd", "ztest"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("merge", MERGES)
+@mark.parametrize("values", [{}, dict(MODEL="gru", HEAD_DIM=64, SEQ_LEN=9), dict(USE_MUON=1, NTT_MODE=1),
+                             dict(OPTIMIZER="sgd"), dict(OPTIMIZER="ztest")],
+                  ids=["transformer", "gru", "muon", "sgd", "ztest"])
+@mark.parametrize("optimizer", OPTIMIZERS)
+@mark.parametrize("merge", MERGES)
 def test_a_merge_of_whole_states(merge, optimizer, values):
     cfg = config(merge, optimizer, 0.7, **values)
     ours, theirs = ours_and_theirs(cfg, 11)
@@ -143,7 +142,7 @@ def test_a_merge_of_whole_states(merge, optimizer, values):
             for column in (0, 1):
                 a, b = (Fraction(float(x.moments[i, column])) for x in (better, worse))
                 wanted = {"reset": 0.0, "copy": theirs.moments[i, column],
-                          "interpolate": pytest.approx(np.float32(float(a + (b - a) * part)), rel=1e-6)}
+                          "interpolate": approx(np.float32(float(a + (b - a) * part)), rel=1e-6)}
                 assert got.moments[i, column] == wanted[optimizer]
         moves = {distance: nearest(distance * part) for distance in range(-254, 255)}
         overlay = [a + moves[b - a] for a, b in zip(better.overlay.tolist(), worse.overlay.tolist())]
@@ -153,8 +152,8 @@ def test_a_merge_of_whole_states(merge, optimizer, values):
         assert same(got, merging.merge(cfg, ours, theirs, *fitness))
 
 
-@pytest.mark.parametrize("merge", MERGES)
-@pytest.mark.parametrize("optimizer", ("copy", "interpolate"))
+@mark.parametrize("merge", MERGES)
+@mark.parametrize("optimizer", ("copy", "interpolate"))
 def test_a_state_merged_with_itself_stays(merge, optimizer):
     cfg = config(merge, optimizer)
     mine = state(cfg, 5)
@@ -213,13 +212,13 @@ def test_a_snapshot_read_from_a_file_can_be_merged(tmp_path):
     assert got.weights.flags.writeable and same(read, theirs)
 
 
-@pytest.mark.parametrize("part, place, value, said", [
+@mark.parametrize("part, place, value, said", [
     ("moments", (3, 0), np.nan, "moments that are not finite"),
     ("moments", (3, 2), -np.inf, "not finite"),
     ("moments", (3, 1), -1.0, "mean squares below 0"),
     ("weights", 3, -128, "-128"),
     ("overlay", 3, -128, "-128")])
-@pytest.mark.parametrize("merge", MERGES)
+@mark.parametrize("merge", MERGES)
 def test_a_state_that_no_training_gives_is_refused(merge, part, place, value, said, tmp_path):
     """Also where a worker would load it from a snapshot."""
     cfg = config(merge)

@@ -6,9 +6,8 @@ import queue
 import re
 import ssl
 import subprocess
-import time
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 from types import SimpleNamespace
 from unittest import mock
 
@@ -110,7 +109,7 @@ def test_leases_follow_the_time_that_chunks_take(monkeypatch, server):
     quick, stuck = Peer2(server), Peer2(server)
     for position in (0, 32):
         assert quick.chunk(0) == position
-        time.sleep(0.02)
+        sleep(0.02)
         quick.result(0, position)
     assert stuck.chunk(0) == 64 and quick.chunk(0) == 96
     quick.result(0, 96)
@@ -472,7 +471,7 @@ def test_nobody_makes_others_rebuild_who_are_about_to_outvote_it(server):
     server.reaches(1)
     for peer, digest in zip(peers, (b"lie", b"x", b"x")):
         peer.ask(1, digest)
-        time.sleep(0.1)
+        sleep(0.1)
     assert [peer.next(REBUILD, JOB_RESPONSE)[0] for peer in peers] == [JOB_RESPONSE] * 3
     assert "no majority" not in server.said
 
@@ -695,7 +694,7 @@ def beat(holders, done, seconds=60):
             holder.send(wire.HEARTBEAT)
             with suppress(TimeoutError):              # asks for a chunk of every step, and for a second one
                 holder.ask(holder.answer(0.001).step)
-        time.sleep(0.05)
+        sleep(0.05)
         return done()
 
     until(done_after_a_beat, seconds)
@@ -822,7 +821,7 @@ def test_six_holders_that_only_beat_do_not_stop_eight_chunks(tmp_path, monkeypat
                     answer = honest.answer(0.02)
                     work.open = False
                     if not answer.packed:
-                        time.sleep(0.01)
+                        sleep(0.01)
                         honest.result(answer.step, answer.first)
             return server.run.step >= 3
 
