@@ -29,7 +29,7 @@ from cluster import auth, greeting, history, snapshots, wire
 from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
 from model import parameters, seeds, state_digest
-from coordinators import Coordinator, Server, caller, free_port, listening, refused, run_worker, until
+from coordinators import Coordinator, Peer2, Server, caller, free_port, listening, refused, run_worker, until
 from fakes import (ACTIVATIONS, CFG, FakeEngine, FakeObjective, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness,
                    full)
 from fuzzing import EXAMPLES, SLOW
@@ -50,7 +50,7 @@ def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monk
     until(lambda: a.island.incoming)
     with suppress(TimeoutError):
         while True:                          # the head, then byte by byte, as long as it is asked for more
-            wanted, at, _ = STATE_REQUEST.unpack(liar.next(STATE_REQUEST, 1))
+            wanted, at, _ = STATE_REQUEST.unpack(liar.link.next(STATE_REQUEST, 1))
             liar.send(STATE, wanted, len(head) + size, at, data[at:at + 1] if at else head)
             sleep(0.05)
     a.says("too little came")
@@ -87,7 +87,7 @@ def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(mo
         until(lambda: not any(peer.session for peer in known.values()))
 
     for i in range(12):                                      # they come and go
-        Stranger(a, f"name{i}", seed=100 + i).link.close()
+        Stranger(a, f"name{i}", seed=100 + i).close()
         all_have_gone()
     assert len(known) <= 5
     stay = [Stranger(a, f"stay{i}", seed=200 + i) for i in range(5)]
@@ -98,7 +98,7 @@ def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(mo
     with refused("an island of this name is connected from 127.0.0.3"):
         Stranger(a, "other", seed=302)                  # a name that is in use cannot be taken over
     for one in (*stay, other):
-        one.link.close()
+        one.close()
     all_have_gone()
     a.peers.check(monotonic() + 2 * peers.FORGOTTEN)
     assert not known
@@ -145,7 +145,7 @@ def test_what_a_header_says_of_a_merge_is_believed_only_if_it_can_be(ours, their
 
 def test_coming_and_going_does_not_fill_the_log(a):
     for _ in range(150):
-        Stranger(a, "moth").link.close()
+        Stranger(a, "moth").close()
     assert a.said.count("peer moth") < 100
 
 
@@ -218,7 +218,9 @@ class Isle(Server):
         return [e for e in list(self.events) if e["event"] == event and fields.items() <= e.items()]
 
     def tells(self, event, /, **fields):
+        """Waits for such an event and returns the first."""
         until(lambda: self.told(event, **fields))
+        return self.told(event, **fields)[0]
 
     def outcomes(self, first):
         """{outcome} of its tournaments from number `first` on."""
@@ -330,11 +332,10 @@ def test_wrong_use_is_one_line(here, arguments, status, says):
 def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_path):
     cfg = changed(VALIDATE_EVERY=0)
     with two(tmp_path, cfg=cfg, validation=None) as (a, b):
-        b.tells("gossip", outcome="pull")
+        event = b.tells("gossip", outcome="pull")
         b.says("is better")
         bits, unit = egg_config.loss_unit(cfg.constants())
         theirs, ours, shown = re.search(r"a is better, ([0-9.]+) against ([0-9.]+) (\S+): ", b.said).groups()
-        event = b.told("gossip", outcome="pull")[0]
         assert shown == unit and event["kind"] == "loss" and event["ours"] > event["theirs"]
         assert float(theirs) == approx(bits * event["theirs"], abs=1e-3)
         assert float(ours) == approx(bits * event["ours"], abs=1e-3)
@@ -357,8 +358,7 @@ def test_islands_with_an_objective_compare_rewards_and_refuse_another_one(tmp_pa
     cfg = changed(OBJECTIVE="a" * 64)
     ours, theirs = (dict(engine=Rewarded(cfg.changed(ISLAND_SEED=seed), rate)) for seed, rate in RATES.items())
     with two(tmp_path, ours=ours, theirs=theirs, cfg=cfg) as (a, b):
-        b.tells("merge")
-        merge = b.told("merge")[0]
+        merge = b.tells("merge")
         assert merge["peer"] == "a" and merge["fitness_kind"] == "reward" and merge["theirs"] < merge["ours"]
         b.says("is better")
         theirs, ours = map(float, re.search(r"a is better, (\S+) against (\S+) reward: ", b.said).groups())
@@ -370,24 +370,17 @@ def test_islands_with_an_objective_compare_rewards_and_refuse_another_one(tmp_pa
 
 # --- who is a peer ----------------------------------------------------------------------------------------------------
 
-class Stranger:
+class Stranger(Peer2):
     """An island spoken frame by frame, that calls."""
 
     def __init__(self, isle, name="stranger", cfg=ISLE, seed=99):
         cfg = cfg.changed(ISLAND_SEED=seed)
-        card = {"role": "island", "id": os.urandom(8).hex(), "name": name, "config": cfg.shared()}
-        self.link = egg_net.Link(cfg, "127.0.0.1", getattr(isle, "port", isle), V2, auth.Access(), card)
-        self.card = loads(self.next(ISLAND))
-
-    def send(self, opcode, *fields):
-        self.link.send(frame(opcode, *fields, version=V2))
+        super().__init__(isle, cfg, role="island", name=name, config=cfg.shared())
+        self.card = loads(self.link.next(ISLAND))
 
     def say(self, fitness=5.0, state=b"s" * 32, ask=True):
         standing = gossip.Standing(fitness, "validation", "bits/byte", 50, 0, "stranger", state, 50, ask)
         self.send(STANDING, standing.pack())
-
-    def next(self, opcode, timeout=60):
-        return self.link.next(opcode, timeout)
 
     def serve(self, data, sha256, until, pieces=None):
         """Gives the snapshot file `data` to who asks for `sha256`, answers tournaments with a fitness of 0.001
@@ -395,7 +388,7 @@ class Stranger:
         asked = []
         while not until():
             try:
-                _, opcode, payload = self.link.any_of((STANDING, STATE_REQUEST), 0.05)
+                opcode, payload = self.next(STANDING, STATE_REQUEST, timeout=0.05)
             except TimeoutError:
                 continue
             if opcode == STANDING and loads(payload)["ask"]:
@@ -404,7 +397,7 @@ class Stranger:
                 wanted, offset, size = STATE_REQUEST.unpack(payload)
                 asked.append((offset, size))
                 if pieces is not None and len(asked) > pieces:
-                    self.link.close()
+                    self.close()
                     break
                 self.send(STATE, wanted, len(data), offset, data[offset:offset + size])
         return asked
@@ -424,7 +417,7 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
                          cfg=changed(SIGMA_SHIFT=4, LR_SCHEDULE=((0, 0.1),), CHUNK_SIZE=16, VALIDATE_EVERY=7))
         assert other.card["name"] == "a" and other.card["config"]["ISLAND_SEED"] == 97
         a.tells("peer", peer="b", state="up")
-        other.link.close()
+        other.close()
         a.tells("peer", peer="b", state="down")
         again = Stranger(a, "b")                            # it may come back
         until(lambda: len(a.told("peer", peer="b", state="up")) == 2)
@@ -432,7 +425,7 @@ def test_islands_are_introduced_and_what_must_be_the_same_is(tmp_path):
             old.sendall(frame(wire.Frame(wire.JOB_REQUEST), bytes(24)))
             assert old.recv(100) == b"" and "protocol 1 has no snapshots" in a.said
         assert a.shown()["peers"][0]["state"] == "up"
-        again.link.close()
+        again.close()
         until(lambda: a.shown()["peers"][0]["state"] == "down")
     assert {"island", "peer"} <= {event["event"] for event in events(tmp_path / "a")}
     with Server(tmp_path, CFG) as plain, refused("is no island"):
@@ -474,11 +467,13 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     cert, key = certificates
     access = auth.Access(SECRET, auth.server_tls(cert, key))
     with two(tmp_path, (0, 0), access=access, settings=dict(tls=auth.client_tls(cert, cert, key))) as (a, b):
-        until(lambda: a.told("peer", peer="b") and b.told("peer", peer="a"))
+        a.tells("peer", peer="b")
+        b.tells("peer", peer="a")
     plain = auth.Access(SECRET)
     with Isle(tmp_path / "a", "a", 0, access=plain) as a, Isle(tmp_path / "c", "c", 0, [a]) as c, \
             Isle(tmp_path / "d", "d", 0, [a], access=auth.Access(SECRET + b"x")) as d:
-        until(lambda: c.told("peer", state="refused") and d.told("peer", state="refused"))
+        c.tells("peer", state="refused")
+        d.tells("peer", state="refused")
         assert "wants a secret" in c.said and "does not know the secret" in d.said
         assert not a.peers.known
 
@@ -594,7 +589,8 @@ def test_who_does_not_accept_gives_and_keeps(tmp_path):
     with two(tmp_path, (0, 30), GIVES) as (a, b):
         b.reaches(11)                                            # it is the better one when the other begins
         a.worker = a.work(Learner(a.cfg, 3))
-        until(lambda: a.told("gossip", peer="b", outcome="keep") and b.told("gossip", peer="a", outcome="offer"))
+        a.tells("gossip", peer="b", outcome="keep")
+        b.tells("gossip", peer="a", outcome="offer")
         a.reaches(26)
     assert a.start.epoch == b.start.epoch == 0 and not a.told("gossip", outcome="pull")
 
@@ -699,8 +695,7 @@ def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
     rate = 400e3
     ours, theirs = (dict(settings=dict(bandwidth=most)) for most in (rate, 0))
     with two(tmp_path, (30, 1), ours, theirs) as (a, b):
-        b.tells("merge")
-        merge, pull = b.told("merge")[0], b.told("gossip", outcome="pull")[0]
+        merge, pull = b.tells("merge"), b.tells("gossip", outcome="pull")
         size = b.snapshot(merge["step"]).stat().st_size
         took = merge["time"] - pull["time"]
         assert took > (size - rate / 2) / rate * 0.9 and size > 2 * rate
@@ -727,11 +722,11 @@ def test_a_flood_of_questions_is_bounded(a):
         stranger.say()
     with suppress(TimeoutError):
         while True:
-            answers += not loads(stranger.next(STANDING, 0.5 if answers >= peers.QUESTIONS else 20))["ask"]
+            answers += not loads(stranger.link.next(STANDING, 0.5 if answers >= peers.QUESTIONS else 20))["ask"]
     assert peers.QUESTIONS <= answers <= peers.QUESTIONS + (monotonic() - began) / peers.ASK_EVERY + 1
     for _ in range(50):  # of nothing that is here: no more than one at a time is looked at
         stranger.send(STATE_REQUEST, b"?" * 32, 1 << 40, 1 << 31)
-    assert STATE.unpack(stranger.next(STATE))[1:] == (0, 1 << 40, b"")
+    assert STATE.unpack(stranger.link.next(STATE))[1:] == (0, 1 << 40, b"")
     before = a.run.step
     a.reaches(before + 4)
 
@@ -881,7 +876,8 @@ GOOD = loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", b"s" * 32, 1
 
 
 @SLOW
-@given(st.dictionaries(st.sampled_from([*GOOD, "more"]), JSON, max_size=4), st.sets(st.sampled_from(list(GOOD)), max_size=1),
+@given(st.dictionaries(st.sampled_from([*GOOD, "more"]), JSON, max_size=4),
+       st.sets(st.sampled_from(list(GOOD)), max_size=1),
        st.binary(max_size=40))
 def test_any_standing_is_read_or_refused(values, missing, raw):
     for payload in (raw, dumps({**{k: v for k, v in GOOD.items() if k not in missing}, **values}).encode()):
@@ -927,7 +923,7 @@ def test_a_live_island_takes_any_frames(besieged, frames):
         for opcode, payload in frames:
             stranger.send(wire.Frame(opcode), payload)
         stranger.link.check(0.005)
-    stranger.link.close()
+    stranger.close()
     before = besieged.run.step
     besieged.reaches(before + 1)
     assert besieged.failure is None and besieged.start.epoch == 0
@@ -1046,7 +1042,7 @@ class Archipelago:
                 end = monotonic() + 2
                 stranger = Stranger(dice.choice(self.ports), name, cfg=self.cfgs[0], seed=1000)
                 stranger.serve(data, sha256, lambda: self.stop or monotonic() > end)
-                stranger.link.close()
+                stranger.close()
             sleep(0.05)
 
     def _harm(self):
