@@ -104,7 +104,7 @@ def test_one_host_cannot_fill_the_table_of_peers_and_who_is_gone_is_forgotten(mo
     assert not known
 
 
-def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
+def test_an_island_that_stands_still_is_rejuvenated_with_a_state_that_is_confirmed(tmp_path, monkeypatch):
     """Two workers: one gives the state with which an epoch begins, the other one states its hash."""
     hashed, plain = [], snapshots.state_hash
 
@@ -122,10 +122,12 @@ def test_the_own_state_of_a_merge_is_confirmed_too(tmp_path, monkeypatch):
         engines = [Beside(a.cfg, 0) for _ in range(2)]
         for engine in engines:
             a.work(engine)
-        a.tells("rejuvenated")
-        step = a.told("rejuvenated")[0]["step"]
-        assert hashed == [step] and "goes on with our state" not in a.said
-        a.reaches(step + 3)
+        first = a.tells("rejuvenated")
+        assert hashed == [first["step"]] and "goes on with our state" not in a.said
+        second = a.tells("rejuvenated", epoch=2)
+    assert first["epoch"] == 1 and 12 <= second["step"] - first["step"] < 20 and "no better for 12 steps" in a.said
+    start = history.epochs(tmp_path)[1]
+    assert start.origin["kind"] == "rejuvenate" and start.origin["digest"] == first["digest"]
 
 
 @mark.parametrize("ours, theirs", [(None, 1.0), ("1", 1.0), (1.0, None), (1.0, "x"), (1.0, 0.5)])
@@ -329,10 +331,11 @@ def test_wrong_use_is_one_line(here, arguments, status, says):
     fails(run(f"coordinator --port 0 --preset laptop {arguments}"), status, says)
 
 
-def test_without_validation_a_fitness_is_shown_in_the_unit_of_the_losses(tmp_path):
+def test_without_validation_the_training_loss_decides_and_is_shown_in_its_unit(tmp_path):
     cfg = changed(VALIDATE_EVERY=0)
     with two(tmp_path, cfg=cfg, validation=None) as (a, b):
-        event = b.tells("gossip", outcome="pull")
+        event, merge = b.tells("gossip", outcome="pull"), b.tells("merge")
+        assert merge["fitness_kind"] == "loss" and merge["theirs"] < merge["ours"]
         b.says("is better")
         bits, unit = egg_config.loss_unit(cfg.constants())
         theirs, ours, shown = re.search(r"a is better, ([0-9.]+) against ([0-9.]+) (\S+): ", b.said).groups()
@@ -479,16 +482,13 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
 
 
 def test_every_island_has_its_own_noise():
-    runs = []
-    for number in (0, 1, 2, 1 << 31):
-        state, seeds_of = parameters.initial_state(changed(ISLAND_SEED=number)), []
-        seed = state.seed
-        assert np.array_equal(state.weights, parameters.initial_state(ISLE).weights)
-        for step in range(2000):
-            seeds_of.append(seed)
-            seed = seeds.next_seed(seed, step)
-        runs.append(seeds_of)
-    assert runs[0][0] == seeds.INITIAL_SEED and all(len(set(at_a_step)) == 4 for at_a_step in zip(*runs))
+    states = [parameters.initial_state(changed(ISLAND_SEED=number)) for number in (0, 1, 2, 1 << 31)]
+    assert all(np.array_equal(state.weights, states[0].weights) for state in states)
+    now = [state.seed for state in states]
+    assert now[0] == seeds.INITIAL_SEED
+    for step in range(2000):
+        assert len(set(now)) == 4
+        now = [seeds.next_seed(seed, step) for seed in now]
 
 
 def test_islands_that_begin_with_one_model_have_their_own_noise(here):
@@ -603,18 +603,6 @@ def test_validation_and_loss_are_never_compared(tmp_path):
         until(lambda: len(b.told("gossip")) > n + 5)
         assert b.outcomes(n) == {"refused"} and b.island.fitness.kind == "loss"
     assert a.start.epoch == b.start.epoch == 0
-
-
-def test_without_validation_the_training_loss_decides(tmp_path):
-    class Lossy(Learner):
-        def evaluate(self, first, count):
-            return super().evaluate(first, count) + self.cfg.ISLAND_SEED * 10 % 1000
-
-    ours, theirs = (dict(engine=Lossy(changed(ISLAND_SEED=seed), 1)) for seed in RATES)
-    with two(tmp_path, ours=ours, theirs=theirs, validation=None) as (a, b):
-        until(lambda: a.told("merge") or b.told("merge"))
-    merge = (a.told("merge") + b.told("merge"))[0]
-    assert merge["fitness_kind"] == "loss" and merge["theirs"] < merge["ours"]
 
 
 def test_one_state_is_not_taken_twice(a):
@@ -787,16 +775,6 @@ def test_elites_hold_more_than_one_kind_apart_and_survive_damage(tmp_path):
     assert none.files and not offer(40, 1.0, to=none)
 
 
-def test_an_island_that_stands_still_is_rejuvenated(tmp_path):
-    with Isle(tmp_path, "a", engine=Learner(changed(ISLAND_SEED=97), 0), cfg=changed(REJUVENATE_AFTER=12)) as a:
-        until(lambda: len(a.told("rejuvenated")) >= 2)
-    first, second = a.told("rejuvenated")[:2]
-    assert first["epoch"] == 1 and second["epoch"] == 2 and 12 <= second["step"] - first["step"] < 20
-    assert "no better for 12 steps" in a.said
-    start = history.epochs(tmp_path)[1]
-    assert start.origin["kind"] == "rejuvenate" and start.origin["digest"] == first["digest"]
-
-
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 class Killed(BaseException):
@@ -840,8 +818,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
                                             "digest": digest(state)})
         coordinator.run.close()
         coordinator.close()
-        run = history.open_run(cfg, directory)
-        with closing(run), closing(island(run)) as again:
+        with closing(history.open_run(cfg, directory)) as run, closing(island(run)) as again:
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:
@@ -1129,8 +1106,7 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
     for i in range(islands):
         log = (tmp_path / f"i{i}.log").read_text()
         assert "Traceback" not in log and codes[i] == 0, log[-3000:]
-        run = history.open_run(trouble.cfgs[i], tmp_path / f"i{i}")
-        with closing(run):
+        with closing(history.open_run(trouble.cfgs[i], tmp_path / f"i{i}")) as run:
             shelf = snapshots.Shelf(run.cfg, run)
             shelf.check_start()
             engine = Learner(run.cfg, 1 + i)
