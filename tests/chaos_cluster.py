@@ -24,7 +24,7 @@ class Chaos:
         self.random = random.Random(seed)
         self.cfg = cfg
         self.kills = kills
-        self.stop, self.threads, self.engines = False, [], []
+        self.stop = False
         self.kind, drifting, liar = kinds
         self.process, self.port = coordinator_process(directory, free_port(), cfg)
         self.collect()
@@ -34,9 +34,7 @@ class Chaos:
         self.start(liar(cfg, start=self.random.randrange(3, 20), pause=0.002), "liar")
         for i in range(3):
             dice = random.Random(seed * 10 + i)
-            thread = Thread(target=self.misbehave, args=(dice, f"rogue{i}"), daemon=True)
-            self.threads.append(thread)
-            thread.start()
+            Thread(target=self.misbehave, args=(dice, f"rogue{i}"), daemon=True).start()
 
     def collect(self):
         """Reads what the coordinator prints, so that it never waits for us."""
@@ -44,8 +42,6 @@ class Chaos:
         Thread(target=lambda stream=self.process.stdout: self.lines.extend(stream), daemon=True).start()
 
     def start(self, engine, name):
-        self.engines.append(engine)
-
         def serve():
             lives = 0
             while not self.stop:
@@ -54,9 +50,7 @@ class Chaos:
                 lives += 1
                 sleep(0.05)
 
-        thread = Thread(target=serve, daemon=True)
-        self.threads.append(thread)
-        thread.start()
+        Thread(target=serve, daemon=True).start()
 
     def misbehave(self, dice, name):
         while not self.stop:
@@ -95,14 +89,12 @@ class Chaos:
             self.process.kill()
             self.process.wait()
             kills += 1
-            run = history.open_run(self.cfg, self.directory)
-            done, left = run.step, run.notices
-            run.close()
-            assert done >= seen, f"{seen} steps were there, {done} are left; {left}"
-            seen = done
-            if done >= steps and kills >= self.kills:
+            with closing(history.open_run(self.cfg, self.directory)) as run:
+                assert run.step >= seen, f"{seen} steps were there, {run.step} are left; {run.notices}"
+                seen = run.step
+            if seen >= steps and kills >= self.kills:
                 break
-            assert monotonic() - started < 60 + 5 * self.kills, f"{done} steps after {kills} kills"
+            assert monotonic() - started < 60 + 5 * self.kills, f"{seen} steps after {kills} kills"
             self.process, _ = coordinator_process(self.directory, self.port, self.cfg)
             self.collect()
             if kills >= self.kills:
@@ -127,8 +119,7 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         trouble.stop = True
         trouble.process.kill()
         trouble.process.communicate()
-    run = history.open_run(cfg, directory)
-    try:
+    with closing(history.open_run(cfg, directory)) as run:
         packed, digest = expected(run.step, cfg, kinds[0])
         assert whole(run) == packed[run.start.step:] and (not run.start.step or cfg.PERTURB == "activations")
         engine = kinds[0](cfg)
@@ -137,5 +128,3 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         history.replay(run, engine)
         assert engine.digest() == digest
         return run.step, done
-    finally:
-        run.close()

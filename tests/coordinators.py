@@ -326,9 +326,9 @@ def upload(peer, state):
         peer.send(wire.SNAPSHOT_DATA, state.step, len(body), at, body[at:at + wire.BLOCK])
 
 
-def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
-    """Runs these engines, no more than a step has chunks, as workers of one coordinator; the server, after `steps`
-    steps."""
+def cluster(directory, engines, steps, cfg=CFG, **options):
+    """Runs these engines, no more than a step has chunks, as workers w0, w1, ... of one coordinator; the server, after
+    `steps` steps."""
     server, threads = Server(directory, cfg, steps=steps, drain=15, **options), []
     begin_together(engines)
 
@@ -337,7 +337,7 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
             run_worker(server, engine, name=name)
 
     for i, engine in enumerate(engines):
-        threads.append(Thread(target=serve, args=(engine, names[i] if names else f"w{i}")))
+        threads.append(Thread(target=serve, args=(engine, f"w{i}")))
         threads[-1].start()
     with server:
         server.reaches(steps)
