@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from pytest import approx, mark, raises
+from pytest import approx, mark
 
 from cluster import admission, dispatch, fairness, history, snapshots, wire
 from cluster.auth import Access
@@ -282,10 +282,3 @@ def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, 
     assert "the worker on cpu was killed by SIGKILL: starting it again" in lines.text
     packed = kept("killed", cfg)
     assert packed == kept("undisturbed", cfg) and len(packed) == 80
-
-
-def test_training_names_what_is_missing(small, tmp_path):
-    from model import data_files
-    (tmp_path / "input.bin").unlink()
-    with raises(data_files.DataError, match="input.bin"):
-        train_here(small, 1, Lines(), None)

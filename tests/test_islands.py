@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import permutations
 from json import dumps, loads
 from threading import Thread
 from time import monotonic, sleep
@@ -621,8 +622,7 @@ STRANGE = changed(ISLAND_SEED=99)
 
 def own_snapshot(level=9000, step=50, poisoned=False, cfg=STRANGE):
     """(bytes of a snapshot file, SHA-256 of its state)."""
-    engine = Learner(cfg, 1)
-    state = engine.state()
+    state = Learner(cfg, 1).state()
     state.step, state.weights[8:10] = step, divmod(level, 100)
     if poisoned:
         state.moments[5] = math.nan
@@ -916,8 +916,7 @@ class Sea(Thread):
         super().__init__(daemon=True)
         self.ports, self.stop = ports, False
         self.heal()
-        self.doors = {socket.create_server(("127.0.0.1", 0)): (i, j) for i in range(len(ports))
-                      for j in range(len(ports)) if i != j}
+        self.doors = {socket.create_server(("127.0.0.1", 0)): pair for pair in permutations(range(len(ports)), 2)}
         self.links = {}                                          # socket -> (its other side, pair of islands)
         self.start()
 

@@ -342,14 +342,6 @@ def test_whatever_a_frame_raises_drops_that_peer_and_nobody_else(tmp_path, monke
     assert "Traceback" not in server.said
 
 
-def test_a_full_disk_is_no_fault_of_a_peer(tmp_path, monkeypatch):
-    """Errors of the program itself are not swallowed with those that peers cause."""
-    with raises(AssertionError, match="no space left"), Server(tmp_path) as server:
-        monkeypatch.setattr(server.run, "append", mock.Mock(side_effect=history.HistoryError("no space left")))
-        Peer2(server).works(0, 4)
-        server.thread.join(60)
-
-
 def test_a_save_directory_need_not_be_utf_8(tmp_path):
     directory = os.fsdecode(os.fsencode(tmp_path) + b"/r\xfcn")
     os.mkdir(directory)
