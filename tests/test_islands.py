@@ -21,15 +21,21 @@ from time import monotonic, sleep
 from types import SimpleNamespace
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis.strategies import (binary, booleans, dictionaries, floats, integers, lists, none, one_of, sampled_from,
+                                   sets, text, tuples)
 from pytest import approx, fixture, mark, raises
 
 import egg_config
 import egg_net
-from cluster import auth, greeting, history, snapshots, wire
+from cluster import greeting, history, snapshots, wire
+from cluster.auth import Access, client_tls, server_tls
+from cluster.history import open_run
 from cluster.wire import ISLAND, STANDING, STATE, STATE_REQUEST, V2, frame
 from islands import gossip, merging, peers, transfer
-from model import parameters, seeds, state_digest
+from islands.gossip import Elites, Standing, read_standing
+from model import seeds, state_digest
+from model.parameters import initial_state
 from coordinators import Coordinator, Peer2, Server, caller, free_port, listening, refused, run_worker, until
 from fakes import (ACTIVATIONS, CFG, FakeEngine, FakeObjective, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness,
                    full)
@@ -45,7 +51,7 @@ def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monk
     monkeypatch.setattr(transfer, "STALLED", 0.5)
     liar, size = Stranger(a, "liar"), snapshots.most_bytes(a.cfg)
     head = snapshots._make_head(a.cfg, 1, 1, b"s" * 32, b"", size)
-    data = head + snapshots.pack(parameters.initial_state(a.cfg))
+    data = head + snapshots.pack(initial_state(a.cfg))
     a.reaches(11)
     liar.say(0.0, state=b"s" * 32)
     until(lambda: a.island.incoming)
@@ -383,7 +389,7 @@ class Stranger(Peer2):
         self.card = loads(self.link.next(ISLAND))
 
     def say(self, fitness=5.0, state=b"s" * 32, ask=True):
-        standing = gossip.Standing(fitness, "validation", "bits/byte", 50, 0, "stranger", state, 50, ask)
+        standing = Standing(fitness, "validation", "bits/byte", 50, 0, "stranger", state, 50, ask)
         self.send(STANDING, standing.pack())
 
     def serve(self, data, sha256, until, pieces=None):
@@ -469,13 +475,13 @@ def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
 
 def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     cert, key = certificates
-    access = auth.Access(SECRET, auth.server_tls(cert, key))
-    with two(tmp_path, (0, 0), access=access, settings=dict(tls=auth.client_tls(cert, cert, key))) as (a, b):
+    access = Access(SECRET, server_tls(cert, key))
+    with two(tmp_path, (0, 0), access=access, settings=dict(tls=client_tls(cert, cert, key))) as (a, b):
         a.tells("peer", peer="b")
         b.tells("peer", peer="a")
-    plain = auth.Access(SECRET)
+    plain = Access(SECRET)
     with Isle(tmp_path / "a", "a", 0, access=plain) as a, Isle(tmp_path / "c", "c", 0, [a]) as c, \
-            Isle(tmp_path / "d", "d", 0, [a], access=auth.Access(SECRET + b"x")) as d:
+            Isle(tmp_path / "d", "d", 0, [a], access=Access(SECRET + b"x")) as d:
         c.tells("peer", state="refused")
         d.tells("peer", state="refused")
         assert "wants a secret" in c.said and "does not know the secret" in d.said
@@ -483,7 +489,7 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
 
 
 def test_every_island_has_its_own_noise():
-    states = [parameters.initial_state(changed(ISLAND_SEED=number)) for number in (0, 1, 2, 1 << 31)]
+    states = [initial_state(changed(ISLAND_SEED=number)) for number in (0, 1, 2, 1 << 31)]
     assert all(np.array_equal(state.weights, states[0].weights) for state in states)
     now = [state.seed for state in states]
     assert now[0] == seeds.INITIAL_SEED
@@ -538,7 +544,7 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
         again.reaches(b.replayed().step + 3)
         assert again.start == start and again.island.lineage == b.island.lineage and again.engine.loads >= 1
     shutil.copytree(tmp_path / "b", tmp_path / "copy")
-    moved = history.open_run(b.cfg, tmp_path / "moved", tmp_path / "copy")
+    moved = open_run(b.cfg, tmp_path / "moved", tmp_path / "copy")
     assert moved.start == start and moved.step == again.run.step
     assert os.path.exists(tmp_path / "moved" / "history-000.egg")
     assert snapshots.Shelf(b.cfg, moved).newest >= start.step
@@ -751,7 +757,7 @@ def test_elites_are_the_best_and_no_merge_touches_them(tmp_path):
 
 
 def test_elites_hold_more_than_one_kind_apart_and_survive_damage(tmp_path):
-    elites = gossip.Elites(tmp_path, 2)
+    elites = Elites(tmp_path, 2)
 
     def offer(step, figure, kind="validation", epoch=0, to=elites):
         file = tmp_path / f"file{step}"
@@ -763,15 +769,15 @@ def test_elites_hold_more_than_one_kind_apart_and_survive_damage(tmp_path):
 
     assert [offer(10, 0.5, "loss"), offer(20, 7.0), offer(30, 6.0), offer(40, 7.5), offer(40, 0.1, "loss"),
             offer(20, 5.0), offer(20, 5.0)] == [True, True, True, False, False, True, False]
-    again = gossip.Elites(tmp_path, 2)
+    again = Elites(tmp_path, 2)
     assert steps() == [(0, 20), (0, 30)] and again.files == elites.files
     assert again.best(STRANGE)[1].step == 20
     assert offer(20, 5.5, epoch=1)
     assert steps() == [(0, 20), (1, 20)]                     # of another epoch
     assert offer(30, 5.4)
     (tmp_path / again.files[0].name).write_bytes(b"damage")
-    assert gossip.Elites(tmp_path, 2).best(STRANGE)[1].step == 30
-    none = gossip.Elites(tmp_path, 0)
+    assert Elites(tmp_path, 2).best(STRANGE)[1].step == 30
+    none = Elites(tmp_path, 0)
     assert none.files and not offer(40, 1.0, to=none)
 
 
@@ -785,7 +791,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
     """Every call that changes the disk is the last one once; what lies there then is opened and goes on."""
     cfg = changed(ISLAND_SEED=97)
     base, engine = tmp_path / "base", Learner(cfg, 10)
-    run = history.open_run(cfg, base)
+    run = open_run(cfg, base)
     for _ in range(12):
         fitness = any_fitness(cfg, run.step)
         run.append(fitness, 0, 0)
@@ -800,7 +806,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
     for last in range(1, 40):
         directory = tmp_path / str(last)
         shutil.copytree(base, directory)
-        coordinator = island(history.open_run(cfg, directory))
+        coordinator = island(open_run(cfg, directory))
         state, calls = engine.state(), [0]
 
         def last_call(real):
@@ -818,7 +824,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
                                             "digest": digest(state)})
         coordinator.run.close()
         coordinator.close()
-        with closing(history.open_run(cfg, directory)) as run, closing(island(run)) as again:
+        with closing(open_run(cfg, directory)) as run, closing(island(run)) as again:
             assert run.step == 12 and run.start.epoch in (0, 1)
             outcomes.append(run.start.epoch)
             if run.start.epoch:
@@ -846,28 +852,26 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
 
 # --- hostile bytes ----------------------------------------------------------------------------------------------------
 
-JSON = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9),
-                 st.lists(st.integers(), max_size=3),
-                 st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))
-GOOD = loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", b"s" * 32, 1, True).pack())
+JSON = one_of(none(), booleans(), integers(), floats(), text(max_size=9), lists(integers(), max_size=3),
+              dictionaries(text(max_size=3), integers(), max_size=2))
+GOOD = loads(Standing(1.0, "loss", "logit units", 1, 0, "x", b"s" * 32, 1, True).pack())
 
 
 @SLOW
-@given(st.dictionaries(st.sampled_from([*GOOD, "more"]), JSON, max_size=4),
-       st.sets(st.sampled_from(list(GOOD)), max_size=1),
-       st.binary(max_size=40))
+@given(dictionaries(sampled_from([*GOOD, "more"]), JSON, max_size=4),
+       sets(sampled_from(list(GOOD)), max_size=1), binary(max_size=40))
 def test_any_standing_is_read_or_refused(values, missing, raw):
     for payload in (raw, dumps({**{k: v for k, v in GOOD.items() if k not in missing}, **values}).encode()):
         try:
-            standing = gossip.read_standing(payload)
+            standing = read_standing(payload)
         except wire.FrameError:
             continue
-        assert gossip.read_standing(standing.pack()) == standing
+        assert read_standing(standing.pack()) == standing
         assert (standing.fitness is None or 0 <= standing.fitness < 1e9)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.binary(max_size=300), st.integers(1, 200),
-                          st.integers(0, 1 << 40)), max_size=6))
+@given(lists(tuples(integers(0, 5), binary(max_size=300), integers(1, 200), integers(0, 1 << 40)),
+             max_size=6))
 def test_any_pieces_of_a_file_end_without_a_trace(pieces):
     with tempfile.TemporaryDirectory() as directory:
         download = transfer.Incoming(STRANGE, None, SimpleNamespace(state=SHA256), directory, None)
@@ -892,8 +896,8 @@ def besieged(tmp_path_factory):
 
 
 @settings(max_examples=EXAMPLES // 6)
-@given(st.lists(st.tuples(st.sampled_from([0, 1, 32, 34, 35, 36, 40, 43, 44, 45, 46, 47, 200]),
-                          st.binary(max_size=120)), min_size=1, max_size=4))
+@given(lists(tuples(sampled_from([0, 1, 32, 34, 35, 36, 40, 43, 44, 45, 46, 47, 200]), binary(max_size=120)),
+             min_size=1, max_size=4))
 def test_a_live_island_takes_any_frames(besieged, frames):
     stranger = Stranger(besieged, f"s{random.randrange(50)}")
     with suppress(OSError, egg_net.NetError):
@@ -1105,7 +1109,7 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
     for i in range(islands):
         log = (tmp_path / f"i{i}.log").read_text()
         assert "Traceback" not in log and codes[i] == 0, log[-3000:]
-        with closing(history.open_run(trouble.cfgs[i], tmp_path / f"i{i}")) as run:
+        with closing(open_run(trouble.cfgs[i], tmp_path / f"i{i}")) as run:
             shelf = snapshots.Shelf(run.cfg, run)
             shelf.check_start()
             engine = Learner(run.cfg, 1 + i)
@@ -1117,7 +1121,7 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
             assert newest.step == engine.step
             told = [(e["kind"] != "validation", e["fitness"] + 1e-4) for e in trouble.events(i)
                     if e["event"] == "elite"]
-            elites = gossip.Elites(run.directory, 2)
+            elites = Elites(run.directory, 2)
             assert not told or elites.files[0][:2] <= min(told) and elites.best(run.cfg)
             starts = history.epochs(run.directory)
             assert [start.epoch for start in starts] == list(range(run.start.epoch + 1))

@@ -2,14 +2,13 @@
 
 import hashlib
 import hmac
-import json
 import math
 import os
 import socket
 import sys
-import time
 from contextlib import closing, suppress
-from json import dumps
+from json import dumps, loads
+from time import sleep, thread_time
 from unittest import mock
 
 from hypothesis import given, strategies as st
@@ -117,7 +116,7 @@ def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
         versions.extend([data[4]] * data.startswith(wire.MAGIC))         # it may be asked for TLS
         if data[4] == 1:
             sock.sendall(frame(JOB_RESPONSE, 42, 0, 32, 0))
-            time.sleep(0.2)
+            sleep(0.2)
 
     with listening(old) as port:
         for options, tried in ({}, [2, 1]), (dict(protocol=1), [1]):
@@ -232,7 +231,7 @@ def test_slow_clients_do_not_hold_up_the_others(besieged):
         for i, sock in enumerate(crowd):
             with suppress(OSError):
                 sock.send(frame(Frame(JOIN), bytes(8000), version=V2)[turn:turn + 1])
-        time.sleep(0.01)
+        sleep(0.01)
     besieged.reaches(step + 6)
     assert all(len(c.inbox) < 1 << 17 for c in list(besieged.hub.connections))
     [sock.close() for sock in crowd]
@@ -299,7 +298,7 @@ def test_no_card_ends_the_coordinator(server, what):
 
 @mark.parametrize("text", [HUGE, "-" + HUGE, "1e999", "NaN", "Infinity", '"\\ud800"', "[" * 500 + "]" * 500])
 def test_no_standing_can_be_infinite(text):
-    good = json.loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", None, 0, True).pack())
+    good = loads(gossip.Standing(1.0, "loss", "logit units", 1, 0, "x", None, 0, True).pack())
     for name in ("fitness", "founder", "step"):
         with raises(FrameError):
             gossip.read_standing(dumps({**good, name: "TEXT"}).replace('"TEXT"', text).encode())
@@ -375,13 +374,13 @@ def test_a_state_that_unpacks_to_much_does_not_stop_the_loop(tmp_path):
     longest, offset = 0.0, 0
     with raises(ValueError, match="not the state that workers stated"):
         while upload.pending or offset < len(body):
-            started = time.thread_time()
+            started = thread_time()
             if upload.pending:
                 upload.unpack()
             else:
                 upload.feed(len(body), offset, body[offset:offset + wire.BLOCK])
                 offset += wire.BLOCK
-            longest = max(longest, time.thread_time() - started)
+            longest = max(longest, thread_time() - started)
     upload.drop()
     assert longest < 0.1, f"{longest:.3f} s"
 
@@ -435,7 +434,7 @@ def test_any_json_is_read_or_refused(data):
         found = None
     if found is not None:
         assert wire.read_json(dumps(found, ensure_ascii=False).encode()) == found
-        assert json.loads(dumps(found, allow_nan=False)) == found
+        assert loads(dumps(found, allow_nan=False)) == found
     with suppress(FrameError):
         read = read_card(data)
         assert all("\n" not in text and text.isprintable() for text in (read.id, read.name, read.device))
@@ -575,6 +574,6 @@ def test_a_frame_that_never_ends_is_refused(monkeypatch, server):
     with raises(OSError):                                 # a byte now and then is no sign of life
         for byte in result_frame() * 2:
             slow.link.send(bytes([byte]))
-            time.sleep(0.02)
+            sleep(0.02)
     assert "refused" in server.said and "stopped in the middle of a frame" in server.said
     assert honest.chunk(0) == 32
