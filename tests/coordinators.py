@@ -133,8 +133,7 @@ class Server:
 
 def place(at, cfg):
     """(configuration, host, port) for a worker of a Server, or of a coordinator at a port."""
-    port = at if isinstance(at, int) else at.port
-    return cfg or getattr(at, "cfg", CFG), "127.0.0.1", port
+    return cfg or getattr(at, "cfg", CFG), "127.0.0.1", getattr(at, "port", at)
 
 
 class Peer:

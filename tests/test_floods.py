@@ -151,7 +151,6 @@ def test_readers_that_do_not_read_share_one_status_and_get_no_new_ones(tmp_path,
         until(lambda: not server.hub.connections)                   # and nobody keeps it
         monkeypatch.undo()
         assert Peer2(server).chunk(0) == 0
-        [reader.close() for reader in readers]
 
 
 @mark.parametrize("payload", [

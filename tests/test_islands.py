@@ -47,7 +47,7 @@ from commands import fails, run
 
 # --- lies of peers ----------------------------------------------------------------------------------------------------
 
-def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monkeypatch, a):
+def test_a_state_that_comes_too_slowly_or_is_gone_is_given_up_and_its_giver_distrusted(monkeypatch, a):
     monkeypatch.setattr(transfer, "STALLED", 0.5)
     liar, size = Stranger(a, "liar"), snapshots.most_bytes(a.cfg)
     head = snapshots._make_head(a.cfg, 1, 1, b"s" * 32, b"", size)
@@ -64,6 +64,12 @@ def test_a_state_that_comes_too_slowly_is_given_up_and_its_giver_distrusted(monk
     assert not a.island.incoming and a.peers.distrusted
     a.peers.check(monotonic() + 2 * peers.DISTRUST)
     assert not a.peers.distrusted
+    stranger = Stranger(a)
+    stranger.serve(b"", b"g" * 32, lambda: "any more" in a.said)
+    stranger.say(0.001)                                       # and then nothing
+    stranger.next(STATE_REQUEST)
+    a.says("nothing more came of the state of stranger")
+    assert not a.island.incoming and a.peers.distrusted
 
 
 def test_an_island_that_is_called_writes_no_line_of_its_own(tmp_path):
@@ -532,8 +538,8 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     assert [entry["epoch"] for entry in b.island.lineage] == [*range(start.epoch + 1)]
     assert b.island.lineage[-1]["from"] == "a"
     assert dumps(island) and a.coordinator.status()["island"]["peers"][0]["given"] >= 1
-    pull = b.told("gossip", outcome="pull")[0]
-    assert pull["theirs"] < pull["ours"] and pull["kind"] == "validation" and pull["peer"] == "a"
+    pull = b.told("gossip", outcome="pull", kind="validation", peer="a")[0]
+    assert pull["theirs"] < pull["ours"]
     # the state that came is the giver's of that step, and where both histories lie everything can be rebuilt
     first = history.epochs(tmp_path / "b")[1].origin
     assert digest(a.replayed(until_step=first["peer_step"])) == first["parent_theirs"]
@@ -543,8 +549,7 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     with Isle(tmp_path / "b", "b", 3) as again:                                 # a worker that begins at step 0
         again.reaches(b.replayed().step + 3)
         assert again.start == start and again.island.lineage == b.island.lineage and again.engine.loads >= 1
-    shutil.copytree(tmp_path / "b", tmp_path / "copy")
-    moved = open_run(b.cfg, tmp_path / "moved", tmp_path / "copy")
+    moved = open_run(b.cfg, tmp_path / "moved", tmp_path / "b")
     assert moved.start == start and moved.step == again.run.step
     assert os.path.exists(tmp_path / "moved" / "history-000.egg")
     assert snapshots.Shelf(b.cfg, moved).newest >= start.step
@@ -672,17 +677,6 @@ def test_a_transfer_goes_on_where_it_stopped(tmp_path):
     assert len(DATA) > 6 << 16 and len(asked) > 2 and offsets == sorted(offsets)
     # what was not answered is asked again, no more
     assert [some[0][0] for some in asked[1:]] == [some[-1][0] for some in asked[:-1]]
-
-
-def test_a_state_that_is_gone_or_stalls_is_given_up(monkeypatch, a):
-    monkeypatch.setattr(transfer, "STALLED", 0.2)
-    stranger = Stranger(a)
-    stranger.serve(b"", b"g" * 32, lambda: "any more" in a.said)
-    a.reaches(11)
-    stranger.say(0.001)                                       # and then nothing
-    stranger.next(STATE_REQUEST)
-    a.says("nothing more came of the state of stranger")
-    assert not a.island.incoming and a.peers.distrusted
 
 
 def test_the_bandwidth_is_a_bound_in_both_directions(tmp_path):
@@ -847,7 +841,6 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
         monkeypatch.undo()
         before = b.run.step
         until(lambda: b.run.step > before + 3 and b.told("merge"))
-    assert b.failure is None
 
 
 # --- hostile bytes ----------------------------------------------------------------------------------------------------

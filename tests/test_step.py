@@ -284,19 +284,6 @@ def test_a_ban_outlasts_the_coordinator_until_its_line_is_removed(tmp_path):
                 Peer2(server, name="w1")
 
 
-def test_a_ban_holds_on_to_a_certificate(tmp_path, certificates):
-    cert, key = certificates
-    access = Access(SECRET, server_tls(cert, key, ca=cert))
-    ours = Access(SECRET, client_tls(cert, cert, key))
-    with Server(tmp_path, save=True, access=access) as server:
-        peer = Peer2(server, access=ours, name="w1")
-        server.has_workers(1)
-        server.ban(server.author(), "it lied")
-        peer.close()
-        turned_away("banned: it lied", server, access=ours, name="another name")
-    assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", (tmp_path / BANNED_FILE).read_text())
-
-
 P256 = 0xffffffff00000000ffffffffffffffffbce6faada7179e84f3b9cac2fc632551     # order of the curve
 
 
@@ -325,13 +312,13 @@ def authority(directory):
     return ca, key, ("-CA", ca, "-CAkey", key, "-addext", "basicConstraints=critical,CA:FALSE")
 
 
-def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
+def test_a_certificate_is_its_key_a_ban_holds_on_to_it_and_it_signs_no_others(tmp_path):
     ca, ca_key, signed = authority(tmp_path)
     leaf, key = certificate(tmp_path, "leaf", "-subj", "/CN=w", *signed)
     shown = write_twin(tmp_path / "twin", leaf)
 
-    def come(*pair):
-        return Peer2(server, access=Access(SECRET, client_tls(ca, *pair)), name="w")
+    def come(*pair, name="w"):
+        return Peer2(server, access=Access(SECRET, client_tls(ca, *pair)), name=name)
 
     with Server(tmp_path, save=True, access=Access(SECRET, server_tls(ca, ca_key, ca=ca))) as server:
         peers = come(leaf, key), come(tmp_path / "twin", key)
@@ -344,8 +331,12 @@ def test_a_certificate_is_its_key_and_signs_no_others(tmp_path):
         both.write_text(leaf.read_text() + ca.read_text())
         with refused("may sign others .CA:TRUE. beside some that may not", auth.AuthError):
             server_tls(ca, ca_key, ca=both)
-        (tmp_path / BANNED_FILE).write_text(
-            f"certificate {hashlib.sha256(shown).hexdigest()}\tby an older version\n")
+        server.ban(first, "it lied")
+        with refused("banned: it lied"):
+            come(leaf, key, name="another name")
+        banned = tmp_path / BANNED_FILE
+        assert re.fullmatch(r"certificate [0-9a-f]{64}\tit lied\n", banned.read_text())
+        banned.write_text(f"certificate {hashlib.sha256(shown).hexdigest()}\tby an older version\n")
         with refused("banned: by an older version"):
             come(leaf, key)
         [peer.close() for peer in peers]
