@@ -8,28 +8,29 @@ were kept."""
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
-import pathlib
-import random
 import re
 import select
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 from contextlib import closing, suppress
+from functools import lru_cache
+from pathlib import Path
+from random import choice, randbytes, random, uniform
+from subprocess import PIPE, Popen
 from threading import Thread
 from time import monotonic, sleep
 
-HERE = pathlib.Path(__file__).parent.parent
+HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "tests")]
 
 from cluster import admission, history, snapshots, wire                   # noqa: E402
 from cluster.link import OldCoordinator                                              # noqa: E402
-from cluster.wire import HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, LOG_MESSAGE, V2  # noqa: E402
+from cluster.wire import (HASH_WANTED, HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE,  # noqa: E402
+                          LOG_MESSAGE, REBUILD, RESULT, SNAPSHOT_WANTED, V2)
 from egg_config import EggError                                                      # noqa: E402
 from commands import defines                                                         # noqa: E402
 from coordinators import Peer2, caller, upload                                               # noqa: E402
@@ -41,11 +42,11 @@ CFG = changed(SNAPSHOT_EVERY=32, VALIDATE_EVERY=0, POPULATION_SIZE=256)
 GONE = OSError, EggError, OldCoordinator
 NO_STEP = 1 << 40                                                # an answer to which says the present one
 SEEDS = [seeds.first_seed(CFG)]
-ANSWERS = JOB_RESPONSE, wire.REBUILD, wire.SNAPSHOT_WANTED, wire.HASH_WANTED
+ANSWERS = JOB_RESPONSE, REBUILD, SNAPSHOT_WANTED, HASH_WANTED
 ONE_AT_A_TIME = threading.Lock()                                 # see `caller`
 
 
-@functools.lru_cache(4)
+@lru_cache(4)
 def state(step):
     """What all here say that the state is, which nobody computes."""
     while len(SEEDS) <= step:
@@ -53,7 +54,7 @@ def state(step):
     return dataclasses.replace(parameters.initial_state(CFG), step=step, seed=SEEDS[step])
 
 
-@functools.lru_cache(64)
+@lru_cache(64)
 def digest(step):
     due = step < NO_STEP and step % CFG.SNAPSHOT_EVERY == 0
     return state_digest.of_state(state(step)) if due else step.to_bytes(wire.DIGEST, "little")
@@ -74,7 +75,7 @@ def connections(port, _, held):
     """Half-open ones: as many as the system allows are held, the oldest go."""
     for _ in range(20):
         sock = connect(port)
-        if random.random() < 0.5:
+        if random() < 0.5:
             sock.send(wire.frame(HELLO, bytes(32), version=V2))
         held.append(sock)
     while len(held) > 400:
@@ -84,12 +85,12 @@ def connections(port, _, held):
 
 def frames(port, _, held):
     """Frames that cannot be right, before and after the introduction."""
-    with connect(port) if random.random() < 0.5 else Peer2(port, CFG, name="hostile").link.sock as sock:
+    with connect(port) if random() < 0.5 else Peer2(port, CFG, name="hostile").link.sock as sock:
         sock.settimeout(1)
-        body = random.randbytes(random.choice((0, 24, 40, 48, 100)))
-        kind = random.choice((0, 1, 3, 16, 32, 34, 37, 40, 41, 77))
-        sock.send(wire.frame(wire.Frame(kind), body, version=random.choice((1, 2, 2, 9))) * 20)
-        if random.random() < 0.1:
+        body = randbytes(choice((0, 24, 40, 48, 100)))
+        kind = choice((0, 1, 3, 16, 32, 34, 37, 40, 41, 77))
+        sock.send(wire.frame(wire.Frame(kind), body, version=choice((1, 2, 2, 9))) * 20)
+        if random() < 0.1:
             sock.settimeout(0.05)
             sock.recv(1 << 16)
 
@@ -220,16 +221,16 @@ def warnings(port, _, number):
     number = number or itertools.count()
     with suppress(*GONE), closing((peer := Peer2(port, CFG, name=f"{next(number)} liar")).link):
         peer.ask(NO_STEP)
-        step, how = peer.answer(0.05).step, random.choice(("state", "state", "chunk", "frame"))
+        step, how = peer.answer(0.05).step, choice(("state", "state", "chunk", "frame"))
         if how == "state":
             for _ in range(3):
-                peer.ask(step, random.randbytes(16))
-                peer.next(wire.REBUILD, wire.JOB_RESPONSE, timeout=0.05)
+                peer.ask(step, randbytes(16))
+                peer.next(REBUILD, JOB_RESPONSE, timeout=0.05)
         elif how == "chunk":
             peer.ask(step, digest(step))
             peer.result(step, 32)
         else:
-            peer.link.send(wire.frame(wire.RESULT, 0, step, 0, 0, 1 << 62, 1, b"x", version=V2))
+            peer.link.send(wire.frame(RESULT, 0, step, 0, 0, 1 << 62, 1, b"x", version=V2))
         peer.silent(0.02)
     return number
 
@@ -280,9 +281,9 @@ class Honest(Thread):
         step, out, link = self.step, b"", peer.link
         while not self.stop:
             link.send(out + link.frame(JOB_REQUEST, 0, step, 0, digest(step)))
-            while (frame := link.any_of(ANSWERS)).opcode in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
+            while (frame := link.any_of(ANSWERS)).opcode in (SNAPSHOT_WANTED, HASH_WANTED):
                 self.send_state(peer, frame.opcode, step)
-            if frame.opcode == wire.REBUILD:
+            if frame.opcode == REBUILD:
                 self.rebuilt += 1
                 sleep(0.2)
                 continue
@@ -292,14 +293,14 @@ class Honest(Thread):
             self.step = max(step, self.step)
             if not answer.packed and answer.first != wire.NOTHING:
                 self.compute()
-                out = link.frame(wire.RESULT, 0, step, answer.first, 0, 5, len(GOOD), GOOD)
+                out = link.frame(RESULT, 0, step, answer.first, 0, 5, len(GOOD), GOOD)
                 if pause := self.pause():
                     link.send(out)
                     out = b""
                     sleep(pause)
 
     def send_state(self, peer, opcode, step):
-        if opcode == wire.HASH_WANTED:
+        if opcode == HASH_WANTED:
             return peer.send(wire.STATE_HASH, step, snapshots.state_hash(state(step)))
         upload(peer, state(step))
 
@@ -322,7 +323,7 @@ class Walker(Honest):
 class Taker(Honest):
     def send_state(self, peer, opcode, step):
         """Leaves at once or after a while, or goes on as if nothing was wanted."""
-        if pause := random.choice((0, 0.001, 0.05)):
+        if pause := choice((0, 0.001, 0.05)):
             sleep(pause)
             raise ConnectionResetError
 
@@ -335,7 +336,7 @@ class Teaser(Honest):
         pass
 
     def pause(self):
-        return random.uniform(0, 1.9)
+        return uniform(0, 1.9)
 
 
 class Newcomer(Thread):
@@ -353,7 +354,7 @@ class Newcomer(Thread):
                     arrive("127.0.0.1", self.port, "newcomer").close()
                     break
                 except GONE:
-                    sleep(pause * random.uniform(0.5, 1))
+                    sleep(pause * uniform(0.5, 1))
                     pause = min(2 * pause, 5.0)
             self.longest = max(self.longest, monotonic() - began)
             sleep(0.3)
@@ -368,10 +369,10 @@ def snapshots_of(directory):
 def attack(kind, seconds, workers):
     """dict of what the flood did. workers: number of honest ones."""
     with tempfile.TemporaryDirectory() as place:
-        place = pathlib.Path(place)
-        process = subprocess.Popen([sys.executable, HERE / "egg.py", "coordinator", "--port=0", "--http=0",
-                                    "--save-dir", place, *defines(CFG, SNAPSHOT_EVERY=CFG.SNAPSHOT_EVERY)],
-                                   cwd=place, stdout=subprocess.PIPE, text=True)
+        place = Path(place)
+        process = Popen([sys.executable, HERE / "egg.py", "coordinator", "--port=0", "--http=0",
+                         "--save-dir", place, *defines(CFG, SNAPSHOT_EVERY=CFG.SNAPSHOT_EVERY)],
+                        cwd=place, stdout=PIPE, text=True)
         try:
             port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
             page = int(re.search(r":(\d+)/", process.stdout.readline())[1])
@@ -385,8 +386,8 @@ def attack(kind, seconds, workers):
             for phase in range(3):
                 if phase == 1:
                     newcomer.start()
-                    flooding = subprocess.Popen([sys.executable, __file__, "--flood", kind, str(port), str(page),
-                                                 "--seconds", str(seconds)], stdout=subprocess.PIPE, text=True)
+                    flooding = Popen([sys.executable, __file__, "--flood", kind, str(port), str(page),
+                                      "--seconds", str(seconds)], stdout=PIPE, text=True)
                     sleep(1)                                # it takes a moment to start
                 for one in honest:
                     one.longest = 0
@@ -404,16 +405,16 @@ def attack(kind, seconds, workers):
                     newcomer.stop = True
             for one in honest:
                 one.stop = True
-            status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
-            alive, banned, kept = process.poll() is None, place / admission.BANNED_FILE, snapshots_of(place)
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            alive, banned, kept = process.poll() is None, admission.Bans(place).all(), snapshots_of(place)
             written = sum(f.stat().st_size for f in place.iterdir() if f.is_file())
         finally:
             process.kill()
             process.wait()
         return {"kind": kind, "honest": workers, "rounds": did, "steps/s": rates, "CPU %": used, "absent s": absent,
                 "let in within s": round(newcomer.longest, 2), "MB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) >> 10,
-                "MB written": round(written / 1e6, 2), "bans written": banned.read_text().count("\n") if
-                banned.exists() else 0, "snapshots": [f"{len(of & kept)} of {len(of)}" for of in due],
+                "MB written": round(written / 1e6, 2), "bans written": len(banned),
+                "snapshots": [f"{len(of & kept)} of {len(of)}" for of in due],
                 "lost": sum(one.lost for one in honest), "rebuilt": sum(one.rebuilt for one in honest), "alive": alive}
 
 

@@ -1,10 +1,10 @@
 """A cluster in which everything goes wrong."""
 
-import contextlib
 import os
 import random
-import threading
-import time
+from contextlib import closing, suppress
+from threading import Thread
+from time import monotonic, sleep
 
 import egg_config
 import egg_net
@@ -24,7 +24,7 @@ class Chaos:
         self.random = random.Random(seed)
         self.cfg = cfg
         self.kills = kills
-        self.stop, self.threads, self.engines = False, [], []
+        self.stop = False
         self.kind, drifting, liar = kinds
         self.process, self.port = coordinator_process(directory, free_port(), cfg)
         self.collect()
@@ -34,33 +34,27 @@ class Chaos:
         self.start(liar(cfg, start=self.random.randrange(3, 20), pause=0.002), "liar")
         for i in range(3):
             dice = random.Random(seed * 10 + i)
-            thread = threading.Thread(target=self.misbehave, args=(dice, f"rogue{i}"), daemon=True)
-            self.threads.append(thread)
-            thread.start()
+            Thread(target=self.misbehave, args=(dice, f"rogue{i}"), daemon=True).start()
 
     def collect(self):
         """Reads what the coordinator prints, so that it never waits for us."""
         self.lines = []
-        threading.Thread(target=lambda stream=self.process.stdout: self.lines.extend(stream), daemon=True).start()
+        Thread(target=lambda stream=self.process.stdout: self.lines.extend(stream), daemon=True).start()
 
     def start(self, engine, name):
-        self.engines.append(engine)
-
         def serve():
             lives = 0
             while not self.stop:
-                with contextlib.suppress(egg_config.EggError):      # a banned one comes back, under another name
+                with suppress(egg_config.EggError):      # a banned one comes back, under another name
                     run_worker(self.port, engine, self.cfg, name=f"{name}.{lives}")
                 lives += 1
-                time.sleep(0.05)
+                sleep(0.05)
 
-        thread = threading.Thread(target=serve, daemon=True)
-        self.threads.append(thread)
-        thread.start()
+        Thread(target=serve, daemon=True).start()
 
     def misbehave(self, dice, name):
         while not self.stop:
-            with contextlib.suppress(OSError, egg_config.EggError, egg_net.OldCoordinator):
+            with suppress(OSError, egg_config.EggError, egg_net.OldCoordinator):
                 peer = Peer2(self.port, self.cfg, name=f"{name}.{dice.random()}")
                 peer.ask(0, self.kind(self.cfg).digest())
                 what, step = dice.randrange(7), peer.answer(1).step
@@ -71,17 +65,17 @@ class Chaos:
                 elif what == 2:
                     peer.ask(200, os.urandom(32))                                       # wrong digest
                 elif what == 3:
-                    time.sleep(dice.random())                                           # paused
+                    sleep(dice.random())                                           # paused
                 elif what == 4:
                     peer.link.send(dice.randbytes(dice.randrange(200)))
                 elif what == 5:
                     for byte in result_frame():                                         # crawls
                         peer.link.send(bytes([byte]))
-                        time.sleep(0.01)
+                        sleep(0.01)
                 else:
                     [peer.result(step, 32) for _ in range(3)]                           # not asked for, and thrice
                 peer.close()
-            time.sleep(dice.random() * 0.1)
+            sleep(dice.random() * 0.1)
 
     def printed(self):
         """How many steps this coordinator has told of."""
@@ -89,26 +83,24 @@ class Chaos:
 
     def run(self, steps):
         """Until the run has `steps` steps: kills the coordinator now and then; returns how often."""
-        started, kills, seen = time.monotonic(), 0, 0
+        started, kills, seen = monotonic(), 0, 0
         while True:
-            time.sleep(self.random.uniform(0.05, 0.8))
+            sleep(self.random.uniform(0.05, 0.8))
             self.process.kill()
             self.process.wait()
             kills += 1
-            run = history.open_run(self.cfg, self.directory)
-            done, left = run.step, run.notices
-            run.close()
-            assert done >= seen, f"{seen} steps were there, {done} are left; {left}"
-            seen = done
-            if done >= steps and kills >= self.kills:
+            with closing(history.open_run(self.cfg, self.directory)) as run:
+                assert run.step >= seen, f"{seen} steps were there, {run.step} are left; {run.notices}"
+                seen = run.step
+            if seen >= steps and kills >= self.kills:
                 break
-            assert time.monotonic() - started < 60 + 5 * self.kills, f"{done} steps after {kills} kills"
+            assert monotonic() - started < 60 + 5 * self.kills, f"{seen} steps after {kills} kills"
             self.process, _ = coordinator_process(self.directory, self.port, self.cfg)
             self.collect()
             if kills >= self.kills:
-                end = time.monotonic() + 30
-                while time.monotonic() < end and self.printed() + seen < steps + 2:
-                    time.sleep(0.02)
+                end = monotonic() + 30
+                while monotonic() < end and self.printed() + seen < steps + 2:
+                    sleep(0.02)
         self.stop = True
         return kills
 
@@ -127,8 +119,7 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         trouble.stop = True
         trouble.process.kill()
         trouble.process.communicate()
-    run = history.open_run(cfg, directory)
-    try:
+    with closing(history.open_run(cfg, directory)) as run:
         packed, digest = expected(run.step, cfg, kinds[0])
         assert whole(run) == packed[run.start.step:] and (not run.start.step or cfg.PERTURB == "activations")
         engine = kinds[0](cfg)
@@ -137,5 +128,3 @@ def chaos(directory, seed, steps, kills, cfg=CHAOS, kinds=(FakeEngine, Drifting,
         history.replay(run, engine)
         assert engine.digest() == digest
         return run.step, done
-    finally:
-        run.close()

@@ -6,10 +6,9 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from contextlib import closing, contextmanager, suppress
 from threading import Thread
-from time import monotonic
+from time import monotonic, sleep
 from unittest import mock
 
 import numpy as np
@@ -134,8 +133,7 @@ class Server:
 
 def place(at, cfg):
     """(configuration, host, port) for a worker of a Server, or of a coordinator at a port."""
-    port = at if isinstance(at, int) else at.port
-    return cfg or getattr(at, "cfg", CFG), "127.0.0.1", port
+    return cfg or getattr(at, "cfg", CFG), "127.0.0.1", getattr(at, "port", at)
 
 
 class Peer:
@@ -222,7 +220,7 @@ def until(condition, seconds=120):
     end = monotonic() + seconds
     while not condition():
         assert monotonic() < end, "waited in vain"
-        time.sleep(0.005)
+        sleep(0.005)
 
 
 def run_worker(at, engine, cfg=None, retry=False, lines=None, **options):
@@ -327,9 +325,9 @@ def upload(peer, state):
         peer.send(wire.SNAPSHOT_DATA, state.step, len(body), at, body[at:at + wire.BLOCK])
 
 
-def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
-    """Runs these engines, no more than a step has chunks, as workers of one coordinator; the server, after `steps`
-    steps."""
+def cluster(directory, engines, steps, cfg=CFG, **options):
+    """Runs these engines, no more than a step has chunks, as workers w0, w1, ... of one coordinator; the server, after
+    `steps` steps."""
     server, threads = Server(directory, cfg, steps=steps, drain=15, **options), []
     begin_together(engines)
 
@@ -338,7 +336,7 @@ def cluster(directory, engines, steps, cfg=CFG, names=None, **options):
             run_worker(server, engine, name=name)
 
     for i, engine in enumerate(engines):
-        threads.append(Thread(target=serve, args=(engine, names[i] if names else f"w{i}")))
+        threads.append(Thread(target=serve, args=(engine, f"w{i}")))
         threads[-1].start()
     with server:
         server.reaches(steps)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from pytest import approx, mark, raises
+from pytest import approx, mark
 
 from cluster import admission, dispatch, fairness, history, snapshots, wire
 from cluster.auth import Access
@@ -22,8 +22,8 @@ from model import seeds, state_digest
 from model.fitness_digits import unpack_ternary
 from maintenance import load
 from chaos_cluster import CHAOS, OFTEN, chaos
-from coordinators import (Peer, Peer2, Server, cluster, coordinator_process, filled, first_step, free_port, kept,
-                          refused, until, upload, work_in_thread)
+from coordinators import (Peer, Peer2, Server, callers, cluster, coordinator_process, filled, first_step, free_port,
+                          kept, refused, until, upload, work_in_thread)
 from fakes import ACTIVATIONS, BAD, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected, full
 from commands import fails, process, train_here
 
@@ -58,11 +58,11 @@ def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypat
 
 def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
-        giver, other = (Peer2(server, name=name) for name in ("giver", "other"))
+        giver, other = callers(server, 2, 3)
         giver.works(0, 4)
         giver.ask(1, b"g" * 16)
         assert giver.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
-        upload, author = server.collector.upload, server.author("other")
+        upload, author = server.collector.upload, server.author("w3")
         for _ in range(2):                                       # the second time there is nothing left to distrust
             server._distrust(author)
         other.close()
@@ -126,12 +126,11 @@ def test_status_as_a_table_and_as_json(tmp_path):
     assert worker["chunks"] >= 8 and worker["last_seen"] < 5
 
 
-def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch):
+def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference():
     """Not at every arrival: thousands of workers come at once where a coordinator starts again."""
-    dispatcher, counted = dispatch.Dispatcher(CFG, SimpleNamespace(step=0), None, None, 60), []
+    dispatcher = dispatch.Dispatcher(CFG, SimpleNamespace(step=0), None, None, 60)
     dispatcher.begin_step()
-    original = dispatch.Dispatcher._count_authors
-    monkeypatch.setattr(dispatch.Dispatcher, "_count_authors", lambda self, now: counted.append(original(self, now)))
+    dispatcher._count_authors = counted = mock.Mock(wraps=dispatcher._count_authors)
 
     def arrive(host, name):
         worker = mock.Mock(trusted=True, conduct=fairness.Conduct(), author=admission.Author(host, name, name), step=0)
@@ -142,10 +141,10 @@ def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference(monkeypatch)
     assert (dispatcher.alone, dispatcher.several, dispatcher.by_host) == (True, False, False)
     for i in range(1, 1000):
         arrive("a", str(i))
-    assert (dispatcher.alone, dispatcher.several, dispatcher.by_host, len(counted)) == (False, True, False, 2)
+    assert (dispatcher.alone, dispatcher.several, dispatcher.by_host, counted.call_count) == (False, True, False, 2)
     for i in range(1000):
         arrive(f"b{i}", "0")
-    assert dispatcher.by_host and len(counted) == 3 and dispatcher.known == 2000
+    assert dispatcher.by_host and counted.call_count == 3 and dispatcher.known == 2000
     arrive("a", "0")
     last = [dispatcher.leave(worker) for worker in list(dispatcher.workers)]         # of its author
     assert last.count(False) == 1 and dispatcher.known == 0
@@ -282,10 +281,3 @@ def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, 
     assert "the worker on cpu was killed by SIGKILL: starting it again" in lines.text
     packed = kept("killed", cfg)
     assert packed == kept("undisturbed", cfg) and len(packed) == 80
-
-
-def test_training_names_what_is_missing(small, tmp_path):
-    from model import data_files
-    (tmp_path / "input.bin").unlink()
-    with raises(data_files.DataError, match="input.bin"):
-        train_here(small, 1, Lines(), None)

@@ -1,10 +1,10 @@
 """What one peer cannot take from the others: memory, time, connections."""
 
-import contextlib
-import json
 import sys
-import threading
-import time
+from contextlib import suppress
+from json import dumps
+from threading import Thread
+from time import monotonic, process_time
 from unittest import mock
 
 from pytest import mark, raises
@@ -44,7 +44,7 @@ HEARTBEATS = frame(HEARTBEAT, version=V2)
 
 
 def pour(sock, data):
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         sock.sendall(data)
 
 
@@ -54,11 +54,11 @@ def test_a_turn_takes_a_few_frames_of_each_and_a_flood_ends(monkeypatch, server)
     monkeypatch.setattr(session, "FLOOD_SECONDS", 1.0)
     flooding, honest = Peer2(server, name="flooding"), Peer2(server)
     flooded = next(iter(server.hub.connections))
-    threading.Thread(target=pour, args=(flooding.link.sock, HEARTBEATS * 2_000_000), daemon=True).start()
+    Thread(target=pour, args=(flooding.link.sock, HEARTBEATS * 2_000_000), daemon=True).start()
     for k in range(4):
-        started = time.process_time()                            # which a busy machine does not lengthen
+        started = process_time()                            # which a busy machine does not lengthen
         honest.works(0)
-        assert time.process_time() - started < 0.5
+        assert process_time() - started < 0.5
     server.says("it sends more than it may")
     until(lambda: len(server.hub.connections) == 1)
     assert flooded.useless.most == session.USELESS
@@ -89,12 +89,12 @@ def test_requests_that_lead_nowhere_are_no_useful_ones(monkeypatch, server):
 def test_connections_without_proof_keep_no_worker_out(tmp_path):
     with Server(tmp_path, changed(CONNECTIONS_PER_ADDRESS=4)) as server:
         half = [server.connect() for _ in range(300)]
-        started = time.monotonic()
+        started = monotonic()
         for sock in half[::2]:
             pour(sock, frame(HELLO, bytes(32), version=V2))
         peers = Peer2(server), Peer(server)
         assert [peer.chunk(0) for peer in peers] == [0, 32]
-        assert time.monotonic() - started < 5
+        assert monotonic() - started < 5
         assert len(server.admission.arrivals) <= 256
         [sock.close() for sock in half]
         until(lambda: len(server.hub.connections) == 2)
@@ -108,14 +108,14 @@ def test_a_crowd_makes_room_at_the_cost_of_who_is_most(monkeypatch):
         def close(self):
             crowd.pop(self)
 
-    crowd, now = hub.Unproven(4), time.monotonic()
+    crowd, now = hub.Unproven(4), monotonic()
     lone, *many = [One("a", now - 9), One("b", now - 3), One("b", now - 2), One("b", now - 1)]
     for one in (lone, *many):
         assert crowd.room()
         crowd[one] = True
     assert crowd.room() and len(crowd) == 3 and many[0] not in crowd and lone in crowd
     crowd[One("b", now)] = True
-    many[1].born = time.monotonic()                              # too young to go: who comes now waits
+    many[1].born = monotonic()                              # too young to go: who comes now waits
     assert not crowd.room() and len(crowd) == 4
 
 
@@ -151,13 +151,12 @@ def test_readers_that_do_not_read_share_one_status_and_get_no_new_ones(tmp_path,
         until(lambda: not server.hub.connections)                   # and nobody keeps it
         monkeypatch.undo()
         assert Peer2(server).chunk(0) == 0
-        [reader.close() for reader in readers]
 
 
 @mark.parametrize("payload", [
     b"{}", b"[]", b"5", b"\xff", b'{"step": "\\ud800"}', b'{"step": 1' + b"0" * 5000 + b"}", b"[" * 100000,
-    json.dumps({"steps": [], "step": {}, "chunks_done": 1, "chunks": 1, "tokens_per_second": "x"}).encode(),
-    json.dumps({"steps": 1, "step": 1, "chunks_done": 1, "chunks": 1, "tokens_per_second": 1, "loss": "x"}).encode()])
+    dumps({"steps": [], "step": {}, "chunks_done": 1, "chunks": 1, "tokens_per_second": "x"}).encode(),
+    dumps({"steps": 1, "step": 1, "chunks_done": 1, "chunks": 1, "tokens_per_second": 1, "loss": "x"}).encode()])
 def test_a_hostile_status_is_one_line(payload, monkeypatch):
     monkeypatch.setattr(status, "Link", lambda *_: mock.Mock(next=lambda *_: payload))
     with refused("a status that cannot be read"):

@@ -5,8 +5,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import time
 from contextlib import closing
+from time import monotonic, process_time, sleep, thread_time
 
 import numpy as np
 from pytest import mark, raises
@@ -34,9 +34,9 @@ def test_a_history_of_100000_steps_opens_quickly(tmp_path):
     with opened(tmp_path, cfg=cfg) as run:
         for k in range(100_000):
             run.append(fitness, k, 0)
-    started = time.thread_time()
+    started = thread_time()
     with opened(tmp_path, cfg=cfg) as run:
-        seconds = time.thread_time() - started
+        seconds = thread_time() - started
         assert run.step == 100_000 and run.fitness(50_000) == fitness and seconds < 5, f"{seconds:.1f} s"
 
 
@@ -262,7 +262,7 @@ class Stuck:
         losses = self.engine.evaluate(first, count // 2 & ~1)
         if self.engine.step == self.at:
             self.flag.touch()
-            time.sleep(60)
+            sleep(60)
         return np.concatenate([losses, self.engine.evaluate(first + losses.size, count - losses.size)])
 
 
@@ -321,9 +321,9 @@ def test_golden_a_is_driven_hardly_slower_than_alone(tmp_path, compiled):
     def timed(steps):
         """(seconds, seconds of processor time) of a chunk."""
         engine.load(parameters.initial_state(cfg))
-        began = time.monotonic(), time.process_time()
+        began = monotonic(), process_time()
         steps()
-        return (time.monotonic() - began[0]) / chunks, (time.process_time() - began[1]) / chunks
+        return (monotonic() - began[0]) / chunks, (process_time() - began[1]) / chunks
 
     def alone():
         for _ in range(10):

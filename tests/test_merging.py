@@ -3,15 +3,18 @@
 import functools
 from fractions import Fraction
 
-import hypothesis
 import numpy as np
-import pytest
-from hypothesis import strategies as st
+from hypothesis import given
+from hypothesis.strategies import booleans, floats, integers, lists, sampled_from, tuples
+from numpy import float32, int8
+from pytest import approx, mark, raises
 
 import egg_config
 from cluster import snapshots
 from islands import merging
-from model import parameters, state_digest
+from islands.merging import worse_share
+from model import state_digest
+from model.parameters import State, n_overlay, n_weights
 from recordings import digests, python
 from readings import TINY, equal
 from coordinators import refused
@@ -26,15 +29,14 @@ def config(merge="recombine", optimizer="interpolate", alpha=0.5, **values):
 
 def state(cfg, seed, step=7, widest=1.0):
     """A random State; `widest` its largest accumulator. What decides a rounding is in it often."""
-    rng, n = np.random.default_rng(seed), parameters.n_weights(cfg)
+    rng, n = np.random.default_rng(seed), n_weights(cfg)
     acc = rng.uniform(-widest, widest, n)
     at = rng.integers(0, 4, n)
     acc = np.where(at == 0, np.round(acc * 4) / 4, np.where(at == 1, acc * 2.0 ** -rng.integers(0, 40, n), acc))
     weights = np.where(rng.integers(0, 4, n) == 0, rng.choice([-127, -126, 126, 127], n),
-                       rng.integers(-127, 128, n)).astype(np.int8)
-    moments = np.stack([rng.normal(0, 1e3, n), rng.exponential(1e5, n), acc], 1).astype(np.float32)
-    return parameters.State(weights, moments, rng.integers(-127, 128, parameters.n_overlay(cfg)).astype(np.int8),
-                            step, seed)
+                       rng.integers(-127, 128, n)).astype(int8)
+    moments = np.stack([rng.normal(0, 1e3, n), rng.exponential(1e5, n), acc], 1).astype(float32)
+    return State(weights, moments, rng.integers(-127, 128, n_overlay(cfg)).astype(int8), step, seed)
 
 
 def ours_and_theirs(cfg, step=7):
@@ -71,59 +73,58 @@ def mixed(better, worse, part):
     return weight, total - weight, total
 
 
-ELEMENT = st.tuples(st.integers(-127, 127) | st.sampled_from([-127, 126, 127]),
-                    st.floats(-1, 1, width=32) | st.floats(-2.0**20, 2.0**20, width=32)
-                    | st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]))
+ELEMENT = tuples(integers(-127, 127) | sampled_from([-127, 126, 127]),
+                 floats(-1, 1, width=32) | floats(-2.0**20, 2.0**20, width=32)
+                 | sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]))
 
 
-@hypothesis.given(st.lists(st.tuples(ELEMENT, ELEMENT), min_size=1, max_size=30), st.integers(0, 1 << 16),
-                  st.booleans())
+@given(lists(tuples(ELEMENT, ELEMENT), min_size=1, max_size=30), integers(0, 1 << 16), booleans())
 def test_a_mix_is_that_of_fractions_and_loses_nothing(pairs, part, float_holds):
     if float_holds:                                  # accumulators as the usual learning rates make them
         pairs = [tuple((w, max(-1.0, min(1.0, acc))) for w, acc in pair) for pair in pairs]
 
     def of(side):
         weights, acc = zip(*(pair[side] for pair in pairs))
-        moments = np.zeros((len(pairs), 3), np.float32)
+        moments = np.zeros((len(pairs), 3), float32)
         moments[:, 2] = acc
-        return parameters.State(np.array(weights, np.int8), moments, None)
+        return State(np.array(weights, int8), moments, None)
 
     weights, acc = merging._mix(of(0), of(1), slice(None), part)
-    assert (weights.dtype, acc.dtype) == (np.int8, np.float32)
+    assert (weights.dtype, acc.dtype) == (int8, float32)
     for got, rest, (better, worse) in zip(weights, acc, pairs):
         weight, exact, total = mixed(better, worse, Fraction(part, 1 << 16))
-        assert got == weight and rest == np.float32(float(exact))
+        assert got == weight and rest == float32(float(exact))
         if float_holds:
             assert int(got) + Fraction(float(rest)) == total and abs(rest) <= 1
             ends = sorted((fixed(*better), fixed(*worse)))
             assert ends[0] <= total <= ends[1] and (abs(got) == 127 or abs(rest) < 1)
 
 
-@hypothesis.given(st.integers(-254, 254), st.integers(0, 1 << 16))
+@given(integers(-254, 254), integers(0, 1 << 16))
 def test_nearest_is_that_of_fractions(distance, part):
     assert merging._round(np.array([distance * part]))[0] == nearest(Fraction(distance * part, 1 << 16))
 
 
 def test_the_worse_ones_part():
-    parts = {alpha: [merging.worse_share(alpha, *pair)
+    parts = {alpha: [worse_share(alpha, *pair)
                      for pair in ((3.0, 3.0), (3.0, 4.0), (4.0, 3.0), (3.0, 300.0), (0.0, 0.0), (0.0, 1.0))]
              for alpha in (0.0, 0.5, 0.75, 1.0)}
     assert parts == {0.0: [65536, 49152, 49152, 655, 65536, 0], 0.5: [32768, 24576, 24576, 328, 32768, 0],
                      0.75: [16384, 12288, 12288, 164, 16384, 0], 1.0: [0] * 6}
     negative = (-4.0, -3.0), (-3.0, -3.0), (-3.0, 0.0), (-0.1, 1.0)              # of rewards of 4 and 3, ...
-    assert [merging.worse_share(0.5, *pair) for pair in negative] == [24576, 32768, 0, 0]
+    assert [worse_share(0.5, *pair) for pair in negative] == [24576, 32768, 0, 0]
     for wrong in ((float("nan"), 1.0), (1.0, float("inf")), (1.0, float("-inf"))):
-        with pytest.raises(ValueError, match="^a fitness of .* against .*: finite numbers are needed$"):
-            merging.worse_share(0.5, *wrong)
+        with raises(ValueError, match="^a fitness of .* against .*: finite numbers are needed$"):
+            worse_share(0.5, *wrong)
 
 
 # --- whole states -----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("values", [{}, dict(MODEL="gru", HEAD_DIM=64, SEQ_LEN=9), dict(USE_MUON=1, NTT_MODE=1),
-                                    dict(OPTIMIZER="sgd"),
-                                    dict(OPTIMIZER="ztest")], ids=["transformer", "gru", "muon", "sgd", "ztest"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("merge", MERGES)
+@mark.parametrize("values", [{}, dict(MODEL="gru", HEAD_DIM=64, SEQ_LEN=9), dict(USE_MUON=1, NTT_MODE=1),
+                             dict(OPTIMIZER="sgd"), dict(OPTIMIZER="ztest")],
+                  ids=["transformer", "gru", "muon", "sgd", "ztest"])
+@mark.parametrize("optimizer", OPTIMIZERS)
+@mark.parametrize("merge", MERGES)
 def test_a_merge_of_whole_states(merge, optimizer, values):
     cfg = config(merge, optimizer, 0.7, **values)
     ours, theirs = ours_and_theirs(cfg, 11)
@@ -132,7 +133,7 @@ def test_a_merge_of_whole_states(merge, optimizer, values):
         got = merging.merge(cfg, ours, theirs, *fitness)
         assert (got.step, got.seed) == (7, 1) and before == (digests(ours), digests(theirs))
         better, worse = (ours, theirs) if fitness[0] <= fitness[1] else (theirs, ours)
-        part = Fraction(merging.worse_share(0.7, *fitness), 1 << 16)
+        part = Fraction(worse_share(0.7, *fitness), 1 << 16)
         for i in np.random.default_rng(3).integers(0, got.weights.size, 300):
             if merge == "clone":
                 assert (got.weights[i], got.moments[i, 2]) == (theirs.weights[i], theirs.moments[i, 2])
@@ -143,18 +144,18 @@ def test_a_merge_of_whole_states(merge, optimizer, values):
             for column in (0, 1):
                 a, b = (Fraction(float(x.moments[i, column])) for x in (better, worse))
                 wanted = {"reset": 0.0, "copy": theirs.moments[i, column],
-                          "interpolate": pytest.approx(np.float32(float(a + (b - a) * part)), rel=1e-6)}
+                          "interpolate": approx(float32(float(a + (b - a) * part)), rel=1e-6)}
                 assert got.moments[i, column] == wanted[optimizer]
         moves = {distance: nearest(distance * part) for distance in range(-254, 255)}
         overlay = [a + moves[b - a] for a, b in zip(better.overlay.tolist(), worse.overlay.tolist())]
         assert got.overlay.tolist() == (theirs.overlay.tolist() if merge == "clone" else overlay)
-        assert got.overlay.dtype == np.int8
-        assert (got.moments[:, 1] >= 0).all() and got.moments.dtype == np.float32 and got.moments.flags.c_contiguous
+        assert got.overlay.dtype == int8
+        assert (got.moments[:, 1] >= 0).all() and got.moments.dtype == float32 and got.moments.flags.c_contiguous
         assert same(got, merging.merge(cfg, ours, theirs, *fitness))
 
 
-@pytest.mark.parametrize("merge", MERGES)
-@pytest.mark.parametrize("optimizer", ("copy", "interpolate"))
+@mark.parametrize("merge", MERGES)
+@mark.parametrize("optimizer", ("copy", "interpolate"))
 def test_a_state_merged_with_itself_stays(merge, optimizer):
     cfg = config(merge, optimizer)
     mine = state(cfg, 5)
@@ -213,13 +214,13 @@ def test_a_snapshot_read_from_a_file_can_be_merged(tmp_path):
     assert got.weights.flags.writeable and same(read, theirs)
 
 
-@pytest.mark.parametrize("part, place, value, said", [
+@mark.parametrize("part, place, value, said", [
     ("moments", (3, 0), np.nan, "moments that are not finite"),
     ("moments", (3, 2), -np.inf, "not finite"),
     ("moments", (3, 1), -1.0, "mean squares below 0"),
     ("weights", 3, -128, "-128"),
     ("overlay", 3, -128, "-128")])
-@pytest.mark.parametrize("merge", MERGES)
+@mark.parametrize("merge", MERGES)
 def test_a_state_that_no_training_gives_is_refused(merge, part, place, value, said, tmp_path):
     """Also where a worker would load it from a snapshot."""
     cfg = config(merge)
@@ -256,13 +257,13 @@ def test_pieces_are_only_for_the_cache(monkeypatch):
 def test_the_same_bits_everywhere():
     """Recorded: what another machine, another NumPy or another version of egg must give too."""
     cfg = config(alpha=0.6)
-    n, k = parameters.n_weights(cfg), parameters.n_overlay(cfg)
+    n, k = n_weights(cfg), n_overlay(cfg)
 
     def made(factor):                                # from integers alone, without a random generator that may change
         x = np.arange(1, n + 1, dtype=np.int64) * factor
-        moments = np.stack([x % 1009 - 504, x % 100003, (x % 1999 - 999) / 1000], 1).astype(np.float32)
-        return parameters.State((x % 255 - 127).astype(np.int8), moments, (x[:k] % 255 - 127).astype(np.int8),
-                                factor, factor)
+        moments = np.stack([x % 1009 - 504, x % 100003, (x % 1999 - 999) / 1000], 1).astype(float32)
+        return State((x % 255 - 127).astype(int8), moments, (x[:k] % 255 - 127).astype(int8),
+                     factor, factor)
 
     got = merging.merge(cfg, made(7919), made(104729), 3.25, 3.0)
     assert state_digest.of_state(got).hex() == RECORDED

@@ -10,8 +10,9 @@ from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, frame
 from model import data_files, fitness_digits, seeds
 from model.fitness_digits import pack_ternary
-from coordinators import Server, free_port, listening, refused, run_worker, until, whole, work_in_thread
-from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, begin_together, expected
+from coordinators import (Server, cluster, free_port, kept, listening, refused, run_worker, until, whole,
+                          work_in_thread)
+from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, expected
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------
@@ -20,14 +21,8 @@ from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, begin_together,
 def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     packed, digest = expected(6)
     engines = [FakeEngine(pause=0.002) for _ in range(workers)]
-    server = Server(tmp_path, steps=6, stay=True)
-    begin_together(engines)
-    threads = [server.work(engine) for engine in engines]
-    with server:
-        until(lambda: all(engine.step == 6 for engine in engines))
-        assert whole(server.run) == packed
-    for thread in threads:
-        thread.join(60)
+    server = cluster(tmp_path, engines, 6, save=True)
+    assert kept(tmp_path) == packed
     assert all(engine.digest() == digest and engine.evaluated for engine in engines)
     assert [re.search(rf"Step {k} .*Updates: (\d+)", server.said)[1] for k in range(1, 6)] == [
         "101", "102", "103", "104", "105"]
@@ -60,9 +55,8 @@ def test_the_first_samples_and_validations_come_early():
 
 def test_validation_and_samples_reach_the_console(tmp_path):
     with Server(tmp_path, steps=3) as server:
-        thread = server.work(FakeEngine(), tokens=np.frombuffer(b"ab\nd" * 20, np.uint8), validation=VALIDATION,
-                             decoding=data_files.load_decoding(CFG))
-    thread.join(60)
+        server.work(FakeEngine(), tokens=np.frombuffer(b"ab\nd" * 20, np.uint8), validation=VALIDATION,
+                    decoding=data_files.load_decoding(CFG))
     assert "  sample at step 0: ab\u23ced >>> AAA\n" in server.said
     assert "sample at step 2: ab\u23ced >>> CCC\n" in server.said
     lines = [x for x in server.said.splitlines() if x.startswith("Step")]
