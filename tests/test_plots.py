@@ -329,45 +329,38 @@ def merged(**fields):
 
 
 def test_the_page_shows_an_island(tmp_path, monkeypatch):
-    def server_in(name):
-        return Server(tmp_path / name, steps=3, stay=True, save=True, http=EVERYBODY)
+    def server_again():
+        return Server(tmp_path, steps=3, stay=True, save=True, http=EVERYBODY)
 
     status = egg_net.Coordinator.status
-    for name, told in ("alone", None), ("island", ISLAND):
-        monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": told})
-        with server_in(name) as server:
-            html = ask(server)[2].decode()
-            assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
-            server.work(FakeEngine())
-            page_shows(server, 2)                                           # workers are answered before
-            events = server.events
-            if told:
-                events.emit("merge", "another line", **merged())
-                events.emit("merge", "back",
-                            **merged(peer="north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
-                events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
-                events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
-                events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
-            state = state_of(server)
-            values = parse_metrics(ask(server, "/metrics")[2].decode())
-            if not told:
-                assert state["island"] is None and state["merges"] == []
-                assert not [name for name in values if name.startswith("egg_island")]
-                continue
-            assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3, "n_up": 1}
-            both = dict(step=3, tokens=3 * server.progress.tokens_a_step,
-                        seconds=pytest.approx(state["seconds"], abs=1e-3))
-            assert state["merges"] == [{**both, "peer": "south", "peer_step": 80, "part": 0.625},
-                                       {**both, "peer": "north", "peer_step": 1, "part": 1}]
-            lines = [line["text"] for line in state["lines"][:4]]
-            assert lines == ["a line", f"peer {BAD_NAME}", "back", "another line"]
-            assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
-                              "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 2,
-                              'egg_island_peer_fitness{name="south",kind="validation"}': 3.75}
-            assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
-            assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness"))
-                        and "west" in k]
-    with server_in("island") as server:                                                                # a restart
+    monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": ISLAND})
+    with server_again() as server:
+        html = ask(server)[2].decode()
+        assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
+        server.work(FakeEngine())
+        page_shows(server, 2)                                               # workers are answered before
+        events = server.events
+        events.emit("merge", "another line", **merged())
+        events.emit("merge", "back", **merged(peer="north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
+        events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
+        events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
+        events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
+        state = state_of(server)
+        values = parse_metrics(ask(server, "/metrics")[2].decode())
+        assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3, "n_up": 1}
+        both = dict(step=3, tokens=3 * server.progress.tokens_a_step,
+                    seconds=pytest.approx(state["seconds"], abs=1e-3))
+        assert state["merges"] == [{**both, "peer": "south", "peer_step": 80, "part": 0.625},
+                                   {**both, "peer": "north", "peer_step": 1, "part": 1}]
+        lines = [line["text"] for line in state["lines"][:4]]
+        assert lines == ["a line", f"peer {BAD_NAME}", "back", "another line"]
+        assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
+                          "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 2,
+                          'egg_island_peer_fitness{name="south",kind="validation"}': 3.75}
+        assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
+        assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness"))
+                    and "west" in k]
+    with server_again() as server:
         again = state_of(server)["merges"]
         assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
 
