@@ -22,7 +22,7 @@ from cluster.console import Console
 from commands import CFG, DEFINES, TEXT, begin, fails, paste, process, python_in, run
 from fakes import Lines
 from recordings import HERE, python
-from run_logs import write
+from run_logs import A_STEP, write
 from tools import train
 
 
@@ -97,19 +97,21 @@ def test_ctrl_c_early_leaves_no_traceback(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize("lost", ["str(Last())", "ignored()"])
 def test_ctrl_c_that_is_lost_comes_again(lost):
     """Python prints what a callback raises and goes on; some libraries ignore whatever was raised."""
-    program = ("import signal, sys, time\n"
-               "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-               "import egg, egg_config\n"
-               "class Last:\n"
-               "    def __del__(self):\n"
-               "        signal.raise_signal(signal.SIGINT)\n"
-               "def ignored():\n"
-               "    try:\n"
-               "        signal.raise_signal(signal.SIGINT)\n"
-               "    except BaseException:\n"
-               "        pass\n"
-               f"egg_config.load = lambda *_, **__: ({lost}, time.sleep(60))\n"
-               "sys.exit(egg.main(['arch']))\n")
+    program = f"""
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+import egg, egg_config
+class Last:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+def ignored():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:
+        pass
+egg_config.load = lambda *_, **__: ({lost}, time.sleep(60))
+sys.exit(egg.main(['arch']))
+"""
     ended = process("", python=[sys.executable, "-c"], program=program, env={"PYTHONPATH": HERE}, timeout=50)
     assert (ended.returncode, ended.stderr) == (130, "")
 
@@ -161,9 +163,7 @@ def test_commands_in_messages_are_those_of_this_directory(here, monkeypatch):
 
 # --- the console ------------------------------------------------------------------------------------------------------
 
-STEP_EVENT = {"event": "step", "step": 1, "tokens": 9, "loss": 1.0, "unit": "bits/byte", "seconds": 0.03,
-              "elapsed": 1.0, "updates": 1, "reports": 1, "tokens_per_second": 9.0, "learning_rate": 0.5, "sent": 1,
-              "received": 1}
+STEP_EVENT = {"event": "step", **A_STEP}
 
 
 def begun(step=0, **limits):
@@ -223,7 +223,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch, tmp_path, capsys):
     console.line("a\x1b[2Jb")
     console.clear()
     text = console.stream.text
-    assert text.startswith("Step 1 | ") and text.count("\n") == 2 and "\x1b" not in text
+    assert text.startswith("Step 7 | ") and text.count("\n") == 2 and "\x1b" not in text
     write(tmp_path / "log", *({**STEP_EVENT, "step": k, "tokens": k} for k in range(9)))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert egg.main(["plot", f"{tmp_path}/log"]) == 0 and "\x1b" not in capsys.readouterr().out
@@ -377,4 +377,4 @@ def test_lines_last_every_ten_seconds_and_verbose_has_them_all(monkeypatch):
     verbose = Console(Lines(terminal=True), verbose=True)
     for _ in range(5):
         verbose.emit(STEP_EVENT, None)
-    assert verbose.stream.text.count("\n") == 5 and verbose.stream.text.startswith("Step 1 | Tokens: ")
+    assert verbose.stream.text.count("\n") == 5 and verbose.stream.text.startswith("Step 7 | Tokens: ")

@@ -26,7 +26,7 @@ from coordinators import Peer, Peer2, Server, callers, cluster, refused, until
 from fakes import CFG, FakeEngine, Lines, VALIDATION, changed, full
 from pages import EVERYBODY, page_shows, state_of
 from recordings import HERE
-from run_logs import drawn, events, example, of_kind, told_to, write
+from run_logs import A_STEP, drawn, events, example, of_kind, told_to, write
 from commands import fails, run
 
 
@@ -66,11 +66,11 @@ def test_a_sample_that_two_workers_send_is_one_event(tmp_path):
 
 
 def test_what_is_a_sample():
-    for text, parts in (("  sample at step 5: >>> a: >>> b", ("  sample at step 5: ", 5, ">>> a:", "b")),
-                        ("sample at step 5:  >>> b", ("sample at step 5: ", 5, "", "b")),
-                        ("a sample at step 5: x >>> b", ("", None, "a sample at step 5: x", "b")),
-                        (f"sample at step {'1' * 19}: x >>> b", ("", None, f"sample at step {'1' * 19}: x", "b")),
-                        ("    >>> b", ("   ", None, "", "b")), ("sample at step 5: x", None)):
+    for text, parts in {"  sample at step 5: >>> a: >>> b": ("  sample at step 5: ", 5, ">>> a:", "b"),
+                        "sample at step 5:  >>> b": ("sample at step 5: ", 5, "", "b"),
+                        "a sample at step 5: x >>> b": ("", None, "a sample at step 5: x", "b"),
+                        f"sample at step {'1' * 19}: x >>> b": ("", None, f"sample at step {'1' * 19}: x", "b"),
+                        "    >>> b": ("   ", None, "", "b"), "sample at step 5: x": None}.items():
         assert sample_parts(text) == parts
 
 
@@ -87,8 +87,6 @@ def test_what_peers_cause_is_bounded_for_each_host_and_for_all(tmp_path):
 
 
 JOINED = dict(worker="w", address="a", device="d", step=0)
-A_STEP = dict(step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25, seconds=1.0,
-              elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
 
 
 def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
@@ -169,7 +167,7 @@ def test_a_validation_counts_from_the_holder_of_chunk_0_alone(tmp_path):
             if kind is Peer:
                 idle.close()
                 server.has_workers(0)
-        assert progress.validations == []
+        assert not progress.validations
         validate(idle, 0)                                        # it holds chunk 0 now, and is alone
         until(lambda: progress.validations)
         assert abs(progress.validations[0][1] - 100 / np.log(2) / 200) < 1e-9
@@ -187,7 +185,7 @@ def test_two_workers_must_state_the_same_validation(tmp_path):
         if honest.chunk(0) == 0:
             honest.result(0, 0)
         time.sleep(0.1)
-        assert server.progress.validations == []
+        assert not server.progress.validations
     with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
         one, two = callers(server, 2, 3)
         assert one.chunk(0) == 0 and two.chunk(0) == 32
@@ -195,7 +193,7 @@ def test_two_workers_must_state_the_same_validation(tmp_path):
         two.result(0, 32)
         while position := two.chunk(0):                          # chunk 0 is evaluated, and validated, by another host
             two.result(0, position)
-        assert server.progress.validations == []
+        assert not server.progress.validations
         validate(two, 0, nats=100.0 * (1 + 1e-9))
         until(lambda: server.progress.validations)
 
@@ -204,8 +202,7 @@ def test_two_workers_must_state_the_same_validation(tmp_path):
 
 FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "address", "device", "step"},
           "validation": {"step", "tokens", "value", "unit"}, "sample": {"worker", "step", "prompt", "text"},
-          "step": {"step", "tokens", "loss", "unit", "updates", "reports", "learning_rate", "seconds", "elapsed",
-                   "tokens_per_second", "sent", "received"},
+          "step": A_STEP.keys(),
           "snapshot": {"step", "bytes", "overlay"}, "left": {"worker", "address", "device", "step"}}
 
 
@@ -235,10 +232,10 @@ def test_a_run_keeps_its_events(tmp_path):
     assert [row[2] for row in log] == [f"{loss:.6f}" for loss in losses]                                # of d-eggs
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
         [(k, pytest.approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
-    samples = of_kind("sample", told)
-    assert samples[0]["prompt"] == "ab\nd" and [e["text"] for e in samples] == ["AAA", "CCC", "EEE"]
+    sample = of_kind("sample", told)[0]
+    assert sample["prompt"] == "ab\nd"
     assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
-    assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", samples[0]["worker"]}
+    assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", sample["worker"]}
     overlay = engine.state().overlay
     assert of_kind("snapshot", told)[0]["overlay"] == {"mean": round(float(overlay.mean()), 4), "min": overlay.min(),
                                                        "max": overlay.max()}
@@ -255,9 +252,8 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
     with refused("in the end"), told_to(tmp_path, lines := Lines(), saved=tmp_path / "a") as told:
         told.warn("a line")
         raise egg_net.NetError("in the end")
-    told = events(tmp_path / "a")
-    assert [e["event"] for e in told] == ["start", "warning", "error"]
-    assert [e["text"] for e in told[1:]] == ["a line", "in the end"]
+    told = [(e["event"], e.get("text")) for e in events(tmp_path / "a")]
+    assert told == [("start", None), ("warning", "a line"), ("error", "in the end")]
     assert lines.text == "a line\n"                                      # the error is for egg.py to say, once
     with Server(tmp_path / "b", save=True) as server:
         stranger = server.connect()
@@ -404,7 +400,7 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
 
 
 def test_missing_libraries_are_named(here, monkeypatch, capsys):
-    for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy"):
+    for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy", "ray"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delattr("maintenance.backprop", raising=False)               # where another test has loaded it
     monkeypatch.delitem(sys.modules, "maintenance.backprop", raising=False)
@@ -417,4 +413,6 @@ def test_missing_libraries_are_named(here, monkeypatch, capsys):
     assert capsys.readouterr().err == f"egg: PyTorch is missing: {calling.pip()} install torch\n"
     fails(run("import w --save-dir new"), 1,
           f"egg: export and import need safetensors: `{advice}/export.txt`\n")
+    for command in "ray --save-dir x", "sweep x.toml":
+        fails(run(command), 1, f"{advice}/ray.txt\n")
     assert not (here / "a.png").exists() and not (here / "b.jsonl").exists()
