@@ -358,10 +358,10 @@ def test_the_key_of_a_user_stays_and_is_private(tmp_path, monkeypatch):
     assert len(user_key()) == 32
 
 
-@mark.parametrize("modes, found", [
-    ((0o1777, 0o755, 0o755), None), ((0o1777, 0o755, 0o1777), 2), ((0o777, 0o700, 0o777), 0),
-    ((0o755, 0o770, 0o700), 1), ((0o1777, 0o700, 0o777), None), ((0o755, 0o711, 0o777), 2),
-    ((0o1777, 0o1777, 0o755), None)])
+@mark.parametrize("modes, found", {
+    (0o1777, 0o755, 0o755): None, (0o1777, 0o755, 0o1777): 2, (0o777, 0o700, 0o777): 0,
+    (0o755, 0o770, 0o700): 1, (0o1777, 0o700, 0o777): None, (0o755, 0o711, 0o777): 2,
+    (0o1777, 0o1777, 0o755): None}.items())
 def test_what_others_may_replace(modes, found):
     way = [(f"/{k}", 7, mode) for k, mode in enumerate(modes)]
     assert auth.replaceable(7, way) == (None if found is None else f"/{found}")

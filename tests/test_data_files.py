@@ -31,16 +31,18 @@ def test_tokens_are_mapped_and_checked(tmp_path):
     assert (got == tokens).all()
     got = open_tokens(BYTES, write_tokens(tmp_path / "b", tokens % 256, "u1"))
     assert isinstance(got, np.memmap) and got.dtype == np.uint8 and got.size == 50
+    # as few as a window takes
+    assert open_tokens(BASE, write_tokens(tmp_path / "c", range(10))).size == 10
 
 
-@pytest.mark.parametrize("content, words", [
-    (None, "is missing"),
-    (b"", "is empty"),
-    (bytes(41), "cut short"),
-    (np.full(50, 300, "<u4").tobytes(), "holds token 300, but VOCAB_SIZE is 300"),
-    (np.r_[np.zeros(60), 1 << 31].astype("<u4").tobytes(), "holds token 2147483648"),
-    (bytes(4 * 9), "9 tokens, too few for a window of SEQ_LEN = 8: 10 are needed"),
-])
+@pytest.mark.parametrize("content, words", {
+    None: "is missing",
+    b"": "is empty",
+    bytes(41): "cut short",
+    np.full(50, 300, "<u4").tobytes(): "holds token 300, but VOCAB_SIZE is 300",
+    np.r_[np.zeros(60), 1 << 31].astype("<u4").tobytes(): "holds token 2147483648",
+    bytes(4 * 9): "9 tokens, too few for a window of SEQ_LEN = 8: 10 are needed",
+}.items())
 def test_bad_token_files(tmp_path, content, words):
     path = tmp_path / "input.bin"
     if content is not None:
@@ -56,10 +58,6 @@ def test_largest_token_is_found_in_any_block(tmp_path, monkeypatch):
         tokens[at] = 300
         with refused("holds token 300", DataError):
             open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
-
-
-def test_ten_tokens_are_enough_for_a_window_of_eight(tmp_path):
-    assert open_tokens(BASE, write_tokens(tmp_path / "a", range(10))).size == 10
 
 
 def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
@@ -136,11 +134,8 @@ def test_missing_decoding_is_a_warning(tmp_path, capsys):
     validation = data_files.open_validation(cfg, None)
     assert validation.unit == "bits/token"
     assert validation.bits(validation.windows[:, 1:].size * math.log(2)) == pytest.approx(1)
-
-
-def test_bytes_need_no_decoding():
-    decoding = data_files.load_decoding(egg_config.make(VOCAB_SIZE=256, DECODING_FILE="none"))
-    assert decoding.decode(range(256)) == bytes(range(256))
+    # bytes need none
+    assert data_files.load_decoding(BYTES.changed(DECODING_FILE="none")).decode(range(256)) == bytes(range(256))
 
 
 # --- validation and references ----------------------------------------------------------------------------------------

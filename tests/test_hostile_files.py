@@ -143,12 +143,6 @@ def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_p
     assert (cfg.SAMPLE_EVERY, cfg.SNAPSHOT_EVERY) == (7, 3)
 
 
-GENERATE = """
-import sys, egg
-sys.exit(egg.main(sys.argv[1:]))
-"""
-
-
 def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_so(here, monkeypatch):
     cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=8)
     open_run(cfg, here / "run").close()
@@ -156,7 +150,8 @@ def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_
     for command in ("generate --load-dir run", "eval --load-dir run", "train --steps 1 --load-dir run",
                     "import --save-dir new small"):
         fails(run(command, preset=""), 2, "holds a model of 117,524,480 weights", "add -D HIDDEN_DIM=1024")
-    status, said = in_memory(GENERATE, "generate", "--load-dir", here / "run")
+    status, said = in_memory(
+        "import sys, egg; sys.exit(egg.main(sys.argv[1:]))", "generate", "--load-dir", here / "run")
     assert status == 2 and "takes 1.5 GB" in said
     monkeypatch.setattr(use, "load", mock.Mock(side_effect=use.UseError("it is loaded")))
     fails(run("generate -DHIDDEN_DIM=1024 --load-dir run", preset=""), 1, "it is loaded")
