@@ -15,29 +15,35 @@ def hold_against_numpy():
     """Every operation of engine.simd with the kind of this process: also lengths that end within a register."""
     from numba import njit
     rng, rows, panel = np.random.default_rng(5), simd.ROWS, simd.PANEL
+    compiled = njit(error_model="numpy")
 
-    @njit(error_model="numpy")
+    def hold(out, wanted, what):
+        """Nothing is written beside the panel."""
+        equal(out[:, :panel], wanted, what)
+        assert not out[:, panel:].any(), what
+
+    @compiled
     def products(x, x_at, w, w_at, init, init_stride, out, k4):
         simd.tile(x.ravel(), x_at, x.shape[1], w, w_at, init.ravel(), 0, init_stride, out.ravel(), 0, out.shape[1], k4)
 
-    @njit(error_model="numpy")
+    @compiled
     def noisy_products(x, w, w_at, init, sums, noise, noise_stride, shift, out, k4):
         simd.noisy_tile(x.ravel(), 1, x.shape[1], w, w_at, init, 5, sums, 2, noise.ravel(), 3, noise_stride,
                         np.int32(shift), out.ravel(), 0, out.shape[1], k4)
 
-    @njit(error_model="numpy")
+    @compiled
     def chains(x, w, out, count):
         simd.chain_tile(x.ravel(), 0, x.shape[1], w.ravel(), 0, out.ravel(), 0, out.shape[1], count)
 
-    @njit(error_model="numpy")
+    @compiled
     def dotted(x, x_at, w, w_at, count):
         return simd.dot(x, x_at, w, w_at, count)
 
-    @njit(error_model="numpy")
+    @compiled
     def activated(x, at, count):
         simd.gelu(x, at, count)
 
-    @njit(error_model="numpy")
+    @compiled
     def summed(table, short, top, shift, z, z_at, count, out, out_at):
         return simd.exp_sum(table, 0, short, top, shift, z, z_at, count, out, out_at, out.size)
 
@@ -52,24 +58,21 @@ def hold_against_numpy():
                 products(x, 1, packed, 7, init, stride, out, k4)
                 columns = w.transpose(0, 2, 1).reshape(4 * k4, panel).astype(np.int64)
                 plain = x[:, 1:1 + 4 * k4].astype(np.int64) @ columns
-                equal(out[:, :panel], plain + init[:, :panel], k4)
-                assert not out[:, panel:].any(), k4
+                hold(out, plain + init[:, :panel], k4)
             init, sums, noise = (rng.integers(-1 << 31, 1 << 31, shape).astype(np.int32)
                                  for shape in (panel + 5, rows + 2, (rows // 2, panel + 7)))
             for stride, pair in (0, np.zeros(rows, int)), (panel + 7, np.arange(rows) // 2):
                 out = np.zeros((rows, panel + 3), np.int32)
                 noisy_products(x, packed, 7, init, sums, noise, stride, 9, out, k4)
                 added = (sums[2:, None] * noise[pair, 3:][:, :panel] >> np.int32(9)) + init[5:]     # int32, wraps
-                equal(out[:, :panel], added + plain.astype(np.int32), k4)
-                assert not out[:, panel:].any(), k4
+                hold(out, added + plain.astype(np.int32), k4)
     for count in (1, 5, 32, 100):
         x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, count + 2), (count, panel)))
         out, plain = np.zeros((rows, panel + 1), np.float32), np.zeros((rows, panel), np.float32)
         chains(x, w, out, count)
         for k in range(count):                                  # fma: exact in extended precision, then rounded once
             plain = (np.asarray(x[:, k, None], np.longdouble) * w[k] + plain).astype(np.float32)
-        equal(out[:, :panel], plain, count)
-        assert not out[:, panel:].any(), count
+        hold(out, plain, count)
     for count in (32, 64, 96, 4096):
         for low, high in ((0, 256), (255, 256)):
             x = rng.integers(low, high, count + 3).astype(np.uint8)
