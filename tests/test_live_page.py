@@ -16,7 +16,7 @@ from http import HTTPStatus
 
 import hypothesis
 import numpy as np
-import pytest
+from pytest import approx, fixture, mark, raises
 from hypothesis import strategies as st
 
 from cluster import auth, hub
@@ -31,7 +31,7 @@ from commands import begin, fails, run
 from readings import configured
 
 
-@pytest.fixture
+@fixture
 def server(tmp_path):
     """A coordinator with a page for everybody."""
     with Server(tmp_path, http=EVERYBODY) as server:
@@ -97,9 +97,9 @@ def test_the_page_its_state_and_metrics(tmp_path):
         sample = dict(step=0, worker="a version 1 peer", prompt="a<script>\nb", text="<img src=x>")
         best = dict(step=0, value=1.0, unit="bits/byte")
         assert state == {**state, **dict(step=1, steps=3, chunks=4, chunks_done=0, loss_unit="bits/byte", best=best,
-                                         loss=pytest.approx(bits, abs=1e-6), name=tmp_path.name, samples=[sample],
+                                         loss=approx(bits, abs=1e-6), name=tmp_path.name, samples=[sample],
                                          island=None, merges=[], finished=False)}
-        assert state["curves"]["loss"] == [[0, pytest.approx(state["seconds"], abs=1e-3), pytest.approx(bits, 1e-4)]]
+        assert state["curves"]["loss"] == [[0, approx(state["seconds"], abs=1e-3), approx(bits, 1e-4)]]
         assert state["curves"]["validation"][0][2] == 1.0
         assert [line["kind"] for line in state["lines"]] == ["joined"]
         packed = ask(server, "/state.json", accept_encoding="gzip, br")
@@ -110,7 +110,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
         assert status == 200 and fields["content-type"].startswith("text/plain; version=0.0.4")
         values = parse_metrics(body.decode())
         assert values == {**values, "egg_steps_total": 1, "egg_tokens_total": 128 * 8, "egg_workers": 1,
-                          'egg_loss{unit="bits/byte"}': pytest.approx(bits, abs=1e-6),
+                          'egg_loss{unit="bits/byte"}': approx(bits, abs=1e-6),
                           'egg_validation{unit="bits/byte"}': 1, 'egg_events_total{event="joined"}': 1}
         assert values["egg_sigma_shift"] == state["sigma_shift"] == cfg.SIGMA_SHIFT
         assert [v for k, v in values.items()
@@ -219,7 +219,7 @@ def test_clients_that_take_their_time_are_closed(server, monkeypatch):
     with contextlib.suppress(OSError):
         deaf.settimeout(0.2)
         deaf.sendall(request("/", close=False) * 1000)  # more answers than the buffers hold, none of them read
-    with pytest.raises(OSError):
+    with raises(OSError):
         for sent, byte in enumerate(request("/" + "x" * 4000)):
             trickling.sendall(bytes([byte]))
             time.sleep(0.01)
@@ -374,11 +374,11 @@ def test_where_the_page_may_be_served():
     assert served("").host == "127.0.0.1"
     assert [*map(split_address, ("80", "[::1]:80", "a.b:0"))] == [("", 80), ("::1", 80), ("a.b", 0)]
     for text in ("", "a", "1:2:3", "99999", "-1", ":80", "a b:80", "80 "):
-        with pytest.raises(ValueError):
+        with raises(ValueError):
             split_address(text)
 
 
-@pytest.mark.parametrize("minutes, steps, least, most", [(None, None, None, None), (60, None, 3590, 3600),
+@mark.parametrize("minutes, steps, least, most", [(None, None, None, None), (60, None, 3590, 3600),
                                                         (60, 3, 0, 60), (None, 3, 0, 60)])
 def test_the_page_knows_how_long_the_run_lasts(tmp_path, minutes, steps, least, most):
     with Server(tmp_path, minutes=minutes, steps=steps, stay=True, http=EVERYBODY) as server:
@@ -390,7 +390,7 @@ def test_the_page_knows_how_long_the_run_lasts(tmp_path, minutes, steps, least, 
         assert left is None if least is None else least <= left <= most
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_a_steep_beginning_does_not_flatten_the_curve():
     source = re.search(r"^function heights.*?^}$", (HERE / "tools" / "live_page.html").read_text(), re.M | re.S)[0]
     steep = [[k, k, 2.8 + 5.2 * 0.8 ** k] for k in range(60)]
@@ -408,7 +408,6 @@ def test_a_busy_port_is_one_line(here):
               f"egg: --http 127.0.0.1:{port}: this port is in use: choose another\n")
     fails(run("coordinator --port 0 --http 0.0.0.0:0"), 2,
           "egg: --http 0.0.0.0:0 would show the run to anybody")
-    fails(run("coordinator --http what"), 2)
 
 
 def test_the_coordinator_with_a_page_needs_neither_numba_nor_threads(tmp_path):
