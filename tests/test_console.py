@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-import pytest
+from pytest import fixture, mark, raises
 
 import egg
 import egg_net
@@ -28,7 +28,7 @@ from tools import train
 
 # --- no traceback -----------------------------------------------------------------------------------------------------
 
-@pytest.fixture
+@fixture
 def clone(tmp_path):
     """The program alone, as a clone without an environment."""
     leave = shutil.ignore_patterns(".git", ".venv", "tests", "docs", "*.bin", "__pycache__", ".*cache", "ckpt*")
@@ -65,11 +65,11 @@ def test_a_missing_module_of_the_program_is_an_error_of_it(monkeypatch):
     import tools
     monkeypatch.delattr(tools, "plot", raising=False)
     monkeypatch.setitem(sys.modules, "tools.plot", None)
-    with pytest.raises(ImportError):
+    with raises(ImportError):
         egg.main(["plot", "ckpt"])
 
 
-@pytest.mark.parametrize("command", ["train --preset laptop --save-dir ckpt", "generate", "coordinator --port 0",
+@mark.parametrize("command", ["train --preset laptop --save-dir ckpt", "generate", "coordinator --port 0",
                                      "worker localhost", "status", "arch"])
 def test_ctrl_c_early_leaves_no_traceback(command, tmp_path, monkeypatch):
     """In the first seconds of a command, from when the program itself has begun, and also while it compiles."""
@@ -94,7 +94,7 @@ def test_ctrl_c_early_leaves_no_traceback(command, tmp_path, monkeypatch):
         assert process.returncode in (130, -signal.SIGINT, 0, 1)
 
 
-@pytest.mark.parametrize("lost", ["str(Last())", "ignored()"])
+@mark.parametrize("lost", ["str(Last())", "ignored()"])
 def test_ctrl_c_that_is_lost_comes_again(lost):
     """Python prints what a callback raises and goes on; some libraries ignore whatever was raised."""
     program = f"""
@@ -187,7 +187,7 @@ def screen(text, columns):
     return rows
 
 
-@pytest.mark.parametrize("columns", [80, 40, 160])
+@mark.parametrize("columns", [80, 40, 160])
 def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     """Of 300 steps: the first is a lasting line, a validation and a sample too, and all others rewrite one line."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -240,7 +240,7 @@ def test_a_worker_leaves_no_status_line(monkeypatch):
         monkeypatch.setattr(train, name, lambda *_: None)
     monkeypatch.setattr(egg_net, "run_worker", ended)
     stream = Lines(terminal=True)
-    with pytest.raises(KeyboardInterrupt):
+    with raises(KeyboardInterrupt):
         train.work(CFG, "localhost", 1, "cpu", console=Console(stream))
     assert "1 chunks done" in stream.text and screen(stream.text, 80)[-1] == ""
 
@@ -271,7 +271,7 @@ def test_a_status_line_that_a_narrower_terminal_has_wrapped_is_removed(monkeypat
     assert console.stream.text.endswith("x" * 99 + "\x1b[2A\r\x1b[J" + "x" * 39)
 
 
-@pytest.mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r", "\x1b[31;1m",
+@mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r", "\x1b[31;1m",
                                      "\x1b[?25l"])
 def test_no_text_steers_a_terminal(hostile, here, monkeypatch, capsys):
     """Console, errors, plots and status: all pass one place."""

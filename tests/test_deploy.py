@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 import kubernetes_validate
-import pytest
+from pytest import mark
 import yaml
 
 import egg
@@ -48,8 +48,8 @@ def container(kind):
 OVERLAYS = ["base", "cpu"] if KUBECTL else ["base"]
 
 
-@pytest.mark.parametrize("minor", range(MINOR - 2, MINOR + 1))
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@mark.parametrize("minor", range(MINOR - 2, MINOR + 1))
+@mark.parametrize("overlay", OVERLAYS)
 def test_manifests_are_valid(overlay, minor):
     kinds = []
     for resource in manifests(overlay):
@@ -58,7 +58,7 @@ def test_manifests_are_valid(overlay, minor):
     assert {"StatefulSet", "Deployment", "Service", "NetworkPolicy", "Namespace"} <= set(kinds)
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@mark.parametrize("overlay", OVERLAYS)
 def test_pods_run_without_rights_and_with_limits(overlay):
     for kind in "StatefulSet", "Deployment":
         pod = next(r for r in manifests(overlay) if r["kind"] == kind)["spec"]["template"]["spec"]

@@ -10,14 +10,14 @@ import time
 from unittest import mock
 
 import numpy as np
-import pytest
+from pytest import approx, mark, raises
 
 import egg
 import egg_config
 import egg_net
 from cluster import admission, event_log, history, wire
 from cluster.console import printable, sample_parts
-from cluster.wire import JOB_REQUEST
+from cluster.wire import JOB_REQUEST, LOG_MESSAGE
 from maintenance import __main__ as maintenance
 from model import data_files
 from tools import calling
@@ -37,7 +37,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
         for _ in range(60):
             peer = Peer2(server)
             for _ in range(40):
-                peer.send(wire.LOG_MESSAGE, b"x" * 16000)
+                peer.send(LOG_MESSAGE, b"x" * 16000)
             peer.send(JOB_REQUEST, 0, 0, 0, bytes(16))
             peer.close()
         server.has_workers(0)
@@ -46,7 +46,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
     assert '"event": "step"' not in (tmp_path / history.EVENTS).read_text()
 
 
-@pytest.mark.parametrize("text", [" " * wire.LOG_MESSAGE.most, "\n" * wire.LOG_MESSAGE.most,
+@mark.parametrize("text", [" " * LOG_MESSAGE.most, "\n" * LOG_MESSAGE.most,
                                   "sample at step " + " " * 16000, "sample at step 1: " * 900, " >>>" * 4000])
 def test_no_message_takes_long(text, tmp_path):
     with told_to(tmp_path) as events:
@@ -146,7 +146,7 @@ def validate(peer, step, tokens=100, n_bytes=200, nats=100.0):
     peer.send(wire.VALIDATION, step, tokens, n_bytes, nats)
 
 
-@pytest.mark.parametrize("tokens, n_bytes, nats", [
+@mark.parametrize("tokens, n_bytes, nats", [
     (1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")), (100, 200, float("inf")),
     (0, 1, 1.0), (1 << 40, 1, 1e6), (1, 1 << 40, 45.0)])
 def test_a_validation_that_cannot_be_right_is_refused(server, tokens, n_bytes, nats):
@@ -227,11 +227,11 @@ def test_a_run_keeps_its_events(tmp_path):
     with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
         losses, updates = zip(*((record[0] / a_step / 16, record[1]) for record in map(run.record, range(5))))
     assert [(e["step"], e["tokens"], e["loss"], e["unit"], e["updates"]) for e in of_kind("step", told)] == [
-        (k, k * a_step, pytest.approx(losses[k] * bits, abs=1e-6), unit, updates[k]) for k in range(5)]
+        (k, k * a_step, approx(losses[k] * bits, abs=1e-6), unit, updates[k]) for k in range(5)]
     log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]
     assert [row[2] for row in log] == [f"{loss:.6f}" for loss in losses]                                # of d-eggs
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
-        [(k, pytest.approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
+        [(k, approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
     sample = of_kind("sample", told)[0]
     assert sample["prompt"] == "ab\nd"
     assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
@@ -297,7 +297,7 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
         for told, losses in (step, [2 * bits]), ({**step, "step": 1, "loss": 7.0, "unit": unit}, [2 * bits, 7.0]):
             write(path, told)
             curve = read_curve(path)
-            assert [point.value for point in curve.loss] == pytest.approx(losses) and curve.loss_unit == unit
+            assert [point.value for point in curve.loss] == approx(losses) and curve.loss_unit == unit
     assert "training loss, bits/token\n" in drawn([path], 80)
 
 
@@ -351,7 +351,7 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up(tmp_path):
     assert len(said) == 1 and "Resource temporarily unavailable" in said[0]
 
 
-@pytest.mark.parametrize("path, reason", [("/nonexistent/log", "No such file"), (".", "Is a directory")])
+@mark.parametrize("path, reason", [("/nonexistent/log", "No such file"), (".", "Is a directory")])
 def test_a_log_that_cannot_be_written_is_one_line_at_the_start(here, path, reason):
     fails(run("coordinator --port 0 --steps 1 --log-json", path), 1, f"egg: {path}: ", reason,
           ": give --log-json a file that can be written\n")
@@ -389,7 +389,7 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
 
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(event_log.WatchError, match="File exists: give a directory"):
+    with raises(event_log.WatchError, match="File exists: give a directory"):
         with told_to(tmp_path, tensorboard=tmp_path / "file"):
             pass
     with told_to(tmp_path, lines := Lines(), tensorboard=tmp_path / "tb") as told:
