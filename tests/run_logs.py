@@ -12,6 +12,10 @@ from tools.curves import read_curve
 from fakes import CFG, Lines
 
 
+A_STEP = dict(step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25, seconds=1.0,
+              elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
+
+
 def events(path):
     """Those in a file, or of the run in a directory."""
     path = path / history.EVENTS if path.is_dir() else path

@@ -18,7 +18,7 @@ import egg
 import egg_config
 import egg_net
 from cluster import admission, auth, event_log, greeting, hub, snapshots, status, trust, wire
-from cluster.auth import Access, AuthError, client_tls, listen_host, read_secret, server_tls, user_key
+from cluster.auth import Access, AuthError, client_tls, listen_host, page_password, read_secret, server_tls, user_key
 from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME, frame
 from coordinators import Peer, Peer2, Server, idle, listening, refused, run_worker, turned_away, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
@@ -61,7 +61,7 @@ def test_ray_warns_once_of_a_secret_that_others_may_read(here, monkeypatch, caps
     (here / "s").chmod(0o644)
     monkeypatch.setitem(sys.modules, "deploy.ray", SimpleNamespace(
         train=lambda cfg, args, secret, options, console: print(
-            auth.page_password(secret) == options["http"].password)))
+            page_password(secret) == options["http"].password)))
     assert egg.main("ray --save-dir x --secret-file s --http 0".split()) == 0
     said = capsys.readouterr()
     assert said.out == "True\n" and said.err.count("others on this machine may read") == 1
@@ -298,8 +298,8 @@ def test_a_coordinator_proves_itself_once_and_with_a_slow_key():
     for another in host, greeting.Host(b""):
         with raises(wire.FrameError):
             another.handle(wire.PROVE, b"")
-    password = auth.page_password(SECRET)
-    assert len(password) == 32 and SECRET.decode() not in password and auth.page_password(b"") == ""
+    password = page_password(SECRET)
+    assert len(password) == 32 and SECRET.decode() not in password and page_password(b"") == ""
     auth.stretched.cache_clear()
     started = time.process_time()
     auth.stretched(b"a guess of the secret")
@@ -358,10 +358,10 @@ def test_the_key_of_a_user_stays_and_is_private(tmp_path, monkeypatch):
     assert len(user_key()) == 32
 
 
-@mark.parametrize("modes, found", [
-    ((0o1777, 0o755, 0o755), None), ((0o1777, 0o755, 0o1777), 2), ((0o777, 0o700, 0o777), 0),
-    ((0o755, 0o770, 0o700), 1), ((0o1777, 0o700, 0o777), None), ((0o755, 0o711, 0o777), 2),
-    ((0o1777, 0o1777, 0o755), None)])
+@mark.parametrize("modes, found", {
+    (0o1777, 0o755, 0o755): None, (0o1777, 0o755, 0o1777): 2, (0o777, 0o700, 0o777): 0,
+    (0o755, 0o770, 0o700): 1, (0o1777, 0o700, 0o777): None, (0o755, 0o711, 0o777): 2,
+    (0o1777, 0o1777, 0o755): None}.items())
 def test_what_others_may_replace(modes, found):
     way = [(f"/{k}", 7, mode) for k, mode in enumerate(modes)]
     assert auth.replaceable(7, way) == (None if found is None else f"/{found}")

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
+from pytest import approx, fixture, importorskip
 
 import egg
 import egg_config
@@ -44,10 +44,10 @@ class Clocked(FakeEngine):
         return super().update(fitness)
 
 
-@pytest.fixture
+@fixture
 def fake(monkeypatch):
     """The configurations of the engines that `bench` makes on a GPU with wgmma and 2 TOP/s."""
-    cuda_engine = pytest.importorskip("engine.cuda_engine")
+    cuda_engine = importorskip("engine.cuda_engine")
     monkeypatch.setattr(Clocked, "made", [])
     monkeypatch.setattr(bench, "time", Clock())
     monkeypatch.setattr(engines, "make", lambda cfg, tokens, device, threads: Clocked(cfg))
@@ -82,8 +82,8 @@ def test_table_has_a_row_for_each_shape_and_instruction(fake, capsys):
     assert [cfg.POPULATION_SIZE for cfg in fake] == 4 * [8 * CFG.CHUNK_SIZE]
     for members, speed, tops, share, update in found.values():
         # 32 members of 8 tokens in 8 ms
-        assert members == "32" and float(speed) == pytest.approx(0.032, abs=0.001) and 2 <= float(update) < 2.2
-        assert float(share.rstrip("%")) == pytest.approx(100 * float(tops) / 2, abs=0.3)
+        assert members == "32" and float(speed) == approx(0.032, abs=0.001) and 2 <= float(update) < 2.2
+        assert float(share.rstrip("%")) == approx(100 * float(tops) / 2, abs=0.3)
     assert err.splitlines() == [f"egg: {name}, {i} of 4" for i, (name, _) in enumerate(found, 1)]
 
 
@@ -113,7 +113,7 @@ def test_a_gpu_has_every_figure(fake, monkeypatch, capsys):
     bench.bench_engine(CFG, np.zeros(1000, np.uint8), "cuda:0", None)
     out = capsys.readouterr().out
     noise, = re.findall(r"noise costs (.*)% of evaluation", out)
-    assert float(noise) == pytest.approx(50, abs=1) and "ready in 1.0 s; int8 peak at the highest clock 2 TOP/s" in out
+    assert float(noise) == approx(50, abs=1) and "ready in 1.0 s; int8 peak at the highest clock 2 TOP/s" in out
     for words in (r"evaluation  0\.03 M tokens/s, 0 TOP/s, .*% of the peak; .* ms for 256 tokens",
                   rf"update      \d+\.\d\d ms for {CFG.POPULATION_SIZE} members", r"digest      [\d.]+ ms for .* MB",
                   r"validation  [\d,]+ tokens/s", r"generation  [\d,]+ tokens/s \(prompt \d+, 512 new\)",
@@ -150,5 +150,5 @@ def test_whole_steps_on_a_cpu(compiled, monkeypatch, capsys):
     evaluated = int(members) * CFG.SEQ_LEN / (float(speed) * 1e6)
     assert columns[0] == "small" and float(step) > 0
     expected = 1 - (8 * evaluated + float(update) / 1e3) / (float(step) / 1e3)
-    assert float(beyond.rstrip("%")) == pytest.approx(100 * expected, abs=5)
+    assert float(beyond.rstrip("%")) == approx(100 * expected, abs=5)
     assert "large" in out[-1] and "needs a GPU" in out[-1]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-import pytest
+from pytest import fixture, mark, raises
 
 import egg
 import egg_net
@@ -22,13 +22,13 @@ from cluster.console import Console
 from commands import CFG, DEFINES, TEXT, begin, fails, paste, process, python_in, run
 from fakes import Lines
 from recordings import HERE, python
-from run_logs import write
+from run_logs import A_STEP, write
 from tools import train
 
 
 # --- no traceback -----------------------------------------------------------------------------------------------------
 
-@pytest.fixture
+@fixture
 def clone(tmp_path):
     """The program alone, as a clone without an environment."""
     leave = shutil.ignore_patterns(".git", ".venv", "tests", "docs", "*.bin", "__pycache__", ".*cache", "ckpt*")
@@ -65,11 +65,11 @@ def test_a_missing_module_of_the_program_is_an_error_of_it(monkeypatch):
     import tools
     monkeypatch.delattr(tools, "plot", raising=False)
     monkeypatch.setitem(sys.modules, "tools.plot", None)
-    with pytest.raises(ImportError):
+    with raises(ImportError):
         egg.main(["plot", "ckpt"])
 
 
-@pytest.mark.parametrize("command", ["train --preset laptop --save-dir ckpt", "generate", "coordinator --port 0",
+@mark.parametrize("command", ["train --preset laptop --save-dir ckpt", "generate", "coordinator --port 0",
                                      "worker localhost", "status", "arch"])
 def test_ctrl_c_early_leaves_no_traceback(command, tmp_path, monkeypatch):
     """In the first seconds of a command, from when the program itself has begun, and also while it compiles."""
@@ -94,22 +94,24 @@ def test_ctrl_c_early_leaves_no_traceback(command, tmp_path, monkeypatch):
         assert process.returncode in (130, -signal.SIGINT, 0, 1)
 
 
-@pytest.mark.parametrize("lost", ["str(Last())", "ignored()"])
+@mark.parametrize("lost", ["str(Last())", "ignored()"])
 def test_ctrl_c_that_is_lost_comes_again(lost):
     """Python prints what a callback raises and goes on; some libraries ignore whatever was raised."""
-    program = ("import signal, sys, time\n"
-               "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-               "import egg, egg_config\n"
-               "class Last:\n"
-               "    def __del__(self):\n"
-               "        signal.raise_signal(signal.SIGINT)\n"
-               "def ignored():\n"
-               "    try:\n"
-               "        signal.raise_signal(signal.SIGINT)\n"
-               "    except BaseException:\n"
-               "        pass\n"
-               f"egg_config.load = lambda *_, **__: ({lost}, time.sleep(60))\n"
-               "sys.exit(egg.main(['arch']))\n")
+    program = f"""
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+import egg, egg_config
+class Last:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+def ignored():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:
+        pass
+egg_config.load = lambda *_, **__: ({lost}, time.sleep(60))
+sys.exit(egg.main(['arch']))
+"""
     ended = process("", python=[sys.executable, "-c"], program=program, env={"PYTHONPATH": HERE}, timeout=50)
     assert (ended.returncode, ended.stderr) == (130, "")
 
@@ -161,9 +163,7 @@ def test_commands_in_messages_are_those_of_this_directory(here, monkeypatch):
 
 # --- the console ------------------------------------------------------------------------------------------------------
 
-STEP_EVENT = {"event": "step", "step": 1, "tokens": 9, "loss": 1.0, "unit": "bits/byte", "seconds": 0.03,
-              "elapsed": 1.0, "updates": 1, "reports": 1, "tokens_per_second": 9.0, "learning_rate": 0.5, "sent": 1,
-              "received": 1}
+STEP_EVENT = {"event": "step", **A_STEP}
 
 
 def begun(step=0, **limits):
@@ -187,7 +187,7 @@ def screen(text, columns):
     return rows
 
 
-@pytest.mark.parametrize("columns", [80, 40, 160])
+@mark.parametrize("columns", [80, 40, 160])
 def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     """Of 300 steps: the first is a lasting line, a validation and a sample too, and all others rewrite one line."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -223,7 +223,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch, tmp_path, capsys):
     console.line("a\x1b[2Jb")
     console.clear()
     text = console.stream.text
-    assert text.startswith("Step 1 | ") and text.count("\n") == 2 and "\x1b" not in text
+    assert text.startswith("Step 7 | ") and text.count("\n") == 2 and "\x1b" not in text
     write(tmp_path / "log", *({**STEP_EVENT, "step": k, "tokens": k} for k in range(9)))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert egg.main(["plot", f"{tmp_path}/log"]) == 0 and "\x1b" not in capsys.readouterr().out
@@ -240,7 +240,7 @@ def test_a_worker_leaves_no_status_line(monkeypatch):
         monkeypatch.setattr(train, name, lambda *_: None)
     monkeypatch.setattr(egg_net, "run_worker", ended)
     stream = Lines(terminal=True)
-    with pytest.raises(KeyboardInterrupt):
+    with raises(KeyboardInterrupt):
         train.work(CFG, "localhost", 1, "cpu", console=Console(stream))
     assert "1 chunks done" in stream.text and screen(stream.text, 80)[-1] == ""
 
@@ -271,7 +271,7 @@ def test_a_status_line_that_a_narrower_terminal_has_wrapped_is_removed(monkeypat
     assert console.stream.text.endswith("x" * 99 + "\x1b[2A\r\x1b[J" + "x" * 39)
 
 
-@pytest.mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r", "\x1b[31;1m",
+@mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r", "\x1b[31;1m",
                                      "\x1b[?25l"])
 def test_no_text_steers_a_terminal(hostile, here, monkeypatch, capsys):
     """Console, errors, plots and status: all pass one place."""
@@ -377,4 +377,4 @@ def test_lines_last_every_ten_seconds_and_verbose_has_them_all(monkeypatch):
     verbose = Console(Lines(terminal=True), verbose=True)
     for _ in range(5):
         verbose.emit(STEP_EVENT, None)
-    assert verbose.stream.text.count("\n") == 5 and verbose.stream.text.startswith("Step 1 | Tokens: ")
+    assert verbose.stream.text.count("\n") == 5 and verbose.stream.text.startswith("Step 7 | Tokens: ")

@@ -5,11 +5,12 @@ import math
 import re
 
 import numpy as np
-import pytest
+from numpy import uint32, int32, uint8
+from pytest import approx, mark
 
 import egg_config
 from model import data_files
-from model.data_files import DataError, open_tokens
+from model.data_files import DataError, Decoding, load_decoding, open_tokens, open_validation, references, Validation
 from coordinators import refused
 from recordings import HERE, write_decoding
 
@@ -27,20 +28,22 @@ def write_tokens(path, tokens, kind="<u4"):
 def test_tokens_are_mapped_and_checked(tmp_path):
     tokens = np.arange(50) % 300
     got = open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
-    assert isinstance(got, np.memmap) and got.dtype == np.uint32 and not got.flags.writeable
+    assert isinstance(got, np.memmap) and got.dtype == uint32 and not got.flags.writeable
     assert (got == tokens).all()
     got = open_tokens(BYTES, write_tokens(tmp_path / "b", tokens % 256, "u1"))
-    assert isinstance(got, np.memmap) and got.dtype == np.uint8 and got.size == 50
+    assert isinstance(got, np.memmap) and got.dtype == uint8 and got.size == 50
+    # as few as a window takes
+    assert open_tokens(BASE, write_tokens(tmp_path / "c", range(10))).size == 10
 
 
-@pytest.mark.parametrize("content, words", [
-    (None, "is missing"),
-    (b"", "is empty"),
-    (bytes(41), "cut short"),
-    (np.full(50, 300, "<u4").tobytes(), "holds token 300, but VOCAB_SIZE is 300"),
-    (np.r_[np.zeros(60), 1 << 31].astype("<u4").tobytes(), "holds token 2147483648"),
-    (bytes(4 * 9), "9 tokens, too few for a window of SEQ_LEN = 8: 10 are needed"),
-])
+@mark.parametrize("content, words", {
+    None: "is missing",
+    b"": "is empty",
+    bytes(41): "cut short",
+    np.full(50, 300, "<u4").tobytes(): "holds token 300, but VOCAB_SIZE is 300",
+    np.r_[np.zeros(60), 1 << 31].astype("<u4").tobytes(): "holds token 2147483648",
+    bytes(4 * 9): "9 tokens, too few for a window of SEQ_LEN = 8: 10 are needed",
+}.items())
 def test_bad_token_files(tmp_path, content, words):
     path = tmp_path / "input.bin"
     if content is not None:
@@ -58,17 +61,13 @@ def test_largest_token_is_found_in_any_block(tmp_path, monkeypatch):
             open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
 
 
-def test_ten_tokens_are_enough_for_a_window_of_eight(tmp_path):
-    assert open_tokens(BASE, write_tokens(tmp_path / "a", range(10))).size == 10
-
-
 def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "BLOCK", 7)
     pieces = [b"a", b"", b"bcd", b"\xff\x00", "\u6625".encode()]
     tokens = np.random.default_rng(1).integers(0, 5, 100)
     cfg = BYTES.changed(DETOKENIZE=1, DECODING_FILE=write_decoding(tmp_path / "d", pieces))
     got = open_tokens(cfg, write_tokens(tmp_path / "a", tokens))
-    assert got.dtype == np.uint8 and got.tobytes() == b"".join(pieces[t] for t in tokens)
+    assert got.dtype == uint8 and got.tobytes() == b"".join(pieces[t] for t in tokens)
     with refused("holds token 5, but .* only has 5", DataError):
         open_tokens(cfg, write_tokens(tmp_path / "a", [5] * 100))
     (tmp_path / "d").unlink()
@@ -86,7 +85,7 @@ def test_tokens_are_not_read_as_bytes(tmp_path):
             with refused(rf"{path}.* holds tokens \(uint32\), not bytes: ", DataError):
                 read(path)
         assert (open_tokens(BASE.changed(VOCAB_SIZE=max(most, 257)), path) == tokens).all()
-    for data in ("plain text".encode("utf-16-le") * 4, bytes(64), rng.integers(0, 256, 64, np.uint8).tobytes(),
+    for data in ("plain text".encode("utf-16-le") * 4, bytes(64), rng.integers(0, 256, 64, uint8).tobytes(),
                  np.arange(1 << 20, (1 << 20) + 64).astype("<u4").tobytes()):
         (tmp_path / "bytes").write_bytes(data)
         assert open_tokens(BYTES, str(tmp_path / "bytes")).tobytes() == data
@@ -99,7 +98,7 @@ def test_tokens_are_not_read_as_bytes(tmp_path):
 
 def test_decoding_reads_what_was_written(tmp_path):
     pieces = [b"a", b"", b" the", b"\xf0\x9f", b"\x9a\x80"]
-    decoding = data_files.Decoding.read(write_decoding(tmp_path / "d", pieces))
+    decoding = Decoding.read(write_decoding(tmp_path / "d", pieces))
     assert len(decoding) == 5 and decoding.lengths.tolist() == [1, 0, 4, 2, 2]
     assert decoding.decode([2, 1, 0, 3, 4]) == b" thea\xf0\x9f\x9a\x80"
     assert decoding.expand(np.array([2, 1, 0, 3, 4])).tobytes() == b" thea\xf0\x9f\x9a\x80"
@@ -113,7 +112,7 @@ def number(value):
     return value.to_bytes(4, "little")
 
 
-@pytest.mark.parametrize("content", [
+@mark.parametrize("content", [
     b"", b"\x01\x00", number(0), number(1 << 31) + bytes(100),
     number(2) + number(1) + b"a",
     number(2) + number(1) + b"a" + number(9) + b"ab",
@@ -124,23 +123,20 @@ def test_damaged_decoding(tmp_path, content):
     path = tmp_path / "decoding.bin"
     path.write_bytes(content)
     with refused(f"{path}.* is damaged", DataError):
-        data_files.load_decoding(BASE.changed(DECODING_FILE=str(path)))
+        load_decoding(BASE.changed(DECODING_FILE=str(path)))
 
 
 def test_missing_decoding_is_a_warning(tmp_path, capsys):
     cfg = BASE.changed(DECODING_FILE=str(tmp_path / "none"), VAL_FILE=write_tokens(tmp_path / "v", range(40)))
     said = []
-    assert data_files.load_decoding(cfg, said.append) is None
-    assert data_files.load_decoding(cfg) is None
+    assert load_decoding(cfg, said.append) is None
+    assert load_decoding(cfg) is None
     assert len(said) == 1 and capsys.readouterr().err == f"egg: {said[0]}\n" and "bits per token" in said[0]
-    validation = data_files.open_validation(cfg, None)
+    validation = open_validation(cfg, None)
     assert validation.unit == "bits/token"
-    assert validation.bits(validation.windows[:, 1:].size * math.log(2)) == pytest.approx(1)
-
-
-def test_bytes_need_no_decoding():
-    decoding = data_files.load_decoding(egg_config.make(VOCAB_SIZE=256, DECODING_FILE="none"))
-    assert decoding.decode(range(256)) == bytes(range(256))
+    assert validation.bits(validation.windows[:, 1:].size * math.log(2)) == approx(1)
+    # bytes need none
+    assert load_decoding(BYTES.changed(DECODING_FILE="none")).decode(range(256)) == bytes(range(256))
 
 
 # --- validation and references ----------------------------------------------------------------------------------------
@@ -148,22 +144,22 @@ def test_bytes_need_no_decoding():
 def test_validation_windows_are_whole_and_evenly_spaced(tmp_path):
     path = write_tokens(tmp_path / "v", np.arange(8 * 20 + 1))
     pieces = [b"x" * (1 + t % 3) for t in range(300)]
-    decoding = data_files.Decoding(pieces)
+    decoding = Decoding(pieces)
     for limit, starts in ((0, range(0, 160, 8)), (10 ** 9, range(0, 160, 8)), (32, (0, 40, 80, 120)),
                           (47, (0, 32, 64, 96, 128)), (1, (0,))):
-        validation = data_files.open_validation(BASE.changed(VAL_FILE=path, VALIDATE_TOKENS=limit), decoding)
+        validation = open_validation(BASE.changed(VAL_FILE=path, VALIDATE_TOKENS=limit), decoding)
         assert validation.windows.tolist() == [list(range(s, s + 9)) for s in starts]
         assert validation.n_bytes == sum(len(pieces[t]) for s in starts for t in range(s + 1, s + 9))
-        assert validation.unit == "bits/byte" and validation.bits(math.log(2) * validation.n_bytes) == pytest.approx(1)
+        assert validation.unit == "bits/byte" and validation.bits(math.log(2) * validation.n_bytes) == approx(1)
 
 
 def test_validation_off_missing_or_wrong(tmp_path):
     path, said = write_tokens(tmp_path / "v", range(40)), []
-    assert data_files.open_validation(BASE.changed(VAL_FILE=path, VALIDATE_EVERY=0), None) is None
-    assert data_files.open_validation(BASE.changed(VAL_FILE=path + "x"), None, said.append) is None
+    assert open_validation(BASE.changed(VAL_FILE=path, VALIDATE_EVERY=0), None) is None
+    assert open_validation(BASE.changed(VAL_FILE=path + "x"), None, said.append) is None
     assert len(said) == 1 and "is missing: no validation" in said[0]
     with refused("holds token 39, but .* only has 30: the files of one", DataError):
-        data_files.open_validation(BASE.changed(VAL_FILE=path), data_files.Decoding([b"x"] * 30))
+        open_validation(BASE.changed(VAL_FILE=path), Decoding([b"x"] * 30))
 
 
 def bits_by_hand(train, vocab, windows, length):
@@ -182,43 +178,43 @@ def bits_by_hand(train, vocab, windows, length):
                for row in windows.tolist() for t in range(1, len(row)))
 
 
-@pytest.mark.parametrize("vocab", [7, 70000])        # pair codes of 32 and of 64 bits
+@mark.parametrize("vocab", [7, 70000])        # pair codes of 32 and of 64 bits
 def test_references_agree_with_the_plain_formulas(vocab):
     rng = np.random.default_rng(3)
-    train = rng.integers(0, 6, 500).astype(np.uint32) * (vocab // 7)
+    train = rng.integers(0, 6, 500).astype(uint32) * (vocab // 7)
     windows = rng.integers(0, 7, (6, 9)) * (vocab // 7)
-    validation = data_files.Validation(windows.astype(np.int32), 100, "bits/byte")
+    validation = Validation(windows.astype(int32), 100, "bits/byte")
     want = [48 * math.log2(vocab), *(bits_by_hand(train, vocab, windows, length) for length in (0, 1))]
-    got = data_files.references(egg_config.Config(VOCAB_SIZE=vocab), train, validation)
+    got = references(egg_config.Config(VOCAB_SIZE=vocab), train, validation)
     assert [*got] == ["uniform", "unigram", "bigram"]
-    assert [*got.values()] == pytest.approx([bits / 100 for bits in want])
+    assert [*got.values()] == approx([bits / 100 for bits in want])
 
 
 def test_tables_of_contexts_against_counting_by_hand():
     rng = np.random.default_rng(5)
-    train = rng.integers(0, 3, 200).astype(np.uint8)
-    windows = rng.integers(0, 4, (3, 8)).astype(np.int32)
-    validation = data_files.Validation(windows, 21, "bits/byte")
+    train = rng.integers(0, 3, 200).astype(uint8)
+    windows = rng.integers(0, 4, (3, 8)).astype(int32)
+    validation = Validation(windows, 21, "bits/byte")
     want = [bits_by_hand(train, 256, windows, length) / 21 for length in (2, 3)]
-    assert [*data_files.context_tables(train, validation, (2, 3)).values()] == pytest.approx(want)
+    assert [*data_files.context_tables(train, validation, (2, 3)).values()] == approx(want)
 
 
 def test_references_of_a_large_file_come_from_parts_of_it(monkeypatch):
     """Counting 64 of 500 tokens, spread over the file, must still find both halves of it."""
     monkeypatch.setattr(data_files, "REFERENCE_TOKENS", 64)
-    train = np.repeat(np.array([1, 2], np.uint32), 250)
-    validation = data_files.Validation(np.array([[1, 1, 2, 2, 2]] * 4, np.int32), 16, "bits/byte")
-    got = data_files.references(egg_config.Config(VOCAB_SIZE=300), train, validation)
+    train = np.repeat(np.array([1, 2], uint32), 250)
+    validation = Validation(np.array([[1, 1, 2, 2, 2]] * 4, int32), 16, "bits/byte")
+    got = references(egg_config.Config(VOCAB_SIZE=300), train, validation)
     assert got["bigram"] < got["unigram"] < got["uniform"]
 
 
 def test_shipped_files_belong_together(monkeypatch):
     monkeypatch.chdir(HERE)
     cfg = egg_config.make(VALIDATE_TOKENS=0)
-    decoding = data_files.load_decoding(cfg)
+    decoding = load_decoding(cfg)
     assert len(decoding) == cfg.VOCAB_SIZE and decoding.decode(range(256)) == bytes(range(256))
-    train, validation = open_tokens(cfg, cfg.INPUT_FILE), data_files.open_validation(cfg, decoding)
+    train, validation = open_tokens(cfg, cfg.INPUT_FILE), open_validation(cfg, decoding)
     assert 0.04 < validation.n_bytes / decoding.lengths[train].sum() < 0.06
-    figures = data_files.references(cfg, train, validation)
+    figures = references(cfg, train, validation)
     assert 3.5 < figures["uniform"] < 3.8 and 2.4 < figures["unigram"] < 2.7 and 1.7 < figures["bigram"] < 2.0
     assert "the" in data_files.text(decoding, train[:200])

@@ -1,22 +1,21 @@
-"""deploy/: manifests, the image, and what `egg.py ray` says where Ray is not installed. tests/test_ray.py runs Ray."""
+"""deploy/: manifests and the image. tests/test_ray.py runs Ray."""
 
 import functools
 import os
 import pathlib
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 
 import kubernetes_validate
-import pytest
+from pytest import mark
 import yaml
 
 import egg
 import egg_config
+from coordinators import free_port
 from fakes import SECRET
 from recordings import HERE
 
@@ -49,8 +48,8 @@ def container(kind):
 OVERLAYS = ["base", "cpu"] if KUBECTL else ["base"]
 
 
-@pytest.mark.parametrize("minor", range(MINOR - 2, MINOR + 1))
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@mark.parametrize("minor", range(MINOR - 2, MINOR + 1))
+@mark.parametrize("overlay", OVERLAYS)
 def test_manifests_are_valid(overlay, minor):
     kinds = []
     for resource in manifests(overlay):
@@ -59,7 +58,7 @@ def test_manifests_are_valid(overlay, minor):
     assert {"StatefulSet", "Deployment", "Service", "NetworkPolicy", "Namespace"} <= set(kinds)
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@mark.parametrize("overlay", OVERLAYS)
 def test_pods_run_without_rights_and_with_limits(overlay):
     for kind in "StatefulSet", "Deployment":
         pod = next(r for r in manifests(overlay) if r["kind"] == kind)["spec"]["template"]["spec"]
@@ -79,9 +78,7 @@ def test_the_probes_tell_whether_a_coordinator_serves(tmp_path):
     """The commands and arguments of the manifests, with the paths and ports of this machine."""
     pod = container("StatefulSet")
     probes = [pod[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environ = {**os.environ, "EGG_SECRET": SECRET.decode(), "EGG_PORT": str(port), "EGG_PRESET": "best"}
 
     def healthy():
@@ -103,13 +100,6 @@ def test_the_probes_tell_whether_a_coordinator_serves(tmp_path):
         coordinator.send_signal(signal.SIGTERM)
         coordinator.communicate(timeout=60)
     assert coordinator.returncode == 0 and healthy() == {1}
-
-
-def test_without_ray_a_line_says_what_to_install(tmp_path):
-    for command in ["ray", "--save-dir", "x"], ["sweep", "x.toml"]:
-        program = f"import sys; sys.modules['ray'] = None; import egg; sys.exit(egg.main({command}))"
-        done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
-        assert done.returncode == 1 and re.fullmatch("egg: .*requirements/ray.txt\n", done.stderr), done.stderr
 
 
 def has_base():

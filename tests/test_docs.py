@@ -34,6 +34,11 @@ def anchor(heading):
     return re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).lower()).replace(" ", "-")
 
 
+def document(name):
+    """The text of docs/<name>.md."""
+    return (HERE / "docs" / f"{name}.md").read_text()
+
+
 def headings(path):
     return {anchor(match[1]) for match in re.finditer(r"^#+ (.*)$", path.read_text(), re.MULTILINE)}
 
@@ -56,7 +61,7 @@ def test_the_readme_repeats_figures_of_the_benchmarks():
     section = text.partition("\n## Figures\n")[2].partition("\n## ")[0]
     repeated = numbers(" ".join([*re.findall(r"\(tables of bytes: [^)]*", text),
                                  *(cell for row in rows(section) for cell in row[1:])]))
-    measured = [number for number, _ in numbers((HERE / "docs" / "BENCHMARKS.md").read_text())]
+    measured = [number for number, _ in numbers(document("BENCHMARKS"))]
     assert len(repeated) > 20
     assert [number for number, decimals in repeated
             if all(abs(number - one) > 0.501 * 10 ** -decimals for one in measured)] == []
@@ -102,15 +107,15 @@ def test_files_of_the_program_exist(path):
 
 def test_the_tables_of_constants_and_presets_are_those_of_the_program():
     printed = python(HERE / "egg_config.py")
-    assert printed in (HERE / "docs" / "CONFIGURATION.md").read_text(), "python egg_config.py prints what stands there"
+    written = document("CONFIGURATION")
+    assert printed in written, "python egg_config.py prints what stands there"
     described = {row[0] for row in rows(printed)}
     assert described == {"constant", *egg_config.CONSTANTS} and printed == egg_config.tables() + "\n"
-    overview = {row[0] for row in rows((HERE / "docs" / "CONFIGURATION.md").read_text())}
-    assert overview >= {*egg_config.PRESETS}
+    assert {row[0] for row in rows(written)} >= {*egg_config.PRESETS}
 
 
 def test_references_to_the_contract_lead_to_a_section():
-    sections = {int(match[1]) for match in re.finditer(r"^## (\d+)\. ", (HERE / "docs" / "SPEC.md").read_text(), re.M)}
+    sections = {int(match[1]) for match in re.finditer(r"^## (\d+)\. ", document("SPEC"), re.M)}
     assert sections == set(range(1, 23))
     for path in [*SOURCES, README, *DOCS]:
         for match in re.finditer(r"\bSPEC(?: sections?)? (\d+(?:(?:, | to | and )\d+)*)", path.read_text()):
@@ -136,7 +141,7 @@ def test_commands_are_understood(path):
 
 
 def test_every_island_of_the_document_has_its_workers():
-    text = (HERE / "docs" / "ISLANDS.md").read_text()
+    text = document("ISLANDS")
     islands = re.findall(r"egg\.py coordinator --preset (\w+) --island \w+ \$peers (-D ISLAND_SEED=\d) ", text)
     workers = re.findall(r"\./run-workers\.sh [\d.]+ --preset (\w+) (-D ISLAND_SEED=\d) ", text)
     assert len(islands) == 2 and islands == workers
@@ -155,7 +160,7 @@ def test_examples_of_the_help_are_understood():
 
 
 def test_the_frame_in_hex_is_a_frame():
-    text = (HERE / "docs" / "PROTOCOL.md").read_text()
+    text = document("PROTOCOL")
     block = text[text.index("    4a4f4253"):].partition("\n\n")[0]
     written = "".join(re.match(r" +((?:[0-9a-f]+ )*[0-9a-f]+)(?: {2}|$)", line)[1] for line in block.split("\n"))
     fitness = fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8))
@@ -164,14 +169,14 @@ def test_the_frame_in_hex_is_a_frame():
 
 
 def test_every_frame_is_in_the_protocol():
-    table = {row[1]: row[0] for row in rows((HERE / "docs" / "PROTOCOL.md").read_text()) if row[0].isdigit()}
+    table = {row[1]: row[0] for row in rows(document("PROTOCOL")) if row[0].isdigit()}
     opcodes = {name: getattr(wire, name) for limits in wire.limits(egg_config.make()).values()
                for name in map(wire.NAMES.get, limits)}
     assert {name: int(table.get(name, -1)) for name in opcodes} == opcodes
 
 
 def test_every_event_and_metric_is_described():
-    text = (HERE / "docs" / "EVENTS.md").read_text()
+    text = document("EVENTS")
     described = {name for row in rows(text) for name in row[0].split(", ")}
     trees = [ast.parse(path.read_text()) for path in SOURCES if HERE / "tests" not in path.parents]
     calls = [node for tree in trees for node in ast.walk(tree)

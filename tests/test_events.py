@@ -10,14 +10,14 @@ import time
 from unittest import mock
 
 import numpy as np
-import pytest
+from pytest import approx, mark, raises
 
 import egg
 import egg_config
 import egg_net
 from cluster import admission, event_log, history, wire
 from cluster.console import printable, sample_parts
-from cluster.wire import JOB_REQUEST
+from cluster.wire import JOB_REQUEST, LOG_MESSAGE
 from maintenance import __main__ as maintenance
 from model import data_files
 from tools import calling
@@ -26,7 +26,7 @@ from coordinators import Peer, Peer2, Server, callers, cluster, refused, until
 from fakes import CFG, FakeEngine, Lines, VALIDATION, changed, full
 from pages import EVERYBODY, page_shows, state_of
 from recordings import HERE
-from run_logs import drawn, events, example, of_kind, told_to, write
+from run_logs import A_STEP, drawn, events, example, of_kind, told_to, write
 from commands import fails, run
 
 
@@ -37,7 +37,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
         for _ in range(60):
             peer = Peer2(server)
             for _ in range(40):
-                peer.send(wire.LOG_MESSAGE, b"x" * 16000)
+                peer.send(LOG_MESSAGE, b"x" * 16000)
             peer.send(JOB_REQUEST, 0, 0, 0, bytes(16))
             peer.close()
         server.has_workers(0)
@@ -46,7 +46,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
     assert '"event": "step"' not in (tmp_path / history.EVENTS).read_text()
 
 
-@pytest.mark.parametrize("text", [" " * wire.LOG_MESSAGE.most, "\n" * wire.LOG_MESSAGE.most,
+@mark.parametrize("text", [" " * LOG_MESSAGE.most, "\n" * LOG_MESSAGE.most,
                                   "sample at step " + " " * 16000, "sample at step 1: " * 900, " >>>" * 4000])
 def test_no_message_takes_long(text, tmp_path):
     with told_to(tmp_path) as events:
@@ -66,11 +66,11 @@ def test_a_sample_that_two_workers_send_is_one_event(tmp_path):
 
 
 def test_what_is_a_sample():
-    for text, parts in (("  sample at step 5: >>> a: >>> b", ("  sample at step 5: ", 5, ">>> a:", "b")),
-                        ("sample at step 5:  >>> b", ("sample at step 5: ", 5, "", "b")),
-                        ("a sample at step 5: x >>> b", ("", None, "a sample at step 5: x", "b")),
-                        (f"sample at step {'1' * 19}: x >>> b", ("", None, f"sample at step {'1' * 19}: x", "b")),
-                        ("    >>> b", ("   ", None, "", "b")), ("sample at step 5: x", None)):
+    for text, parts in {"  sample at step 5: >>> a: >>> b": ("  sample at step 5: ", 5, ">>> a:", "b"),
+                        "sample at step 5:  >>> b": ("sample at step 5: ", 5, "", "b"),
+                        "a sample at step 5: x >>> b": ("", None, "a sample at step 5: x", "b"),
+                        f"sample at step {'1' * 19}: x >>> b": ("", None, f"sample at step {'1' * 19}: x", "b"),
+                        "    >>> b": ("   ", None, "", "b"), "sample at step 5: x": None}.items():
         assert sample_parts(text) == parts
 
 
@@ -87,8 +87,6 @@ def test_what_peers_cause_is_bounded_for_each_host_and_for_all(tmp_path):
 
 
 JOINED = dict(worker="w", address="a", device="d", step=0)
-A_STEP = dict(step=7, tokens=70, loss=1.5, unit="bits/byte", updates=3, reports=1, learning_rate=0.25, seconds=1.0,
-              elapsed=8.0, tokens_per_second=10.0, sent=1, received=2)
 
 
 def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
@@ -148,7 +146,7 @@ def validate(peer, step, tokens=100, n_bytes=200, nats=100.0):
     peer.send(wire.VALIDATION, step, tokens, n_bytes, nats)
 
 
-@pytest.mark.parametrize("tokens, n_bytes, nats", [
+@mark.parametrize("tokens, n_bytes, nats", [
     (1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")), (100, 200, float("inf")),
     (0, 1, 1.0), (1 << 40, 1, 1e6), (1, 1 << 40, 45.0)])
 def test_a_validation_that_cannot_be_right_is_refused(server, tokens, n_bytes, nats):
@@ -169,7 +167,7 @@ def test_a_validation_counts_from_the_holder_of_chunk_0_alone(tmp_path):
             if kind is Peer:
                 idle.close()
                 server.has_workers(0)
-        assert progress.validations == []
+        assert not progress.validations
         validate(idle, 0)                                        # it holds chunk 0 now, and is alone
         until(lambda: progress.validations)
         assert abs(progress.validations[0][1] - 100 / np.log(2) / 200) < 1e-9
@@ -187,7 +185,7 @@ def test_two_workers_must_state_the_same_validation(tmp_path):
         if honest.chunk(0) == 0:
             honest.result(0, 0)
         time.sleep(0.1)
-        assert server.progress.validations == []
+        assert not server.progress.validations
     with Server(tmp_path, changed(VALIDATE_EVERY=0)) as server:
         one, two = callers(server, 2, 3)
         assert one.chunk(0) == 0 and two.chunk(0) == 32
@@ -195,7 +193,7 @@ def test_two_workers_must_state_the_same_validation(tmp_path):
         two.result(0, 32)
         while position := two.chunk(0):                          # chunk 0 is evaluated, and validated, by another host
             two.result(0, position)
-        assert server.progress.validations == []
+        assert not server.progress.validations
         validate(two, 0, nats=100.0 * (1 + 1e-9))
         until(lambda: server.progress.validations)
 
@@ -204,8 +202,7 @@ def test_two_workers_must_state_the_same_validation(tmp_path):
 
 FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "address", "device", "step"},
           "validation": {"step", "tokens", "value", "unit"}, "sample": {"worker", "step", "prompt", "text"},
-          "step": {"step", "tokens", "loss", "unit", "updates", "reports", "learning_rate", "seconds", "elapsed",
-                   "tokens_per_second", "sent", "received"},
+          "step": A_STEP.keys(),
           "snapshot": {"step", "bytes", "overlay"}, "left": {"worker", "address", "device", "step"}}
 
 
@@ -230,15 +227,15 @@ def test_a_run_keeps_its_events(tmp_path):
     with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
         losses, updates = zip(*((record[0] / a_step / 16, record[1]) for record in map(run.record, range(5))))
     assert [(e["step"], e["tokens"], e["loss"], e["unit"], e["updates"]) for e in of_kind("step", told)] == [
-        (k, k * a_step, pytest.approx(losses[k] * bits, abs=1e-6), unit, updates[k]) for k in range(5)]
+        (k, k * a_step, approx(losses[k] * bits, abs=1e-6), unit, updates[k]) for k in range(5)]
     log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]
     assert [row[2] for row in log] == [f"{loss:.6f}" for loss in losses]                                # of d-eggs
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
-        [(k, pytest.approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
-    samples = of_kind("sample", told)
-    assert samples[0]["prompt"] == "ab\nd" and [e["text"] for e in samples] == ["AAA", "CCC", "EEE"]
+        [(k, approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
+    sample = of_kind("sample", told)[0]
+    assert sample["prompt"] == "ab\nd"
     assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
-    assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", samples[0]["worker"]}
+    assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", sample["worker"]}
     overlay = engine.state().overlay
     assert of_kind("snapshot", told)[0]["overlay"] == {"mean": round(float(overlay.mean()), 4), "min": overlay.min(),
                                                        "max": overlay.max()}
@@ -255,9 +252,8 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
     with refused("in the end"), told_to(tmp_path, lines := Lines(), saved=tmp_path / "a") as told:
         told.warn("a line")
         raise egg_net.NetError("in the end")
-    told = events(tmp_path / "a")
-    assert [e["event"] for e in told] == ["start", "warning", "error"]
-    assert [e["text"] for e in told[1:]] == ["a line", "in the end"]
+    told = [(e["event"], e.get("text")) for e in events(tmp_path / "a")]
+    assert told == [("start", None), ("warning", "a line"), ("error", "in the end")]
     assert lines.text == "a line\n"                                      # the error is for egg.py to say, once
     with Server(tmp_path / "b", save=True) as server:
         stranger = server.connect()
@@ -301,7 +297,7 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
         for told, losses in (step, [2 * bits]), ({**step, "step": 1, "loss": 7.0, "unit": unit}, [2 * bits, 7.0]):
             write(path, told)
             curve = read_curve(path)
-            assert [point.value for point in curve.loss] == pytest.approx(losses) and curve.loss_unit == unit
+            assert [point.value for point in curve.loss] == approx(losses) and curve.loss_unit == unit
     assert "training loss, bits/token\n" in drawn([path], 80)
 
 
@@ -355,7 +351,7 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up(tmp_path):
     assert len(said) == 1 and "Resource temporarily unavailable" in said[0]
 
 
-@pytest.mark.parametrize("path, reason", [("/nonexistent/log", "No such file"), (".", "Is a directory")])
+@mark.parametrize("path, reason", [("/nonexistent/log", "No such file"), (".", "Is a directory")])
 def test_a_log_that_cannot_be_written_is_one_line_at_the_start(here, path, reason):
     fails(run("coordinator --port 0 --steps 1 --log-json", path), 1, f"egg: {path}: ", reason,
           ": give --log-json a file that can be written\n")
@@ -393,7 +389,7 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
 
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(event_log.WatchError, match="File exists: give a directory"):
+    with raises(event_log.WatchError, match="File exists: give a directory"):
         with told_to(tmp_path, tensorboard=tmp_path / "file"):
             pass
     with told_to(tmp_path, lines := Lines(), tensorboard=tmp_path / "tb") as told:
@@ -404,7 +400,7 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
 
 
 def test_missing_libraries_are_named(here, monkeypatch, capsys):
-    for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy"):
+    for name in ("tensorboardX", "matplotlib.figure", "torch", "safetensors.numpy", "ray"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delattr("maintenance.backprop", raising=False)               # where another test has loaded it
     monkeypatch.delitem(sys.modules, "maintenance.backprop", raising=False)
@@ -417,4 +413,6 @@ def test_missing_libraries_are_named(here, monkeypatch, capsys):
     assert capsys.readouterr().err == f"egg: PyTorch is missing: {calling.pip()} install torch\n"
     fails(run("import w --save-dir new"), 1,
           f"egg: export and import need safetensors: `{advice}/export.txt`\n")
+    for command in "ray --save-dir x", "sweep x.toml":
+        fails(run(command), 1, f"{advice}/ray.txt\n")
     assert not (here / "a.png").exists() and not (here / "b.jsonl").exists()

@@ -24,7 +24,7 @@ import pyzstd
 
 import egg_config
 from cluster import admission, event_log, history, snapshots, trust
-from cluster.history import HistoryError, open_run
+from cluster.history import configuration, epochs, HistoryError, open_run, read_run, with_crc
 from cluster.step import Step
 from islands import gossip
 from model import parameters
@@ -60,12 +60,12 @@ except history.HistoryError as error:
 
 
 def record(run, body):
-    return history.with_crc(history.RECORD.pack(len(body), run.step, 0, 0, run.seed)) + history.with_crc(body)
+    return with_crc(history.RECORD.pack(len(body), run.step, 0, 0, run.seed)) + with_crc(body)
 
 
 def headed(text):
     """A history without steps, with this text in its header."""
-    return history.with_crc(history.MAGIC + len(text.encode()).to_bytes(4, "little") + text.encode())
+    return with_crc(history.MAGIC + len(text.encode()).to_bytes(4, "little") + text.encode())
 
 
 def sparse(path, data, size):
@@ -137,16 +137,10 @@ def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_p
     kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3, **evil, "HIDDEN_DIM": 96}
     (at / history.SETTINGS).write_text(dumps(kept))
     use.write_tensors(tmp_path / "model", {"x": np.zeros(1, int8)}, {"config": dumps(header)})
-    for found in use.read_config(tmp_path / "model"), history.configuration(at):
+    for found in use.read_config(tmp_path / "model"), configuration(at):
         cfg = egg_config.load(saved=found)
         assert not found.keys() & evil.keys() and cfg.saved() == CFG.saved()
     assert (cfg.SAMPLE_EVERY, cfg.SNAPSHOT_EVERY) == (7, 3)
-
-
-GENERATE = """
-import sys, egg
-sys.exit(egg.main(sys.argv[1:]))
-"""
 
 
 def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_so(here, monkeypatch):
@@ -156,7 +150,8 @@ def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_
     for command in ("generate --load-dir run", "eval --load-dir run", "train --steps 1 --load-dir run",
                     "import --save-dir new small"):
         fails(run(command, preset=""), 2, "holds a model of 117,524,480 weights", "add -D HIDDEN_DIM=1024")
-    status, said = in_memory(GENERATE, "generate", "--load-dir", here / "run")
+    status, said = in_memory(
+        "import sys, egg; sys.exit(egg.main(sys.argv[1:]))", "generate", "--load-dir", here / "run")
     assert status == 2 and "takes 1.5 GB" in said
     monkeypatch.setattr(use, "load", mock.Mock(side_effect=use.UseError("it is loaded")))
     fails(run("generate -DHIDDEN_DIM=1024 --load-dir run", preset=""), 1, "it is loaded")
@@ -182,7 +177,7 @@ def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
     file = tmp_path / history.FILE
     header = json.loads(file.read_bytes()[12:-4])
     file.write_bytes(headed(change if isinstance(change, str) else dumps({**header, **change})))
-    for call in history.configuration, history.epochs:
+    for call in configuration, epochs:
         with suppress(HistoryError):
             call(tmp_path)
     with refused(".", HistoryError):
@@ -338,8 +333,8 @@ def test_any_files_in_a_save_directory_end_in_a_run_or_a_line(good_directory, ch
                     with suppress(OSError):           # larger than this file system can hold
                         os.truncate(path, what)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for call in (history.configuration, history.epochs, lambda _: history.newest(str(top / "r*")),
-                     lambda at: read_all(history.read_run(CFG, at)), lambda at: read_all(open_run(CFG, at)),
+        for call in (configuration, epochs, lambda _: history.newest(str(top / "r*")),
+                     lambda at: read_all(read_run(CFG, at)), lambda at: read_all(open_run(CFG, at)),
                      lambda at: read_all(open_run(CFG, str(copy), at))):
             with suppress(HistoryError):
                 call(str(at))

@@ -7,7 +7,7 @@ import os
 import random
 import re
 
-import pytest
+from pytest import approx, mark
 
 import egg_net
 from cluster import event_log, history, wire
@@ -39,7 +39,7 @@ def test_a_thinned_curve_is_the_mean_of_the_whole():
         assert len(points) <= 9 and all(y == 2 * x for x, y in points)
         assert [x for x, _ in points] == sorted(x for x, _ in points)
         sizes = [curve.every] * len(curve.points) + [n - curve.every * len(curve.points)]
-        assert sum(s * x for s, (x, _) in zip(sizes, points)) == pytest.approx(n * (n - 1) / 2, rel=1e-4)
+        assert sum(s * x for s, (x, _) in zip(sizes, points)) == approx(n * (n - 1) / 2, rel=1e-4)
 
 
 def fits(lines, width):
@@ -85,7 +85,7 @@ def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path):
                      "value": 4 - k})
     (chart, _), names, tree = charts([path], "time", True)
     assert [(x, round(y)) for _, line in chart.lines for x, y in line] == [(1, 3), (10, 2), (100, 1), (1000, 0)]
-    assert [chart.across(x) for x in (1, 10, 100, 1000)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert [chart.across(x) for x in (1, 10, 100, 1000)] == approx([0, 1 / 3, 2 / 3, 1])
     assert [text for _, text in chart.x_ticks(4)] == ["1", "10", "100", "1000"]
     assert [text for _, text in chart.x_ticks(9)] == ["1", "2", "5", "10", "20", "50", "100", "200", "500", "1000"]
     text = plot.terminal([chart], names, tree, Printer(Stream("ascii")), 70)
@@ -128,9 +128,9 @@ def test_runs_without_data_are_named(here):
     (here / "empty").touch()
     (here / "dir").mkdir()
     (here / "binary").write_bytes(os.urandom(1 << 20))
-    for name, line in (("empty", "empty holds no step of a run"), ("dir", "dir: contains no run of egg"),
-                       ("none", "none: No such file"), ("binary", "binary holds no step of a run"),
-                       (HERE / "tests" / "golden", "contains no run of egg")):
+    for name, line in {"empty": "empty holds no step of a run", "dir": "dir: contains no run of egg",
+                       "none": "none: No such file", "binary": "binary holds no step of a run",
+                       HERE / "tests" / "golden": "contains no run of egg"}.items():
         fails(run("plot", name), 1, line, "name a --save-dir, or a file of --log-json")
 
 
@@ -166,7 +166,7 @@ KINDS = {"step": ["step", "tokens", "loss", "seconds", "unit"], "island": ["name
          "sample": ["step", "worker", "prompt", "text"]}
 
 
-@pytest.mark.parametrize("seed", range(EXAMPLES // 5))
+@mark.parametrize("seed", range(EXAMPLES // 5))
 def test_a_forged_log_is_a_curve_or_a_line(tmp_path, seed):
     dice, good = random.Random(seed), {"kind": "clone", "unit": "bits", "values": {"uniform": 2.0}, "peer": "p"}
     for kind in ["island", "step", "merge", *dice.choices([*KINDS], k=40)]:
@@ -186,9 +186,8 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled):
     train_here(small, 4, lines, http=EVERYBODY, log_json="log")
     assert re.search(r"^live page: http://127.0.0.1:\d+/$", lines.text, re.M)
     told = events(tmp_path / "log")
-    kinds = [event["event"] for event in told]
-    assert kinds == [event["event"] for event in events(tmp_path / "run")]
-    assert kinds[-3:] == ["validation", "sample", "stop"] and told[-1]["step"] == 4
+    assert told == events(tmp_path / "run") and told[-1]["step"] == 4
+    assert [event["event"] for event in told[-3:]] == ["validation", "sample", "stop"]
     assert set(of_kind("references", told)[0]["values"]) == {"uniform", "unigram", "bigram"}
     curve = read_curve("run")
     assert len(curve.loss) == 4 and [point.step for point in curve.validation] == [0, 2, 4]
@@ -235,7 +234,7 @@ def test_a_curve_knows_what_an_island_took_in(tmp_path):
     assert b.merges == [Merge(30, 30.5, "a", 20, 1.0, "a20", "b30")] and b.at(30)[:3] == (30, 3000, 15.0)
     assert b.at(0)[:3] == (0, 0, 0)
     # our own wins a tie
-    assert [m.share for m in c.merges] == [pytest.approx(1 - 0.25 * 6 / 8, abs=1e-4), pytest.approx(0.25, abs=1e-4)]
+    assert [m.share for m in c.merges] == [approx(1 - 0.25 * 6 / 8, abs=1e-4), approx(0.25, abs=1e-4)]
     bad = {"event": "merge", "step": 1, "time": 1, "peer": "x", "peer_step": "NaN", "kind": "clone"}
     write(paths[2], {"event": "merge"}, bad, {"event": "island"}, {"event": "start", "config": 3},
           {**bad, "step": 99, "peer_step": 1, "kind": "recombine", "ours": None, "theirs": 1},
@@ -253,12 +252,12 @@ def test_the_family_of_islands(tmp_path):
     assert [*tree.runs] == ["a", "b", "c"]
     assert tree.descent("a") == tree.descent("b") == [("a", 1.0)]
     part = 1 - 0.25 * 6 / 8
-    assert dict(tree.descent("c")) == {"a": pytest.approx(part * 0.75, abs=1e-4),
-                                       "c": pytest.approx((1 - part) * 0.75, abs=1e-4),
-                                       "far": pytest.approx(0.25, abs=1e-4)}
+    assert dict(tree.descent("c")) == {"a": approx(part * 0.75, abs=1e-4),
+                                       "c": approx((1 - part) * 0.75, abs=1e-4),
+                                       "far": approx(0.25, abs=1e-4)}
     assert [(gift.giver, gift.taker) for gift in tree.gifts] == [("a", "b"), ("b", "c"), ("far", "c")]
     # thousand tokens
-    assert [pytest.approx((gift.given_at, gift.taken_at), abs=1e-9) for gift in tree.gifts] == [(2, 3), (4, 5), (6, 6)]
+    assert [approx((gift.given_at, gift.taken_at), abs=1e-9) for gift in tree.gifts] == [(2, 3), (4, 5), (6, 6)]
     assert tree.lanes["b"][0] == (0, 3, {"b": 1.0}) and tree.lanes["b"][1].shares == {"a": 1.0}
     assert tree.rejuvenations == [("a", 7)]
     assert tree.living() == "lines that live on 3 islands: a on 3, c on 1, far on 1; gone: b"
@@ -329,47 +328,40 @@ def merged(**fields):
 
 
 def test_the_page_shows_an_island(tmp_path, monkeypatch):
-    def server_in(name):
-        return Server(tmp_path / name, steps=3, stay=True, save=True, http=EVERYBODY)
+    def server_again():
+        return Server(tmp_path, steps=3, stay=True, save=True, http=EVERYBODY)
 
     status = egg_net.Coordinator.status
-    for name, told in ("alone", None), ("island", ISLAND):
-        monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": told})
-        with server_in(name) as server:
-            html = ask(server)[2].decode()
-            assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
-            server.work(FakeEngine())
-            page_shows(server, 2)                                           # workers are answered before
-            events = server.events
-            if told:
-                events.emit("merge", "another line", **merged())
-                events.emit("merge", "back",
-                            **merged(peer="north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
-                events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
-                events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
-                events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
-            state = state_of(server)
-            values = parse_metrics(ask(server, "/metrics")[2].decode())
-            if not told:
-                assert state["island"] is None and state["merges"] == []
-                assert not [name for name in values if name.startswith("egg_island")]
-                continue
-            assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3, "n_up": 1}
-            both = dict(step=3, tokens=3 * server.progress.tokens_a_step,
-                        seconds=pytest.approx(state["seconds"], abs=1e-3))
-            assert state["merges"] == [{**both, "peer": "south", "peer_step": 80, "part": 0.625},
-                                       {**both, "peer": "north", "peer_step": 1, "part": 1}]
-            lines = [line["text"] for line in state["lines"][:4]]
-            assert lines == ["a line", f"peer {BAD_NAME}", "back", "another line"]
-            assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
-                              "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 2,
-                              'egg_island_peer_fitness{name="south",kind="validation"}': 3.75}
-            assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
-            assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness"))
-                        and "west" in k]
-    with server_in("island") as server:                                                                # a restart
+    monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": ISLAND})
+    with server_again() as server:
+        html = ask(server)[2].decode()
+        assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
+        server.work(FakeEngine())
+        page_shows(server, 2)                                               # workers are answered before
+        events = server.events
+        events.emit("merge", "another line", **merged())
+        events.emit("merge", "back", **merged(peer="north", peer_step=1, kind="undo", theirs=None, parent_theirs=None))
+        events.emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
+        events.emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
+        events.emit("rejuvenated", "a line", step=3, epoch=2, digest="")
+        state = state_of(server)
+        values = parse_metrics(ask(server, "/metrics")[2].decode())
+        assert state["island"] == {**{k: v for k, v in ISLAND.items() if k != "lineage"}, "n_peers": 3, "n_up": 1}
+        both = dict(step=3, tokens=3 * server.progress.tokens_a_step,
+                    seconds=approx(state["seconds"], abs=1e-3))
+        assert state["merges"] == [{**both, "peer": "south", "peer_step": 80, "part": 0.625},
+                                   {**both, "peer": "north", "peer_step": 1, "part": 1}]
+        lines = [line["text"] for line in state["lines"][:4]]
+        assert lines == ["a line", f"peer {BAD_NAME}", "back", "another line"]
+        assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
+                          "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 2,
+                          'egg_island_peer_fitness{name="south",kind="validation"}': 3.75}
+        assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
+        assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness"))
+                    and "west" in k]
+    with server_again() as server:
         again = state_of(server)["merges"]
-        assert [m | {"seconds": pytest.approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
+        assert [m | {"seconds": approx(m["seconds"], abs=1e-3)} for m in again] == state["merges"]
 
 
 def test_status_tells_of_an_island(server):
@@ -416,7 +408,7 @@ def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
         assert text.count("working") == shown and f"\nand {4000 - shown} more" in text
 
 
-@pytest.mark.parametrize("lie", [-(1 << 59), 1 << 59, 0, -1])
+@mark.parametrize("lie", [-(1 << 59), 1 << 59, 0, -1])
 def test_a_lie_does_not_move_the_loss(lie, tmp_path):
     """Of four chunks one states what cannot be: the mean of the others is hardly changed."""
     def loss(last):
@@ -427,4 +419,4 @@ def test_a_lie_does_not_move_the_loss(lie, tmp_path):
         return progress.loss
 
     with contextlib.closing(history.open_run(CFG)) as run, told_to(tmp_path) as told:
-        assert loss(lie) == pytest.approx(loss(40_000), rel=0.3)
+        assert loss(lie) == approx(loss(40_000), rel=0.3)

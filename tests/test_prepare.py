@@ -8,23 +8,23 @@ import sys
 from unittest import mock
 
 import numpy as np
-import pytest
+from pytest import mark
 import pyzstd
 
 import egg
 import egg_config
 from model import data_files
+from model.data_files import DataError
 from tools import prepare
 from commands import PROSE, TEXT, fails, line_with, paste, run, succeeds
 from readings import configured
-from recordings import HERE
 from coordinators import refused
 from fakes import full
 
 
 # --- own text ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("arguments", ["--out 'my books' --vocab-size 300", "--vocab-size 256"])
+@mark.parametrize("arguments", ["--out 'my books' --vocab-size 300", "--vocab-size 256"])
 def test_prepare_leads_to_text(arguments, here, compiled):
     """Text -> training -> generation by what is printed."""
     (here / "it's mine.txt").write_bytes(TEXT * 2)
@@ -88,11 +88,7 @@ def read_back(vocab):
     return [decoding.expand(np.fromfile(name, kind)).tobytes() for name in ("input.bin", "val.bin")]
 
 
-def quietly(line):
-    """Says nothing."""
-
-
-def prepared(text, vocab, held_out=None, said=quietly):
+def prepared(text, vocab, held_out=None, said=print):
     """What `prepare` returns, which makes files here of a text (bytes) and says lines to `said`."""
     pathlib.Path("t").write_bytes(text)
     return prepare.prepare(["t"], vocab, held_out, ".", said)
@@ -109,7 +105,7 @@ def test_split_gives_back_all_of_the_text():
     assert len(prepare.split(PROSE * 30000)[1]) == prepare.VAL_BLOCKS
 
 
-@pytest.mark.parametrize("vocab", [256, 257, 400])
+@mark.parametrize("vocab", [256, 257, 400])
 def test_any_bytes_come_back(here, vocab):
     rng = np.random.default_rng(5)
     noise = rng.integers(0, 256, 30000, dtype=np.uint8).tobytes()
@@ -131,7 +127,7 @@ def test_several_texts_zst_and_held_out_file(here):
     parts = [PROSE * 200, b"second file, no line end", PROSE.upper() * 50]
     for name, text in zip(("a", "b", "c.zst", "v"), (*parts[:2], pyzstd.compress(parts[2]), b"held out\xff")):
         (here / name).write_bytes(text)
-    prepare.prepare(["a", "b", "c.zst"], 300, "v", say=quietly)
+    prepare.prepare(["a", "b", "c.zst"], 300, "v")
     assert read_back(300) == [b"".join(parts), b"held out\xff"]
 
 
@@ -161,27 +157,24 @@ def test_bad_texts_leave_the_old_files(here, monkeypatch):
     for name, content in {**old, "empty": b"", "short": b"ab", "bad.zst": b"no zstd",
                           "cut.zst": pyzstd.compress(b"a" * 999)[:-2], "good": PROSE * 100}.items():
         (here / name).write_bytes(content)
-    for text, words in (("none", "none.*No such file"), (".", r"\..*Is a directory"), ("empty", "empty.*no text"),
-                        ("short", "too short"), ("bad.zst", "bad.zst.*no whole zstd file"),
-                        ("cut.zst", "cut.zst.*no whole zstd file")):
-        with refused(words, data_files.DataError):
-            prepare.prepare([text], 300, say=quietly)
-    with refused("empty: no text there, nothing to hold out", data_files.DataError):
-        prepare.prepare(["good"], 300, "empty", say=quietly)
-    with refused("good: .*: nothing was changed there; give --out a directory that can be", data_files.DataError):
-        prepare.prepare(["good"], 256, out="good", say=quietly)
+    for text, words in {"none": "none.*No such file", ".": r"\..*Is a directory", "empty": "empty.*no text",
+                        "short": "too short", "bad.zst": "bad.zst.*no whole zstd file",
+                        "cut.zst": "cut.zst.*no whole zstd file"}.items():
+        with refused(words, DataError):
+            prepare.prepare([text], 300)
+    with refused("empty: no text there, nothing to hold out", DataError):
+        prepare.prepare(["good"], 300, "empty")
+    with refused("good: .*: nothing was changed there; give --out a directory that can be", DataError):
+        prepare.prepare(["good"], 256, out="good")
     (here / "val.bin").unlink()
     (here / "val.bin").mkdir()
     monkeypatch.setattr(os, "fsync", full)
-    with refused("No space left on device", data_files.DataError):
-        prepare.prepare(["good"], 256, say=quietly)
+    with refused("No space left on device", DataError):
+        prepare.prepare(["good"], 256)
     assert (here / "input.bin").read_bytes() == b"old" and (here / "decoding.bin").read_bytes() == b"oldest"
     assert not [name for name in os.listdir(here) if name.startswith("input.bin.")], "no temporary file stays"
 
 
-def test_without_the_tokenizers_library(here, monkeypatch):
+def test_bytes_need_no_tokenizers_library(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with refused("pip install -r .*requirements/prepare.txt", data_files.DataError):
-        prepared(PROSE * 100, 300)
-    assert (HERE / "requirements" / "prepare.txt").exists()
     assert prepared(PROSE * 100, 256) == 256

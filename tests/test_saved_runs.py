@@ -10,17 +10,20 @@ import types
 from pathlib import Path
 
 import numpy as np
-import pytest
+from numpy import int8
+from pytest import approx, fixture, mark, MonkeyPatch
 import safetensors.numpy
 
 import egg
 import egg_config
 import egg_net
-from cluster import console, history, snapshots
+from cluster import console, snapshots
+from cluster.history import configuration, HistoryError, open_run
 from engine import cpu_engine, cpu_transformer
 from model import data_files, integer_tables, parameters, rules, state_digest
 from model.reading import Reading
 from tools import debug, train, use
+from tools.use import UseError
 from coordinators import Peer, Server, kept, refused, run_worker, whole
 from fakes import CFG as NET_CFG, Lines, feed, step_alone
 from readings import (TINY, callable_by_python, equal, hold_draws_against_the_distribution,
@@ -36,7 +39,7 @@ STEPS, SNAPSHOT = 6, 4
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("seed", range(20))
+@mark.parametrize("seed", range(20))
 def test_tokens_are_those_of_the_plain_reading(seed):
     """20 configurations and settings, over sequences that are longer than SEQ_LEN."""
     rng = np.random.default_rng(400 + seed)
@@ -58,7 +61,7 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     engine, exp = cpu_engine.CpuEngine(cfg), integer_tables.exp_table(cfg)
     below = max(range(1, 100), key=lambda d: exp[d] & 255)  # the difference whose weight has the largest lowest byte
     assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
-    q, keys, values = np.zeros(64, np.int8), np.zeros((1, n, 64), np.int8), np.full((1, n, 64), 127, np.int8)
+    q, keys, values = np.zeros(64, int8), np.zeros((1, n, 64), int8), np.full((1, n, 64), 127, int8)
     q[::32] = 127
     keys[0, :, ::32] = 63 - 2 * below if below < 64 else -64
     keys[0, 0, ::32] = 63
@@ -138,15 +141,15 @@ def uploaded(state, directory):
     return upload
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def trained(tmp_path_factory):
     """(directory with the data, [State after each step]); in its ckpt a run with a snapshot, judged 3.5."""
     directory = tmp_path_factory.mktemp("trained")
     (directory / "input.bin").write_bytes(TEXT)
     (directory / "val.bin").write_bytes(TEXT[:500])
-    with pytest.MonkeyPatch.context() as patch:
+    with MonkeyPatch.context() as patch:
         patch.chdir(directory)                           # a run remembers where its data are
-        run = history.open_run(CFG, str(directory / "ckpt"))
+        run = open_run(CFG, str(directory / "ckpt"))
     engine = make()
     states = [engine.state()]
     for _ in range(STEPS):
@@ -158,7 +161,7 @@ def trained(tmp_path_factory):
     return directory, states
 
 
-@pytest.fixture
+@fixture
 def here(trained, tmp_path, monkeypatch):
     """The same in a directory of our own, which we are in."""
     shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
@@ -197,26 +200,26 @@ def test_a_run_is_loaded_by_snapshot_and_replay(here):
     name.write_bytes(data)
     assert digests(load(lines=lines).state()) == digests(here[STEPS])
     assert f"snapshot of step {SNAPSHOT}" in lines.text
-    with refused("cannot be read", use.UseError):
+    with refused("cannot be read", UseError):
         load(best=True)
     name.unlink()
-    with refused("no best snapshot", use.UseError):
+    with refused("no best snapshot", UseError):
         load(best=True)
     assert digests(load().state()) == digests(here[STEPS])
 
 
-@pytest.mark.parametrize("values", [dict(RARE_TOKENS=0.02), dict(SEEN_VOTES=3)], ids=lambda values: next(iter(values)))
+@mark.parametrize("values", [dict(RARE_TOKENS=0.02), dict(SEEN_VOTES=3)], ids=lambda values: next(iter(values)))
 def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
     cfg = CFG.changed(**values)
     engine = make(cfg)
-    run = history.open_run(cfg, "ckpt-rare")
+    run = open_run(cfg, "ckpt-rare")
     for _ in range(3):
         step_once(engine, run)
     run.keep_data(snapshots.data_digest(TOKENS))
     run.close()
     assert load("ckpt-rare", cfg=cfg).digest() == engine.digest()
     Path("input.bin").write_bytes(TEXT[1:])
-    with refused("input.bin is not what ckpt-rare was trained on", use.UseError):
+    with refused("input.bin is not what ckpt-rare was trained on", UseError):
         load("ckpt-rare", cfg=cfg)
     os.unlink("input.bin")
     with refused("input.bin", data_files.DataError):
@@ -226,7 +229,7 @@ def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
 def test_reading_a_run_leaves_it_to_its_coordinator(here):
     part = Path("ckpt/snapshot-x.part")
     part.write_bytes(b"")
-    owner = history.open_run(CFG, "ckpt")                # holds the lock
+    owner = open_run(CFG, "ckpt")                # holds the lock
     assert load().step == STEPS and part.exists()
     snapshots.Shelf(CFG, owner)
     assert not part.exists()
@@ -238,6 +241,7 @@ def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here)
     out = prints(f"{ask} --load-dir ckpt --temp 9")
     more = bytes(with_state(here[STEPS]).generate(list(b"the qu"), 12, 9, temp=9))
     assert out == "the qu" + more.decode("utf-8", "replace")
+    fails(call("generate --prompt ''"), 2, "the prompt is empty")
     # newest ckpt*
     assert prints(f"{ask} --temp 9 --best") != out == prints(f"{ask} -D SAMPLING_TEMP=9 -D N_LAYERS=2")
 
@@ -255,36 +259,29 @@ def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
     assert capsysbinary.readouterr()[1] == b"egg: ckpt, step %d\n" % SNAPSHOT
 
 
-@pytest.mark.parametrize("arguments, status, says", [
-    ("generate --prompt ''", 2, "the prompt is empty"),
-    ("generate --tokens 0", 2, "'0' is not a whole number, 1 or more"),
-    ("generate --tokens -3", 2, "--tokens"),
-    ("generate --temp -1", 2, "argument --temp: '-1' is not a number from 0.0 to 100.0"),
-    ("generate --min-p nan", 2, "'nan' is not a number from 0.0 to 1.0"),
-    ("generate --load-dir nowhere", 1, "nowhere: no such directory: give --load-dir"),
-    ("generate --load-dir .", 1, "holds no run"),
-    ("generate -D HIDDEN_DIM=128", 2, "another configuration: -D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64"),
-    ("eval missing.txt", 1, "missing.txt: No such file"),
-    ("eval short.txt", 1, "too few for a window"),
-    ("eval empty.txt", 1, "empty.txt is empty: give a text"),
-    ("eval short.bin", 1, "short.bin holds 5 tokens"),
-    ("export no/such/place", 1, "no/such/place: No such file"),
-    ("import short.txt --save-dir new", 1, "no safetensors file"),
-    ("import missing.txt --save-dir new", 1, "missing.txt: No such file"),
-    ("import short.txt", 2, "--save-dir"),
-    ("debug --json no/such/place", 1, "no/such/place: No such file")])
-def test_what_is_wrong_is_said_in_one_line(here, arguments, status, says):
-    Path("short.txt").write_text("brief")
-    Path("short.bin").write_text("brief")
-    Path("empty.txt").write_bytes(b"")
-    fails(call(arguments), status, says)
+@mark.parametrize("arguments, says", {
+    "generate --load-dir nowhere": "nowhere: no such directory: give --load-dir",
+    "generate --load-dir .": "holds no run",
+    "eval missing.txt": "missing.txt: No such file",
+    "eval short.txt": "too few for a window",
+    "eval empty.txt": "empty.txt is empty: give a text",
+    "eval short.bin": "short.bin holds 5 tokens",
+    "export no/such/place": "no/such/place: No such file",
+    "import short.txt --save-dir new": "no safetensors file",
+    "import missing.txt --save-dir new": "missing.txt: No such file",
+    "debug --json no/such/place": "no/such/place: No such file"}.items())
+def test_what_is_wrong_is_said_in_one_line(here, arguments, says):
+    for name in "short.txt", "short.bin":
+        Path(name).write_text("brief")
+    Path("empty.txt").touch()
+    fails(call(arguments), 1, says)
 
 
 def test_without_a_run_or_a_vocabulary(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("generate").stderr.startswith("egg: there is no saved run here (ckpt*): make one with")
     wide = CFG.changed(VOCAB_SIZE=300, N_LAYERS=1)
-    history.open_run(wide, "ckpt-wide").close()
+    open_run(wide, "ckpt-wide").close()
     monkeypatch.setenv("EGG_DEVICE", "cpu")
     done = call("generate --prompt x")
     assert done.returncode == 1 and not done.stdout
@@ -332,8 +329,8 @@ def test_eval_gives_the_figures_of_the_engine(here):
     rows = {line[:16].strip(): [float(x) for x in line[16:].split()] for line in out.splitlines()[2:]}
     for name, bits in {f"step {STEPS}": held_out.bits(nats), **references,
                        **data_files.context_tables(TOKENS, held_out)}.items():
-        assert rows[name][:2] == pytest.approx([bits, bits * np.log(2)], abs=1e-4), name
-        assert rows[name][2] == pytest.approx(2 ** bits, abs=0.006)
+        assert rows[name][:2] == approx([bits, bits * np.log(2)], abs=1e-4), name
+        assert rows[name][2] == approx(2 ** bits, abs=0.006)
     assert re.search(rf"^val.bin: {count} tokens, {count} bytes, in windows of 8; [\d,]+ tokens/s on cpu", out)
     Path("val.txt").write_bytes(TEXT[:500])
     assert prints("eval val.txt").splitlines()[1:] == out.splitlines()[1:]
@@ -382,9 +379,9 @@ def test_export_is_a_safetensors_file(here):
         flat = state.weights[t.span]
         want = parameters.from_canonical(flat, t.cols) if t.matrix else flat
         assert told["dtype"] == "I8"
-        equal(np.frombuffer(data, np.int8, end - first, 8 + length + first).reshape(told["shape"]), want)
+        equal(np.frombuffer(data, int8, end - first, 8 + length + first).reshape(told["shape"]), want)
         equal(by_library[name_of(t)], want)
-        assert by_library[name_of(t)].dtype == np.int8
+        assert by_library[name_of(t)].dtype == int8
     assert max(told["data_offsets"][1] for told in header.values()) == len(data) - 8 - length
 
 
@@ -396,7 +393,7 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here):
     equal(state.weights, here[SNAPSHOT].weights)
     assert (state.step, state.seed) == (SNAPSHOT, here[SNAPSHOT].seed)
     assert not state.moments.any() and (state.overlay == CFG.ADAPTIVE_NOISE_INIT).all()
-    assert egg_config.load(environ={}, saved=history.configuration("new")).saved() == CFG.saved()
+    assert egg_config.load(environ={}, saved=configuration("new")).saved() == CFG.saved()
     assert "holds a run already" in call("import w.safetensors --save-dir new").stderr
 
 
@@ -411,11 +408,11 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
         fails(done, done.returncode, says)
 
     refused({k: v for k, v in arrays.items() if k != "ln_f"}, "has no ln_f")
-    refused(arrays, "holds extra, which", extra=np.zeros(3, np.int8))
-    refused(arrays, "ln_f is I8 [63], this configuration has I8 [64]:", ln_f=np.zeros(63, np.int8))
+    refused(arrays, "holds extra, which", extra=np.zeros(3, int8))
+    refused(arrays, "ln_f is I8 [63], this configuration has I8 [64]:", ln_f=np.zeros(63, int8))
     refused(arrays, "ln_f is F32 [64]", ln_f=np.zeros(64, np.float32))
     refused(arrays, "ln_f is F64", ln_f=np.zeros(64))
-    refused(arrays, "a weight or noise scale of -128", ln_f=np.full(64, -128, np.int8))
+    refused(arrays, "a weight or noise scale of -128", ln_f=np.full(64, -128, int8))
     refused(arrays, "its step and seed", {**metadata, "step": "many"})
     refused(arrays, "no such constant", {**metadata, "config": '{"NO_LAYERS": 1}'})
     refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
@@ -453,7 +450,7 @@ def test_training_goes_on_from_an_import_to_the_bit(here):
     equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
     assert "with the optimizer's state" in prints("import w.safetensors --save-dir new")
     alone, worker = with_state(here[STEPS]), make()
-    record = history.open_run(CFG, None)
+    record = open_run(CFG, None)
     record.step, record.seed = alone.step, alone.seed
     record.start = record.start._replace(step=alone.step, seed=alone.seed)
     with Server("new", CFG, save=True, steps=STEPS + 3) as server:
@@ -465,12 +462,12 @@ def test_training_goes_on_from_an_import_to_the_bit(here):
     assert kept("new", CFG) == whole(record) and len(whole(record)) == 3
     assert load("new").digest() == alone.digest()
     # it goes on elsewhere, and into no other run
-    history.open_run(CFG, "elsewhere", "new").close()
+    open_run(CFG, "elsewhere", "new").close()
     assert load("elsewhere").digest() == alone.digest()
-    with refused("holds another run", history.HistoryError):
-        history.open_run(CFG, "ckpt", "new")
+    with refused("holds another run", HistoryError):
+        open_run(CFG, "ckpt", "new")
     os.unlink(f"elsewhere/snapshot-{STEPS:08d}.egg")
-    with refused("restore it from a copy", use.UseError):
+    with refused("restore it from a copy", UseError):
         load("elsewhere")
 
 
@@ -486,12 +483,8 @@ def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
         with refused("from an imported model"):
             run_worker(server, lost)
     assert lost.step == 0
-
-
-def test_the_snapshot_an_imported_run_began_with_stays(here):
-    prints("export w.safetensors")
-    prints("import w.safetensors --save-dir new")
-    run = history.open_run(CFG, "new")
+    # the snapshot with which it began stays
+    run = open_run(CFG, "new")
     shelf = snapshots.Shelf(CFG, run)
     engine = with_state(shelf.state(STEPS))
     for _ in range(4):
@@ -504,11 +497,11 @@ def test_the_snapshot_an_imported_run_began_with_stays(here):
 # --- debugging --------------------------------------------------------------------------------------------------------
 
 def test_statistics():
-    told = debug.statistics(np.array([0, 0, 4, -4, 127, -127, 126, 125], np.int8))
+    told = debug.statistics(np.array([0, 0, 4, -4, 127, -127, 126, 125], int8))
     assert (told["mean"], told["low"], told["high"]) == (31.375, -127, 127)
-    assert told["std"] == pytest.approx((63791 / 8 - 31.375 ** 2) ** 0.5)
+    assert told["std"] == approx((63791 / 8 - 31.375 ** 2) ** 0.5)
     assert (told["saturated"], told["zero"], told["entropy"]) == (3 / 8, 2 / 8, 2.75)
-    assert debug.statistics(np.zeros(5, np.int8))["entropy"] == 0
+    assert debug.statistics(np.zeros(5, int8))["entropy"] == 0
     told = debug.attention_statistics(np.array([4, 4, 0, 4, 4]))
     assert (told["entropy"], told["peak"], told["sum"], told["context"]) == (2, 0.25, 16, 4)
 

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+from numpy import float32, int32, int64, int8, uint8
 import pytest
 
 from engine import simd
@@ -15,82 +16,85 @@ def hold_against_numpy():
     """Every operation of engine.simd with the kind of this process: also lengths that end within a register."""
     from numba import njit
     rng, rows, panel = np.random.default_rng(5), simd.ROWS, simd.PANEL
+    compiled = njit(error_model="numpy")
 
-    @njit(error_model="numpy")
+    def hold(out, wanted, what):
+        """Nothing is written beside the panel."""
+        equal(out[:, :panel], wanted, what)
+        assert not out[:, panel:].any(), what
+
+    @compiled
     def products(x, x_at, w, w_at, init, init_stride, out, k4):
         simd.tile(x.ravel(), x_at, x.shape[1], w, w_at, init.ravel(), 0, init_stride, out.ravel(), 0, out.shape[1], k4)
 
-    @njit(error_model="numpy")
+    @compiled
     def noisy_products(x, w, w_at, init, sums, noise, noise_stride, shift, out, k4):
         simd.noisy_tile(x.ravel(), 1, x.shape[1], w, w_at, init, 5, sums, 2, noise.ravel(), 3, noise_stride,
-                        np.int32(shift), out.ravel(), 0, out.shape[1], k4)
+                        int32(shift), out.ravel(), 0, out.shape[1], k4)
 
-    @njit(error_model="numpy")
+    @compiled
     def chains(x, w, out, count):
         simd.chain_tile(x.ravel(), 0, x.shape[1], w.ravel(), 0, out.ravel(), 0, out.shape[1], count)
 
-    @njit(error_model="numpy")
+    @compiled
     def dotted(x, x_at, w, w_at, count):
         return simd.dot(x, x_at, w, w_at, count)
 
-    @njit(error_model="numpy")
+    @compiled
     def activated(x, at, count):
         simd.gelu(x, at, count)
 
-    @njit(error_model="numpy")
+    @compiled
     def summed(table, short, top, shift, z, z_at, count, out, out_at):
         return simd.exp_sum(table, 0, short, top, shift, z, z_at, count, out, out_at, out.size)
 
     for k4 in (1, 2, 3, 8, 17, 64, 257):
         for low, high in ((0, 256), (255, 256)):                # extreme operands too: no sum of pairs may saturate
-            x = rng.integers(low, high, (rows, 4 * k4 + 5)).astype(np.uint8)
-            w = rng.integers(-128, -127 if low else 128, (k4, panel, 4)).astype(np.int8)
-            packed = np.concatenate([np.zeros(7, np.int8), w.ravel()])
-            for init, stride in ((rng.integers(-9999, 9999, (rows, panel + 3)).astype(np.int32), panel + 3),
-                                 (rng.integers(-9999, 9999, (1, panel)).astype(np.int32), 0)):
-                out = np.zeros((rows, panel + 3), np.int32)
+            x = rng.integers(low, high, (rows, 4 * k4 + 5)).astype(uint8)
+            w = rng.integers(-128, -127 if low else 128, (k4, panel, 4)).astype(int8)
+            packed = np.concatenate([np.zeros(7, int8), w.ravel()])
+            for init, stride in ((rng.integers(-9999, 9999, (rows, panel + 3)).astype(int32), panel + 3),
+                                 (rng.integers(-9999, 9999, (1, panel)).astype(int32), 0)):
+                out = np.zeros((rows, panel + 3), int32)
                 products(x, 1, packed, 7, init, stride, out, k4)
-                columns = w.transpose(0, 2, 1).reshape(4 * k4, panel).astype(np.int64)
-                plain = x[:, 1:1 + 4 * k4].astype(np.int64) @ columns
-                equal(out[:, :panel], plain + init[:, :panel], k4)
-                assert not out[:, panel:].any(), k4
-            init, sums, noise = (rng.integers(-1 << 31, 1 << 31, shape).astype(np.int32)
+                columns = w.transpose(0, 2, 1).reshape(4 * k4, panel).astype(int64)
+                plain = x[:, 1:1 + 4 * k4].astype(int64) @ columns
+                hold(out, plain + init[:, :panel], k4)
+            init, sums, noise = (rng.integers(-1 << 31, 1 << 31, shape).astype(int32)
                                  for shape in (panel + 5, rows + 2, (rows // 2, panel + 7)))
             for stride, pair in (0, np.zeros(rows, int)), (panel + 7, np.arange(rows) // 2):
-                out = np.zeros((rows, panel + 3), np.int32)
+                out = np.zeros((rows, panel + 3), int32)
                 noisy_products(x, packed, 7, init, sums, noise, stride, 9, out, k4)
-                added = (sums[2:, None] * noise[pair, 3:][:, :panel] >> np.int32(9)) + init[5:]     # int32, wraps
-                equal(out[:, :panel], added + plain.astype(np.int32), k4)
-                assert not out[:, panel:].any(), k4
+                added = (sums[2:, None] * noise[pair, 3:][:, :panel] >> int32(9)) + init[5:]     # int32, wraps
+                hold(out, added + plain.astype(int32), k4)
     for count in (1, 5, 32, 100):
-        x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((rows, count + 2), (count, panel)))
-        out, plain = np.zeros((rows, panel + 1), np.float32), np.zeros((rows, panel), np.float32)
+        x, w = (rng.normal(size=shape).astype(float32) for shape in ((rows, count + 2), (count, panel)))
+        out, plain = np.zeros((rows, panel + 1), float32), np.zeros((rows, panel), float32)
         chains(x, w, out, count)
         for k in range(count):                                  # fma: exact in extended precision, then rounded once
-            plain = (np.asarray(x[:, k, None], np.longdouble) * w[k] + plain).astype(np.float32)
-        equal(out[:, :panel], plain, count)
-        assert not out[:, panel:].any(), count
+            plain = (np.asarray(x[:, k, None], np.longdouble) * w[k] + plain).astype(float32)
+        hold(out, plain, count)
     for count in (32, 64, 96, 4096):
         for low, high in ((0, 256), (255, 256)):
-            x = rng.integers(low, high, count + 3).astype(np.uint8)
-            w = rng.integers(-128, -127 if low else 128, count + 9).astype(np.int8)
-            assert dotted(x, 3, w, 9, count) == x[3:].astype(np.int64) @ w[9:], count
-    x = np.maximum(np.arange(-128, 128), -127).astype(np.uint8)
+            x = rng.integers(low, high, count + 3).astype(uint8)
+            w = rng.integers(-128, -127 if low else 128, count + 9).astype(int8)
+            assert dotted(x, 3, w, 9, count) == x[3:].astype(int64) @ w[9:], count
+    x = np.maximum(np.arange(-128, 128), -127).astype(uint8)
     for at, count in (0, 256), (64, 128), (128, 0):
-        plain = integer_tables.gelu_table()[x].astype(np.uint8) + np.uint8(128)
+        plain = integer_tables.gelu_table()[x].astype(uint8) + uint8(128)
         plain[:at], plain[at + count:] = x[:at], x[at + count:]
         out = x.copy()
         activated(out, at, count)
         equal(out, plain)
     for short in (0, 1):
-        table = np.sort(rng.integers(0, 1 << 18, 256).astype(np.int32))[::-1].copy()
+        table = np.sort(rng.integers(0, 1 << 18, 256).astype(int32))[::-1].copy()
         table[95 if short else 256:] = 0
         for count, shift in itertools.product((1, 15, 16, 17, 100, 300), (0, 3)):
-            z = rng.integers(-400 << shift, 1000 << shift, count + 20).astype(np.int32)
+            z = rng.integers(-400 << shift, 1000 << shift, count + 20).astype(int32)
             z[5 % count + 2] = 1000 << shift
             z[2 + count:] = 1 << 20                             # not among them
-            values = table[np.minimum(1000 - (z[2:2 + count].astype(np.int64) >> shift), 255)]
-            for out in np.empty(0, np.int32), np.zeros(count + 20, np.int32):
+            values = table[np.minimum(1000 - (z[2:2 + count].astype(int64) >> shift), 255)]
+            for out in np.empty(0, int32), np.zeros(count + 20, int32):
                 assert summed(table, short, 1000, shift, z, 2, count, out, 3) == values.sum(), (short, count)
             equal(out[3:3 + count], values)
             assert not out[:3].any()

@@ -3,11 +3,11 @@
 import functools
 
 import numpy as np
-import pytest
+from pytest import approx, mark, raises
 
 import readings
 from coordinators import until
-from engine import cpu_engine
+from engine.cpu_engine import CpuEngine
 from model import fitness_digits, rules, seeds, soft_targets
 from readings import equal, plain_losses
 from tools import arch
@@ -30,19 +30,19 @@ def following(tokens, place, context):
     return sorted(tokens[p] for p in range(tokens.size) if [tokens[p - b] for b in range(context, 0, -1)] == before)
 
 
-@pytest.mark.parametrize("context", (1, 2, 3, 6))
-@pytest.mark.parametrize("values", (dict(), dict(VOCAB_SIZE=300)), ids=("bytes", "tokens"))
+@mark.parametrize("context", (1, 2, 3, 6))
+@mark.parametrize("values", (dict(), dict(VOCAB_SIZE=300)), ids=("bytes", "tokens"))
 def test_the_table_of_what_follows(values, context):
     cfg = BASE.changed(**values)
     tokens = data(cfg)
     known = soft_targets.followers(cfg, tokens, context)
-    assert known.tokens.dtype == tokens.dtype and sum(1 / known.size) == pytest.approx(len({*known.first}))
+    assert known.tokens.dtype == tokens.dtype and sum(1 / known.size) == approx(len({*known.first}))
     for place in range(tokens.size):
         first, size = known.first[place], known.size[place]
         assert known.tokens[first:first + size].tolist() == following(tokens, place, context)
 
 
-of_every_kind = pytest.mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
+of_every_kind = mark.parametrize("values", (dict(), GRU, WIDE), ids=("transformer", "gru", "tokens"))
 
 
 @of_every_kind
@@ -68,7 +68,7 @@ def test_the_loss_is_the_mean_over_the_targets(values):
     """Each member's loss is that of the plain reading."""
     cfg = BASE.changed(**values, SOFT_TARGETS=((0, 2),))
     tokens = data(cfg)
-    engine = cpu_engine.CpuEngine(cfg, tokens, threads=1)
+    engine = CpuEngine(cfg, tokens, threads=1)
     cut = soft_targets.windows(cfg, tokens, soft_targets.followers(cfg, tokens, 2), 0, engine.seed, 0, 8)
     assert engine.evaluate(0, 16).tolist() == plain_losses(cfg, engine.state(), cut, 16)
 
@@ -79,7 +79,7 @@ def test_every_cut_of_a_step_and_every_context_in_turn(values):
     comes back is the same again."""
     cfg = BASE.changed(**values, SOFT_TARGETS=((1, 2), (2, 0), (3, 1), (4, 2)))
     tokens = data(cfg)
-    make = functools.partial(cpu_engine.CpuEngine, tokens=tokens)
+    make = functools.partial(CpuEngine, tokens=tokens)
     one, two = make(cfg, threads=1), make(cfg, threads=2)
     plain = make(BASE.changed(**values), threads=1)
     for step in range(5):
@@ -110,7 +110,7 @@ def test_tables_are_made_once_and_ahead(monkeypatch):
     second = tables.of(3)
     assert first is tables.of(2) is tables.of(0) and second is tables.of(3) is tables.of(4)
     assert tables.of(5) is None is tables.of(6)
-    with pytest.raises(KeyError):
+    with raises(KeyError):
         tables.of(7)
     assert made == [2, 1, 3]
 
@@ -123,5 +123,5 @@ def test_the_architecture_names_the_targets():
 def test_a_table_that_the_memory_cannot_hold_is_refused():
     cfg = BASE.changed(SOFT_TARGETS=((0, 2),))
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (1 << 42,), (0,))
-    with pytest.raises(ValueError, match="SOFT_TARGETS: 4,398,046,511,104 tokens .* less data or no SOFT_TARGETS"):
+    with raises(ValueError, match="SOFT_TARGETS: 4,398,046,511,104 tokens .* less data or no SOFT_TARGETS"):
         soft_targets.Tables(cfg, huge)

@@ -12,11 +12,12 @@ import sys
 import time
 from unittest import mock
 
-import pytest
+from pytest import fixture, mark, raises
 
 import egg
 import egg_config
-from cluster import history
+from egg_config import make
+from cluster.history import configuration, newest, open_run
 from cluster.console import Console
 from engine import hardware
 from tools import train
@@ -25,7 +26,7 @@ from recordings import HERE, python
 from readings import configured
 
 
-@pytest.fixture
+@fixture
 def bytes_here(here):
     """A directory with data of plain bytes under other names than the default, which is the current one."""
     (here / "my data").mkdir()
@@ -82,7 +83,7 @@ def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):
         line = line_with("continue it: ", out)
         assert not err and shlex.split(line)[4:] == ["coordinator", *arguments]
         command = "exec " + line.removeprefix("continue it: ")
-    assert history.configuration("ckpt")["SEQ_LEN"] == CFG.SEQ_LEN
+    assert configuration("ckpt")["SEQ_LEN"] == CFG.SEQ_LEN
 
 
 def test_the_continuation_is_that_of_the_arguments(here, monkeypatch):
@@ -95,7 +96,7 @@ def test_the_continuation_is_that_of_the_arguments(here, monkeypatch):
 
 
 def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
-    history.open_run(CFG, "ckpt").close()
+    open_run(CFG, "ckpt").close()
     for command in ("train", "coordinator"):
         for where in ("--save-dir", "--load-dir"):
             fails(run(f"{command} {where} ckpt -D N_LAYERS=3 -DVALIDATE_EVERY=5"), 2,
@@ -109,36 +110,36 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     laptop = configured("laptop").saved()
     for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop"}, [], laptop):
         cfg = egg_config.load(defines=defines, environ=environ, saved=saved, run="ckpt")
-        assert cfg.saved() == egg_config.make(**saved).saved()
+        assert cfg.saved() == make(**saved).saved()
     egg_config.load(defines=["POPULATION_SIZE=0"], environ={}, saved=CFG.changed(POPULATION_SIZE=0).saved(),
                     run="ckpt")
 
 
 def test_an_old_run_without_settings_works_as_before(bytes_here):
-    history.open_run(configured(None, *[x[2:] for x in bytes_here]), "ckpt").close()
+    open_run(configured(None, *[x[2:] for x in bytes_here]), "ckpt").close()
     settings = json.loads(pathlib.Path("ckpt/settings.json").read_text())
     assert {"INPUT_FILE": "../my data/train.bin", "VALIDATE_EVERY": 2, "SNAPSHOT_EVERY": 0}.items() <= settings.items()
-    assert history.configuration("ckpt")["INPUT_FILE"] == "my data/train.bin"
-    assert "DECODING_FILE" not in history.configuration("ckpt")                      # it is not there
+    assert configuration("ckpt")["INPUT_FILE"] == "my data/train.bin"
+    assert "DECODING_FILE" not in configuration("ckpt")                      # it is not there
     os.mkdir("elsewhere")
     os.chdir("elsewhere")
-    assert history.configuration("../ckpt")["VAL_FILE"] == "../my data/val.bin"
+    assert configuration("../ckpt")["VAL_FILE"] == "../my data/val.bin"
     for old in (b"", b"[]", b"\xff", b'{"INPUT_FILE": 7}', b'{"LATER": 1}'):
         pathlib.Path("../ckpt/settings.json").write_bytes(old)
-        assert history.configuration("../ckpt") == CFG.saved()
+        assert configuration("../ckpt") == CFG.saved()
     os.unlink("../ckpt/settings.json")
-    assert history.configuration("../ckpt") == CFG.saved()
+    assert configuration("../ckpt") == CFG.saved()
 
 
 def test_an_empty_newer_directory_does_not_win(here):
-    run = history.open_run(CFG, "ckpt-trained")
+    run = open_run(CFG, "ckpt-trained")
     run.append(bytes(13), 1, 1)
     run.close()
     os.utime("ckpt-trained/history.egg", (1, 1))
-    history.open_run(CFG, "ckpt-empty").close()
-    assert history.newest() == "ckpt-trained"
+    open_run(CFG, "ckpt-empty").close()
+    assert newest() == "ckpt-trained"
     shutil.rmtree("ckpt-trained")
-    assert history.newest() == "ckpt-empty"
+    assert newest() == "ckpt-empty"
 
 
 # --- the clock of --minutes -------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def warmed(preset, defines, verbs):
     return set(ready), later
 
 
-@pytest.mark.parametrize("preset, defines", [
+@mark.parametrize("preset, defines", [
     ("laptop-weights", ["USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
     ("best", ["NTT_MODE=1", "CHUNK_SIZE=64", "POPULATION_SIZE=64"]),
     ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
@@ -210,10 +211,10 @@ def test_what_make_run_says_fits_a_terminal():
 # --- the first command ------------------------------------------------------------------------------------------------
 
 def test_the_fingerprint_of_the_unedited_constants():
-    assert egg_config.SHIPPED == egg_config.make().fingerprint()
+    assert egg_config.SHIPPED == make().fingerprint()
 
 
-@pytest.fixture
+@fixture
 def started(here, monkeypatch, capsys):
     """What `train` would start: started(device, arguments) -> (cfg, the line about the preset)."""
     found = []
@@ -221,23 +222,24 @@ def started(here, monkeypatch, capsys):
 
     def start(device, arguments=""):
         monkeypatch.setattr(hardware, "devices", lambda cfg: [device if cfg.DEVICE == "auto" else "cpu"])
-        with pytest.raises(SystemExit):
+        with raises(SystemExit):
             egg.main(["train", *arguments.split()])
         return found[-1], capsys.readouterr().out
 
     return start
 
 
-@pytest.mark.parametrize("device, preset, other", [("cpu", "laptop", "a GPU"), ("cuda:0", "best", "no GPU")])
+@mark.parametrize("device, preset, other", [("cpu", "laptop", "a GPU"), ("cuda:0", "best", "no GPU")])
 def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, device, preset, other):
-    history.open_run(egg_config.make(), "ckpt").close()
-    fast, deggs = configured(preset), egg_config.make()
+    open_run(make(), "ckpt").close()
+    fast, deggs = configured(preset), make()
     for more in "", "--save-dir new --minutes 1", "-D PORT=7":
         cfg, said = started(device, more)
         assert cfg.shared() == fast.shared() and other not in said
         assert said.count("\n") == 1 and f"here: taking the preset {preset} (--preset deggs" in said
     assert started(device, "-D N_LAYERS=2")[0].shared() == fast.changed(N_LAYERS=2).shared()
     assert started(device, "-D INPUT_FILE=mine.bin")[0].INPUT_FILE == "mine.bin"
+    assert started(device, "-D DEVICE=cpu")[0].MODEL == "gru", "a GPU that must not be used is none"
     for chosen in "--save-dir ckpt", "--load-dir ckpt", "--preset deggs":
         cfg, said = started(device, chosen)
         assert cfg.shared() == deggs.shared() and said == ""
@@ -250,21 +252,12 @@ def test_plain_training_takes_the_preset_of_the_machine(started, monkeypatch, de
     assert started(device) == (deggs, "")
 
 
-def test_what_the_preset_of_the_machine_forbids_names_it(bytes_here):
-    fails(run("train -D MODEL=transformer", preset=""), 2, "has no meaning with MODEL = transformer",
-          "(with the preset laptop, which `", "--preset deggs egg_config.py as it is)")
-
-
-def test_a_gpu_that_must_not_be_used_is_none(started):
-    assert started("cuda:0", "-D DEVICE=cpu")[0].MODEL == "gru"
-
-
 def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):
     monkeypatch.setattr(hardware, "devices", lambda cfg: ["cuda:0"])
     done = mock.Mock(**{"run.directory": None})
     monkeypatch.setattr("egg_net.run_coordinator", lambda *_, hint, **__: hint and print(hint) or done)
     monkeypatch.setattr("tools.train.work", lambda *_, **__: None)
-    history.open_run(egg_config.make(), "ckpt").close()
+    open_run(make(), "ckpt").close()
     for command, words in (("worker localhost", "--preset best suits this machine"),
                            ("coordinator", "--preset best suits GPUs, --preset laptop CPUs")):
         said = succeeds(run(command, preset=""))
@@ -274,12 +267,12 @@ def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):
     assert succeeds(run("coordinator --save-dir ckpt", preset="")) == ""
 
 
-@pytest.mark.parametrize("gpus", [2, 3])
+@mark.parametrize("gpus", [2, 3])
 def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpus):
     monkeypatch.setattr(hardware, "devices", lambda cfg: [f"cuda:{i}" for i in range(gpus)])
     monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("enough")))
     cfg = CFG.changed(CHUNK_SIZE=8, POPULATION_SIZE=16, INPUT_FILE="my data/train.bin", VAL_FILE="my data/val.bin")
-    with pytest.raises(train.TrainError, match="enough"):
+    with raises(train.TrainError, match="enough"):
         train.train(cfg, None, Console(), steps=1)
     said = "".join(capsys.readouterr())
     for words in "3 GPUs, but a step has 2 of the chunks", "-D POPULATION_SIZE=24 has":
@@ -305,7 +298,7 @@ def test_what_is_made_once_is_no_time_of_a_step():
             self.calls += 1
             time.sleep(0.5 if self.calls == 1 else count / 1000)
 
-    assert 100 < train.members_a_second(egg_config.make(CHUNK_SIZE=4096), Engine()) < 1010
+    assert 100 < train.members_a_second(make(CHUNK_SIZE=4096), Engine()) < 1010
 
 
 def test_a_worker_without_the_state_of_the_run_has_no_final():
@@ -324,4 +317,4 @@ def test_a_worker_without_the_state_of_the_run_has_no_final():
 def test_a_worker_whose_parent_has_gone_says_nothing(monkeypatch):
     pipe = mock.Mock(**{"send.side_effect": BrokenPipeError})
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
-    train._worker_process("cpu", egg_config.make(INPUT_FILE="none"), 1, 1, False, None, None, pipe)
+    train._worker_process("cpu", make(INPUT_FILE="none"), 1, 1, False, None, None, pipe)
