@@ -1,6 +1,5 @@
 """What liars, stolen names and forged files cannot do: votes, validations, snapshots, leases, islands, files."""
 
-import collections
 import functools
 import math
 import os
@@ -965,7 +964,7 @@ class Archipelago:
         self.stop = False
         self.cfgs = [cfg.changed(ISLAND_SEED=i + 1) for i in range(islands)]
         self.ports = [free_port() for _ in self.cfgs]
-        self.sea, self.count = Sea(self.ports), collections.Counter()
+        self.sea, self.killed = Sea(self.ports), 0
         self.processes, self.threads = [self._coordinator(i) for i in range(islands)], []
         for i in range(islands):
             self._thread(self._work, i)
@@ -1008,8 +1007,8 @@ class Archipelago:
     def _harm(self):
         i, dice = self.random.randrange(len(self.ports)), self.random
         what = dice.choice(["killed", "killed", "stopped", "cut", "slowed"])
-        self.count[what] += 1
         if what == "killed":
+            self.killed += 1
             self.processes[i].kill()
             self.processes[i].wait()
             sleep(dice.uniform(0, 0.5))
@@ -1043,7 +1042,7 @@ class Archipelago:
 
     def happened(self):
         """Whether an island was killed and another one has found a deceiver out."""
-        return self.count["killed"] and any(map(self.distrusted, range(len(self.ports))))
+        return self.killed and any(map(self.distrusted, range(len(self.ports))))
 
     def behind(self, wanted):
         """{island: its steps} of those that have fewer than wanted."""
@@ -1109,4 +1108,4 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
             assert run.step > 3
         epochs += run.start.epoch
         distrusted += trouble.distrusted(i)
-    assert epochs > 0 and trouble.count["killed"] and distrusted
+    assert epochs > 0 and trouble.killed and distrusted

@@ -157,8 +157,6 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
     latest = tmp_path / names[2]
 
     # a run that goes on elsewhere takes them along, a damaged one is found out and the run replayed instead
-    with Server(tmp_path, cfg) as server:
-        server.stop()
     for damage in (False, True):
         new = tmp_path / f"new{damage}"
         if damage:

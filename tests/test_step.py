@@ -615,11 +615,11 @@ def test_one_liar_keeps_no_lie_and_gets_nobody_banned(kind, tmp_path, monkeypatc
 
 
 def test_what_a_banned_author_left_is_done_again_even_when_it_has_gone(server):
-    (liar, other), done = (Peer2(server, name=name) for name in ("liar", "other")), server.dispatcher.work.done
+    (liar, other), done = callers(server, 2, 3), server.dispatcher.work.done
     assert liar.chunk(0) == 0
     liar.result(0, 0, BAD)
     until(lambda: 0 in done)
-    author = server.author("liar")
+    author = server.author("w2")
     liar.close()
     server.has_workers(1)
     server.ban(author, "it lied about another chunk")
