@@ -236,12 +236,11 @@ def test_good_edits(tmp_path):
     out; a misspelt one is missed."""
     muon = edited(tmp_path, "\nUSE_MUON = 0 ", "\nUSE_MUON = True ").make()
     assert muon.USE_MUON is not True and muon.fingerprint() == make(USE_MUON=1).fingerprint()
-    wide = edited(tmp_path, "\nPRESETS = {", "\nHIDDEN_DIM = 512\n\nPRESETS = {").make()
-    assert wide.fingerprint() == make(HIDDEN_DIM=512).fingerprint()
+    wide = edited(tmp_path, "\nPRESETS = {", "\nHIDDEN_DIM = 512\n\nPRESETS = {")
+    assert wide.make().fingerprint() == make(HIDDEN_DIM=512).fingerprint()
     terse = edited(tmp_path, "| all     | layers\n", "| all |\n")
     assert terse.CONSTANTS["N_LAYERS"].meaning == "" and terse.make().fingerprint() == make().fingerprint()
-    narrow = edited(tmp_path, "\nPRESETS = {", "\nPRESETS={")
-    assert narrow.CONSTANTS == CONSTANTS
+    assert edited(tmp_path, "\nPRESETS = {", "\nPRESETS={").CONSTANTS == CONSTANTS
     misspelt = edited(tmp_path, "\nN_LAYERS = 4 ", "\nN_LAYER = 4 ")
     line = misspelt.CONSTANTS["N_LAYER"].line
     with raises(misspelt.ConfigError) as error:

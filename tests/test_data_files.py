@@ -97,8 +97,7 @@ def test_tokens_are_not_read_as_bytes(tmp_path):
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 def test_decoding_reads_what_was_written(tmp_path):
-    pieces = [b"a", b"", b" the", b"\xf0\x9f", b"\x9a\x80"]
-    decoding = Decoding.read(write_decoding(tmp_path / "d", pieces))
+    decoding = Decoding.read(write_decoding(tmp_path / "d", [b"a", b"", b" the", b"\xf0\x9f", b"\x9a\x80"]))
     assert len(decoding) == 5 and decoding.lengths.tolist() == [1, 0, 4, 2, 2]
     assert decoding.decode([2, 1, 0, 3, 4]) == b" thea\xf0\x9f\x9a\x80"
     assert decoding.expand(np.array([2, 1, 0, 3, 4])).tobytes() == b" thea\xf0\x9f\x9a\x80"
@@ -145,8 +144,8 @@ def test_validation_windows_are_whole_and_evenly_spaced(tmp_path):
     path = write_tokens(tmp_path / "v", np.arange(8 * 20 + 1))
     pieces = [b"x" * (1 + t % 3) for t in range(300)]
     decoding = Decoding(pieces)
-    for limit, starts in ((0, range(0, 160, 8)), (10 ** 9, range(0, 160, 8)), (32, (0, 40, 80, 120)),
-                          (47, (0, 32, 64, 96, 128)), (1, (0,))):
+    for limit, starts in {0: range(0, 160, 8), 10 ** 9: range(0, 160, 8), 32: (0, 40, 80, 120),
+                          47: (0, 32, 64, 96, 128), 1: (0,)}.items():
         validation = open_validation(BASE.changed(VAL_FILE=path, VALIDATE_TOKENS=limit), decoding)
         assert validation.windows.tolist() == [list(range(s, s + 9)) for s in starts]
         assert validation.n_bytes == sum(len(pieces[t]) for s in starts for t in range(s + 1, s + 9))

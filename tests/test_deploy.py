@@ -39,10 +39,12 @@ def manifests(overlay):
     return list(yaml.safe_load_all(done.stdout))
 
 
-def container(kind):
-    """The container of the pods of this kind in the base."""
-    workload, = (resource for resource in manifests("base") if resource["kind"] == kind)
-    return workload["spec"]["template"]["spec"]["containers"][0]
+def pod_and_container(kind, overlay="base"):
+    """What an overlay says of the pods of this kind and of their container."""
+    workload, = (resource for resource in manifests(overlay) if resource["kind"] == kind)
+    pod = workload["spec"]["template"]["spec"]
+    container, = pod["containers"]
+    return pod, container
 
 
 OVERLAYS = ["base", "cpu"] if KUBECTL else ["base"]
@@ -61,8 +63,7 @@ def test_manifests_are_valid(overlay, minor):
 @mark.parametrize("overlay", OVERLAYS)
 def test_pods_run_without_rights_and_with_limits(overlay):
     for kind in "StatefulSet", "Deployment":
-        pod = next(r for r in manifests(overlay) if r["kind"] == kind)["spec"]["template"]["spec"]
-        container, = pod["containers"]
+        pod, container = pod_and_container(kind, overlay)
         assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
         assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (kind == "Deployment" and overlay == "base")
@@ -76,8 +77,8 @@ def test_pods_run_without_rights_and_with_limits(overlay):
 
 def test_the_probes_tell_whether_a_coordinator_serves(tmp_path):
     """The commands and arguments of the manifests, with the paths and ports of this machine."""
-    pod = container("StatefulSet")
-    probes = [pod[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    _, container = pod_and_container("StatefulSet")
+    probes = [container[name]["exec"]["command"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     port = free_port()
     environ = {**os.environ, "EGG_SECRET": SECRET.decode(), "EGG_PORT": str(port), "EGG_PRESET": "best"}
 
@@ -88,7 +89,7 @@ def test_the_probes_tell_whether_a_coordinator_serves(tmp_path):
         return {one.returncode for one in done}
 
     assert healthy() == {1}
-    arguments = [{"/data/ckpt": str(tmp_path / "ckpt"), "8080": "0"}.get(word, word) for word in pod["args"]]
+    arguments = [{"/data/ckpt": str(tmp_path / "ckpt"), "8080": "0"}.get(word, word) for word in container["args"]]
     coordinator = subprocess.Popen([sys.executable, "egg.py", *arguments], cwd=HERE, env=environ, text=True,
                                    stdout=subprocess.PIPE)
     try:

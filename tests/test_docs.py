@@ -46,7 +46,7 @@ def headings(path):
 def test_the_readme_is_short_and_shows_the_way():
     text = README.read_text()
     assert len(text.encode()) <= PAGE_BYTES and (HERE / "docs" / "BENCHMARKS.md").stat().st_size <= PAGE_BYTES
-    assert [words for words in MENTIONED if words not in text] == []
+    assert not [words for words in MENTIONED if words not in text]
 
 
 def numbers(text):
@@ -63,8 +63,8 @@ def test_the_readme_repeats_figures_of_the_benchmarks():
                                  *(cell for row in rows(section) for cell in row[1:])]))
     measured = [number for number, _ in numbers(document("BENCHMARKS"))]
     assert len(repeated) > 20
-    assert [number for number, decimals in repeated
-            if all(abs(number - one) > 0.501 * 10 ** -decimals for one in measured)] == []
+    assert not [number for number, decimals in repeated
+                if all(abs(number - one) > 0.501 * 10 ** -decimals for one in measured)]
 
 
 def test_the_picture_of_learning_shows_figures_of_the_readme():
@@ -87,7 +87,7 @@ every_document = pytest.mark.parametrize("path", [README, *DOCS], ids=lambda pat
 @every_document
 def test_lines_fit_and_links_lead_somewhere(path):
     text = path.read_text()
-    assert [line for line in text.split("\n") if len(line) > COLUMNS] == []
+    assert not [line for line in text.split("\n") if len(line) > COLUMNS]
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target:
             continue
@@ -101,7 +101,7 @@ def test_lines_fit_and_links_lead_somewhere(path):
 def test_files_of_the_program_exist(path):
     folders = "|".join(sorted({file.parent.name for file in SOURCES} - {HERE.name}))
     named = re.findall(rf"\b(?:requirements|{folders})/[\w/]+\.(?:py|sh|txt)\b", path.read_text())
-    assert [name for name in named if not (HERE / name).exists()] == []
+    assert not [name for name in named if not (HERE / name).exists()]
     assert {*re.findall(r"pip install (\S+)", path.read_text())} <= {"-r", "torch`)"}
 
 
@@ -109,8 +109,8 @@ def test_the_tables_of_constants_and_presets_are_those_of_the_program():
     printed = python(HERE / "egg_config.py")
     written = document("CONFIGURATION")
     assert printed in written, "python egg_config.py prints what stands there"
-    described = {row[0] for row in rows(printed)}
-    assert described == {"constant", *egg_config.CONSTANTS} and printed == egg_config.tables() + "\n"
+    assert {row[0] for row in rows(printed)} == {"constant", *egg_config.CONSTANTS}
+    assert printed == egg_config.tables() + "\n"
     assert {row[0] for row in rows(written)} >= {*egg_config.PRESETS}
 
 
@@ -164,8 +164,8 @@ def test_the_frame_in_hex_is_a_frame():
     block = text[text.index("    4a4f4253"):].partition("\n\n")[0]
     written = "".join(re.match(r" +((?:[0-9a-f]+ )*[0-9a-f]+)(?: {2}|$)", line)[1] for line in block.split("\n"))
     fitness = fitness_digits.pack_ternary(np.array([1, -1, 0, 0, 1], np.int8))
-    frame = wire.frame(wire.RESULT, 42, 0, 10, 0, 12345, len(fitness), fitness, version=wire.V2)
-    assert written.replace(" ", "") == frame.hex()
+    assert written.replace(" ", "") == wire.frame(wire.RESULT, 42, 0, 10, 0, 12345, len(fitness), fitness,
+                                                  version=wire.V2).hex()
 
 
 def test_every_frame_is_in_the_protocol():

@@ -134,8 +134,8 @@ def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_p
     at, header = tmp_path / "run", {**CFG.saved(), **evil}
     open_run(CFG, at).close()
     (at / history.FILE).write_bytes(headed(dumps({"version": 1, "config": header})))
-    kept = {**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3, **evil, "HIDDEN_DIM": 96}
-    (at / history.SETTINGS).write_text(dumps(kept))
+    (at / history.SETTINGS).write_text(dumps({**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3, **evil,
+                                              "HIDDEN_DIM": 96}))
     use.write_tensors(tmp_path / "model", {"x": np.zeros(1, int8)}, {"config": dumps(header)})
     for found in use.read_config(tmp_path / "model"), configuration(at):
         cfg = egg_config.load(saved=found)

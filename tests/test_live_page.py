@@ -1,7 +1,7 @@
 """The live page and /metrics."""
 
 import base64
-import contextlib
+from contextlib import suppress
 import gzip
 import json
 import re
@@ -95,10 +95,10 @@ def test_the_page_its_state_and_metrics(tmp_path):
         assert (status, fields["content-type"]) == (200, "application/json") and len(state["workers"]) == 1
         bits = 16 / (cfg.SOFTMAX_EXP_SCALE * np.log(2))
         sample = dict(step=0, worker="a version 1 peer", prompt="a<script>\nb", text="<img src=x>")
-        best = dict(step=0, value=1.0, unit="bits/byte")
-        assert state == {**state, **dict(step=1, steps=3, chunks=4, chunks_done=0, loss_unit="bits/byte", best=best,
-                                         loss=approx(bits, abs=1e-6), name=tmp_path.name, samples=[sample],
-                                         island=None, merges=[], finished=False)}
+        assert state == state | dict(
+            step=1, steps=3, chunks=4, chunks_done=0, loss_unit="bits/byte", loss=approx(bits, abs=1e-6),
+            best=dict(step=0, value=1.0, unit="bits/byte"), name=tmp_path.name, samples=[sample],
+            island=None, merges=[], finished=False)
         assert state["curves"]["loss"] == [[0, approx(state["seconds"], abs=1e-3), approx(bits, 1e-4)]]
         assert state["curves"]["validation"][0][2] == 1.0
         assert [line["kind"] for line in state["lines"]] == ["joined"]
@@ -145,7 +145,7 @@ def test_the_page_tells_of_the_end(tmp_path):
 
 def fetch(port):
     """The state of a page, None where nobody serves it."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
         sock.sendall(request("/state.json"))
         return json.loads(receive(sock)[2] or "null")
 
@@ -216,7 +216,7 @@ def test_clients_that_take_their_time_are_closed(server, monkeypatch):
     lingering.sendall(b"\r\n\r\n")
     assert receive(lingering)[0] == 400
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         deaf.settimeout(0.2)
         deaf.sendall(request("/", close=False) * 1000)  # more answers than the buffers hold, none of them read
     with raises(OSError):
@@ -240,7 +240,7 @@ def test_who_holds_connections_keeps_no_browser_out(server, monkeypatch):
     assert all(ask(server, "/metrics")[0] == 200 for _ in range(3))
     assert status_of(browser) == 200                                   # its connection was kept
     for sock in held:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             sock.sendall(request("/metrics", close=False))
     until(lambda: len(page.served) > 1)
     assert len(page.newcomers) <= 8 and len(page.served) <= 8 and ask(server, "/metrics")[0] == 200
@@ -280,7 +280,7 @@ def test_the_page_under_tls(tmp_path, certificates):
             assert all(next_head(answers).startswith(b"HTTP/1.1 404") for _ in range(300))
         with connect(server) as plain:
             plain.sendall(request())
-            with contextlib.suppress(ConnectionResetError):
+            with suppress(ConnectionResetError):
                 assert b"HTTP" not in plain.recv(100)
         assert Peer(server).chunk(0) == 0
 
@@ -314,7 +314,7 @@ def test_noise_does_no_harm(tmp_path):
     whole = request("/metrics", authorization=basic(PASSWORD))
     with Server(tmp_path, http=MASTER) as server:
         for _ in range(150):
-            with connect(server) as sock, contextlib.suppress(OSError):
+            with connect(server) as sock, suppress(OSError):
                 kind = rng.randrange(4)
                 if kind == 0:
                     sock.sendall(rng.randbytes(rng.randrange(20000)))

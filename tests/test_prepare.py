@@ -107,8 +107,7 @@ def test_split_gives_back_all_of_the_text():
 
 @mark.parametrize("vocab", [256, 257, 400])
 def test_any_bytes_come_back(here, vocab):
-    rng = np.random.default_rng(5)
-    noise = rng.integers(0, 256, 30000, dtype=np.uint8).tobytes()
+    noise = np.random.default_rng(5).integers(0, 256, 30000, dtype=np.uint8).tobytes()
     data = (PROSE * 100 + noise + b"\x00" * 1000 + "\u00e9\u2028\u0085\u00a0".encode() * 100
             + b"\r\n \r\n" * 500 + bytes(range(256)) * 20)
     said = []

@@ -82,6 +82,11 @@ def egg(at, *arguments):
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pipesize=1 << 20)    # read at its end
 
 
+def printed(process):
+    """All that a process prints until it ends."""
+    return process.communicate(timeout=300)[0]
+
+
 def drive(at, cluster, directory, *more):
     return egg(at, "ray", "--address", cluster.address, "--save-dir", directory, "--cpus", 1, "--port", 0, *more)
 
@@ -95,7 +100,7 @@ def events(directory):
 def wait_for(process, condition, seconds=120):
     until = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, printed(process)
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.1)
 
@@ -109,7 +114,7 @@ def goes_on(driver, run, steps):
 def interrupted(driver):
     """What a driver has printed that ends well after Ctrl-C."""
     driver.send_signal(signal.SIGINT)
-    said = driver.communicate()[0]
+    said = printed(driver)
     assert driver.returncode == 0, said
     return said
 
@@ -193,7 +198,7 @@ def test_a_killed_driver_and_an_interrupted_one_go_on(place, three_nodes):
 def test_nobody_else_can_replace_the_code_of_a_run(place, three_nodes, monkeypatch):
     os.chmod(three_nodes.root, 0o755)                        # below, Ray lets everybody write
     refused = drive(place, three_nodes, place / "open", *DEFINES)
-    said = refused.communicate(timeout=120)[0]
+    said = printed(refused)
     os.chmod(three_nodes.root, 0o700)
     assert refused.returncode == 1 and "other users may replace" in said and said.count("\n") == 1, said
     assert not (place / "open").exists()
@@ -213,10 +218,10 @@ def test_nobody_else_can_replace_the_code_of_a_run(place, three_nodes, monkeypat
 def test_members_are_judged_by_the_file_on_the_node(place, three_nodes):
     (place / "own.py").write_text("TOKENS = 3\ndef reward(completions):\n    return [len(t) for t in completions]\n")
     driver = drive(place, three_nodes, "judged", "--objective", "own.py", "--steps", 3, "--workers", 1, *DEFINES)
-    said = driver.communicate(timeout=120)[0]
+    said = printed(driver)
     assert driver.returncode == 0 and "reward at step 0: " in said and "--objective own.py" in said, said
     driver = drive(place, three_nodes, "judged", "--steps", 4)
-    assert "continue it with --objective FILE" in driver.communicate(timeout=120)[0] and driver.returncode == 2
+    assert "continue it with --objective FILE" in printed(driver) and driver.returncode == 2
 
 
 @mark.parametrize("arguments, status, words", [
@@ -229,7 +234,7 @@ def test_members_are_judged_by_the_file_on_the_node(place, three_nodes):
 def test_what_cannot_work_ends_with_a_line(place, three_nodes, arguments, status, words):
     address = [] if "--address" in arguments else ["--address", three_nodes.address]
     process = egg(place, "ray", "--port", 0, *address, *arguments)
-    said = process.communicate(timeout=120)[0]
+    said = printed(process)
     assert process.returncode == status and words in said and "Traceback" not in said, said
     assert [line for line in said.split("\n") if line.startswith("egg: ")] == said.strip().split("\n")[-1:]
 
@@ -281,10 +286,10 @@ def test_a_sweep_survives_an_interruption_and_ranks(place, three_nodes):
     runs = place / "sweep"
     wait_for(sweep, lambda: any(step_of(run) >= 10 for run in runs.glob("00*")))
     sweep.send_signal(signal.SIGINT)
-    said = sweep.communicate(timeout=120)[0]
+    said = printed(sweep)
     assert sweep.returncode == 0 and "interrupted" in said, said
     sweep = egg(place, *command)
-    said = sweep.communicate(timeout=300)[0]
+    said = printed(sweep)
     assert sweep.returncode == 0 and "Traceback" not in said and "plot them: " in said, said
     with open(runs / "ranking.csv") as file:
         ranked = list(csv.DictReader(file))
@@ -292,4 +297,4 @@ def test_a_sweep_survives_an_interruption_and_ranks(place, three_nodes):
     assert len(ranked) == 4 and figures == sorted(figures) and max(int(row["steps"]) for row in ranked) == 30
     assert len({row["ADAM_WEIGHT_DECAY"] for row in ranked}) > 1
     other = egg(place, *command, "-D", "SEQ_LEN=16")
-    assert "holds a sweep of other settings" in other.communicate()[0] and other.returncode == 2
+    assert "holds a sweep of other settings" in printed(other) and other.returncode == 2

@@ -39,7 +39,7 @@ TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
     dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
          ADAPTIVE_NOISE_MODE=2,
          RARE_TOKENS=0.02, TOKEN_MASK=1)],
-    ids=["muon-ntt3", "falling-noise", "falling-noise-gru", "ntt1-sgd-rare", "muon-cubic-ntt2-gaussian-tails-rare"])
+    ids="muon-ntt3 falling-noise falling-noise-gru ntt1-sgd-rare muon-cubic-ntt2-gaussian-tails-rare".split())
 def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
@@ -114,7 +114,7 @@ def test_presets_are_good_and_those_of_the_recurrent_model_take_the_fast_path(pr
 # --- rates and initial values by token --------------------------------------------------------------------------------
 
 @mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)],
-                  ids=["adamw", "sgd", "muon", "gru"])
+                  ids="adamw sgd muon gru".split())
 def test_rare_tokens_learn_more_slowly(rest):
     """The first update's accumulators, bit for bit: beside a run without the switch only the columns of rare tokens
     differ, by their factor."""

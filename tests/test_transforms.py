@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from engine import cpu_engine
-from model import parameters, rules, transforms
+from model import parameters, rules
+from model.transforms import basis, PRIME, root, table
 from model.reading import Reading
 from readings import (BASE, equal, hold_text_against_the_reading, hold_validation_against_the_reading, plain_losses,
                       random_config, shaken)
@@ -14,22 +15,22 @@ from readings import (BASE, equal, hold_text_against_the_reading, hold_validatio
 
 def direct(x, mode, k):
     """Coefficient k of x by the definition, term by term, in Python's integers."""
-    p = transforms.PRIME[mode]
+    p = PRIME[mode]
     if not p:
         return sum(-int(v) if bin(i & k).count("1") % 2 else int(v) for i, v in enumerate(x))
-    r = transforms.root(mode, len(x))
+    r = root(mode, len(x))
     return sum(int(v) * pow(r, i * k, p) for i, v in enumerate(x)) % p
 
 
 def transform(x, mode):
     """The coefficients of x by the table of the model."""
-    c = x @ transforms.table(mode, x.shape[-1]).T
-    return c % transforms.PRIME[mode] if transforms.PRIME[mode] else c
+    c = x @ table(mode, x.shape[-1]).T
+    return c % PRIME[mode] if PRIME[mode] else c
 
 
 def inverse(x, mode):
     """What `transform` made x from, modulo p in modes 2 and 3: the transform again, in another order."""
-    p, n = transforms.PRIME[mode], len(x)
+    p, n = PRIME[mode], len(x)
     again = transform(x, mode)
     return np.roll(again[::-1], 1) * pow(n, -1, p) % p if p else again // n
 
@@ -38,7 +39,7 @@ def inverse(x, mode):
 def test_transforms(mode, length):
     """Table against definition; round trip; the convolution theorem, for Walsh-Hadamard that of the dyadic
     convolution."""
-    rng, p = np.random.default_rng(length), transforms.PRIME[mode]
+    rng, p = np.random.default_rng(length), PRIME[mode]
     x, y = rng.integers(0, p or 262144, (2, length))
     transformed = transform(x, mode)
     assert transformed.tolist() == [direct(x, mode, k) for k in range(length)]
@@ -49,8 +50,8 @@ def test_transforms(mode, length):
                            n in zip(i, i ^ k if not p else (k - i) % length)) for k in range(length)])
     equal(inverse(product % p if p else product, mode), folded % p if p else folded)
     if p:
-        powers = {pow(transforms.root(mode, length), k, p) for k in range(length)}
-        assert len(powers) == length and pow(transforms.root(mode, length), length, p) == 1
+        powers = {pow(root(mode, length), k, p) for k in range(length)}
+        assert len(powers) == length and pow(root(mode, length), length, p) == 1
     equal(transform(np.stack([x, y]), mode)[1], transform(y, mode))
 
 
@@ -87,11 +88,10 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
 
 def test_a_causal_coefficient_sees_no_later_token():
     cfg = BASE.changed(NTT_MODE=3)
-    rng = np.random.default_rng(7)
-    one, other = rng.integers(1, 256, (2, 8))
+    one, other = np.random.default_rng(7).integers(1, 256, (2, 8))
     for position in range(8):
         mixed = np.where(np.arange(8) <= position, one, other)
-        causal, whole = transforms.basis(cfg, True)[position], transforms.basis(cfg, False)[position]
+        causal, whole = basis(cfg, True)[position], basis(cfg, False)[position]
         assert causal @ mixed == causal @ one
         assert position == 7 or whole @ mixed != whole @ one
 
