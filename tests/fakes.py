@@ -76,7 +76,7 @@ class FakeEngine:
     def update(self, fitness):
         ternary.check(fitness, self.cfg.STEP_DIGITS)
         digest = zlib.crc32(fitness, zlib.crc32(self.weights))
-        self.weights = np.maximum(np.frombuffer(digest.to_bytes(4, "little") * 2, int8), -127)   # of a State, no -128
+        self.weights = np.maximum(np.frombuffer(digest.to_bytes(4, "little") * 2, int8), -127)   # a State has no -128
         self.seed, self.step = seeds.next_seed(self.seed, self.step), self.step + 1
         return 100 + self.step
 

@@ -319,7 +319,10 @@ def test_workers_that_do_not_know_the_hash_serve_as_before(server):
     until(lambda: server.shelf.newest == 1)
 
 
-def test_a_real_pair_confirms_snapshots(tmp_path):
+def test_a_lonely_worker_gives_snapshots_and_a_real_pair_confirms_them(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2)
-    server = cluster(tmp_path, [FakeEngine(cfg, 0.003) for _ in range(3)], 9, cfg, save=True)
-    assert server.shelf.newest >= 4
+    for engines in (1, 3):
+        at = tmp_path / str(engines)
+        cluster(at, [FakeEngine(cfg, 0.003) for _ in range(engines)], 9, cfg, save=True)
+        with closing(history.read_run(cfg, at)) as run:
+            assert snapshots.Shelf(cfg, run).newest >= 4
