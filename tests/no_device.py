@@ -23,6 +23,16 @@ def device_array(shape, dtype):
     return np.full(np.prod(shape) * np.dtype(dtype).itemsize, 7, np.uint8).view(dtype).reshape(shape).view(HostArray)
 
 
+def host_to_device(array, values, size, stream):
+    assert size == array.nbytes
+    array.copy_to_device(values)
+
+
+# what the engine asks of numba.cuda.cudadrv.driver
+DRIVER = SimpleNamespace(host_to_device=host_to_device, device_memset=lambda array, value, size, stream:
+                         array.fill(value))
+
+
 def names(device_array=device_array):
     """({name in numba.cuda: what stands in for it}, the device's memory, whose free bytes may be changed)."""
     stream = SimpleNamespace(handle=0, synchronize=lambda: None)
@@ -31,6 +41,7 @@ def names(device_array=device_array):
     memory = SimpleNamespace(free=1 << 33, total=1 << 34)
     return dict(select_device=lambda device: None, get_current_device=lambda: card, stream=lambda: stream,
                 event=lambda timing: event, device_array=device_array, pinned_array=np.zeros,
+                cudadrv=SimpleNamespace(driver=DRIVER),
                 device_array_like=lambda array: device_array(array.shape, array.dtype),
                 to_device=lambda array, stream=None: np.array(array).view(HostArray),
                 current_context=lambda: SimpleNamespace(get_memory_info=lambda: memory)), memory

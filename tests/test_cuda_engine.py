@@ -184,10 +184,11 @@ def no_gpu(monkeypatch):
             kernel.dispatcher.expected = kernel.signature
         return 0.0
 
+    for name, value in vars(no_device.DRIVER).items():
+        monkeypatch.setattr(cuda.cudadrv.driver, name, value)
     names, _ = no_device.names(lambda shape, dtype: np.zeros(shape, dtype).view(no_device.HostArray))
     for name, value in names.items():
         monkeypatch.setattr(cuda, name, value)
-    monkeypatch.setattr(cuda.cudadrv.driver, "device_memset", lambda array, value, size, stream: array.fill(value))
     monkeypatch.setattr(type(cuda.jit(lambda: None)), "__getitem__", launcher)
     monkeypatch.setattr(cuda_engine, "compile_all", compile_all)
     monkeypatch.setattr(cuda_engine.ptx, "shared_limit", lambda gpu: CARDS[9, 0] * 1024)
