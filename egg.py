@@ -44,6 +44,8 @@ use a run:
   python egg.py generate --prompt 'The king said'     let the newest saved run write
   python egg.py eval --load-dir ckpt                  measure it on held-out text
   python egg.py plot ckpt                             draw its curves
+a Python function judges what the models write (docs/OBJECTIVES.md):
+  python egg.py train --objective examples/words.py --load-dir ckpt --save-dir ckpt-words
 your own text, your own configuration:
   python egg.py prepare my.txt --out mine             and then the command that it prints
   python egg.py arch -D N_LAYERS=8 -D HIDDEN_DIM=512  what a configuration costs
@@ -115,7 +117,7 @@ COMMON = dict([
     option("--tls-ca FILE", "certificate of the other side, or of its signer; a coordinator with this option refuses "
            "workers without a certificate"),
     option("--objective FILE", "a Python file whose function reward(prompts, completions) judges what members write "
-           "(docs/OBJECTIVES.md); with --load-dir a new run begins from that model"),
+           "(docs/OBJECTIVES.md)"),
     option("--verbose", "print a line for every step, in the format of d-eggs, also on a terminal"),
     option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
@@ -195,14 +197,15 @@ def with_objective(cfg, args):
     if cfg.OBJECTIVE and not objective:
         raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it with "
                                     "--objective FILE")
+    if objective and args.function is train and not args.run:       # a coordinator only needs its digest
+        from tools import train as training
+        training.try_objective(cfg, objective)
     if objective and args.load_dir:
         from cluster import history
-        from tools import train as training, use
+        from tools import use
         if args.run:
             Printer(sys.stderr).line(f"egg: {args.run} holds a run already: it goes on, --load-dir is not used")
         else:
-            if args.function is train:               # a coordinator only needs its digest
-                training.try_objective(cfg, objective)
             args.save_dir = args.save_dir or history.beside(args.load_dir)
             use.begin(cfg, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr))
         args.load_dir = None

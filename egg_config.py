@@ -521,6 +521,10 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     for name, (source, value) in found.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
+        if name == "OBJECTIVE" and value != values[name]:
+            what = "was begun with another file, or that one has changed" if values[name] else "has no objective"
+            raise ConfigError(f"{source}: {run} {what}: --load-dir {run} with another --save-dir begins a new run with "
+                              "its model")
         if name in DETERMINING and value != values[name]:
             differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name]) or 'unset'}")
     if differ:

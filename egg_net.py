@@ -699,7 +699,7 @@ class Coordinator:
         if worker.trusted:
             self.progress.result(result.updates)
             for liar in work.result(worker, chunk, result.packed, result.sum_loss):
-                self.ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others")
+                self.ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others{work.doubt}")
             if worker.waiting or chunk not in work.done:
                 self.dispatcher.changed = True
         self.console.progress(f"step {step}: {len(work.done)}/{self.cfg.N_CHUNKS} chunks")

@@ -262,7 +262,12 @@ class Admission:
 
 def other_constants(ours, theirs):
     """How the constants of a worker differ from those of the coordinator (see Config.agreed), in words; "" if they do
-    not. A forgotten preset is named instead of its many constants."""
+    not. A forgotten preset, or another objective, is named instead of its many constants."""
+    objectives = [constants.get("OBJECTIVE", "") for constants in (ours, theirs)]
+    if objectives[0] != objectives[1]:
+        return ("the coordinator has another file of --objective: give both the same one" if all(objectives)
+                else "the coordinator has an objective: give the worker --objective FILE too" if objectives[0]
+                else "the coordinator has no objective: leave --objective out, or give it to the coordinator too")
     many = len(history.differing(ours, theirs)) > history.NAMED
     for constants, side, other in (ours, "coordinator", "worker"), (theirs, "worker", "coordinator"):
         if many and (preset := egg_config.preset_of(constants)):

@@ -171,8 +171,8 @@ class Dispatcher:
         self._count_authors(now)
         for chunk, authors in self.work.disputed():
             names = " and ".join(author.name for author in authors)
-            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide",
-                             "")
+            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide"
+                             f"{self.work.doubt}", "")
         self.fairness.measure()
         self.changed |= self.fairness.passed_over
 

@@ -172,6 +172,9 @@ def test_equal_rewards_are_no_votes(judged):
     own = judged("def reward(completions):\n    return [1] * len(completions)\n", cfg)
     packed, loss = own.chunk(new_engine(cfg), 0, go_on)
     assert not any(packed) and loss == 0
+    assert own.sample(new_engine(), 0).endswith("; the members of each pair earned the same, so nothing is learnt)")
+    own = judged(LETTERS, cfg)
+    assert any(own.chunk(new_engine(cfg), 0, go_on)[0]) and "learnt" not in own.sample(new_engine(), 0)
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -188,9 +191,7 @@ STOP = "."
     return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
 """)
     assert len(own.rows) == 18 and own.held.rows.tolist() == [18, 19] * 128    # every tenth is held out
-    assert "held-out" not in own.sample(new_engine(), 0)
     assert own.measured(new_engine()) == (256, 10.0)
-    assert "(reward 10.0000, like every held-out text: where all rewards are equal" in own.sample(new_engine(), 0)
 
 
 GAME = """
@@ -255,17 +256,26 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("x = '\0'\n", "own.py:1: source code .*null bytes"),
     ("import sys\nsys.exit(0)\n", "SystemExit: 0: it must run by itself"),
     (LETTERS + "STOP = 3\n", "STOP = 3: must be a text"),
-    (LETTERS + "TOKENS = 0\n", "TOKENS = 0: must be a number from 1"),
-    (LETTERS + "DATA = [{'text': 'x'}]\n", "DATA is to be a list of dicts"),
-    (LETTERS + "DATA = [{'prompt': ''}]\n", "DATA is to be a list of dicts"),
+    (LETTERS + "TOKENS = 0\n", "TOKENS = 0: must be a whole number from 1"),
+    (LETTERS + "TOKENS = 8.5\n", "TOKENS = 8.5: must be a whole number from 1"),
+    (LETTERS + "DATA = ['x', {}]\n", "row 1 of DATA is 'x': must be a dict"),
+    (LETTERS + "DATA = [{'prompt': 'x'}, {'text': 'x'}]\n", "row 2 of DATA is .*: must be a dict"),
+    (LETTERS + "DATA = [{'prompt': ''}]\n", "row 1 of DATA is .*: must be a dict"),
+    (LETTERS + "DATA = [{'prompt': '\\ud83d'}]\n", "row 1 of DATA is .*ud83d"),
+    (LETTERS + "DATA = [{'prompt': 'x', 3: 4}]\n", "row 1 of DATA is .*: must be a dict"),
+    (LETTERS + "HELD_OUT = []\n", "HELD_OUT is to be a list of dicts"),
     (LETTERS + "DATA = 'nowhere.jsonl'\n", "nowhere.jsonl: No such file"),
     (LETTERS + "DATA = [{'prompt': 'x' * 5000}]\n", "has 5000 tokens, with TOKENS = 6 more than 4096"),
     ("def reward(completions):\n    return [float('nan')] * len(completions)\n", "returned nan for"),
     ("def reward(completions):\n    return [1e300] * len(completions)\n", "returned 1e.300 for"),
     ("def reward(completions):\n    return 3\n", "returned '3', which is no list of numbers"),
     ("def reward(completions):\n    return '5' * len(completions)\n", "returned '555555', which is no list of numbers"),
+    ("def reward(completions):\n    return ['5'] * len(completions)\n", "which is no list of numbers"),
+    ("def reward(completions):\n    return {*range(len(completions))}\n", "which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
+    ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
+     "raised Odd, for the prompt"),
     ("def reward(completions):\n    raise KeyboardInterrupt\n", "reward raised KeyboardInterrupt, for the prompt"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
     (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
@@ -288,6 +298,58 @@ def test_the_time_in_which_a_file_loads_is_not_that_of_its_texts(judged):
     assert rewards_of(own).any()
     own.judge._seconds = 1e6                         # the longest of OBJECTIVE_SECONDS
     assert rewards_of(own).any()
+
+
+@pytest.mark.parametrize("line, words", [
+    (b"{'prompt': 'x'}", r"data:3: Expecting property name.*: every line is to be a JSON object"),
+    (b'{"prompt": "\xff"}', r"data:3: 'utf-8' codec"),
+    (b'["x"]', r"data: row 2 of DATA is \"\['x'\]\": must be a dict")])
+def test_a_line_that_is_no_row_is_named(judged, tmp_path, line, words):
+    (tmp_path / "data").write_bytes(b'{"prompt": "x"}\n\n' + line + b"\n")
+    with refused(words, objective.ObjectiveError):
+        judged(LETTERS + "DATA = 'data'\n")
+
+
+def test_what_a_file_may_do(judged, tmp_path, monkeypatch):
+    """It changes the directory, imports what lies beside it, counts with NumPy, replies with a tuple."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text("ONE = 1\n")
+    own = judged("""
+import os
+import numpy
+DATA = [{"prompt": "a"}]
+TOKENS, TURNS = numpy.int64(2), 2
+os.chdir("/")
+def reward(completions):
+    import beside
+    assert os.getcwd() == "/"
+    return numpy.full(len(completions), beside.ONE)
+def reply(texts):
+    return tuple(texts)
+""")
+    own.try_out()
+    assert own.write == 2 and rewards_of(own).all() and os.getcwd() == str(tmp_path)
+
+
+def test_what_a_function_has_started_ends_with_its_judge(judged, tmp_path):
+    own = judged(f"""
+import subprocess
+def reward(completions):
+    with open({str(tmp_path / "pid")!r}, "w") as file:
+        print(subprocess.Popen(["sleep", "60"]).pid, file=file)
+    return [0] * len(completions)
+""")
+    own.try_out()
+    pid = (tmp_path / "pid").read_text().strip()
+    assert os.path.exists(f"/proc/{pid}")
+    own.close()
+    until(lambda: not os.path.exists(f"/proc/{pid}") or " Z " in open(f"/proc/{pid}/stat").read())
+
+
+def test_replies_are_tried_before_a_run_is_made(judged):
+    own = judged(GAME.replace("<{hidden}", "{nothing}<{hidden}"))
+    with refused("reply raised NameError", objective.ObjectiveError):
+        own.try_out()
 
 
 @pytest.mark.parametrize("name, why", [("none.py", "No such file or directory"), (".", "Is a directory")])
@@ -349,7 +411,7 @@ def test_a_worker_takes_no_other_file_than_that_of_the_run(tmp_path):
     data = train.Data(TOKENS, None, BYTES)
     with train.opened_objective(cfg, str(tmp_path / "own.py"), data, 1) as own:
         assert own.write == 6
-    for name, words in (("own.py", "own.py is not the file that the coordinator has"),
+    for name, words in (("own.py", "own.py is not the file with which this run began"),
                         ("none.py", "none.py: No such file or directory: a worker needs the file of --objective on")):
         with refused(words, objective.ObjectiveError), \
                 train.opened_objective(CFG.changed(OBJECTIVE="b" * 64), str(tmp_path / name), data, 1):
@@ -423,6 +485,24 @@ def test_a_reward_counts_if_two_workers_state_it():
 
 # --- the command line ------------------------------------------------------------------------------------------------
 
+def test_a_function_that_throws_dice_is_what_the_coordinator_suggests(judged, tmp_path):
+    cfg = CFG.changed(AUDIT_RATE=1.0, TEXT_SHARE=0.0)
+    own = [judged("import random\ndef reward(completions):\n    return [random.random() for _ in completions]\n", cfg,
+                  f"own{i}.py") for i in range(2)]
+    with Server(tmp_path, cfg) as server:
+        for judge in own:
+            server.work(new_engine(cfg), tokens=TOKENS, objective=judge)
+        server.says("; a third worker will decide; is reward() a function of its input alone? look for sets, clocks "
+                    "and random")
+
+
+def test_a_worker_with_another_objective_is_told_what_to_change():
+    ours, none = CFG.agreed(), CFG.changed(OBJECTIVE="").agreed()
+    assert "give the worker --objective FILE" in admission.other_constants(ours, none)
+    assert "give both the same one" in admission.other_constants(ours, {**ours, "OBJECTIVE": "y"})
+    assert "leave --objective out" in admission.other_constants(none, ours)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, compiled_activations):
     """A directory with a text, a file of an objective and a saved run `ckpt` of one step."""
@@ -470,7 +550,7 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     run("eval --load-dir new --objective", os.path.join(HERE, "examples", "words.py"))
     (tmp_path / "own.py").write_text(LETTERS + "# changed\n")
     said = run("train --objective own.py --save-dir new --steps 5", status=2)
-    assert "another configuration: --objective own.py: OBJECTIVE = " in said
+    assert "own.py: new was begun with another file, or that one has changed: --load-dir new with another --s" in said
 
 
 def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_validations(run, tmp_path):
@@ -510,7 +590,10 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
         said = run(f"eval --load-dir ckpt --objective own.py {more}", status=2)
         assert "leave FILE and --tokens out" in said
     said = run("train --objective own.py --save-dir ckpt", status=2)
-    assert "there it is unset; leave that out" in said
+    assert "--objective own.py: ckpt has no objective: --load-dir ckpt with another --save-dir begins a new" in said
+    (tmp_path / "own.py").write_text("def reward(completions):\n    return 5\n")
+    run("train --objective own.py --preset laptop -D DETOKENIZE=0 --save-dir x", status=1)
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("name, column, prompt, texts, low, written", [

@@ -16,9 +16,11 @@ import json
 import math
 import multiprocessing
 import multiprocessing.connection
+import numbers
 import os
 import pickle
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -78,34 +80,48 @@ def read(path):
 
 
 def _said(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")
+    text = ""
+    with contextlib.suppress(Exception):             # str() calls code of the user
+        text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _rows(path, found, name):
     """[{column: value}] of DATA or HELD_OUT, [] without it. Raises ObjectiveError."""
     if name not in found:
         return []
-    value = found[name]
+    value, place = found[name], path
     if isinstance(value, str):
         place = os.path.join(os.path.dirname(os.path.abspath(path)), value)
-        with explained(ObjectiveError, place, f"{name} of {path} names it"), open(place, encoding="utf-8") as file:
-            lines = [line for line in file if line.strip()]
-        try:
-            value = [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise ObjectiveError(f"{place}: {_said(error)}: every line is to be a JSON object") from None
-    if not (isinstance(value, list) and value and all(
-            isinstance(row, dict) and isinstance(row.get("prompt"), str) and row["prompt"] for row in value)):
-        raise ObjectiveError(f"{path}: {name} is to be a list of dicts, each with a text as \"prompt\", or the name of "
-                             "a JSON-lines file of such")
+        with explained(ObjectiveError, place, f"{name} of {path} names it"), open(place, "rb") as file:
+            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+        value = []
+        for number, line in lines:
+            try:
+                value.append(json.loads(line))
+            except ValueError as error:
+                raise ObjectiveError(f"{place}:{number}: {getattr(error, 'msg', error)}: every line is to be a JSON "
+                                     "object") from None
+    if not (isinstance(value, list) and value):
+        raise ObjectiveError(f"{place}: {name} is to be a list of dicts, each with a text as \"prompt\", or the name "
+                             "of a JSON-lines file of such")
+    for number, row in enumerate(value, 1):
+        good = False
+        with contextlib.suppress(AttributeError, KeyError, TypeError, UnicodeEncodeError):
+            good = row["prompt"].encode() and all(isinstance(column, str) for column in row.keys())
+        if not good:
+            raise ObjectiveError(f"{place}: row {number} of {name} is {str(row)[:80]!r}: must be a dict with texts as "
+                                 "keys, and a text that is not empty as \"prompt\"")
     return value
 
 
 def _number(path, found, name, default, low, high):
     value = found.get(name, default)
-    if not (isinstance(value, (int, float)) and low <= value <= high):
-        raise ObjectiveError(f"{path}: {name} = {value!r}: must be a number from {low} to {high}")
-    return type(default)(value)
+    kind = type(default)
+    if not (isinstance(value, numbers.Real) and low <= value <= high and kind(value) == value):
+        whole = "whole " * (kind is int)
+        raise ObjectiveError(f"{path}: {name} = {value!r}: must be a {whole}number from {low} to {high}")
+    return kind(value)
 
 
 def _begun(rows, sequences):
@@ -138,9 +154,9 @@ def judged(function, texts, name="reward"):
     if inspect.iscoroutine(answers):                 # TRL takes such functions too
         answers = asyncio.run(answers)
     kind, kinds = ANSWERS[name]
-    if kind is float and not isinstance(answers, str):
+    if not isinstance(answers, (str, set, dict)):
         with contextlib.suppress(TypeError, ValueError):
-            answers = [float(value) for value in answers]
+            answers = [float(value + 0) for value in answers] if kind is float else list(answers)       # text + 0 fails
     if not (isinstance(answers, list) and all(isinstance(x, kind) for x in answers)):
         raise ObjectiveError(f"{name} returned {str(answers)[:80]!r}, which is no list of {kinds}")
     if len(answers) != len(texts["prompts"]):
@@ -169,9 +185,12 @@ def readable(reader, rows, tokens, lengths, completions):
 def _judge(path, name, reader, pipe):
     """The main function of a process that judges: says [] when it has loaded the file; takes dicts of lists, or
     of arguments of `readable`; answers with lists of rewards or replies, or with a str, the error."""
+    os.setpgid(0, 0)                                 # so that what the function starts ends with this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    beside = os.path.dirname(os.path.abspath(path))
     try:
         function = read(path)[name]
+        sys.path.insert(0, beside)                   # for imports within the function
         pipe.send([])                                # it has loaded
         while True:
             texts = pipe.recv()
@@ -189,7 +208,7 @@ def _judge(path, name, reader, pipe):
 def _end_with_parent():
     """A parent that is killed must not leave a function behind that never returns."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _blamed(function, texts, name, error):
@@ -259,6 +278,8 @@ class Judge:
 
     def close(self):
         for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):    # it has not begun
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
 
 
@@ -268,10 +289,11 @@ class Objective:
     """The file of --objective at a worker. decoding: data_files.Decoding; tokens: the training data, held_out: tokens
     of VAL_FILE or None. Raises ObjectiveError."""
 
-    equal = False              # whether all rewards that were measured last are
+    equal = False              # whether the members of each pair of the last chunk earned the same
 
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None):
-        found = read(path)
+        with contextlib.chdir("."):                  # which the file may leave
+            found = read(path)
         self.cfg, self.path = cfg, path
         self.decoding, self.tokens = decoding, tokens
         self.write = _number(path, found, "TOKENS", 64, 1, LONGEST - 1)
@@ -379,8 +401,10 @@ class Objective:
             parts.append(fitness_digits.chunk_fitness(losses, cfg))
         if on_text < pairs:
             rewards = self.rewards(engine, first // 2 + on_text, pairs - on_text, check)
+            differ = rewards[:, 0] != rewards[:, 1]
+            self.equal = not differ.any()
             # equal rewards are no vote, whatever the threshold
-            parts.append(fitness_digits.chunk_fitness(-rewards.ravel(), cfg) * (rewards[:, 0] != rewards[:, 1]))
+            parts.append(fitness_digits.chunk_fitness(-rewards.ravel(), cfg) * differ)
         self._note(engine.step, time.perf_counter() - started, self.judge.waited - waited)
         return fitness_digits.pack_ternary(np.concatenate(parts).astype(np.int8)), loss
 
@@ -398,21 +422,23 @@ class Objective:
     def measured(self, engine):
         """(number of texts after held-out prompts, mean reward of the unperturbed model); the same draws every time."""
         rewards = self.judged(engine, self.held)[1]
-        self.equal = len(set(rewards)) == 1 < len(rewards)
         return len(rewards), math.fsum(rewards) / len(rewards)
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
         written, rewards = self.judged(engine, self.held.part([number % len(self.held.rows)]))
         texts = readable(self.reader, **written)
-        hint = ", like every held-out text: where all rewards are equal, nothing is learnt" if self.equal else ""
+        hint = "; the members of each pair earned the same, so nothing is learnt" * self.equal
         return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f}{hint})"
 
     def try_out(self):
-        """Lets the function judge an empty text and a prompt. Raises ObjectiveError."""
-        twice = self.held.part([0, 0])
-        prompt = readable(self.reader, *twice, ["", ""])["prompts"][0]
-        self.judge.answers({**twice._asdict(), "completions": ["", prompt]})
+        """Lets the function judge an empty text and a prompt, and reply to these. Raises ObjectiveError."""
+        known = readable(self.reader, *self.held.part([0, 0]), ["", ""])
+        del known["completions"]
+        texts = ["", known["prompts"][0]]
+        self.judge.answers({**known, "completions": texts})
+        if self.other:
+            self.other.answers({**known, "texts": texts})
 
     def judged(self, engine, prompts):
         """(the arguments of `readable` by name, rewards) of what the unperturbed model writes."""

@@ -92,7 +92,8 @@ def opened_objective(cfg, path, data, processes=None):
     advice = "a worker needs the file of --objective on its own disk"
     with explained(objective.ObjectiveError, path, advice), open(path, "rb") as file:
         if cfg.OBJECTIVE not in ("", hashlib.file_digest(file, "sha256").hexdigest()):
-            raise objective.ObjectiveError(f"{path} is not the file that the coordinator has: copy that one here")
+            raise objective.ObjectiveError(f"{path} is not the file with which this run began: copy that one here, or "
+                                           "undo what has changed")
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
     with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out,
                                                 processes)) as opened:
