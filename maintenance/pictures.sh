@@ -1,14 +1,15 @@
 #!/bin/bash
 # Draws pictures of the documents anew, from runs of the preset laptop on the CPU: live-page.png, plot.png, islands.png,
-# islands-worth.png and rewards.svg, in some ten minutes on two quiet cores. Needs a Python with matplotlib, and for the
-# live page curl and Chromium: maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth] [rewards]
+# islands-worth.png, rewards.svg and rewards-examples.svg, in a quarter of an hour on two quiet cores. Needs a Python with
+# matplotlib, and for the live page curl and Chromium:
+# maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth] [rewards] [examples]
 # With SCREENS=DIR, an absolute path, `page` also shows the page on a desktop and on a phone, light and dark.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
 egg=("$(realpath -s "${1:?which Python?}")" "$root/egg.py")
 shift
-[ $# -gt 0 ] || set -- page plot islands worth rewards
+[ $# -gt 0 ] || set -- page plot islands worth rewards examples
 export EGG_PRESET=laptop EGG_DEVICE=cpu EGG_INPUT_FILE="$root/input.bin" EGG_VAL_FILE="$root/val.bin" \
     EGG_DECODING_FILE="$root/decoding.bin"
 work=$(mktemp -d)
@@ -111,6 +112,32 @@ rewards() (
     for run in text words; do
         "${egg[@]}" eval "${words[@]}" --load-dir $run
     done
+)
+
+# the commands of OBJECTIVES; with a file whose held-out sums are the seen ones, because those that are not stay wrong
+examples() (
+    unset EGG_PRESET EGG_INPUT_FILE EGG_VAL_FILE
+    export EGG_DETOKENIZE=0
+    # example STEPS TEXT NAME FILE REWARD_STEPS EVERY OPTION...: the options are of the text
+    example() {
+        local steps=$1 text=$2 name=$3 file=$4 rewards=$5 every=$6
+        shift 6
+        "${egg[@]}" train --preset laptop --steps $steps -D INPUT_FILE=$text.txt -D VAL_FILE=$text-val.txt "$@" \
+            --save-dir $text >examples.log 2>&1
+        "${egg[@]}" train --objective "$file" --load-dir $text --save-dir "$name" --steps $rewards \
+            -D VALIDATE_EVERY=$every ${more:-} >examples.log 2>&1
+        grep -h '"event": "reward"' "$name/events.jsonl" >"$name.jsonl"
+        tail -n 1 "$name.jsonl"
+    }
+    for file in sums json_array guess; do
+        "${egg[0]}" "$root/examples/$file.py"
+    done
+    sed 's/^HELD_OUT = .*/HELD_OUT = DATA/' "$root/examples/sums.py" >seen.py
+    example 2000 sums "sums, the seen ones" seen.py 1000 20 -D SOFT_TARGETS=0:7 -D SEQ_LEN=16 -D CREDIT=14
+    example 1000 arrays "arrays of three" "$root/examples/json_array.py" 200 5 -D SOFT_TARGETS=
+    more="-D OBJECTIVE_PROMPTS=8" example 800 games "guesses" "$root/examples/guess.py" 100 2 -D SOFT_TARGETS=0:7
+    "${egg[@]}" plot "sums, the seen ones.jsonl" "arrays of three.jsonl" guesses.jsonl --x steps --log \
+        --out "$root/docs/rewards-examples.svg"
 )
 
 for part in "$@"; do

@@ -412,7 +412,7 @@ def test_a_worker_takes_no_other_file_than_that_of_the_run(tmp_path):
     with train.opened_objective(cfg, str(tmp_path / "own.py"), data, 1) as own:
         assert own.write == 6
     for name, words in (("own.py", "own.py is not the file with which this run began"),
-                        ("none.py", "none.py: No such file or directory: a worker needs the file of --objective on")):
+                        ("none.py", "none.py: No such file or directory: the file of --objective must be on the disk")):
         with refused(words, objective.ObjectiveError), \
                 train.opened_objective(CFG.changed(OBJECTIVE="b" * 64), str(tmp_path / name), data, 1):
             pass

@@ -89,7 +89,7 @@ def opened_objective(cfg, path, data, processes=None):
         yield None
         return
     from tools import objective
-    advice = "a worker needs the file of --objective on its own disk"
+    advice = "the file of --objective must be on the disk of this machine"
     with explained(objective.ObjectiveError, path, advice), open(path, "rb") as file:
         if cfg.OBJECTIVE not in ("", hashlib.file_digest(file, "sha256").hexdigest()):
             raise objective.ObjectiveError(f"{path} is not the file with which this run began: copy that one here, or "
