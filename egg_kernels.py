@@ -1,5 +1,6 @@
 """The CUDA model: the phases of the forward pass in order (SPEC 2 to 7 and 13). Each phase is a kernel of the folder
-`kernels`; `_launch` says which, on which row of the plan (the run-time constants of a call), from and to which array.
+`kernels`; `Transformer.evaluate` and `Recurrent._launch` say which, on which row of the plan (the run-time constants of
+a call), from and to which array.
 
 What the CUDA engine uses:
 
@@ -44,7 +45,7 @@ from numba import cuda
 from numba.cuda.cudadrv import driver
 
 from kernels import activations, gru, gru_narrow, transformer, writing
-from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, padded_rows
+from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, rows_of_places
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
 from kernels.product import THREADS, padded_length
@@ -61,7 +62,7 @@ class Forward:
     votes = None
 
     def __init__(self, cfg, gpu, silent, plan, kernels, reader):
-        """plan, kernels, reader: what makes those of the model."""
+        """plan, kernels, reader: functions that make the plan, the kernels and the reading kernel of the model."""
         self.cfg = cfg
         self._packing = packing = Packing(cfg)
         self._plan = plan(cfg, packing)
@@ -157,7 +158,7 @@ class Transformer(Forward):
         length = padded_length(cfg)
         given = self._given(kernels.layout(pairs)[0], scratch, packed, stream=stream, weights=weights, overlay=overlay,
                             windows=windows, width=windows.size // pairs, job=job, offset=offset, losses=losses,
-                            stride=transformer.padded_rows(cfg, pairs), count=pairs)
+                            stride=transformer.rows_of_pairs(cfg, pairs), count=pairs)
         rows = 2 * pairs * length
         n = given["n"]
         most = min(processors(), transformer.MOST_BLOCKS)
@@ -244,13 +245,13 @@ class Recurrent(Forward):
         rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the
         states at the end go there. losses: None, or int64 [units, 2], with noise on activations [units, 2, n]; clean:
         float64 [units, n]. Where `keep` is KEEP_INPUTS, self.votes keeps what the matrices multiply, and the units are
-        groups from `offset` on; chunk: the job of their chunk. What is not given is that of a pass without noise from
-        the first token on, whose states and losses nobody wants."""
+        groups from `offset` on; chunk: the job of their chunk. Defaults: a pass without noise from the first token
+        on; states and losses are not stored."""
         plan, size = self._plan, units * self.cfg.HIDDEN_DIM
         given = dict(job=self._tables.no_job, offset=0, skip=0, begin=0, keep=0, losses=None,
                      kept=self.votes.arrays.kept if self.votes else self._tables.plan) | given
         given = self._given(self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n, length=n,
-                            stride=padded_rows(units * n), rows_at=self._kernels.rows_at, **given)
+                            stride=rows_of_places(units * n), rows_at=self._kernels.rows_at, **given)
         layer = self._general_layer if isinstance(self._kernels, gru.GeneralKernels) else self._register_layer
         for i, row in enumerate(plan.layers):
             # without states any array of their type will do
@@ -307,8 +308,8 @@ class Recurrent(Forward):
         plan = self._plan
         normed = given["gates"]
         sb = given["candidates"]
-        if kernels.own_head and not clean:
-            kernels.own_head(*self._warps("head", units), given, call=plan.ln_f, at=kernels.at_head)
+        if kernels.register_head and not clean:
+            kernels.register_head(*self._warps("head", units), given, call=plan.ln_f, at=kernels.at_head)
             return
         kernels.norm_f((units, blocks(n, 64)), 256, given, call=plan.ln_f, out=normed, sb=sb)
         if not clean and not self.votes:                     # the head adds to them
@@ -321,7 +322,7 @@ class Recurrent(Forward):
             self.votes.head(given, normed)
 
     def _warps(self, name, work):
-        """(blocks, threads) of a kernel whose warps share out so much work."""
+        """(blocks, threads) of a kernel whose warps share `work` units."""
         warps = self._kernels.sizes[name].warps
         return min(processors(), blocks(work, warps)), 32 * warps
 

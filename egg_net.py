@@ -9,25 +9,30 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
 (docs/PROTOCOL.md explains them):
 
     worker        Worker.serve                      asks for work: JOB_REQUEST
-                  Worker._evaluate                  engine.evaluate makes losses,
+    coordinator   Coordinator._answer               hands out a chunk: JOB_RESPONSE
+    worker        Worker._evaluate                  engine.evaluate makes losses,
                   model.fitness_digits.chunk_fitness    these become digits,
-                  model.fitness_digits.pack_ternary     five digits a byte,
-                  cluster.wire.frame                    and a RESULT,
-                  cluster.link.Link.send            which leaves the worker
+                  model.fitness_digits.pack_ternary     five digits a byte
+                  Worker._result                    makes a RESULT of them,
+                  cluster.link.Link.send            which leaves the worker with the next JOB_REQUEST
     coordinator   cluster.session.Session.received  takes frames out of what has come
                   RemoteWorker.handle
                   cluster.wire.read_result          checks the RESULT
+                  cluster.dispatch.Dispatcher.owed  says whether the worker owed this chunk
                   Coordinator.take_result
-                  cluster.step.Step.result          notes it, and judges whether the chunk is done
+                  cluster.dispatch.Dispatcher.delivered     notes that the worker delivers
+                  cluster.step.Step.result          notes the digits, and judges whether the chunk is done
                   Coordinator._complete_step        when all chunks are:
                   cluster.step.Step.fitness             the digits of all pairs
                   cluster.history.Run.append            go to the disk
-                  Coordinator._catch_up             puts them into a JOB_RESPONSE for whoever asks next
+                  Coordinator._answer               serves whoever asks next:
+                  Coordinator._catch_up                 a JOB_RESPONSE with these digits
     worker        Link.any_of                       takes it
                   Worker._apply                     checks it and hands it to engine.update
 
-Each side is one process with one loop and no threads (cluster.hub at the coordinator, cluster.link at the worker).
-Which worker is handed which chunk is up to cluster.dispatch, by the rules of cluster.fairness."""
+Each side is one process with one loop (cluster.hub at the coordinator, cluster.link at the worker). Only two tasks run
+in threads of their own: an island's merge (islands.transfer) and a worker's soft targets (model.soft_targets). Which
+worker is handed which chunk is up to cluster.dispatch, by the rules of cluster.fairness."""
 
 import contextlib
 import functools
@@ -55,7 +60,7 @@ SLICE_SECONDS = 0.2        # the longest time that a worker should compute befor
 FIRST_SLICE = 64           # members, before its speed is known
 SURE_AFTER = 16            # chunks in order, or steps, after which a worker expects the next one
 NO_CHUNK = -1              # in place of a chunk's first member, where there is no chunk
-POLL_SECONDS = 0.1         # a C++ coordinator with nothing to hand out is asked again so often
+POLL_SECONDS = 0.1         # between requests to a C++ coordinator that has nothing to hand out
 BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the longest
 
 
@@ -107,7 +112,7 @@ class Worker:
             self.answers += 1
             if frame.opcode == wire.REBUILD:
                 start = link.unpack_step(frame.payload)
-                self.console.line(f"worker: at step {engine.step}, told to go on from the state of step {start}")
+                self.console.line(f"worker: at step {engine.step}, told to rebuild from the state of step {start}")
                 if not (start and self._fetch_snapshot(link, start)):
                     self._load()
                 continue
@@ -475,8 +480,8 @@ class RemoteWorker(Role):
         coordinator.dispatcher.workers.add(self)
 
     def handle(self, opcode, payload):
-        """Of use are the results that it owes, a request after one of them or at a later step that there is, a state in
-        order."""
+        """Returns whether the frame was useful: a result that the worker owes, a request after such a result or at a
+        later step of the run, a piece of its state, its hash, or the request for the next piece of a snapshot."""
         coordinator, useful = self.coordinator, False
         if self.version == V1 and opcode not in wire.FROM_WORKERS:
             return False
@@ -534,7 +539,7 @@ class Coordinator:
     the first chunk (None: never); peers=False: no lines about workers that come and go. island: None, or an
     islands.gossip.IslandSettings, whose attach(coordinator) returns a Hook; http: None, or a tools.live_page.Where,
     whose attach(coordinator) returns the page, which may hold http.descriptors files and sockets open. Raises an
-    EggError for what cannot be used of these."""
+    EggError for an option that cannot be used."""
 
     closing, _check_at = False, 0.0
     _ended = None              # the event of the last step, until it is reported

@@ -39,8 +39,8 @@ class Collector:
                 and step not in self.shelf.files and not self.shelf.stopped and worker.digest)
 
     def ask(self, worker, remember=False):
-        """Asks a worker, once at its step, for its state if that is wanted, and if its voter has failed no more often
-        than others at work. remember: for `Upload.state`, without a file, and whatever the step."""
+        """Asks a worker for its state, once per step, if it is wanted and no other voter at work has failed less often.
+        remember: for `Upload.state`, without a file, and whatever the step."""
         def fails(one):
             return self._failed.get(self._voice(one), 0)
 
@@ -79,8 +79,8 @@ class Collector:
                 self.settle()
 
     def goes_on(self, worker):
-        """The worker has sent a request or a result. What it was asked for before that does not come any more; a hash
-        does not from one of an older version."""
+        """The worker has sent a request or a result: an answer to an earlier question cannot follow. A worker that did
+        not send the hash is of an older version."""
         if worker.hash_wanted is not None:
             worker.states_hashes = False
             worker.hash_wanted = None
@@ -128,11 +128,11 @@ class Collector:
         if not (upload and upload.finished):
             return
         author = self.worker.author
-        own, others = shares(self._hashes, upload.hash, self.dispatcher.by_host)
-        if others > max(own, 1):
+        votes_for, votes_against = shares(self._hashes, upload.hash, self.dispatcher.by_host)
+        if votes_against > max(votes_for, 1):
             self._refuse("two others have another state with the same digest")
             self.coordinator.ban(author, f"its snapshot of step {upload.step} is not the state of two others")
-        elif own > max(others, 1) or not others and not self.dispatcher.witnesses(author):
+        elif votes_for > max(votes_against, 1) or not votes_against and not self.dispatcher.witnesses(author):
             self._keep(upload)
 
     def _keep(self, upload):
@@ -167,7 +167,7 @@ class Collector:
         self.drop()
 
     def _voice(self, worker):
-        """Who is asked once: a host, or an author where all are of one."""
+        """The voter that is asked once: the host, or the author if all workers are of one host."""
         return worker.author.voter if self.dispatcher.by_host else worker.author
 
     def leave(self, worker):
@@ -199,7 +199,7 @@ class Collector:
         self.dispatcher.changed = True               # the next upload may begin
 
     def _stop(self, error):
-        """The run is more than its snapshots: it goes on without them."""
+        """A run does not need snapshots: it continues without them."""
         self.drop()
         self.shelf.stopped = True
         self.events.warn(f"{self.run.directory}: no more snapshots, {error.strerror}: start again when this is mended")

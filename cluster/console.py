@@ -112,7 +112,7 @@ class Console(Printer):
         match event["event"]:
             case "start":
                 self._first = event["step"]
-                self._deggs = egg_config.loss_unit(event["config"])[0]
+                self._deggs, _ = egg_config.loss_unit(event["config"])
             case "validation":
                 self._validation = event
                 if self.live:
@@ -138,7 +138,8 @@ class Console(Printer):
                 self.line(line)
 
     def spent(self, pace):
-        """pace: texts, of which the status line shows the first that fits: what a step with an objective takes."""
+        """Shows the time that a step with an objective takes. pace: versions of the text; the first that fits is shown.
+        """
         self._pace = pace
 
     def clear(self):

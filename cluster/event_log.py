@@ -192,7 +192,7 @@ class CoordinatorLog(Lines):
     def emit(self, event, _):
         if event["event"] == "start":
             self._config = event["config"]
-            self._bits = egg_config.loss_unit(event["config"])[0]
+            self._bits, _ = egg_config.loss_unit(event["config"])
             self.add(self.head(f"from step {event['step']}"))
         elif event["event"] == "step":
             self.add(f"{event['step']},{event['elapsed']:.3f},{event['loss'] / self._bits:.6f},{event['updates']},"

@@ -8,13 +8,13 @@ from cluster.step import COPY_AFTER
 
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
 ASK_WITHIN = 2.0           # most seconds after an answer or a result in which a punctual worker may ask before others
-# A silent worker's chunk goes to another one after LEASE_FACTOR times a chunk's usual time, LEAST_LEASE seconds at
-# least: longer than from one heartbeat to the next. With heartbeats it has LEASE_FACTOR times longer, but by the time
-# that is usual for all, and STRAGGLER_TIMEOUT at least; no lease is longer. Both have STRAGGLER_TIMEOUT while no usual
-# time is known.
+# A silent worker loses its chunk after LEASE_FACTOR times its own time for one, LEAST_LEASE seconds at least: longer
+# than from one heartbeat to the next. A worker that sends heartbeats keeps its chunk for LEASE_FACTOR^2 times the usual
+# time of all workers, and STRAGGLER_TIMEOUT at least; no lease is longer. While no time is known, both leases last
+# STRAGGLER_TIMEOUT.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 3.0
 SLOW_STEPS = 3             # steps in a row in which a worker takes too long, after which a line names it
-# Seconds between the chunks of those in doubt of a host, while others can be relied on: the first pause, the longest
+# While others deliver, the workers in doubt of one host wait between two chunks: first pause, longest pause, seconds
 DOUBT, DOUBTED = (1.0, 64.0), 4096         # hosts that are remembered
 
 
@@ -39,7 +39,7 @@ class Conduct:
         self.dropped = False
 
     def delivered(self, in_time):
-        """It is one of the present step. in_time: its lease had not expired."""
+        """A result of the present step has come. in_time: its lease had not expired."""
         self.punctual = in_time
         if self.late < SLOW_STEPS:
             self.late = 0
@@ -82,7 +82,7 @@ class Fairness:
         scarce = len(work.queue) <= len(self.workers)
         if not pauses and (worker.conduct.punctual is not False or not scarce):
             return False
-        # longer than it needs for a chunk itself it would wait in vain
+        # waiting longer than its own time for a chunk gains nothing
         most = min(ASK_WITHIN, worker.conduct.pace or ASK_WITHIN)
         found = any(other.conduct.punctual and self.expects(other, now)
                     and (pauses or now - other.conduct.turn < most and not other.waiting

@@ -318,7 +318,7 @@ class Run:
         size = os.fstat(self._file.fileno()).st_size
         at = self._offsets[-1]
         rest = self._pread(longest + 1, at)
-        later = any(is_intact(rest[k:k + HEAD], HEAD) and RECORD.unpack_from(rest, k)[1] > self.step
+        later = any(is_intact(rest[k:k + HEAD], HEAD) and Record(*RECORD.unpack_from(rest, k)).step > self.step
                     for k in range(1, len(rest) - HEAD + 1))
         if later or size - at > longest or any(end < len(rest) for end in _possible_ends(rest)):
             raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: "
@@ -353,9 +353,9 @@ def open_run(cfg, save_dir=None, load_dir=None):
             raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
         return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
-    own = _holds_own(load_dir)
+    ours = _is_ours(load_dir)
     target = save_dir or beside(load_dir)
-    if own and os.path.isdir(target) and os.path.samefile(target, load_dir):
+    if ours and os.path.isdir(target) and os.path.samefile(target, load_dir):
         return open_directory(cfg, load_dir)
     with contextlib.closing(read_run(cfg, load_dir)) as source:
         run = open_directory(cfg, target, source.start)
@@ -365,7 +365,7 @@ def open_run(cfg, save_dir=None, load_dir=None):
             run.close()
             raise
     run.beside = f" ({load_dir} stays as it is)"
-    if own:
+    if ours:
         _copy_rest(cfg, load_dir, target)
     return run
 
@@ -387,7 +387,7 @@ def unused(path):
 
 def read_run(cfg, directory):
     """The Run in a save directory, to read, also beside its coordinator, or of C++ checkpoints. Raises HistoryError."""
-    if not _holds_own(directory):
+    if not _is_ours(directory):
         return _read_cpp_checkpoints(cfg, directory)
     with explained(HistoryError, path := _file_of(directory)):
         return Run(cfg, open_file(path), directory)
@@ -395,9 +395,10 @@ def read_run(cfg, directory):
 
 def configuration(directory):
     """{name: value}: the constants of the run in a save directory; {} of C++ checkpoints. Raises HistoryError."""
-    if not _holds_own(directory):
+    if not _is_ours(directory):
         return {}
-    found = determining(_header_of(_file_of(directory))[0])
+    config, *_ = _header_of(_file_of(directory))
+    found = determining(config)
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
         settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)).items()
         found.update((name, value) for name, value in settings if name in egg_config.KEPT)
@@ -409,7 +410,7 @@ def configuration(directory):
 
 
 def determining(config):
-    """{name: value} without the constants that no saved model has a say in."""
+    """{name: value} without the constants that do not determine a saved model."""
     return {name: value for name, value in config.items()
             if name not in egg_config.CONSTANTS or name in egg_config.DETERMINING}
 
@@ -422,15 +423,15 @@ def holds_run(directory):
     return os.path.isfile(_file_of(directory))
 
 
-def _holds_own(directory):
+def _is_ours(directory):
     """Whether the run in a directory is one of this program, not C++ checkpoints. Raises HistoryError without any."""
     if not os.path.isdir(directory):
         raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
-    own = holds_run(directory)
-    if not own and not any(CPP_NAME.fullmatch(name) for name in os.listdir(directory)):
+    ours = holds_run(directory)
+    if not ours and not any(CPP_NAME.fullmatch(name) for name in os.listdir(directory)):
         raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; give that of a "
                            "saved run")
-    return own
+    return ours
 
 
 def epochs(directory):

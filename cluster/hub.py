@@ -20,7 +20,7 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 # Time for peers that have proved nothing and for new connections: share of a processor, seconds in a row
 STRANGERS_SHARE, STRANGERS_SECONDS = 0.25, 0.002
 YOUNG = 0.1                # seconds that a new connection has before another one may take its place
-VERSIONS = 4               # of a long answer that are on their way at a time; until one has come, the last is repeated
+VERSIONS = 4               # of a long answer in transit at a time; while all are, the newest is sent again
 
 
 class NetError(EggError):
@@ -215,7 +215,7 @@ class Hub:
         self.again |= again.intersection(strangers)
 
     def guard(self, connection, call, *arguments):
-        """Calls something on behalf of a peer. Only its connection ends by an error that is no EggError."""
+        """Calls something on behalf of a peer. Any error but an EggError ends only this connection."""
         if connection.open:
             try:
                 call(*arguments)

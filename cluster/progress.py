@@ -82,7 +82,7 @@ class Progress:
         return bits / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
 
     def validated(self, step, figure, unit):
-        """Notes the figure of a step; whether it is the first of that step."""
+        """Notes the figure of a step. Returns whether it was noted."""
         return self._measured(self.validations, "validation", step, figure, unit=unit)
 
     def check_reward(self, texts, reward):
@@ -91,11 +91,11 @@ class Progress:
             raise FrameError(f"wrong reward: {reward} of {texts} texts")
 
     def rewarded(self, step, texts, reward):
-        """Notes the mean reward on held-out prompts of a step; whether it is the first of that step."""
+        """Notes the mean reward on held-out prompts of a step. Returns whether it was noted."""
         return self._measured(self.rewards, "reward", step, reward, texts=texts)
 
     def _measured(self, known, kind, step, value, **more):
-        """Notes a measure of the present step, or of that before, that is not `known` yet; whether it is one."""
+        """Notes a measure unless its step is too old or has one in `known`. Returns whether it was noted."""
         if (not max(self.run.step - 1, self.run.start.step) <= step <= self.run.step
                 or any(found[0] == step for found in known[-2:])):
             return False

@@ -24,7 +24,7 @@ class Role:
     def __init__(self, session):
         self.session = session
 
-    # a connection that was begun here stands; deadlines, several times a second; the connection has ended
+    # begin: a connection made here is established. check: deadlines, several times a second. closed: it has ended
     begin = check = closed = hub.nothing
 
 

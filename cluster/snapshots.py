@@ -202,7 +202,8 @@ class Upload:
         """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
         if not self._cfg.ADAPTIVE_NOISE_MODE:
             return None
-        values = memoryview(self._raw).cast("b")[-sizes(self._cfg)[2]:]
+        *_, overlay = sizes(self._cfg)
+        values = memoryview(self._raw).cast("b")[-overlay:]
         return {"mean": round(sum(values) / len(values), 4), "min": min(values), "max": max(values)}
 
     def keep(self, path, fitness):
@@ -364,18 +365,21 @@ class Shelf:
     def piece(self, key, path, offset, size):
         """(bytes of the file, up to `size` of them from `offset`), (0, b"") where there is none. key: of its content;
         path: None if it has been removed."""
-        file = self._open.pop(key, [None])[0]
+        file, _ = self._open.pop(key, (None, 0))
         with contextlib.suppress(OSError):
             if file or path:
                 file = file or open_file(path)
                 self._open[key] = file, time.monotonic()
                 while len(self._open) > OPEN_FILES:
-                    self._open.pop(next(iter(self._open)))[0].close()
+                    oldest, _ = self._open.pop(next(iter(self._open)))
+                    oldest.close()
                 total = os.fstat(file.fileno()).st_size
                 return total, os.pread(file.fileno(), size, min(offset, total))
         return 0, b""
 
     def close_unread(self, now=math.inf):
         """Closes the files that nobody has read for a while."""
-        for key in [key for key, (_, asked) in self._open.items() if now - asked > OPEN_SECONDS]:
-            self._open.pop(key)[0].close()
+        for key, (file, asked) in list(self._open.items()):
+            if now - asked > OPEN_SECONDS:
+                del self._open[key]
+                file.close()

@@ -78,7 +78,7 @@ def describe_status(status):
     first = "step {step}{of}, {chunks_done} of {chunks} chunks done, {tokens_per_second:,.0f} tokens/s".format(
         **status, of=of)
     if status["loss"] is not None:
-        # a coordinator of before losses had a unit
+        # an older coordinator sends no unit
         first += f", loss {status['loss']:.3f} {status.get('loss_unit', 'units of d-eggs')}"
     if status["validation"]:
         first += ", validation {figure:.3f} {unit} at step {step}".format(**status["validation"])
@@ -90,7 +90,7 @@ def describe_status(status):
     if status["banned"]:
         lines.append(f"to lift a ban remove its line from {status['ban_file']}" if status["ban_file"] else
                      "bans last until the coordinator ends")
-    workers, island = status["workers"], status.get("island")    # coordinators from before there were islands send none
+    workers, island = status["workers"], status.get("island")    # older coordinators send no islands
     lines += _table(WORKER_COLUMNS, workers, 4) if workers else ["no workers"]
     more = status.get("connected", 0) - len(workers)
     lines += [f"and {more} more"] * (more > 0)

@@ -56,7 +56,8 @@ class Step:
     def take(self, worker, now, before=None):
         """Hands out the next chunk that this worker has neither held nor delivered. Returns it, or None. before: the
         Account of the worker in the step before, or None. A chunk that it delivered then, if it is among the next few,
-        comes first: a worker that is handed the same chunks in every step begins with them before it is told to."""
+        comes first: a worker that is handed the same chunks in every step begins with them before they are handed
+        out."""
         for chunk in islice(self.queue, LOOK_AHEAD if before else 0):
             if before.given.get(chunk, now) is None and chunk not in self.done and not self._excluded(chunk, worker):
                 self.queue.remove(chunk)
@@ -153,8 +154,9 @@ class Step:
         return [author for authors in self.results.get(chunk, {}).values() for author in authors]
 
     def _excluded(self, chunk, worker):
-        """Whether the worker holds this chunk, its author has done it, or its host has while another host is to check
-        that. Where results differ everybody is heard: a host that is right twice outvotes nobody alone."""
+        """Whether this worker must not get the chunk: it holds it, its author has done it, or its host holds it or has
+        done it and another host must check it. If results differ, every host may evaluate it: a host has one vote
+        however many results it gives."""
         holders = self.holders.get(chunk, ())
         authors = self._authors(chunk)
         if worker in holders or worker.author in authors:

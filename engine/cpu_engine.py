@@ -71,7 +71,7 @@ class CpuEngine:
     tokens: the training data, uint8 or uint32 [n] (may be memory-mapped), or None where nothing is evaluated. threads:
     cores to use, default all. Raises ValueError (one line) for a product kind this process cannot use."""
 
-    TEXTS_AT_ONCE = 256          # that `write` is given best, where others are judged meanwhile
+    TEXTS_AT_ONCE = 256          # best number of texts per `write` while earlier texts are judged
 
     def __init__(self, cfg, tokens=None, threads=None):
         simd.use(cfg.SIMD)

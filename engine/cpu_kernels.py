@@ -108,7 +108,7 @@ def new_logits(c):
 
 @inlined
 def copy_row(source, r, out, o):
-    """out[o] = source[r]; a leaf cannot say it so."""
+    """out[o] = source[r], which numba cannot compile in a leaf (kernel_cache.LeafCompiler)."""
     for i in range(out.shape[1]):
         out[o, i] = source[r, i]
 
@@ -138,9 +138,9 @@ def draw_noise(words, seed, first, amplitude):
 @leaf
 def watch(seen, number, first, count, x, d, out):
     """Rows first..first + count - 1 of a Seen at a phase: of clean ones x uint8 [count, inputs] is kept for the votes;
-    to those of members in out int32 [count, units], cut to +-127 d before, d times their noise is added. x: what the
-    phase's U_f, U_h or matrix of the MLP multiplies; with number 5 l and no out, what W_f and W_h of layer l do, and
-    with 5 L the head."""
+    to those of members in out int32 [count, units], cut to +-127 d before, d times their noise is added. x: the input
+    of the phase's U_f, U_h or matrix of the MLP; if `out` is None, that of W_f and W_h of layer l (number 5 l) or of
+    the head (5 L)."""
     kept, amplitude = seen.inputs[seen.words.size * (number + number // 5 * 3):], seen.amplitudes[number]
     for r in range(count):
         at = first + r

@@ -41,7 +41,7 @@ numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have sm
 
 BLOCK = 256                 # threads of the small kernels
 CHOOSERS = 1024             # threads that choose a token, at most
-MANY_TEXTS = 1024           # that keep a GPU busy with fewer threads for each
+MANY_TEXTS = 1024           # from this number of texts on, fewer threads per text keep the GPU busy
 DIGESTERS = 1024            # blocks that make a digest, at most
 NOISY = (1 << 32) - 1       # mask of the noise in a job
 AHEAD = 16                  # tokens enqueued at once while generating
@@ -111,7 +111,7 @@ def _compile_together(missing, capability, started):
     os.close(writer)
 
     def compile_some():
-        with quick_numba.quick(), quick_numba.without_gpu(capability):
+        with quick_numba.quick_cuda(), quick_numba.without_gpu(capability):
             while number := os.read(numbers, 1):
                 path, kernel = longest_first[number[0]]
                 kernel.dispatcher._cache = kernel_cache.CudaCache(path)
@@ -127,7 +127,7 @@ def _compile_together(missing, capability, started):
 
 def quickly():
     """A block in which numba-cuda compiles faster, if its version is known."""
-    return quick_numba.quick() if KNOWN_NUMBA else contextlib.nullcontext()
+    return quick_numba.quick_cuda() if KNOWN_NUMBA else contextlib.nullcontext()
 
 
 # --- kernels of this file --------------------------------------------------------------------------------------------
@@ -484,7 +484,7 @@ class CudaEngine:
         self._votes = update.Update(cfg, self._kernels, min(OPERANDS, free // SHARE))
         self._tokens, self._followers = data_on_device(cfg, self.tokens, self.name)
         self._known = () if cfg.SOFT_TARGETS else None       # whose tables are on the device
-        # page-locked; an update that is begun and not wanted may read the fitness of the next one
+        # page-locked. A begun update may read the fitness of the next one; it is undone in that case
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
         self._texts = None                                   # Texts of the last `write`
@@ -627,7 +627,7 @@ class CudaEngine:
         return int(self._changed.wait()[0])
 
     def begin_update(self, fitness):
-        """Begins with an update, which `update` completes if it is of the same fitness. A verb that needs the state of
+        """Begins an update, which `update` completes if it is of the same fitness. A verb that needs the state of
         this step undoes it. Returns False, having done nothing, where there is no memory for a copy of the state."""
         if self._saved is None:
             fits = sum(array.nbytes for array in self._state) <= memory().free // 2
@@ -646,7 +646,7 @@ class CudaEngine:
             self._set_state(self._saved)
 
     def _enqueue_update(self, fitness):
-        """Begins with an update, unless that is begun, in place of any other that is."""
+        """Begins an update unless it has begun already. Any other update that has begun is undone first."""
         if self._fitness == fitness:
             return
         self._undo_update()
@@ -747,7 +747,7 @@ class Texts:
         self._tokens = tokens = cuda.device_array(count * room, np.int32)
         seen = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
         self._fetched = [Fetched(count * room, np.int32) for _ in range(2)]
-        self._fetched[0].array[:] = 0                        # every row is read, also of those that are too many
+        self._fetched[0].array[:] = 0                        # every row is read, also the unused ones
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
         self._scratch = scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
         z = cuda.device_array(blocks(count, 16) * 16 * cfg.VOCAB_SIZE, np.int32)
@@ -775,7 +775,7 @@ class Texts:
         self._host[:10] = np.frombuffer(given, np.uint32)
         draw = self._host[10:].reshape(-1, 2)
         draw[:number, 0], draw[:number, 1] = lengths, seeds
-        draw[number:] = self.room                            # of those that are too many nothing is drawn
+        draw[number:] = self.room                            # nothing is drawn for the unused rows
         self._given.copy_to_device(self._host, engine.stream)
         self._prepare()
         longest, tokens = np.max(lengths), self._fetched[0].array

@@ -33,14 +33,9 @@ def without_gpu(capability):
 
 
 @contextlib.contextmanager
-def quick(first_of=lambda function: function):
-    """A block in which numba-cuda compiles in under half of the time, to the same PTX. It omits what is not needed
-    here: what kernel_cache.quick omits; the search for live variables that one block alone uses; the search for
-    variables in text and numbers; deep copies of what does not change; reading a function again to inline it again; the
-    choice of an implementation that was found or is missing, of the type of a constant; the size of a type and the
-    parameters of a function again; inferring types from those that have not changed since; rewriting blocks that do not
-    name the variable that becomes static; a search through its block for every variable; what an error would say of its
-    place in a function; passes for closures, inlined overloads and array expressions; Python's search for garbage.
+def quick_cuda(first_of=lambda function: function):
+    """A block in which numba-cuda compiles in under half of the time, to the same PTX. It omits work whose result is
+    known or not needed: see each function here, `_found_once` and kernel_cache.quick.
 
     first_of(function): a device function, or one to inline, that stands for it; the same for all of equal content."""
     inline = InlineWorker.inline_function
@@ -50,6 +45,7 @@ def quick(first_of=lambda function: function):
     live = analysis.compute_live_map
 
     def run_untyped_passes(self, function, enable_ssa=False):
+        """Reads a function only once, and copies only what changes."""
         self.flags.enable_ssa = enable_ssa
         function = first_of(function)
         if (function, enable_ssa) not in functions:
@@ -59,23 +55,28 @@ def quick(first_of=lambda function: function):
         return inlined
 
     def inline_function(self, *args):
+        """Without another deep copy of the function."""
         with mock.patch.object(inline_closurecall, "copy", SimpleNamespace(deepcopy=lambda blocks: blocks)):
             return inline(self, *args)
 
     def run_ssa(blocks):
+        """Finds for `run_block_rewrite` which block names which variables."""
         named.update({label: {v.name for statement in block.body for v in statement.list_vars()}
                       for label, block in blocks.items()})
         return make_static(blocks)
 
     def run_block_rewrite(blocks, states, handler):
+        """Rewrites only the blocks that name the variable that becomes static."""
         return {label: rewrite({label: block}, states, handler)[label] if states["varname"] in named[label] else block
                 for label, block in blocks.items()}
 
     def compute_live_map(flow, blocks, used, defined):
+        """Omits variables that one block alone uses."""
         elsewhere = set().union(*used.values())
         return live(flow, blocks, used, {label: names & elsewhere for label, names in defined.items()})
 
     def find_singly_assigned_variable(self):
+        """Searches all blocks once, not one block for every variable."""
         elsewhere = analysis.compute_use_defs(self.blocks).usemap.values()
         assigned = collections.Counter(statement.target.name for block in self.blocks.values()
                                        for statement in block.body if isinstance(statement, ir.assign_types))
@@ -84,6 +85,7 @@ def quick(first_of=lambda function: function):
         self._blk_local_varmap = {}
 
     def rec_list_vars(self, value):
+        """Searches for no variables in texts and numbers."""
         if isinstance(value, ir.var_types):
             return [value]
         if isinstance(value, ir.inst_types):
@@ -95,6 +97,7 @@ def quick(first_of=lambda function: function):
         return found
 
     def nothing(self, state):
+        """In place of passes for closures, inlined overloads and array expressions."""
         return True
 
     with (kernel_cache.uncollected(), kernel_cache.quick(core), _found_once(first_of),
@@ -114,7 +117,7 @@ def quick(first_of=lambda function: function):
 
 @contextlib.contextmanager
 def _found_once(first_of):
-    """The part of `quick` for types and implementations."""
+    """The part of `quick_cuda` for types and implementations: each is found once."""
     implementation, implementations, missing = BaseContext.get_function, {}, {}
     size, sizes = BaseContext.get_abi_sizeof, {}
     type_of, types_of = CUDATypingContext.resolve_value_type, {}
@@ -122,6 +125,7 @@ def _found_once(first_of):
     asked = []
 
     def get_function(self, fn, sig, **first):
+        """Chooses an implementation once, also if there is none."""
         call = self, fn, sig
         if call in missing:
             raise NotImplementedError(missing[call])
@@ -146,6 +150,7 @@ def _found_once(first_of):
         return types_of[self, id(value)][1]
 
     def propagate(self, inference):
+        """Infers again only from types that have changed since."""
         errors = []
         for constraint in self.constraints:
             before = getattr(constraint, "settled", None)

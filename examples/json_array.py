@@ -6,7 +6,7 @@ import re
 
 DATA = [{"prompt": f"[{n}, "} for n in range(100)]
 TOKENS = 28                                            # to write after a prompt
-STOP, TEMPERATURE = "\n", 0                            # the noise of the members is all that tries something
+STOP, TEMPERATURE = "\n", 0                            # only the noise of the members explores
 
 
 def reward(prompts, completions, **columns):
@@ -14,7 +14,7 @@ def reward(prompts, completions, **columns):
 
 
 def score(text):
-    """Less the more numbers there are too many or too few, so that there is a way to 1; no array: 0.1 at most."""
+    """The score falls with the distance from three numbers: a step toward three pays. No array: 0.1 at most."""
     try:
         found = json.loads(text)
         if all(x < 100 for x in found):

@@ -8,7 +8,7 @@ DATA = [row for row in ROWS if not row["held"]]
 HELD_OUT = [row for row in ROWS if row["held"]]
 TOKENS = 3                                             # to write after a prompt
 STOP = "."
-TEMPERATURE = 0                                        # the noise of the members is all that tries something
+TEMPERATURE = 0                                        # only the noise of the members explores
 
 
 def reward(completions, answer, **columns):

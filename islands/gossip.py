@@ -355,8 +355,8 @@ class Island(Hook):
         if not _regrets(origin, fitness):
             return False
         sign = -1 if fitness.kind == "reward" else 1
-        why = (f"with the state of {origin['from']}, which promised {sign * origin['theirs']:.4f}, this island has "
-               f"{sign * fitness.value:.4f} {fitness.unit} after {sign * origin['ours']:.4f} before")
+        why = (f"the state of {origin['from']} promised {sign * origin['theirs']:.4f}; this island measures "
+               f"{sign * fitness.value:.4f} {fitness.unit} with it and had {sign * origin['ours']:.4f} before")
         if giver := self.peers.known.get(origin["from"]):
             self.peers.distrust(giver, why)
         else:
@@ -441,7 +441,7 @@ class Island(Hook):
 
 
 def _regrets(origin, fitness):
-    """Whether this fitness is worse than that before the merge of an origin, by more than is borne. The header of a run
+    """Whether this fitness is worse than that before the merge of an origin, by more than REGRET. The header of a run
     that somebody else began may hold anything in place of an origin's fields."""
     ours, kind = origin.get("ours"), origin.get("kind")
     return ("from" in origin and origin.get("fitness_kind") == fitness.kind and kind in REGRET

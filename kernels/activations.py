@@ -31,7 +31,7 @@ head_error = RULES.head_error
 
 @device
 def turn4(x):
-    """Of four words, four others: their bytes 0, their bytes 1, 2, 3."""
+    """Transposes the bytes of four words."""
     turned = int32s(4)
     for half in range(2):
         low = ptx.byte_permute(x[0], x[1], 0x5140 + 0x2222 * half)
@@ -108,7 +108,8 @@ def _head_kernels(cfg):
     def errors(head: A32, normed: A32, losses: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count,
                rows, operand: A32):
         """Operand rows from `row` on: the head's errors, of `count` groups from `offset` on. head: its canonical
-        weights; losses: as kernels.head leaves them; chunk: the job. A thread a token, TOGETHER positions a block."""
+        weights; losses: as kernels.head leaves them; chunk: the job. One thread per token, TOGETHER positions per
+        block."""
         x = cuda.shared.array(HEAD_WORDS, int32)
         logits = cuda.shared.array((TOGETHER, BLOCK), int32)
         first, lane = int64(cuda.blockIdx.y) * TOGETHER, cuda.threadIdx.x
@@ -158,20 +159,20 @@ def _credit_kernels(cfg):
 
     def measure(clean: A64, losses: A64, totals: A64):
         """totals[0] += the sizes of all differences of losses; totals[1] += the losses of the groups' clean model."""
-        total, own = int64(0), int64(0)
+        total, clean_loss = int64(0), int64(0)
         for i in range(cuda.grid(1), losses.size, cuda.gridsize(1)):
             member = i // T
             t = i - member * T
             before = clean[member // K * (2 * T) + t]
             total += abs(before - losses[i])
-            own += before if member % K == 0 else int64(0)
-        total, own = warp_sum(total), warp_sum(own)
+            clean_loss += before if member % K == 0 else int64(0)
+        total, clean_loss = warp_sum(total), warp_sum(clean_loss)
         if cuda.threadIdx.x & 31 == 0:
             cuda.atomic.add(totals, 0, total)
-            cuda.atomic.add(totals, 1, own)
+            cuda.atomic.add(totals, 1, clean_loss)
 
-    def credit(clean: A64, losses: A64, totals: A64, own: A8, later: A8):
-        """own, later int8 [groups * PADDED, 4 QUADS]: digits and credits. A thread a member."""
+    def credit(clean: A64, losses: A64, totals: A64, position_digits: A8, later: A8):
+        """position_digits, later int8 [groups * PADDED, 4 QUADS]: digits and credits. One thread per member."""
         least = cuda.local.array(LEVELS, int64)
         for level in range(LEVELS):
             least[level] = least_difference(level + 1, totals[0], losses.size)
@@ -184,7 +185,7 @@ def _credit_kernels(cfg):
                 e = digit(clean[group * (2 * T) + t] - losses[member * T + t], least)
                 after = credited(e, after, BITS, CREDIT)
                 at = (group * PADDED + t) * (4 * QUADS) + k
-                own[at], later[at] = e, after
+                position_digits[at], later[at] = e, after
 
     def add_up(credits: A32, job: AU32, begins, amplitude, shift, units, row, positions, rows, operand: A32):
         """Operand rows from `row` on: settled sums over the members of credit times noise. A thread four outputs of
@@ -255,7 +256,7 @@ def _vote_kernels(cfg):
             digits[first + i] = int8(int32(vote >= least) - int32(vote <= -least))
 
     def pack_digits(digits: A8, packed: B1):
-        """packed uint8 [digits / 5] (model.ternary). A thread a byte."""
+        """packed uint8 [digits / 5] (model.ternary). One thread per byte."""
         i = int64(cuda.grid(1))
         if i < packed.size:
             byte = int32(0)
@@ -296,7 +297,7 @@ class Votes:
         credits = self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8
         return dict(operand=(self._rows * (self._splits + 1) * SPLIT // 4, np.int32),
                     clean=(2 * places, np.int64), losses=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int64),
-                    own=credits, later=credits, digits=(cfg.CHUNK_DIGITS, np.int8),
+                    position_digits=credits, later=credits, digits=(cfg.CHUNK_DIGITS, np.int8),
                     kept=(2 * places * cfg.HIDDEN_DIM // 4, np.int32), votes=(cfg.CHUNK_DIGITS, np.int32),
                     # the size of differences, the loss, the sizes of votes; then the packed digits
                     result=(2 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
@@ -352,7 +353,7 @@ class Votes:
         self._launch("measure", min(1024 * BLOCK, arrays.losses.size), given)
         self._launch("credit", cfg.CHUNK_SIZE, given, 32)
         for phase in self.phases:
-            credits = arrays.later if phase.later else arrays.own
+            credits = arrays.later if phase.later else arrays.position_digits
             self._launch("add_up", self.positions // 4 * phase.units // 4, given, credits=credits.view(np.int32),
                          begins=phase.stream, amplitude=phase.amplitude, shift=phase.shift, units=phase.units,
                          row=self._row[phase])

@@ -17,8 +17,8 @@ def value_length(cfg):
 
 
 def attention_kernel(cfg, nz, gpu):
-    """a of q, k, v from kernels.transformer._full_width_kernel, and the sums sb of a. Launch [members, tiles of 64
-    positions], a warp for 16 positions, all heads.
+    """The attention output a, from q, k and v of kernels.transformer._full_width_kernel, and its sums sb. Launch
+    [members, tiles of 64 positions], a warp for 16 positions, all heads.
 
     Keys and values of a head come to shared memory KEYS positions at a time while the tile before is used. A row's
     scores pass by once for its maximum and, where there is more than one tile, again for the weights: from the last

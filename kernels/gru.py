@@ -22,7 +22,7 @@ from numba import cuda, float32, int32, int64, types
 
 from kernels import gru_narrow, gru_parts, host, ptx
 from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, noise_word, norm_kernel, padded_rows, row_of)
+                               W_DOWN_INPUT, W_F, W_H, W_UP, noise_word, norm_kernel, row_of, rows_of_places)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
 from kernels.pairs import I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, pair_functions, source_of, stream_of
@@ -37,8 +37,8 @@ from model import activations, parameters
 # --- device functions -------------------------------------------------------------------------------------------------
 
 def unroll_registers(gpu, long=False):
-    """Decorator of device functions with loops over registers. Every compiler leaves those with `long` bodies, as noise
-    of mode 2 makes them; of the others no compiler leaves the inner ones, over d and g."""
+    """Decorator of device functions with loops over registers. No compiler unrolls those with `long` bodies (noise of
+    mode 2). Of the others every compiler unrolls the inner ones, over d and g."""
     if long:
         return lambda function: device(unroll(function))
     return device if gpu.cc[0] < 10 else lambda function: device(unroll(function, {"i", "j"}))
@@ -338,22 +338,22 @@ def recur_kernel(cfg, nz, gpu):
     KEEPS = cfg.PERTURB == "activations"
 
     @device
-    def place_of(own, which, k):
+    def place_of(thread, which, k):
         if RESIDENT:
-            return int32(own.ring.base + AT_OWN + (which * ALL + k) * (THREADS * 16) + own.ring.t * 16)
-        return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + own.ring.t * 4
+            return int32(thread.ring.base + AT_OWN + (which * ALL + k) * (THREADS * 16) + thread.ring.t * 16)
+        return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + thread.ring.t * 4
 
     @called
-    def load_table(own, which, k):
-        at = place_of(own, which, k)
-        return ptx.load_shared4(at) if RESIDENT else ptx.load4(own.tables, at)
+    def load_table(thread, which, k):
+        at = place_of(thread, which, k)
+        return ptx.load_shared4(at) if RESIDENT else ptx.load4(thread.tables, at)
 
     @device
-    def store_table(own, which, k, w):
+    def store_table(thread, which, k, w):
         if RESIDENT:
-            ptx.store_shared4(place_of(own, which, k), w[0], w[1], w[2], w[3])
+            ptx.store_shared4(place_of(thread, which, k), w[0], w[1], w[2], w[3])
         else:
-            ptx.store4(own.tables, place_of(own, which, k), w[0], w[1], w[2], w[3])
+            ptx.store4(thread.tables, place_of(thread, which, k), w[0], w[1], w[2], w[3])
 
     @device
     def column_of(k, t):
@@ -361,18 +361,18 @@ def recur_kernel(cfg, nz, gpu):
         return (k // KS) * (GROUPS * N) + (t >> 7) * N + (k % KS) * 16 + (t & 3) * 4
 
     @device
-    def make_table(own, which, k):
+    def make_table(thread, which, k):
         """The four words of 16 columns."""
-        source = own.source
-        a = stream_of(source, own.p + U_F + M_SEED + which * U_APART, own.pair)
-        b = stream_of(source, own.p + U_H + U_INPUT + I_SEED - which * U_APART, own.pair)
-        column = min(column_of(k, own.ring.t), H - 4)
+        source = thread.source
+        a = stream_of(source, thread.p + U_F + M_SEED + which * U_APART, thread.pair)
+        b = stream_of(source, thread.p + U_H + U_INPUT + I_SEED - which * U_APART, thread.pair)
+        column = min(column_of(k, thread.ring.t), H - 4)
         w0 = int32(0)
         w1 = int32(0)
         w2 = int32(0)
         w3 = int32(0)
         for e in range(4):
-            even, odd = vector(source, own.p + B_F + which * B_APART, own.pair, column + e)
+            even, odd = vector(source, thread.p + B_F + which * B_APART, thread.pair, column + e)
             more, shift = int32(127 * (1 - which)), int32(8 * e)     # b_f + 127, without a sign
             n = int32(noise(a, column + e) & source.job[2])
             w0 = int32(w0 | ((n + 128) << shift))
@@ -382,22 +382,22 @@ def recur_kernel(cfg, nz, gpu):
         return w0, w1, w2, w3
 
     @device
-    def column_noise(own, word, e, at, column):
-        """Of a column of the matrix that begins at plan[at], as begin_acc wants it."""
-        source = own.source
+    def column_noise(thread, word, e, at, column):
+        """The noise of a column of the matrix that begins at plan[at], as `begin` takes it."""
+        source = thread.source
         if MODE == 0:
             return as_column(int32(byte(int32(word ^ SIGNS), e)))
         noise, column = byte(int32(word ^ SIGNS), e), column + e
         return as_column(scaled(noise, source.overlay[source.plan[at + M_OVERLAY] + column],
-                                stream_of(source, at + M_SEED, own.pair), column))
+                                stream_of(source, at + M_SEED, thread.pair), column))
 
     @called
-    def add_inputs(own, total, word, noises, at, column):
+    def add_inputs(thread, total, word, noises, at, column):
         """total + what four inputs of the matrix that begins at plan[at] add to sb."""
         if MODE == 0:
             return ptx.dp4a(word, noises, total)
-        source = own.source
-        stream = stream_of(source, at + U_INPUT + I_SEED, own.pair)
+        source = thread.source
+        stream = stream_of(source, at + U_INPUT + I_SEED, thread.pair)
         for e in range(4):
             entry, i = source.overlay[source.plan[at + U_INPUT + I_OVERLAY] + column + e], column + e
             f = factor(entry, stream, i) if MODE == 2 else float32(0)
@@ -416,89 +416,93 @@ def recur_kernel(cfg, nz, gpu):
         return int32(s[0] + s[1] + (s[2] + s[3]))
 
     @registers
-    def product(own, ahead, which, step, s0, s1):
+    def product(thread, ahead, which, step, s0, s1):
         """acc = the product of a pass, with its noise."""
-        acc, ring = own.acc, own.ring
+        acc, ring = thread.acc, thread.ring
         for j in range(KS):
             column = min(column_of(ahead * KS + j, ring.t), H - 4)
-            noises = load_table(own, which + TABLES - 2, ahead * KS + j)
+            noises = load_table(thread, which + TABLES - 2, ahead * KS + j)
             for g in range(4):
                 i = accumulator_of(j, 0, g)
-                n = noises[g] if SCALED else column_noise(own, noises[0], g, own.p + U_F + which * U_APART, column)
-                acc[i], acc[i + 2] = begin(s0, n, int32(BASE), own.shift), begin(s1, n, int32(BASE), own.shift)
+                n = noises[g] if SCALED else column_noise(thread, noises[0], g, thread.p + U_F + which * U_APART,
+                                                          column)
+                acc[i], acc[i + 2] = begin(s0, n, int32(BASE), thread.shift), begin(s1, n, int32(BASE), thread.shift)
         finish(acc, ring, multiply(acc, ring, step, which * PAST), False, False, 0, 0)
 
     @registers
-    def gate(own, ahead, row0, position, to_kept):
+    def gate(thread, ahead, row0, position, to_kept):
         """f, and the gated states of both rows to shared memory."""
-        q = own.ring.t & 3
+        q = thread.ring.t & 3
         for j in range(KS // 2):
-            column = column_of(ahead * KS + 2 * j, own.ring.t)
+            column = column_of(ahead * KS + 2 * j, thread.ring.t)
             if not RAGGED or column < H:
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
-                old0, old1 = ptx.load2(own.gates, at_row), ptx.load2(own.gates, at_row + 2 * H)
+                old0, old1 = ptx.load2(thread.gates, at_row), ptx.load2(thread.gates, at_row + 2 * H)
                 for g in range(2):
                     i = 2 * j + g
-                    w = load_table(own, 0, ahead * KS + i)
-                    at_h = int32(own.at_word + (column - q * 4 + g * 16) * 8)
+                    w = load_table(thread, 0, ahead * KS + i)
+                    at_h = int32(thread.at_word + (column - q * 4 + g * 16) * 8)
                     for d in range(2):
-                        y, z = pairs(own.acc, 8 * i + 2 * d)
+                        y, z = pairs(thread.acc, 8 * i + 2 * d)
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
                         if GATE:
-                            y, z = plus(y, z, noise_word(own.source, own.p + STREAM, own.pair, d,
+                            y, z = plus(y, z, noise_word(thread.source, thread.p + STREAM, thread.pair, d,
                                                          position * H + (column + g * 16), GATE))
                         y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
-                        own.f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
+                        thread.f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
                         past = gated(y, z, ptx.read_shared(at_h + d * (8 * H)))
                         if KEEPS and d == 0 and to_kept >= 0:
                             at_kept = to_kept + (column + g * 16) // 4
-                            own.kept[at_kept], own.kept[own.kept.size // 2 + at_kept] = ptx.read_shared(at_h), past
-                        if own.works:
+                            thread.kept[at_kept] = ptx.read_shared(at_h)
+                            thread.kept[thread.kept.size // 2 + at_kept] = past
+                        if thread.works:
                             ptx.store_shared(at_h + AT_PAST + d * (8 * H), past)
                         if not SCALED:
-                            own.sums[d] = add_inputs(own, own.sums[d], past, w[3], own.p + U_H, column + g * 16)
+                            thread.sums[d] = add_inputs(thread, thread.sums[d], past, w[3], thread.p + U_H,
+                                                        column + g * 16)
 
     @registers
-    def advance(own, ahead, row0, position, live, keeps):
+    def advance(thread, ahead, row0, position, live, keeps):
         """The new states of both rows, and x."""
-        q = own.ring.t & 3
+        q = thread.ring.t & 3
         for j in range(KS // 2):
-            column = column_of(ahead * KS + 2 * j, own.ring.t)
+            column = column_of(ahead * KS + 2 * j, thread.ring.t)
             if not RAGGED or column < H:
                 at_row = row0 * (H // 4) + (column - q * 4) // 4 + q * 2
-                w0, w1 = load_table(own, 1, ahead * KS + 2 * j), load_table(own, 1, ahead * KS + 2 * j + 1)
+                w0, w1 = load_table(thread, 1, ahead * KS + 2 * j), load_table(thread, 1, ahead * KS + 2 * j + 1)
                 for d in range(2):
                     at, out = at_row + d * (2 * H), int32s(2)
-                    old, both_x = ptx.load2(own.candidates, at), ptx.load2(own.x, at)
+                    old, both_x = ptx.load2(thread.candidates, at), ptx.load2(thread.x, at)
                     for g in range(2):
                         i = 2 * j + g
                         w = w0 if g == 0 else w1
                         bias = w[1] if d == 0 else w[2]
-                        at_h = int32(own.at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
-                        y, z = pairs(own.acc, 8 * i + 2 * d)
+                        at_h = int32(thread.at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
+                        y, z = pairs(thread.acc, 8 * i + 2 * d)
                         if CANDIDATE:
-                            y, z = plus(y, z, noise_word(own.source, own.p + STREAM, own.pair, d,
+                            y, z = plus(y, z, noise_word(thread.source, thread.p + STREAM, thread.pair, d,
                                                          APART + position * H + (column + g * 16), CANDIDATE))
                         y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
-                        y, z = next_state(own.f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
+                        y, z = next_state(thread.f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
                         h, out[g] = ptx.bytes4(y, z), added(both_x[g], y, z)
                         h = h if keeps else int32(0)
-                        if own.works:
+                        if thread.works:
                             ptx.store_shared(at_h, h)
                         if not SCALED:
-                            own.sums[d] = add_inputs(own, own.sums[d], h, w[3], own.p + U_F, column + g * 16)
+                            thread.sums[d] = add_inputs(thread, thread.sums[d], h, w[3], thread.p + U_F,
+                                                        column + g * 16)
                     if live:
-                        ptx.store2(own.x, at, out[0], out[1])
+                        ptx.store2(thread.x, at, out[0], out[1])
 
     @unrolled
-    def columns(own, which, step, s0, s1, row0, position, live, keeps, to_kept):
+    def columns(thread, which, step, s0, s1, row0, position, live, keeps, to_kept):
         """All passes of a matrix."""
         for d in range(PER):
-            product(own, d, which, step + d * PIECES, s0, s1)
+            product(thread, d, which, step + d * PIECES, s0, s1)
             if which == 0:
-                gate(own, d, row0, position, to_kept)
+                gate(thread, d, row0, position, to_kept)
             else:
-                advance(own, d, row0, position, live, keeps)
+                advance(thread, d, row0, position, live, keeps)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -522,24 +526,24 @@ def recur_kernel(cfg, nz, gpu):
         sums[0] = 0
         sums[1] = 0
         shift = job_shift(job)
-        own = Thread(ring, tables, source, p, pair, shift, at_word, works, acc, f, sums, gates, candidates, x, kept)
+        thread = Thread(ring, tables, source, p, pair, shift, at_word, works, acc, f, sums, gates, candidates, x, kept)
         for k in range(ALL):
             column = column_of(k, t)
             for which in range(2):
-                w = make_table(own, which, k)
-                store_table(own, which, k, w)
+                w = make_table(thread, which, k)
+                store_table(thread, which, k, w)
                 if SCALED:
                     n4 = int32s(4)
                     for e in range(4):
-                        n4[e] = column_noise(own, w[0], e, p + U_F + which * U_APART, min(column, H - 4))
-                    store_table(own, which + 2, k, n4)
+                        n4[e] = column_noise(thread, w[0], e, p + U_F + which * U_APART, min(column, H - 4))
+                    store_table(thread, which + 2, k, n4)
                 if which == 1 and works and (not RAGGED or column < H):
                     at_h, state = int32(at_word + (column - q * 4) * 8), int32(0)
                     if begin and tokens[at_token] != 0:
                         state = states[int64(pair) * (H // 4) + column // 4]
                     ptx.store_shared(at_h, state)
                     ptx.store_shared(at_h + 8 * H, state)
-                    sums[0] = add_inputs(own, sums[0], state, w[3], p + U_F, column)
+                    sums[0] = add_inputs(thread, sums[0], state, w[3], p + U_F, column)
         sums[1] = sums[0]
         store_sums(parts, 0, row, group, sums, q)
         if BULK:
@@ -556,16 +560,16 @@ def recur_kernel(cfg, nz, gpu):
                 s0 = as_row(whole_sum(at_parts, which, row), shift)
                 s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)), shift)
                 sums[0], sums[1] = 0, 0
-                columns(own, which, (2 * position + which) * (PER * PIECES), s0, s1, row0, position, writes, keeps,
+                columns(thread, which, (2 * position + which) * (PER * PIECES), s0, s1, row0, position, writes, keeps,
                         to_kept)
                 if SCALED and works:                         # once, not in every pass: it is long
                     for k in range(ALL):
                         column = column_of(k, t)
                         if not RAGGED or column < H:
                             at_h = int32(at_word + (column - q * 4) * 8 + (1 - which) * AT_PAST)
-                            w3 = load_table(own, which, k)[3]
+                            w3 = load_table(thread, which, k)[3]
                             for half in range(2):
-                                sums[half] = add_inputs(own, sums[half], ptx.read_shared(at_h + half * (8 * H)), w3,
+                                sums[half] = add_inputs(thread, sums[half], ptx.read_shared(at_h + half * (8 * H)), w3,
                                                         p + U_H - which * U_APART, column)
                 store_sums(parts, 1 - which, row, group, sums, q)
                 if BULK:
@@ -619,17 +623,17 @@ class _Kernels:
         self.cfg = cfg
         self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
 
-    def _finish(self, layers, nz, gpu, packing, own_head=None):
+    def _finish(self, layers, nz, gpu, packing, register_head=None):
         """Adds to the kernels of the layers what follows them: the last norm and kernels.head, for validation with the
-        packing for look-ups; for members own_head, if there is one, instead."""
+        packing for look-ups; for members register_head, if there is one, instead."""
         cfg, t = self.cfg, gru_parts.tensor(self.cfg, "head")
         self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
         clean_head = head_kernel(cfg, build_noise(cfg, True), gpu, True)
         self.clean = [*layers, self.norm_f, clean_head]
-        self.own_head = own_head
+        self.register_head = register_head
         self.heads = [clean_head]
-        if own_head:
-            self.noisy, self.at_head = [*layers, own_head], packing.add(t, QUADS, t.cols, t.rows)
+        if register_head:
+            self.noisy, self.at_head = [*layers, register_head], packing.add(t, QUADS, t.cols, t.rows)
         else:
             self.heads.insert(0, head_kernel(cfg, nz, gpu))
             self.noisy = [*layers, self.norm_f, self.heads[0]]
@@ -661,7 +665,7 @@ class GeneralKernels(_Kernels):
     def layout(self, units, n):
         """({name: (first byte, end)} of the scratch arrays, bytes of all). The inner values of the MLP take the place
         of gates and candidates."""
-        rows = padded_rows(units * n)
+        rows = rows_of_places(units * n)
         size, tables = rows * self.cfg.HIDDEN_DIM, blocks(units, self.state_rows // 2) * self.table_bytes
         out, end = ranges(dict(x=size, gates=size, candidates=size, more=2 * size, normed=size, sb=12 * rows,
                                tables=4 if self.resident else tables))
@@ -689,12 +693,12 @@ class RegisterKernels(_Kernels):
         else:
             self.recur = gru_narrow.register_recur_kernel(cfg, nz, cc, sizes["recur"])
             self.mlp = gru_narrow.mlp_kernel(cfg, nz, cc, sizes["mlp"])
-        own_head = gru_narrow.register_head_kernel(cfg, nz, cc, sizes["head"]) if "head" in sizes else None
-        self._finish([*self.gates, self.recur, self.mlp], nz, gpu, packing, own_head)
+        register_head = gru_narrow.register_head_kernel(cfg, nz, cc, sizes["head"]) if "head" in sizes else None
+        self._finish([*self.gates, self.recur, self.mlp], nz, gpu, packing, register_head)
 
     def layout(self, units, n):
         """({name: (first byte, end)} of the scratch arrays, bytes of all)."""
-        size = padded_rows(units * n) * self.cfg.HIDDEN_DIM
+        size = rows_of_places(units * n) * self.cfg.HIDDEN_DIM
         return ranges(dict(x=size, gates=size, candidates=size, tables=4))
 
 

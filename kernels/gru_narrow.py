@@ -543,7 +543,7 @@ def wgmma_mlp_kernel(cfg, nz):
         unit, shift = int32(cuda.gridDim.y << 8), job_shift(job)
         source = source_of(plan, 0, weights, overlay, job, offset)
         first, loaded = (cuda.blockIdx.x * GROUPS + group) * each, int32(-1)
-        # the last blocks go through the motions beyond the last tile, for the other warpgroup
+        # the last blocks also run beyond the last tile, because the other warpgroup waits for them
         step, steps = int32(0), int32(each * STEPS)
         sums = int32s(128)
         acc = int32s(64)

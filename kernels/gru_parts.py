@@ -1,5 +1,5 @@
-"""What the kernels of the recurrent model share that keep a row of activations in the registers of four lanes
-(kernels.gru_narrow): quotients, input noise, norms, products; and the embedding and the norm of all of them.
+"""Parts of the recurrent kernels that keep a row of activations in the registers of four lanes (kernels.gru_narrow):
+quotients, input noise, norms, products; and the embedding and the norm of all recurrent kernels.
 
 A warp takes 16 rows at a time. A thread holds rows g and g + 8, and of every 16 columns the four 4 q..., as
 accumulators (the columns of the packed matrices are permuted for that), as bytes, and as the left operand of the next
@@ -576,6 +576,6 @@ def tensor(cfg, name):
     return next(t for t in parameters.tensors(cfg) if t.name == name)
 
 
-def padded_rows(places):
+def rows_of_places(places):
     """Rows of `places` pairs times positions, with those that fill the tallest tile."""
     return blocks(blocks(places, 8) * 16, TALLEST) * TALLEST

@@ -90,7 +90,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
 
     @device
     def logit(a):
-        """Of a level."""
+        """The logit of a level."""
         return int32(quotient(a) - BITS) if PAIRED else int32(int32(a - BASE) >> LOGIT)
 
     @gpu.called

@@ -47,7 +47,7 @@ PLAIN_COLUMNS = 128                         # validation and generation pad a ma
 
 
 def _pack_kernel(H):
-    """Words from `target` on of a canonical matrix [K / 4, n, 4] from word `source` on. A thread a word."""
+    """Words from `target` on of a canonical matrix [K / 4, n, 4] from word `source` on. One thread per word."""
     @cuda.jit(launch_bounds=256)
     def pack(weights: A32, packed: A32, source, target, order, n, columns, width, size):
         i = cuda.grid(1)
@@ -104,8 +104,8 @@ class Packing:
 # --- the plan and the scratch memory ----------------------------------------------------------------------------------
 
 class Plan:
-    """The calls of a forward pass, each a row of PLAN int32 that are known at run time alone. Modules of kernels name
-    the columns of their rows; kernels.pairs names the entries of a vector, a matrix, and the input side of one."""
+    """The plan of a forward pass: one row of PLAN int32 per call, read by the kernel at run time. Modules of kernels
+    name the columns of their rows; kernels.pairs names the entries of a vector, a matrix, and the input side of one."""
 
     def __init__(self, cfg, packing):
         self._tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}

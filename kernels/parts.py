@@ -1,5 +1,5 @@
-"""What the kernels of the forward passes share: the GPU that they are made for, the types of their arrays, small device
-functions, quotients, and the noise of a pair."""
+"""What the kernels of the forward passes share: the GPU that they are made for, the types of their arrays, unrolled
+loops, small device functions, and quotients. (The noise of a pair is in kernels.pairs.)"""
 
 import ast
 import functools
@@ -225,7 +225,8 @@ def wgmma_descriptor(K=256):
 # know; the general path of the recurrent model (gru.early_noise_quotients) puts the noise into the accumulators before
 # the product; the register path (gru_parts.late_noise_quotients) adds it after the product, so that all accumulators
 # begin with one number; and where the divisor is 256, the upper half of a word is the quotient
-# (gru_narrow.integer_quotients).
+# (gru_narrow.integer_quotients). The norm of the recurrent model divides by a sum of the run and rounds down
+# (gru_parts.normed_function; rules.NORMS.quotient, in writing.norm_function).
 
 MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
 

@@ -118,8 +118,8 @@ class Shape(SimpleNamespace):
     inputs in `stages` stages; `pieced`: the rows lie in memory in pieces; `together`: all warps end a tile together;
     `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights; `turns`:
     a stage is for one column group, so that they take turns with the tensor cores and with their epilogues. Bytes:
-    `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all. `shallow`: the ring is, so that another
-    shape is better."""
+    `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all. `shallow`: the ring has few or
+    small stages; a shape with more is preferred."""
 
     def columns(self):
         """Columns of the matrix, with those that pad it."""

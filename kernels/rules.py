@@ -16,7 +16,7 @@ def log2_floor(q):
 
 @device
 def divide(p, d):
-    """Of unsigned numbers, which takes fewer instructions."""
+    """p / d toward zero. Divides the absolute values as unsigned numbers, which takes fewer instructions."""
     q = int32(uint32(abs(p)) // uint32(d))
     return q if p >= 0 else int32(-q)
 

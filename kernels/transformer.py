@@ -309,7 +309,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                     smf[to + FACTOR] = factor(entry, stream, i)
 
     @device
-    @(unroll if MODE == 2 else gpu.unroll)            # those of mode 2 every compiler leaves
+    @(unroll if MODE == 2 else gpu.unroll)            # no compiler unrolls the loops of mode 2
     def folded(acc, smf, at_words, at, sums):
         """Adds to sums what the hidden units in acc, in two rows, add to sb."""
         pb = int32s(8)
@@ -667,7 +667,7 @@ class Kernels:
 
     def layout(self, pairs):
         """({name: (first byte, end)} of the arrays in the scratch memory of `pairs` pairs, bytes of all)."""
-        rows, H = padded_rows(self.cfg, pairs), self.cfg.HIDDEN_DIM
+        rows, H = rows_of_pairs(self.cfg, pairs), self.cfg.HIDDEN_DIM
         spill = max(2 * MOST_BLOCKS * (kernel.shape.passes - 1) * kernel.shape.N * THREADS
                     for kernel in self.full_width.values())
         out, end = host.ranges(dict(
@@ -677,6 +677,6 @@ class Kernels:
         return out, end
 
 
-def padded_rows(cfg, pairs):
-    """Rows of the arrays of `pairs` pairs."""
+def rows_of_pairs(cfg, pairs):
+    """Rows of the arrays of `pairs` pairs, with those that fill the tallest tile."""
     return blocks(2 * pairs * padded_length(cfg), TALLEST) * TALLEST

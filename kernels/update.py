@@ -91,7 +91,7 @@ def work(cfg):
 
 
 @device
-def mixed(x):
+def unfinished_hash(x):
     """The hash of SPEC 2 from its first sum, without its last step x ^= x >> 16."""
     x = uint32((x ^ x >> 16) * 0x85EBCA6B)
     return uint32((x ^ x >> 13) * 0xC2B2AE35)
@@ -114,8 +114,8 @@ def shifted_word(words, at):
 @device
 def ones(fit):
     """Of a word whose bytes are -1, 0 or 1: (the flags of -1, full bytes where not 0)."""
-    some = uint32(fit & 0x01010101)
-    return uint32(fit >> 1 & 0x01010101), uint32((some << 8) - some)
+    nonzero = uint32(fit & 0x01010101)
+    return uint32(fit >> 1 & 0x01010101), uint32((nonzero << 8) - nonzero)
 
 
 @device
@@ -157,8 +157,8 @@ def operands_kernel(cfg):
             word = uint32(pack4(noise(x, 0), noise(x + 1, 0), noise(x + 2, 0), noise(x + 3, 0)))
         else:
             # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
-            low = byte_permute(mixed(x), mixed(uint32(x + 1)), 0x6240)
-            high = byte_permute(mixed(uint32(x + 2)), mixed(uint32(x + 3)), 0x6240)
+            low = byte_permute(unfinished_hash(x), unfinished_hash(uint32(x + 1)), 0x6240)
+            high = byte_permute(unfinished_hash(uint32(x + 2)), unfinished_hash(uint32(x + 3)), 0x6240)
             p = uint32(byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632))
             minus = uint32(~p & 0x01010101)
             m = uint32(p >> 1 & masks)
@@ -166,9 +166,9 @@ def operands_kernel(cfg):
             word = uint32(m ^ minus << 7)
         if signs:                                            # 1, -1 or 0 in each byte
             minus = uint32(word >> 7 & 0x01010101)
-            some = uint32(word | (word & 0x7F7F7F7F) + 0x7F7F7F7F)
-            some = uint32(some >> 7 & 0x01010101)
-            word = uint32(some | (minus << 8) - minus)
+            nonzero = uint32(word | (word & 0x7F7F7F7F) + 0x7F7F7F7F)
+            nonzero = uint32(nonzero >> 7 & 0x01010101)
+            word = uint32(nonzero | (minus << 8) - minus)
         return word
 
     def operands(rows: A2, seed: AU32, fit: A32, start: int32, width: int32, out: A32):
@@ -192,8 +192,8 @@ def operands_kernel(cfg):
             if uint32(n - low) < uint32(high - low):
                 draws = four_votes(uint32(x + n))
                 if shift >= 0:
-                    minus, some = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
-                    draws = negated(uint32(draws & some), minus)
+                    minus, nonzero = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
+                    draws = negated(uint32(draws & nonzero), minus)
                 out[to] = draws
             n = int32(n + 64)
             to += 128
@@ -309,9 +309,9 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
     here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
     for step in range(from_n, to_n, 16):
         n = int32(step + (lane & 3) * 4)
-        minus, some = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
+        minus, nonzero = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
         minus = uint32((minus << 8) - minus)                                 # full bytes
-        plus = uint32(some ^ minus)
+        plus = uint32(nonzero ^ minus)
         after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
         for e in range(EIGHTS):
             x = uint32(operand[here + e * (SPLIT * 2)])
@@ -400,7 +400,7 @@ def unpack_kernel(cfg):
     chunks, kind = (1, A8) if cfg.PERTURB == "weights" else (cfg.N_CHUNKS, A32)
 
     def unpack(packed: B1, digits: kind):
-        """digits: of all chunks, each in the same number of bytes; the last byte may have more. A thread a byte."""
+        """digits: of all chunks, each in the same number of bytes; the last byte may have more. One thread per byte."""
         i, each = int64(cuda.grid(1)), packed.size // chunks
         if i < each:
             sums = int32s(5)
@@ -463,7 +463,7 @@ def rescale_kernel(cfg):
     increase, decrease = cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC
 
     def rescale(touched: B1, overlay: A8):
-        """The overlay's step; clears `touched`. A thread an entry."""
+        """The overlay's step; clears `touched`. One thread per entry."""
         i = cuda.grid(1)
         if i < overlay.size:
             overlay[i] = int8(clip(overlay[i] + (increase if touched[i] else decrease)))

@@ -3,10 +3,10 @@
 Rows        A sequence is a row. Rows g and g + 8 of a tile of 16 are the even and the odd member of a pair, so that a
             thread of a product (ptx.mma_s8) has both and needs the noise of a column once. Sequences 2 i and 2 i + 1
             are pair i, also without noise.
-Memory      A block has some tiles. The vectors of their rows lie in shared memory, in regions one after the other. The
-            vector of an MLP, four times as long, takes the place of regions 2 to 5.
+Memory      A block has `tiles` tiles of 16 rows. The vectors of their rows lie in shared memory, in regions one after
+            the other. The vector of an MLP, four times as long, takes the place of regions 2 to 5.
 Noise       The kernel `draw` draws the noise of all pairs once, for all positions. The array `drawn` has a place for
-            every entry of the overlay: see `place_of`.
+            every entry of the overlay: see `drawn_place`.
 Phases      In turn a warp takes a pair (norms, sums of input noise) or two tiles times 32 columns of a product.
 """
 
@@ -32,7 +32,7 @@ from model import parameters
 WARPS = 16
 THREADS = 32 * WARPS
 LOGIT_WARPS = 8              # of a block of logits; each takes COLUMNS at a time
-LOGIT_TWOS = 4               # twos of tiles that such a block takes one after the other, at most
+LOGIT_TWOS = 4               # times that such a block takes two tiles, at most
 COLUMNS = 32                 # of a product that a warp makes at a time
 # regions of shared memory: activations, what a norm makes of them; then the inner vector of an MLP, or of the recurrent
 # model gates, candidates, gated states and states, of the transformer queries
@@ -132,8 +132,8 @@ def drawn_words(cfg):
 
 
 def streams_of(cfg):
-    """int32 [5, twos of entries]: of the two that an int32 of `drawn` has, the seeds of their one or two streams (0:
-    they have one) relative to that of the pair, the number of the first, its place for pair 0 of a group, and how much
+    """int32 [5, int32 of `drawn` with two entries each]: the seeds of the one or two streams of the two entries (0: one
+    stream) relative to that of the pair, the number of the first entry, its place for pair 0 of a group, and how much
     further it is for the next pair. The noise of 8 pairs lies together. Where a product finishes with it (columns,
     biases of products), 8 neighbours are the same entries of 8 pairs, as the lanes of a warp want them. Elsewhere a
     pair's entries are neighbours."""
@@ -152,8 +152,8 @@ def streams_of(cfg):
 
 
 def draw_kernel(cfg):
-    """The noise of pairs: drawn int32 [groups of 8 pairs, int32 of a group]. A block a group; streams: of `streams_of`.
-    """
+    """The noise of pairs: drawn int32 [groups of 8 pairs, int32 of a group]. One block per group; streams: from
+    `streams_of`."""
     GROUP = drawn_words(cfg)
     noise = build_noise(cfg).noise
 
@@ -267,7 +267,7 @@ def multiply_functions(gpu, pairs, K, stride, columns=COLUMNS):
     g + q takes inputs 8 q... of every 32 as those 4 q... and 16 + 4 q... of ptx.mma_s8: the order of inputs is free,
     and so a load has eight of them."""
     STEPS, AHEAD = K // 32, 3
-    BELOW, TILE = 8 * stride, 16 * stride                    # words from a row to that of the odd member, and to a tile
+    TO_ODD, TILE_WORDS = 8 * stride, 16 * stride             # words from a row to that of the odd member, and of a tile
     FIRST, REST, WORDS = min(AHEAD, STEPS), STEPS % AHEAD, 8 * AHEAD
     RAGGED, LAST = columns % COLUMNS != 0, (columns - 1) // 2 * 2
     column_side, columns_of = pairs.column_side, pairs.columns
@@ -282,7 +282,7 @@ def multiply_functions(gpu, pairs, K, stride, columns=COLUMNS):
     def add_product(acc, words, x, below, columns, which):
         for d in range(2):
             first = x + d * below
-            even, odd = ptx.load2(words, first), ptx.load2(words, first + BELOW)
+            even, odd = ptx.load2(words, first), ptx.load2(words, first + TO_ODD)
             for j in range(4):
                 at, b = 16 * d + 4 * j, 8 * which + 2 * j
                 c = (acc[at], acc[at + 1], acc[at + 2], acc[at + 3])
@@ -304,7 +304,7 @@ def multiply_functions(gpu, pairs, K, stride, columns=COLUMNS):
                 if RAGGED:
                     c = min(c, LAST)
                 noise[8 * d + 2 * j], noise[8 * d + 2 * j + 1] = columns_of(source, drawn, side, c)
-        x, below = x + g * stride + 2 * q, (more_tiles - 1) * TILE
+        x, below = x + g * stride + 2 * q, (more_tiles - 1) * TILE_WORDS
         at = source.plan[uint64(source.p + at)] + first * (K // 4) + ((lane & 2) << 4) + g * 4 + (lane & 1) * 2
         columns = cuda.local.array(WORDS, int32)
         for i in range(32):
@@ -343,7 +343,7 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
 
     @gpu.called
     def product(block, at, x, stream, where):
-        """Of region x with the matrix at plan[at]; stream: number of its sums."""
+        """The product of region x with the matrix at plan[at]; stream: number of its sums."""
         source = block.source
         acc, noise, sums = int32s(32), int32s(16), int32s(2)
         t, twos = cuda.threadIdx.x, (block.tiles + 1) // 2
@@ -391,7 +391,8 @@ def sums_function(gpu, cfg, pairs, K, folded=1, matrices=1):
 
     @gpu.called
     def add_up(block, at, unit, x, stream):
-        """Of region x, from plan[at] on, as sums `stream` and further. The odd member's has the sign of its noise."""
+        """The sums of region x for the matrices from plan[at] on, as sums `stream` and further. Those of the odd member
+        have the sign of its noise."""
         source, lane = block.source, cuda.threadIdx.x & 31
         row, pair = row_of(unit), block.first + unit
         here = word_of(block, x, 0) + row * STRIDE
@@ -920,7 +921,7 @@ def transformer_kernel(cfg, gpu):
 
 def logits_kernel(cfg, gpu):
     """z = logits int32 [16 * every, V] of out, sums of the kernels above, in `every` tiles. Launch [columns of the
-    vocabulary / (LOGIT_WARPS * COLUMNS), twos of tiles / each], LOGIT_WARPS warps; call: the head's row of the plan."""
+    vocabulary / (LOGIT_WARPS * COLUMNS), every / 2 / each], LOGIT_WARPS warps; call: the head's row of the plan."""
     H = cfg.HIDDEN_DIM
     V = cfg.VOCAB_SIZE
     SHIFT = cfg.SHIFT_LOGIT

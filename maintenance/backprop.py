@@ -42,7 +42,8 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=
     torch.set_float32_matmul_precision("high")       # TF32 on a GPU
     torch.manual_seed(cfg.ISLAND_SEED)
     model = _model(cfg, "cuda" if gpu else "cpu")
-    before, unit = 0.0, egg_config.loss_unit(cfg.constants())[1]
+    before = 0.0
+    _, unit = egg_config.loss_unit(cfg.constants())
     with contextlib.ExitStack() as stack:
         log = log_json and stack.enter_context(contextlib.closing(
             event_log.JsonLog(log_json, "give --log-json a file that can be written", console.line, True)))
@@ -62,16 +63,16 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=
             before = seconds
         if objective:
             path, minutes, rate = objective
-            own = stack.enter_context(training.opened_objective(cfg, path, data))
-            parts = _run(cfg, data, *model, 60 * minutes, batch, rate, own)
+            objective = stack.enter_context(training.opened_objective(cfg, path, data))
+            parts = _run(cfg, data, *model, 60 * minutes, batch, rate, objective)
             for step, seconds, _, (value, texts, mean) in parts:
                 emit("reward", step=step, value=mean, texts=texts)
                 console.line(f"{seconds:8.1f} s  step {step:7,}  {value:.3f} {data.validation.unit}  reward {mean:.4f}")
 
 
-def _run(cfg, data, learned, logits, until, batch, rate, own=None):
-    """Yields (step, seconds of training, mean training loss since the last one in bits/token, validation). own: an
-    Objective; then a validation is (value, number of held-out prompts, mean reward)."""
+def _run(cfg, data, learned, logits, until, batch, rate, objective=None):
+    """Yields (step, seconds of training, mean training loss since the last one in bits/token, validation). objective:
+    an Objective; then a validation is (value, number of held-out prompts, mean reward)."""
     device = learned[0].device
     text = torch.from_numpy(data.tokens.astype("i4")).to(device)
     held_out = torch.from_numpy(data.validation.windows).to(device).split(AT_ONCE // cfg.SEQ_LEN + 1)
@@ -87,13 +88,13 @@ def _run(cfg, data, learned, logits, until, batch, rate, own=None):
 
     def loss_with_rewards():
         """REINFORCE with the mean of a group as its baseline, the core of GRPO, and a share of text."""
-        prompts = own.prompts(torch.randint(1 << 31, (PROMPTS,)).repeat_interleave(GROUP).numpy())
+        prompts = objective.prompts(torch.randint(1 << 31, (PROMPTS,)).repeat_interleave(GROUP).numpy())
         writer.written.clear()
-        of_file = own.settings
+        of_file = objective.settings
         temp = float(of_file.temp) or 1.0                   # at 0 all texts of a group would be equal
-        own.settings = of_file._replace(temp=temp)
-        rewards = torch.tensor(own.judged(writer, prompts)[1]).view(PROMPTS, GROUP)
-        own.settings = of_file
+        objective.settings = of_file._replace(temp=temp)
+        rewards = torch.tensor(objective.judged(writer, prompts)[1]).view(PROMPTS, GROUP)
+        objective.settings = of_file
         better = (rewards - rewards.mean(1, keepdim=True)).flatten() / (rewards.std() + 1e-6)
         total, count = 0.0, 0
         for texts, judged in writer.written:                # one for every turn
@@ -105,10 +106,10 @@ def _run(cfg, data, learned, logits, until, batch, rate, own=None):
     def validation():
         with torch.no_grad():
             value = data.validation.bits(sum(loss_of(windows, "sum").item() for windows in held_out))
-        return (value, *own.measured(writer)) if own else value
+        return (value, *objective.measured(writer)) if objective else value
 
-    writer = Writer(logits, own, device)
-    loss_of_a_step = loss_with_rewards if own else loss_of_a_batch
+    writer = Writer(logits, objective, device)
+    loss_of_a_step = loss_with_rewards if objective else loss_of_a_batch
 
     loss_of_a_step().backward()                            # what is prepared at the first call is no time of training
     yield 0, 0.0, None, validation()
@@ -135,8 +136,8 @@ class Writer:
     """Takes the place of the engine that an Objective lets write. written: a list of (texts int64 [sequences, room],
     bool of the same shape, which tokens were written and judged)."""
 
-    def __init__(self, logits, own, device):
-        self._logits, self._own, self._device = logits, own, device
+    def __init__(self, logits, objective, device):
+        self._logits, self._objective, self._device = logits, objective, device
         self.written = []
 
     def write(self, texts, lengths, seeds, s, first_pair=None):
@@ -151,12 +152,12 @@ class Writer:
         texts[:] = found.cpu().numpy()
         judged = np.arange(texts.shape[1]) >= lengths[:, None]
         for row, text, n in zip(judged, texts, lengths):
-            row[n + self._judged_tokens(text[n:n + self._own.write]):] = False
+            row[n + self._judged_tokens(text[n:n + self._objective.write]):] = False
         self.written.append((found, torch.from_numpy(judged).to(self._device)))
 
     def _judged_tokens(self, tokens):
         """int: how many of the tokens that were written are judged: up to the first STOP, and this too."""
-        decoding, stop = self._own.decoding, self._own.stop
+        decoding, stop = self._objective.decoding, self._objective.stop
         before, found, _ = decoding.expand(tokens).tobytes().decode("utf-8", "replace").partition(stop or "\0")
         return len(decoding.encode((before + found).encode())) if stop and found else len(tokens)
 

@@ -23,7 +23,7 @@ MUON_COEFFICIENTS = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 
 Optimizer = namedtuple("Optimizer", "rule lr beta1 one_less_beta1 beta2 one_less_beta2 eps decay momentum size")
 
 
-def least_vote(cfg, alpha):
+def least_vote_by_chance(cfg, alpha):
     """int: the size of vote that about a share `alpha` of the weights reaches by chance: |vote| * 16 >= t *
     isqrt(pairs) * 256; t / 16: normal quantile; 256: variance of a product of two draws (1 for signs)."""
     import statistics               # here, because a coordinator starts without it
@@ -39,7 +39,7 @@ def constants(cfg, lr, t):
     if rule == SGD:
         rate = np.float32(float(rate) / cfg.N_PAIRS ** 0.5)
     elif rule == ZTEST:
-        rate = np.float32(least_vote(cfg, lr))
+        rate = np.float32(least_vote_by_chance(cfg, lr))
     decays = t.matrix or cfg.PERTURB == "weights"       # with noise on activations nothing votes on norms
     beta1 = np.float32(cfg.ADAM_BETA1)
     beta2 = np.float32(cfg.ADAM_BETA2)

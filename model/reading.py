@@ -3,7 +3,8 @@ on activations, 21 say.
 
 One `Reading` is one member of the population, computed the slow and obvious way. The engines must agree with it in
 every bit: the tests hold them against it, and `egg.py debug` shows its parts. From other modules it takes the tables of
-parameters and of phases, the integer tables and the noise draw; all arithmetic is written out here.
+parameters and of phases, the divisors of products, the integer tables, the bases of transforms and the noise draw; all
+other arithmetic is written out here.
 """
 
 import numpy as np
@@ -114,11 +115,12 @@ class Reading:
         return e
 
     def mlp(self, h, layer, norm, weights, biases, names):
-        n = self.seen(layer, names[0], self.layer_norm(h, norm, layer))
+        normed, inner, result = names
+        n = self.seen(layer, normed, self.layer_norm(h, norm, layer))
         u = (self.product(weights + "up", layer, n) >> self.cfg.SHIFT_MLP_UP) + self.vector(biases + "up", layer)
-        u = self.seen(layer, names[1], integer_tables.gelu_table().astype(np.int64)[clip(u) & 255])
+        u = self.seen(layer, inner, integer_tables.gelu_table().astype(np.int64)[clip(u) & 255])
         y = self.product(weights + "down", layer, u, groups=4) >> self.cfg.SHIFT_MLP_DOWN
-        return self.seen(layer, names[2], self.amax(wrap(h + y + self.vector(biases + "down", layer))))
+        return self.seen(layer, result, self.amax(wrap(h + y + self.vector(biases + "down", layer))))
 
     def rotated(self, x, rope):
         """Neighbouring elements (even, odd) of a head turned by the angle of their position."""

@@ -70,7 +70,7 @@ class Compiler:
         each name as many kernels as it stands there. Without `wait` kernels that another process is about to compile
         are left to it. The list is kept, so that other processes need not build the kernels."""
         from engine import kernel_cache
-        from engine.quick_numba import quick, without_gpu
+        from engine.quick_numba import quick_cuda, without_gpu
         listed = self.directory / f"list-{kernel_cache.key({}, constants, cc, part, names)}"
         if listed.exists():
             return json.loads(listed.read_text())
@@ -79,7 +79,7 @@ class Compiler:
             some = [kernel for name in dict.fromkeys(names)
                     for kernel in [k for k in some if k.name == name][:names.count(name)]]
         files = [kernel_cache.key(self.known, kernel.dispatcher, kernel.signature) for kernel in some]
-        with quick(self.first_of), without_gpu(cc):
+        with quick_cuda(self.first_of), without_gpu(cc):
             for kernel, file in zip(some, files):
                 self._compile(kernel, self.directory / file, cc, wait)
         made = [(kernel.name, kernel.shared, file) for kernel, file in zip(some, files)]

@@ -1,4 +1,4 @@
-"""What liars, stolen names and forged files cannot do: votes, validations, snapshots, leases, islands, files."""
+"""Islands: introductions, comparisons, transfers, merges, lies, chaos."""
 
 import functools
 import math

@@ -100,7 +100,7 @@ def test_share_falls_as_nano_egg_has_it():
     cfg = configured("nano-egg", "OPTIMIZER=ztest")
     assert [cfg.learning_rate(k) for k in (0, 1000)] == [1, 1 / 16] and cfg.learning_rate(500) == 1 / 8.5
     # quantiles 0, 1.565 and 1.863 in 16ths; 128 = isqrt(16,384 pairs)
-    least = [optimizers.least_vote(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)]
+    least = [optimizers.least_vote_by_chance(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)]
     assert least == [0, 25 * 128 * 16, 29 * 128 * 16]
     assert make(OPTIMIZER="ztest", ZTEST_ALPHA=0.25).learning_rate(999) == 0.25
 

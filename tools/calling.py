@@ -31,7 +31,7 @@ def as_called(text):
 
 
 def aligned(examples):
-    """`examples`, with the comments of other programs moved as far as `as_called` moves those of egg.py."""
+    """`examples`, with the comments of all commands in one column after `as_called`."""
     grown = " " * (len(command_line()) - len("python egg.py"))
     return "\n".join(line if "python egg.py" in line else re.sub(r"(?<=\S)(?=   +\S)", grown, line)
                      for line in examples.split("\n"))

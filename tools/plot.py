@@ -161,8 +161,8 @@ class Tree:
     def living(self):
         """str: which lines live on, and on how many of the islands in `runs`."""
         found = Counter(sorted(origin for name in self.runs for origin, _ in self.descent(name)))
-        gone = [printable(name) for name in self.runs if name not in found]
-        lines = [f"{printable(k)} on {n}" for k, n in found.most_common()]
+        gone = [island_text(name) for name in self.runs if name not in found]
+        lines = [f"{island_text(k)} on {n}" for k, n in found.most_common()]
         gone = f"; gone: {shortened(gone, MOST_NAMED)}" if gone else ""
         return f"lines that live on {len(self.runs)} islands: {shortened(lines, MOST_NAMED)}{gone}"
 
@@ -177,7 +177,7 @@ def _with_units(title, units):
     return ", ".join([title, *filter(None, [" or ".join(sorted(units - {""}))])])
 
 
-def printable(name):
+def island_text(name):
     """The name of an island, which may be a stranger's text."""
     return one_line(name, NAME) or "?"
 
@@ -214,8 +214,8 @@ def terminal(charts, names, tree, printer, width=None):
         ends = ", ".join(f"{chart.title.partition(',')[0]} {line[-1][1]:.4g}"
                          for chart in charts for k, line in chart.lines if k == i)
         if i in islands:
-            shares = shortened([f"{v:.0%} {printable(k)}" for k, v in tree.descent(islands[i])], MOST_NAMED)
-            ends += f"; island {printable(islands[i])}, of {shares}"
+            shares = shortened([f"{v:.0%} {island_text(k)}" for k, v in tree.descent(islands[i])], MOST_NAMED)
+            ends += f"; island {island_text(islands[i])}, of {shares}"
         out.append(f"{paint(LETTERS[i % 26] if islands or not dots else '*', i)} {name}: {ends}")
     if tree.runs:
         out.append(tree.living())
@@ -282,7 +282,7 @@ def _lanes(tree, chart, width, frame, paint):
     for name, x in tree.rejuvenations:
         at = chart.column(x, columns)
         lanes[name][at] = "!", lanes[name][at][1]
-    return [f"{printable(name)[:LABEL - 1]} {frame[0]}".rjust(LABEL + 1) + "".join(
+    return [f"{island_text(name)[:LABEL - 1]} {frame[0]}".rjust(LABEL + 1) + "".join(
         paint(text, i) if text != " " else text for text, i in cells).rstrip() for name, cells in lanes.items()]
 
 
@@ -360,6 +360,6 @@ def _draw_tree(ax, tree):
         ax.annotate("", (gift.taken_at, place[gift.taker]), (gift.given_at, place[gift.giver]), arrowprops=arrow)
     for name, x in tree.rejuvenations:
         ax.plot(x, place[name], marker="*", markersize=9, color="white", markeredgecolor="0.2")
-    ax.set_yticks(list(place.values()), [printable(name) for name in place])
+    ax.set_yticks(list(place.values()), [island_text(name) for name in place])
     ax.set(ylabel="islands", ylim=(len(place) - 0.4, -0.6))
     ax.set_title(textwrap.fill(tree.living(), 110), fontsize=9, color="0.35", loc="left")
