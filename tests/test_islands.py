@@ -159,6 +159,11 @@ def changed(**constants):
     return ISLE.changed(**constants)
 
 
+@functools.cache
+def noise(seed, shape):
+    return np.abs(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
 class Learner(FakeEngine):
     """Its validation falls from 8 bits/byte by rate / 1000 a step. What it has learned is in weights 8 and 9, so that
     it travels with the state; the optimizer's moments are noise, so that a state takes several frames."""
@@ -175,8 +180,7 @@ class Learner(FakeEngine):
         state = super().state()
         state.weights[8:10] = divmod(self.level, 100)
         if not state.moments.any():
-            noise = np.random.default_rng(self.cfg.ISLAND_SEED).normal(size=state.moments.shape).astype(np.float32)
-            state.moments = np.abs(noise) * np.float32(0.01)
+            state.moments = noise(self.cfg.ISLAND_SEED, state.moments.shape) * np.float32(0.01)
         return state
 
     def update(self, fitness):
