@@ -992,7 +992,7 @@ class Archipelago:
             return subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=log, stderr=log)
 
     def _work(self, i):
-        engine = Learner(self.cfgs[i], 1 + i, pause=0.004)
+        engine = Learner(self.cfgs[i], 1 + i, pause=0.02)
         while not self.stop:
             with suppress(egg_config.EggError):
                 run_worker(self.ports[i], engine, self.cfgs[i], validation=VALIDATION)
@@ -1107,6 +1107,8 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
             elites = Elites(run.directory, 2)
             assert not told or elites.files[0][:2] <= min(told) and elites.best(run.cfg)
             starts = history.epochs(run.directory)
+            if starts[-2:-1] == starts[-1:]:                     # it was killed while it linked the file of an epoch
+                del starts[-1]
             assert [start.epoch for start in starts] == list(range(run.start.epoch + 1))
             assert all(a.step < b.step for a, b in zip(starts, starts[1:]))
             assert run.step > 3
