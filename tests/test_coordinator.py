@@ -191,8 +191,7 @@ def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(
 def test_duplicate_results_count_once(server):
     peer = Peer(server)
     for again in (0, 0, 32):
-        position = peer.chunk(0)
-        peer.result(0, position, loss=10)
+        peer.result(0, peer.chunk(0), loss=10)
         peer.result(0, again, loss=10)
     assert peer.chunk(0) == 96
     peer.result(0, 96, loss=10, updates=3)

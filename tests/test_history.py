@@ -224,8 +224,7 @@ def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
     cfg, _, recorded = golden_a()
     with opened(tmp_path, CHECKPOINTS, cfg=cfg) as run:
         hold_against_fitness(run, cfg, recorded)
-    engine = replayed(tmp_path, CpuEngine(cfg))
-    assert digests(engine.state()) == recorded_digests(recorded, 5)
+    assert digests(replayed(tmp_path, CpuEngine(cfg)).state()) == recorded_digests(recorded, 5)
     assert open_run(cfg, tmp_path).step == 6
 
 
