@@ -92,7 +92,8 @@ def test_connections_without_proof_keep_no_worker_out(tmp_path):
         started = monotonic()
         for sock in half[::2]:
             pour(sock, frame(HELLO, bytes(32), version=V2))
-        assert [peer.chunk(0) for peer in (Peer2(server), Peer(server))] == [0, 32]
+        peers = Peer2(server), Peer(server)
+        assert [peer.chunk(0) for peer in peers] == [0, 32]
         assert monotonic() - started < 5
         assert len(server.admission.arrivals) <= 256
         [sock.close() for sock in half]
