@@ -31,7 +31,7 @@ import llvmlite
 import llvmlite.binding
 import numba
 import numpy as np
-from numba.core import (codegen, compiler, compiler_machinery, config, serialize, targetconfig, typed_passes,
+from numba.core import (codegen, compiler, compiler_machinery, config, runtime, serialize, targetconfig, typed_passes,
                         untyped_passes)
 from numba.core.compiler import CompileResult
 from numba.core.types.functions import BaseFunction
@@ -295,7 +295,7 @@ class CpuCache:
 
     def load_overload(self, signature, context):
         """The compiled function, None if it has to be compiled. Waits while another process compiles it."""
-        context.refresh()
+        runtime.rtsys.initialize(context)
         path = self._path(signature, context)
         found = read(path)
         if found is None:

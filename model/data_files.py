@@ -112,7 +112,7 @@ class Decoding:
     def __init__(self, pieces):
         self.lengths = np.array([len(p) for p in pieces], np.int64)
         self._first = np.cumsum(self.lengths) - self.lengths
-        self._bytes = np.frombuffer(b"".join(pieces), np.uint8)
+        self._pieces, self._bytes = pieces, np.frombuffer(b"".join(pieces), np.uint8)
         self._ids = None                 # bytes -> token, once something is encoded
 
     def __len__(self):
@@ -153,9 +153,8 @@ class Decoding:
         are merged, until no two neighbours make a token. `prepare` numbers tokens in the order in which the BPE learned
         its merges, so these are the tokens of the BPE. Raises DataError for a byte that has no token."""
         if self._ids is None:
-            at = [*self._first.tolist(), self._bytes.size]
             # of equal tokens the first counts
-            self._ids = {self._bytes[at[t]:at[t + 1]].tobytes(): t for t in reversed(range(len(self)))}
+            self._ids = {self._pieces[t]: t for t in reversed(range(len(self)))}
         if unknown := [b for b in sorted(set(data)) if bytes([b]) not in self._ids]:
             raise DataError(f"the vocabulary has no token for byte {unknown[0]:#04x} ({chr(unknown[0])!r}), which the "
                             "text holds: leave it out, or use the decoding.bin of `python egg.py prepare`")
@@ -184,8 +183,7 @@ class Decoding:
 
     def decode(self, tokens):
         """bytes of a sequence of token ids; an id that decoding.bin does not have becomes U+FFFD."""
-        return b"".join(self.expand(np.array([t])).tobytes() if 0 <= t < len(self) else b"\xef\xbf\xbd"
-                        for t in map(int, tokens))
+        return b"".join(self._pieces[t] if 0 <= t < len(self) else b"\xef\xbf\xbd" for t in map(int, tokens))
 
 
 def warn(line):

@@ -1,8 +1,10 @@
 """Fixtures that several test files use."""
 
+import collections
 import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import gc
 import multiprocessing
 import os
@@ -14,8 +16,8 @@ import pytest
 import egg_config
 import egg_net
 from engine import hardware
-from islands import gossip
-from islands import peers
+from islands import gossip, peers
+from model import parameters
 from compiling import CARDS, Compiler, compile_cpu_engine
 from coordinators import Server
 from engines_compared import compare
@@ -31,30 +33,22 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)          # else each of many processes compiles all modules it imports
 egg_net.random = gossip.random = peers.random = Dice()
+parameters._xorshift = functools.lru_cache(9)(parameters._xorshift)         # most engines begin with the same numbers
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """The CPU engine's kernels are in the cache, so that worker processes need not all compile them."""
-    compile_once(tmp_path_factory, "transformer", CFG)
+def compiled_once_for(cfg):
+    """A fixture: the CPU engine's kernels for cfg are in the cache, so that worker processes need not all compile
+    them."""
+    @pytest.fixture(scope="session")
+    def compiled(tmp_path_factory):
+        from engine import cpu_engine
+        with one_at_a_time(tmp_path_factory, cfg.PERTURB + cfg.MODEL):
+            cpu_engine.warm_up(cfg, lambda line: None, cpu_engine.VERBS)
+    return compiled
 
 
-@pytest.fixture(scope="session")
-def compiled_gru(tmp_path_factory):
-    """The same for the recurrent model."""
-    compile_once(tmp_path_factory, "gru", egg_config.make(MODEL="gru"))
-
-
-@pytest.fixture(scope="session")
-def compiled_activations(tmp_path_factory):
-    """The same for the recurrent model with noise on activations."""
-    compile_once(tmp_path_factory, "activations", ACTIVATIONS)
-
-
-def compile_once(tmp_path_factory, name, cfg):
-    from engine import cpu_engine
-    with one_at_a_time(tmp_path_factory, name):
-        cpu_engine.warm_up(cfg, lambda line: None, cpu_engine.VERBS)
+compiled, compiled_gru = compiled_once_for(CFG), compiled_once_for(egg_config.make(MODEL="gru"))
+compiled_activations = compiled_once_for(ACTIVATIONS)
 
 
 def shared(tmp_path_factory):
@@ -74,7 +68,7 @@ def one_at_a_time(tmp_path_factory, name):
 @pytest.fixture
 def others_wait(tmp_path_factory):
     """Meanwhile no other process of pytest-xdist compiles what `compiled` does."""
-    with one_at_a_time(tmp_path_factory, "transformer"):
+    with one_at_a_time(tmp_path_factory, "weightstransformer"):
         yield
 
 
@@ -162,10 +156,6 @@ def compile_ahead(request, compiler):
         [process.kill() for process in started]
 
 
-def processes(count):
-    return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
-
-
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
@@ -220,7 +210,8 @@ def comparisons(request, tmp_path_factory):
     `compared`. Compiling takes most of the time: every core takes part."""
     ready = tmp_path_factory.mktemp("compiled")
     drawn = {item.nodeid: item.callspec.params for item in request.session.items if "compared" in item.fixturenames}
-    with processes(max(2, min(16, hardware.cores()))) as pool:
+    count, spawn = max(2, min(16, hardware.cores())), multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(count, spawn) as pool:
         models = {model: pool.submit(compile_cpu_engine, model, ready) for model in ("transformer", "gru")}
         yield models, {name: pool.submit(compare, **values, ready=ready) for name, values in drawn.items()}
         pool.shutdown(cancel_futures=True)
@@ -242,9 +233,7 @@ def compared(request, constants, seed, comparisons):
 def pytest_terminal_summary(terminalreporter):
     """Where the time of the comparisons went."""
     if SECONDS:
-        parts = dict.fromkeys((part for times in SECONDS.values() for part in times), 0.0)
-        for part in parts:
-            parts[part] = sum(times.get(part, 0.0) for times in SECONDS.values())
+        parts = sum(map(collections.Counter, SECONDS.values()), collections.Counter())
         terminalreporter.section("seconds of the comparisons, all processes together")
         terminalreporter.line(", ".join(f"{part} {seconds:.0f}" for part, seconds in parts.items()))
         for name in sorted(SECONDS, key=lambda name: -sum(SECONDS[name].values()))[:8]:

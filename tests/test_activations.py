@@ -68,8 +68,7 @@ def test_noise_is_uniform_and_independent():
     drawn = np.stack([activations.noise(phase, 77 + k, 32).ravel() for k in range(16)])
     assert set(np.unique(drawn)) == set(range(-15, 16))
     assert abs(drawn.mean()) < 0.2 and 8 < drawn.std() < 9.5
-    apart = np.corrcoef(drawn) - np.eye(16)
-    assert np.abs(apart).max() < 0.1
+    assert np.abs(np.corrcoef(drawn) - np.eye(16)).max() < 0.1
 
 
 def test_digits_have_fifteen_levels_and_a_mean_size_of_a_quarter():
@@ -82,8 +81,7 @@ def test_digits_have_fifteen_levels_and_a_mean_size_of_a_quarter():
 
 
 def test_credit_forgets_toward_zero():
-    cfg = CFG.changed(CREDIT=8)
-    due = credit(cfg, np.array([0, 0, 0, 0, 0, 0, -1]))
+    due = credit(CFG.changed(CREDIT=8), np.array([0, 0, 0, 0, 0, 0, -1]))
     assert due.tolist() == [0, 0, 0, -1, -2, -4, -8]
     for sixteenths in range(16):
         bits = activations.fraction_bits(CFG.changed(CREDIT=sixteenths))

@@ -88,8 +88,7 @@ def test_table_has_a_row_for_each_shape_and_instruction(fake, capsys):
 
 
 def test_one_instruction_and_a_shape_that_cannot_be(fake, capsys):
-    cfg = CFG.changed(TENSOR_CORES="mma")
-    shapes.print_table(cfg, [], "cuda:0", None, False)
+    shapes.print_table(CFG.changed(TENSOR_CORES="mma"), [], "cuda:0", None, False)
     found, _ = rows(capsys)
     assert list(found) == [("default", "mma"), ("wide", "mma"), ("bad", None)]
     assert " ".join(found["bad", None]).startswith("HIDDEN_DIM = 65: must be a multiple of 32")
@@ -123,8 +122,7 @@ def test_a_gpu_has_every_figure(fake, monkeypatch, capsys):
 
 def test_every_shape_is_a_configuration():
     for name, constants in shapes.SHAPES.items():
-        cfg = egg_config.make(**constants)
-        assert len(name) <= 10 and len(bench.shape_text(cfg)) <= 37, name
+        assert len(name) <= 10 and len(bench.shape_text(egg_config.make(**constants))) <= 37, name
     assert {"default", "best", "best-bytes", "nano-egg", "H512", "gru-H64"} <= shapes.SHAPES.keys()
 
 

@@ -15,15 +15,15 @@ from unittest import mock
 import numpy as np
 from pytest import approx, mark
 
-from cluster import admission, dispatch, fairness, history, snapshots, wire
+from cluster import dispatch, fairness, history, snapshots, wire
 from cluster.auth import Access
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import seeds, state_digest
 from model.fitness_digits import unpack_ternary
 from maintenance import load
 from chaos_cluster import CHAOS, OFTEN, chaos
-from coordinators import (Peer, Peer2, Server, callers, cluster, coordinator_process, filled, first_step, free_port,
-                          kept, refused, until, upload, work_in_thread)
+from coordinators import (Holder, Peer, Peer2, Server, callers, cluster, coordinator_process, filled, first_step,
+                          free_port, kept, refused, until, upload, work_in_thread)
 from fakes import ACTIVATIONS, BAD, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected, full
 from commands import fails, process, train_here
 
@@ -133,7 +133,8 @@ def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference():
     dispatcher._count_authors = counted = mock.Mock(wraps=dispatcher._count_authors)
 
     def arrive(host, name):
-        worker = mock.Mock(trusted=True, conduct=fairness.Conduct(), author=admission.Author(host, name, name), step=0)
+        worker = Holder(host, name)
+        vars(worker).update(trusted=True, conduct=fairness.Conduct(), step=0, waiting=True)
         dispatcher.workers.add(worker)
         dispatcher.arrived(worker)
 
@@ -190,8 +191,7 @@ def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(
 def test_duplicate_results_count_once(server):
     peer = Peer(server)
     for again in (0, 0, 32):
-        position = peer.chunk(0)
-        peer.result(0, position, loss=10)
+        peer.result(0, peer.chunk(0), loss=10)
         peer.result(0, again, loss=10)
     assert peer.chunk(0) == 96
     peer.result(0, 96, loss=10, updates=3)

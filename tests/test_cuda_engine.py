@@ -279,8 +279,7 @@ def every_verb(cfg, engine, tokens):
 
 @mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
-    forward = kernels_for(sanitize.config(name))[0]
-    assert (path_of(forward) == "wgmma") == (name == "gru, fast")
+    assert (path_of(kernels_for(sanitize.config(name))[0]) == "wgmma") == (name == "gru, fast")
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 

@@ -176,7 +176,7 @@ class Learner(FakeEngine):
         state.weights[8:10] = divmod(self.level, 100)
         if not state.moments.any():
             noise = np.random.default_rng(self.cfg.ISLAND_SEED).normal(size=state.moments.shape).astype(np.float32)
-            state.moments = np.abs(noise) * np.float32(0.01)
+            state.moments = self.whole.moments = np.abs(noise) * np.float32(0.01)
         return state
 
     def update(self, fitness):
@@ -383,8 +383,7 @@ class Stranger(Peer2):
         self.card = loads(self.link.next(ISLAND))
 
     def say(self, fitness=5.0, state=b"s" * 32, ask=True):
-        standing = Standing(fitness, "validation", "bits/byte", 50, 0, "stranger", state, 50, ask)
-        self.send(STANDING, standing.pack())
+        self.send(STANDING, Standing(fitness, "validation", "bits/byte", 50, 0, "stranger", state, 50, ask).pack())
 
     def serve(self, data, sha256, until, pieces=None):
         """Gives the snapshot file `data` to who asks for `sha256`, answers tournaments with a fitness of 0.001
@@ -988,7 +987,7 @@ class Archipelago:
             return subprocess.Popen([sys.executable, "-c", program], cwd=HERE, stdout=log, stderr=log)
 
     def _work(self, i):
-        engine = Learner(self.cfgs[i], 1 + i, pause=0.004)
+        engine = Learner(self.cfgs[i], 1 + i, pause=0.02)
         while not self.stop:
             with suppress(egg_config.EggError):
                 run_worker(self.ports[i], engine, self.cfgs[i], validation=VALIDATION)
@@ -1102,9 +1101,11 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
                     if e["event"] == "elite"]
             elites = Elites(run.directory, 2)
             assert not told or elites.files[0][:2] <= min(told) and elites.best(run.cfg)
-            starts = history.epochs(run.directory)
-            assert [start.epoch for start in starts] == list(range(run.start.epoch + 1))
-            assert all(a.step < b.step for a, b in zip(starts, starts[1:]))
+            # a kill during a handover leaves two files of the last epoch
+            begun = {start.epoch: start.step for start in history.epochs(run.directory)}
+            assert [*begun] == list(range(run.start.epoch + 1))
+            steps = [*begun.values()]
+            assert steps == sorted({*steps})
             assert run.step > 3
         epochs += run.start.epoch
         distrusted += trouble.distrusted(i)

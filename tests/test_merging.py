@@ -199,8 +199,7 @@ def test_ours_is_needed_where_it_counts():
             assert merging.needs_ours(cfg) == (merge == "recombine" or optimizer == "interpolate")
             if not merging.needs_ours(cfg):
                 theirs = state(cfg, 2, step=11)
-                got = merging.merge(cfg, None, theirs, 3.0, 2.0)
-                assert same(got, merging.merge(cfg, theirs, theirs, 3.0, 2.0))
+                assert same(merging.merge(cfg, None, theirs, 3.0, 2.0), merging.merge(cfg, theirs, theirs, 3.0, 2.0))
 
 
 def test_a_snapshot_read_from_a_file_can_be_merged(tmp_path):
@@ -265,8 +264,7 @@ def test_the_same_bits_everywhere():
         return State((x % 255 - 127).astype(int8), moments, (x[:k] % 255 - 127).astype(int8),
                      factor, factor)
 
-    got = merging.merge(cfg, made(7919), made(104729), 3.25, 3.0)
-    assert state_digest.of_state(got).hex() == RECORDED
+    assert state_digest.of_state(merging.merge(cfg, made(7919), made(104729), 3.25, 3.0)).hex() == RECORDED
 
 
 RECORDED = "f0cd4628edf17652588830c234f0db53"

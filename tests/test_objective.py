@@ -84,12 +84,10 @@ def test_members_write_together_what_the_plain_reading_writes(model, seed):
     twice = [prompt for prompt in prompts for _ in range(2)]
     texts = written(engine, twice, room, seeds.repeat(2), settings, first)
     for s in rng.permutation(2 * pairs)[:6]:
-        want = continued(cfg, state, twice[s], room, int(seeds[s // 2]), settings, 2 * first + s)
-        assert texts[s].tolist() == want
+        assert texts[s].tolist() == continued(cfg, state, twice[s], room, int(seeds[s // 2]), settings, 2 * first + s)
     texts = written(engine, prompts, room, seeds, settings)
     for text, prompt, number in zip(texts, prompts, seeds):
-        more = engine.generate(prompt, room - len(prompt), int(number), **settings)
-        assert text.tolist() == [*prompt, *more]
+        assert text.tolist() == [*prompt, *engine.generate(prompt, room - len(prompt), int(number), **settings)]
 
 
 def go_on():

@@ -89,8 +89,7 @@ def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path):
     assert [text for _, text in chart.x_ticks(4)] == ["1", "10", "100", "1000"]
     assert [text for _, text in chart.x_ticks(9)] == ["1", "2", "5", "10", "20", "50", "100", "200", "500", "1000"]
     text = plot.terminal([chart], names, tree, Printer(Stream("ascii")), 70)
-    below = text.splitlines()[plot.ROWS + 2].split()
-    assert below == ["1", "10", "100", "1000"] and "time of training, s\n" in text
+    assert text.splitlines()[plot.ROWS + 2].split() == ["1", "10", "100", "1000"] and "time of training, s\n" in text
     succeeds(run("plot --x time --log", path, "--out", tmp_path / "a.svg"))
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
@@ -334,8 +333,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
     status = egg_net.Coordinator.status
     monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": ISLAND})
     with server_again() as server:
-        html = ask(server)[2].decode()
-        assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", html)
+        assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", ask(server)[2].decode())
         server.work(FakeEngine())
         page_shows(server, 2)                                               # workers are answered before
         events = server.events
@@ -351,8 +349,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
                     seconds=approx(state["seconds"], abs=1e-3))
         assert state["merges"] == [{**both, "peer": "south", "peer_step": 80, "part": 0.625},
                                    {**both, "peer": "north", "peer_step": 1, "part": 1}]
-        lines = [line["text"] for line in state["lines"][:4]]
-        assert lines == ["a line", f"peer {BAD_NAME}", "back", "another line"]
+        assert [line["text"] for line in state["lines"][:4]] == ["a line", f"peer {BAD_NAME}", "back", "another line"]
         assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
                           "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 2,
                           'egg_island_peer_fitness{name="south",kind="validation"}': 3.75}

@@ -19,15 +19,15 @@ import egg_config
 import egg_net
 from cluster import console, snapshots
 from cluster.history import configuration, HistoryError, open_run
-from engine import cpu_engine, cpu_transformer
+from engine import cpu_engine, cpu_kernels, cpu_transformer
 from model import data_files, integer_tables, parameters, rules, state_digest
 from model.reading import Reading
 from tools import debug, train, use
 from tools.use import UseError
 from coordinators import Peer, Server, kept, refused, run_worker, whole
 from fakes import CFG as NET_CFG, Lines, feed, step_alone
-from readings import (TINY, callable_by_python, equal, hold_draws_against_the_distribution,
-                      hold_text_against_the_reading, random_config, settings_of)
+from readings import (TINY, equal, hold_draws_against_the_distribution, hold_text_against_the_reading, random_config,
+                      settings_of)
 from recordings import HERE, digests, write_decoding
 from commands import defines, fails, run
 
@@ -61,19 +61,23 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     engine, exp = cpu_engine.CpuEngine(cfg), integer_tables.exp_table(cfg)
     below = max(range(1, 100), key=lambda d: exp[d] & 255)  # the difference whose weight has the largest lowest byte
     assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
-    q, keys, values = np.zeros(64, int8), np.zeros((1, n, 64), int8), np.full((1, n, 64), 127, int8)
-    q[::32] = 127
+    keys, values = np.zeros((1, n, 64), int8), np.full((1, n, 64), 127, int8)
     keys[0, :, ::32] = 63 - 2 * below if below < 64 else -64
     keys[0, 0, ::32] = 63
     scores = 127 * keys[0, :, 0].astype(np.int64) >> cfg.SHIFT_ATTN
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
     values[0, 1::2, 5] = -100
-    room = callable_by_python(cpu_transformer.new_room)(engine._model, 1, n, keys, values)
-    room.q[0] = q
-    attend = callable_by_python(cpu_transformer.attend)
-    attend(engine._model, room, 0, 0, 0, n - 1, 1)
+
+    @cpu_kernels.njit
+    def attended(model, keys, values):
+        room = cpu_transformer.new_room(model, 1, n, keys, values)
+        for i in range(64):
+            room.q[0, i] = 0 if i % 32 else 127
+        cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1)
+        return room.x
+
     want = [(weights * values[0, :, d]).sum() / weights.sum() for d in range(32)]
-    assert (room.x[0, :32].astype(int) - 128).tolist() == np.trunc(want).astype(int).tolist()
+    equal(attended(engine._model, keys, values)[0, :32].astype(int) - 128, np.trunc(want))
 
 
 def test_a_sequence_takes_the_memory_that_it_has_come_to():
@@ -101,8 +105,7 @@ def test_characters_that_are_split_over_tokens():
 
 
 def test_the_tokens_of_a_text_are_those_of_the_bpe_that_made_the_vocabulary():
-    cfg = egg_config.make()
-    decoding = data_files.load_decoding(cfg)
+    decoding = data_files.load_decoding(egg_config.make())
     tokens = np.fromfile(HERE / "val.bin", "<u4")
     equal(decoding.encode(decoding.decode(tokens)), tokens)
     for text in ("naïve – 😀".encode(), bytes(range(256)), b"", b"  \n\n  x"):
@@ -280,8 +283,7 @@ def test_what_is_wrong_is_said_in_one_line(here, arguments, says):
 def test_without_a_run_or_a_vocabulary(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("generate").stderr.startswith("egg: there is no saved run here (ckpt*): make one with")
-    wide = CFG.changed(VOCAB_SIZE=300, N_LAYERS=1)
-    open_run(wide, "ckpt-wide").close()
+    open_run(CFG.changed(VOCAB_SIZE=300, N_LAYERS=1), "ckpt-wide").close()
     monkeypatch.setenv("EGG_DEVICE", "cpu")
     done = call("generate --prompt x")
     assert done.returncode == 1 and not done.stdout
@@ -533,8 +535,7 @@ def test_debug_command_and_layout(here):
                             rf"\[S    6 L ?\d T  7 H[01]\] Attn          : Ent:{number}\( *\d+%\) MaxW: *\d+ "
                             r"SumW: *\d+ Ctx: +\d+", line), line
     prints("debug --json trace.jsonl --best")
-    steps = [json.loads(line)["step"] for line in open("trace.jsonl")]
-    assert steps == [STEPS, SNAPSHOT]
+    assert [json.loads(line)["step"] for line in open("trace.jsonl")] == [STEPS, SNAPSHOT]
     colour = lambda text, name: f"\x1b[{console.COLOURS[name]}m{text}\x1b[0m"
     assert "\x1b[35m" in debug.describe(json.loads(open("trace.jsonl").readline()), colour)[0]
 

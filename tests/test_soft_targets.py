@@ -78,14 +78,12 @@ def test_every_cut_of_a_step_and_every_context_in_turn(values):
     """The losses depend on neither slices nor threads; context 0 is the loss without soft targets; a context that
     comes back is the same again."""
     cfg = BASE.changed(**values, SOFT_TARGETS=((1, 2), (2, 0), (3, 1), (4, 2)))
-    tokens = data(cfg)
-    make = functools.partial(CpuEngine, tokens=tokens)
+    make = functools.partial(CpuEngine, tokens=data(cfg))
     one, two = make(cfg, threads=1), make(cfg, threads=2)
     plain = make(BASE.changed(**values), threads=1)
     for step in range(5):
         whole = one.evaluate(0, 32)
-        parts = [two.evaluate(first, count) for first, count in ((0, 4), (4, 2), (6, 26))]
-        equal(np.concatenate(parts), whole)
+        equal(np.concatenate([two.evaluate(first, count) for first, count in ((0, 4), (4, 2), (6, 26))]), whole)
         plain.load(one.state())
         assert np.array_equal(plain.evaluate(0, 32), whole) == (step in (0, 2))
         fitness = fitness_digits.pack_ternary(np.sign(whole[1::2] - whole[::2]).astype(np.int8))

@@ -87,8 +87,7 @@ def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):
 
 
 def test_the_continuation_is_that_of_the_arguments(here, monkeypatch):
-    done = mock.Mock(**{"run.directory": "ckpt"})
-    monkeypatch.setattr("egg_net.run_coordinator", lambda *_, **__: done)
+    monkeypatch.setattr("egg_net.run_coordinator", lambda *_, **__: mock.Mock(**{"run.directory": "ckpt"}))
     said = run("coordinator --steps 3 --load-dir=old --verb -DPORT=9 -D N_LAYERS=2 --peer a:1 --peer [::1]:2 "
                "--island x --save-dir ckpt").stdout
     assert " ".join(shlex.split(line_with("continue it: ", said))[4:]) == (

@@ -205,8 +205,7 @@ def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):
     engine, begun = engine_of(), []
     engine._set_update = lambda fitness: (begun.append(engine.step), type(engine)._set_update(engine, fitness))
     engine._undo_update = lambda: fail("undone") if engine._fitness is not None else None
-    server = cluster(tmp_path, [engine], 12)
-    assert server.run.step == 12 and begun == [*range(12)]
+    assert cluster(tmp_path, [engine], 12).run.step == 12 and begun == [*range(12)]
     del engine._undo_update
     assert digests(engine.state()) == run(engine_of(), 12)
     assert len(set(engine.evaluated)) == len(engine.evaluated)

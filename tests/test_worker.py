@@ -134,8 +134,7 @@ def test_the_worker_serves_a_coordinator_that_polls():
     losses = engine.evaluate(64, 32)
     assert RESULT.unpack(first)[:6] == (SEED1, 1, 64, 101, losses.sum(), 4) and RESULT.unpack(second)[1:4] == (1, 0, 0)
     assert first[44:] == pack_ternary(fitness_digits.chunk_fitness(losses, CFG))
-    asked = [JOB_REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST]
-    assert asked == [(42, 0)] * 3 + [(SEED1, 1)] * 5
+    assert [JOB_REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST] == [(42, 0)] * 3 + [(SEED1, 1)] * 5
 
 
 def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
