@@ -435,10 +435,11 @@ def _is_ours(directory):
 
 
 def epochs(directory):
-    """[Start]: of the epochs whose history is in a save directory, the oldest first. Raises HistoryError."""
+    """[Start]: of the epochs whose history is in a save directory, the oldest first. A handover that was interrupted
+    leaves two files of one epoch. Raises HistoryError."""
     names = [name for name in os.listdir(directory) if name == FILE or OLD_NAME.fullmatch(name)]
     starts = [_header_of(os.path.join(directory, name))[1] or Start(0, 0) for name in names]
-    return sorted(starts, key=lambda start: start.epoch)
+    return [start for _, start in sorted({start.epoch: start for start in starts}.items())]
 
 
 def newest(pattern="ckpt*"):
