@@ -606,6 +606,8 @@ def test_examples_judge(name, column, prompt, texts, low, written, here):
     given = {"prompts": [prompt] * n, "completions": texts, "answer": ["7"] * n, "secret": [7] * n}
     scores = objective.judged(found["reward"], {name: given[name] for name in ("prompts", "completions", column)})
     assert scores[0] == max(scores) > max(scores[1:]) and 0.7 < scores[0] <= 1 and 0 <= min(scores) <= low
+    with contextlib.closing(objective.Objective(CFG, path, BYTES, TOKENS, processes=1)) as own:
+        own.try_out()
     if written:
         runpy.run_path(path, run_name="__main__")
         assert len((here / written).read_text()) > 100000

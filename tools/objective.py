@@ -432,13 +432,13 @@ class Objective:
         return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f}{hint})"
 
     def try_out(self):
-        """Lets the function judge an empty text and a prompt, and reply to these. Raises ObjectiveError."""
+        """Lets the function judge an empty text and a prompt, and reply to the prompt. Raises ObjectiveError."""
         known = readable(self.reader, *self.held.part([0, 0]), ["", ""])
         del known["completions"]
-        texts = ["", known["prompts"][0]]
-        self.judge.answers({**known, "completions": texts})
+        prompt = known["prompts"][0]
+        self.judge.answers({**known, "completions": ["", prompt]})
         if self.other:
-            self.other.answers({**known, "texts": texts})
+            self.other.answers({**known, "texts": [prompt, prompt]})
 
     def judged(self, engine, prompts):
         """(the arguments of `readable` by name, rewards) of what the unperturbed model writes."""
