@@ -126,8 +126,8 @@ examples() (
             --save-dir $text >examples.log 2>&1
         "${egg[@]}" train --objective "$file" --load-dir $text --save-dir "$name" --steps $rewards \
             -D VALIDATE_EVERY=$every ${more:-} >examples.log 2>&1
-        grep -h '"event": "reward"' "$name/events.jsonl" >"$name.jsonl"
-        tail -n 1 "$name.jsonl"
+        grep -hE '"event": "(reward|validation)"' "$name/events.jsonl" >"$name.jsonl"
+        grep '"reward"' "$name.jsonl" | tail -n 1
     }
     for file in sums json_array guess; do
         "${egg[0]}" "$root/examples/$file.py"
