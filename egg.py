@@ -191,8 +191,8 @@ def of_directory_or_machine(args):
 
 
 def with_objective(cfg, args):
-    """Checks that a run with an objective has it. With --load-dir and an objective its --save-dir, by default a new
-    directory, begins with that model."""
+    """Checks that a run with an objective has it, and tries the file before `train` begins a new run. With --load-dir
+    and an objective its --save-dir, by default a new directory, begins with that model."""
     objective = args.objective
     if cfg.OBJECTIVE and not objective:
         raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it with "

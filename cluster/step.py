@@ -7,7 +7,7 @@ result has at least two votes (trust.tally) and more votes than any other. The a
 from collections import defaultdict, deque, namedtuple
 from itertools import islice
 
-from cluster.trust import DOUBT, tally, withdraw
+from cluster.trust import tally, WHY_DIFFERENT, withdraw
 from model import ternary
 
 LOOK_AHEAD = 16            # chunks of the queue that `take` looks at for one that the worker knows
@@ -29,7 +29,7 @@ class Step:
 
     def __init__(self, cfg, audited=(), alone=False, by_host=False):
         self.cfg = cfg
-        self.doubt = DOUBT if cfg.OBJECTIVE else ""  # for messages about results that differ
+        self.doubt = WHY_DIFFERENT if cfg.OBJECTIVE else ""          # for messages about results that differ
         self.audited = set(audited)
         self.alone = alone
         self.by_host = by_host

@@ -13,7 +13,7 @@ REBUILD = "rebuild"
 WAIT = "wait"
 BAN = "ban"
 # said of results and rewards that differ in a run with an objective
-DOUBT = "; is reward() a function of its input alone? look for sets, clocks and random"
+WHY_DIFFERENT = "; is reward() a function of its input alone? look for sets, clocks and random"
 
 
 def tally(statements, by_host=False):
@@ -130,7 +130,7 @@ class Trust:
         names = sorted({author.name for (at, _), stated in self.figures.items() if at == step for author, _ in stated})
         if names and not self._reported:
             self._reported = True
-            what, files = (("reward or validation", "HELD_OUT and VAL_FILE" + DOUBT) if objective else
+            what, files = (("reward or validation", "HELD_OUT and VAL_FILE" + WHY_DIFFERENT) if objective else
                            ("validation", "VAL_FILE"))
             warn(f"step {step}: its {what} is not used: two workers must state the same, "
                  f"{' and '.join(names)} did not: give every worker the same {files}")

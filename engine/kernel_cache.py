@@ -295,7 +295,7 @@ class CpuCache:
 
     def load_overload(self, signature, context):
         """The compiled function, None if it has to be compiled. Waits while another process compiles it."""
-        runtime.rtsys.initialize(context)
+        runtime.rtsys.initialize(context)                    # all that loading needs; compiling refreshes the context
         path = self._path(signature, context)
         found = read(path)
         if found is None:

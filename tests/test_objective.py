@@ -334,7 +334,7 @@ def test_what_a_function_has_started_ends_with_its_judge(judged, tmp_path):
 import subprocess
 def reward(completions):
     with open({str(tmp_path / "pid")!r}, "w") as file:
-        print(subprocess.Popen(["sleep", "60"]).pid, file=file)
+        print(subprocess.Popen(["sleep", "600"]).pid, file=file)
     return [0] * len(completions)
 """)
     own.try_out()
@@ -590,7 +590,8 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     said = run("train --objective own.py --save-dir ckpt", status=2)
     assert "--objective own.py: ckpt has no objective: --load-dir ckpt with another --save-dir begins a new" in said
     (tmp_path / "own.py").write_text("def reward(completions):\n    return 5\n")
-    run("train --objective own.py --preset laptop -D DETOKENIZE=0 --save-dir x", status=1)
+    said = run("train --objective own.py --preset laptop -D DETOKENIZE=0 --save-dir x", status=1)
+    assert "own.py: reward returned '5', which is no list of numbers" in said
     assert not (tmp_path / "x").exists()
 
 

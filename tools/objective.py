@@ -16,7 +16,6 @@ import json
 import math
 import multiprocessing
 import multiprocessing.connection
-import numbers
 import os
 import pickle
 import runpy
@@ -25,6 +24,7 @@ import sys
 import threading
 import time
 from collections import namedtuple
+from numbers import Real
 
 import numpy as np
 
@@ -118,7 +118,7 @@ def _rows(path, found, name):
 def _number(path, found, name, default, low, high):
     value = found.get(name, default)
     kind = type(default)
-    if not (isinstance(value, numbers.Real) and low <= value <= high and kind(value) == value):
+    if not (isinstance(value, Real) and low <= value <= high and kind(value) == value):
         whole = "whole " * (kind is int)
         raise ObjectiveError(f"{path}: {name} = {value!r}: must be a {whole}number from {low} to {high}")
     return kind(value)
