@@ -110,8 +110,8 @@ COMMON = dict([
     option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),
     option("--tensorboard DIR", "write figures and samples for TensorBoard (needs tensorboardX)"),
     option("--threads N", "cores for the CPU engine (default: all)", number(int, 1, hardware.cores())),
-    option("--secret-file FILE", "file with the secret that coordinator and workers share (default: variable "
-           "EGG_SECRET)"),
+    option("--secret-file FILE", "file with the secret that coordinator and workers share, or for a worker with its "
+           "key (default: variable EGG_SECRET)"),
     option("--tls-cert FILE", "certificate of this process, PEM"),
     option("--tls-key FILE", "key of that certificate"),
     option("--tls-ca FILE", "certificate of the other side, or of its signer; a coordinator with this option refuses "
@@ -270,8 +270,8 @@ def coordinator(cfg, args):
     import egg_net
     from cluster import auth
     with_objective(cfg, args)
-    access = auth.Access(auth.read_secret(args.secret_file), auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca),
-                         args.insecure)
+    access = auth.Access(auth.whole_secret(args.secret_file),
+                         auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca), args.insecure)
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
     island = None
     if args.island is not None:
@@ -359,6 +359,20 @@ def status(cfg, args):
     from cluster import status
     report = status.fetch_status(cfg, args.host, args.port, access_to(args))
     print(json.dumps(report, indent=1) if args.json else status.describe_status(report))
+
+
+@command(option("name NAME", "name of the machine, under which it is listed, and banned"), "--secret-file")
+def key(cfg, args):
+    """make the key of one worker: it lets that worker in, under this name alone, and the secret stays with you
+
+    example: (umask 077; python egg.py key gpu7 --secret-file secret > gpu7.key)
+      python egg.py worker 10.0.0.1 --preset best --secret-file gpu7.key      on that machine"""
+    from cluster import auth
+    secret = auth.whole_secret(args.secret_file)
+    if not secret:
+        raise egg_config.UsageError("a key is made of the secret of the coordinator: give --secret-file FILE or "
+                                    "EGG_SECRET")
+    print(args.name, auth.key_of(secret, args.name).hex())
 
 
 def of_run(args):
@@ -525,7 +539,8 @@ def bench(cfg, args):
 def access_to(args):
     """The auth.Access of a worker or of `status`."""
     from cluster import auth
-    return auth.Access(auth.read_secret(args.secret_file), auth.client_tls(args.tls_ca, args.tls_cert, args.tls_key))
+    secret, name = auth.read_secret(args.secret_file)
+    return auth.Access(secret, auth.client_tls(args.tls_ca, args.tls_cert, args.tls_key), name=name)
 
 
 def of_the_run(args):
@@ -537,7 +552,7 @@ def of_the_run(args):
 def access_to_page(args):
     """The auth.Access of a run whose page has no TLS."""
     from cluster import auth
-    return auth.Access(auth.read_secret(args.secret_file), None, args.insecure)
+    return auth.Access(auth.whole_secret(args.secret_file), None, args.insecure)
 
 
 def page(args, access):

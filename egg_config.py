@@ -184,8 +184,6 @@ STRAGGLER_TIMEOUT = 90.0         # 0.1 to 1e6    | local   | seconds after which
 AUDIT_RATE = 0.01                # 0.0 to 1.0    | local   | share of the chunks that two workers evaluate, if there are
 #                                                            two
 SNAPSHOT_EVERY = 100             # 0 to 2^30     | local   | steps between snapshots in the save directory; 0: none
-CONNECTIONS_PER_ADDRESS = 256    # 1 to 2^20     | local   | connections that one address may hold open at the
-#                                                            coordinator
 IDLE_TIMEOUT = 600.0             # 1.0 to 1e6    | local   | seconds after which a silent connection is closed
 DEVICE = "auto"                  # auto, cpu, cuda | local | `cpu`, `cuda`, or `auto`: a GPU if there is one
 DEBUG = 0                        # 0, 1          | local   | 1: every tenth step the worker of chunk 0 prints statistics

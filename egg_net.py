@@ -18,10 +18,9 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
     coordinator   cluster.session.Session.received  takes frames out of what has come
                   RemoteWorker.handle
                   cluster.wire.read_result          checks the RESULT
-                  cluster.dispatch.Dispatcher.owed  says whether the worker owed this chunk
                   Coordinator.take_result
-                  cluster.dispatch.Dispatcher.delivered     notes that the worker delivers
-                  cluster.step.Step.result          notes the digits, and judges whether the chunk is done
+                  cluster.dispatch.Dispatcher.take  books it,
+                  cluster.step.Step.result          with its digits, and judges whether the chunk is done
                   Coordinator._complete_step        when all chunks are:
                   cluster.step.Step.fitness             the digits of all pairs
                   cluster.history.Run.append            go to the disk
@@ -32,7 +31,7 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
 
 Each side is one process with one loop (cluster.hub at the coordinator, cluster.link at the worker). Only two tasks run
 in threads of their own: an island's merge (islands.transfer) and a worker's soft targets (model.soft_targets). Which
-worker is handed which chunk is up to cluster.dispatch, by the rules of cluster.fairness."""
+worker is handed which chunk is up to cluster.dispatch."""
 
 import contextlib
 import functools
@@ -42,15 +41,16 @@ import resource
 import socket
 import time
 
-from cluster import auth, event_log, fairness, history, snapshots, status, trust, wire
-from cluster.admission import Admission
+from cluster import auth, event_log, history, snapshots, status, wire
+from cluster.admission import Admission, ERRORS
 from cluster.collector import Collector
 from cluster.console import Console, printable, stop_signals
-from cluster.dispatch import AUDIT_PATIENCE, Dispatcher, chunks_text
+from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.progress import Progress
 from cluster.session import Role
+from cluster.step import AGREES, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
 from model import ternary
 
@@ -98,7 +98,7 @@ class Worker:
         result = b""
         answers = (wire.JOB_RESPONSE,)
         if link.version == V2:
-            answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.HASH_WANTED
+            answers += wire.REBUILD, wire.SNAPSHOT_WANTED
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
         while True:
@@ -107,8 +107,8 @@ class Worker:
                 digest = self.digest = self.digest or engine.digest()
             link.send(result + link.frame(wire.JOB_REQUEST, engine.seed, engine.step, 0, digest))
             result = b""
-            while (frame := link.any_of(answers)).opcode in (wire.SNAPSHOT_WANTED, wire.HASH_WANTED):
-                self._send_state(link, frame.opcode, link.unpack_step(frame.payload))
+            while (frame := link.any_of(answers)).opcode == wire.SNAPSHOT_WANTED:
+                self._send_state(link, link.unpack_step(frame.payload))
             self.answers += 1
             if frame.opcode == wire.REBUILD:
                 start = link.unpack_step(frame.payload)
@@ -288,13 +288,10 @@ class Worker:
         self.console.line(f"worker: at step {step} by a snapshot")
         return True
 
-    def _send_state(self, link, opcode, step):
+    def _send_state(self, link, step):
         if step != self.engine.step:
             raise NetError(f"{link.name}: it wants the state of step {step}, here is step {self.engine.step}")
-        state = self.engine.state()
-        if opcode == wire.HASH_WANTED:
-            return link.say(wire.STATE_HASH, step, snapshots.state_hash(state))
-        body = snapshots.pack(state)
+        body = snapshots.pack(self.engine.state())
         for offset in range(0, len(body), wire.BLOCK):
             link.say(wire.SNAPSHOT_DATA, step, len(body), offset, body[offset:offset + wire.BLOCK])
 
@@ -383,7 +380,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     if protocol == V1 and (access.secret or access.tls):
         raise NetError("protocol 1 has neither secret nor TLS: leave --protocol 1 out, or the secret")
     worker = Worker(cfg, engine, tokens, validation, decoding, console, **options)
-    card = {"role": "worker", "id": f"{auth.user_key()}.{os.urandom(8).hex()}",
+    card = {"role": "worker", "id": os.urandom(8).hex(),
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": cfg.agreed(), "data": snapshots.data_digest(tokens).hex(),
             "validation": snapshots.data_digest(validation and validation.tokens).hex()}
@@ -442,7 +439,7 @@ class Hook:
     handover = None            # what waits for a worker's state of this step; until then no chunk is handed out
 
     def admit_peer(self, card, author):
-        """Raises Refused where the coordinator that calls may not be a peer. card: a greeting.Card of role "island"."""
+        """Raises Refused where the coordinator that calls may not be a peer. card: an auth.Card of role "island"."""
         raise Refused(f"island {card.name}: this one is no island: start it with --island NAME", wire.OTHER_CONFIG)
 
     check = nothing            # (now): deadlines and whatever else is due; several times a second
@@ -457,18 +454,17 @@ class Hook:
 
 
 class RemoteWorker(Role):
-    """A worker as the coordinator sees it: the role of its session. card: its greeting.Card, one without digests with
-    protocol 1; conduct: how it has delivered so far."""
+    """A worker as the coordinator sees it: the role of its session. author: who answers for its results; card: its
+    auth.Card, one without digests with protocol 1."""
 
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
     trusted = True             # no other worker contradicts its state
     rebuilt_at = None          # step at which it was last made to rebuild
     sent_to_start = None       # the history.Start to which it was sent
     state_asked = None         # step at which it was last asked for its state (cluster.collector)
-    states_hashes = True       # it states the hash of its state when it is asked to; older versions do not
-    hash_wanted = None         # the step of which it has been asked for that hash
-    next_block = None          # (step, offset) of a snapshot that it reads
-    has_worked = False         # it has delivered a result since its last request
+    states_failed = 0          # how often that did not come
+    pace = None                # seconds for a chunk
+    results = 0                # that were taken
 
     def __init__(self, session, coordinator, author, card):
         super().__init__(session)
@@ -476,49 +472,35 @@ class RemoteWorker(Role):
         self.version = session.version
         self.author = author
         self.card = card
-        self.conduct = fairness.Conduct()
+        self.owed = {}                               # {(step, chunk): when} it was handed out, until its result comes
         coordinator.dispatcher.workers.add(self)
 
     def handle(self, opcode, payload):
-        """Returns whether the frame was useful: a result that the worker owes, a request after such a result or at a
-        later step of the run, a piece of its state, its hash, or the request for the next piece of a snapshot."""
-        coordinator, useful = self.coordinator, False
+        coordinator = self.coordinator
         if self.version == V1 and opcode not in wire.FROM_WORKERS:
-            return False
+            return
         match opcode:
             case wire.JOB_REQUEST:
                 coordinator.collector.goes_on(self)
                 request = wire.JOB_REQUEST.unpack(payload)
-                useful = self.has_worked or self.step is None or self.step < request.step <= coordinator.run.step
-                self.has_worked = False
                 coordinator.take_request(self, request.step, request.digest or None)
             case wire.RESULT:
                 coordinator.collector.goes_on(self)
-                result, chunk = wire.read_result(coordinator.cfg, coordinator.n_weights, payload)
-                useful = coordinator.dispatcher.owed(self, result.step, chunk)
-                self.has_worked |= useful
-                coordinator.take_result(self, result, chunk, useful)
+                coordinator.take_result(self, *wire.read_result(coordinator.cfg, coordinator.n_weights, payload))
             case wire.VALIDATION:
                 coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
             case wire.REWARD:
                 coordinator.take_reward(self, *wire.REWARD.unpack(payload))
-            case wire.LOG_MESSAGE if coordinator.events.allows(self.author.host, len(payload)):
+            case wire.LOG_MESSAGE if coordinator.events.allows(len(payload)):
                 text = printable(payload.decode("utf-8", "replace"))
                 line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
                 coordinator.events.message(self.author.name, text, line)
             case wire.SNAPSHOT_DATA:
-                useful = coordinator.collector.worker is self
                 coordinator.collector.take(self, payload)
-            case wire.STATE_HASH:
-                useful = self.hash_wanted is not None
-                coordinator.collector.take_hash(self, payload)
             case wire.SNAPSHOT_REQUEST:
                 step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
                 total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
-                useful = data and (step, offset) == self.next_block
-                self.next_block = step, offset + len(data)
                 self.session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
-        return useful
 
     def closed(self):
         self.coordinator.worker_left(self)
@@ -526,12 +508,12 @@ class RemoteWorker(Role):
     def status(self):
         silent = time.monotonic() - self.session.heard
         state = ("in doubt" if not self.trusted else
-                 "silent" if silent > fairness.ACTIVE_SECONDS and not self.waiting else
-                 "computing" if self.coordinator.dispatcher.work.accounts[self].held else
+                 "silent" if silent > ACTIVE_SECONDS and not self.waiting else
+                 "computing" if self.coordinator.dispatcher.work.held[self] else
                  "waiting" if self.waiting else "catching up")
         return {"name": self.author.name, "address": self.session.address, "device": self.card.device,
-                "protocol": self.version, "step": self.step, "chunks": self.conduct.results,
-                "chunk_seconds": self.conduct.pace, "last_seen": round(silent, 3), "state": state}
+                "protocol": self.version, "step": self.step, "chunks": self.results,
+                "chunk_seconds": self.pace, "last_seen": round(silent, 3), "state": state}
 
 
 class Coordinator:
@@ -551,7 +533,8 @@ class Coordinator:
         self.steps, self.minutes = steps, minutes
         self.console, self.events, self.access = console, events, access
         self._answers = {}                           # {key: frame}: the last one of `_catch_up`
-        self.hub, self.progress, self.trust = Hub(), Progress(cfg, run, events), trust.Trust()
+        self._undecided = set()                      # steps at which workers wait for a majority of their states
+        self.hub, self.progress, self.states = Hub(), Progress(cfg, run, events), States()
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
         self.collector = Collector(self)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
@@ -572,7 +555,7 @@ class Coordinator:
                 or self.minutes is not None and started and time.monotonic() - started >= 60 * self.minutes)
 
     def poll(self, timeout=TICK):
-        self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else min(timeout, self.dispatcher.pause))
+        self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else timeout)
         self.collector.unpack()
         self.dispatcher.answer_waiting()
         if not self.dispatcher.busy:                 # before anything is written: workers come first
@@ -628,16 +611,17 @@ class Coordinator:
 
     def worker_left(self, worker):
         if worker.step is not None and not self.closing:
-            held = self.dispatcher.work.accounts[worker].held
+            held = self.dispatcher.work.held[worker]
             held = f", its {chunks_text(held)} handed out again" if held else ""
             self._log_worker("left", worker, f"worker {worker.session.title} left{held}")
         if self.dispatcher.leave(worker):
-            self.trust.forget(worker.author)
+            self.states.forget(worker.author)
         self.collector.leave(worker)
 
     def _log_worker(self, kind, worker, line):
-        self.events.about(worker.author.host, kind, line if self.peers else None, worker=worker.author.name,
-                          address=worker.session.address, device=worker.card.device, step=worker.step)
+        if self.events.allows():
+            self.events.emit(kind, line if self.peers else None, worker=worker.author.name,
+                             address=worker.session.address, device=worker.card.device, step=worker.step)
 
     # a step: requests, chunks, results, and its end
 
@@ -685,42 +669,36 @@ class Coordinator:
                                              version=version)}
         return self._answers[key]
 
-    def take_result(self, worker, result, chunk, owed):
-        """result: the fields of RESULT; owed: its chunk was handed out to the worker, and no result of it has come."""
+    def take_result(self, worker, result, chunk):
+        """result: the fields of RESULT."""
         step, work = self.run.step, self.dispatcher.work
-        if result.step < step:
-            return                                   # too late: the step was completed without it
-        if result.step > step or worker.version == V2 and worker.step != step:
+        if result.step > step or worker.version == V2 and result.step == step != worker.step:
             raise FrameError(f"wrong step: RESULT for step {result.step} while step {step} is being done, after a "
                              f"request at step {worker.step}")
-        if chunk not in work.accounts[worker].given:
-            # else two liars could outvote whom they like, and one could fill a step with lies
-            if worker.version == V2:
-                raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it was not given")
-            worker.conduct.punctual = False          # it may have been given on an earlier connection: served last
-        if not owed:
-            return                                   # or it has come before
-        self.dispatcher.delivered(worker, chunk)
-        if worker.trusted:
-            self.progress.result(result.updates)
-            for liar in work.result(worker, chunk, result.packed, result.sum_loss):
-                self.ban(liar, f"its result for chunk {chunk} of step {step} is not that of two others{work.doubt}")
-            if worker.waiting or chunk not in work.done:
-                self.dispatcher.changed = True
+        if (result.step, chunk) not in worker.owed:
+            if worker.version == V2 and result.step == step:
+                raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it does not owe")
+            return                                   # perhaps it was handed out on an earlier connection
+        erred = self.dispatcher.take(worker, result, chunk)
+        if erred is None:
+            return
+        self.progress.result(result.updates)
+        for author in erred:
+            self._count_error(author, f"its result for chunk {chunk} of step {step} is not that of others, or not its "
+                                      "own when it was evaluated again")
         self.console.progress(f"step {step}: {len(work.done)}/{self.cfg.N_CHUNKS} chunks")
         self._complete_step()
 
     def _complete_step(self):
         """Ends the step if all chunks are done. Without a majority among its states nobody's results count yet."""
         step, work = self.run.step, self.dispatcher.work
-        if not (work.complete and self.trust.decided(step)):
+        if not (work.complete and self.states.decided(step)):
             return
         self._conclude_step()                        # if two end in one turn
         losses = [outcome.sum_loss for outcome in work.done.values()]
         self.run.append(work.fitness(), sum(losses), self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
         self._ended = self.progress.complete_step(step, losses)
-        self.trust.report_unconfirmed(step, self.cfg.OBJECTIVE, self.events.warn)
         self._begin_step()
         self.island.step_completed(self.progress.loss)
         self.dispatcher.answer_waiting()
@@ -740,71 +718,77 @@ class Coordinator:
     def take_validation(self, worker, step, *stated):
         """stated: tokens, their bytes, nats."""
         figure, unit = self.progress.figure(*stated)
-        if (self.dispatcher.believes(worker, step, stated, self.trust)
-                and self.progress.validated(step, figure, unit) and not self.cfg.OBJECTIVE):
+        if worker.trusted and self.progress.validated(step, figure, unit) and not self.cfg.OBJECTIVE:
             self.shelf.measured(step, figure)
             self.island.validated(step, figure, unit)
 
     def take_reward(self, worker, step, texts, reward):
         self.progress.check_reward(texts, reward)
-        if (self.dispatcher.believes(worker, step, (texts, reward), self.trust)
-                and self.progress.rewarded(step, texts, reward)):
+        if worker.trusted and self.progress.rewarded(step, texts, reward):
             self.shelf.measured(step, reward)
             self.island.validated(step, -reward, "reward")                      # of a fitness less is better
 
     def _agrees(self, worker):
-        """Whether the state of this worker is right; if not, the worker has to rebuild it, waits, or is banned."""
+        """Whether the state of this worker is right; if not, the worker has to rebuild it, or waits."""
         step, author = worker.step, worker.author
-        if step <= self.run.step - trust.STEPS_KEPT:
+        if step <= self.run.step - STATES_KEPT:
             return True                              # it replays the run, and will be compared later
-        verdict, outvoted, news = self.trust.judge(step, author, worker.digest, worker.rebuilt_at == step,
-                                                   self.dispatcher.voters)
-        taken = self.shelf.digests.get(step)
-        if taken and self.trust.contradicts(step, taken):
+        verdict, erred = self.states.judge(step, author, worker.digest, worker.rebuilt_at == step,
+                                           self.dispatcher.authors)
+        uploaded = self.shelf.digests.get(step)
+        if uploaded and self.states.contradicts(step, uploaded):
             self.shelf.forget(step)                  # it differs from the majority: nobody must rebuild from it
-        if verdict == trust.AGREES:
+        if erred:
+            self._count_error(author, f"its state at step {step} is not that of others, or not its own before")
+            if not worker.session.open:
+                return False
+        if verdict == AGREES:
             worker.trusted = True
-            for wrong in outvoted:
-                self._distrust(wrong)
-            if news:
+            for outvoted in self.states.outvoted(step, worker.digest):
+                self._distrust(outvoted)
+            if step in self._undecided:
+                self._undecided.discard(step)
                 self.dispatcher.changed = True       # others of this state have waited for the decision
-            self.collector.ask_witness(worker)
             self._complete_step()                    # so may the step
             return True
         self._distrust(author)
-        if verdict == trust.REBUILD:
+        if verdict == REBUILD:
             worker.rebuilt_at = step
             start = max((s for s in self.shelf.files if s <= step), default=0)
             self.events.warn(f"worker {worker.session.title}: its state at step {step} is not that of others: it "
-                             f"rebuilds from step {start}", author.host)
+                             f"rebuilds from step {start}", peer=True)
             worker.session.reply(wire.REBUILD, start)
-        elif verdict == trust.BAN:
-            self.ban(author, f"its state at step {step} is not that of others, and was not after it was rebuilt")
-        else:
-            if news:
-                self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
-                                 "majority: start another worker, which decides, or stop the wrong one", author.host)
-            self.dispatcher.hold(worker)
+            return False
+        if worker.rebuilt_at == step and step not in self._undecided:
+            self.events.warn(f"step {self.run.step}: workers hold different states of step {step} and there is no "
+                             "majority: start another worker, which decides, or stop the wrong one", peer=True)
+        self._undecided.add(step)
+        self.dispatcher.hold(worker)
         return False
 
     def _distrust(self, author):
         """Forgets what this author has computed in this step."""
         doubted = {worker for worker in self.dispatcher.workers if worker.author == author and worker.trusted}
-        for worker in doubted:
-            worker.trusted = False
-        self.dispatcher.work.withdraw(author)
-        self.dispatcher.changed = True
-        self.collector.drop(doubted)
+        if doubted:
+            for worker in doubted:
+                worker.trusted = False
+            self.dispatcher.doubt(author)
+            self.collector.drop(doubted)
 
-    def ban(self, author, why):
-        """Bans a worker with a wrong result or state and discards its results."""
-        self.events.about(author.host, "banned", f"banned {author.name} at {author.host}: {why}", worker=author.name,
-                          address=author.host, reason=why)
-        if author.named:
-            self.admission.bans.add(author.identity, why)
+    def _count_error(self, author, reason):
+        """Books an error of a worker: what it did in this step is done again, and at the third one it is banned."""
+        bans, name = self.admission.bans, author.name
+        bans.errors[name] = count = bans.errors.get(name, 0) + 1
+        self.dispatcher.doubt(author)
+        if count < ERRORS:
+            return self.events.warn(f"worker {name} has erred, {count} of {ERRORS} times: {reason}", peer=True)
+        self.events.emit("banned", f"banned {name}: {reason}", worker=name, reason=reason)
+        workers = [worker for worker in self.dispatcher.workers if worker.author == author]
+        if any(worker.version == V2 for worker in workers):          # all peers of version 1 have the same name
+            bans.add(name, reason)
         self._distrust(author)
-        for worker in [w for w in self.dispatcher.workers if w.author == author]:
-            worker.session.refuse(self.admission.bans.message(author) or f"banned: {why}", wire.BANNED)
+        for worker in workers:
+            worker.session.refuse(f"banned: {reason}", wire.BANNED)
 
     def _send_to_start(self, worker):
         """For a worker that no replay leads to the state with which the run, or its epoch, began: only a snapshot."""
@@ -830,9 +814,10 @@ class Coordinator:
         self.collector.drop()
         self.shelf.begin_epoch()
         self.shelf.arrange()
-        self.trust.clear()
+        self.states.clear()
         for worker in self.dispatcher.workers:
             worker.rebuilt_at = None
+            worker.owed.clear()
         self._begin_step()
 
 

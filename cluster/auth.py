@@ -1,34 +1,47 @@
-"""The shared secret, the proofs of knowing it, TLS, and the addresses that are safe to listen on (docs/SECURITY.md)."""
+"""Secrets and keys, the introduction by which both sides prove them, TLS, and the addresses that are safe to listen on
+(docs/SECURITY.md, docs/PROTOCOL.md). The introduction has no sockets: a worker, a reader of the status and an island
+that calls another are the Caller, the coordinator is the Host. Each takes the frames of the other side and returns its
+answer, (wire.Frame, fields ...)."""
 
-import contextlib
 import functools
 import hashlib
 import hmac
 import ipaddress
+import json
 import os
+import re
 import shlex
 import ssl
 import stat
 import sys
 from collections import namedtuple
+from hmac import compare_digest
 
-from cluster import history
+from cluster import wire
+from cluster.console import one_line
+from cluster.wire import CHALLENGE, FrameError, HELLO, JOIN, PROVE, PROVED, Refused, SECRET_WANTED, WELCOME
 from egg_config import UsageError, explained
 
 LEAST_SECRET = 16          # bytes
 HANDSHAKE_SECONDS = 10.0   # a peer may take so long from connecting to being let in
+KEY = re.compile(rb"([!-~]{1,64}) ([0-9a-f]{64})")         # the line that `egg.py key` prints: a name and its proof
+FROM_HOST = CHALLENGE, PROVED, WELCOME
 
 
 class AuthError(UsageError):
     """About a secret, a certificate or an address that is not safe to listen on."""
 
 
-# How to meet peers. secret: bytes, b"" for none; tls: an ssl.SSLContext or None; insecure: anybody may connect
-Access = namedtuple("Access", "secret tls insecure", defaults=[b"", None, False])
+# How to meet peers. secret: bytes, b"" for none; tls: an ssl.SSLContext or None; insecure: anybody may connect; name:
+# the secret is the key of this name, "" for the secret itself
+Access = namedtuple("Access", "secret tls insecure name", defaults=[b"", None, False, ""])
 
+
+# --- secrets and keys -------------------------------------------------------------------------------------------------
 
 def read_secret(path=None, environ=os.environ):
-    """bytes of the secret in the file `path`, or else in EGG_SECRET; b"" where neither is given. Raises AuthError."""
+    """(secret, name) of the file `path`, or else of EGG_SECRET: bytes, b"" where neither is given, and the name of a
+    key, "" for the secret itself. Raises AuthError."""
     if path is not None:
         with explained(AuthError, f"--secret-file {path}", "name a file that can be read"), open(path, "rb") as file:
             secret = file.read(1 << 16).strip()
@@ -38,16 +51,21 @@ def read_secret(path=None, environ=os.environ):
     elif "EGG_SECRET" in environ:
         secret = environ["EGG_SECRET"].encode("utf-8", "surrogateescape").strip()
     else:
-        return b""
+        return b"", ""
+    if key := KEY.fullmatch(secret):
+        return bytes.fromhex(key[2].decode()), key[1].decode()
     if len(secret) < LEAST_SECRET:
         raise AuthError(f"{path or 'EGG_SECRET'} holds {len(secret)} bytes, a secret needs {LEAST_SECRET}: make one "
                         "with `openssl rand -hex 32`")
+    return secret, ""
+
+
+def whole_secret(path=None):
+    """bytes of the secret itself, b"" without one. Raises AuthError for the key of a worker."""
+    secret, name = read_secret(path)
+    if name:
+        raise AuthError(f"{path or 'EGG_SECRET'} holds the key of the worker {name}: this command needs the secret")
     return secret
-
-
-def proof(secret, side, hello, challenge, text):
-    """32 bytes that only who knows the secret can make. side: b"worker" or b"coordinator"; text: the JSON of JOIN."""
-    return hmac.digest(secret, b"egg 2 " + side + b"\0" + hello + challenge + hashlib.sha256(text).digest(), "sha256")
 
 
 @functools.cache
@@ -56,9 +74,12 @@ def stretched(secret):
     return secret and hashlib.scrypt(secret, salt=b"egg 2 coordinator first", n=1 << 14, r=8, p=1, dklen=32)
 
 
-def early_proof(secret, hello, challenge):
-    """32 bytes that only who knows the secret can make; the coordinator sends them before the caller states a proof."""
-    return hmac.digest(stretched(secret), b"egg 2 coordinator first\0" + hello + challenge, "sha256")
+def key_of(secret, name):
+    """32 bytes: the key with which a worker of this name, and of no other, is let in. The secret does not follow from
+    it. Raises AuthError for a name that cannot be one."""
+    if not KEY.fullmatch(f"{name} {'0' * 64}".encode("utf-8", "replace")):
+        raise AuthError(f"{name!r} cannot be the name of a key: 1 to 64 ASCII characters without spaces")
+    return hmac.digest(stretched(secret), b"egg 2 key\0" + name.encode(), "sha256")
 
 
 def page_password(secret):
@@ -66,23 +87,150 @@ def page_password(secret):
     return hmac.digest(stretched(secret), b"egg 2 page", "sha256").hex()[:32] if secret else ""
 
 
-def user_key():
-    """Text that identifies this user on this machine, unknown to other users; kept in a file where there can be one."""
-    path = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "egg", "worker-key")
-    fresh = os.urandom(16).hex()
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with (contextlib.suppress(FileExistsError),
-              open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file):
-            file.write(fresh)
-        with history.open_file(path) as file:
-            found = os.fstat(file.fileno())
-            key = file.read(33).decode()
-        private = found.st_uid == os.getuid() and not found.st_mode & 0o077
-        return key if private and len(key) == 32 and key.isalnum() else fresh
-    except (OSError, ValueError):
-        return fresh
+# --- the introduction -------------------------------------------------------------------------------------------------
 
+IMPOSTOR = "it does not know the secret given here: is it the right coordinator, and have both sides the same one?"
+
+
+class GreetingError(Exception):
+    """The other side is not the one that was meant, or wants what this side does not have."""
+
+
+# What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process; name, device:
+# text; config: {name: value}; data, validation: SHA-256 (bytes) of its training and of its held-out data, zeros if
+# unknown
+Card = namedtuple("Card", "role id name device config data validation")
+UNKNOWN = Card("worker", "", "", "", {}, b"", b"")           # of a worker that speaks version 1
+
+
+def read_card(text):
+    """The Card in the JSON of JOIN, checked and safe to print. Raises FrameError."""
+    try:
+        card = wire.read_json(text)
+        role, config = card["role"], card["config"] if card["role"] != "status" else {}
+        data, validation = (bytes.fromhex(card.get(k, "")) or bytes(32) for k in ("data", "validation"))
+        if role not in ("worker", "status", "island") or {len(data), len(validation)} != {32} \
+                or type(config) is not dict:
+            raise ValueError
+        id_, name, device = (one_line(str(card.get(k, "")), 64) for k in ("id", "name", "device"))
+    except (ValueError, KeyError, TypeError):
+        raise FrameError("JOIN cannot be read") from None
+    return Card(role, id_, name or "nameless", device or "unknown device", config, data, validation)
+
+
+def read_error(payload):
+    """(code, text that is safe to print) of an ERROR."""
+    code, text = wire.ERROR.unpack(payload)
+    return code, one_line(text.decode("utf-8", "replace"))
+
+
+class _Side:
+    _hello = _challenge = None         # random bytes of the caller, of the host
+
+    def _proof(self, side):
+        """32 bytes that only who knows the secret can make. side: b"worker" or b"coordinator"."""
+        text = hashlib.sha256(self._text).digest()
+        return hmac.digest(self._secret, b"egg 2 " + side + b"\0" + self._hello + self._challenge + text, "sha256")
+
+    def _first_proof(self, name):
+        """32 bytes by which the coordinator proves itself before the caller does. A key is no guess, so it needs no
+        stretching."""
+        secret = self._secret if name else stretched(self._secret)
+        return hmac.digest(secret, b"egg 2 coordinator first\0" + self._hello + self._challenge, "sha256")
+
+
+class Caller(_Side):
+    """card: a dict for JSON, see Card; first: the host must prove itself first, as a new one does. welcome: the fields
+    of WELCOME, once the host has let us in and proved itself; proves_first: whether it does."""
+
+    welcome, proves_first = None, False
+
+    def __init__(self, access, card, first=False):
+        self._secret = access.secret
+        self._name = access.name
+        self._text = json.dumps({**card, "name": access.name} if access.name else card).encode()
+        self._first = first or bool(access.name)
+        self._hello = os.urandom(HELLO.head.size)
+
+    def begin(self):
+        return HELLO, self._hello
+
+    def handle(self, opcode, payload):
+        """Takes a frame of the host; the answer, None without one. Raises GreetingError where the host wants a secret
+        or does not know it, FrameError for a frame out of order."""
+        if opcode == CHALLENGE and not self._challenge:
+            self._challenge, flags = CHALLENGE.unpack(payload)
+            if flags & SECRET_WANTED and not self._secret:
+                raise GreetingError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
+            if self._secret and not flags & SECRET_WANTED:
+                raise GreetingError("it has no secret, and here is one: give both sides the same one, or leave "
+                                    "--secret-file and EGG_SECRET out")
+            self.proves_first = bool(self._secret and flags & wire.PROVES_FIRST)
+            if self._first and not self.proves_first:
+                raise GreetingError("it does not prove itself first: an impostor, or an older version of egg; start "
+                                    "this worker again if you have changed the coordinator")
+            return (PROVE, self._name.encode()) if self.proves_first else self._join()
+        if opcode == PROVED and self.proves_first:
+            if not compare_digest(payload, self._first_proof(self._name)):
+                raise GreetingError(IMPOSTOR)
+            return self._join()
+        if opcode == WELCOME and self._challenge and not self.welcome:
+            fields = WELCOME.unpack(payload)
+            if not compare_digest(fields.proof, self._proof(b"coordinator")):
+                raise GreetingError(IMPOSTOR)
+            self.welcome = fields
+            return None
+        raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
+
+    def _join(self):
+        return JOIN, self._proof(b"worker"), self._text
+
+
+class Host(_Side):
+    """card: the Card of the caller, once it is there and proved; proved: the host has proved itself first; key: the
+    name whose key the caller has, "" where it has the secret itself."""
+
+    card, proved, key = None, False, ""
+
+    def __init__(self, secret):
+        self._secret = secret
+        self._challenge = os.urandom(HELLO.head.size)
+
+    def handle(self, opcode, payload):
+        """Takes a frame of the caller; the answer, None without one. Raises FrameError."""
+        if opcode == HELLO and not self._hello:
+            self._hello = payload
+            flags = SECRET_WANTED | wire.PROVES_FIRST if self._secret else 0
+            return CHALLENGE, self._challenge, flags
+        if opcode == PROVE and self._hello and self._secret and not self.proved:
+            self.proved = True
+            if payload:
+                self._take_key(payload.decode("ascii", "replace"))
+            return PROVED, self._first_proof(self.key)
+        if opcode == JOIN and self._hello:
+            proof, self._text = JOIN.unpack(payload)
+            if not compare_digest(proof, self._proof(b"worker")):
+                raise Refused("wrong secret", wire.NO_ACCESS)
+            card = read_card(self._text)
+            if self.key and (card.name != self.key or card.role == "island"):
+                raise Refused(f"the key of {self.key} lets in a worker of that name", wire.NO_ACCESS)
+            self.card = card
+            return None
+        raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
+
+    def _take_key(self, name):
+        try:
+            self._secret = key_of(self._secret, name)
+        except AuthError as error:
+            raise FrameError(str(error)) from None
+        self.key = name
+
+    def welcome(self, *fields):
+        """The WELCOME with these fields behind the proof."""
+        return WELCOME, self._proof(b"coordinator"), *fields
+
+
+# --- this machine: directories, addresses, TLS ------------------------------------------------------------------------
 
 def way(path):
     """[(path, user id, mode)] of the directories from the root to this one, links followed. Raises OSError."""
@@ -136,32 +284,6 @@ def client_tls(ca, cert=None, key=None):
                 "signer", cert, key, ca)
 
 
-def der_element(data, at):
-    """(start, end) of the content of the DER element at an offset of bytes that OpenSSL has accepted."""
-    size, start = data[at + 1], at + 2
-    if size & 0x80:
-        size, start = int.from_bytes(data[start:start + size % 0x80]), start + size % 0x80
-    return start, start + size
-
-
-def public_key(certificate):
-    """bytes: the SubjectPublicKeyInfo of a certificate (DER). The certificate itself names nobody: of an ECDSA
-    signature (r, s) there is a twin, (r, -s), which anybody can make."""
-    at, _ = der_element(certificate, 0)
-    at, _ = der_element(certificate, at)                 # TBSCertificate
-    # before it: version, if any; serial, algorithm, issuer, validity, subject
-    for _ in range(5 + (certificate[at] == 0xA0)):
-        _, at = der_element(certificate, at)
-    return certificate[at:der_element(certificate, at)[1]]
-
-
-def may_sign(certificate):
-    """Whether OpenSSL takes others that this certificate (DER) has signed: CA:TRUE, which `openssl req -x509` makes."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(cadata=certificate)
-    return context.cert_store_stats()["x509_ca"] > 0
-
-
 def _tls(kind, complete, needs, cert, key, ca):
     if cert is key is ca is None:
         return None
@@ -176,9 +298,4 @@ def _tls(kind, complete, needs, cert, key, ca):
         with explained(AuthError, ca, "give --tls-ca a certificate, PEM"):
             context.load_verify_locations(ca)
         context.verify_mode = ssl.CERT_REQUIRED
-        found = context.cert_store_stats()
-        if kind == ssl.PROTOCOL_TLS_SERVER and 0 < found["x509_ca"] < found["x509"]:
-            raise AuthError(f"{ca} holds certificates that may sign others (CA:TRUE) beside some that may not, and "
-                            "whoever has the key of one has as many votes as it likes: give --tls-ca either those "
-                            "of signers, or those of workers, all without CA:TRUE")
     return context

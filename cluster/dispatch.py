@@ -1,4 +1,4 @@
-"""The workers of a coordinator: which chunk each is handed, who waits, and how many authors and hosts are at work."""
+"""The workers of a coordinator: which chunk each is handed, who waits, how long a lease lasts, who checks whom."""
 
 import math
 import os
@@ -6,29 +6,35 @@ import time
 from array import array
 from collections import deque
 
-from cluster.fairness import Fairness, SLOW_STEPS
 from cluster.hub import Newest
-from cluster.step import COPY_AFTER, Step
+from cluster.step import Step
+from model import ternary
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
+CHUNKS_OWED = 16           # results that may still come, whatever became of the lease
 ANSWERS_IN_A_ROW = 16      # held requests that are answered before sockets are read again
-LEAST_PAUSE, MOST_PAUSE = 0.004, 0.05      # see Dispatcher.pause
+ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
 AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come back after a restart
+PROBATION = 8              # chunks of a worker that joins, or that has erred, which another one evaluates too
+AUTHORS = 4096             # whose probation is remembered
+ODD_SHARE = 0.1            # by which the share of digits that are not 0 may differ from that of the step before
+# A silent worker loses its chunk after LEASE_FACTOR times its usual time for one, LEAST_LEASE seconds at least: longer
+# than from one heartbeat to the next. A worker that sends heartbeats keeps it LEASE_FACTOR times as long, and
+# STRAGGLER_TIMEOUT at least. While no time is known, both leases last STRAGGLER_TIMEOUT.
+LEASE_FACTOR, LEAST_LEASE = 4.0, 3.0
 
 
 class Dispatcher:
     """Hands out the chunks of the present step, `work`, and holds the requests that must wait; answer(worker) serves
     such a request again. workers: the set of those that have been let in; each has `arrived` when it asks for work.
-    steps: {number: Step} of the present step and the one before. changed: something has happened for those that wait.
-    several: more than one author is at work, by_host: of more than one host; alone: only one has been for `patience`
-    seconds, so nobody can audit it."""
+    changed: something has happened for those that wait. usual: seconds that a chunk usually takes, None before that is
+    known. several: more than one author is at work; alone: only one has been for `patience` seconds, so that nobody can
+    audit it."""
 
-    work = None
-    changed = several = by_host = alone = False
+    work = usual = None
+    changed = several = alone = False
     known = 0                  # workers that have asked for work
-    _late_at = 0.0             # when late chunks are searched next, for those that wait
     _due = 0                   # how many of those that wait are to be answered since `changed`
-    _hosts_at = -math.inf      # when there was last more than one host
 
     def __init__(self, cfg, run, events, answer, patience):
         self.cfg = cfg
@@ -36,39 +42,31 @@ class Dispatcher:
         self.events = events
         self._answer = answer
         self.workers = set()
-        self.fairness = Fairness(cfg, run, self.workers)
-        self.steps = Newest(2)
         self.waiting = deque()
+        self.authors = frozenset()                   # at work
         self._patience = patience
         # when there was last more than one author; a run that goes on may have had some that will come back
         self._several_at = time.monotonic() if run.step else -math.inf
-        self.voters = set()                          # Author.voter of the authors at work
+        self._probation = Newest(AUTHORS)            # Author: chunks that are still to be checked
+        self._known_chunks = {}                      # worker: chunks that it delivered in the step before
+        self._shares = []                            # of digits that are not 0, in the results of the present step
+        self._usual_share = None                     # their median in the step before
 
     @property
     def busy(self):
         return bool(self._due or self.changed and self.waiting)
 
-    @property
-    def pause(self):
-        """Seconds between two searches for late chunks, which are for those that wait. Where chunks are short, a host
-        that is slow on purpose must not gain the time between two checks in every step."""
-        return max(LEAST_PAUSE, min(MOST_PAUSE, self.fairness.usual or MOST_PAUSE)) if self.waiting else math.inf
-
     def begin_step(self):
         draws = array("I", os.urandom(4 * self.cfg.N_CHUNKS))        # nobody can know what will be audited
         audited = {chunk for chunk, draw in enumerate(draws) if draw < self.cfg.AUDIT_RATE * (1 << 32)}
-        step, every = self.run.step, self.cfg.VALIDATE_EVERY
-        if self.several and every and step % every == 0:
-            audited.add(0)                           # so that two validate
         if self.work:
-            for worker in self.fairness.step_ended(self.work.accounts):
-                if self.by_host:             # those of one host share its processors
-                    self.events.warn(f"worker {worker.session.title} took longer than {COPY_AFTER:g} times as long as "
-                                     f"is usual in {SLOW_STEPS} steps in a row, and others had to do its chunks: while "
-                                     "they deliver in time it is served last", worker.author.host)
-            self.work.end()
-        self.work = Step(self.cfg, audited, self.alone, self.by_host)
-        self.steps[step] = self.work
+            self._known_chunks = self.work.delivered
+        if self._shares:
+            self._usual_share = sorted(self._shares)[len(self._shares) // 2]
+            self._shares.clear()
+        self.work = Step(self.cfg, audited)
+        self.work.alone = self.alone
+        self.work.authors = self.authors
         self._late = []                              # chunks that an idle worker may copy
         self.changed = True
 
@@ -77,35 +75,22 @@ class Dispatcher:
         self.waiting.append(worker)
 
     def answer_waiting(self):
-        """Answers those that wait when something has changed, see Fairness.in_order. Not all at once, so that the next
-        request of the first worker does not wait for a thousand others."""
-        usual = self.fairness.usual
-        if self.waiting and usual and not self.work.queue and (now := time.monotonic()) >= self._late_at:
-            self._late_at = now + self.pause
-            self._late = self.work.late(now, usual)
-            self.changed |= bool(self._late)
+        """Answers those that wait when something has changed. Not all at once, so that the next request of the first
+        worker does not wait for a thousand others."""
         if self.changed:
             self.changed = False
-            self.waiting = deque(self.fairness.in_order(self.waiting))
             self._due = len(self.waiting)
         for _ in range(min(self._due, ANSWERS_IN_A_ROW)):
             self._due -= 1
             worker = self.waiting.popleft()
             worker.waiting = False
-            worker.conduct.turn = time.monotonic()
             worker.session.hub.guard(worker.session, self._answer, worker)
 
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
         now = time.monotonic()
-        if len(worker.conduct.owing) >= CHUNKS_HELD:
-            self.fairness.gave_up(worker, now)
-            worker.conduct.owing.clear()
-        if self.fairness.must_wait(worker, self.work, now):
-            return None
-        held = self.work.accounts[worker].held
-        past = self.steps.get(self.run.step - 1)
-        chunk = self.work.take(worker, now, past and past.accounts[worker])
+        held = self.work.held[worker]
+        chunk = self.work.take(worker, now, self._known_chunks.get(worker, ()))
         if len(held) > CHUNKS_HELD:
             # One that asks again and again without delivering has lost what it was given. It is not left waiting while
             # there is work, and holds no more than CHUNKS_HELD, so that nobody else waits for it.
@@ -113,36 +98,44 @@ class Dispatcher:
         elif chunk is None and self._late and not held:
             chunk = self.work.copy(worker, now, self._late)
         if chunk is not None:
-            self.fairness.handed_out(worker, chunk, now)
+            worker.owed[self.run.step, chunk] = now
+            if len(worker.owed) > CHUNKS_OWED:
+                del worker.owed[next(iter(worker.owed))]
+            self._check_newcomer(worker.author, chunk)
         return chunk
 
-    def owed(self, worker, number, chunk):
-        """Whether the worker was handed this chunk in a step, and its result was still to come: now it has."""
-        given = self.steps[number].accounts[worker].given if number in self.steps else {}
-        if since := given.get(chunk) or worker.conduct.owing.get((number, chunk)):
-            given[chunk] = None
-            self.fairness.delivers(worker, since)
-        return bool(since)
-
-    def believes(self, worker, number, figure, trust):
-        """Whether a validation or a reward counts: of a worker that was handed chunk 0 of this step, if nobody is there
-        to state the same or somebody has; if not, a second worker shall evaluate chunk 0. figure: see
-        trust.Trust.confirms."""
-        step, author = self.steps.get(number), worker.author
-        if not (worker.trusted and step and author in step.validators):
-            return False
-        believed = trust.confirms(number, author, figure, self.several, self.by_host)
-        if not believed and step is self.work:
-            self.work.audit(0)
+    def _check_newcomer(self, author, chunk):
+        left = self._probation.setdefault(author, PROBATION)
+        if left and self.several and self.work.audit(chunk):
+            self._probation[author] = left - 1
             self.changed = True
-        return believed
 
-    def delivered(self, worker, chunk):
-        """A result of the present step has come."""
-        if worker.trusted:
-            worker.conduct.delivered(chunk in self.work.accounts[worker].held)
-        else:                                        # made with a state that others contradict
+    def take(self, worker, result, chunk):
+        """Books a result (wire.RESULT) that was owed. Returns the authors that have erred by it, a set; None for one
+        that comes too late or does not count."""
+        since = worker.owed.pop((result.step, chunk))
+        took = time.monotonic() - since
+        worker.pace = took if worker.pace is None else 0.7 * worker.pace + 0.3 * took
+        if result.step < self.run.step:
+            return None                              # the step was completed without it
+        worker.results += 1
+        if not worker.trusted:                       # made with a state that others contradict
             self.give_back(worker, [chunk])
+            return None
+        if self.cfg.PERTURB == "activations":
+            self._shares.append(share := ternary.nonzero_share(result.packed))
+            if self._usual_share is not None and abs(share - self._usual_share) > ODD_SHARE:
+                self.work.audit(chunk)
+        erred = self.work.result(worker, chunk, result.packed, result.sum_loss)
+        if worker.waiting or chunk not in self.work.done:
+            self.changed = True
+        return erred
+
+    def doubt(self, author):
+        """Forgets what this author has computed in this step; its next chunks are checked."""
+        self._probation[author] = PROBATION
+        self.work.withdraw(author)
+        self.changed = True
 
     def give_back(self, worker, chunks):
         for chunk in chunks:
@@ -152,60 +145,69 @@ class Dispatcher:
     def leave(self, worker):
         """The worker has gone; its chunks are handed out again. Returns whether it was the last one of its author."""
         self.workers.discard(worker)
-        if worker.conduct.owing:
-            self.fairness.gave_up(worker, time.monotonic())
         self.known -= worker.step is not None
-        for step in self.steps.values():
-            step.leave(worker)
+        self.work.leave(worker)
+        self._known_chunks.pop(worker, None)
         self.changed = True
         return not any(other.author == worker.author for other in self.workers)
 
     def check(self, now):
-        """Leases, audits that nobody can do, the usual time of a chunk; several times a second."""
-        for worker, account in list(self.work.accounts.items()):
-            for why, seconds, chunks in self.fairness.expired(worker, account.held, now) if account.held else ():
-                self.events.warn(f"worker {worker.session.title} {why} {seconds:.2g} s, its {chunks_text(chunks)} "
-                                 "handed out again", worker.author.host)
-                self.fairness.gave_up(worker, now)
+        """Leases, late chunks, the authors at work, disputes; several times a second."""
+        for worker, held in list(self.work.held.items()):
+            for reason, seconds, chunks in self._expired(worker, held, now) if held else ():
+                self.events.warn(f"worker {worker.session.title} {reason} {seconds:.2g} s, its {chunks_text(chunks)} "
+                                 "handed out again", peer=True)
                 self.give_back(worker, chunks)
         self._count_authors(now)
-        for chunk, authors in self.work.disputed():
+        for chunk, authors, stuck in self.work.disputes():
             names = " and ".join(author.name for author in authors)
-            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; a third worker will decide"
-                             f"{self.work.doubt}", "")
-        self.fairness.measure()
-        self.changed |= self.fairness.passed_over
+            mend = ("each repeats its result: start another worker, which decides" if stuck else
+                    "they evaluate it again" if self.authors <= set(authors) else "another worker decides")
+            hint = "; is reward() a function of its input alone? look for sets, clocks and random"
+            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; {mend}"
+                             f"{hint * bool(self.cfg.OBJECTIVE)}", peer=True)
+            self.changed = True
+        paces = sorted(worker.pace for worker in self.workers if worker.pace)
+        self.usual = paces[(len(paces) - 1) // 2] if paces else None
+        if self.waiting and self.usual and not self.work.queue:
+            self._late = self.work.late(now, self.usual)
+            self.changed |= bool(self._late)
+
+    def _expired(self, worker, held, now):
+        """[(why, seconds, chunks)]: the chunks of this worker whose lease has expired; seconds: of the lease; why: the
+        start of a message. held: {chunk: when it was handed out}, not empty."""
+        longest = self.cfg.STRAGGLER_TIMEOUT
+        pace = worker.pace or self.usual
+        lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else longest
+        longest = max(longest, LEASE_FACTOR * lease) if pace else longest
+        silent = [chunk for chunk, since in held.items() if now - max(since, worker.session.heard) > lease]
+        stuck = [chunk for chunk, since in held.items() if now - since > longest and chunk not in silent]
+        expired = ("silent for", lease, silent), ("has not delivered for", longest, stuck)
+        return [entry for entry in expired if entry[2]]
 
     def arrived(self, worker):
         """A worker asks for the first time. Authors are counted where that makes a difference: thousands may arrive."""
         self.known += 1
-        if not (self.several and (len(self.voters) > 1 or worker.author.voter in self.voters)):
+        if not self.several:
             self._count_authors(time.monotonic())
 
+    def expects(self, worker, now):
+        """Whether a worker can be expected to do its share."""
+        return (worker.trusted and worker.step is not None and self.run.step - worker.step <= 1
+                and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
+
     def _count_authors(self, now):
-        """Notes how many authors and hosts are at work: one that is alone cannot be audited."""
-        active = {worker.author for worker in self.workers if self.fairness.expects(worker, now)}
-        self.voters = {author.voter for author in active}
-        self.several = len(active) > 1
-        hosts = len(self.voters) > 1
+        """Notes which authors are at work: one that is alone cannot be audited."""
+        before = self.alone, self.authors
+        self.authors = frozenset(worker.author for worker in self.workers if self.expects(worker, now))
+        self.several = len(self.authors) > 1
         if self.several:
             self._several_at = now
-        if hosts:
-            self._hosts_at = now
-        before = self.alone, self.by_host
         self.alone = not self.several and now - self._several_at >= self._patience
-        self.by_host = hosts or now - self._hosts_at < self._patience
-        self.work.alone = self.alone
-        self.work.by_host = self.by_host
-        if (self.alone, self.by_host) != before:
+        self.work.alone, self.work.authors = self.alone, self.authors
+        if (self.alone, self.authors) != before:
             self.work.settle()
             self.changed = True
-
-    def witnesses(self, author):
-        """Whether another worker may confirm the hash of a state that this author has stated."""
-        now = time.monotonic()
-        return any(worker.states_hashes and worker.author != author and self.fairness.expects(worker, now)
-                   and not (self.by_host and worker.author.voter == author.voter) for worker in self.workers)
 
 
 def chunks_text(chunks):

@@ -12,13 +12,10 @@ import time
 import egg_config
 from cluster.console import sample_parts
 from cluster.history import EVENTS
-from cluster.hub import Budget, Newest, nothing
+from cluster.hub import Budget, nothing
 from egg_config import EggError, explained
 
-# Events caused by peers (rate per second, burst), per host and in all; hosts that are counted
-OF_HOST = 2.0, 64
-OF_ALL = 32.0, 1024
-HOSTS = 4096
+OF_PEERS = 32.0, 1024      # events caused by peers: rate per second, burst
 LINE = 512                 # bytes of a peer's text in an event that count as another event
 LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1, and begins anew
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
@@ -40,8 +37,7 @@ class Events(contextlib.AbstractContextManager):
     _sampled = None            # (step, texts) of the last sample
 
     def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
-        self._of_all = Budget(*OF_ALL)
-        self._of_host = Newest(HOSTS)
+        self._of_peers = Budget(*OF_PEERS)
         self._reports = Budget(0.1, 1)               # lines about events that were left out
         warn = console.line
         advice = "give a --save-dir that can be written"
@@ -67,13 +63,10 @@ class Events(contextlib.AbstractContextManager):
         for sink in self.sinks:
             sink.emit(event, line)
 
-    def allows(self, host, size=0):
-        """Whether the peers at this host may cause an event now, of `size` bytes of theirs; if so it is counted, a long
-        one as many. They must not fill the disk, and what was logged before must not rotate away."""
-        cost = 1 + size // LINE
-        if host not in self._of_host:
-            self._of_host[host] = Budget(*OF_HOST)
-        if not (self._of_host[host].take(cost) and self._of_all.take(cost)):
+    def allows(self, size=0):
+        """Whether peers may cause an event now, of `size` bytes of theirs; if so it is counted, a long one as many.
+        They must not fill the disk, and what was logged before must not rotate away."""
+        if not self._of_peers.take(1 + size // LINE):
             self._left_out += 1
             return False
         if self._left_out and self._reports.take():
@@ -81,14 +74,9 @@ class Events(contextlib.AbstractContextManager):
             self.warn(f"{count} lines about peers are left out: they came too fast")
         return True
 
-    def about(self, host, kind, line=None, /, **fields):
-        """An event that a peer at this host has caused; left out where it may cause none now."""
-        if self.allows(host):
-            self.emit(kind, line, **fields)
-
-    def warn(self, line, host=None):
-        """A warning; host: of the peer that has caused it, "" if it is not clear which, None where no peer has."""
-        if host is None or self.allows(host):
+    def warn(self, line, peer=False):
+        """A warning; peer: a peer has caused it, so that it is left out where it may cause none now."""
+        if not peer or self.allows():
             self.emit("warning", line, text=line)
 
     def message(self, worker, text, line):

@@ -1,13 +1,10 @@
 """The event loop: non-blocking sockets, TLS, bytes in and out. No threads, and no knowledge of what the bytes mean.
-A Hub listens, accepts and calls. A Connection holds the bytes of one peer; a subclass gives them a meaning: frames
-(cluster.session.Session) or HTTP (tools.live_page.Client)."""
+A Hub listens, accepts and calls. A Connection holds the bytes of one peer; cluster.session.Session gives them a
+meaning."""
 
 import collections
 import contextlib
-import errno
-import ipaddress
 import os
-import random
 import re
 import selectors
 import socket
@@ -17,10 +14,7 @@ import time
 from egg_config import EggError
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-# Time for peers that have proved nothing and for new connections: share of a processor, seconds in a row
-STRANGERS_SHARE, STRANGERS_SECONDS = 0.25, 0.002
-YOUNG = 0.1                # seconds that a new connection has before another one may take its place
-VERSIONS = 4               # of a long answer in transit at a time; while all are, the newest is sent again
+ACCEPTED_A_TURN = 16       # connections
 
 
 class NetError(EggError):
@@ -41,7 +35,7 @@ def split_address(text):
 
 
 def resolve(host, port, flags=0):
-    """What socket.getaddrinfo finds for TCP. Raises OSError, also for what cannot be a name."""
+    """The result of socket.getaddrinfo for TCP. Raises OSError, also for what cannot be a name."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except UnicodeError:
@@ -50,15 +44,6 @@ def resolve(host, port, flags=0):
 
 def address_text(host, port):
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def host_of(address):
-    """What counts as one host: an IPv4 address, also where it is mapped into IPv6, or the first 64 bits of an IPv6
-    address: who has one of these has all."""
-    found = ipaddress.ip_address(address)
-    if found.version == 6 and not found.ipv4_mapped:
-        return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
-    return str(getattr(found, "ipv4_mapped", found))
 
 
 def tune(sock):
@@ -80,20 +65,17 @@ class Budget:
     def __init__(self, rate, most):
         self.rate = rate
         self.most = most
-        self.credit = most
+        self._credit = most
         self._at = time.monotonic()
-
-    def refill(self):
-        now = time.monotonic()
-        self.credit = min(self.most, self.credit + (now - self._at) * self.rate)
-        self._at = now
-        return self.credit
 
     def take(self, cost=1):
         """Whether `cost` may be spent now; if so it is."""
-        if self.refill() < cost:
+        now = time.monotonic()
+        self._credit = min(self.most, self._credit + (now - self._at) * self.rate)
+        self._at = now
+        if self._credit < cost:
             return False
-        self.credit -= cost
+        self._credit -= cost
         return True
 
 
@@ -110,109 +92,53 @@ class Newest(dict):
             del self[next(iter(self))]
 
 
-class Unproven(Newest):
-    """{connection: True}: connections whose peers have proved nothing yet, in the order of their arrival, at most
-    `most`. When it is full, the oldest connection of the host that has most of them makes room for the next, so that
-    they keep nobody out."""
-
-    def room(self):
-        """Whether there is room for another one, which may end an older one."""
-        if len(self) >= self.most:
-            host = collections.Counter(one.host for one in self).most_common(1)[0][0]
-            oldest = next(one for one in self if one.host == host)
-            if time.monotonic() - oldest.born < YOUNG:
-                return False
-            oldest.close()
-        return True
-
-
 class Listener:
-    """Accepts the connections to a socket that listens; see Hub.listen."""
+    """A socket that listens; accept(sock, address) makes a Connection of each peer."""
 
-    known = False
-    open = resting = True
+    open = True
     broken = nothing
 
-    def __init__(self, hub, sock, accept, room):
+    def __init__(self, hub, sock, accept):
         self.hub = hub
         self.sock = sock
         self._accept = accept
-        self._room = room
-        self.check()
 
     def turn(self, _):
-        if not self._room():
-            self.resting = True
-            self.hub.strangers.unregister(self.sock)
-            return
         # the peer may have gone again, or file descriptors may be used up
         with contextlib.suppress(OSError):
-            sock, peer = self.sock.accept()
-            sock.setblocking(False)
-            self._accept(sock, peer)
-            self.hub.again.add(self)                 # there may be more
-
-    def check(self):
-        if self.resting:
-            self.resting = False
-            self.hub.strangers.register(self.sock, READ, self)
+            for _ in range(ACCEPTED_A_TURN):
+                sock, peer = self.sock.accept()
+                sock.setblocking(False)
+                self._accept(sock, peer)
 
 
 class Hub:
-    """The sockets of a process. connections: all that are open. In one turn of the loop every known peer is served
-    once; strangers, connections that are not `known` and listeners, in random order, in their share of the time."""
-
-    _hears_strangers = False
+    """The sockets of a process. connections: all that are open. In one turn of the loop every peer is served once."""
 
     def __init__(self):
         self.selector = selectors.DefaultSelector()
         self.connections = set()
         self._listeners = []
-        self.strangers = selectors.DefaultSelector()
-        self._share = Budget(STRANGERS_SHARE, STRANGERS_SECONDS)
-        self.again = set()                           # those with input that is not handled yet: next in the next turn
-        self._dice = random.Random()
+        self.again = set()                           # those with input that is not handled yet: served in the next turn
 
-    def listen(self, host, port, accept, room, backlog):
-        """Listens; accept(sock, address) makes a Connection of each peer. room(): whether another one may come now;
-        until then the system holds it. Returns the (host, port) that is listened on. Raises OSError."""
-        found = resolve(host, port, socket.AI_PASSIVE)[0]
-        listener = socket.create_server(found[-1], family=found[0], backlog=backlog)
-        listener.setblocking(False)
-        self._listeners.append(Listener(self, listener, accept, room))
-        return listener.getsockname()[:2]
+    def listen(self, host, port, accept, backlog):
+        """Listens, see Listener. Returns the (host, port) that is listened on. Raises OSError."""
+        family, *_, address = resolve(host, port, socket.AI_PASSIVE)[0]
+        sock = socket.create_server(address, family=family, backlog=backlog)
+        sock.setblocking(False)
+        listener = Listener(self, sock, accept)
+        self._listeners.append(listener)
+        self.selector.register(sock, READ, listener)
+        return sock.getsockname()[:2]
 
     def poll(self, timeout):
         """Serves what is ready, after waiting for it at most `timeout` seconds."""
-        again, self.again = self.again, set()
-        credit = self._share.refill()
-        if self._hears_strangers != (credit > 0):
-            self._hears_strangers = credit > 0
-            if credit > 0:
-                self.selector.register(self.strangers, READ)
-            else:
-                self.selector.unregister(self.strangers)
-        if any(one.known or credit > 0 for one in again):
-            timeout = 0
-        elif credit <= 0:
-            timeout = min(timeout, 0.001 - credit / STRANGERS_SHARE)
-        events = dict.fromkeys(again, 0)
-        for key, mask in self.selector.select(timeout):
-            if key.fileobj is self.strangers:
-                events.update((key.data, mask) for key, mask in self.strangers.select(0))
-            else:
-                events[key.data] = mask
-        strangers = [one for one in events if not one.known]
-        for one in events:
-            if one.known:
-                self.guard(one, one.turn, events[one])
-        self._dice.shuffle(strangers)
-        while strangers and credit > 0:
-            one, began = strangers.pop(), time.thread_time()
-            self.guard(one, one.turn, events[one])
-            self._share.credit -= time.thread_time() - began
-            credit = self._share.refill()
-        self.again |= again.intersection(strangers)
+        events = dict.fromkeys(self.again, 0)
+        self.again.clear()
+        for key, mask in self.selector.select(0 if events else timeout):
+            events[key.data] = mask
+        for one, mask in events.items():
+            self.guard(one, one.turn, mask)
 
     def guard(self, connection, call, *arguments):
         """Calls something on behalf of a peer. Any error but an EggError ends only this connection."""
@@ -227,13 +153,6 @@ class Hub:
     def check(self, now):
         for connection in list(self.connections):
             self.guard(connection, connection.check, now)
-        for listener in self._listeners:
-            listener.check()
-
-    def on_the_way(self, answers):
-        """[bytes]: those of these answers that a connection still sends a part of."""
-        unsent = {id(part.obj) for connection in self.connections for part in connection.outbox}
-        return [answer for answer in answers if id(answer) in unsent]
 
     def close(self):
         for connection in list(self.connections):
@@ -241,63 +160,42 @@ class Hub:
         for listener in self._listeners:
             listener.sock.close()
         self.selector.close()
-        self.strangers.close()
 
 
 class Connection:
-    """The bytes of one peer: `inbox` has come and is not used yet, `outbox` ([memoryview]) waits to be sent. Nothing is
-    read while something waits to be sent, so that answers cannot pile up, or while `full()` says that enough waits to
-    be used. sock: non-blocking, accepted or new; tls: an ssl.SSLContext or None; call: for a new socket, the host name
-    that `address` stands for, to which a connection is begun; known: it is no stranger, see Hub. Raises OSError. A
-    subclass overrides what happens: `opened`, once; `received`, when bytes have come or all are sent; `check`, several
-    times a second; `failed`, when TLS cannot be agreed on; `broken`, when a method raised an error; `closed`, once."""
+    """The bytes of one accepted peer: `inbox` has come and is not used yet, `outbox` ([memoryview]) waits to be sent.
+    Nothing is read while something waits to be sent, so that answers cannot pile up, or while `full()` says that enough
+    waits to be used. sock: non-blocking; tls: an ssl.SSLContext or None. Raises OSError. A subclass overrides what
+    happens: `received`, when bytes have come or all are sent; `check`, several times a second; `failed`, when TLS
+    cannot be agreed on; `broken`, when a method raised an error; `closed`, once."""
 
     PIECE = 1 << 16            # bytes that are read at a time
-    known = paused = False
+    paused = False
     open = True
     _event = 0                 # that the selector waits for
 
-    def __init__(self, hub, sock, address, traffic, tls=None, call=None):
+    def __init__(self, hub, sock, address, traffic, tls=None):
         self.hub = hub
         self.sock = sock
         self.traffic = traffic
-        self._tls = tls
-        self._call = call
-        self._selector = hub.strangers
-        self.host = host_of(address[0])
         self.address = address_text(*address[:2])
         self.inbox = bytearray()
         self.outbox = collections.deque()
         self.born = self.heard = time.monotonic()        # heard: when bytes came last
-        if call:
-            sock.setblocking(False)
-            self._error = sock.connect_ex(address)
-            self.turn = self._connected
-            self._wait_for(WRITE)
-        else:
-            self._begin()
+        tune(sock)
+        self._tls = tls
+        if tls:
+            self.sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        # what the event of the selector is for; it takes the event, 0 from Hub.again
+        self.turn = self._handshake if tls else self._transfer
+        self._wait_for(READ)
         hub.connections.add(self)
-
-    @property
-    def certificate(self):
-        """The peer's certificate for TLS (bytes), None where it has shown none."""
-        return self._tls and self.sock.getpeercert(True)
 
     def send(self, *parts):
         """Sends bytes, of which no copy is made: a long answer may be on its way to many."""
         self.traffic.sent += sum(map(len, parts))
         self.outbox.extend(memoryview(part) for part in parts if part)
         self._flush()
-
-    def end(self):
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_WR)
-
-    def become_known(self):
-        event, self.known = self._event, True
-        self._wait_for(0)
-        self._selector = self.hub.selector
-        self._wait_for(event)
 
     def pause(self, paused=True):
         """Takes nothing more from the peer until pause(False)."""
@@ -311,40 +209,16 @@ class Connection:
             self.open = False
             self.hub.connections.discard(self)
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(self.sock)
+                self.hub.selector.unregister(self.sock)
             self.sock.close()
             self.closed()
 
-    opened = received = check = closed = full = nothing
+    received = check = closed = full = nothing
 
     def failed(self, why):
         self.close()
 
     broken = failed
-
-    # the stages of a connection: `turn` is the present one; it takes the event that it waits for, 0 from Hub.again
-
-    def _connected(self, _):
-        if self._error not in (0, errno.EINPROGRESS) or self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            return self.close()
-        self._wait_for(0)
-        try:
-            self._begin()
-        except (OSError, ValueError):
-            self.close()
-        else:
-            if not self._tls:
-                self.opened()
-
-    def _begin(self):
-        tune(self.sock)
-        if self._tls:
-            self.sock = self._tls.wrap_socket(self.sock, server_side=not self._call, server_hostname=self._call,
-                                              do_handshake_on_connect=False)
-        self.turn = self._handshake if self._tls else self._transfer
-        self._wait_for(READ)
-        if self._tls and self._call:
-            self._handshake(READ)                        # who calls speaks first
 
     def _handshake(self, _):
         try:
@@ -358,7 +232,6 @@ class Connection:
         else:
             self.turn = self._transfer
             self._wait_for(READ)
-            self.opened()
             self._read()
 
     def _transfer(self, mask):
@@ -406,7 +279,7 @@ class Connection:
     def _wait_for(self, event):
         if self._event != event:
             if self._event:
-                self._selector.unregister(self.sock)
+                self.hub.selector.unregister(self.sock)
             if event:
-                self._selector.register(self.sock, event, self)
+                self.hub.selector.register(self.sock, event, self)
             self._event = event

@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 
-from cluster import auth, greeting, history, snapshots, wire
+from cluster import auth, history, snapshots, wire
 from cluster.hub import NetError, reason, resolve, tune
 from cluster.wire import FrameError, V1, V2
 from egg_config import UsageError
@@ -50,7 +50,7 @@ def check_address(host, port):
 class Link:
     """Every method raises OSError when the coordinator is gone, NetError when it is none of this program or refuses
     this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: see
-    greeting.Card; first, proves_first: see greeting.Caller; snapshot: step of the coordinator's newest one, or 0."""
+    auth.Card; first, proves_first: see auth.Caller; snapshot: step of the coordinator's newest one, or 0."""
 
     snapshot = 0
 
@@ -86,12 +86,12 @@ class Link:
             raise NetError(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
 
     def _greet(self, cfg, access):
-        caller = greeting.Caller(access.secret, self.card, self.proves_first)
+        caller = auth.Caller(access, self.card, self.proves_first)
         answer = caller.begin()
         try:
             while answer:
                 self.say(*answer)
-                came = self.any_of(greeting.FROM_HOST, CONNECT_TIMEOUT)
+                came = self.any_of(auth.FROM_HOST, CONNECT_TIMEOUT)
                 answer = caller.handle(came.opcode, came.payload)
         except ConnectionError:
             if answer[0] != wire.HELLO:
@@ -100,7 +100,7 @@ class Link:
                 raise RefusedForGood(f"{self.name}: it seems to speak TLS: give --tls-ca") from None
             raise OldCoordinator(f"{self.name} closed the connection during the introduction: check that it is an egg "
                                  "coordinator of protocol 2") from None
-        except (greeting.GreetingError, FrameError) as error:
+        except (auth.GreetingError, FrameError) as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
         self.proves_first = caller.proves_first
         if self.card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
@@ -128,7 +128,7 @@ class Link:
                     if frame.opcode in opcodes:
                         return frame
                     if frame.opcode == wire.ERROR and self.version == V2:
-                        code, why = greeting.read_error(frame.payload)
+                        code, why = auth.read_error(frame.payload)
                         if code == wire.FULL:
                             raise TimeoutError(why)
                         kind = NetError if code == wire.BAD_FRAME else RefusedForGood

@@ -65,7 +65,7 @@ class Progress:
         self.speed = self.tokens_a_step / seconds
         if len(set(self._updates)) > 1:
             self.events.warn(f"step {step}: workers report different numbers of changed weights, "
-                             f"{sorted(set(self._updates))}: a replica has drifted; restart the workers", "")
+                             f"{sorted(set(self._updates))}: a replica has drifted; restart the workers", peer=True)
         noise = {"sigma_shift": self.cfg.sigma_shift(step)} if self.cfg.SIGMA_SCHEDULE else {}
         return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
                 "unit": self.unit, "updates": self.updates, "reports": len(self._updates),

@@ -1,31 +1,28 @@
 """A connection that speaks frames (cluster.wire). What the frames mean is up to its role: that of a greeting
-(cluster.admission.Arrival) until the peer is let in, and then worker (egg_net.RemoteWorker), reader of the status, or
-island (islands.peers.PeerRole)."""
+(cluster.admission.Arrival) until the peer is let in, and then worker (egg_net.RemoteWorker) or reader of the status."""
 
 import contextlib
 import time
 
 from cluster import hub, wire
-from cluster.wire import BAD_FRAME, ERROR, FrameError, ITSELF, V1, V2, next_frame
+from cluster.wire import BAD_FRAME, ERROR, FrameError, V1, V2, next_frame
 
 FRAME_SECONDS = 30.0       # the longest time for a frame that has begun, and for reading an answer
 FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
-# Useless frames per peer: burst, rate per second. A peer that sends more is not read from until it may send again, and
-# is refused when that lasts for FLOOD_SECONDS.
-USELESS, USELESS_A_SECOND = 256, 32.0
-FLOOD_SECONDS = 10.0
+# Frames of a peer that bring no work: burst, rate per second. A peer that sends more is refused.
+IDLE_FRAMES, IDLE_FRAMES_A_SECOND = 256, 32.0
 
 
 class Role:
-    """What a peer is to this process. handle(opcode, payload) returns whether a frame was of use, or raises."""
+    """What a peer is to this process. handle(opcode, payload) takes a frame, or raises."""
 
     waiting = False            # its request is held
 
     def __init__(self, session):
         self.session = session
 
-    # begin: a connection made here is established. check: deadlines, several times a second. closed: it has ended
-    begin = check = closed = hub.nothing
+    # check: deadlines, several times a second. closed: the connection has ended
+    check = closed = hub.nothing
 
 
 class Session(hub.Connection):
@@ -37,25 +34,20 @@ class Session(hub.Connection):
     waits = False              # its request is still to be answered: until then no frame is taken
     frame_since = None         # since when it has begun a frame that is not complete
     _whole_frame = False       # one may have come that is not taken yet
-    _flooding_since = None
 
-    def __init__(self, admission, sock, address, frames, tls=None, call=None):
+    def __init__(self, admission, sock, address, frames, tls=None):
         self.admission = admission
         self.take(frames)
-        self.useless = hub.Budget(USELESS_A_SECOND, USELESS)
-        super().__init__(admission.coordinator.hub, sock, address, admission.coordinator.progress.traffic, tls, call)
+        self._idle_frames = hub.Budget(IDLE_FRAMES_A_SECOND, IDLE_FRAMES)
+        super().__init__(admission.coordinator.hub, sock, address, admission.coordinator.progress.traffic, tls)
         self.title = self.address          # with its name, once that is known
 
     def take(self, frames):
         """From now on takes these frames, {version: opcodes}; others are ignored."""
         self.limits = wire.only(self.admission.limits, frames)
 
-    def opened(self):
-        if self._call:
-            self.role.begin()
-
     def received(self):
-        self._whole_frame = True                         # there may be one, unless none is found
+        self._whole_frame = True                         # there may be one, unless none is seen below
         for _ in range(FRAMES_A_TURN):
             if not self.open or self.outbox or self.paused:
                 break
@@ -64,9 +56,9 @@ class Session(hub.Connection):
                 break
             self.frame_since = None
             self.version = frame.version
-            if not self.role.handle(frame.opcode, frame.payload) and not self.useless.take():
-                self._flooding_since = self._flooding_since or time.monotonic()
-                self.pause()
+            if frame.opcode not in wire.WORK and not self._idle_frames.take():
+                raise FrameError("it sends more than it may")
+            self.role.handle(frame.opcode, frame.payload)
         if self.open:
             if self._whole_frame and not self.paused:
                 self.hub.again.add(self)
@@ -91,8 +83,7 @@ class Session(hub.Connection):
     def refuse(self, why, code=BAD_FRAME):
         """Closes the connection with a line in the log, and with an ERROR if the peer understands that."""
         if self.open:
-            if code != ITSELF:                 # an island that has called itself is nothing to report
-                self.admission.report(self.host, self.title, why)
+            self.admission.report(self.title, why)
             if self.version == V2 and not self.outbox:
                 text = why.encode("utf-8", "replace")[:ERROR.most]           # `why` may quote the peer
                 with contextlib.suppress(OSError):
@@ -102,8 +93,8 @@ class Session(hub.Connection):
     failed = refuse
 
     def broken(self, error):
-        what = "" if isinstance(error, FrameError) else f"what it sent cannot be handled: {type(error).__name__}: "
-        self.refuse(f"{what}{error}", getattr(error, "code", BAD_FRAME))
+        place = "" if isinstance(error, FrameError) else f"what it sent cannot be handled: {type(error).__name__}: "
+        self.refuse(f"{place}{error}", getattr(error, "code", BAD_FRAME))
 
     def check(self, now):
         if self.waits:
@@ -111,19 +102,10 @@ class Session(hub.Connection):
         self.role.check(now)
         if self.idle and now - self.heard > self.idle and not (self.version == V1 and self.role.waiting):
             self.refuse(f"said nothing for {self.idle:g} s")
-        if self._flooding_since and not self.waits:
-            credit = self.useless.refill()
-            if credit > USELESS / 2:
-                self._flooding_since = None
-            elif now - self._flooding_since > FLOOD_SECONDS:
-                self.refuse("it sends more than it may")
-            if self.paused and credit >= 1:
-                self.pause(False)
         if self.frame_since and now - self.frame_since > FRAME_SECONDS and not self.paused:
             self.refuse("stopped in the middle of a frame")
 
     def closed(self):
-        if not self._call:
-            self.admission.leave(self)
+        self.admission.leave(self)
         if self.role:
             self.role.closed()

@@ -1,45 +1,48 @@
-"""What a coordinator knows of one step: which chunks are handed out to whom, which results have come, and which chunks
-are audited. No sockets, and no clock of its own.
+"""Votes: on the results of the chunks of one step, and on the states of the workers. No sockets, and no clock.
 
 Two honest results of a chunk are equal to the bit. A chunk that is audited, or whose results differ, is done when one
-result has at least two votes (trust.tally) and more votes than any other. The authors of the others have lied."""
+result has at least two votes and more votes than any other; the authors of the others have erred. A tie is evaluated
+again by those who made it, where nobody else is at work: who contradicts itself has erred.
 
-from collections import defaultdict, deque, namedtuple
+A state is right when it has more votes than any other. A worker that is outvoted rebuilds its replica, and so do all
+in a tie."""
+
+from collections import Counter, defaultdict, deque, namedtuple
 from itertools import islice
 
-from cluster.trust import tally, WHY_DIFFERENT, withdraw
+from cluster.hub import Newest
 from model import ternary
 
 LOOK_AHEAD = 16            # chunks of the queue that `take` looks at for one that the worker knows
 COPY_AFTER = 1.5           # an idle worker copies a chunk after this multiple of its usual time, times its holders
+STATES_KEPT = 8            # steps whose states are remembered
 
-
+# Who answers for results: a machine with a key, or else a process. Each has one vote. name: that of the worker, by
+# which errors are counted and bans are made; voter: the name again with a key, else a random id of the process
+Author = namedtuple("Author", "name voter")
 Outcome = namedtuple("Outcome", "packed sum_loss")       # the result of a chunk; packed: bytes of ternary fitness
-# What one worker has been handed in a step. given: {chunk: when, or None once its result has come}, all; held:
-# {chunk: when}, its leases
-Account = namedtuple("Account", "given held")
 
 
 class Step:
-    """accounts: {worker: Account}, where a worker is any object with an `author`, who may have several; holders:
-    {chunk: {worker: when}}, the leases; audited: chunks that need two results if there are two authors; results:
-    {chunk: {Outcome: authors}}; done: {chunk: the Outcome that counts}; validators: authors that have been handed
-    chunk 0. alone: there is no second author for an audit; by_host: authors of several hosts are at work, so an audit
-    needs two of them."""
+    """The chunks of one step. holders: {chunk: {worker: when}}, the leases, and held: {worker: {chunk: when}}, the
+    same; a worker is any object with an `author`. audited: chunks that need two results; results: {chunk: {Author:
+    Outcome}}; done: {chunk: the Outcome that counts}; delivered: {worker: chunks}. alone: nobody else is there for an
+    audit; authors: those at work."""
 
-    def __init__(self, cfg, audited=(), alone=False, by_host=False):
+    alone = False
+    authors = frozenset()
+
+    def __init__(self, cfg, audited=()):
         self.cfg = cfg
-        self.doubt = WHY_DIFFERENT if cfg.OBJECTIVE else ""          # for messages about results that differ
         self.audited = set(audited)
-        self.alone = alone
-        self.by_host = by_host
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
-        self.accounts = defaultdict(lambda: Account({}, {}))
         self.holders = {}
+        self.held = defaultdict(dict)
         self.results = {}
         self.done = {}
-        self.validators = set()
-        self._reported = set()                       # disputed chunks that `disputed` has returned
+        self.delivered = defaultdict(set)
+        self._repeated = defaultdict(set)            # {chunk: authors that have stated the same twice}
+        self._reported = set()                       # (chunk, whether there is no way out) of `disputes`
 
     @property
     def complete(self):
@@ -49,29 +52,24 @@ class Step:
         """bytes: the packed digits of all chunks, once the step is complete."""
         return ternary.join([self.done[chunk].packed for chunk in range(self.cfg.N_CHUNKS)], self.cfg.CHUNK_DIGITS)
 
-    def end(self):
-        """Forgets the results: of a step that has ended only `accounts` and `validators` are still used."""
-        self.results, self.done = {}, {}
-
-    def take(self, worker, now, before=None):
-        """Hands out the next chunk that this worker has neither held nor delivered. Returns it, or None. before: the
-        Account of the worker in the step before, or None. A chunk that it delivered then, if it is among the next few,
-        comes first: a worker that is handed the same chunks in every step begins with them before they are handed
-        out."""
-        for chunk in islice(self.queue, LOOK_AHEAD if before else 0):
-            if before.given.get(chunk, now) is None and chunk not in self.done and not self._excluded(chunk, worker):
+    def take(self, worker, now, known=()):
+        """Hands out the next chunk that this worker may do. Returns it, or None. known: chunks that it delivered in the
+        step before. One of these comes first if it is among the next few: a worker that is handed the same chunks in
+        every step begins with them before they are handed out."""
+        for chunk in islice(self.queue, LOOK_AHEAD if known else 0):
+            if chunk in known and chunk not in self.done and not self._excluded(chunk, worker):
                 self.queue.remove(chunk)
                 return self._hand_out(chunk, worker, now)
-        skipped, found = [], None
-        while self.queue and found is None:
+        skipped, taken = [], None
+        while self.queue and taken is None:
             chunk = self.queue.popleft()
             if chunk not in self.done:
                 if self._excluded(chunk, worker):
                     skipped.append(chunk)
                 else:
-                    found = chunk
+                    taken = chunk
         self.queue.extendleft(reversed(skipped))
-        return None if found is None else self._hand_out(found, worker, now)
+        return None if taken is None else self._hand_out(taken, worker, now)
 
     def late(self, now, usual):
         """[chunk]: those that take longer than usual (seconds), the oldest first."""
@@ -96,26 +94,33 @@ class Step:
 
     def leave(self, worker):
         """The worker has gone: its chunks are handed out again."""
-        for chunk in list(self.accounts[worker].held):
+        for chunk in list(self.held[worker]):
             self.give_back(worker, chunk)
-        del self.accounts[worker]
+        del self.held[worker]
+        self.delivered.pop(worker, None)
 
     def audit(self, chunk):
-        """A second author evaluates this chunk too, if it is not done yet."""
-        if chunk not in self.audited and chunk not in self.done:
-            self.audited.add(chunk)
-            self.queue.append(chunk)
+        """A second author evaluates this chunk too, if it is not done yet. Returns whether that is new."""
+        if chunk in self.audited or chunk in self.done:
+            return False
+        self.audited.add(chunk)
+        self.queue.append(chunk)
+        return True
 
     def result(self, worker, chunk, packed, sum_loss):
-        """Takes a result. Returns the authors who have lied."""
+        """Takes a result. Returns the authors that have erred, a set."""
         self._end_lease(worker, chunk)
-        if worker.author in self._authors(chunk):
-            return []
-        self.results.setdefault(chunk, {}).setdefault(Outcome(packed, sum_loss), []).append(worker.author)
-        return self._judge(chunk)
+        self.delivered[worker].add(chunk)
+        author, outcome = worker.author, Outcome(packed, sum_loss)
+        outcomes = self.results.setdefault(chunk, {})
+        before = outcomes.get(author)
+        outcomes[author] = outcome
+        if before == outcome:
+            self._repeated[chunk].add(author)
+        return self._judge(chunk) | ({author} if before not in (None, outcome) else set())
 
     def settle(self):
-        """Judges the chunks that wait for a second author, after `alone` or `by_host` has changed."""
+        """Judges the chunks that wait for a second author, after `alone` or `authors` has changed."""
         for chunk in self.results:
             if chunk not in self.done:
                 self._judge(chunk)
@@ -123,58 +128,107 @@ class Step:
     def withdraw(self, author):
         """Forgets every result of this author; chunks that nobody else has done are to be done again."""
         for chunk, outcomes in self.results.items():
-            withdraw(outcomes, author)
-            if self.done.get(chunk) not in outcomes:
-                self.done.pop(chunk, None)
+            self._repeated[chunk].discard(author)
+            if outcomes.pop(author, None):
                 self._judge(chunk)
 
-    def disputed(self):
-        """[(chunk, authors)] whose results differ and are not decided yet, each chunk once."""
-        found = {c for c in self.results if c not in self.done and len(self.results[c]) > 1} - self._reported
-        self._reported |= found
-        return [(chunk, self._authors(chunk)) for chunk in sorted(found)]
+    def disputes(self):
+        """[(chunk, authors, stuck)] whose results differ and are not decided yet, each once, and once more when all
+        have repeated their results (stuck), so that only another worker can decide."""
+        fresh = []
+        for chunk in self.results:
+            stuck = self._disputed(chunk) and self._repeated[chunk] >= self.results[chunk].keys()
+            if self._disputed(chunk) and (chunk, stuck) not in self._reported:
+                self._reported.add((chunk, stuck))
+                fresh.append((chunk, sorted(self.results[chunk]), stuck))
+        return fresh
+
+    def _disputed(self, chunk):
+        return chunk not in self.done and len(set(self.results.get(chunk, {}).values())) > 1
 
     def _judge(self, chunk):
+        """Decides whether a chunk is done. Returns the authors that have erred, a set."""
         outcomes = self.results[chunk]
-        if len(outcomes) == 1 and (self.alone or chunk not in self.audited):
-            self.done[chunk] = next(iter(outcomes))
-            return []
-        votes = tally(outcomes, self.by_host)
-        best = max(votes, key=votes.get, default=None)
-        most = votes.pop(best, 0)
-        if most > max([1, *votes.values()]):
+        (best, most), (_, second) = [*Counter(outcomes.values()).most_common(2), (None, 0), (None, 0)][:2]
+        if most > max(second, 0 if not second and (self.alone or chunk not in self.audited) else 1):
             self.done[chunk] = best
-            return [author for outcome in votes for author in outcomes[outcome]]
+            return {author for author, outcome in outcomes.items() if outcome != best}
         self.done.pop(chunk, None)
         if chunk not in self.holders and chunk not in self.queue:
             self.queue.appendleft(chunk)
-        return []
-
-    def _authors(self, chunk):
-        return [author for authors in self.results.get(chunk, {}).values() for author in authors]
+        return set()
 
     def _excluded(self, chunk, worker):
-        """Whether this worker must not get the chunk: it holds it, its author has done it, or its host holds it or has
-        done it and another host must check it. If results differ, every host may evaluate it: a host has one vote
-        however many results it gives."""
-        holders = self.holders.get(chunk, ())
-        authors = self._authors(chunk)
-        if worker in holders or worker.author in authors:
+        """Whether this worker must not get the chunk: its author holds it, or has done it and others can decide."""
+        author, outcomes = worker.author, self.results.get(chunk, {})
+        if any(holder.author == author for holder in self.holders.get(chunk, ())):
             return True
-        if not self.by_host or len(self.results.get(chunk, ())) > 1:
-            return False
-        return worker.author.voter in {a.voter for a in (*authors, *(holder.author for holder in holders))}
+        return author in outcomes and (not self._disputed(chunk) or author in self._repeated[chunk]
+                                       or not self.authors <= outcomes.keys())
 
     def _hand_out(self, chunk, worker, now):
-        account = self.accounts[worker]
-        account.held[chunk] = account.given[chunk] = now
+        self.held[worker][chunk] = now
         self.holders.setdefault(chunk, {})[worker] = now
-        if chunk == 0:
-            self.validators.add(worker.author)
         return chunk
 
     def _end_lease(self, worker, chunk):
-        if self.accounts[worker].held.pop(chunk, None) is not None:
+        if self.held[worker].pop(chunk, None) is not None:
             del self.holders[chunk][worker]
             if not self.holders[chunk]:
                 del self.holders[chunk]
+
+
+# verdicts on a state
+AGREES = "agrees"
+REBUILD = "rebuild"
+WAIT = "wait"
+
+
+class States:
+    """votes: {step: {Author: digest}} of the last steps."""
+
+    def __init__(self):
+        self.votes = Newest(STATES_KEPT)
+
+    def judge(self, step, author, digest, rebuilt, at_work=()):
+        """Takes a vote in. Returns the verdict on it (AGREES, REBUILD or WAIT), and whether the author has erred: it is
+        outvoted, or contradicts itself. rebuilt: the author has rebuilt its replica at this step; at_work: authors.
+        While one of them has still to vote, a tie is waited out."""
+        if step not in self.votes:
+            self.votes[step] = {}
+        votes = self.votes[step]
+        erred = votes.get(author, digest) != digest
+        votes[author] = digest
+        count, others = self._count(step, digest)
+        if count > others:
+            return AGREES, erred
+        if count < others:
+            del votes[author]                        # the error counts once; it votes again when it has rebuilt
+            return REBUILD, True
+        return REBUILD if not rebuilt and votes.keys() >= set(at_work) else WAIT, erred
+
+    def outvoted(self, step, digest):
+        """[Author]: those that hold another state of this step."""
+        return [author for author, other in self.votes.get(step, {}).items() if other != digest]
+
+    def forget(self, author):
+        for votes in self.votes.values():
+            votes.pop(author, None)
+
+    def decided(self, step):
+        """Whether one state of this step has more votes than any other; so it is where nobody has voted."""
+        counts = Counter(self.votes.get(step, {}).values()).most_common(2)
+        return len(counts) < 2 or counts[0][1] > counts[1][1]
+
+    def contradicts(self, step, digest):
+        """Whether another state of this step has votes, and at least as many as this one."""
+        count, others = self._count(step, digest)
+        return 0 < others >= count
+
+    def clear(self):
+        self.votes.clear()
+
+    def _count(self, step, digest):
+        """(votes for this digest, most votes for another)."""
+        counts = Counter(self.votes.get(step, {}).values())
+        return counts.pop(digest, 0), max(counts.values(), default=0)

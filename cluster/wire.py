@@ -73,11 +73,10 @@ SNAPSHOT_WANTED = Frame(39, "step:Q")
 SNAPSHOT_DATA = Frame(40, "step:Q total:Q offset:Q piece", BLOCK)            # total: bytes of the whole
 SNAPSHOT_REQUEST = Frame(41, "step:Q offset:Q")
 STATUS = Frame(42, "json", 1 << 22)
-PROVE = Frame(47)                                    # the worker wants the coordinator to prove itself first
+# The worker wants the coordinator to prove itself first; name: that of its key, empty if it has the secret itself
+PROVE = Frame(47, "name", 64)
 PROVED = Frame(48, "proof:32s")
-HASH_WANTED = Frame(49, "step:Q")                    # workers that do not know this and the next one ignore them
 REWARD = Frame(51, "step:Q texts:Q reward:d")        # of the unperturbed model on held-out prompts, with an objective
-STATE_HASH = Frame(50, "step:Q hash:32s")            # BLAKE2b of the state (cluster.snapshots.state_hash)
 # between islands; sha256: of a state; offset, total: in its snapshot file (total 0: not here)
 ISLAND = Frame(43, "card", JOIN.most)
 STANDING = Frame(44, "json", 1 << 10)
@@ -152,12 +151,13 @@ def limits(cfg):
 
 # the frames that a worker or a reader of the status takes
 FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, WELCOME, ERROR, REBUILD, SNAPSHOT_WANTED,
-                                              HASH_WANTED, SNAPSHOT_DATA, STATUS)}
+                                              SNAPSHOT_DATA, STATUS)}
 # the frames that a coordinator takes: from a peer that it does not know yet, from workers, from an island that it has
 # called until that has let it in, and from islands
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}
-FROM_WORKER = {V1: FROM_WORKERS, V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, STATE_HASH, REWARD)}
+FROM_WORKER = {V1: FROM_WORKERS, V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, REWARD)}
+WORK = {HELLO, PROVE, JOIN, JOB_REQUEST, RESULT, SNAPSHOT_DATA, SNAPSHOT_REQUEST}        # others are limited in number
 FROM_CALLED = {V2: (CHALLENGE, PROVED, WELCOME, ISLAND, ERROR)}
 FROM_ISLAND = {V2: (STANDING, STATE_REQUEST, STATE, ERROR)}
 

@@ -28,7 +28,7 @@ def measure(directory, workers, seconds, chunk_seconds):
     chunk. An answer time is that from sending a result and the next request to having the next chunk. Answers that are
     held back are not counted. Those just after the end of a step, when all workers ask at once, are counted apart."""
     constants = dict(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=32, AUDIT_RATE=0.0,
-                     POPULATION_SIZE=32 * CHUNKS, SNAPSHOT_EVERY=0, CONNECTIONS_PER_ADDRESS=2 * workers)
+                     POPULATION_SIZE=32 * CHUNKS, SNAPSHOT_EVERY=0)
     cfg = egg_config.make(**constants)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
