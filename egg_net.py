@@ -463,6 +463,7 @@ class RemoteWorker(Role):
     sent_to_start = None       # the history.Start to which it was sent
     state_asked = None         # step at which it was last asked for its state (cluster.collector)
     states_failed = 0          # how often that did not come
+    lapsed = False             # it has lost a lease, and delivered nothing since
     pace = None                # seconds for a chunk
     results = 0                # that were taken
 

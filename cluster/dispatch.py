@@ -115,6 +115,7 @@ class Dispatcher:
         that comes too late or does not count."""
         since = worker.owed.pop((result.step, chunk))
         took = time.monotonic() - since
+        worker.lapsed = False
         worker.pace = took if worker.pace is None else 0.7 * worker.pace + 0.3 * took
         if result.step < self.run.step:
             return None                              # the step was completed without it
@@ -129,7 +130,18 @@ class Dispatcher:
         erred = self.work.result(worker, chunk, result.packed, result.sum_loss)
         if worker.waiting or chunk not in self.work.done:
             self.changed = True
+        if dispute := self.work.dispute(chunk):
+            self._report(chunk, *dispute)
         return erred
+
+    def _report(self, chunk, authors, stuck):
+        """A line about results that differ."""
+        names = " and ".join(author.name for author in authors)
+        mend = ("each repeats its result: start another worker, which decides" if stuck else
+                "they evaluate it again" if self.authors <= set(authors) else "another worker decides")
+        hint = "; is reward() a function of its input alone? look for sets, clocks and random"
+        self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}: {mend}"
+                         f"{hint * bool(self.cfg.OBJECTIVE)}", peer=True)
 
     def doubt(self, author):
         """Forgets what this author has computed in this step; its next chunks are checked."""
@@ -152,21 +164,14 @@ class Dispatcher:
         return not any(other.author == worker.author for other in self.workers)
 
     def check(self, now):
-        """Leases, late chunks, the authors at work, disputes; several times a second."""
+        """Leases, late chunks, the authors at work; several times a second."""
         for worker, held in list(self.work.held.items()):
             for reason, seconds, chunks in self._expired(worker, held, now) if held else ():
                 self.events.warn(f"worker {worker.session.title} {reason} {seconds:.2g} s, its {chunks_text(chunks)} "
                                  "handed out again", peer=True)
+                worker.lapsed = True
                 self.give_back(worker, chunks)
         self._count_authors(now)
-        for chunk, authors, stuck in self.work.disputes():
-            names = " and ".join(author.name for author in authors)
-            mend = ("each repeats its result: start another worker, which decides" if stuck else
-                    "they evaluate it again" if self.authors <= set(authors) else "another worker decides")
-            hint = "; is reward() a function of its input alone? look for sets, clocks and random"
-            self.events.warn(f"step {self.run.step}: {names} disagree about chunk {chunk}; {mend}"
-                             f"{hint * bool(self.cfg.OBJECTIVE)}", peer=True)
-            self.changed = True
         paces = sorted(worker.pace for worker in self.workers if worker.pace)
         self.usual = paces[(len(paces) - 1) // 2] if paces else None
         if self.waiting and self.usual and not self.work.queue:
@@ -193,7 +198,7 @@ class Dispatcher:
 
     def expects(self, worker, now):
         """Whether a worker can be expected to do its share."""
-        return (worker.trusted and worker.step is not None and self.run.step - worker.step <= 1
+        return (worker.trusted and not worker.lapsed and worker.step is not None and self.run.step - worker.step <= 1
                 and (worker.waiting or now - worker.session.heard < ACTIVE_SECONDS))
 
     def _count_authors(self, now):

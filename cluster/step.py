@@ -42,7 +42,7 @@ class Step:
         self.done = {}
         self.delivered = defaultdict(set)
         self._repeated = defaultdict(set)            # {chunk: authors that have stated the same twice}
-        self._reported = set()                       # (chunk, whether there is no way out) of `disputes`
+        self._reported = set()                       # (chunk, stuck) of `dispute`
 
     @property
     def complete(self):
@@ -132,16 +132,16 @@ class Step:
             if outcomes.pop(author, None):
                 self._judge(chunk)
 
-    def disputes(self):
-        """[(chunk, authors, stuck)] whose results differ and are not decided yet, each once, and once more when all
-        have repeated their results (stuck), so that only another worker can decide."""
-        fresh = []
-        for chunk in self.results:
-            stuck = self._disputed(chunk) and self._repeated[chunk] >= self.results[chunk].keys()
-            if self._disputed(chunk) and (chunk, stuck) not in self._reported:
-                self._reported.add((chunk, stuck))
-                fresh.append((chunk, sorted(self.results[chunk]), stuck))
-        return fresh
+    def dispute(self, chunk):
+        """Whether the results of a chunk differ and are not decided: None, or (its authors, whether all have repeated
+        their results, so that only another one can decide); each once."""
+        if not self._disputed(chunk):
+            return None
+        stuck = self._repeated[chunk] >= self.results[chunk].keys()
+        if (chunk, stuck) in self._reported:
+            return None
+        self._reported.add((chunk, stuck))
+        return sorted(self.results[chunk]), stuck
 
     def _disputed(self, chunk):
         return chunk not in self.done and len(set(self.results.get(chunk, {}).values())) > 1

@@ -9,7 +9,7 @@ import socket
 import time
 
 import egg_config
-from cluster import auth, greeting, history, wire
+from cluster import auth, history, wire
 from cluster.console import one_line
 from cluster.hub import Budget, NetError, address_text, resolve, split_address
 from cluster.session import Role, Session
@@ -106,7 +106,7 @@ class Peer:
 
 
 class PeerRole(Role):
-    """The role of a session with another island. target: the Target that was called; caller: the greeting.Caller of the
+    """The role of a session with another island. target: the Target that was called; caller: the auth.Caller of the
     introduction; both None if the other island called. peer: None until both islands are introduced."""
 
     peer = None
@@ -124,7 +124,7 @@ class PeerRole(Role):
 
     def handle(self, opcode, payload):
         if opcode == ERROR:
-            code, why = greeting.read_error(payload)
+            code, why = auth.read_error(payload)
             if code == FULL:
                 self.session.close()
             else:
@@ -136,12 +136,12 @@ class PeerRole(Role):
             self.wanted = STATE_REQUEST.unpack(payload)
             self.send_piece()
         elif opcode == ISLAND and self.caller.welcome:
-            self.peers.accepted(self.session, greeting.read_card(payload))
+            self.peers.accepted(self.session, auth.read_card(payload))
         else:
             try:
                 if answer := self.caller.handle(opcode, payload):
                     self.session.reply(*answer)
-            except greeting.GreetingError as error:
+            except auth.GreetingError as error:
                 self.peers.refused(self.session, str(error))
         return True
 
@@ -185,7 +185,7 @@ class Peers:
         self.name = settings.name
         self.tls = settings.tls
         self.bandwidth = bandwidth
-        # the greeting.Card of this island in JOIN and ISLAND; constants as JSON returns them
+        # the auth.Card of this island in JOIN and ISLAND; constants as JSON returns them
         self.card = {"role": "island", "id": self.id, "name": self.name,
                      "config": json.loads(json.dumps(self.cfg.shared()))}
         self.targets = [Target(*address) for address in settings.peers]
@@ -287,7 +287,7 @@ class Peers:
 
     def _call(self, target):
         family, address = target.addresses[0]
-        caller = greeting.Caller(self.coordinator.access.secret, self.card)
+        caller = auth.Caller(self.coordinator.access.secret, self.card)
         try:
             session = Session(self.coordinator.admission, socket.socket(family, socket.SOCK_STREAM), address,
                               wire.FROM_CALLED, self.tls, target.host)

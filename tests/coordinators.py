@@ -9,14 +9,13 @@ import sys
 from contextlib import closing, contextmanager, suppress
 from threading import Thread
 from time import monotonic, sleep
-from unittest import mock
 
 import numpy as np
 import pytest
 
 import egg_config
 import egg_net
-from cluster import admission, auth, event_log, snapshots, status, wire
+from cluster import auth, event_log, snapshots, status, wire
 from cluster.history import open_run, read_run, replay
 from cluster.wire import JOB_REQUEST, RESULT, V2
 from fakes import CFG, FakeEngine, GOOD, GOOD_STEP, Lines, any_fitness, begin_together, card
@@ -352,24 +351,12 @@ def refused(words, kind=egg_net.NetError):
     assert "\n" not in str(caught.value)
 
 
-def caller(host, at, cfg=None, kind=Peer2, **values):
-    """A peer whose connection comes from another address of this machine."""
-    plain = socket.create_connection
-    with mock.patch("socket.create_connection", lambda address, timeout=None: plain(address, timeout, (host, 0))):
-        return kind(at, cfg, **values)
-
-
-def turned_away(words, at, cfg=None, host="127.0.0.1", **values):
+def turned_away(words, at, cfg=None, **values):
     """A peer of these values is not let in, and is told why."""
     with refused(words):
-        caller(host, at, cfg, **values)
+        Peer2(at, cfg, **values)
 
 
-def callers(server, *hosts):
-    """A peer w2 of host 127.0.0.2 for each 2 among the hosts, and so on."""
-    return [caller(f"127.0.0.{host}", server, name=f"w{host}") for host in hosts]
-
-
-class Holder:
-    def __init__(self, host, name):
-        self.author = admission.Author(host, name, name)
+def named(server, *names):
+    """A peer for each name."""
+    return [Peer2(server, name=name) for name in names]
