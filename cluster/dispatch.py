@@ -34,6 +34,7 @@ class Dispatcher:
     work = usual = None
     changed = several = alone = False
     known = 0                  # workers that have asked for work
+    probation = PROBATION
     _due = 0                   # how many of those that wait are to be answered since `changed`
 
     def __init__(self, cfg, run, events, answer, patience):
@@ -105,7 +106,7 @@ class Dispatcher:
         return chunk
 
     def _check_newcomer(self, author, chunk):
-        left = self._probation.setdefault(author, PROBATION)
+        left = self._probation.setdefault(author, self.probation)
         if left and self.several and self.work.audit(chunk):
             self._probation[author] = left - 1
             self.changed = True
@@ -145,7 +146,7 @@ class Dispatcher:
 
     def doubt(self, author):
         """Forgets what this author has computed in this step; its next chunks are checked."""
-        self._probation[author] = PROBATION
+        self._probation[author] = self.probation
         self.work.withdraw(author)
         self.changed = True
 

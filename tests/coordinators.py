@@ -23,12 +23,13 @@ from recordings import HERE
 
 
 class Coordinator(egg_net.Coordinator):
-    """A coordinator on this machine with events of its own."""
+    """A coordinator on this machine with events of its own. probation: chunks of a newcomer that are checked."""
 
-    def __init__(self, cfg, run, port=0, *, log_dir, console, **options):
+    def __init__(self, cfg, run, port=0, *, log_dir, console, probation=0, **options):
         self.own = event_log.Events(cfg, run, log_dir, console)
         try:
             super().__init__(cfg, run, "127.0.0.1", port, console=console, events=self.own, **options)
+            self.dispatcher.probation = probation
         except BaseException:
             self.own.close()
             raise

@@ -1,14 +1,15 @@
 """Who is let in: addresses, secrets, TLS, limits, names."""
 
 import contextlib
+import hmac
 import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
+from json import dumps
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,8 +18,9 @@ from pytest import mark, raises
 import egg
 import egg_config
 import egg_net
-from cluster import admission, auth, event_log, greeting, hub, snapshots, status, trust, wire
-from cluster.auth import Access, AuthError, client_tls, listen_host, page_password, read_secret, server_tls, user_key
+from cluster import admission, auth, hub, snapshots, status, wire
+from cluster.auth import (Access, AuthError, Caller, GreetingError, Host, client_tls, key_of, listen_host, page_password,
+                          read_secret, server_tls, whole_secret)
 from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME, frame
 from coordinators import Peer, Peer2, Server, idle, listening, refused, run_worker, turned_away, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
@@ -45,9 +47,9 @@ def test_where_a_coordinator_listens():
 def test_secrets_are_read_from_a_file_or_the_environment(tmp_path):
     path, environ = tmp_path / "s", {"EGG_SECRET": "another secret, as long"}
     path.write_bytes(SECRET + b"\n")
-    assert read_secret(path, environ) == SECRET
-    assert read_secret(None, environ) == b"another secret, as long"
-    assert read_secret(None, {}) == b""
+    assert read_secret(path, environ) == (SECRET, "")
+    assert read_secret(None, environ) == (b"another secret, as long", "")
+    assert read_secret(None, {}) == (b"", "")
     path.write_bytes(b"123")
     for path, environ, words in ((path, {}, "holds 3 bytes"), (None, {"EGG_SECRET": ""}, "EGG_SECRET holds 0 bytes"),
                                  (tmp_path / "none", {}, "No such file")):
@@ -106,28 +108,16 @@ def test_strangers_are_refused_and_logged_once(tmp_path):
     link.close()
 
 
-def test_strangers_cannot_silence_the_refusals_of_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_log, "OF_ALL", (10_000, 10_000))
+def test_refusals_are_logged_again_after_a_while(tmp_path, monkeypatch):
     now = [time.monotonic()]
     monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
     with idle(tmp_path) as coordinator:
-        told, strangers = coordinator.console.stream, 2 * admission.HOSTS_LOGGED
-
-        def report(reason, host="10.9.9.9", who="the last"):
-            coordinator.admission.report(host, who, reason)
-
-        for k in range(strangers):
-            report("wrong secret", f"10.0.{k // 256}.{k % 256}", "a stranger")
-        for _ in range(3):
-            report("wrong secret")
-        for k in range(2 * admission.REASONS_LOGGED):
-            report(f"reason {k}.")
-        assert told.text.count("a stranger") == strangers
-        assert told.text.count("the last") == admission.REASONS_LOGGED
-        assert len(coordinator.admission._refused) == admission.HOSTS_LOGGED
-        now[0] += admission.REFUSED_SECONDS + 1
-        report("wrong secret")
-        assert told.text.count("refused the last: wrong secret") == 2
+        for _ in range(2):
+            for port in range(3):
+                coordinator.admission.report(f"10.0.0.1:{port}", "wrong secret")
+            now[0] += admission.REFUSED_SECONDS + 1
+        assert coordinator.console.stream.text.count("refused 10.0.0.1:0: wrong secret") == 2
+        assert "10.0.0.1:1" not in coordinator.console.stream.text
 
 
 def test_a_worker_refuses_a_coordinator_that_does_not_know_the_secret(server):
@@ -190,14 +180,15 @@ def test_the_tls_commands_of_the_document(here):
         until(lambda: engine.step == 2)
 
 
-def test_connections_are_bounded(tmp_path):
-    with Server(tmp_path, changed(CONNECTIONS_PER_ADDRESS=4, IDLE_TIMEOUT=3600)) as server:
+def test_connections_are_bounded(tmp_path, monkeypatch):
+    with Server(tmp_path, changed(IDLE_TIMEOUT=3600)) as server:
         silent = [server.connect() for _ in range(5)]
+        server.admission.most = 4
         honest, *others = [Peer2(server) for _ in range(4)]
         for _ in range(3):
-            with raises(TimeoutError, match="4 connections from one address"):
+            with raises(TimeoutError, match="4 connections are open, as many as can be"):
                 Peer2(server)
-        assert server.said.count("4 connections from one address") == 1
+        assert server.said.count("4 connections are open") == 1
         [peer.close() for peer in others]
         with mock.patch.object(auth, "HANDSHAKE_SECONDS", 0.3):
             until(lambda: len(server.hub.connections) == 1)                    # the silent ones are closed
@@ -214,13 +205,14 @@ def test_connections_are_bounded(tmp_path):
         assert old.chunk(0) == 32
         for session in list(server.hub.connections):
             session.heard -= 3600
-        until(lambda: not (server.hub.connections or server.admission.by_host))
+        until(lambda: not server.hub.connections)
         assert "said nothing for 3600 s" in server.said
 
 
 def test_a_worker_comes_again_when_there_is_room(tmp_path):
     engine, lines = FakeEngine(), Lines()
-    with Server(tmp_path, changed(CONNECTIONS_PER_ADDRESS=1)) as server:
+    with Server(tmp_path) as server:
+        server.admission.most = 1
         first = Peer2(server)
         server.work(engine, retry=True, lines=lines)
         until(lambda: "no coordinator at" in lines.text)
@@ -251,7 +243,8 @@ def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
 
 def test_no_text_of_a_peer_can_write_to_the_terminal_or_fill_the_log(server):
     turned_away("another configuration", server, config={"N_LAYERS": "\x1b[31m\nStep 9 | fake", "\x07": "\x1b]0;x"})
-    peer, most = Peer2(server, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e"), event_log.OF_HOST[1]
+    peer = Peer2(server, name="\x1b[31mred\nStep 5 | fake", device="\x07bell\u202e")
+    server.admission.coordinator.events._of_peers = hub.Budget(0, most := 20)
     for i in range(3 * most):
         peer.send(wire.LOG_MESSAGE, f"word {i}.".encode())
     assert peer.chunk(0) == 0
@@ -285,17 +278,19 @@ def test_who_has_met_a_coordinator_that_proves_itself_takes_no_other():
         caller.begin()
         return caller.handle(wire.CHALLENGE, b"".join(wire.CHALLENGE.parts(bytes(32), wire.SECRET_WANTED)))
 
-    assert old_host(greeting.Caller(SECRET, card()))[0] == JOIN          # an old coordinator is served in its order
-    with raises(greeting.GreetingError, match="does not prove itself first, as it did before"):
-        old_host(greeting.Caller(SECRET, card(), first=True))
+    assert old_host(Caller(Access(SECRET), card()))[0] == JOIN          # an old coordinator is served in its order
+    for caller in Caller(Access(SECRET), card(), first=True), Caller(Access(key_of(SECRET, "w"), name="w"), card()):
+        with raises(GreetingError, match="does not prove itself first"):
+            old_host(caller)
 
 
 def test_a_coordinator_proves_itself_once_and_with_a_slow_key():
-    host = greeting.Host(SECRET)
+    host = Host(SECRET)
     host.handle(HELLO, bytes(32))
     opcode, proof = host.handle(wire.PROVE, b"")
-    assert opcode == wire.PROVED and proof == auth.early_proof(SECRET, bytes(32), host._challenge)
-    for another in host, greeting.Host(b""):
+    text = b"egg 2 coordinator first\0" + bytes(32) + host._challenge
+    assert opcode == wire.PROVED and proof == hmac.digest(auth.stretched(SECRET), text, "sha256")
+    for another in host, Host(b""):
         with raises(wire.FrameError):
             another.handle(wire.PROVE, b"")
     password = page_password(SECRET)
@@ -306,57 +301,62 @@ def test_a_coordinator_proves_itself_once_and_with_a_slow_key():
     assert time.process_time() - started > 0.01
 
 
-def test_a_host_of_ipv6_is_its_first_64_bits():
-    """With a vote, a budget and a place for each address of one network, one machine would be as many as it likes."""
-    def arrive(address):
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
-            connection = hub.Connection(loop, sock, (address, 7, 0, 0), None)
-            connection.close()
-            return connection
+# --- keys -------------------------------------------------------------------------------------------------------------
 
-    loop = hub.Hub()
-    ours = [arrive(f"2001:db8:0:7::{k:x}") for k in range(1, 7)]
-    assert {one.host for one in ours} == {"2001:db8:0:7::/64"} and ours[5].address == "[2001:db8:0:7::6]:7"
-    assert [arrive(text).host for text in ("2001:db8:0:8::1", "::ffff:10.0.0.1", "10.0.0.1", "fe80::1%eth0", "::1")] \
-        == ["2001:db8:0:8::/64", "10.0.0.1", "10.0.0.1", "fe80::/64", "::/64"]
-    stated = greeting.Card("worker", "k.1", "w", "", {}, b"", b"")
-    authors = [admission.Admission.author(None, one, stated) for one in ours]
-    assert trust.tally({b"a lie": set(authors), b"": {admission.Author("10.0.0.1", "", "")}}) == {b"a lie": 1, b"": 1}
-    bans = admission.Bans()
-    bans.add(authors[1].former, "by an older version")
-    assert "at 2001:db8:0:7::2 (" in bans.message(authors[1]) and not bans.message(authors[0])
-    bans.add(authors[1].identity, "it lied")
-    assert all(map(bans.message, authors))
-    loop.close()
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
-
-def test_a_liar_with_the_name_of_a_victim_is_banned_alone(tmp_path):
-    with Server(tmp_path, save=True) as server:
-        victim = Peer2(server, name="gpu0", id="victims-key.1")
-        assert victim.chunk(0) == 0
-        liar = Peer2(server, name="gpu0", id="another-user.2")
-        liar.chunk(0)
-        server.ban(next(w.author for w in server.dispatcher.workers if "another" in w.author.key), "it lied")
-        turned_away("banned: it lied", server, name="gpu0", id="another-user.3")  # restarted
-        again = Peer2(server, name="gpu0", id="victims-key.4")
-        assert again.chunk(0) == 64 or again.link.version == V2
-        victim.result(0, 0)
+def test_a_key_lets_in_one_name_and_bans_stay_with_it(tmp_path, capsys):
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    assert egg.main(["key", "gpu7", "--secret-file", str(tmp_path / "secret")]) == 0
+    (tmp_path / "key").write_text(capsys.readouterr().out)
+    (tmp_path / "key").chmod(0o600)
+    secret, name = read_secret(tmp_path / "key")
+    assert (secret, name) == (key_of(SECRET, "gpu7"), "gpu7") and SECRET not in (tmp_path / "key").read_bytes()
+    with raises(AuthError, match="holds the key of the worker gpu7: this command needs the secret"):
+        whole_secret(tmp_path / "key")
+    with Server(tmp_path, access=Access(SECRET), save=True) as server:
+        ours = Access(secret, name=name)
+        one, two = (Peer2(server, access=ours, name=stated) for stated in ("another", "a third"))
+        server.has_workers(2)
+        authors = {worker.author for worker in server.dispatcher.workers}
+        assert len(authors) == 1 and next(iter(authors)).voter == "gpu7"              # one machine, one vote
+        assert one.chunk(0) == 0 and two.chunk(0) == 32
+        turned_away("does not know the secret", server, access=Access(secret, name="gpu8"))
+        turned_away("does not know the secret", server, access=Access(bytes(32), name="gpu7"))
+        server.calls.put(lambda: [server._count_error(server.author(), "it lied") for _ in range(3)])
+        server.says("banned gpu7")
+        turned_away("banned: it lied; to let gpu7 in again", server, access=ours, name="yet another")
+        Peer2(server, secret=SECRET)                                      # who has the secret takes any name
 
 
-def test_the_key_of_a_user_stays_and_is_private(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    key, path = user_key(), tmp_path / "egg" / "worker-key"
-    assert key == user_key() and len(key) == 32 and path.stat().st_mode & 0o777 == 0o600
-    path.chmod(0o644)
-    assert user_key() != key                                # others may have read it
-    path.unlink()
-    path.symlink_to(tmp_path / "elsewhere")
-    assert user_key() != user_key()
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    assert len(user_key()) == 32
+def test_who_has_a_key_cannot_join_by_another_name():
+    access = Access(key_of(SECRET, "gpu7"), name="gpu7")
+    caller, host = Caller(access, card()), Host(SECRET)
+    caller._text = dumps(card(name="gpu8")).encode()
+    with raises(wire.Refused, match="the key of gpu7 lets in a worker of that name"):
+        introduce(caller, host)
+    caller = Caller(access, card())
+    introduce(caller, host := Host(SECRET))
+    assert host.key == "gpu7" == host.card.name
 
+
+def introduce(caller, host):
+    answer = caller.begin()
+    while answer:
+        opcode, *fields = answer
+        answer = host.handle(opcode, b"".join(opcode.parts(*fields)))
+        if answer:
+            opcode, *fields = answer
+            answer = caller.handle(opcode, b"".join(opcode.parts(*fields)))
+
+
+@mark.parametrize("name", ["", "a b", "x" * 65, "\u00e4", "a\n"])
+def test_names_that_cannot_have_a_key_are_one_line(name, capsys, monkeypatch):
+    monkeypatch.setenv("EGG_SECRET", "a secret that is long enough")
+    assert egg.main(["key", name]) == 2
+    assert "cannot be the name of a key" in capsys.readouterr().err
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
 
 @mark.parametrize("modes, found", {
     (0o1777, 0o755, 0o755): None, (0o1777, 0o755, 0o1777): 2, (0o777, 0o700, 0o777): 0,

@@ -15,14 +15,15 @@ from unittest import mock
 import numpy as np
 from pytest import approx, mark
 
-from cluster import dispatch, fairness, history, snapshots, wire
+from cluster import dispatch, history, snapshots, wire
 from cluster.auth import Access
+from cluster.step import Author
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import seeds, state_digest
 from model.fitness_digits import unpack_ternary
 from maintenance import load
 from chaos_cluster import CHAOS, OFTEN, chaos
-from coordinators import (Holder, Peer, Peer2, Server, callers, cluster, coordinator_process, filled, first_step,
+from coordinators import (named, Peer, Peer2, Server, cluster, coordinator_process, filled, first_step,
                           free_port, kept, refused, until, upload, work_in_thread)
 from fakes import ACTIVATIONS, BAD, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected, full
 from commands import fails, process, train_here
@@ -58,7 +59,7 @@ def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypat
 
 def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
-        giver, other = callers(server, 2, 3)
+        giver, other = named(server, "w2", "w3")
         giver.works(0, 4)
         giver.ask(1, b"g" * 16)
         assert giver.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
@@ -90,10 +91,11 @@ def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
         for peer in one, other:
             peer.ask(1, right)
         assert other.next(JOB_RESPONSE) and one.next(JOB_RESPONSE)
-        with refused("banned"):
+        for _ in range(2):
             liar.ask(1, wrong)
             liar.next(REBUILD)
-            liar.ask(1)
+        with refused("banned"):
+            liar.ask(1, wrong)
             liar.next(JOB_RESPONSE)
     assert not [*tmp_path.glob("snapshot*")]
 
@@ -132,21 +134,22 @@ def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference():
     dispatcher.begin_step()
     dispatcher._count_authors = counted = mock.Mock(wraps=dispatcher._count_authors)
 
-    def arrive(host, name):
-        worker = Holder(host, name)
-        vars(worker).update(trusted=True, conduct=fairness.Conduct(), step=0, waiting=True)
-        dispatcher.workers.add(worker)
+    class Worker:
+        trusted, lapsed, step, waiting = True, False, 0, True
+
+        def __init__(self, name):
+            self.author = Author(name, name)
+
+    def arrive(name):
+        dispatcher.workers.add(worker := Worker(name))
         dispatcher.arrived(worker)
 
-    arrive("a", "0")
-    assert (dispatcher.alone, dispatcher.several, dispatcher.by_host) == (True, False, False)
+    arrive("0")
+    assert (dispatcher.alone, dispatcher.several) == (True, False)
     for i in range(1, 1000):
-        arrive("a", str(i))
-    assert (dispatcher.alone, dispatcher.several, dispatcher.by_host, counted.call_count) == (False, True, False, 2)
-    for i in range(1000):
-        arrive(f"b{i}", "0")
-    assert dispatcher.by_host and counted.call_count == 3 and dispatcher.known == 2000
-    arrive("a", "0")
+        arrive(str(i))
+    assert (dispatcher.alone, dispatcher.several, counted.call_count) == (False, True, 2)
+    arrive("0")
     last = [dispatcher.leave(worker) for worker in list(dispatcher.workers)]         # of its author
     assert last.count(False) == 1 and dispatcher.known == 0
 

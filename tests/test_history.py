@@ -14,7 +14,7 @@ import pyzstd
 from pytest import mark, raises
 
 import egg_config
-from cluster import fairness, history, step
+from cluster import dispatch, history, step
 from cluster.history import open_run
 from model import fitness_digits, parameters, seeds
 from coordinators import Server, filled, free_port, kept, refused, replayed, until, whole, work_in_thread
@@ -288,7 +288,7 @@ def start_golden_worker(*arguments):
 
 def test_killed_workers_and_a_stopped_coordinator_change_no_bit_of_golden_a(tmp_path, compiled, monkeypatch):
     monkeypatch.setattr(step, "COPY_AFTER", math.inf)         # only the kill hands the victim's chunk to another,
-    monkeypatch.setattr(fairness, "LEAST_LEASE", 60)          # however slow this machine is
+    monkeypatch.setattr(dispatch, "LEAST_LEASE", 60)          # however slow this machine is
     cfg, _, recorded = golden_a()
     port, flag = free_port(), tmp_path / "stuck"
     workers = start_golden_worker(port), start_golden_worker(port, 2, flag), start_golden_worker(port)

@@ -23,13 +23,13 @@ from pytest import fixture, mark, raises
 import pyzstd
 
 import egg_config
-from cluster import admission, event_log, history, snapshots, trust
+from cluster import admission, event_log, history, snapshots
 from cluster.history import configuration, epochs, HistoryError, open_run, read_run, with_crc
 from cluster.step import Step
 from islands import gossip
 from model import parameters
 from tools import use
-from coordinators import Holder, refused, whole
+from coordinators import refused, whole
 from fakes import BAD, CFG, GOOD, GOOD_STEP
 from fuzzing import EXAMPLES
 from recordings import HERE
@@ -220,59 +220,6 @@ def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path)
 
 
 # --- at random --------------------------------------------------------------------------------------------------------
-
-@given(integers(0, 1 << 64))
-def test_no_sybils_have_a_lie_kept_or_an_honest_author_accused(seed):
-    """Two honest hosts and one liar with many names, on one step of which every chunk is audited, in any order."""
-    dice, step = random.Random(seed), Step(CFG, range(CFG.N_CHUNKS))
-    step.by_host = True
-    liars = [Holder("6.6.6.6", f"liar{i}") for i in range(dice.randint(1, 5))]
-    honest = [Holder(f"1.1.1.{i % 2}", f"honest{i}") for i in range(dice.randint(2, 4))]
-    accused, held = set(), []
-    for turn in range(60):
-        who, act = dice.choice(liars + honest), dice.choice(["take", "copy", "result", "result", "back", "withdraw"])
-        if act in ("take", "copy"):
-            chunk = step.take(who, turn) if act == "take" else step.copy(who, turn, step.late(turn, 0.1))
-            held += [(who, chunk)] * (chunk is not None)
-        elif act == "withdraw" and accused:
-            step.withdraw(dice.choice(sorted(accused)))
-        elif held:
-            who, chunk = held.pop(dice.randrange(len(held)))
-            if act == "back":
-                step.give_back(who, chunk)
-            else:
-                lie = who in liars and dice.random() < 0.5
-                accused |= set(step.result(who, chunk, BAD if lie else GOOD, 5))
-    assert not accused & {holder.author for holder in honest}
-    assert all(packed == GOOD for packed, _ in step.done.values())
-    for who, chunk in held:                                      # every lease ends
-        step.give_back(who, chunk)
-    for who in 100 * honest:                                     # and the honest can end it, whatever happened before
-        chunk = step.take(who, 0) if not step.complete else None
-        if chunk is None and not step.complete:
-            chunk = step.copy(who, 1e9, step.late(1e9, 0.1))
-        if chunk is not None:
-            accused |= set(step.result(who, chunk, GOOD, 5))
-    assert step.complete and all(packed == GOOD for packed, _ in step.done.values())
-    assert not accused & {holder.author for holder in honest}
-
-
-@given(lists(tuples(integers(0, 6), integers(0, 2), booleans()), max_size=40))
-def test_no_sybils_outvote_two_honest_hosts(votes):
-    """Names 0 and 1 are honest, of two hosts, the others of one liar. votes: (name, what it states, rebuilt)."""
-    authors = [admission.Author(host, str(i), str(i))
-               for i, host in enumerate(["1.1.1.1", "2.2.2.2"] + 5 * ["6.6.6.6"])]
-    kept = trust.Trust()
-    for name, state, rebuilt in votes:
-        kept.judge(1, authors[name], b"right" if name < 2 else b"lie%d" % state, rebuilt)
-        kept.confirms(1, authors[name], (1, 1, 5.0) if name < 2 else (1, 1, float(state)), True, True)
-    for name in (0, 1):
-        verdict = kept.judge(1, authors[name], b"right", True)
-    assert verdict[0] == trust.AGREES and not verdict[1] & set(authors[:2]) and kept.decided(1)
-    assert kept.leading(1) == b"right" and not kept.contradicts(1, b"right")
-    for author in authors[2:]:                                   # now only liars can be wrong
-        assert kept.judge(1, author, b"lie", True)[0] == trust.BAN
-
 
 NAMES = [history.FILE, "history-000.egg", "history-001.egg", "snapshot-00000001.egg", "snapshot-00000002-1.5000.egg",
          "snapshot-99999999999999999999.egg", "elite-000-00000001-loss-1.0000.egg",

@@ -17,7 +17,7 @@ import pytest
 
 import egg_config
 import egg_net
-from cluster import admission, history, snapshots, trust
+from cluster import admission, history, snapshots
 from cluster.status import describe_status
 from coordinators import Server, refused, until
 from engine import cpu_engine
@@ -469,18 +469,6 @@ def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
     assert "reward" not in first.partition("training loss ")[2].partition("\n")[2] + second
 
 
-def test_a_reward_counts_if_two_workers_state_it():
-    lines, asked, (liar, one, two) = [], trust.Trust(), (admission.Author(host, host, host) for host in "abc")
-
-    def counts(author, *figure):
-        return asked.confirms(6, author, figure, True, True)
-
-    assert not counts(liar, 4, 0.5) and not counts(liar, 4, 0.5) and not counts(one, 4, -0.5)
-    assert not counts(one, 4, 300, 9.5) and not asked.report_unconfirmed(6, "x", lines.append)
-    assert "step 6: its reward or validation is not used: two workers must state the same, a and b did not" in lines[0]
-    assert counts(two, 4, -0.5) and counts(two, 4, 300, 9.5)
-
-
 # --- the command line ------------------------------------------------------------------------------------------------
 
 def test_a_function_that_throws_dice_is_what_the_coordinator_suggests(judged, tmp_path):
@@ -490,7 +478,7 @@ def test_a_function_that_throws_dice_is_what_the_coordinator_suggests(judged, tm
     with Server(tmp_path, cfg) as server:
         for judge in own:
             server.work(new_engine(cfg), tokens=TOKENS, objective=judge)
-        server.says("; a third worker will decide; is reward() a function of its input alone? look for sets, clocks "
+        server.says("; is reward() a function of its input alone? look for sets, clocks "
                     "and random")
 
 

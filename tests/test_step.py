@@ -1,10 +1,13 @@
 """The chunks of a step: leases, copies, audits, votes, errors, bans."""
 
 import os
+import random
 import re
 from contextlib import suppress
 from time import monotonic, sleep
 
+from hypothesis import given
+from hypothesis.strategies import integers
 from pytest import mark, raises
 
 import egg_net
@@ -114,12 +117,40 @@ def test_copies_go_to_idle_workers_and_the_first_result_counts():
     assert step.take(C, 9) is None
 
 
+@given(integers(0, 1 << 64))
+def test_one_broken_worker_has_no_result_kept_and_no_other_accused(seed):
+    """Two or three good workers and a broken one, on one step of which every chunk is audited, in any order."""
+    dice, step = random.Random(seed), Step(CFG, range(CFG.N_CHUNKS))
+    broken, *good = workers = [Worker(f"w{k}") for k in range(dice.randint(3, 4))]
+    step.authors = {worker.author for worker in workers}
+    erred, leases = set(), []
+    for turn in range(60):
+        who, act = dice.choice(workers), dice.choice(["take", "copy", "result", "result", "back", "withdraw"])
+        if act in ("take", "copy"):
+            chunk = step.take(who, turn) if act == "take" else step.copy(who, turn, step.late(turn, 0.1))
+            leases += [(who, chunk)] * (chunk is not None)
+        elif act == "withdraw" and erred:
+            step.withdraw(dice.choice(sorted(erred)))
+        elif leases:
+            who, chunk = leases.pop(dice.randrange(len(leases)))
+            if act == "back":
+                step.give_back(who, chunk)
+            else:
+                erred |= step.result(who, chunk, BAD if who is broken and dice.random() < 0.5 else GOOD, 5)
+    for who, chunk in leases:                                    # every lease ends
+        step.give_back(who, chunk)
+    for who in 100 * good:                                       # and the good ones can end it, whatever happened
+        if not step.complete and (chunk := step.take(who, 0)) is not None:
+            erred |= step.result(who, chunk, GOOD, 5)
+    assert step.complete and all(packed == GOOD for packed, _ in step.done.values())
+    assert erred <= {broken.author}
+
+
 # --- leases -----------------------------------------------------------------------------------------------------------
 
 def test_leases_follow_the_time_that_chunks_take(monkeypatch, server):
     monkeypatch.setattr(dispatch, "LEAST_LEASE", 1.0)
     quick, stuck = Peer2(server), Peer2(server)
-    server.dispatcher._probation.setdefault = lambda *_: 0
     for position in (0, 32):
         assert quick.chunk(0) == position
         sleep(0.02)
@@ -169,7 +200,6 @@ def test_when_a_step_ends_the_first_worker_does_not_wait_for_the_last(tmp_path):
     cfg, peers = changed(POPULATION_SIZE=32), []
     with idle(tmp_path, cfg) as coordinator:
         dispatcher = coordinator.dispatcher
-        dispatcher._probation.setdefault = lambda *_: 0
         for number in range(6 * dispatch.ANSWERS_IN_A_ROW):
             peers.append(Peer(coordinator.address[1], cfg))
             peers[-1].ask(0)
@@ -265,7 +295,7 @@ def test_who_computes_wrongly_is_found_named_and_out_at_its_third_error(tmp_path
 def test_the_first_chunks_of_a_newcomer_are_evaluated_by_another_too(tmp_path, base):
     """Without audits: who is wrong from its first chunk on changes no step, and comes back under no new name."""
     engines = [FakeEngine(base, 0.002), Liar(base, pause=0.001), FakeEngine(base, 0.002)]
-    server = cluster(tmp_path, engines, PROBATION, base, save=True)
+    server = cluster(tmp_path, engines, PROBATION, base, save=True, probation=PROBATION)
     assert "w1 has erred" in server.said and kept(tmp_path, base) == expected(PROBATION, base)[0]
 
 
@@ -273,7 +303,6 @@ def test_digits_of_an_odd_share_are_audited(tmp_path):
     with Server(tmp_path, ACTIVATIONS.changed(AUDIT_RATE=0.0)) as server:
         honest, odd = named(server, "honest", "odd")
         dispatcher, count = server.dispatcher, ACTIVATIONS.CHUNK_DIGITS
-        dispatcher._probation.setdefault = lambda *_: 0
         plain = ternary.pack(bytes((0, 1, 255) * count)[:count])
         dispatcher._usual_share = ternary.nonzero_share(plain)
         assert abs(dispatcher._usual_share - 2 / 3) < 0.01
@@ -323,7 +352,6 @@ def test_bans_hold_also_where_the_file_cannot_be_written_and_nobody_comes_in_whe
 
 def test_what_a_banned_author_left_is_done_again_even_when_it_has_gone(server):
     (liar, other), done = named(server, "w2", "w3"), server.dispatcher.work.done
-    server.dispatcher._probation.setdefault = lambda *_: 0
     assert liar.chunk(0) == 0
     liar.result(0, 0, BAD)
     until(lambda: 0 in done)
@@ -422,17 +450,7 @@ def test_nobody_makes_others_rebuild_who_are_about_to_outvote_it(server):
     peers = named(server, *"abc")
     for peer in *peers, peers[0]:
         peer.works(0)
-    while server.run.step == 0:
-        for peer in peers:
-            with suppress(TimeoutError):
-                peer.ask(0)
-                answer = peer.answer(0.05)
-                if not answer.packed:
-                    peer.result(0, answer.first)
-    for peer in peers:                                           # what is left of step 0
-        with suppress(TimeoutError):
-            while peer.answer(0.05):
-                pass
+    server.reaches(1)
     for peer, digest in zip(peers, (b"wrong", b"x", b"x")):
         peer.ask(1, digest)
         sleep(0.1)
@@ -456,7 +474,6 @@ def test_a_step_does_not_end_while_states_differ_and_nobody_has_decided(tmp_path
 
 def test_when_two_hold_different_states_both_rebuild_and_a_third_decides(server):
     a, b = named(server, *"ab")
-    server.dispatcher._probation.setdefault = lambda *_: 0
     a.ask(0, b"a" * 16)
     assert a.next(JOB_RESPONSE)[0] == JOB_RESPONSE
     a.result(0, 0)
