@@ -204,16 +204,17 @@ class Dispatcher:
 
     def _count_authors(self, now):
         """Notes which authors are at work: one that is alone cannot be audited."""
-        before = self.alone, self.authors
+        before, authors = self.alone, self.authors
         self.authors = frozenset(worker.author for worker in self.workers if self.expects(worker, now))
         self.several = len(self.authors) > 1
         if self.several:
             self._several_at = now
         self.alone = not self.several and now - self._several_at >= self._patience
         self.work.alone, self.work.authors = self.alone, self.authors
-        if (self.alone, self.authors) != before:
+        if self.alone != before:
             self.work.settle()
             self.changed = True
+        self.changed |= self.work.disputed and self.authors != authors         # who may decide has changed
 
 
 def chunks_text(chunks):

@@ -36,6 +36,7 @@ class Step:
         self.cfg = cfg
         self.audited = set(audited)
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
+        self._queued = Counter(self.queue)
         self.holders = {}
         self.held = defaultdict(dict)
         self.results = {}
@@ -43,6 +44,11 @@ class Step:
         self.delivered = defaultdict(set)
         self._repeated = defaultdict(set)            # {chunk: authors that have stated the same twice}
         self._reported = set()                       # (chunk, stuck) of `dispute`
+
+    @property
+    def disputed(self):
+        """Whether results of a chunk have differed."""
+        return bool(self._reported)
 
     @property
     def complete(self):
@@ -59,15 +65,17 @@ class Step:
         for chunk in islice(self.queue, LOOK_AHEAD if known else 0):
             if chunk in known and chunk not in self.done and not self._excluded(chunk, worker):
                 self.queue.remove(chunk)
+                self._queued[chunk] -= 1
                 return self._hand_out(chunk, worker, now)
         skipped, taken = [], None
         while self.queue and taken is None:
             chunk = self.queue.popleft()
+            if chunk not in self.done and self._excluded(chunk, worker):
+                skipped.append(chunk)
+                continue
+            self._queued[chunk] -= 1
             if chunk not in self.done:
-                if self._excluded(chunk, worker):
-                    skipped.append(chunk)
-                else:
-                    taken = chunk
+                taken = chunk
         self.queue.extendleft(reversed(skipped))
         return None if taken is None else self._hand_out(taken, worker, now)
 
@@ -89,8 +97,7 @@ class Step:
     def give_back(self, worker, chunk):
         """Ends a lease without a result."""
         self._end_lease(worker, chunk)
-        if chunk not in self.done and chunk not in self.holders:
-            self.queue.appendleft(chunk)
+        self._wanted(chunk)
 
     def leave(self, worker):
         """The worker has gone: its chunks are handed out again."""
@@ -105,6 +112,7 @@ class Step:
             return False
         self.audited.add(chunk)
         self.queue.append(chunk)
+        self._queued[chunk] += 1
         return True
 
     def result(self, worker, chunk, packed, sum_loss):
@@ -117,10 +125,12 @@ class Step:
         outcomes[author] = outcome
         if before == outcome:
             self._repeated[chunk].add(author)
-        return self._judge(chunk) | ({author} if before not in (None, outcome) else set())
+        erred = self._judge(chunk)
+        self._wanted(chunk)
+        return erred if before in (None, outcome) else erred | {author}
 
     def settle(self):
-        """Judges the chunks that wait for a second author, after `alone` or `authors` has changed."""
+        """Judges the chunks that wait for a second author, after `alone` has changed."""
         for chunk in self.results:
             if chunk not in self.done:
                 self._judge(chunk)
@@ -131,11 +141,12 @@ class Step:
             self._repeated[chunk].discard(author)
             if outcomes.pop(author, None):
                 self._judge(chunk)
+                self._wanted(chunk)
 
     def dispute(self, chunk):
         """Whether the results of a chunk differ and are not decided: None, or (its authors, whether all have repeated
         their results, so that only another one can decide); each once."""
-        if not self._disputed(chunk):
+        if not self._differ(chunk):
             return None
         stuck = self._repeated[chunk] >= self.results[chunk].keys()
         if (chunk, stuck) in self._reported:
@@ -143,27 +154,34 @@ class Step:
         self._reported.add((chunk, stuck))
         return sorted(self.results[chunk]), stuck
 
-    def _disputed(self, chunk):
+    def _differ(self, chunk):
         return chunk not in self.done and len(set(self.results.get(chunk, {}).values())) > 1
 
     def _judge(self, chunk):
         """Decides whether a chunk is done. Returns the authors that have erred, a set."""
         outcomes = self.results[chunk]
+        if len(outcomes) == 1 and (self.alone or chunk not in self.audited):
+            self.done[chunk], = outcomes.values()
+            return set()
         (best, most), (_, second) = [*Counter(outcomes.values()).most_common(2), (None, 0), (None, 0)][:2]
-        if most > max(second, 0 if not second and (self.alone or chunk not in self.audited) else 1):
+        if most > max(second, 1):
             self.done[chunk] = best
             return {author for author, outcome in outcomes.items() if outcome != best}
         self.done.pop(chunk, None)
-        if chunk not in self.holders and chunk not in self.queue:
-            self.queue.appendleft(chunk)
         return set()
+
+    def _wanted(self, chunk):
+        """Puts a chunk that is not done into the queue, unless it is there or somebody holds it."""
+        if chunk not in self.done and chunk not in self.holders and not self._queued[chunk]:
+            self.queue.appendleft(chunk)
+            self._queued[chunk] += 1
 
     def _excluded(self, chunk, worker):
         """Whether this worker must not get the chunk: its author holds it, or has done it and others can decide."""
         author, outcomes = worker.author, self.results.get(chunk, {})
         if any(holder.author == author for holder in self.holders.get(chunk, ())):
             return True
-        return author in outcomes and (not self._disputed(chunk) or author in self._repeated[chunk]
+        return author in outcomes and (not self._differ(chunk) or author in self._repeated[chunk]
                                        or not self.authors <= outcomes.keys())
 
     def _hand_out(self, chunk, worker, now):
@@ -185,7 +203,7 @@ WAIT = "wait"
 
 
 class States:
-    """votes: {step: {Author: digest}} of the last steps."""
+    """votes: {step: {digest: Authors}} of the last steps."""
 
     def __init__(self):
         self.votes = Newest(STATES_KEPT)
@@ -197,38 +215,47 @@ class States:
         if step not in self.votes:
             self.votes[step] = {}
         votes = self.votes[step]
-        erred = votes.get(author, digest) != digest
-        votes[author] = digest
-        count, others = self._count(step, digest)
+        erred = any(author in authors for other, authors in votes.items() if other != digest)
+        if erred:
+            self._withdraw(votes, author)
+        votes.setdefault(digest, set()).add(author)
+        count, others = len(votes[digest]), self._most_for_another(step, digest)
         if count > others:
             return AGREES, erred
         if count < others:
-            del votes[author]                        # the error counts once; it votes again when it has rebuilt
+            self._withdraw(votes, author)            # the error counts once; it votes again when it has rebuilt
             return REBUILD, True
-        return REBUILD if not rebuilt and votes.keys() >= set(at_work) else WAIT, erred
+        all_voted = set().union(*votes.values()) >= set(at_work)
+        return REBUILD if all_voted and not rebuilt else WAIT, erred
 
     def outvoted(self, step, digest):
         """[Author]: those that hold another state of this step."""
-        return [author for author, other in self.votes.get(step, {}).items() if other != digest]
+        return [author for other, authors in self.votes.get(step, {}).items() if other != digest for author in authors]
 
     def forget(self, author):
         for votes in self.votes.values():
-            votes.pop(author, None)
+            self._withdraw(votes, author)
 
     def decided(self, step):
         """Whether one state of this step has more votes than any other; so it is where nobody has voted."""
-        counts = Counter(self.votes.get(step, {}).values()).most_common(2)
-        return len(counts) < 2 or counts[0][1] > counts[1][1]
+        counts = sorted(map(len, self.votes.get(step, {}).values()))[-2:]
+        return len(counts) < 2 or counts[1] > counts[0]
 
     def contradicts(self, step, digest):
         """Whether another state of this step has votes, and at least as many as this one."""
-        count, others = self._count(step, digest)
-        return 0 < others >= count
+        others = self._most_for_another(step, digest)
+        return 0 < others >= len(self.votes.get(step, {}).get(digest, ()))
 
     def clear(self):
         self.votes.clear()
 
-    def _count(self, step, digest):
-        """(votes for this digest, most votes for another)."""
-        counts = Counter(self.votes.get(step, {}).values())
-        return counts.pop(digest, 0), max(counts.values(), default=0)
+    def _most_for_another(self, step, digest):
+        votes = self.votes.get(step, {})
+        return max((len(authors) for other, authors in votes.items() if other != digest), default=0)
+
+    @staticmethod
+    def _withdraw(votes, author):
+        for digest, authors in list(votes.items()):
+            authors.discard(author)
+            if not authors:
+                del votes[digest]

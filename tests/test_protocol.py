@@ -489,7 +489,7 @@ def test_a_live_coordinator_takes_any_figures_and_holders_that_only_beat(under_s
     with suppress(OSError, egg_net.NetError):
         with closing(Peer2(under_siege, name="hostile")) as peer:
             step = under_siege.run.step
-            digest = next(iter(under_siege.states.votes.get(step, {}).values()), b"")
+            digest = next(iter(under_siege.states.votes.get(step, {})), b"")
             if holds and digest:                     # before the honest worker's vote it would contradict it instead
                 peer.ask(step, digest)
                 peer.link.send(peer.link.frame(HEARTBEAT) * beats)
