@@ -59,7 +59,7 @@ def test_a_tie_is_evaluated_again_by_the_same_two_and_who_contradicts_itself_has
     assert gives(step, A, 0) == gives(step, B, 0, BAD) == ""
     assert step.take(A, 0) == 0
     step.give_back(A, 0)
-    assert step.take(B, 0) == 0
+    assert 0 in [step.take(B, 0) for _ in range(4)]
     assert gives(step, A, 0) == "" and step.dispute(0)[1] is False
     assert gives(step, B, 0) == "b" and step.done[0].packed == GOOD
 
