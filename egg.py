@@ -249,12 +249,12 @@ def train(cfg, args):
          "islands: coordinators that compare their models; the worse one takes over the other's (docs/ISLANDS.md)",
          option("--island NAME", "be an island with this name; each island needs its own -D ISLAND_SEED=N, which its "
                 "workers share",
-                parsed_by("islands.peers", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
+                parsed_by("islands.gossip", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
          option("--peer HOST:PORT", "coordinator of another island; can be repeated; islands may share one list",
-                parsed_by("islands.peers", "parse_peer", "HOST:PORT"), action="append", default=[]),
+                parsed_by("islands.gossip", "parse_peer", "HOST:PORT"), action="append", default=[]),
          option("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
-         option("--gossip-bandwidth BYTES", "limit on the bytes of models per second, each way, like 500k or 2.5M; 0: "
-                "none (default: 16M)", parsed_by("islands.peers", "parse_bandwidth",
+         option("--gossip-bandwidth BYTES", "limit on the bytes of models that it fetches per second, like 500k or 2.5M; "
+                "0: none (default: 16M)", parsed_by("islands.gossip", "parse_bandwidth",
                                             "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
          option("--no-accept", "give models to peers, but never take one"), saved=of_directory)
 def coordinator(cfg, args):
@@ -275,9 +275,9 @@ def coordinator(cfg, args):
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
     island = None
     if args.island is not None:
-        from islands import gossip, peers
+        from islands import gossip
         tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key)
-        others = args.peer + (peers.peers_from_slurm(args.port) if args.peers_from_slurm else [])
+        others = args.peer + (gossip.peers_from_slurm(args.port) if args.peers_from_slurm else [])
         bandwidth = gossip.BANDWIDTH if args.gossip_bandwidth is None else args.gossip_bandwidth
         island = gossip.IslandSettings(args.island, list(dict.fromkeys(others)), bandwidth, not args.no_accept, tls)
     elif args.peer or args.peers_from_slurm or args.no_accept or args.gossip_bandwidth is not None:

@@ -30,7 +30,7 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
                   Worker._apply                     checks it and hands it to engine.update
 
 Each side is one process with one loop (cluster.hub at the coordinator, cluster.link at the worker). Only two tasks run
-in threads of their own: an island's merge (islands.transfer) and a worker's soft targets (model.soft_targets). Which
+in threads of their own: an island's calls (islands.gossip) and a worker's soft targets (model.soft_targets). Which
 worker is handed which chunk is up to cluster.dispatch."""
 
 import contextlib
@@ -270,17 +270,8 @@ class Worker:
 
     def _fetch_snapshot(self, link, step):
         """Takes over the coordinator's snapshot of this step. Returns whether it was good; if not, replay the run."""
-        data = bytearray()
-        total = 1
-        most = snapshots.most_bytes(self.cfg)
-        while len(data) < total:
-            link.say(wire.SNAPSHOT_REQUEST, step, len(data))
-            at_step, total, offset, piece = wire.SNAPSHOT_DATA.unpack(link.next(wire.SNAPSHOT_DATA))
-            if (at_step, offset) != (step, len(data)) or total > most or total and not piece:
-                raise NetError(f"{link.name}: a piece of a snapshot that was not asked for")
-            data += piece
         try:
-            state = snapshots.unpack(self.cfg, data)
+            state = snapshots.unpack(self.cfg, link.fetch_snapshot(step, snapshots.most_bytes(self.cfg)))
         except ValueError as error:
             self.console.line(f"worker: {error}; replaying the run instead")
             return False
@@ -438,19 +429,16 @@ class Hook:
     takes_version_1 = True     # a peer of protocol 1 takes no snapshots and cannot follow a change of the state
     handover = None            # what waits for a worker's state of this step; until then no chunk is handed out
 
-    def admit_peer(self, card, author):
+    def admit_peer(self, card):
         """Raises Refused where the coordinator that calls may not be a peer. card: an auth.Card of role "island"."""
         raise Refused(f"island {card.name}: this one is no island: start it with --island NAME", wire.OTHER_CONFIG)
 
     check = nothing            # (now): deadlines and whatever else is due; several times a second
-    peer_joined = nothing      # (session, author): a coordinator that called has been let in
     state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
-    chunk_handed_out = nothing     # (): a worker has begun with a chunk
     step_completed = nothing   # (loss): a step is in the history and no chunk of the next one handed out
     # (step, value, unit): a worker has measured the state of this step, with an objective its reward; less is better
     validated = nothing
     status = nothing           # its part of `egg.py status`, for JSON
-    close = nothing            # the coordinator ends; can be called more than once
 
 
 class RemoteWorker(Role):
@@ -499,9 +487,7 @@ class RemoteWorker(Role):
             case wire.SNAPSHOT_DATA:
                 coordinator.collector.take(self, payload)
             case wire.SNAPSHOT_REQUEST:
-                step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
-                total, data = coordinator.shelf.block(step, offset, wire.BLOCK)
-                self.session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
+                coordinator.send_block(self.session, payload)
 
     def closed(self):
         self.coordinator.worker_left(self)
@@ -602,7 +588,6 @@ class Coordinator:
     def close(self):
         self.dismiss()
         self.hub.close()
-        self.island.close()
         self.shelf.close_unread()
 
     # who comes and goes (cluster.admission lets in)
@@ -657,7 +642,6 @@ class Coordinator:
             self.progress.chunk_handed_out()
             self.collector.ask(worker)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
-            self.island.chunk_handed_out()
         else:
             self.dispatcher.hold(worker)
 
@@ -728,6 +712,12 @@ class Coordinator:
         if worker.trusted and self.progress.rewarded(step, texts, reward):
             self.shelf.measured(step, reward)
             self.island.validated(step, -reward, "reward")                      # of a fitness less is better
+
+    def send_block(self, session, payload):
+        """Answers a SNAPSHOT_REQUEST."""
+        step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
+        total, data = self.shelf.block(step, offset, wire.BLOCK)
+        session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, or waits."""

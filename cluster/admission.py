@@ -123,21 +123,18 @@ class Admission:
     def let_in(self, session, host):
         """The peer of a finished auth.Host. Raises Refused."""
         coordinator, card = self.coordinator, host.card
-        author = Author(card.name, host.key or card.id)
         if card.role == "worker":
             self._check_worker(card)
         elif card.role == "island":
-            coordinator.island.admit_peer(card, author)
+            coordinator.island.admit_peer(card)
         self._enter(session, V2)
         if card.role == "worker":
             session.title = f"{card.name} ({session.title}, {card.device})"
-            coordinator.worker_joined(session, author, card)
+            coordinator.worker_joined(session, Author(card.name, host.key or card.id), card)
         run = coordinator.run
         session.reply(*host.welcome(self.config_digest, run.data, run.step, coordinator.shelf.newest))
-        if card.role == "status":
+        if card.role != "worker":
             session.reply(wire.STATUS, status.pack_status(coordinator.status()))
-        elif card.role == "island" and session.open:
-            coordinator.island.peer_joined(session, author)
 
     def _enter(self, session, version):
         if len(self.coordinator.hub.connections) - len(self.arrivals) >= self.most:
@@ -181,7 +178,8 @@ def other_constants(ours, theirs):
 
 
 class Arrival(Role):
-    """The role of a session until its peer is let in, and after that of one that reads the status, once."""
+    """The role of a session until its peer is let in, and after that of one that reads the status, once, or of an
+    island, which may fetch a snapshot as well."""
 
     def __init__(self, session):
         super().__init__(session)
@@ -190,7 +188,11 @@ class Arrival(Role):
     def handle(self, opcode, payload):
         session = self.session
         if self.host.card:
-            raise wire.FrameError("a status was asked for, and nothing else is answered")
+            if self.host.card.role == "status":
+                raise wire.FrameError("a status was asked for, and nothing else is answered")
+            if opcode == wire.SNAPSHOT_REQUEST:
+                session.admission.coordinator.send_block(session, payload)
+            return
         if session.version == V1:
             session.admission.let_in_version_1(session)
             session.role.handle(opcode, payload)
@@ -203,8 +205,8 @@ class Arrival(Role):
     def check(self, now):
         if not self.host.card and now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.refuse(f"did not complete the introduction within {auth.HANDSHAKE_SECONDS:g} s")
-        elif now - self.session.born > auth.HANDSHAKE_SECONDS + FRAME_SECONDS:
-            self.session.close()                     # it has not read the status
+        elif now - self.session.heard > auth.HANDSHAKE_SECONDS + FRAME_SECONDS:
+            self.session.close()                     # it has not read its answer
 
     def closed(self):
         if self.host.proved and not self.host.card:

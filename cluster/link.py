@@ -140,6 +140,19 @@ class Link:
                 raise TimeoutError(f"{self.name} does not answer")
             self.check(min(HEARTBEAT_EVERY, left))
 
+    def fetch_snapshot(self, step, most, bandwidth=0):
+        """bytearray: the coordinator's snapshot file of this step, of at most `most` bytes; empty if it is gone.
+        bandwidth: bytes a second, 0 for no limit."""
+        data, total = bytearray(), 1
+        while len(data) < total:
+            self.say(wire.SNAPSHOT_REQUEST, step, len(data))
+            at_step, total, offset, piece = wire.SNAPSHOT_DATA.unpack(self.next(wire.SNAPSHOT_DATA, SEND_TIMEOUT))
+            if (at_step, offset) != (step, len(data)) or total > most or total and not piece:
+                raise NetError(f"{self.name}: a piece of a snapshot that was not asked for")
+            data += piece
+            time.sleep(len(piece) / bandwidth if bandwidth else 0)
+        return data
+
     def unpack_response(self, payload):
         """The fields of a JOB_RESPONSE."""
         answer = wire.JOB_RESPONSE.unpack(payload)

@@ -86,12 +86,15 @@ def read(cfg, path):
     return unpack(cfg, read_file(path, most_bytes(cfg)))
 
 
-def unpack(cfg, data):
-    """The State in the content of a snapshot file. Raises ValueError (one line): damage, another configuration."""
+def unpack(cfg, data, sha256=None):
+    """The State in the content of a snapshot file. sha256: what it must have, where the file is that of another island,
+    whose configuration may differ. Raises ValueError (one line): damage, another configuration."""
     from model import parameters                     # with NumPy, which a coordinator does not need to start
     data = memoryview(data)
     head = read_head(data)
-    if head.config != config_digest(cfg):
+    if sha256 not in (None, head.sha256):
+        raise ValueError(f"snapshot of step {head.step}: it is not the state that was stated")
+    if not sha256 and head.config != config_digest(cfg):
         raise ValueError(f"snapshot of step {head.step} is of another configuration")
     if len(data) != HEAD_SIZE + head.size:
         raise ValueError(f"snapshot of step {head.step}: {len(data)} bytes of {HEAD_SIZE + head.size}")

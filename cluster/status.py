@@ -12,14 +12,14 @@ from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, check_address
 from cluster.wire import STATUS, V2, read_json
 
-LINEAGE = 5                # epochs of an island that are listed
+EPOCHS = 5                # epochs of an island that are listed
 CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
 WORKERS, BANS = 4000, 100  # in a status, at most
 # the columns of the tables, {title: field}, and how some fields are shown
 WORKER_COLUMNS = {"worker": "name", "device": "device", "address": "address", "state": "state", "step": "step",
                   "chunks": "chunks", "s/chunk": "chunk_seconds", "last seen": "last_seen"}
-PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "descends from": "founder", "compares": "kind",
-                "fitness": "fitness", "step": "step", "epoch": "epoch", "given": "given", "taken": "taken",
+PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compares": "kind",
+                "fitness": "fitness", "step": "step", "epoch": "epoch", "taken": "taken",
                 "last seen": "last_seen"}
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 
@@ -96,12 +96,11 @@ def describe_status(status):
     lines += [f"and {more} more"] * (more > 0)
     if island:
         up = sum(peer["state"] == "up" for peer in island["peers"])
-        line = (f"island {_cell(island['name'])}, epoch {island['epoch']}, descends from {_cell(island['founder'])}, "
-                f"{up} of {len(island['peers'])} peers up")
+        line = f"island {_cell(island['name'])}, epoch {island['epoch']}, {up} of {len(island['peers'])} peers up"
         if island["fitness"] is not None:
             line += f", fitness {island['fitness']:.4f} ({island['kind']})"
         lines += ["", line]
-        for epoch in [epoch for epoch in island["lineage"] if epoch["epoch"]][-LINEAGE:]:
+        for epoch in [epoch for epoch in island["epochs"] if epoch["epoch"]][-EPOCHS:]:
             source = "rejuvenated" if epoch["peer_step"] is None else \
                 f"the state of {_cell(epoch['from'])} at its step {epoch['peer_step']}"
             lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")

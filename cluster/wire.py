@@ -1,5 +1,5 @@
-"""Frames: what coordinators, workers and islands send to each other, byte by byte (docs/PROTOCOL.md). Version 1 is for
-C++ peers; version 2 adds what a cluster among strangers needs."""
+"""Frames: what coordinators and workers send to each other, byte by byte (docs/PROTOCOL.md). Version 1 is for C++
+peers; version 2 adds what a cluster needs."""
 
 import functools
 import json
@@ -77,12 +77,6 @@ STATUS = Frame(42, "json", 1 << 22)
 PROVE = Frame(47, "name", 64)
 PROVED = Frame(48, "proof:32s")
 REWARD = Frame(51, "step:Q texts:Q reward:d")        # of the unperturbed model on held-out prompts, with an objective
-# between islands; sha256: of a state; offset, total: in its snapshot file (total 0: not here)
-ISLAND = Frame(43, "card", JOIN.most)
-STANDING = Frame(44, "json", 1 << 10)
-STATE_REQUEST = Frame(45, "sha256:32s offset:Q most:I")
-STATE = Frame(46, "sha256:32s total:Q offset:Q piece", BLOCK)
-
 NAMES = {value: name for name, value in globals().items() if type(value) is Frame}
 SECRET_WANTED, PROVES_FIRST = 1, 2       # in CHALLENGE: the coordinator has a secret; it answers PROVE
 
@@ -93,7 +87,6 @@ OTHER_CONFIG = 3
 OTHER_DATA = 4
 BANNED = 5
 FULL = 6
-ITSELF = 7
 
 
 class FrameError(Exception):
@@ -152,14 +145,11 @@ def limits(cfg):
 # the frames that a worker or a reader of the status takes
 FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, WELCOME, ERROR, REBUILD, SNAPSHOT_WANTED,
                                               SNAPSHOT_DATA, STATUS)}
-# the frames that a coordinator takes: from a peer that it does not know yet, from workers, from an island that it has
-# called until that has let it in, and from islands
+# the frames that a coordinator takes, from a peer that it does not know yet and from those that it does
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}
 FROM_WORKER = {V1: FROM_WORKERS, V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, REWARD)}
 WORK = {HELLO, PROVE, JOIN, JOB_REQUEST, RESULT, SNAPSHOT_DATA, SNAPSHOT_REQUEST}        # others are limited in number
-FROM_CALLED = {V2: (CHALLENGE, PROVED, WELCOME, ISLAND, ERROR)}
-FROM_ISLAND = {V2: (STANDING, STATE_REQUEST, STATE, ERROR)}
 
 
 def only(every, frames):

@@ -1,73 +1,115 @@
-"""Islands: populations that gossip (docs/ISLANDS.md). A coordinator that is an island compares itself with others in
-tournaments (STANDING), and the worse one takes over the state of the better one. The state travels as the giver's
-snapshot file during training (STATE_REQUEST, STATE). Between two steps it becomes a new epoch of the receiver's run
-(cluster.history.Start). Peers are not trusted: an epoch that turns out worse than the previous one is undone, and for a
-while nothing is taken from that peer."""
+"""Islands: coordinators that compare themselves, and the worse one takes over the state of the better one
+(docs/ISLANDS.md). To a peer an island is a late worker: a thread asks for the status, compares, fetches the newest
+snapshot and merges it. Between two steps the result begins a new epoch of the run (cluster.history.Start)."""
 
 import contextlib
-import json
 import math
 import os
 import random
+import re
+import socket
+import threading
 import time
 from collections import namedtuple
 
-from cluster import history, snapshots
-from cluster.wire import FrameError, STANDING, STATE, read_json
-from egg_config import UsageError
+import egg_config
+from cluster import auth, history, snapshots
+from cluster.console import one_line
+from cluster.hub import NetError, address_text, resolve, split_address
+from cluster.link import Link
+from cluster.wire import OTHER_CONFIG, Refused, STATUS, V2, read_json
+from egg_config import ConfigError, EggError, UsageError, explained
 from egg_net import Hook
-from islands import merging, transfer
-from islands.peers import ASK_EVERY, NAME, Peers
+from islands import merging
 from model import state_digest
 
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 # kinds of fitness, of which less is better: their units; of a reward it is the negative
 KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",), "reward": ("reward",)}
 # of the newest measure in the exponential mean; validation and reward are hardly noisy
 WEIGHT = {"validation": 0.8, "loss": 0.05, "reward": 0.8}
-SURE = {"validation": 1, "loss": 10, "reward": 1}            # number of measures after which a new epoch is judged
-REGRET = {"clone": 0.03, "recombine": 0.1}   # an epoch that is worse than the previous one by more than this is undone
 HANDOVER_SECONDS = 30.0    # limit for a worker to send our state; the next step waits for it
-LINEAGE = 200              # most epochs in `status`
+PATIENCE = 30.0            # seconds within which a peer must answer
+PAUSE = (0.5, 30.0)        # seconds between two calls of an address that does not answer: the first, the longest
+EPOCHS = 200               # in `status`, at most
 BANDWIDTH = 16e6           # bytes per second, by default
 
 
+def parse_name(text):
+    """A name that any terminal, page or log can show. Raises ValueError."""
+    if not NAME.fullmatch(text):
+        raise ValueError(text)
+    return text
+
+
+def parse_peer(text):
+    """(host, port) of HOST:PORT or [IPV6]:PORT. Raises ValueError."""
+    host, port = split_address(text)
+    if not (host and port):
+        raise ValueError(text)
+    return host, port
+
+
+def parse_bandwidth(text):
+    """Bytes per second of 0 (no limit), 500k, 2.5M. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kM]?)", text)
+    rate = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]] if match else -1.0
+    if not (rate == 0 or 1000 <= rate <= 1e12):
+        raise ValueError(text)
+    return rate
+
+
+def peers_from_slurm(port, environ=os.environ):
+    """[(host, port)] of the other nodes of this process's Slurm job. Raises ConfigError."""
+    import subprocess
+    nodes = environ.get("SLURM_JOB_NODELIST")
+    advice = "give the peers with --peer"
+    if not nodes:
+        raise ConfigError(f"--peers-from-slurm: SLURM_JOB_NODELIST is not set: start it in a Slurm job, or {advice}")
+    with explained(ConfigError, "--peers-from-slurm needs scontrol to list the nodes", advice):
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"--peers-from-slurm: scontrol cannot read SLURM_JOB_NODELIST = {nodes[:200]!r}: {advice}")
+    this_node = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    return [(host, port) for host in done.stdout.split() if host != this_node]
+
+
 class IslandSettings(namedtuple("IslandSettings", "name peers bandwidth accept tls", defaults=[BANDWIDTH, True, None])):
-    """The settings of an island. peers: [(host, port)]; bandwidth: bytes of states per second, each way, 0 for no
+    """The settings of an island. peers: [(host, port)]; bandwidth: bytes of states that it fetches per second, 0 for no
     limit; accept: whether it takes over states; tls: the ssl.SSLContext for calls to peers, or None."""
 
     def attach(self, coordinator):
         return Island(coordinator, self)
 
 
-class Standing(namedtuple("Standing", "fitness kind unit step epoch founder state state_step ask")):
-    """How an island stands. fitness: a number, None before it is measured; kind: a key of KINDS; unit: of the fitness;
-    state, state_step: SHA-256 (bytes, or None) and step of its newest snapshot; founder: island from which its
-    population descends; ask: whether the peer shall answer."""
+# --- fitness ----------------------------------------------------------------------------------------------------------
 
-    def pack(self):
-        return json.dumps({**self._asdict(), "state": self.state and self.state.hex()}).encode()
-
-    def compares(self, other):
-        return (self.kind, self.unit) == (other.kind, other.unit)
+# How an island stands. fitness: a number, None before it is measured; kind: a key of KINDS; unit: of the fitness;
+# snapshot: step of its newest snapshot, 0 without one; sha256: of that state, hex
+Standing = namedtuple("Standing", "fitness kind unit snapshot sha256")
 
 
-def read_standing(payload):
-    """The Standing in a frame. Raises FrameError if it cannot be one."""
+def compares(one, other):
+    """Whether two fitnesses are of one kind, and measured."""
+    return (one.kind, one.unit) == (other.kind, other.unit) and None not in (one.fitness, other.fitness)
+
+
+def read_status(data):
+    """(name, id, step, epoch, Standing) of an island, from the JSON of its status. Raises ValueError."""
     try:
-        fields = read_json(payload)
-        state = fields["state"] and bytes.fromhex(fields["state"])
-        standing = Standing(**{**fields, "state": state})
-        counts = standing.step, standing.epoch, standing.state_step
-        fitness = standing.fitness
-        if not (all(type(x) is int and 0 <= x < history.MOST_STEPS for x in counts) and type(standing.ask) is bool
-                and standing.unit in KINDS[standing.kind] and NAME.fullmatch(standing.founder)
-                and (state is None or len(state) == 32)
+        status = read_json(data)
+        island = status["island"]
+        standing = Standing(*(island["standing"][field] for field in Standing._fields))
+        fitness, counts = standing.fitness, (status["step"], island["epoch"], standing.snapshot)
+        if not (all(type(count) is int and 0 <= count < history.MOST_STEPS for count in counts)
+                and NAME.fullmatch(island["name"]) and standing.unit in KINDS[standing.kind]
+                and (standing.sha256 is None or len(bytes.fromhex(standing.sha256)) == 32)
                 and (fitness is None or type(fitness) in (int, float) and abs(fitness) <= 1 << 30
                      and (fitness >= 0 or standing.kind == "reward"))):
             raise ValueError
     except (ValueError, TypeError, KeyError):
-        raise FrameError("wrong standing: it cannot be read") from None
-    return standing
+        raise ValueError("its status is not that of an island of this version") from None
+    return island["name"], island["id"], status["step"], island["epoch"], standing
 
 
 class Fitness:
@@ -81,9 +123,9 @@ class Fitness:
         self.begin()
 
     def begin(self):
-        self.value, self.measures = None, 0
+        self.fitness, self.measures = None, 0
 
-    def add(self, kind, unit, x, step):
+    def add(self, kind, unit, measure, step):
         """Adds a measure, unless it is a loss and there is validation."""
         if (kind, unit) != (self.kind, self.unit):
             if kind == "loss":
@@ -93,9 +135,9 @@ class Fitness:
             self.begin()
         self.measures += 1
         weight = max(WEIGHT[kind], 1 / self.measures)          # the plain mean at first
-        self.value = x if self.value is None else (1 - weight) * self.value + weight * x
-        if self.value < self.best:
-            self.best, self.best_step = self.value, step
+        self.fitness = measure if self.fitness is None else (1 - weight) * self.fitness + weight * measure
+        if self.fitness < self.best:
+            self.best, self.best_step = self.fitness, step
 
 
 Elite = namedtuple("Elite", "is_loss fitness epoch step name")       # the file of an elite; the smallest is the best
@@ -129,30 +171,95 @@ class Elites:
         self.files = files
         return True
 
-    def best(self, cfg):
-        """(epoch, State) of the best elite that can be read, None without one."""
-        for elite in self.files:
-            with contextlib.suppress(OSError, ValueError):
-                return elite.epoch, snapshots.read(cfg, os.path.join(self.directory, elite.name))
-        return None
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+class Peer:
+    """An address to call. name: of the island there, once it has answered; state: "up", "down", "refused" or "itself",
+    None before the first call; standing, step, epoch: of its last answer, heard at; taken: number of its states."""
+
+    state = standing = step = epoch = None
+    call_at = heard = 0.0
+    taken = 0
+
+    def __init__(self, host, port):
+        self.host, self.port = host, port
+        self.name = self.title = address_text(host, port)
+        self._pause = PAUSE[0]
+        try:
+            resolve(host, port)
+        except OSError:
+            raise NetError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
+                           "another island's coordinator") from None
+
+    def answered(self, status, own_id):
+        """Takes the result of read_status."""
+        self.name, id_, self.step, self.epoch, self.standing = status
+        self.state = "itself" if id_ == own_id else "up"
+        self.heard, self._pause = time.monotonic(), PAUSE[0]
+
+    def failed(self, state):
+        self.state = state
+        self.call_at = time.monotonic() + self._pause * random.uniform(0.5, 1.0)
+        self._pause = min(2 * self._pause, PAUSE[1])
 
 
-# A change to another state. kind: MERGE, "undo" or "rejuvenate"; incoming: a finished transfer.Incoming or None;
-# needs_ours: whether our state is needed; since: time.monotonic() at which it began
-Handover = namedtuple("Handover", "kind incoming needs_ours since")
+class Call:
+    """A call to a peer, in a thread of its own. ours: the Standing with which its state is compared, or None: only the
+    status is asked for. Afterwards, when `done`: status, see read_status, or None; error: why the call failed, refused:
+    for good; theirs: the Standing whose state was fetched, None if it was not better; made: the merged state, or theirs
+    if ours is needed for that, and its body as a snapshot, or None."""
+
+    done = refused = False
+    status = error = theirs = made = None
+
+    def __init__(self, island, peer, ours):
+        self.peer = peer
+        self.ours = ours
+        self._island = island
+        self.since = time.monotonic()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        island, cfg, peer = self._island, self._island.cfg, self.peer
+        access = auth.Access(island.coordinator.access.secret, island.settings.tls)
+        try:
+            with contextlib.closing(Link(cfg, peer.host, peer.port, V2, access, island.card)) as link:
+                self.status = read_status(link.next(STATUS, PATIENCE))
+                *_, theirs = self.status
+                if self.ours and theirs.sha256 and compares(self.ours, theirs) and theirs.fitness < self.ours.fitness:
+                    self._fetch(link, theirs)
+        except (EggError, ValueError) as error:
+            self.error, self.refused = str(error), True
+        except OSError as error:
+            self.error = error.strerror or str(error)
+        self.done = True
+
+    def _fetch(self, link, theirs):
+        cfg = self._island.cfg
+        data = link.fetch_snapshot(theirs.snapshot, snapshots.most_bytes(cfg), self._island.settings.bandwidth)
+        state, body = snapshots.unpack(cfg, data, bytes.fromhex(theirs.sha256)), None
+        if not merging.needs_ours(cfg):
+            state = merging.merge(cfg, None, state, self.ours.fitness, theirs.fitness)
+            body = snapshots.pack(state)
+        self.theirs, self.made = theirs, (state, body)
+
+
+# --- the island -------------------------------------------------------------------------------------------------------
+
+# A change to another state, which needs ours. kind: MERGE or "rejuvenate"; call: a Call or None; since: when it began
+Handover = namedtuple("Handover", "kind call since")
 
 
 class Island(Hook):
-    """The island of an egg_net.Coordinator. lineage: [dict for JSON] of its epochs. Raises NetError, UsageError."""
+    """The island of an egg_net.Coordinator. epochs: [dict for JSON]. Raises NetError, UsageError."""
 
     takes_version_1 = False
-    incoming = None
+    call = None                # the present Call
     last_taken = None          # SHA-256 of the last state taken: it is not taken twice
-    merge_event = None         # fields of a merge whose first chunk is not handed out yet
 
     def __init__(self, coordinator, settings):
-        cfg = coordinator.cfg
-        run = coordinator.run
+        cfg, run = coordinator.cfg, coordinator.run
         if not (run.directory and cfg.SNAPSHOT_EVERY):
             raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
         self.coordinator = coordinator
@@ -160,301 +267,195 @@ class Island(Hook):
         self.cfg = cfg
         self.run = run
         self.settings = settings
-        self.peers = Peers(self, coordinator, settings, transfer.Bucket(settings.bandwidth))
-        self.admit_peer = self.peers.admit
-        self.peer_joined = self.peers.joined
+        self.peers = [Peer(host, port) for host, port in settings.peers]
+        self.card = {"role": "island", "id": os.urandom(8).hex(), "name": settings.name, "config": cfg.agreed()}
         self.fitness = Fitness()
         self.elites = Elites(run.directory, cfg.ELITES)
-        self.bandwidth_in = transfer.Bucket(settings.bandwidth)
-        self.on_trial = run.start.origin             # of the current epoch, until it has been judged
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
-        self.lineage = [ancestor(start, settings.name) for start in history.epochs(run.directory)]
-        titles = [target.title for target in self.peers.targets]
+        self.epochs = [_epoch(start, settings.name) for start in history.epochs(run.directory)]
+        titles = [peer.title for peer in self.peers]
         self.events.emit("island", f"island {settings.name}; addresses to call: {', '.join(titles) or 'none'}",
                          name=settings.name, peers=titles)
 
     # the coordinator calls these (egg_net.Hook)
 
+    def admit_peer(self, card):
+        if card.id == self.card["id"]:
+            return                                   # it calls itself, and will see that by the status
+        reason = None
+        ours, theirs = ({name: value for name, value in config.items() if not egg_config.may_differ(name)}
+                        for config in (self.card["config"], card.config))
+        if card.name == self.settings.name:
+            reason = f"it is called {card.name}, as this island: give every island another name"
+        elif differ := history.difference(theirs, ours):
+            reason = f"these constants must be the same on all islands: {differ}"
+        elif card.config.get("ISLAND_SEED") == self.cfg.ISLAND_SEED:
+            reason = (f"ISLAND_SEED = {self.cfg.ISLAND_SEED} there and here, so their noise would be the same: give "
+                      "every island another, -D ISLAND_SEED=N")
+        if reason:
+            raise Refused(f"island {card.name}: {reason}", OTHER_CONFIG)
+
     def check(self, now):
-        self.peers.check(now)
-        if self.incoming and (why := self.incoming.too_slow(now)):
-            self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
-        elif self.incoming:
-            self._advance(self.incoming.unpack)
+        if self.call and self.call.done and not self.call.made:
+            self._take_answer()                      # with a state it waits for the end of the step
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
             self._give_up(f"no worker sent our state within {HANDOVER_SECONDS:g} s")
+        silent = [peer for peer in self.peers if peer.state not in ("up", "itself") and now >= peer.call_at]
+        if silent and not (self.call or self.handover):
+            self.call = Call(self, random.choice(silent), None)
 
-    def close(self):
-        self.chunk_handed_out()
-        if self.incoming:
-            self.incoming.drop()
-
-    def validated(self, step, value, unit):
-        self.fitness.add("reward" if self.cfg.OBJECTIVE else "validation", unit, value, step)
+    def validated(self, step, figure, unit):
+        self.fitness.add("reward" if self.cfg.OBJECTIVE else "validation", unit, figure, step)
         self._offer_elite(step)
 
-    def _offer_elite(self, step):
-        """Keeps the snapshot of this step as an elite if it is one of the best."""
-        path, fitness = self.coordinator.shelf.path(step), self.fitness
-        if not path or fitness.value is None:
-            return
-        try:
-            if self.elites.offer(path, self.run.start.epoch, step, fitness.kind, fitness.value):
-                self.events.emit("elite", step=step, fitness=_rounded(fitness.value), kind=fitness.kind)
-        except OSError as error:
-            self.events.warn(f"island: the state of step {step} cannot be kept as an elite: {error.strerror}")
-
     def step_completed(self, loss):
-        """Between two steps it may change to another state, or begin a tournament."""
+        """Between two steps it may change to another state, or begin a comparison."""
         if not self.cfg.OBJECTIVE:
             self.fitness.add("loss", KINDS["loss"][0], loss, self.run.step)
         if self.coordinator.finished or self.coordinator.closing:
             return
-        self.handover = self._due()
-        if self.handover and not self.handover.needs_ours:
-            self._hand_over(None)
-        elif not self.handover and random.random() < self.cfg.GOSSIP_RATE:
-            now = time.monotonic()
-            free = [peer for peer in self.peers.known.values()
-                    if peer.session and not peer.question_at and now >= peer.next_question_at]
-            if free:
-                peer = random.choice(free)
-                peer.question_at = now
-                peer.next_question_at = now + ASK_EVERY
-                peer.session.reply(STANDING, self.standing(True).pack())
+        if self.call and self.call.done:
+            self._take_answer()
+        if not self.handover and self._rejuvenation_is_due():
+            self.handover = Handover("rejuvenate", None, time.monotonic())
+        up = [peer for peer in self.peers if peer.state == "up"]
+        if up and not (self.handover or self.call) and random.random() < self.cfg.GOSSIP_RATE:
+            self.call = Call(self, random.choice(up), self.standing() if self.settings.accept else None)
 
     def state_received(self, upload):
         if not upload.remembered:
             self._offer_elite(upload.step)
-        elif not self.handover or upload.step != self.run.step:
-            return
-        elif self.coordinator.trust.contradicts(upload.step, upload.digest):
-            self._give_up("workers hold different states")
-        else:
-            self._hand_over(upload.state(), upload.digest)
-
-    def chunk_handed_out(self):
-        """Logs a merge with the first chunk of its epoch: then its duration is known."""
-        event, self.merge_event = self.merge_event, None
-        if event:
-            seconds = time.monotonic() - event.pop("since")
-            source = "back to our own state" if event["kind"] == "undo" else \
-                f"{event['kind']} of the state of {event['peer']}"
-            line = (f"island: step {event['step']} begins epoch {event['epoch']}: {source} of step "
-                    f"{event['peer_step']}, handed over in {seconds:.2f} s")
-            self.events.emit("merge", line, **event, seconds=round(seconds, 3))
+        elif self.handover and upload.step == self.run.step:
+            self._hand_over(self.handover, upload.state())
 
     def status(self):
-        return {"name": self.settings.name, "epoch": self.run.start.epoch, "kind": self.fitness.kind,
-                "fitness": self.shown(self.fitness.value, self.fitness.kind), "founder": self.lineage[-1]["founder"],
-                "peers": self.peers.status(), "lineage": self.lineage[-LINEAGE:]}
+        peers = [{"name": peer.name, "address": peer.title, "state": peer.state or "down",
+                  "kind": peer.standing and peer.standing.kind,
+                  "fitness": peer.standing and self._shown(peer.standing.fitness, peer.standing.kind),
+                  "step": peer.step, "epoch": peer.epoch, "taken": peer.taken,
+                  "last_seen": round(time.monotonic() - peer.heard, 3) if peer.heard else None}
+                 for peer in self.peers if peer.state != "itself"]
+        return {"name": self.settings.name, "id": self.card["id"], "epoch": self.run.start.epoch,
+                "kind": self.fitness.kind, "fitness": self._shown(self.fitness.fitness, self.fitness.kind),
+                "standing": self.standing()._asdict(), "peers": peers, "epochs": self.epochs[-EPOCHS:]}
 
-    def shown(self, fitness, kind):
+    def standing(self):
+        shelf, fitness = self.coordinator.shelf, self.fitness
+        sha256 = shelf.sha256.get(shelf.newest)
+        return Standing(fitness.fitness, fitness.kind, fitness.unit, shelf.newest, sha256 and sha256.hex())
+
+    # comparisons
+
+    def _take_answer(self):
+        """Ends the present call, and hands over to its state if that is still better."""
+        call, self.call = self.call, None
+        peer, before = call.peer, call.peer.state
+        if call.status:
+            peer.answered(call.status, self.card["id"])
+        if call.error:
+            peer.failed("refused" if call.refused else "down")
+        if peer.state != before and peer.state != "itself":
+            told = {"up": f"peer {peer.name} at {peer.title} is up"}.get(
+                peer.state, f"peer {peer.name} is {peer.state}: {one_line(call.error or '')}")
+            self.events.emit("peer", f"island: {told}", peer=peer.name, address=peer.title, state=peer.state)
+        if not (call.ours and call.status):
+            return
+        ours, theirs = self.standing(), call.status[-1]
+        better = call.made and compares(ours, call.theirs) and call.theirs.fitness < ours.fitness
+        outcome = ("take" if better and call.theirs.sha256 != self.last_taken else
+                   "keep" if compares(ours, theirs) else "other kind")
+        self.events.emit("gossip", None, peer=peer.name, ours=_rounded(ours.fitness), theirs=_rounded(theirs.fitness),
+                         kind=ours.kind, outcome=outcome)
+        if outcome == "take":
+            handover = Handover(self.cfg.MERGE, call, time.monotonic())
+            if call.made[1] is None:
+                self.handover = handover             # until a worker has sent our state
+            else:
+                self._hand_over(handover, None)
+
+    def _offer_elite(self, step):
+        """Keeps the snapshot of this step as an elite if it is one of the best."""
+        path, fitness = self.coordinator.shelf.path(step), self.fitness
+        if not path or fitness.fitness is None:
+            return
+        try:
+            if self.elites.offer(path, self.run.start.epoch, step, fitness.kind, fitness.fitness):
+                self.events.emit("elite", step=step, fitness=_rounded(fitness.fitness), kind=fitness.kind)
+        except OSError as error:
+            self.events.warn(f"island: the state of step {step} cannot be kept as an elite: {error.strerror}")
+
+    def _shown(self, fitness, kind):
         """A fitness for people: a loss in the unit in which losses are shown, a reward as it is; None of None."""
         units = {"loss": self.coordinator.progress.bits, "reward": -1}
-        return fitness and _rounded(fitness * units.get(kind, 1))
-
-    def handle(self, peer, opcode, payload):
-        """Takes a frame of a peer. Returns whether it was useful. Raises FrameError."""
-        if opcode == STANDING:
-            return self._take_standing(peer, read_standing(payload))
-        incoming = self.incoming
-        if opcode != STATE or not incoming or incoming.peer is not peer or not incoming.requested:
-            return False
-        sha256, total, *piece = STATE.unpack(payload)
-        if sha256 != incoming.standing.state:
-            return False
-        if total:
-            self._advance(incoming.add, total, *piece)
-        else:
-            self._drop_incoming(f"{peer.name} does not have its state of step {incoming.standing.state_step} any more")
-        return True
-
-    def peer_lost(self, peer):
-        if self.incoming and self.incoming.peer is peer:
-            self.incoming.requested = False          # the piece is requested again when the peer is back
-
-    def standing(self, ask=False):
-        shelf, fitness = self.coordinator.shelf, self.fitness
-        return Standing(fitness.value, fitness.kind, fitness.unit, self.run.step, self.run.start.epoch,
-                        self.lineage[-1]["founder"], shelf.sha256.get(shelf.newest), shelf.newest, ask)
-
-    def _take_standing(self, peer, theirs):
-        """Both sides judge the same two standings, so the better island need not send anything else."""
-        if not (peer.questions.take() if theirs.ask else peer.question_at):
-            return False                             # too many, or no answer to ours
-        peer.standing, ours = theirs, self.standing()
-        if theirs.ask:
-            peer.session.reply(STANDING, ours.pack())
-        else:
-            peer.question_at = None
-        behind = 0 if None in (ours.fitness, theirs.fitness) else ours.fitness - theirs.fitness
-        busy = self.incoming or self.handover or self.coordinator.closing
-        outcome, line = "offer" if behind < 0 else "keep", None
-        if not ours.compares(theirs) or not self.peers.trusted(peer):
-            outcome = "refused"
-        elif behind > 0 and self.settings.accept and not busy and theirs.state not in (None, self.last_taken):
-            outcome = "pull"
-            figures = (self.shown(standing.fitness, ours.kind) for standing in (theirs, ours))
-            unit = self.coordinator.progress.unit if ours.kind == "loss" else ours.unit
-            line = "island: {} is better, {:.4f} against {:.4f} {}: fetching its state of step {}".format(
-                peer.name, *figures, unit, theirs.state_step)
-            self.incoming = transfer.Incoming(self.cfg, peer, theirs, self.run.directory, self.bandwidth_in)
-            self.incoming.request()
-        if outcome == "pull" or not theirs.ask:
-            self.events.about(peer.author.host, "gossip", line, peer=peer.name, ours=_rounded(ours.fitness),
-                              theirs=_rounded(theirs.fitness), kind=ours.kind, outcome=outcome)
-        return True
-
-    def _advance(self, work, *arguments):
-        """Calls `work` for the incoming state, then requests the next piece."""
-        incoming, name = self.incoming, self.incoming.peer.name
-        try:
-            work(*arguments)
-        except ValueError as error:
-            self._drop_incoming(f"the state of {name} is not used: {error}", distrust=True)
-        except OSError as error:
-            self._drop_incoming(f"the state of {name} cannot be kept: {error.strerror}")
-        else:
-            if incoming.finished and not incoming.preparing:
-                incoming.prepare(self.fitness.value)
-            incoming.request()
-
-    def _drop_incoming(self, why=None, distrust=False):
-        incoming, self.incoming = self.incoming, None
-        incoming.drop()
-        if distrust:
-            self.peers.distrust(incoming.peer, why)
-        elif why:
-            self.events.warn(f"island: {why}", incoming.peer.author.host)
+        return None if fitness is None else _rounded(fitness * units.get(kind, 1))
 
     # epochs
 
-    def _due(self):
-        cfg = self.cfg
-        now = time.monotonic()
-        fitness = self.fitness
-        if self._must_undo() and self.elites.files:
-            return Handover("undo", None, False, now)
-        if self.incoming and self.incoming.made:
-            theirs = self.incoming.standing
-            if theirs.compares(fitness) and fitness.value is not None and fitness.value > theirs.fitness:
-                return Handover(cfg.MERGE, self.incoming, merging.needs_ours(cfg), now)
-            self._drop_incoming(f"the state of {self.incoming.peer.name} is no longer better than ours: not used")
-        self.idle_since = max(self.idle_since, fitness.best_step)
-        if cfg.REJUVENATE_AFTER and self.run.step - self.idle_since >= cfg.REJUVENATE_AFTER:
-            return Handover("rejuvenate", None, True, now)
-        return None
+    def _rejuvenation_is_due(self):
+        self.idle_since = max(self.idle_since, self.fitness.best_step)
+        return self.cfg.REJUVENATE_AFTER and self.run.step - self.idle_since >= self.cfg.REJUVENATE_AFTER
 
-    def _must_undo(self):
-        """Whether the current epoch is worse than the previous one; then its giver is distrusted."""
-        origin, fitness = self.on_trial, self.fitness
-        if not origin or fitness.measures < SURE[fitness.kind]:
-            return False
-        self.on_trial = None
-        if not _regrets(origin, fitness):
-            return False
-        sign = -1 if fitness.kind == "reward" else 1
-        why = (f"the state of {origin['from']} promised {sign * origin['theirs']:.4f}; this island measures "
-               f"{sign * fitness.value:.4f} {fitness.unit} with it and had {sign * origin['ours']:.4f} before")
-        if giver := self.peers.known.get(origin["from"]):
-            self.peers.distrust(giver, why)
-        else:
-            self.events.warn(f"island: {why}")
-        return True
-
-    def _hand_over(self, ours, digest=None):
-        """Begins the next epoch. ours: our State if it is needed; digest: its digest."""
-        handover = self.handover
-        run = self.run
-        name = self.settings.name
-        parent = digest if ours else self.coordinator.trust.leading(run.step - 1)
-        origin = {"epoch": run.start.epoch + 1, "kind": handover.kind, "island": name, "from": name,
-                  "founder": self.lineage[-1]["founder"], "peer_step": None, "fitness_kind": self.fitness.kind,
-                  "ours": _rounded(self.fitness.value), "theirs": None, "parent_theirs": None,
-                  "parent_ours": parent.hex(), "parent_ours_step": run.step - (not ours)}
+    def _hand_over(self, handover, ours):
+        """Begins the next epoch. ours: our State if it is needed."""
+        cfg, run, call, fitness = self.cfg, self.run, handover.call, self.fitness
+        origin = {"epoch": run.start.epoch + 1, "kind": handover.kind, "island": self.settings.name,
+                  "from": call.peer.name if call else self.settings.name, "peer_step": None,
+                  "fitness_kind": fitness.kind, "ours": _rounded(fitness.fitness), "theirs": None}
         try:
-            state, body, more = self._next_state(ours)
-            if not state:
-                return self._give_up("no elite can be read")
+            if call:
+                theirs, (state, body) = call.theirs, call.made
+                origin |= {"peer_step": theirs.snapshot, "theirs": _rounded(theirs.fitness)}
+                if not body:
+                    state = merging.merge(cfg, ours, state, fitness.fitness, theirs.fitness)
+            else:
+                state, body = merging.rejuvenate(cfg, ours), None
             state.step, state.seed = run.step, run.seed
-            origin.update(more, digest=state_digest.of_state(state).hex())
+            origin["digest"] = state_digest.of_state(state).hex()
             self.coordinator.begin_epoch(state, origin, body)
-        except ValueError as error:                  # only a peer's state raises it
-            peer = handover.incoming.peer
-            self.peers.distrust(peer, f"the state of {peer.name} is not used: {error}")
-            self._end_handover()
+        except ValueError as error:                  # a peer's state
+            self._give_up(f"the state of {call.peer.name} is not used: {error}")
         except OSError as error:
             self._give_up(f"the new state cannot be kept: {error.strerror}")
         else:
-            self._epoch_begun(origin)
+            self._epoch_begun(handover, origin)
 
-    def _next_state(self, ours):
-        """(State of the next epoch, its body as a snapshot or None, more fields of its origin); the State is None if no
-        elite can be read. Raises OSError, ValueError for a peer's state that cannot be used."""
-        cfg = self.cfg
-        kind = self.handover.kind
-        incoming = self.handover.incoming
-        if kind == "rejuvenate":
-            return merging.rejuvenate(cfg, ours), None, {}
-        if kind == "undo":
-            epoch, state = self.elites.best(cfg) or (None, None)
-            founder = next((e["founder"] for e in self.lineage if e["epoch"] == epoch), self.settings.name)
-            return state, None, {"peer_step": state and state.step, "founder": founder}
-        theirs, upload = incoming.standing, incoming.upload
-        more = {"alpha": cfg.RECOMBINE_ALPHA} if kind == "recombine" else {}
-        return *incoming.result(ours, self.fitness.value), {
-            "from": incoming.peer.name, "peer_step": upload.step, "theirs": _rounded(theirs.fitness),
-            "optimizer": cfg.OPTIMIZER_MERGE, "founder": theirs.founder, "parent_theirs": upload.digest.hex(), **more}
-
-    def _epoch_begun(self, origin):
-        handover = self.handover
-        self.on_trial = origin
-        self.idle_since = self.run.step
-        self.lineage.append(ancestor(self.run.start, self.settings.name))
-        event = {"step": self.run.step, "epoch": origin["epoch"], "digest": origin["digest"]}
-        if handover.kind == "rejuvenate":
-            line = (f"island: no better for {self.cfg.REJUVENATE_AFTER} steps: moments begin anew and the noise is "
-                    f"raised (epoch {origin['epoch']}, step {self.run.step})")
-            self.events.emit("rejuvenated", line, **event)
+    def _epoch_begun(self, handover, origin):
+        step, epoch, seconds = self.run.step, origin["epoch"], time.monotonic() - handover.since
+        self.epochs.append(_epoch(self.run.start, self.settings.name))
+        event = {"step": step, "epoch": epoch, "digest": origin["digest"]}
+        if handover.call:
+            theirs, peer = handover.call.theirs, handover.call.peer
+            peer.taken += 1
+            self.last_taken = theirs.sha256
+            figures = "{:.4f} against {:.4f}".format(*(self._shown(x, theirs.kind) for x in (theirs.fitness,
+                                                                                          self.fitness.fitness)))
+            unit = self.coordinator.progress.unit if theirs.kind == "loss" else theirs.unit
+            line = (f"island: step {step} begins epoch {epoch}: {handover.kind} of the state of {peer.name} of step "
+                    f"{theirs.snapshot}, {figures} {unit}, fetched in {handover.since - handover.call.since:.1f} s")
+            self.events.emit("merge", line, **event, peer=peer.name, seconds=round(seconds, 3),
+                             **{k: origin[k] for k in ("ours", "theirs", "fitness_kind", "peer_step", "kind")})
         else:
-            names = "ours", "theirs", "fitness_kind", "parent_ours", "parent_theirs", "founder", "peer_step", "kind"
-            self.merge_event = {**event, "peer": origin["from"], "since": handover.since,
-                                **{k: origin[k] for k in names}}
-        if handover.incoming:
-            handover.incoming.peer.taken += 1
-            self.last_taken = handover.incoming.standing.state
+            line = (f"island: no better for {self.cfg.REJUVENATE_AFTER} steps: moments begin anew and the noise is "
+                    f"raised (epoch {epoch}, step {step})")
+            self.events.emit("rejuvenated", line, **event)
         self.fitness.begin()
         self._end_handover()
 
-    def _give_up(self, why):
-        self.events.warn(f"island: step {self.run.step} goes on with our state: {why}")
+    def _give_up(self, reason):
+        self.events.warn(f"island: step {self.run.step} goes on with our state: {reason}")
         self._end_handover()
 
     def _end_handover(self):
-        if self.incoming:                            # its fitness was compared with the previous state
-            self._drop_incoming()
-        if self.handover.kind == "rejuvenate":
-            self.idle_since = self.run.step
+        self.idle_since = self.run.step
         self.handover = None
         self.coordinator.dispatcher.changed = True
 
 
-def _regrets(origin, fitness):
-    """Whether this fitness is worse than that before the merge of an origin, by more than REGRET. The header of a run
-    that somebody else began may hold anything in place of an origin's fields."""
-    ours, kind = origin.get("ours"), origin.get("kind")
-    return ("from" in origin and origin.get("fitness_kind") == fitness.kind and kind in REGRET
-            and all(isinstance(figure, (int, float)) for figure in (ours, origin.get("theirs")))
-            and fitness.value - ours > REGRET[kind] * abs(ours))
-
-
-def ancestor(start, name):
-    """The entry of `lineage` for an epoch that begins with a history.Start. name: of the island."""
+def _epoch(start, name):
+    """The entry of `epochs` for one that begins with a history.Start. name: of the island."""
     origin = start.origin or {}
     return {"epoch": start.epoch, "step": start.step, "from": origin.get("from", name),
-            "peer_step": origin.get("peer_step"), "digest": origin.get("digest"),
-            "founder": origin.get("founder", name)}
+            "peer_step": origin.get("peer_step"), "digest": origin.get("digest")}
 
 
 def _rounded(x):

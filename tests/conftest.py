@@ -16,7 +16,7 @@ import pytest
 import egg_config
 import egg_net
 from engine import hardware
-from islands import gossip, peers
+from islands import gossip
 from model import parameters
 from compiling import CARDS, Compiler, compile_cpu_engine
 from coordinators import Server
@@ -32,7 +32,7 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 # A shell starts what it puts in the background with SIGINT ignored, and a process hands that on to those it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)          # else each of many processes compiles all modules it imports
-egg_net.random = gossip.random = peers.random = Dice()
+egg_net.random = gossip.random = Dice()
 parameters._xorshift = functools.lru_cache(9)(parameters._xorshift)         # most engines begin with the same numbers
 
 
