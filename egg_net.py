@@ -759,12 +759,7 @@ class Coordinator:
 
     def _distrust(self, author):
         """Forgets what this author has computed in this step."""
-        doubted = {worker for worker in self.dispatcher.workers if worker.author == author and worker.trusted}
-        if doubted:
-            for worker in doubted:
-                worker.trusted = False
-            self.dispatcher.doubt(author)
-            self.collector.drop(doubted)
+        self.collector.drop(self.dispatcher.distrust(author))
 
     def _count_error(self, author, reason):
         """Books an error of a worker: what it did in this step is done again, and at the third one it is banned."""

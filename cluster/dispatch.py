@@ -150,6 +150,15 @@ class Dispatcher:
         self.work.withdraw(author)
         self.changed = True
 
+    def distrust(self, author):
+        """Others contradict the state of this author. Returns its workers that were trusted until now."""
+        doubted = {worker for worker in self.workers if worker.author == author and worker.trusted}
+        for worker in doubted:
+            worker.trusted = False
+        if doubted:
+            self.doubt(author)
+        return doubted
+
     def give_back(self, worker, chunks):
         for chunk in chunks:
             self.work.give_back(worker, chunk)

@@ -268,7 +268,7 @@ class Island(Hook):
         self.run = run
         self.settings = settings
         self.peers = [Peer(host, port) for host, port in settings.peers]
-        self.card = {"role": "island", "id": os.urandom(8).hex(), "name": settings.name, "config": cfg.agreed()}
+        self.card = {"role": "island", "id": os.urandom(8).hex(), "name": settings.name, "config": cfg.shared()}
         self.fitness = Fitness()
         self.elites = Elites(run.directory, cfg.ELITES)
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts

@@ -19,8 +19,8 @@ import egg
 import egg_config
 import egg_net
 from cluster import admission, auth, hub, snapshots, status, wire
-from cluster.auth import (Access, AuthError, Caller, GreetingError, Host, client_tls, key_of, listen_host, page_password,
-                          read_secret, server_tls, whole_secret)
+from cluster.auth import (Access, AuthError, Caller, GreetingError, Host, client_tls, key_of, listen_host,
+                          page_password, read_secret, server_tls, whole_secret)
 from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME, frame
 from coordinators import Peer, Peer2, Server, idle, listening, refused, run_worker, turned_away, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
