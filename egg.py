@@ -253,8 +253,8 @@ def train(cfg, args):
          option("--peer HOST:PORT", "coordinator of another island; can be repeated; islands may share one list",
                 parsed_by("islands.gossip", "parse_peer", "HOST:PORT"), action="append", default=[]),
          option("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
-         option("--gossip-bandwidth BYTES", "limit on the bytes of models that it fetches per second, like 500k or 2.5M; "
-                "0: none (default: 16M)", parsed_by("islands.gossip", "parse_bandwidth",
+         option("--gossip-bandwidth BYTES", "limit on the bytes of models that it fetches per second, like 500k or "
+                "2.5M; 0: none (default: 16M)", parsed_by("islands.gossip", "parse_bandwidth",
                                             "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
          option("--no-accept", "give models to peers, but never take one"), saved=of_directory)
 def coordinator(cfg, args):
@@ -365,7 +365,8 @@ def status(cfg, args):
 def key(cfg, args):
     """make the key of one worker: it lets that worker in, under this name alone, and the secret stays with you
 
-    example: (umask 077; python egg.py key gpu7 --secret-file secret > gpu7.key)
+    examples:
+      python egg.py key gpu7 --secret-file secret > gpu7.key
       python egg.py worker 10.0.0.1 --preset best --secret-file gpu7.key      on that machine"""
     from cluster import auth
     secret = auth.whole_secret(args.secret_file)

@@ -664,8 +664,7 @@ class Coordinator:
             if worker.version == V2 and result.step == step:
                 raise FrameError(f"wrong chunk: RESULT for chunk {chunk}, which it does not owe")
             return                                   # perhaps it was handed out on an earlier connection
-        erred = self.dispatcher.take(worker, result, chunk)
-        if erred is None:
+        if (erred := self.dispatcher.take(worker, result, chunk)) is None:
             return
         self.progress.result(result.updates)
         for author in erred:
@@ -758,7 +757,6 @@ class Coordinator:
         return False
 
     def _distrust(self, author):
-        """Forgets what this author has computed in this step."""
         self.collector.drop(self.dispatcher.distrust(author))
 
     def _count_error(self, author, reason):

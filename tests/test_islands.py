@@ -262,7 +262,7 @@ def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
         isles = [stack.enter_context(Isle(tmp_path / n, n, 0, ports, port=port)) for n, port in zip("abc", ports)]
         until(lambda: all(sum(peer["state"] == "up" for peer in isle.shown()["peers"]) == 2 for isle in isles))
         assert all(len(isle.shown()["peers"]) == 2 for isle in isles)
-    assert not any("refused" in isle.said for isle in isles)
+    assert not any("is refused" in isle.said for isle in isles)
 
 
 def test_a_peer_that_is_away_is_down_until_it_answers(tmp_path):
