@@ -36,7 +36,7 @@ class Curve:
     _bits = 1.0                # in one unit of the losses, in old logs that do not name it
     _before = 0.0              # seconds of training before this start of the run
 
-    def __init__(self, name):
+    def __init__(self, name=""):
         self.name = name
         self.loss, self.validation, self.reward = [], [], []
         self.units = defaultdict(str)
@@ -82,12 +82,12 @@ def thinned(points, most):
     return [Point(*(sum(column) / len(group) for column in zip(*group))) for group in groups]
 
 
-def read_curve(path):
-    """The Curve in a save directory, perhaps a stranger's, or in a file of --log-json. Lines that are torn or hold
-    something else are skipped. Raises WatchError."""
+def read_curve(path, curve=None):
+    """The Curve in a save directory, perhaps a stranger's, or in a file of --log-json: a new one, or `curve`. Lines
+    that are torn or hold something else are skipped. Raises WatchError."""
     # a link may be named by the user, but not lie in the directory
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else os.path.realpath(path)
-    curve = Curve(one_line(str(path)).removesuffix(".jsonl"))
+    curve = curve or Curve(one_line(str(path)).removesuffix(".jsonl"))
     for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name]:         # a long log has an older part
         with egg_config.explained(WatchError, part, ADVICE), open_file(part) as raw, io.BufferedReader(raw) as file:
             every = 1 + os.fstat(raw.fileno()).st_size // READ_WHOLE
