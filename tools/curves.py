@@ -13,7 +13,7 @@ from cluster.console import one_line
 from cluster.event_log import LONGEST, WatchError
 from cluster.history import EVENTS, open_file
 
-POINTS = 1 << 14           # most points of a curve
+POINTS = 1 << 12           # most points of a curve
 READ_WHOLE = 1 << 24       # bytes of a log: of the steps in one that is n times as long only each n-th is read
 SAMPLES, MERGES = 8, 200   # the newest ones of a run that are kept
 TEXT = 64                  # characters of a name or a unit
@@ -76,8 +76,9 @@ class Curve:
 
 
 def thinned(points, most):
-    """[Point]: about `most` of a curve at most, each the mean of its neighbours."""
-    width = 1 + (points[-1].step - points[0].step) // most if points else 1
+    """[Point]: about `most` of a curve at most, each the mean of its neighbours, of as many steps each."""
+    span = points[-1].step - points[0].step if points else 0
+    width = 1 << int(span // most).bit_length()      # a power of two: a group of groups is a group
     groups = [[*group] for _, group in itertools.groupby(points, lambda point: point.step // width)]
     return [Point(*(sum(column) / len(group) for column in zip(*group))) for group in groups]
 

@@ -28,13 +28,12 @@ MOST_CLIENTS = 64          # connections at a time; the next one takes the place
 REQUEST_SECONDS = 10.0     # that a client may keep its thread waiting
 FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at which somebody has looked
 POINTS = 800               # most points of a curve
-WORKERS, LINES = 200, 50   # most of them in an answer; of the peers of an island as many as of workers
-PAGE = f"{ROOT}/tools/live_page.html"
+ENTRIES = 200              # most workers, peers of an island and lines
 LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d*)?", re.IGNORECASE)     # a field Host of this machine
 BETTER = {"validation": min, "reward": max}
 
 # metric (docs/EVENTS.md), part of the state ("run": all of it), field, fields that are labels
-METRICS = """
+METRICS = """\
 egg_steps_total               run              step
 egg_tokens_total              run              tokens
 egg_tokens_per_second         run              tokens_per_second
@@ -95,14 +94,14 @@ def where(address, access):
 def figures(coordinator):
     """dict: the status of a coordinator, and what else the page shows that is not in its events."""
     status, progress = coordinator.status(), coordinator.progress
-    step, island = status["step"], status["island"]
+    island = status["island"]
     peers = island["peers"] if island else []
     cfg = coordinator.cfg
-    return {**status, **vars(progress.traffic), "workers": status["workers"][:WORKERS], "peers": peers[:WORKERS],
+    return {**status, **vars(progress.traffic), "workers": status["workers"][:ENTRIES], "peers": peers[:ENTRIES],
             "n_peers": island and len(peers), "n_up": island and sum(peer["state"] == "up" for peer in peers),
             "minutes": coordinator.minutes, "first_step": progress.first_step, "trained": progress.seconds,
-            "tokens": step * progress.tokens_a_step, "weights": coordinator.n_weights,
-            "sigma_shift": cfg.sigma_shift(step) if cfg.PERTURB == "weights" else None}
+            "tokens": status["step"] * progress.tokens_a_step, "weights": progress.loss and coordinator.n_weights,
+            "sigma_shift": cfg.sigma_shift(status["step"]) if cfg.PERTURB == "weights" else None}
 
 
 class View(Curve):
@@ -112,7 +111,7 @@ class View(Curve):
     def __init__(self):
         super().__init__()
         self.counts = Counter()
-        self.lines = deque(maxlen=LINES)
+        self.lines = deque(maxlen=ENTRIES)
         self.newest = {}
 
     def add(self, event, line=None):
@@ -138,7 +137,7 @@ def prometheus(state):
     """str: the figures of a state in the text format of Prometheus; names in _total are counters."""
     parts = {"run": state, **state}
     lines = []
-    for metric in METRICS.strip().splitlines():
+    for metric in METRICS.splitlines():
         name, part, field, *labels = metric.split()
         lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}")
         entries = parts.get(part)
@@ -147,7 +146,7 @@ def prometheus(state):
                 words = ",".join(f"{label}={json.dumps(one_line(entry[label]), ensure_ascii=False)}"
                                  for label in labels)
                 lines.append(f"{name}{'{' * bool(words)}{words}{'}' * bool(words)} {entry[field]}")
-    return "\n".join([*lines, ""])
+    return "\n".join(lines) + "\n"
 
 
 class Page(ThreadingHTTPServer):
@@ -155,6 +154,7 @@ class Page(ThreadingHTTPServer):
     cannot listen there."""
 
     daemon_threads = True
+    request_queue_size = MOST_CLIENTS
     server_bind = socketserver.TCPServer.server_bind         # that of HTTPServer asks for the name of this host
     handle_error = nothing
     looked = False             # whether a browser has asked for the state
@@ -164,8 +164,8 @@ class Page(ThreadingHTTPServer):
         self.where = where
         self.coordinator = coordinator
         self.clients = deque(maxlen=MOST_CLIENTS)            # the newest connections
-        self.news = queue.SimpleQueue()                      # (event, line), (None, figures)
-        with open(PAGE, "rb") as file:
+        self.news = queue.SimpleQueue()                      # (event, line), (None, figures); None at the end
+        with open(f"{ROOT}/tools/live_page.html", "rb") as file:
             self.bodies = {"/": ("text/html; charset=utf-8", file.read())}         # {path: (type, bytes)}
         with explained(WatchError, f"--http {address_text(where.host, where.port)}", "choose another address"):
             self.address_family, *_, address = resolve(where.host, where.port)[0]
@@ -200,6 +200,7 @@ class Page(ThreadingHTTPServer):
     def close(self):
         self.shutdown()
         self.server_close()
+        self.news.put(None)
 
     def _follow(self):
         """Makes what is served, in a thread of its own: the log of a long run takes a second to read."""
@@ -208,8 +209,7 @@ class Page(ThreadingHTTPServer):
         if directory:
             with suppress(WatchError):            # there is no log yet
                 read_curve(directory, view)
-        while True:
-            event, news = self.news.get()
+        for event, news in iter(self.news.get, None):
             if event:
                 view.counts[event["event"]] += 1
                 with suppress(*INCOMPLETE):
@@ -235,7 +235,7 @@ class Client(BaseHTTPRequestHandler):
     def do_GET(self):
         page = self.server
         host, _, password, _ = page.where
-        if auth.is_loopback(host) and not LOCAL.fullmatch(self.headers.get("Host", "")):
+        if auth.is_loopback(host) and not LOCAL.fullmatch(self.headers["Host"] or ""):
             self.send_error(403, "this page is for the machine it runs on: ask for it as localhost")
         elif password and not self._knows(password):
             self.send_error(401, "any name will do; the coordinator prints the password when it starts")

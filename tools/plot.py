@@ -1,4 +1,4 @@
-"""Draws loss, validation and reward of runs: as a picture with matplotlib, or in the terminal, a line for each curve."""
+"""Draws loss, validation and reward of runs: as a picture with matplotlib, or as lines of blocks in the terminal."""
 
 import shutil
 
@@ -40,7 +40,8 @@ def charts_of(curves, x, log):
         units = set()
         for curve in curves:
             points = thinned(getattr(curve, quantity), POINTS)
-            shown = [(point[field] / size, point.value) for point in points if point[field] > 0 or not log]
+            # a logarithmic axis has no place for the beginning
+            shown = [(point[field] / size, point.value) for point in points if point[field] > 1e-3 or not log]
             if shown:
                 lines[curve] = tuple(zip(*shown))
                 units.add(curve.units[quantity])
@@ -92,7 +93,7 @@ def picture(charts, curves, x, out, log):
     ax.set_xlabel(x_title)
     figure.legend(drawn.values(), drawn, loc="outside upper left", ncols=3)
     with explained(WatchError, f"--out {out}", "name a file that can be written"):
-        figure.savefig(out, dpi=110)
+        figure.savefig(out)
 
 
 def add_references(ax, references):
