@@ -91,7 +91,7 @@ def read_curve(path, curve=None):
     curve = curve or Curve(one_line(str(path)).removesuffix(".jsonl"))
     for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name]:         # a long log has an older part
         with egg_config.explained(WatchError, part, ADVICE), open_file(part) as raw, io.BufferedReader(raw) as file:
-            every = 1 + os.fstat(raw.fileno()).st_size // READ_WHOLE
+            every = 1 + os.path.getsize(part) // READ_WHOLE
             for number, line in enumerate(iter(lambda: file.readline(LONGEST), b"")):
                 if number % every == 0 or b'"event": "step"' not in line:
                     with contextlib.suppress(*INCOMPLETE):

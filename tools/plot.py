@@ -83,7 +83,7 @@ def picture(charts, curves, x, out, log):
             drawn[curve.name], = ax.plot(*line, ".-", color=colour, markersize=2)
             taken = [point[field] / size for point, _ in curve.merges]
             ax.plot(taken, np.interp(taken, *line), "v", color=colour)
-        if title.startswith("validation"):
+        if "validation" in title:
             add_references(ax, set.intersection(*(set(curve.references.items()) for curve in lines)))
         ax.set_ylabel(title)
         ax.grid(color="0.9")
@@ -91,7 +91,7 @@ def picture(charts, curves, x, out, log):
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter("{x:g}")
     ax.set_xlabel(x_title)
-    figure.legend(drawn.values(), drawn, loc="outside upper left", ncols=3)
+    figure.legend(drawn.values(), drawn, loc="outside upper left", ncols=3, frameon=False)
     with explained(WatchError, f"--out {out}", "name a file that can be written"):
         figure.savefig(out)
 
