@@ -558,6 +558,8 @@ class Coordinator:
             if not self.closing:
                 self.island.check(now)
             self.dispatcher.answer_waiting()
+            if self.page:
+                self.page.check(now)
 
     def finish(self, seconds):
         """Ends the run: see `drain`; then the sinks of events, and the page, learn of it."""
@@ -588,6 +590,8 @@ class Coordinator:
     def close(self):
         self.dismiss()
         self.hub.close()
+        if self.page:
+            self.page.close()
         self.shelf.close_unread()
 
     # who comes and goes (cluster.admission lets in)

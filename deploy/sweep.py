@@ -253,7 +253,8 @@ def rank(directory, names):
             curve, constants = curves.read_curve(run), configuration_of(run)
             if curve.validation:
                 best = min(curve.validation, key=lambda point: point.value)
-                rows.append([round(best.value, 4), curve.unit, best.step, curve.steps, *map(constants.get, names), run])
+                unit = curve.units["validation"]
+                rows.append([round(best.value, 4), unit, int(best.step), curve.steps, *map(constants.get, names), run])
     rows.sort(key=lambda row: row[0])
     head = ["validation", "unit", "at step", "steps", *names]
     with open(os.path.join(directory, "ranking.csv"), "w", newline="") as file:

@@ -57,7 +57,8 @@ def train(cfg, minutes, batch, rate, threads, console, log_json=None, objective=
         for step, seconds, loss, value in _run(cfg, data, *model, 60 * minutes, batch, rate):
             tokens = step * batch * cfg.SEQ_LEN
             if step:
-                emit("step", step=step - 1, tokens=tokens, loss=loss, unit=unit, seconds=round(seconds - before, 6))
+                emit("step", step=step - 1, tokens=tokens, loss=loss, unit=unit, seconds=round(seconds - before, 6),
+                     elapsed=round(seconds, 3))
             emit("validation", step=step, tokens=tokens, value=round(value, 6), unit=data.validation.unit)
             console.line(f"{seconds:8.1f} s  step {step:7,}  {value:.3f} {data.validation.unit}")
             before = seconds

@@ -5,7 +5,8 @@
 # On a machine without other work, with a Python that has matplotlib and PyTorch:
 # maintenance/learning.sh [PYTHON [MINUTES]]
 cd "$(dirname "$0")/.."
-python=${1:-.venv/bin/python}
+root=$PWD
+python=$(realpath -s "${1:-.venv/bin/python}")
 minutes=${2:-5}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -25,14 +26,15 @@ set -- -D DEVICE=cpu -D DETOKENIZE=0 -D INPUT_FILE="$work/input.bin" -D VAL_FILE
 
 "$python" - "$work"/*-cpu.jsonl <<'END'
 import json
+import os
 import sys
 from tools.curves import read_curve
 for path in sys.argv[1:]:
     curve = read_curve(path)
-    with open(f"docs/learning/{curve.name}.jsonl", "w") as file:
+    with open(f"docs/learning/{os.path.basename(path)}", "w") as file:
         for step, tokens, seconds, value in curve.validation:
-            print(json.dumps(dict(event="validation", step=step, tokens=int(tokens), seconds=round(seconds, 2),
-                                  value=value, unit=curve.unit)), file=file)
+            print(json.dumps(dict(event="validation", step=int(step), tokens=int(tokens), seconds=round(seconds, 2),
+                                  value=value, unit=curve.units["validation"])), file=file)
 END
 
 # a curve has the name of its file
@@ -49,5 +51,5 @@ backprop-laptop-cpu back-propagation: laptop, 2 cores
 backprop-gru-64-h200 back-propagation: 64 units, H200
 backprop-gru-256-h200 back-propagation: 256 units, H200
 END
-"$python" egg.py plot "$work"/egg:* "$work/nano-egg itself"* "$work"/back-propagation:* --x time --log \
-  --out docs/learning.svg
+cd "$work"
+"$python" "$root/egg.py" plot egg:* "nano-egg itself"* back-propagation:* --x time --log --out "$root/docs/learning.svg"

@@ -1,8 +1,9 @@
 """A client of the live page."""
 
+import contextlib
+import http.client
 import json
 import re
-import socket
 
 from coordinators import until
 from tools import live_page
@@ -10,53 +11,30 @@ from tools import live_page
 EVERYBODY = live_page.Where("127.0.0.1", 0, "", None)
 
 
-def page_port(server):
-    return server.page.address[1]
+def ask(server, path="/", method="GET", context=None, host="localhost", **fields):
+    """(status, fields, body) of an answer. context: an ssl.SSLContext, for TLS."""
+    port = server.page.server_address[1]
+    connection = http.client.HTTPSConnection("localhost", port, timeout=60, context=context) if context else \
+        http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers={"Host": host, **fields})
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
 
 
-def connect(server):
-    return socket.create_connection(("127.0.0.1", page_port(server)), timeout=60)
-
-
-def receive(sock):
-    """(status, fields, body) of a response, as a browser understands it; (0, {}, b"") where the connection ends
-    before."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        more = sock.recv(1 << 16)
-        if not more:
-            return 0, {}, b""
-        data += more
-    head, _, body = data.partition(b"\r\n\r\n")
-    lines = head.decode().split("\r\n")
-    fields = dict(line.lower().split(": ", 1) for line in lines[1:])
-    while len(body) < int(fields["content-length"]):
-        body += sock.recv(1 << 16)
-    return int(lines[0].split()[1]), fields, body
-
-
-def ask(server, path="/", method="GET", host="localhost", **fields):
-    with connect(server) as sock:
-        sock.sendall(request(path, method, host, **fields))
-        if method == "HEAD":
-            head, _, body = sock.makefile("rb").read().partition(b"\r\n\r\n")
-            return int(head.split()[1]), {}, body
-        return receive(sock)
+def state_of(server):
+    """What the page shows of all that has happened so far."""
+    bodies = server.page.bodies
+    for _ in range(2):                               # the first may have been on its way
+        before = bodies.get("/state.json")
+        server.calls.put(lambda: server.page.check(server.page._due))
+        until(lambda: bodies.get("/state.json") is not before)
+    return json.loads(ask(server, "/state.json")[2])
 
 
 def page_shows(server, step):
     """Waits until the page tells of a step."""
-    until(lambda: server.page.figures.step.get("step") == step)
-
-
-def state_of(server):
-    """What the page shows."""
-    return json.loads(ask(server, "/state.json")[2])
-
-
-def request(path="/", method="GET", host="localhost", close=True, **fields):
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", *(f"{k.replace('_', '-')}: {v}" for k, v in fields.items())]
-    return "\r\n".join(lines + ["Connection: close"] * close).encode() + b"\r\n\r\n"
+    until(lambda: state_of(server).get("last_step", {}).get("step") == step)
 
 
 def parse_metrics(text):
@@ -64,13 +42,10 @@ def parse_metrics(text):
     values, families = {}, []
     assert text.endswith("\n")
     for line in text.splitlines():
-        if line.startswith("# "):
-            word, name, rest = line.removeprefix("# ").split(" ", 2)
-            assert word in ("HELP", "TYPE") and re.fullmatch("egg_[a-z_]+", name)
-            if word == "TYPE":
-                assert rest in ("counter", "gauge") and name not in families
-                assert (rest == "counter") == name.endswith("_total")
-                families.append(name)
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split()
+            assert (kind == "counter") == name.endswith("_total") and name not in families
+            families.append(name)
             continue
         match = re.fullmatch(r'((egg_[a-z_]+)(?:\{(?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+\})?) (-?[\d.e+-]+)', line)
         assert match and match[2] == families[-1] and match[1] not in values, line

@@ -1,14 +1,12 @@
 """Logs of runs, real and made up, and what is drawn of them."""
 
 import contextlib
-import io
 import json
 
 import egg_net
 from cluster import event_log, history
 from cluster.console import Printer
 from tools import plot
-from tools.curves import read_curve
 from fakes import CFG, Lines
 
 
@@ -46,23 +44,11 @@ def example(path, steps=300, loss=2.0, unit="bits/byte"):
         told = {"step": k, "tokens": k * 10000}
         if k % 50 == 0:
             write(path, {"event": "validation", "value": 4 * loss * 0.99 ** k, "unit": unit, **told})
-        write(path, {"event": "step", "loss": loss * 0.99 ** k, "seconds": 0.5, **told})
+        write(path, {"event": "step", "loss": loss * 0.99 ** k, "seconds": 0.5, "elapsed": 0.5 * (k + 1), **told})
 
 
-class Stream(io.StringIO):
-    def __init__(self, encoding="utf-8", terminal=False):
-        super().__init__()
-        self.coding, self.isatty = encoding, lambda: terminal
-
-    encoding = property(lambda self: self.coding)
-
-
-def charts(paths, x="tokens", log=False):
-    curves = [*map(read_curve, paths)]
-    made = [plot.Chart(kind, curves, x, log) for kind in ("validation", "loss")]
-    return made, [c.name for c in curves], plot.Tree(curves, made[0])
-
-
-def drawn(paths, width, encoding="utf-8", terminal=False):
-    """What `plot` prints of runs."""
-    return plot.terminal(*charts(paths), Printer(Stream(encoding, terminal)), width)
+def drawn(*paths, **options):
+    """[line] of what `plot` prints of runs."""
+    stream = Lines()
+    plot.plot(paths, Printer(stream), **options)
+    return stream.text.splitlines()

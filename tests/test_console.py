@@ -287,7 +287,7 @@ def test_no_text_steers_a_terminal(hostile, here, monkeypatch, capsys):
     log = here / f"log {hostile}"
     write(log, {"event": "island", "name": hostile + "x"}, {"event": "references", "values": {hostile: 4.0}},
           {"event": "validation", "step": 0, "tokens": 0, "value": 4.1, "unit": hostile},
-          {"event": "step", "step": 0, "tokens": 0, "loss": 1, "unit": hostile, "seconds": 1})
+          {"event": "step", "step": 0, "tokens": 0, "loss": 1, "unit": hostile, "elapsed": 1})
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert egg.main(["plot", log.name]) == 0
     assert egg.main(["plot", "no " + hostile]) == 1 and egg.main(["arch", "-D", f"MODEL={hostile}"]) == 2

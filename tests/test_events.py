@@ -247,7 +247,7 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
     path = tmp_path / "log"
 
     def step(k, loss):
-        return json.dumps({"event": "step", "step": k, "tokens": 10 * k, "loss": loss, "seconds": 2.0})
+        return json.dumps({"event": "step", "step": k, "tokens": 10 * k, "loss": loss, "elapsed": 2.0 * (k + 1)})
 
     path.write_text("\n".join([step(0, 5.0), step(1, 4.0), step(2, 3.0), '{"event": "step", "step": 3, "tok']))
     log = event_log.JsonLog(path, "", print)
@@ -256,11 +256,11 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
     log.close()
     with open(path, "ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"event": "step"}\n'
-                   b'{"event": "step", "step": 9, "tokens": NaN, "loss": 1, "seconds": 1}\n' + b"[" * 100000 + b"\n"
+                   b'{"event": "step", "step": 9, "tokens": NaN, "loss": 1, "elapsed": 1}\n' + b"[" * 100000 + b"\n"
                    b'{"event": "references", "values": 3}\n{"event": "references", "values": {"uniform": 8}}\n7\n')
     curve = read_curve(path)
     assert curve.loss == [(0, 0, 2, 5), (1, 10, 4, 4), (2, 20, 6, 3.5)]
-    assert (curve.validation, curve.unit, curve.references) == ([(3, 30, 6, 7)], "bits/byte", {"uniform": 8})
+    assert (curve.validation, curve.units["validation"], curve.references) == ([(3, 30, 6, 7)], "bits/byte", {"uniform": 8})
 
 
 def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
@@ -268,27 +268,13 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
     bits = 16 / 6 / np.log(2)
     for vocabulary, unit in ((256, "bits/byte"), (8192, "bits/token")):
         path = tmp_path / str(vocabulary)
-        step = {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "seconds": 1}
-        write(path, {"event": "start", "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary,
-                                                  "RECOMBINE_ALPHA": 1}})
+        step = {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "elapsed": 1}
+        write(path, {"event": "start", "step": 0, "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary}})
         for told, losses in (step, [2 * bits]), ({**step, "step": 1, "loss": 7.0, "unit": unit}, [2 * bits, 7.0]):
             write(path, told)
             curve = read_curve(path)
-            assert [point.value for point in curve.loss] == approx(losses) and curve.loss_unit == unit
-    assert "training loss, bits/token\n" in drawn([path], 80)
-
-
-def test_a_label_stands_where_no_curve_is(tmp_path):
-    """A curve that ends on a reference: its label is left of it, whole."""
-    path = tmp_path / "log"
-    write(path, {"event": "references", "values": {"unigram": 4.6, "bigram": 3.5}})
-    for k in range(100):
-        told = {"step": k, "tokens": k, "value": 3.5 + 4 * 0.9 ** k, "loss": 1, "seconds": 1, "unit": "bits/byte"}
-        write(path, {"event": "validation", **told}, {"event": "step", **told})
-    for width in (60, 80, 160):
-        text = drawn([path], width)
-        assert " unigram 4.60" in text and re.search("[ \u2502\u2524]bigram 3.50(?=[ \n])", text), text
-        assert "bigram 3.50" not in drawn([path], 20)
+            assert [point.value for point in curve.loss] == approx(losses) and curve.units["loss"] == unit
+    assert drawn(path)[0] == "loss, bits/token, against million tokens"
 
 
 def test_a_resumed_run_has_one_curve(tmp_path):
@@ -298,13 +284,13 @@ def test_a_resumed_run_has_one_curve(tmp_path):
             page_shows(server, steps - 1)
             state = state_of(server)
             tokens = server.progress.tokens_a_step
-            assert [point[0] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
+            assert [point[1] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
         thread.join(60)
     curve = read_curve(tmp_path)
     assert [point.step for point in curve.loss] == list(range(6))
     assert len(of_kind("start", events(tmp_path))) == 2
     seconds = [point.seconds for point in curve.loss]
-    assert seconds == sorted(seconds) and curve.name == tmp_path.name
+    assert seconds == sorted(seconds) and curve.name == str(tmp_path)
     history.open_run(CFG, tmp_path / "elsewhere", tmp_path).close()                # and takes it along
     assert {**vars(read_curve(tmp_path / "elsewhere")), "name": curve.name} == vars(curve)
 

@@ -455,18 +455,19 @@ def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
         state = state_of(server)
         values = parse_metrics(ask(server, "/metrics")[2].decode())
         assert describe_status(server.status()).splitlines()[0].endswith("reward -0.1250 at step 4")
-    assert state["reward"] == state["best_reward"] == {"step": 4, "value": -0.125} and state["validation"] is None
-    assert [point[2] for point in state["curves"]["reward"]] == [-0.5, -0.25, -0.125]
-    assert state["samples"][0]["text"] == "a text (reward -0.1250)"
+    assert state["best_reward"] == state["last_reward"] == {**state["last_reward"], "step": 4, "value": -0.125}
+    assert [point[3] for point in state["curves"]["reward"]] == [-0.5, -0.25, -0.125]
+    assert "last_validation" not in state
+    assert state["samples"][-1]["text"] == "a text (reward -0.1250)"
     assert values == {**values, "egg_reward": -0.125, "egg_reward_best": -0.125, "egg_reward_step": 4}
     with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:        # a run that is resumed
-        assert state_of(server)["best_reward"] == {"step": 4, "value": -0.125}
+        assert state_of(server)["best_reward"] == state["best_reward"]
     example(tmp_path / "plain")
     succeeds(commands.run("plot --out", tmp_path / "a.svg", tmp_path, tmp_path / "plain"))
     assert "<svg" in (tmp_path / "a.svg").read_text()
     first, second = (succeeds(commands.run("plot", path)) for path in (tmp_path, tmp_path / "plain"))
-    assert "reward, mean on held-out prompts\n" in first and ": reward -0.125, training loss" in first
-    assert "reward" not in first.partition("training loss ")[2].partition("\n")[2] + second
+    assert first.startswith("reward, against million tokens\n") and " -0.125  " in first and "\nloss, " in first
+    assert "reward" not in second
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
