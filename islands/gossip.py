@@ -13,6 +13,7 @@ import time
 from collections import namedtuple
 
 from cluster import history, snapshots
+from cluster.hub import nothing
 from cluster.wire import FrameError, STANDING, STATE, read_json
 from egg_config import UsageError
 from egg_net import Hook
@@ -180,7 +181,7 @@ class Island(Hook):
         if self.incoming and (why := self.incoming.too_slow(now)):
             self._drop_incoming(f"{why} of the state of {self.incoming.peer.name}", distrust=True)
         elif self.incoming:
-            self._advance(self.incoming.unpack)
+            self._advance(nothing)
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
             self._give_up(f"no worker sent our state within {HANDOVER_SECONDS:g} s")
 

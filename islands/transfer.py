@@ -15,7 +15,6 @@ STALLED = 60.0
 LEAST_RATE = 8192.0
 DEADLINE = 600.0
 LEAST_PIECE = 1 << 10      # least bytes of a state in one frame, however small the bandwidth
-UNPACK_SECONDS = 0.005     # limit for decompressing a state before other work
 
 
 class Bucket(Budget):
@@ -48,12 +47,11 @@ class Incoming:
 
     @property
     def finished(self):
-        return self.upload and self.upload.finished
+        return self.upload and self.upload.whole
 
     def request(self):
         """Requests the next piece if the bandwidth allows it."""
-        busy = self.requested or self.upload and (self.upload.finished or self.upload.pending)
-        if not busy and self.peer.session and self.bucket.take(self.bucket.piece):
+        if not (self.requested or self.finished) and self.peer.session and self.bucket.take(self.bucket.piece):
             self.requested = True
             self.peer.session.reply(STATE_REQUEST, self.standing.state, self.got, self.bucket.piece)
 
@@ -70,11 +68,6 @@ class Incoming:
             if len(data) > HEAD_SIZE:
                 self.upload.feed(head.size, 0, data[HEAD_SIZE:])
         self.got += len(data)
-
-    def unpack(self):
-        until = time.monotonic() + UNPACK_SECONDS
-        while self.upload and self.upload.pending and time.monotonic() < until:
-            self.upload.unpack()
 
     def drop(self):
         if self.upload:
@@ -94,9 +87,11 @@ class Incoming:
         return None
 
     def prepare(self, fitness):
-        """Merges in a thread unless our own state is needed, so that no worker waits. fitness: ours."""
+        """Checks the state and merges, unless our own state is needed, in a thread, so that no worker waits. fitness:
+        ours."""
         def work():
             try:
+                self.upload.check()
                 theirs = self.upload.state()
                 if merging.needs_ours(self.cfg):
                     self.made = theirs, None

@@ -826,7 +826,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
 
 def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
     with two(tmp_path) as (a, b):
-        monkeypatch.setattr(history, "write_file", full)
+        monkeypatch.setattr(history, "replacing", full)
         b.says("goes on with our state: the new state cannot be kept: No space left")
         monkeypatch.undo()
         before = b.run.step
@@ -863,9 +863,9 @@ def test_any_pieces_of_a_file_end_without_a_trace(pieces):
                 total, at, some = len(DATA), download.got, DATA[download.got:download.got + size]
                 download.add(*[(total, at, some), (total, at, some), (total, at, some[:100] + noise),
                                (total + 1, at, some), (total, place, some), (1 << 63, at, noise)][kind])
-                while download.upload.pending:
-                    download.unpack()
-            assert not download.finished or download.upload.sha256 == SHA256
+            if download.finished:
+                download.upload.check()
+                assert download.upload.sha256 == SHA256
         except ValueError:
             pass
         download.drop()
@@ -1093,7 +1093,8 @@ def test_an_archipelago_survives_chaos(tmp_path, seed=1, seconds=10, islands=8):
         assert "Traceback" not in log and codes[i] == 0, log[-3000:]
         with closing(open_run(trouble.cfgs[i], tmp_path / f"i{i}")) as run:
             shelf = snapshots.Shelf(run.cfg, run)
-            shelf.check_start()
+            for work in shelf.check(print):
+                work()
             engine = Learner(run.cfg, 1 + i)
             if run.start.step:
                 engine.load(shelf.state(run.start.step))

@@ -2,24 +2,27 @@
 
 import dataclasses
 import os
+import pathlib
 import shutil
 from contextlib import closing, suppress
-from time import thread_time
+from time import monotonic, thread_time
 
 import numpy as np
 from numpy.random import default_rng
 from pytest import fixture, mark, raises
 import pyzstd
 
+import egg_net
 from cluster import history, snapshots, wire
 from cluster.history import open_run
 from cluster.snapshots import unpack
-from cluster.wire import HASH_WANTED, JOB_RESPONSE, SNAPSHOT_WANTED
+from cluster.wire import JOB_RESPONSE, SNAPSHOT_WANTED
 from model import state_digest
 from model.parameters import initial_state
 from model.state_digest import of_state
-from coordinators import Server, asks, caller, callers, cluster, filled, first_step, refused, until, upload, whole
-from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, any_fitness, changed, expected, feed
+from coordinators import (Peer2, Server, asks, callers, cluster, filled, first_step, refused, run_worker, until, upload,
+                          whole)
+from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
 from recordings import digests
 
 
@@ -88,25 +91,31 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     state.step, state.seed = 20, 77
     upload, body = snapshots.Upload(CFG, 20, 77, of_state(state), tmp_path), snapshots.pack(state)
     for at in range(0, len(body), 10000):
-        assert not upload.finished
-        feed(upload, len(body), at, body[at:at + 10000])
-    assert upload.finished
+        assert not upload.whole
+        upload.feed(len(body), at, body[at:at + 10000])
+    assert upload.whole
+    upload.check()
     upload.keep(tmp_path / "s", b"fitness")
+    snapshots.check(tmp_path / "s")
     data = (tmp_path / "s").read_bytes()
     back = unpack(CFG, data)
     assert digests(back) == digests(state) and (back.step, back.seed) == (20, 77)
     for at in [*range(snapshots.HEAD.size + 4), *rng.integers(0, len(data), 60)]:
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
-        if at < snapshots.HEAD.size + 4:
-            with raises(ValueError, match="snapshot"):
-                unpack(CFG, bytes(bad))
-        else:
-            with suppress(ValueError):                # zstd does not use every bit
-                assert digests(unpack(CFG, bytes(bad))) == digests(state)
+        (tmp_path / "s").write_bytes(bad)
+        for read in lambda: unpack(CFG, bytes(bad)), lambda: snapshots.check(tmp_path / "s") or state:
+            if at < snapshots.HEAD.size + 4:
+                with raises(ValueError, match="snapshot"):
+                    read()
+            else:
+                with suppress(ValueError):                # zstd does not use every bit
+                    assert digests(read()) == digests(state)
     for bad in (b"", data[:100], data[:-1], data + b"x", history.MAGIC):
-        with raises(ValueError):
-            unpack(CFG, bad)
+        (tmp_path / "s").write_bytes(bad)
+        for read in lambda: unpack(CFG, bad), lambda: snapshots.check(tmp_path / "s"):
+            with raises(ValueError):
+                read()
     with raises(ValueError, match="another configuration"):
         unpack(changed(SIGMA_SHIFT=1), data)
 
@@ -127,7 +136,8 @@ def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
     started = thread_time()
     with raises(ValueError):
         for piece in pieces(body):
-            feed(upload, *piece)
+            upload.feed(*piece)
+        upload.check()
     upload.drop()
     assert not os.listdir(tmp_path) and thread_time() - started < 1
 
@@ -154,20 +164,12 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
     assert names == [f"snapshot-{name}.egg" for name in ("00000004-0.6011", "00000016-2.0438", "00000020-2.5247")]
     assert {path.name for path in tmp_path.glob("*.egg")} == {*names, "best.egg", "latest.egg", history.FILE}
     assert os.readlink(tmp_path / "best.egg") == names[0] and os.readlink(tmp_path / "latest.egg") == names[2]
-    latest = tmp_path / names[2]
 
-    # a run that goes on elsewhere takes them along, a damaged one is found out and the run replayed instead
-    for damage in (False, True):
-        new = tmp_path / f"new{damage}"
-        if damage:
-            data = bytearray(latest.read_bytes())
-            data[-100] ^= 1
-            latest.write_bytes(data)
-        open_run(cfg, new, tmp_path).close()
-        with Server(new, cfg, save=True, steps=22, stay=True) as server:
-            late, lines = late_worker(server, 22)
-            assert late.loads == (0 if damage else 1) and late.digest() == digest
-            assert ("replaying the run instead" in lines.text) == damage
+    # a run that goes on elsewhere takes them along
+    open_run(cfg, tmp_path / "new", tmp_path).close()
+    with Server(tmp_path / "new", cfg, save=True, steps=22, stay=True) as server:
+        late, lines = late_worker(server, 22)
+        assert late.loads == 1 and late.digest() == digest
     filled(tmp_path / "other", 22, cfg)                             # snapshots of another run are left alone
     shutil.copy(tmp_path / names[1], tmp_path / "other")
     with closing(open_run(cfg, tmp_path / "other")) as other:
@@ -192,30 +194,85 @@ def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
     assert not [*tmp_path.glob("snapshot*")]
 
 
-# --- forged snapshots -------------------------------------------------------------------------------------------------
+# --- damaged snapshots ------------------------------------------------------------------------------------------------
 
-def forged(state):
-    """Another State with the same digest: two words of the weights change places after mixing."""
-    weights, step = state.weights.copy(), int(state_digest.STEP)
-    words = weights[:weights.size // 8 * 8].view("<u8")
-    for k in range(100, words.size - 100):
-        other = k + 50
-        new = [(int(words[b]) + (b - a) * step) % (1 << 64) for a, b in ((k, other), (other, k))]
-        if b"\x80" not in np.array(new, "<u8").tobytes():
-            words[[k, other]] = new
-            return dataclasses.replace(state, weights=weights)
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
 
 
-def gives(peer, engine, state=None):
-    """A peer is asked for its snapshot, sends it, and is answered."""
-    assert asks(peer, engine, SNAPSHOT_WANTED)[1] == engine.step.to_bytes(8, "big")
-    upload(peer, state or engine.state())
-    peer.next(JOB_RESPONSE)
+@mark.parametrize("cfg", [changed(SNAPSHOT_EVERY=4), ACTIVATIONS.changed(SNAPSHOT_EVERY=4)],
+                  ids=["weights", "activations"])
+def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, cfg):
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+        until(lambda: not server.shelf.doubtful)
+        newest = server.shelf.path(8)
+    flip(pathlib.Path(newest))
+    with Server(tmp_path, cfg, save=True, steps=13, stay=True) as server:
+        late, lines = late_worker(server, 10)
+        assert "at step 4 by a snapshot" in lines.text and "replaying" not in lines.text
+        server.reaches(13)
+        assert server.said.count(f"{newest} is damaged and not used: ") == 1 == server.said.count("not used")
+        until(lambda: late.step == 13)
+        assert late.digest() == expected(13, cfg)[1]
+        until(lambda: server.shelf.newest == 12)
 
 
-def states_hash(peer, engine):
-    peer.send(wire.STATE_HASH, engine.step, snapshots.state_hash(engine.state()))
+def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tmp_path, monkeypatch):
+    """As if it had been damaged after the coordinator looked at it."""
+    cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+        until(lambda: not server.shelf.doubtful)
+        flip(pathlib.Path(server.shelf.path(8)))
+        late, lines = late_worker(server, 10)
+        assert "at step 4 by a snapshot" in lines.text
+        flip(pathlib.Path(server.shelf.path(4)))
+        with refused("its history begins at step 4, with a snapshot"):
+            run_worker(server, FakeEngine(cfg))
 
+
+def test_a_history_that_begins_with_a_snapshot_that_is_damaged_needs_a_newer_one(tmp_path):
+    cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
+    first, second = (next(tmp_path.glob(f"snapshot-0000000{step}*.egg")) for step in (4, 8))
+    flip(first)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+        late, _ = late_worker(server, 10)
+        server.reaches(11)
+    flip(second)
+    with refused("snapshot of step 4, with which its history begins, is missing or damaged: restore",
+                 history.HistoryError):
+        egg_net.run_coordinator(cfg, port=0, save_dir=tmp_path, console=egg_net.Console(Lines()))
+
+
+def test_a_large_snapshot_is_checked_beside_the_loop(tmp_path):
+    """While a quarter of a gigabyte is read, the coordinator answers; who would have to replay the run waits."""
+    cfg = changed(HIDDEN_DIM=1024, N_LAYERS=2)
+    filled(tmp_path, 3, cfg)
+    state = initial_state(cfg)
+    state.step, state.seed = 2, 7
+    with closing(open_run(cfg, tmp_path)) as run:
+        upload = snapshots.Upload(cfg, 2, run.seed_of(2), None, tmp_path)
+        body = snapshots.pack(dataclasses.replace(state, seed=run.seed_of(2)))
+        upload.feed(len(body), 0, body)
+        upload.check()
+        upload.keep(tmp_path / "snapshot-00000002.egg", run.fitness(1))
+    with Server(tmp_path, cfg, save=True) as server:
+        waited = []
+        peer = Peer2(server)
+        peer.ask(0)
+        while server.shelf.doubtful:
+            began = monotonic()
+            server.fetched()
+            waited.append(monotonic() - began)
+        assert len(waited) > 3 and max(waited) < 0.5
+        assert peer.next(wire.REBUILD)[1] == (2).to_bytes(8, "big")
+
+
+# --- who gives them ---------------------------------------------------------------------------------------------------
 
 @fixture
 def server(tmp_path):
@@ -224,32 +281,17 @@ def server(tmp_path):
         yield server
 
 
-def test_a_forged_snapshot_is_not_served_and_its_giver_banned(server, tmp_path):
-    liar, *others = callers(server, 2, 3, 4)
-    engine = first_step(server, liar, *others)
-    forgery = forged(engine.state())
-    assert of_state(forgery) == engine.digest() and digests(forgery) != digests(engine.state())
-    gives(liar, engine, forgery)
-    for peer in others:
-        assert asks(peer, engine, HASH_WANTED)[1] == (1).to_bytes(8, "big")
-        assert server.shelf.newest == 0
-        states_hash(peer, engine)
-        peer.next(JOB_RESPONSE)
-    with refused("banned: its snapshot of step 1 is not the state of two others"):
-        liar.answer()
+def test_a_forged_snapshot_is_not_served(server, tmp_path):
+    wrong, other = callers(server, 2, 3)
+    engine = first_step(server, wrong, other)
+    forgery = engine.state()
+    forgery.weights[100] ^= 1
+    asks(wrong, engine, SNAPSHOT_WANTED)
+    upload(wrong, forgery)
+    server.says("its snapshot of step 1 is not used: it is not the state that workers stated")
     assert server.shelf.newest == 0 and not [*tmp_path.glob("snapshot*")]
-
-
-def test_a_snapshot_is_served_once_another_host_has_stated_its_hash(server):
-    giver, sybil, other = callers(server, 2, 2, 3)
-    engine = first_step(server, giver, sybil, other)
-    gives(giver, engine)
-    assert asks(sybil, engine, HASH_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE        # its host has a say already
-    until(lambda: server.collector.upload.finished)
-    states_hash(sybil, engine)                           # and nobody has asked
-    asks(other, engine, HASH_WANTED)
-    assert server.shelf.newest == 0
-    states_hash(other, engine)
+    asks(other, engine, SNAPSHOT_WANTED)
+    upload(other, engine.state())
     until(lambda: server.shelf.newest == 1)
 
 
@@ -261,31 +303,14 @@ def test_who_goes_on_without_sending_its_state_is_named_and_others_are_asked_fir
     until(lambda: "w2" in server.said and "step 1 is not used: it did not come" in server.said)
     asks(giver, engine, SNAPSHOT_WANTED)                         # at once, in the same step
     upload(giver, engine.state())
-    giver.delivers(1)
-    asks(silent, engine, HASH_WANTED)
-    states_hash(silent, engine)
     until(lambda: server.shelf.newest == 1)
-    silent.delivers(1)
-    giver.ask(1, engine.digest())
     giver.delivers(1)
+    for peer in silent, giver:
+        peer.ask(1, engine.digest())
+        peer.delivers(1)
     server.reaches(2)
-    engine.update(GOOD_STEP)
-    again = caller("127.0.0.2", server, name="another name")
-    assert asks(again, engine, SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
-    asks(giver, engine, SNAPSHOT_WANTED)
-
-
-def test_who_left_or_failed_most_is_asked_last(server):
-    taker, giver = callers(server, 2, 3)
-    engine, failed = first_step(server, taker, giver), server.collector._failed
-    for times in 1, 2:
-        asks(taker, engine, SNAPSHOT_WANTED)
-        taker.close()
-        until(lambda: failed.get("127.0.0.2") == times)
-        failed["127.0.0.3"] = 2                              # the other has failed as well, which is no end
-        taker = caller("127.0.0.2", server, name=f"again {times}")
-    failed["127.0.0.3"] = 1
-    assert asks(taker, engine, SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
+    engine.update(server.run.fitness(1))
+    assert asks(silent, engine, SNAPSHOT_WANTED, JOB_RESPONSE)[0] == JOB_RESPONSE
     asks(giver, engine, SNAPSHOT_WANTED)
 
 
@@ -306,23 +331,3 @@ def test_a_snapshot_comes_from_one_to_which_faster_ones_leave_no_chunk_of_its_st
         slow.ask(2)
         slow.next(SNAPSHOT_WANTED)
         assert server.collector.upload.seed == server.run.seed_of(2) != server.run.seed
-
-
-def test_workers_that_do_not_know_the_hash_serve_as_before(server):
-    giver, old = callers(server, 2, 3)
-    engine = first_step(server, giver, old)
-    gives(giver, engine)
-    old.ask(1, engine.digest())
-    position = old.answer().first                               # it has ignored HASH_WANTED
-    assert server.shelf.newest == 0
-    old.result(1, position)
-    until(lambda: server.shelf.newest == 1)
-
-
-def test_a_lonely_worker_gives_snapshots_and_a_real_pair_confirms_them(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=2)
-    for engines in (1, 3):
-        at = tmp_path / str(engines)
-        cluster(at, [FakeEngine(cfg, 0.003) for _ in range(engines)], 9, cfg, save=True)
-        with closing(history.read_run(cfg, at)) as run:
-            assert snapshots.Shelf(cfg, run).newest >= 4
