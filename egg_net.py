@@ -448,7 +448,6 @@ class RemoteWorker(Role):
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
     trusted = True             # no other worker contradicts its state
     rebuilt_at = None          # step at which it was last made to rebuild
-    sent_to_start = None       # the history.Start to which it was sent
     state_asked = None         # step at which it was last asked for its state (cluster.collector)
     states_failed = 0          # how often that did not come
     lapsed = False             # it has lost a lease, and delivered nothing since
@@ -461,6 +460,9 @@ class RemoteWorker(Role):
         self.version = session.version
         self.author = author
         self.card = card
+        self.joins = session.version == V2           # nothing was handed out yet: it may begin with a snapshot
+        shelf = coordinator.shelf
+        self.offered = {shelf.sha256.get(shelf.newest)}      # SHA-256 of the snapshots that it was told of
         self.owed = {}                               # {(step, chunk): when} it was handed out, until its result comes
         coordinator.dispatcher.workers.add(self)
 
@@ -488,6 +490,24 @@ class RemoteWorker(Role):
                 coordinator.collector.take(self, payload)
             case wire.SNAPSHOT_REQUEST:
                 coordinator.send_block(self.session, payload)
+
+    def needs_snapshot(self):
+        """Whether no replay leads it to the present state, or it has just come and a snapshot is quicker."""
+        shelf, start = self.coordinator.shelf, self.coordinator.run.start
+        of_epoch_before = start.origin and self.digest and self.digest.hex() != start.origin["digest"]
+        return (self.step < start.step or self.step == start.step and of_epoch_before
+                or self.joins and shelf.newest_but(self.offered) > self.step)
+
+    def begin_with_snapshot(self):
+        """Sends it to the newest snapshot; when it asks again, as it found that damaged, to an older one."""
+        shelf = self.coordinator.shelf
+        step = shelf.newest_but(self.offered)
+        if self.version == V1 or not step:
+            return self.session.refuse(
+                f"this run: its history begins at step {self.coordinator.run.start.step}, with a snapshot: the worker "
+                "must speak protocol 2, and be able to read one of those in the save directory")
+        self.offered.add(shelf.sha256[step])
+        self.session.reply(wire.REBUILD, step)
 
     def closed(self):
         self.coordinator.worker_left(self)
@@ -542,8 +562,8 @@ class Coordinator:
                 or self.minutes is not None and started and time.monotonic() - started >= 60 * self.minutes)
 
     def poll(self, timeout=TICK):
-        self.hub.poll(0 if self.dispatcher.busy or self.collector.unpacking else timeout)
-        self.collector.unpack()
+        self.hub.poll(0 if self.dispatcher.busy else timeout)
+        self.dispatcher.changed |= self.collector.beside.turn()
         self.dispatcher.answer_waiting()
         if not self.dispatcher.busy:                 # before anything is written: workers come first
             self._conclude_step()
@@ -586,9 +606,11 @@ class Coordinator:
         while time.monotonic() < until and any(w.step is not None and w.step < self.run.step
                                                for w in self.dispatcher.workers):
             self.poll(0.05)
+        self.collector.beside.finish()
 
     def close(self):
         self.dismiss()
+        self.collector.beside.drop()
         self.hub.close()
         if self.page:
             self.page.close()
@@ -631,18 +653,21 @@ class Coordinator:
         if step > run.step:
             # The worker is ahead of the run. Ours rebuilds when it gets this answer; a C++ worker waits.
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, wire.NOTHING, 0)
-        elif step < run.start.step or step == run.start.step and run.start.origin and worker.digest \
-                and worker.digest.hex() != run.start.origin["digest"]:
-            self._send_to_start(worker)              # its state is of the epoch before
+        elif worker.joins and self.shelf.doubtful and step < run.step:
+            self.dispatcher.hold(worker)
+        elif worker.needs_snapshot():
+            worker.begin_with_snapshot()
         elif worker.digest and not self._agrees(worker):
             return
         elif step < run.step:
+            worker.joins = False
             self.collector.ask(worker)               # faster ones may have left it no chunk of that step
             session.send(self._catch_up(step, worker.version))
         elif self.island.handover:
             self.collector.ask(worker, remember=True)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
+            worker.joins = False
             self.progress.chunk_handed_out()
             self.collector.ask(worker)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
@@ -778,20 +803,10 @@ class Coordinator:
         for worker in workers:
             worker.session.refuse(f"banned: {reason}", wire.BANNED)
 
-    def _send_to_start(self, worker):
-        """For a worker that no replay leads to the state with which the run, or its epoch, began: only a snapshot."""
-        start = self.run.start
-        if worker.version == V1 or worker.sent_to_start is start or not self.shelf.newest:
-            source = "another state" if start.epoch else "an imported model"
-            worker.session.refuse(f"this run began at step {start.step} from {source}, which only a snapshot brings: "
-                                  "the worker must speak protocol 2, and the snapshots must lie in the save directory")
-            return
-        worker.sent_to_start = start
-        worker.session.reply(wire.REBUILD, self.shelf.newest)
-
     def begin_epoch(self, state, origin, body=None):
         """Goes on from another state, of this step and seed, between two steps. origin: see history.Start; body: of its
         snapshot, if it is made already. Raises OSError, and then nothing has changed."""
+        self.collector.beside.drop()
         self.shelf.forget(state.step)                # the snapshot of this step is another one now
         try:
             sha256 = snapshots.save(self.cfg, state, self.run.directory, body)
@@ -800,8 +815,7 @@ class Coordinator:
             self.shelf.remove(history.snapshot_name(state.step))
             raise
         self.collector.drop()
-        self.shelf.begin_epoch()
-        self.shelf.arrange()
+        self.shelf.begin_epoch(sha256)
         self.states.clear()
         for worker in self.dispatcher.workers:
             worker.rebuilt_at = None

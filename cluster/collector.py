@@ -2,14 +2,16 @@
 
 import contextlib
 
-from cluster import snapshots
+from cluster import hub, snapshots
 from cluster.wire import SNAPSHOT_DATA, SNAPSHOT_WANTED
+
+MOST_COMING = 2            # whole snapshots that the disk has not taken yet
 
 
 class Collector:
-    """Collects for an egg_net.Coordinator. shelf: the snapshots.Shelf; worker, upload: who sends or sent which
+    """Collects for an egg_net.Coordinator. shelf: the snapshots.Shelf; worker, upload: who sends which
     snapshots.Upload, or None. A whole upload counts if it has the digest that its worker has stated, and that most
-    workers have. Raises HistoryError where the state with which an epoch began is missing."""
+    workers have. beside: the hub.Beside in which it is checked and kept, and the history cut."""
 
     worker = upload = None
 
@@ -20,13 +22,16 @@ class Collector:
         self.run = coordinator.run
         self.events = coordinator.events
         self.shelf = snapshots.Shelf(self.cfg, self.run)
-        self.shelf.check_start()
+        self.beside = hub.Beside()
+        self.beside.begin(self.shelf.check(self.events.warn))
 
     def _wanted(self, worker):
         """Whether this worker shall send its state for the shelf."""
-        every, step = self.cfg.SNAPSHOT_EVERY, worker.step
-        return (every and step and step % every == 0 and self.run.step < step + every and self.shelf.directory
-                and step not in self.shelf.files and not self.shelf.stopped and worker.digest)
+        every, step, shelf = self.cfg.SNAPSHOT_EVERY, worker.step, self.shelf
+        coming = shelf.digests.keys() - shelf.files.keys()               # to the disk
+        return (every and step and step % every == 0 and self.run.step < step + every and shelf.directory
+                and step not in shelf.files and step not in coming and len(coming) < MOST_COMING
+                and not shelf.stopped and worker.digest)
 
     def ask(self, worker, remember=False):
         """Asks a worker for its state, once per step, if it is wanted and no other worker has failed less often to send
@@ -51,61 +56,60 @@ class Collector:
 
     def take(self, worker, payload):
         step, *piece = SNAPSHOT_DATA.unpack(payload)
-        if self.worker is worker and self.upload.step == step:           # else of an upload that was given up
-            self._unpack(self.upload.feed, *piece)
-            if self.unpacking:
-                worker.session.wait()                # with its next piece
-
-    @property
-    def unpacking(self):
-        """Whether `unpack` has something to do, one piece at a time, between the turns of the loop."""
-        return self.upload and self.upload.pending
-
-    def unpack(self):
-        if self.unpacking:
-            session = self.worker.session
-            session.hub.guard(session, self._unpack, self.upload.unpack)
-            if not self.unpacking:
-                session.go_on()
-
-    def _unpack(self, work, *arguments):
         upload = self.upload
+        if self.worker is worker and upload.step == step:                # else of an upload that was given up
+            try:
+                upload.feed(*piece)
+            except ValueError as error:
+                self._refuse(error)
+            except OSError as error:
+                self._stop(error)
+            else:
+                if upload.whole:
+                    self.shelf.digests[step] = upload.digest             # nobody else is asked for it
+                    self.worker = self.upload = None
+                    self.beside.begin(self._keep(worker, upload))
+
+    def _keep(self, worker, upload):
+        """A task that checks a whole upload and keeps it."""
+        step, shelf = upload.step, self.shelf
         try:
-            work(*arguments)
-            if upload.finished:
-                self._keep(upload)
+            yield upload.check
+            if not upload.remembered:
+                if self.coordinator.states.contradicts(step, upload.digest):
+                    raise ValueError("others have another state")
+                yield from shelf.put(upload)
+                self.events.emit("snapshot", step=step, bytes=upload.total, overlay=upload.overlay)
+            self.coordinator.island.state_received(upload)
+            yield from self._forget()
         except ValueError as error:
-            self._refuse(error)
+            self._warn(worker, step, error)
         except OSError as error:
             self._stop(error)
-
-    def _keep(self, upload):
-        if self.coordinator.states.contradicts(upload.step, upload.digest):
-            return self._refuse("others have another state")
-        if not upload.remembered:
-            self.shelf.put(upload)
-        self._end()
-        self._forget()
-        if not upload.remembered:
-            self.events.emit("snapshot", step=upload.step, bytes=upload.total, overlay=upload.overlay())
-        self.coordinator.island.state_received(upload)
+        finally:
+            upload.drop()
+            if step not in shelf.files:
+                shelf.forget(step)                   # another one may be asked
+            self.dispatcher.changed = True
 
     def _forget(self):
-        """With noise on activations the history keeps the steps since the second newest snapshot: a step is a digit a
-        weight, and who comes late begins with a snapshot."""
+        """A task. With noise on activations the history keeps the steps since the second newest snapshot: a step is a
+        digit a weight, and who comes late begins with a snapshot."""
         run, shelf = self.run, self.shelf
         step = sorted({run.start.step, *shelf.files})[-2:][0]
         if (self.cfg.PERTURB == "activations" and step > run.start.step
                 and (step in shelf.digests or not run.start.origin)):
             with contextlib.suppress(OSError):               # the next snapshot will bring another chance
-                run.forget_before(step, shelf.sha256[step], shelf.digests.get(step))
+                yield from run.forget_before(step, shelf.sha256[step], shelf.digests.get(step))
                 shelf.arrange()
 
     def _refuse(self, reason):
-        self.worker.states_failed += 1
-        self.events.warn(f"worker {self.worker.session.title}: its snapshot of step {self.upload.step} is not used: "
-                         f"{reason}", peer=True)
+        self._warn(self.worker, self.upload.step, reason)
         self.drop()
+
+    def _warn(self, worker, step, reason):
+        worker.states_failed += 1
+        self.events.warn(f"worker {worker.session.title}: its snapshot of step {step} is not used: {reason}", peer=True)
 
     def leave(self, worker):
         """The worker has gone: without it no upload goes on."""
@@ -116,7 +120,8 @@ class Collector:
         """Gives the present upload up; with `workers` only if it comes from one of them."""
         if self.upload and (workers is None or self.worker in workers):
             self.upload.drop()
-            self._end()
+            self.worker = self.upload = None
+            self.dispatcher.changed = True           # the next upload may begin
 
     def check(self, now):
         """Gives up an upload that does not come."""
@@ -124,13 +129,10 @@ class Collector:
         if self.upload and self.run.step >= self.upload.step + self.cfg.SNAPSHOT_EVERY:
             self._refuse("it did not come")
 
-    def _end(self):
-        self.worker.session.go_on()
-        self.worker = self.upload = None
-        self.dispatcher.changed = True               # the next upload may begin
-
     def _stop(self, error):
         """A run does not need snapshots: it continues without them."""
         self.drop()
+        if self.shelf.stopped:
+            return
         self.shelf.stopped = True
         self.events.warn(f"{self.run.directory}: no more snapshots, {error.strerror}: start again when this is mended")

@@ -1,26 +1,27 @@
 """The fitness history of a run: one append-only file from which every replica of the model can be rebuilt, bit for bit
 (SPEC 17). A record is on the disk before a worker sees the next step, so a completed step is never lost.
-A run that began from an imported model, and each epoch of an island, is rebuilt from the snapshot of its Start. The
-file of the previous epoch stays beside the present one as OLD."""
+A run that began from an imported model, each epoch of an island, and a run with noise on activations is rebuilt from
+the snapshot of its Start. The file of the previous epoch stays beside the present one as OLD.
+
+A power cut takes what was not synced, content or name. So no file of a run is removed before what replaces it is on the
+disk: `replacing`, `link_file` and `sync_directory` end with that."""
 
 import contextlib
 import errno
 import fcntl
 import glob
-import importlib.util
 import json
 import os
 import re
 import shlex
 import shutil
-import stat
 import struct
 import tempfile
 import zlib
 from collections import namedtuple
 
 import egg_config
-from cluster.console import shortened
+from cluster.console import one_line, shortened
 from egg_config import EggError, explained
 from model import seeds, ternary
 
@@ -36,11 +37,14 @@ HEAD = RECORD.size + 4                   # bytes of a record up to its body
 # step, whether the figure is a reward, figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(reward-)?(-?\d{1,10}\.\d{4,6}))?\.egg")
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss|reward)-(-?\d{1,10}\.\d{4})\.egg")
-LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
+COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?")     # beside FILE, by --load-dir
+PARTS = re.compile(r"(history|settings|data|snapshot|events|elite).*\.part")      # what is not written yet
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
 NAMED = 3                                # constants in which configurations differ, in an error
-MOST_COPIED = 1 << 30                    # bytes of a file that is no snapshot
+MOST_COPIED = 1 << 30                    # bytes of a log that is read (tools.curves)
+PIECE = 1 << 25                          # bytes of FILE that are copied and synced at a time
+WRITABLE = "give a --save-dir that can be written"
 TO_RETRY = "mend this and start the same command again"
 
 CPP_CHECKPOINT = struct.Struct("<IIQQQ")      # magic, version, step, seed, bytes of fitness (SPEC 10)
@@ -57,11 +61,15 @@ class HistoryError(EggError):
 def open_file(path, mode="rb"):
     """An unbuffered file of a save directory, perhaps from a stranger: OSError for a link, a pipe or a device. To
     append (mode "ab"), the file need not be there."""
-    # a device or a pipe is not even opened; the flags are for one that takes the place of a file just now
-    if (os.path.lexists(path) or mode != "ab") and not stat.S_ISREG(os.lstat(path).st_mode):
+    if os.path.lexists(path) and not _is_plain(path):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    # the flags are for one that takes the place of a file just now
     return open(path, mode, buffering=0,
                 opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))
+
+
+def _is_plain(path):
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def read_file(path, most):
@@ -78,6 +86,24 @@ def remove(path):
         os.unlink(path)
 
 
+def sync_directory(directory):
+    """Waits until the names in a directory are on the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_directory(path):
+    """Makes a directory that may be there; a new one's name is on the disk after this."""
+    path = os.path.abspath(path)
+    if not os.path.isdir(path):
+        make_directory(os.path.dirname(path))
+        os.makedirs(path, exist_ok=True)
+        sync_directory(os.path.dirname(path))
+
+
 @contextlib.contextmanager
 def replacing(directory, name):
     """Yields a file that takes this name at the end of the block, whole and on the disk; after an error, not at all."""
@@ -91,25 +117,21 @@ def replacing(directory, name):
         except BaseException:
             remove(file.name)
             raise
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)                     # of the new name
-    finally:
-        os.close(handle)
+    sync_directory(directory)
 
 
 def write_file(directory, name, data):
-    """Writes a file like `replacing`. Returns it, open. Raises OSError; then nothing has changed."""
+    """Writes a file like `replacing`. Raises OSError; then nothing has changed."""
     with replacing(directory, name) as file:
         file.write(data)
-        return open_file(file.name, "r+b")
 
 
 def link_file(path, new):
-    """Gives a file a second name, which another file may have had. Raises OSError."""
+    """Gives a file a second name, which another file may have had; it is on the disk after this. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new)
     os.link(path, new)
+    sync_directory(os.path.dirname(new))
 
 
 def snapshot_name(step, figure=None, reward=False):
@@ -156,7 +178,6 @@ class Run:
 
     beside = ""
     data = bytes(32)
-    _newest = None                           # the body of the last record, which every worker is about to ask for
 
     def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg = cfg
@@ -178,14 +199,14 @@ class Run:
         if step == self.start.step - 1:
             return b""
         try:
-            return unzip(self.body(step), ternary.packed_size(self.cfg.STEP_DIGITS))
+            packed = unzip(self.body(step), ternary.packed_size(self.cfg.STEP_DIGITS))
+            ternary.check(packed, self.cfg.STEP_DIGITS)
+            return packed
         except ValueError as error:
             raise HistoryError(f"{self._name}: step {step} cannot be read ({error}): restore it from a copy") from None
 
     def body(self, step):
         """bytes: the same, compressed, as in the record."""
-        if step == self.step - 1 and self._newest:
-            return self._newest
         k = step - self.start.step
         at, end = self._offsets[k:k + 2]
         with explained(HistoryError, self._name, TO_RETRY):
@@ -217,17 +238,11 @@ class Run:
                 os.ftruncate(handle, end)
                 raise
         self._advance(len(data))
-        self._newest = body
 
-    def copy(self, source):
-        """Appends the steps of another Run, which begins with those that this one has. Raises HistoryError."""
-        if self.start != source.start or any(self.fitness(step) != source.fitness(step)
-                                             for step in range(self.start.step, min(self.step, source.step))):
-            raise HistoryError(f"{self._name} holds another run than --load-dir: give an empty --save-dir, or leave "
-                               "--load-dir out")
-        for step in range(self.step, source.step):
-            self.append(source.fitness(step), *source.record(step))
-        self.sync()
+    def copy_to(self, file):
+        """Copies the history as it is."""
+        self._file.seek(0)
+        shutil.copyfileobj(self._file, file, PIECE)
 
     def sync(self):
         """Waits until all appended steps are on the disk, for a run that is kept. Raises HistoryError."""
@@ -239,21 +254,21 @@ class Run:
     def begin_epoch(self, start):
         """Continues from the current step with another state, whose snapshot must be on the disk. At every moment one
         of the two epochs is on the disk completely. Raises OSError; then nothing has changed."""
-        assert start[:2] == (self.step, self.seed) and self.step > self.start.step
         # a handover that was interrupted may have left the other name
         link_file(self._name, os.path.join(self.directory, OLD.format(self.start.epoch)))
-        self._rewrite(start)
+        for work in self._rewrite(start):
+            work()
 
     def seed_of(self, step):
         """The seed of a completed step or of the next one."""
         return self.seed if step == self.step else self._record(step).seed
 
     def forget_before(self, step, state, digest):
-        """Removes the completed steps before `step`, whose snapshot must be on the disk: with noise on activations a
-        step is a digit a weight. state: SHA-256 of that state; digest: its model.state_digest, or None. Raises OSError;
-        then nothing has changed."""
+        """A task (hub.Beside) that removes the completed steps before `step`, whose snapshot must be on the disk:
+        with noise on activations a step is a digit a weight. state: SHA-256 of that state; digest: its
+        model.state_digest, or None. Raises OSError; then nothing has changed."""
         origin = self.start.origin and {"since": self.start.step, **self.start.origin, "digest": digest.hex()}
-        self._rewrite(Start(step, self.seed_of(step), state.hex(), origin))
+        yield from self._rewrite(Start(step, self.seed_of(step), state.hex(), origin))
 
     def keep_data(self, digest):
         """Stores the digest of the training data; if the disk refuses it, until the end of this session."""
@@ -269,14 +284,33 @@ class Run:
             self._lock = None
 
     def _rewrite(self, start):
-        """Begins the file anew with this Start, and with the completed steps from there on."""
-        header = _header(self.cfg, start)
-        moved = self._offsets[start.step - self.start.step:]
-        first = moved[0]
-        file = write_file(self.directory, FILE, header + self._pread(moved[-1] - first, first))
-        self._file.close()
-        self._file = file
-        self._offsets = [at - first + len(header) for at in moved]
+        """A task (hub.Beside): begins the file anew with this Start, and with the completed steps from there on.
+        The run goes on meanwhile; the last PIECE, with the steps that have come, is copied in the loop."""
+        old, offsets, header = self._file, self._offsets, _header(self.cfg, start)
+        first = start.step - self.start.step
+        shift = offsets[first] - len(header)                 # by which the records move
+        with replacing(self.directory, FILE) as file:
+            file.write(header)
+
+            def left():
+                return offsets[-1] - shift - file.tell()
+
+            def copy():
+                piece = os.pread(old.fileno(), min(left(), PIECE), file.tell() + shift)
+                if not piece:
+                    raise OSError(errno.EIO, "it has become shorter", self._name)
+                file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+
+            while left() > PIECE:
+                yield copy
+            while left():                    # a read may return less
+                copy()
+            new = open_file(file.name, "r+b")
+        old.close()
+        self._file = new
+        self._offsets = [at - shift for at in offsets[first:]]
         self.start = start
 
     def _record(self, step):
@@ -301,26 +335,26 @@ class Run:
         self.start = start or Start(0, seeds.first_seed(self.cfg))
         self.step, self.seed = self.start[:2]
         most = most_body(self.cfg)
-        head = self._pread(HEAD, size)
-        while head:
+        while head := self._pread(HEAD, self._offsets[-1]):
             record = Record(*RECORD.unpack_from(head.ljust(HEAD)))
             length = record.size + 4         # of the body and its CRC-32
-            good = ((record.step, record.seed) == (self.step, self.seed) and 0 < record.size <= most
-                    and is_intact(head, HEAD))
-            rest = self._pread(length + HEAD, self._offsets[-1] + HEAD) if good else b""       # with the next head
-            if not is_intact(rest[:length], length):
+            if not (is_intact(head, HEAD) and (record.step, record.seed) == (self.step, self.seed)
+                    and 0 < record.size <= most
+                    and is_intact(self._pread(length, self._offsets[-1] + HEAD), length)):
                 return self._cut_torn_record(HEAD + 4 + most)
             self._advance(HEAD + length)
-            head = rest[length:]
 
     def _cut_torn_record(self, longest):
-        """Only the last record can be an interrupted write. Anything else is damage: to cut it would lose steps."""
+        """Only the last record can be an interrupted write. Where a later one follows it is damage: to cut it would
+        lose steps. longest: bytes of a record."""
         size = os.fstat(self._file.fileno()).st_size
         at = self._offsets[-1]
-        rest = self._pread(longest + 1, at)
-        later = any(is_intact(rest[k:k + HEAD], HEAD) and Record(*RECORD.unpack_from(rest, k)).step > self.step
-                    for k in range(1, len(rest) - HEAD + 1))
-        if later or size - at > longest or any(end < len(rest) for end in _possible_ends(rest)):
+        rest = self._pread(longest + HEAD, at)
+        later = (self.step + 1).to_bytes(8, "little")
+        k = rest.find(later)
+        while k > 0 and not is_intact(rest[k - 4:k - 4 + HEAD], HEAD):
+            k = rest.find(later, k + 1)
+        if k > 0 or size - at > longest:
             raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: "
                                f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
                                f"`truncate -s {at} {shlex.quote(self._name)}`")
@@ -330,43 +364,27 @@ class Run:
             self.notices.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut")
 
 
-def _possible_ends(data):
-    """[offset]: where the record at the beginning of `data`, of which head or body is damaged, can end. The next record
-    is written once it is on the disk, so where more follows it was not an interrupted write."""
-    if is_intact(data[:HEAD], HEAD):
-        return [HEAD + Record(*RECORD.unpack_from(data)).size + 4]
-    crc, ends = 0, []
-    for k in range(HEAD, len(data) - 4):
-        crc = zlib.crc32(data[k:k + 1], crc)
-        if data[k + 1:k + 5] == crc.to_bytes(4, "little"):
-            ends.append(k + 5)
-    return ends
-
-
 def open_run(cfg, save_dir=None, load_dir=None):
     """The Run that a coordinator continues or begins, locked until it is closed. save_dir: the run to continue or
     begin. load_dir (a save directory, or C++ checkpoints): a run to copy, and to continue in save_dir, by default in
-    load_dir-2 or the like. Neither: a temporary file. Raises HistoryError: another configuration (naming the constants
-    that differ), damage, a directory in use or not writable."""
-    for library in LOADED_LATER:
-        if importlib.util.find_spec(library) is None:
-            raise ModuleNotFoundError(f"No module named {library!r}", name=library)
+    load_dir-2 or the like; save_dir may hold a run already, which goes on. Neither: a temporary file. Raises
+    HistoryError: another configuration (naming the constants that differ), damage, a directory in use or not writable.
+    """
     if load_dir is None:
         return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
-    ours = _is_ours(load_dir)
     target = save_dir or beside(load_dir)
-    if ours and os.path.isdir(target) and os.path.samefile(target, load_dir):
-        return open_directory(cfg, load_dir)
-    with contextlib.closing(read_run(cfg, load_dir)) as source:
-        run = open_directory(cfg, target, source.start)
-        try:
-            run.copy(source)
-        except BaseException:
-            run.close()
-            raise
+    if holds_run(target):
+        run = open_directory(cfg, target)
+        if not os.path.samefile(target, load_dir):
+            run.notices.append(f"{target} holds a run already: it goes on, --load-dir is not used")
+        return run
+    with contextlib.closing(read_run(cfg, load_dir)) as source, explained(HistoryError, target, WRITABLE):
+        make_directory(target)
+        _copy_rest(load_dir, target)
+        with replacing(target, FILE) as file:
+            source.copy_to(file)
+    run = open_directory(cfg, target)
     run.beside = f" ({load_dir} stays as it is)"
-    if ours:
-        _copy_rest(cfg, load_dir, target)
     return run
 
 
@@ -398,19 +416,21 @@ def configuration(directory):
     if not _is_ours(directory):
         return {}
     config, *_ = _header_of(_file_of(directory))
-    found = determining(config)
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
-        settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT)).items()
-        found.update((name, value) for name, value in settings if name in egg_config.KEPT)
+        settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT))
+        config.update((name, value) for name, value in settings.items() if name in egg_config.KEPT)
     for name in egg_config.DATA_FILES:       # as seen from here, and only those that are there
-        path = os.path.join(directory, str(found.pop(name, "")))
+        path = os.path.join(directory, str(config.pop(name, "")))
         if os.path.isfile(path):
-            found[name] = path if os.path.isabs(path) else os.path.relpath(path)
-    return found
+            config[name] = path if os.path.isabs(path) else os.path.relpath(path)
+    return config
 
 
 def determining(config):
-    """{name: value} without the constants that do not determine a saved model."""
+    """{name: value} without the constants that do not determine a saved model. Raises ValueError for what can be no
+    name."""
+    if not all(map(str.isidentifier, config)):
+        raise ValueError
     return {name: value for name, value in config.items()
             if name not in egg_config.CONSTANTS or name in egg_config.DETERMINING}
 
@@ -425,21 +445,25 @@ def holds_run(directory):
 
 def _is_ours(directory):
     """Whether the run in a directory is one of this program, not C++ checkpoints. Raises HistoryError without any."""
-    if not os.path.isdir(directory):
-        raise HistoryError(f"{directory}: no such directory: give --load-dir the directory of a saved run")
+    with explained(HistoryError, directory, "give --load-dir the directory of a saved run"):
+        names = os.listdir(directory)
     ours = holds_run(directory)
-    if not ours and not any(CPP_NAME.fullmatch(name) for name in os.listdir(directory)):
+    if not ours and not any(map(CPP_NAME.fullmatch, names)):
         raise HistoryError(f"{directory} holds no run: neither {FILE} nor checkpoint_00000001.bin, ...; give that of a "
                            "saved run")
     return ours
 
 
 def epochs(directory):
-    """[Start]: of the epochs whose history is in a save directory, the oldest first. A handover that was interrupted
-    leaves two files of one epoch. Raises HistoryError."""
-    names = [name for name in os.listdir(directory) if name == FILE or OLD_NAME.fullmatch(name)]
-    starts = [_header_of(os.path.join(directory, name))[1] or Start(0, 0) for name in names]
-    return [start for _, start in sorted({start.epoch: start for start in starts}.items())]
+    """[Start]: of the epochs whose history in a save directory can be read, the oldest first. A handover that was
+    interrupted leaves two files of one epoch."""
+    starts = {}
+    for name in os.listdir(directory):
+        if name == FILE or OLD_NAME.fullmatch(name):
+            with contextlib.suppress(HistoryError):
+                start = _header_of(os.path.join(directory, name))[1] or Start(0, 0)
+                starts[start.epoch] = start
+    return [starts[epoch] for epoch in sorted(starts)]
 
 
 def newest(pattern="ckpt*"):
@@ -461,45 +485,30 @@ def newest(pattern="ckpt*"):
 def replay(run, engine, until=None):
     """Applies the steps that an engine lacks, up to the run's step or to step `until`."""
     for step in range(engine.step, run.step if until is None else until):
-        fitness = run.fitness(step)
-        try:
-            ternary.check(fitness, run.cfg.STEP_DIGITS)
-        except ValueError as error:
-            raise HistoryError(f"{run.directory}: step {step} cannot be right ({error}): restore {FILE} from a copy") \
-                from None
-        engine.update(fitness)
+        engine.update(run.fitness(step))
 
 
 def _read_cpp_checkpoints(cfg, directory):
     """The Run in the files of the C++ system, without losses. Raises HistoryError."""
     run = _temporary_run(cfg)
+    names = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
     size = ternary.packed_size(cfg.STEP_DIGITS)
-    found = {int(match[1]): match[0] for match in map(CPP_NAME.fullmatch, os.listdir(directory)) if match}
-
-    def need(ok, what):
-        if not ok:
-            raise HistoryError(f"{path}{what}")
-
-    for step in range(1, len(found) + 1):
-        path = os.path.join(directory, found.get(step, f"checkpoint_{step:08d}.bin"))
-        need(step in found, " is missing, and without it the model cannot be rebuilt")
+    for step in range(1, len(names) + 1):
+        path = os.path.join(directory, names.get(step, f"checkpoint_{step:08d}.bin"))
+        with explained(HistoryError, path, "without it the model cannot be rebuilt"), open_file(path) as file:
+            data = file.read(CPP_CHECKPOINT.size + size + 1)
+        *kind, at, seed, length = CPP_CHECKPOINT.unpack_from(data.ljust(CPP_CHECKPOINT.size))
+        packed = data[CPP_CHECKPOINT.size:]
         try:
-            with open_file(path) as file:
-                data = file.read(CPP_CHECKPOINT.size + size + 1)
-            need(len(data) >= CPP_CHECKPOINT.size, f" is cut short: {len(data)} bytes")
-            magic, version, held, seed, length = CPP_CHECKPOINT.unpack_from(data)
-            packed = data[CPP_CHECKPOINT.size:]
-            need((magic, version) == (CPP_MAGIC, 1),
-                 f" is not a checkpoint of the C++ system: it begins with {magic:#010x}, version {version}")
-            need(held == step, f" holds step {held}, its name says {step}")
-            need(length == len(packed) == size,
-                 f" holds {length} bytes of fitness in a file of {os.path.getsize(path)} bytes, POPULATION_SIZE = "
-                 f"{cfg.POPULATION_SIZE} needs {size}: set POPULATION_SIZE and CHUNK_SIZE to those of the run")
+            if kind != [CPP_MAGIC, 1] or at != step:
+                raise ValueError(f"it is not the checkpoint of step {step} of the C++ system")
             ternary.check(packed, cfg.STEP_DIGITS)
-        except (OSError, ValueError) as error:
-            raise HistoryError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-        run.append(packed, 0, 0)
-        need(seed == run.seed, f": seed {seed} where step {step} has {run.seed}: this is another kind of run")
+            run.append(packed, 0, 0)
+            if (seed, length) != (run.seed, size):
+                raise ValueError(f"seed {seed} where step {step} has {run.seed}")
+        except ValueError as error:
+            raise HistoryError(f"{path}: {error}: is it damaged, or were POPULATION_SIZE and CHUNK_SIZE others?") \
+                from None
     return run
 
 
@@ -515,21 +524,23 @@ def open_directory(cfg, directory, start=None):
     path = _file_of(directory)
     with contextlib.ExitStack() as undo:
         try:
-            os.makedirs(directory, exist_ok=True)
+            make_directory(directory)
             lock = os.open(directory, os.O_RDONLY)
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file = open_file(path, "r+b") if os.path.exists(path) else \
+            if not os.path.exists(path):
                 write_file(directory, FILE, _header(cfg, start or Start(0, 0)))
-            run = Run(cfg, file, directory, lock)
+            run = Run(cfg, open_file(path, "r+b"), directory, lock)
+            run.sync()                       # a coordinator that was killed had perhaps not come to that
+            sync_directory(directory)
         except BlockingIOError:
             raise HistoryError(f"{directory} is in use by another coordinator: stop it, or change --save-dir") from None
         except OSError as error:
             where = error.filename or directory
-            raise HistoryError(f"{where}: {error.strerror}: give a --save-dir that can be written") from None
+            raise HistoryError(f"{where}: {error.strerror}: {WRITABLE}") from None
         undo.pop_all()
-    for name in os.listdir(directory):       # of a `replacing` that was killed
-        if name.startswith((FILE, SETTINGS, DATA_FILE)) and name.endswith(".part"):
+    for name in os.listdir(directory):       # of one that was killed
+        if PARTS.fullmatch(name):
             remove(os.path.join(directory, name))
     settings = cfg.settings()
     for name in egg_config.DATA_FILES:
@@ -542,22 +553,15 @@ def open_directory(cfg, directory, start=None):
 def _keep_text(directory, name, text):
     """Writes a file that a run can do without: a disk that refuses it is no error."""
     with contextlib.suppress(OSError):
-        write_file(directory, name, (text + "\n").encode()).close()
+        write_file(directory, name, (text + "\n").encode())
 
 
-def _copy_rest(cfg, source, target):
-    """Copies snapshots, events and earlier epochs, but no file that is too large or has holes and fills the disk."""
-    for name in os.listdir(source):
-        most = most_bytes(cfg) if SNAPSHOT.fullmatch(name) or ELITE.fullmatch(name) else \
-            MOST_COPIED if name in (EVENTS, EVENTS + ".1") or OLD_NAME.fullmatch(name) else 0
-        if most:
-            with contextlib.suppress(OSError), open_file(os.path.join(source, name)) as file:
-                size = os.fstat(file.fileno()).st_size
-                data = file.seek(0, os.SEEK_HOLE)
-                file.seek(0)
-                if data == size <= most:
-                    with open(os.path.join(target, name), "xb") as copy:
-                        shutil.copyfileobj(file, copy, 1 << 20)
+def _copy_rest(source, target):
+    """Copies snapshots, events and earlier epochs. Raises OSError."""
+    for name in filter(COPIED.fullmatch, os.listdir(source)):
+        if _is_plain(path := os.path.join(source, name)):
+            with open_file(path) as file, replacing(target, name) as copy:
+                shutil.copyfileobj(file, copy, PIECE)
 
 
 def most_body(cfg):
@@ -609,16 +613,15 @@ def differing(there, here):
 
 def difference(there, here, where=("there", "here")):
     """The first NAMED of these as one text, with the number of the others; "" where they agree."""
-    found = differing(there, here)
-    texts = [f"{name} = {a} {where[0]}, {b} {where[1]}" for name, (a, b) in found.items()]
+    texts = [one_line(f"{name} = {a} {where[0]}, {b} {where[1]}") for name, (a, b) in differing(there, here).items()]
     return shortened(texts, NAMED, "; ")
 
 
 def _header(cfg, start):
-    fields = {k: v for k, v in start._asdict().items() if k != "origin" or v}
-    version = 3 if start.origin else 2 if start.step else 1       # every version of egg reads 1
-    first = {"start": fields} if start.step else {}
-    text = json.dumps({"version": version, **first, "config": cfg.saved()}, sort_keys=True).encode()
+    fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.saved()}   # every egg reads 1
+    if start.step:
+        fields["start"] = {name: value for name, value in start._asdict().items() if name != "origin" or value}
+    text = json.dumps(fields, sort_keys=True).encode()
     return with_crc(MAGIC + len(text).to_bytes(4, "little") + text)
 
 
@@ -629,37 +632,22 @@ def _header_of(path):
 
 def _read_header(file, name):
     """(configuration, Start or None for the random initial model, bytes) of a file's header. Raises HistoryError."""
-    size = os.fstat(file.fileno()).st_size
-    data = os.pread(file.fileno(), 12 + LONGEST_HEADER + 4, 0)
-    if data[:8] != MAGIC[:len(data)]:
-        raise HistoryError(f"{name} is not a fitness history: it does not begin with {MAGIC.decode()}; move it away")
-    length = int.from_bytes(data[8:12], "little")
-    end = 12 + length + 4
-    if len(data) < 12 or end > size:
-        raise HistoryError(f"{name} is cut short in its header, after {size} bytes: restore it from a copy, or remove "
-                           "it to begin again")
-    if length > LONGEST_HEADER or not is_intact(data[:end], end):
-        raise HistoryError(f"{name} is damaged in its header, bytes 8 to {end}: restore it from a copy")
+    data = os.pread(file.fileno(), 16 + LONGEST_HEADER, 0)
+    end = 16 + int.from_bytes(data[8:12], "little")
     try:
+        if data[:8] != MAGIC or not is_intact(data[:end], end):
+            raise ValueError
         header = json.loads(data[12:end - 4])
         version = header["version"]
-        config = header["config"]
+        config = determining(header["config"])
         start = header.get("start")
-        start = start and Start(**start)
-        if type(config) is not dict or start and not _is_possible(start):
-            raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise HistoryError(f"{name}: its header cannot be read: restore it from a copy") from None
+        if start:
+            start = Start(**start)
+            struct.pack("<QIQ", start.step, start.seed, start.epoch)         # they are numbers
+            bytes.fromhex(start.state)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error):
+        raise HistoryError(f"{name} is no fitness history, or damaged in its header: restore it from a copy, or move "
+                           "it away to begin again") from None
     if version not in (1, 2, 3):
         raise HistoryError(f"{name} has format {version}, this program reads 1 to 3: use the egg that wrote it")
     return config, start, end
-
-
-def _is_possible(start):
-    """Whether a Start from a file can be one. Raises ValueError, TypeError, KeyError where it cannot."""
-    origin = start.origin
-    plain = (str, int, float, type(None))
-    return (0 < start.step < MOST_STEPS and 0 <= start.seed < 1 << 32 and type(start.step) is type(start.seed) is int
-            and len(bytes.fromhex(start.state)) in (0, 32)
-            and (not origin or type(origin["epoch"]) is int and 0 < origin["epoch"] < MOST_STEPS
-                 and bytes.fromhex(origin["digest"]) and all(isinstance(value, plain) for value in origin.values())))

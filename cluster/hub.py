@@ -1,6 +1,6 @@
-"""The event loop: non-blocking sockets, TLS, bytes in and out. No threads, and no knowledge of what the bytes mean.
-A Hub listens, accepts and calls. A Connection holds the bytes of one peer; cluster.session.Session gives them a
-meaning."""
+"""The event loop: non-blocking sockets, TLS, bytes in and out, and no knowledge of what the bytes mean. A Hub listens,
+accepts and calls. A Connection holds the bytes of one peer; cluster.session.Session gives them a meaning. Beside has
+the only thread, for what waits for the disk."""
 
 import collections
 import contextlib
@@ -9,6 +9,7 @@ import re
 import selectors
 import socket
 import ssl
+import threading
 import time
 
 from egg_config import EggError
@@ -57,6 +58,57 @@ def tune(sock):
 
 def nothing(*_):
     """Does nothing: a method that a subclass may override."""
+
+
+class Beside:
+    """What waits for the disk, in a thread beside the loop. A task is a generator that runs in the loop; what it yields
+    is called in the thread, and an error of that is raised where it was yielded. One task follows the other."""
+
+    _thread = _error = None
+
+    def __init__(self):
+        self._tasks = collections.deque()
+
+    def begin(self, task):
+        self._tasks.append(task)
+
+    def turn(self):
+        """Goes on with a task, in the loop. Returns whether there was anything to do."""
+        if not self._tasks or self._thread and self._thread.is_alive():
+            return False
+        error, self._error = self._error, None
+        task = self._tasks.popleft()                     # it may call `drop`
+        try:
+            work = task.throw(error) if error else next(task)
+        except StopIteration:
+            return True
+        self._tasks.appendleft(task)
+        self._thread = threading.Thread(target=self._call, args=(work,), daemon=True)
+        self._thread.start()
+        return True
+
+    def _call(self, work):
+        try:
+            work()
+        except Exception as error:
+            self._error = error
+
+    def finish(self):
+        """Waits for all tasks."""
+        while self._tasks:
+            self._wait()
+            self.turn()
+
+    def drop(self):
+        """Ends all tasks where they are."""
+        self._wait()
+        while self._tasks:
+            self._tasks.popleft().close()
+        self._error = None
+
+    def _wait(self):
+        if self._thread:
+            self._thread.join()
 
 
 class Budget:

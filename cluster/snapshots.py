@@ -1,6 +1,5 @@
 """The state of the model as a file (SPEC 17), with which a late worker starts; digests of configurations and data.
-A file is checked by the workers' digest when it is taken in and by SHA-256 when it is used. So nothing waits for the
-disk: a file that was only half written is detected."""
+A file is on the disk before the shelf lists it, and is compared with its SHA-256 before it is used: disks flip bits."""
 
 import contextlib
 import functools
@@ -20,11 +19,11 @@ MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
 HEAD_SIZE = HEAD.size + 4                # with its CRC-32
 KEPT = 2                   # newest snapshots that are kept, beside the best
-OPEN_FILES, OPEN_SECONDS = 8, 60.0       # that others are reading, and seconds without a request
+OPEN_SECONDS = 60.0        # that a file stays open for others without a request
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
 PIECE = 1 << 20            # bytes that are decompressed at a time
+OTHER_HASH = "its SHA-256 is another"
 SLICE = 1 << 23            # bytes that are compressed at a time
-BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 
 
 # The first bytes of a snapshot file. step, seed, size (bytes of the body): int; sha256 (of the state), config (see
@@ -32,17 +31,16 @@ BLAKE2B = functools.partial(hashlib.blake2b, digest_size=32)
 Head = namedtuple("Head", "step seed sha256 config before size")
 
 
-def state_hash(state, kind=BLAKE2B):
-    """bytes [32]: a hash of the same bytes as model.state_digest (without the zeros at its end): BLAKE2b, by which a
-    second worker confirms a snapshot, or SHA-256, which stands in its head."""
-    digest = _begin(state.step, state.seed, kind)
+def state_hash(state):
+    """bytes [32]: SHA-256 of the same bytes as model.state_digest (without the zeros at its end)."""
+    digest = _begin(state.step, state.seed)
     for part in _parts(state):
         digest.update(part)
     return digest.digest()
 
 
-def _begin(step, seed, kind):
-    return kind(struct.pack("<QQ", step, seed))
+def _begin(step, seed):
+    return hashlib.sha256(struct.pack("<QQ", step, seed))
 
 
 def _parts(state):
@@ -94,17 +92,41 @@ def unpack(cfg, data, sha256=None):
     head = read_head(data)
     if sha256 not in (None, head.sha256):
         raise ValueError(f"snapshot of step {head.step}: it is not the state that was stated")
-    if not sha256 and head.config != config_digest(cfg):
-        raise ValueError(f"snapshot of step {head.step} is of another configuration")
-    if len(data) != HEAD_SIZE + head.size:
-        raise ValueError(f"snapshot of step {head.step}: {len(data)} bytes of {HEAD_SIZE + head.size}")
     try:
+        if not sha256 and head.config != config_digest(cfg):
+            raise ValueError("it is of another configuration")
         state = parameters.from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), head.step, head.seed)
+        if state_hash(state) != head.sha256:
+            raise ValueError(OTHER_HASH)
     except ValueError as error:
         raise ValueError(f"snapshot of step {head.step}: {error}") from None
-    if state_hash(state, hashlib.sha256) != head.sha256:
-        raise ValueError(f"snapshot of step {head.step}: its SHA-256 is another")
     return state
+
+
+def check(path):
+    """Reads a snapshot file, in pieces. Raises ValueError if its state is not the one that its head names, OSError."""
+    with open_file(path) as file:
+        head = read_head(file.read(HEAD_SIZE))
+        digest = _begin(head.step, head.seed)
+        for raw in _unpacked(file):
+            digest.update(raw)
+    if digest.digest() != head.sha256:
+        raise ValueError(OTHER_HASH)
+
+
+def _unpacked(file, most=math.inf):
+    """Yields the state in the body of a snapshot file, up to `most` bytes, in pieces. Raises ValueError."""
+    source = history.decompressor()
+    while not source.eof:
+        data = file.read(PIECE) if source.needs_input else b""
+        if source.needs_input and not data:
+            raise ValueError("it is cut short")
+        yield (raw := history.decompress(source, data, PIECE))
+        most -= len(raw)
+        if most < 0:
+            raise ValueError("it is too long")
+    if source.unused_data or file.read(1):
+        raise ValueError("something follows it")
 
 
 def read_head(data):
@@ -126,14 +148,11 @@ def _make_head(cfg, step, seed, sha256, fitness, size):
 def save(cfg, state, directory, body=None):
     """Writes a State as the snapshot with which a run or an epoch begins; it is on the disk when this returns. Returns
     its SHA-256 (bytes). body: the result of `pack`, if it exists already. Raises OSError."""
-    sha256 = state_hash(state, hashlib.sha256)
+    sha256 = state_hash(state)
     with history.replacing(directory, history.snapshot_name(state.step)) as file:
         file.write(bytes(HEAD_SIZE))
         for piece in [body] if body else _packed(state):
             file.write(piece)
-            file.flush()
-            if hasattr(os, "posix_fadvise"):         # the disk writes while the next piece is compressed
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         size = file.tell() - HEAD_SIZE
         file.seek(0)
         file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
@@ -141,161 +160,173 @@ def save(cfg, state, directory, body=None):
 
 
 class Upload:
-    """A snapshot that is being received: the pieces of its body arrive in order and are decompressed and hashed at
-    once, so that memory use is constant. `finished`: it is complete, and has the expected `digest` or `sha256`,
-    whichever is given; `hash`: its `state_hash` then; `got`, `total`: bytes of the body. remember: no file is written,
-    and the decompressed bytes are kept for `state`. Raises ValueError for data that cannot be right, OSError of the
-    disk."""
+    """A snapshot that is being received: its pieces are written as they come. `whole`: all have come; then `check`.
+    digest, sha256: of its state, those that are expected until `check` sets both; `got`, `total`: bytes of the body;
+    overlay: {"mean", "min", "max"} of its noise scales, None where there are none; remembered: it is for `state`, and
+    for no shelf. Raises ValueError for data that cannot be right, OSError of the disk."""
 
-    total = hash = _file = None
-    finished = pending = False
-    got = _unpacked = 0
+    got, total, overlay = 0, None, None
 
     def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
-        from model import state_digest
         self.step = step
         self.seed = seed
         self.digest = digest
         self.sha256 = sha256
         self.remembered = remember
         self._cfg = cfg
-        self._size = sum(sizes(cfg))
-        self._most = most_bytes(cfg)
-        self._first = 0 if remember else sum(sizes(cfg)[:2])
-        self._raw = bytearray()                      # what it unpacks to, from byte `_first` on: all, or the overlay
-        self._digests = state_digest.Digest(step, seed), _begin(step, seed, hashlib.sha256), _begin(step, seed, BLAKE2B)
-        self._zstd = history.decompressor()
-        if not remember:
-            self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
-            self._file.write(bytes(HEAD_SIZE))
+        self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
+        self._file.write(bytes(HEAD_SIZE))
 
     def feed(self, total, offset, data):
-        """Takes a piece. As long as `pending`, `unpack` comes before the next one: it may unpack to very many bytes."""
-        if self.total is None:
-            self.total = total
-        if total != self.total or offset != self.got or not data or not offset + len(data) <= total <= self._most:
+        """Takes a piece."""
+        self.total = self.total or total
+        end = offset + len(data)
+        if (total, offset) != (self.total, self.got) or not data or not end <= total <= most_bytes(self._cfg):
             raise ValueError(f"piece of {len(data)} bytes at {offset} of {total}, the next one is at {self.got} of "
                              f"{self.total}")
-        if self._file:
-            self._file.write(data)
-        self.got += len(data)
-        self.unpack(data)
+        self._file.write(data)
+        self.got = end
 
-    def unpack(self, data=b""):
-        raw = history.decompress(self._zstd, data, PIECE)
-        eof = self._zstd.eof
-        left = self._size - self._unpacked - len(raw)
-        self.pending = not eof and not self._zstd.needs_input
-        complete = self.got == self.total and not self.pending
-        if left < 0 or (eof or complete) and (left or eof != complete or self._zstd.unused_data):
-            raise ValueError(f"it does not unpack to {self._size} bytes")
-        for digest in self._digests:
-            digest.update(raw)
-        self._raw += raw[max(self._first - self._unpacked, 0):]
-        self._unpacked += len(raw)
-        if complete:
-            digest, sha256, self.hash = (digest.digest() for digest in self._digests)
-            if self.digest not in (None, digest) or self.sha256 not in (None, sha256):
-                raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
-            self.digest = digest
-            self.sha256 = sha256
-            self.finished = True
+    @property
+    def whole(self):
+        return self.got == self.total
 
-    def overlay(self):
-        """{"mean", "min", "max"} of the noise scales of a finished upload, None if the configuration has none."""
-        if not self._cfg.ADAPTIVE_NOISE_MODE:
-            return None
-        *_, overlay = sizes(self._cfg)
-        values = memoryview(self._raw).cast("b")[-overlay:]
-        return {"mean": round(sum(values) / len(values), 4), "min": min(values), "max": max(values)}
+    def check(self):
+        """Compares the state with what is expected of it, in pieces, perhaps in a thread beside the loop."""
+        from model import state_digest
+        parts = sizes(self._cfg)
+        digests = state_digest.Digest(self.step, self.seed), _begin(self.step, self.seed)
+        left, scales = sum(parts), bytearray()
+        self._file.seek(HEAD_SIZE)
+        for raw in _unpacked(self._file, left):
+            for digest in digests:
+                digest.update(raw)
+            left -= len(raw)
+            scales += raw[max(len(raw) + left - parts[2], 0):]
+        digest, sha256 = (digest.digest() for digest in digests)
+        if left or self.digest not in (None, digest) or self.sha256 not in (None, sha256):
+            raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
+        self.digest, self.sha256 = digest, sha256
+        if self._cfg.ADAPTIVE_NOISE_MODE:
+            scales = memoryview(scales).cast("b")
+            self.overlay = {"mean": round(sum(scales) / len(scales), 4), "min": min(scales), "max": max(scales)}
 
     def keep(self, path, fitness):
-        """Gives the file its head and its name. fitness: packed, of the previous step."""
+        """Gives the file its head and its name, and waits until both are on the disk. fitness: packed, of the previous
+        step."""
         self._file.seek(0)
         self._file.write(_make_head(self._cfg, self.step, self.seed, self.sha256, fitness, self.total))
-        self._file.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
         os.chmod(self._file.name, 0o644)
         os.replace(self._file.name, path)
+        history.sync_directory(os.path.dirname(path))
 
     def state(self):
-        """The State of a finished upload before `keep` and `drop`. Raises OSError."""
+        """The State, before `keep` and `drop`. Raises OSError."""
         from model import parameters
-        raw = self._raw
-        if not self.remembered:
-            self._file.seek(HEAD_SIZE)
-            raw = history.unzip(self._file.read(), self._size)
+        self._file.seek(HEAD_SIZE)
+        raw = history.unzip(self._file.read(), sum(sizes(self._cfg)))
         return parameters.from_raw(self._cfg, raw, self.step, self.seed)
 
     def drop(self):
-        if not self.remembered:
-            with contextlib.suppress(OSError):       # writing the buffer may fail on a full disk
-                self._file.close()
-            history.remove(self._file.name)
+        """Removes the file, unless `keep` has given it its name."""
+        with contextlib.suppress(OSError):           # writing the buffer may fail on a full disk
+            self._file.close()
+        history.remove(self._file.name)
 
 
 class Shelf:
-    """The snapshots of the current epoch of `run`. Links `latest` and `best` name two of them; old ones are removed.
-    Files that others read piece by piece stay open meanwhile. stopped: no more snapshots, they cannot be written."""
+    """The snapshots of the current epoch of `run`: `files`, {step: name}. Links `latest` and `best` name two of them;
+    old ones are removed. doubtful: steps of those that `check` has not come to yet, which are not offered. Files that
+    others read piece by piece stay open meanwhile. stopped: no more snapshots, they cannot be written."""
+
+    stopped = False
 
     def __init__(self, cfg, run):
         self.cfg = cfg
         self.run = run
         self.directory = run.directory
-        self._open = {}                                      # key -> (file, time of the last request), the latest last
-        self.begin_epoch()
-
-    def begin_epoch(self):
-        """Finds the snapshots of this epoch; those of earlier ones are removed."""
-        self.stopped = False
-        self.files, self.digests = {}, {}                # step -> name; step -> digest of those that were uploaded
-        self.figures, self.sha256 = {}, {}               # step -> figure, see `best`; step -> SHA-256 of the state
-        names = os.listdir(self.directory) if self.directory else []
-        start = self.run.start
-        found = [match for match in map(history.SNAPSHOT.fullmatch, names) if match]
-        for match in found:
+        self.files = {}
+        self.digests = {}                # step -> digest, of those that were uploaded, also before they are in `files`
+        self.figures = {}                # step -> figure, see `ranked`
+        self.sha256 = {}                 # step -> SHA-256 of the state
+        self._open = {}                  # key -> (file, time of the last request)
+        for match in self._matches():
             self._take(match)
-        earlier = [match[0] for match in found if start.epoch and start.step in self.files
-                   and int(match[1]) <= start.step and match[0] not in self.files.values()]
-        parts = [name for name in names if name.startswith("snapshot-") and name.endswith(".part")]
-        for name in [*earlier, *parts] if self.run.owned else ():      # otherwise a part may be an upload in progress
-            self.remove(name)
+        self.doubtful = set()
+
+    def _matches(self):
+        names = os.listdir(self.directory) if self.directory else ()
+        return filter(None, map(history.SNAPSHOT.fullmatch, names))
 
     def _take(self, match):
         """Lists a file, by the match of its name, if its head belongs to this run."""
         with contextlib.suppress(OSError, ValueError), open_file(self._place(match[0])) as file:
             head = read_head(file.read(HEAD_SIZE))
-            step, start = head.step, self.run.start
-            if (step == int(match[1]) and head.config == config_digest(self.cfg)
-                    and (self._begun < step < start.step or max(1, start.step) <= step <= self.run.step)
-                    and os.fstat(file.fileno()).st_size == HEAD_SIZE + head.size
-                    and (step < start.step or (
-                        head.sha256.hex() == start.state if step == start.step and start.state else
-                        head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()))):
-                self.files[step] = match[0]
-                self.sha256[step] = head.sha256
+            size = os.fstat(file.fileno()).st_size
+            if (head.step, head.config, head.size) == (int(match[1]), config_digest(self.cfg), size - HEAD_SIZE) \
+                    and self._is_of_run(head):
+                self.files[head.step] = match[0]
+                self.sha256[head.step] = head.sha256
                 if match[3] and bool(match[2]) == bool(self.cfg.OBJECTIVE):
-                    self.figures[step] = float(match[3])
+                    self.figures[head.step] = float(match[3])
 
-    @property
-    def _begun(self):
-        """The step with which this epoch began. With noise on activations the run's history may begin later: of the
-        snapshots between, the best stays."""
+    def _is_of_run(self, head):
+        """With noise on activations the history may begin later than the epoch: of the snapshots between, the best
+        stays."""
+        step, start = head.step, self.run.start
+        if step < start.step:
+            return self.cfg.PERTURB == "activations" and step > (start.origin or {}).get("since", 0)
+        if step == start.step and start.state:
+            return head.sha256.hex() == start.state
+        return 0 < step <= self.run.step and head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()
+
+    def check(self, warn):
+        """A task (hub.Beside) of a coordinator: compares all files with their hashes, the newest first. One that is
+        damaged is forgotten, and `warn` takes a line. Raises HistoryError where the history begins with a snapshot and
+        none is left."""
+        self.doubtful.update(self.files)
+        return self._check(warn)
+
+    def _check(self, warn):
+        for step in sorted(self.files, reverse=True):
+            path = self.path(step)
+            try:
+                yield functools.partial(check, path)
+            except (OSError, ValueError) as error:
+                warn(f"{path} is damaged and not used: {getattr(error, 'strerror', None) or error}")
+                del self.files[step], self.sha256[step]
+            except GeneratorExit:
+                return self.doubtful.clear()
+            self.doubtful.discard(step)
         start = self.run.start
-        if self.cfg.PERTURB == "weights":
-            return start.step
-        return start.origin.get("since", start.step) if start.origin else 0
+        if start.step and max(self.files, default=0) < start.step:
+            old = self._place(history.OLD.format(start.epoch - 1))
+            raise history.HistoryError(
+                f"{self.directory}: the snapshot of step {start.step}, with which its history begins, is missing or "
+                "damaged: restore it from a copy" + bool(start.epoch) * f", or continue from the previous epoch: mv "
+                f"{old} {self._place(history.FILE)}")
+        self.arrange()
+
+    def newest_but(self, known=()):
+        """Step of the newest snapshot with which a worker can begin and whose SHA-256 is not in `known`, 0 without one.
+        """
+        return max((step for step in self.files.keys() - self.doubtful
+                    if step >= self.run.start.step and self.sha256[step] not in known), default=0)
+
+    newest = property(newest_but)
 
     @property
-    def newest(self):
-        return max(self.files, default=0)
+    def ranked(self):
+        """[step] of the snapshots that were measured, the lowest validation, with an objective the highest reward,
+        first."""
+        sign = -1 if self.cfg.OBJECTIVE else 1
+        return sorted(self.files.keys() & self.figures, key=lambda step: (sign * self.figures[step], -step))
 
     @property
     def best(self):
-        """Step of the snapshot with the lowest validation, with an objective with the highest reward, None if none was
-        measured."""
-        sign = -1 if self.cfg.OBJECTIVE else 1
-        return min((s for s in self.files if s in self.figures), key=lambda s: (sign * self.figures[s], -s),
-                   default=None)
+        return next(iter(self.ranked), None)
 
     def _place(self, name):
         return os.path.join(self.directory, name)
@@ -304,27 +335,17 @@ class Shelf:
         return self._place(self.files[step]) if step in self.files else None
 
     def state(self, step):
-        return read(self.cfg, self._place(self.files[step]))
-
-    def check_start(self):
-        """Raises HistoryError if the state with which the epoch began is missing or damaged."""
-        start = self.run.start
-        if not start.origin:
-            return
-        from model import state_digest
-        with contextlib.suppress(KeyError, OSError, ValueError):
-            if state_digest.of_state(self.state(start.step)).hex() == start.origin["digest"]:
-                return
-        name, old = map(self._place, (history.FILE, history.OLD.format(start.epoch - 1)))
-        raise history.HistoryError(f"{self.directory}: the snapshot of step {start.step}, with which epoch "
-                                   f"{start.epoch} began, is missing or damaged: restore it from a copy, or continue "
-                                   f"from the previous epoch: mv {old} {name}")
+        return read(self.cfg, self.path(step))
 
     def put(self, upload):
-        step, name = upload.step, history.snapshot_name(upload.step)
-        upload.keep(self._place(name), self.run.fitness(step - 1))
+        """A task (hub.Beside) that keeps an Upload. It is listed once it is on the disk, if nobody forgets it before.
+        """
+        step = upload.step
+        name = history.snapshot_name(step, self.figures.get(step), self.cfg.OBJECTIVE)
+        yield functools.partial(upload.keep, self._place(name), self.run.fitness(step - 1))
+        if step not in self.digests:
+            return self.remove(name)
         self.files[step] = name
-        self.digests[step] = upload.digest
         self.sha256[step] = upload.sha256
         self.arrange()
 
@@ -336,6 +357,19 @@ class Shelf:
             with contextlib.suppress(OSError):
                 self.arrange()
 
+    def begin_epoch(self, sha256):
+        """Goes on with the snapshot of the state with which an epoch begins, which is on the disk, as the history is.
+        Earlier ones are removed, but for those with which the history of an earlier epoch begins."""
+        step = self.run.start.step
+        needed = {start.step for start in history.epochs(self.directory)}
+        for match in self._matches():
+            if int(match[1]) <= step and int(match[1]) not in needed:
+                self.remove(match[0])
+        self.files, self.sha256 = {step: history.snapshot_name(step)}, {step: sha256}
+        self.figures, self.digests, self.doubtful = {}, {}, set()
+        self.stopped = False
+        self.arrange()
+
     def forget(self, step):
         if step in self.files:
             self.remove(self.files.pop(step))
@@ -346,21 +380,24 @@ class Shelf:
         history.remove(self._place(name))
 
     def arrange(self):
-        """Adds figures to file names, removes old snapshots, updates the links `latest` and `best`."""
-        for step, name in list(self.files.items()):
-            new = history.snapshot_name(step, self.figures.get(step), self.cfg.OBJECTIVE)
-            if step in self.figures and new != name:
-                os.replace(self._place(name), self._place(new))
-                self.files[step] = new
-        stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
-        for step in self.files.keys() - stay:
-            self.forget(step)
+        """Adds figures to file names, updates the links `latest` and `best`, removes old snapshots."""
+        if self.doubtful or not self.directory:
+            return                                       # `check` ends with this
+        for step in self.files.keys() & self.figures:
+            name = history.snapshot_name(step, self.figures[step], self.cfg.OBJECTIVE)
+            if name != self.files[step]:
+                os.replace(self.path(step), self._place(name))
+                self.files[step] = name
+        history.sync_directory(self.directory)           # of the names to which the links lead
         for link, step in (("latest", self.newest), ("best", self.best)):
             path = self._place(f"{link}.egg")
             history.remove(path + ".part" if step else path)
             if step:
                 os.symlink(self.files[step], path + ".part")
                 os.replace(path + ".part", path)
+        stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
+        for step in self.files.keys() - stay:
+            self.forget(step)
 
     def block(self, step, offset, size):
         return self.piece((self.run.start.epoch, step), self.path(step), offset, size)
@@ -368,14 +405,10 @@ class Shelf:
     def piece(self, key, path, offset, size):
         """(bytes of the file, up to `size` of them from `offset`), (0, b"") where there is none. key: of its content;
         path: None if it has been removed."""
-        file, _ = self._open.pop(key, (None, 0))
         with contextlib.suppress(OSError):
-            if file or path:
-                file = file or open_file(path)
+            if path or key in self._open:
+                file, _ = self._open.get(key) or (open_file(path), 0)
                 self._open[key] = file, time.monotonic()
-                while len(self._open) > OPEN_FILES:
-                    oldest, _ = self._open.pop(next(iter(self._open)))
-                    oldest.close()
                 total = os.fstat(file.fileno()).st_size
                 return total, os.pread(file.fileno(), size, min(offset, total))
         return 0, b""

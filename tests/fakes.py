@@ -147,13 +147,6 @@ class Lines:
         pass
 
 
-def feed(upload, total, offset, data):
-    """Gives a snapshots.Upload a piece and unpacks all of it."""
-    upload.feed(total, offset, data)
-    while upload.pending:
-        upload.unpack()
-
-
 class Dice(random.Random):
     """In the place of `random` in the cluster's modules. It is not the generator that hypothesis watches while threads
     of a test draw from it. And a worker that would try again after its test is over ends."""

@@ -1,10 +1,8 @@
-"""Forged files of a save directory: nothing of a stranger's directory is obeyed or believed."""
+"""Forged files of a save directory: no code runs, no file outside it is touched, memory is bounded."""
 
 import json
-import math
 import os
 import pathlib
-import random
 import resource
 import shutil
 import subprocess
@@ -16,7 +14,7 @@ from json import dumps
 from unittest import mock
 
 from hypothesis import given, settings
-from hypothesis.strategies import binary, booleans, integers, just, lists, none, one_of, sampled_from, tuples
+from hypothesis.strategies import binary, integers, just, lists, none, one_of, sampled_from, tuples
 import numpy as np
 from numpy import int8
 from pytest import fixture, mark, raises
@@ -24,19 +22,16 @@ import pyzstd
 
 import egg_config
 from cluster import admission, event_log, history, snapshots
-from cluster.history import configuration, epochs, HistoryError, open_run, read_run, with_crc
-from cluster.step import Step
+from cluster.history import configuration, HistoryError, open_run, read_run, with_crc
 from islands import gossip
 from model import parameters
 from tools import use
 from coordinators import refused, whole
-from fakes import BAD, CFG, GOOD, GOOD_STEP
+from fakes import CFG, GOOD_STEP
 from fuzzing import EXAMPLES
 from recordings import HERE
 from commands import fails, run
 
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 def in_memory(program, *arguments, megabytes=700):
     """Runs a Python program that may have so much memory; its (status, what it prints)."""
@@ -74,16 +69,9 @@ def sparse(path, data, size):
     os.truncate(path, size)
 
 
-def tensor_header(config, shape):
-    """The beginning of a file with one tensor."""
-    header = dumps({"embedding": {"dtype": "I8", "shape": shape, "data_offsets": [0, math.prod(shape)]},
-                    "__metadata__": {"config": config}}).encode()
-    return len(header).to_bytes(8, "little") + header
-
-
-def write_small(path, cfg):
+def write_small(path, cfg, names={}):
     """A file of a few tensors, with a configuration that has more."""
-    use.write_tensors(path, {"embedding": np.zeros((4, 4), int8)}, {"config": dumps(cfg.saved())})
+    use.write_tensors(path, {"embedding": np.zeros((4, 4), int8)}, {"config": dumps({**cfg.saved(), **names})})
 
 
 def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
@@ -93,7 +81,7 @@ def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
     run.close()
     header = (tmp_path / "good" / history.FILE).read_bytes()[:run._offsets[0]]
     for number, (name, data, size, words) in enumerate((
-            ("checkpoint_00200000000.bin", b"x", 1, "checkpoint_00000001.bin is missing"),
+            ("checkpoint_00200000000.bin", b"x", 1, "checkpoint_00000001.bin: No such file"),
             (history.FILE, header + bomb, None, "damaged at byte"),
             (history.FILE, header + small, None, "step 0 cannot be read"),
             (history.FILE, history.MAGIC + (1 << 31).to_bytes(4, "little"), 1 << 33, "damaged in its header"),
@@ -117,29 +105,23 @@ except egg_config.EggError as error:
 
 
 def test_a_small_file_with_a_large_configuration_is_not_imported(tmp_path):
-    cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=64, VOCAB_SIZE=65536)
-    write_small(tmp_path / "small", cfg)
-    header = tensor_header(dumps(cfg.saved()), [1 << 20, 1 << 14])
-    sparse(tmp_path / "sparse", header, len(header) + (1 << 34))
-    for name, megabytes in (("small", 700), ("sparse", 20_000)):
-        started = time.monotonic()
-        status, said = in_memory(IMPORT, tmp_path / name, tmp_path / "run", megabytes=megabytes)
-        assert status == 0 and "this configuration has" in said and said.count("\n") == 1, said
-        assert time.monotonic() - started < 20
+    write_small(tmp_path / "small", egg_config.make(HIDDEN_DIM=1024, N_LAYERS=64, VOCAB_SIZE=65536))
+    status, said = in_memory(IMPORT, tmp_path / "small", tmp_path / "run")
+    assert status == 0 and "this configuration has" in said and said.count("\n") == 1, said
 
 
 def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_path):
     evil = {"DEBUG": 1, "DEBUG_FILE": str(tmp_path / "victim"), "AUDIT_RATE": 0.0, "PORT": 1, "DEVICE": "cuda",
             "IDLE_TIMEOUT": 1.0}
-    at, header = tmp_path / "run", {**CFG.saved(), **evil}
+    at = tmp_path / "run"
     open_run(CFG, at).close()
-    (at / history.FILE).write_bytes(headed(dumps({"version": 1, "config": header})))
+    (at / history.FILE).write_bytes(headed(dumps({"version": 1, "config": {**CFG.saved(), **evil}})))
     (at / history.SETTINGS).write_text(dumps({**CFG.settings(), "SAMPLE_EVERY": 7, "SNAPSHOT_EVERY": 3, **evil,
                                               "HIDDEN_DIM": 96}))
-    use.write_tensors(tmp_path / "model", {"x": np.zeros(1, int8)}, {"config": dumps(header)})
-    for found in use.read_config(tmp_path / "model"), configuration(at):
-        cfg = egg_config.load(saved=found)
-        assert not found.keys() & evil.keys() and cfg.saved() == CFG.saved()
+    write_small(tmp_path / "model", CFG, evil)
+    for saved in use.read_config(tmp_path / "model"), configuration(at):
+        cfg = egg_config.load(saved=saved)
+        assert not saved.keys() & evil.keys() and cfg.saved() == CFG.saved()
     assert (cfg.SAMPLE_EVERY, cfg.SNAPSHOT_EVERY) == (7, 3)
 
 
@@ -147,8 +129,7 @@ def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_
     cfg = egg_config.make(HIDDEN_DIM=1024, N_LAYERS=8)
     open_run(cfg, here / "run").close()
     write_small(here / "small", cfg)
-    for command in ("generate --load-dir run", "eval --load-dir run", "train --steps 1 --load-dir run",
-                    "import --save-dir new small"):
+    for command in "generate --load-dir run", "train --steps 1 --load-dir run", "import --save-dir new small":
         fails(run(command, preset=""), 2, "holds a model of 117,524,480 weights", "add -D HIDDEN_DIM=1024")
     status, said = in_memory(
         "import sys, egg; sys.exit(egg.main(sys.argv[1:]))", "generate", "--load-dir", here / "run")
@@ -157,34 +138,22 @@ def test_a_header_that_claims_a_huge_model_takes_no_memory_unless_the_user_says_
     fails(run("generate -DHIDDEN_DIM=1024 --load-dir run", preset=""), 1, "it is loaded")
 
 
-@mark.parametrize("config", ["5", "[1]", "null", '"x"', "{", "[" * 100_000, '{"LR_SCHEDULE": [1]}',
-                             '{"LR_SCHEDULE": {"a": 1}}', '{"LR_SCHEDULE": [[0, "x"]]}',
-                             '{"HIDDEN_DIM": {"a": [1]}}', '{"INPUT_FILE": 5}', '{"NO_SUCH": 1}', 5])
-def test_an_odd_configuration_of_an_import_is_one_line(here, config):
-    (here / "x").write_bytes(tensor_header(config, [4, 4]) + bytes(16))
-    result = run("import --save-dir run x", preset="")
-    fails(result, 1 if result.returncode == 1 else 2)
-
-
-@mark.parametrize("change", [
-    {"config": 5}, {"config": [[1, 2]]}, {"version": {}}, {"version": 9}, {"start": 3},
-    *({"start": {"step": 1, "seed": 1, **start}} for start in (
-        {"step": "x"}, {"step": 1 << 63}, {"step": -1}, {"seed": 1 << 40}, {"state": "zz"}, {"origin": 7},
-        {"origin": {"epoch": "1", "digest": ""}}, {"more": 1})),
-    "[" * 100_000, "5", "null", "[]", '"\\ud800"'])
-def test_an_odd_header_of_a_history_is_one_line(tmp_path, change):
-    open_run(CFG, tmp_path).close()
-    file = tmp_path / history.FILE
-    header = json.loads(file.read_bytes()[12:-4])
-    file.write_bytes(headed(change if isinstance(change, str) else dumps({**header, **change})))
-    for call in configuration, epochs:
-        with suppress(HistoryError):
-            call(tmp_path)
+@mark.parametrize("config", [5, {"A\negg: all is well": 1}, {"NO_SUCH": 1}])
+def test_odd_constants_are_one_line(here, config):
+    """Of a history and of a model, where a line break would begin a line that seems to be of this program."""
+    (here / "run").mkdir()
+    (here / "run" / history.FILE).write_bytes(headed(dumps({"version": 1, "config": config})))
+    use.write_tensors("model", {"x": np.zeros(1, int8)}, {"config": dumps(config)})
+    for command in "generate --load-dir run", "import --save-dir new model":
+        result = run(command, preset="")
+        fails(result, 1 if result.returncode == 1 else 2)
+    for more in {}, {"OBJECTIVE": "\negg: all is well"}:
+        assert "\n" not in history.difference(more, CFG.saved())
     with refused(".", HistoryError):
-        open_run(CFG, tmp_path)
+        open_run(CFG, here / "run")
 
 
-def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path):
+def test_links_and_pipes_in_a_save_directory_are_left_alone(tmp_path):
     source, secret = tmp_path / "source", tmp_path / "secret"
     open_run(CFG, source).close()
     secret.write_text("a file of this user")
@@ -195,12 +164,11 @@ def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path)
     os.symlink("/dev/zero", source / "history-001.egg")
     for name in "snapshot-00000003.egg", "elite-000-00000002-loss-1.0000.egg":
         os.mkfifo(source / name)
-    sparse(source / "snapshot-00000004.egg", b"", 1 << 42)
-    sparse(source / "history-002.egg", b"x", 1 << 28)            # small enough, but with a hole
+    sparse(source / "snapshot-00000004.egg", b"", 1 << 24)
     open_run(CFG, tmp_path / "target", source).close()
-    assert sorted(os.listdir(tmp_path / "target")) == [history.FILE, history.SETTINGS]
+    assert sorted(os.listdir(tmp_path / "target")) == [history.FILE, history.SETTINGS, "snapshot-00000004.egg"]
     run = open_run(CFG, source)
-    assert snapshots.Shelf(CFG, run).files == {} and gossip.Elites(source, 3).best(CFG) is None
+    assert snapshots.Shelf(CFG, run).files == {}
     bans = admission.Bans(source)
     bans.add("w1", "it lied")
     assert bans.all() == {"w1": "it lied"}
@@ -221,17 +189,14 @@ def test_links_pipes_and_huge_files_in_a_save_directory_are_left_alone(tmp_path)
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-NAMES = [history.FILE, "history-000.egg", "history-001.egg", "snapshot-00000001.egg", "snapshot-00000002-1.5000.egg",
-         "snapshot-99999999999999999999.egg", "elite-000-00000001-loss-1.0000.egg",
-         "elite-001-00000002-validation-2.0000.egg", history.SETTINGS,
-         history.DATA_FILE, history.EVENTS, "banned.txt", "latest.egg", "checkpoint_00000001.bin",
-         "checkpoint_00000002.bin", "snapshot-x.part"]
+NAMES = [history.FILE, "history-000.egg", "snapshot-00000001.egg", "snapshot-00000002-1.5000.egg",
+         "snapshot-99999999999999999999.egg", "elite-000-00000001-loss-1.0000.egg", history.SETTINGS,
+         history.DATA_FILE, history.EVENTS, "latest.egg", "checkpoint_00000001.bin", "snapshot-x.part"]
 KINDS = one_of(
     tuples(just("link"), sampled_from(["/dev/zero", "/etc/hostname", "nowhere", ".", "history.egg", "../x"])),
-    tuples(just("pipe"), none()), tuples(just("folder"), none()),
-    tuples(just("sparse"), integers(0, 1 << 43)), tuples(just("bytes"), binary(max_size=200)),
+    tuples(just("pipe"), none()), tuples(just("folder"), none()), tuples(just("bytes"), binary(max_size=200)),
     tuples(just("cut"), integers(0, 3000)), tuples(just("flip"), integers(0, 1 << 20)),
-    tuples(just("grown"), integers(0, 1 << 43)))
+    tuples(just("grown"), integers(0, 1 << 24)))
 
 
 @fixture(scope="module")
@@ -251,36 +216,37 @@ def good_directory(tmp_path_factory):
     return at
 
 
+def change(path, kind, value):
+    """Puts something else in the place of a file."""
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(value)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "flip":
+        byte, bit = divmod(value % (8 * len(data)), 8)
+        path.write_bytes(data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1:])
+    else:
+        path.write_bytes(value if kind == "bytes" else data)
+        if kind != "bytes":
+            os.truncate(path, value)
+
+
 @settings(max_examples=EXAMPLES // 6)
-@given(lists(tuples(sampled_from(NAMES), KINDS), min_size=1, max_size=5))
+@given(lists(tuples(sampled_from(NAMES), KINDS), min_size=1, max_size=5, unique_by=lambda pair: pair[0]))
 def test_any_files_in_a_save_directory_end_in_a_run_or_a_line(good_directory, changes):
-    """Links, pipes, folders, sparse, cut, changed and huge files: no other error, no waiting, no memory."""
+    """Links, pipes, folders, cut, changed and grown files: no other error, no waiting, no memory."""
     with tempfile.TemporaryDirectory() as top:
         top, began = pathlib.Path(top), time.process_time()            # not that of a disk under load
         at, copy = top / "run", top / "copy"
         shutil.copytree(good_directory, at)
-        for name, (kind, what) in changes:
-            path = at / name
-            data = path.read_bytes() if path.is_file() and path.stat().st_size < 1 << 20 else b"x"
-            if path.is_dir() and not path.is_symlink():
-                continue
-            path.unlink()
-            if kind == "link":
-                path.symlink_to(what)
-            elif kind == "pipe":
-                os.mkfifo(path)
-            elif kind == "folder":
-                path.mkdir()
-            else:
-                if kind == "flip" and data:
-                    byte, bit = divmod(what % (8 * len(data)), 8)
-                    data = data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1:]
-                path.write_bytes(b"" if kind == "sparse" else what if kind == "bytes" else data)
-                if kind in ("sparse", "cut", "grown"):
-                    with suppress(OSError):           # larger than this file system can hold
-                        os.truncate(path, what)
+        for name, (kind, value) in changes:
+            change(at / name, kind, value)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for call in (configuration, epochs, lambda _: history.newest(str(top / "r*")),
+        for call in (configuration, history.epochs, lambda _: history.newest(str(top / "r*")),
                      lambda at: read_all(read_run(CFG, at)), lambda at: read_all(open_run(CFG, at)),
                      lambda at: read_all(open_run(CFG, str(copy), at))):
             with suppress(HistoryError):
@@ -295,8 +261,10 @@ def read_all(run):
     with closing(run):
         whole(run)
         shelf = snapshots.Shelf(CFG, run)
-        for step in shelf.files:
+        for step in list(shelf.files):
             with suppress(ValueError, OSError):
                 shelf.state(step)
+            with suppress(ValueError, OSError):
+                snapshots.check(shelf.path(step))
         shelf.block(shelf.newest, 0, 100)
         shelf.close_unread()

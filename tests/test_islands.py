@@ -539,7 +539,7 @@ def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, mo
 
 def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
     with two(tmp_path) as (a, b):
-        monkeypatch.setattr(history, "write_file", full)
+        monkeypatch.setattr(history, "replacing", full)
         b.says("goes on with our state: the new state cannot be kept: No space left")
         reached = b.run.step
         b.reaches(reached + 3)

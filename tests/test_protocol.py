@@ -8,7 +8,7 @@ import socket
 import sys
 from contextlib import closing, suppress
 from json import dumps, loads
-from time import sleep, thread_time
+from time import sleep
 from unittest import mock
 
 from hypothesis import given, strategies as st
@@ -354,36 +354,15 @@ def test_one_lie_cannot_move_the_loss_out_of_sight(server):
 
 # --- zstd -------------------------------------------------------------------------------------------------------------
 
-def test_a_state_that_unpacks_to_much_does_not_stop_the_loop(tmp_path):
-    """A few KB of zstd that become 150 MB, which take half a second."""
-    cfg = changed(HIDDEN_DIM=768, SNAPSHOT_EVERY=1)
-    size = sum(snapshots.sizes(cfg))
-    assert size > 100 << 20
-    body, upload = pyzstd.compress(bytes(size), 1), snapshots.Upload(cfg, 1, 2, bytes(16), tmp_path)
-    longest, offset = 0.0, 0
-    with raises(ValueError, match="not the state that workers stated"):
-        while upload.pending or offset < len(body):
-            started = thread_time()
-            if upload.pending:
-                upload.unpack()
-            else:
-                upload.feed(len(body), offset, body[offset:offset + wire.BLOCK])
-                offset += wire.BLOCK
-            longest = max(longest, thread_time() - started)
-    longest = max(longest, thread_time() - started)          # the last one, which is refused
-    upload.drop()
-    assert longest < 0.1, f"{longest:.3f} s"
-
-
 def test_training_goes_on_while_a_state_is_unpacked(tmp_path):
-    """The pieces of a snapshot are unpacked between the turns of the loop, and the next one is not read before."""
+    """A snapshot is unpacked beside the loop."""
     cfg = changed(SNAPSHOT_EVERY=1)
     with Server(tmp_path, cfg, save=True) as server:
         peer, other, collector = Peer2(server), Peer2(server), server.collector
         engine = first_step(server, peer)
         assert asks(peer, engine, wire.SNAPSHOT_WANTED, JOB_RESPONSE)[0] == wire.SNAPSHOT_WANTED
         upload(peer, engine.state())
-        until(lambda: collector.upload is None or collector.upload.finished)
+        until(lambda: collector.upload is None)
         other.ask(0, FakeEngine(cfg).digest())
         assert other.answer().step == 1
 

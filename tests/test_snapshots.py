@@ -2,15 +2,17 @@
 
 import dataclasses
 import os
+import pathlib
 import shutil
 from contextlib import closing, suppress
-from time import thread_time
+from time import monotonic, thread_time
 
 import numpy as np
 from numpy.random import default_rng
 from pytest import fixture, mark, raises
 import pyzstd
 
+import egg_net
 from cluster import history, snapshots, wire
 from cluster.history import open_run
 from cluster.snapshots import unpack
@@ -18,8 +20,9 @@ from cluster.wire import JOB_RESPONSE, SNAPSHOT_WANTED
 from model import state_digest
 from model.parameters import initial_state
 from model.state_digest import of_state
-from coordinators import Server, asks, cluster, filled, first_step, named, until, upload, whole
-from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, any_fitness, changed, expected, feed
+from coordinators import (Peer2, Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload,
+                          whole)
+from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
 from recordings import digests
 
 
@@ -88,25 +91,31 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
     state.step, state.seed = 20, 77
     upload, body = snapshots.Upload(CFG, 20, 77, of_state(state), tmp_path), snapshots.pack(state)
     for at in range(0, len(body), 10000):
-        assert not upload.finished
-        feed(upload, len(body), at, body[at:at + 10000])
-    assert upload.finished
+        assert not upload.whole
+        upload.feed(len(body), at, body[at:at + 10000])
+    assert upload.whole
+    upload.check()
     upload.keep(tmp_path / "s", b"fitness")
+    snapshots.check(tmp_path / "s")
     data = (tmp_path / "s").read_bytes()
     back = unpack(CFG, data)
     assert digests(back) == digests(state) and (back.step, back.seed) == (20, 77)
     for at in [*range(snapshots.HEAD.size + 4), *rng.integers(0, len(data), 60)]:
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
-        if at < snapshots.HEAD.size + 4:
-            with raises(ValueError, match="snapshot"):
-                unpack(CFG, bytes(bad))
-        else:
-            with suppress(ValueError):                # zstd does not use every bit
-                assert digests(unpack(CFG, bytes(bad))) == digests(state)
+        (tmp_path / "s").write_bytes(bad)
+        for read in lambda: unpack(CFG, bytes(bad)), lambda: snapshots.check(tmp_path / "s") or state:
+            if at < snapshots.HEAD.size + 4:
+                with raises(ValueError, match="snapshot"):
+                    read()
+            else:
+                with suppress(ValueError):                # zstd does not use every bit
+                    assert digests(read()) == digests(state)
     for bad in (b"", data[:100], data[:-1], data + b"x", history.MAGIC):
-        with raises(ValueError):
-            unpack(CFG, bad)
+        (tmp_path / "s").write_bytes(bad)
+        for read in lambda: unpack(CFG, bad), lambda: snapshots.check(tmp_path / "s"):
+            with raises(ValueError):
+                read()
     with raises(ValueError, match="another configuration"):
         unpack(changed(SIGMA_SHIFT=1), data)
 
@@ -127,7 +136,8 @@ def test_uploads_that_cannot_be_right_end_without_a_trace(tmp_path, pieces):
     started = thread_time()
     with raises(ValueError):
         for piece in pieces(body):
-            feed(upload, *piece)
+            upload.feed(*piece)
+        upload.check()
     upload.drop()
     assert not os.listdir(tmp_path) and thread_time() - started < 1
 
@@ -154,20 +164,12 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
     assert names == [f"snapshot-{name}.egg" for name in ("00000004-0.6011", "00000016-2.0438", "00000020-2.5247")]
     assert {path.name for path in tmp_path.glob("*.egg")} == {*names, "best.egg", "latest.egg", history.FILE}
     assert os.readlink(tmp_path / "best.egg") == names[0] and os.readlink(tmp_path / "latest.egg") == names[2]
-    latest = tmp_path / names[2]
 
-    # a run that goes on elsewhere takes them along, a damaged one is found out and the run replayed instead
-    for damage in (False, True):
-        new = tmp_path / f"new{damage}"
-        if damage:
-            data = bytearray(latest.read_bytes())
-            data[-100] ^= 1
-            latest.write_bytes(data)
-        open_run(cfg, new, tmp_path).close()
-        with Server(new, cfg, save=True, steps=22, stay=True) as server:
-            late, lines = late_worker(server, 22)
-            assert late.loads == (0 if damage else 1) and late.digest() == digest
-            assert ("replaying the run instead" in lines.text) == damage
+    # a run that goes on elsewhere takes them along
+    open_run(cfg, tmp_path / "new", tmp_path).close()
+    with Server(tmp_path / "new", cfg, save=True, steps=22, stay=True) as server:
+        late, lines = late_worker(server, 22)
+        assert late.loads == 1 and late.digest() == digest
     filled(tmp_path / "other", 22, cfg)                             # snapshots of another run are left alone
     shutil.copy(tmp_path / names[1], tmp_path / "other")
     with closing(open_run(cfg, tmp_path / "other")) as other:
@@ -190,6 +192,84 @@ def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
     server = cluster(tmp_path, [Wrong(cfg, 0.003)], 3, cfg, save=True)
     assert "its snapshot of step 2 is not used: it is not the state that workers stated" in server.said
     assert not [*tmp_path.glob("snapshot*")]
+
+
+# --- damaged snapshots ------------------------------------------------------------------------------------------------
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+@mark.parametrize("cfg", [changed(SNAPSHOT_EVERY=4), ACTIVATIONS.changed(SNAPSHOT_EVERY=4)],
+                  ids=["weights", "activations"])
+def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, cfg):
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+        until(lambda: not server.shelf.doubtful)
+        newest = server.shelf.path(8)
+    flip(pathlib.Path(newest))
+    with Server(tmp_path, cfg, save=True, steps=13, stay=True) as server:
+        late, lines = late_worker(server, 10)
+        assert "at step 4 by a snapshot" in lines.text and "replaying" not in lines.text
+        server.reaches(13)
+        assert server.said.count(f"{newest} is damaged and not used: ") == 1 == server.said.count("not used")
+        until(lambda: late.step == 13)
+        assert late.digest() == expected(13, cfg)[1]
+        until(lambda: server.shelf.newest == 12)
+
+
+def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tmp_path, monkeypatch):
+    """As if it had been damaged after the coordinator looked at it."""
+    cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+        until(lambda: not server.shelf.doubtful)
+        flip(pathlib.Path(server.shelf.path(8)))
+        late, lines = late_worker(server, 10)
+        assert "at step 4 by a snapshot" in lines.text
+        flip(pathlib.Path(server.shelf.path(4)))
+        with refused("its history begins at step 4, with a snapshot"):
+            run_worker(server, FakeEngine(cfg))
+
+
+def test_a_history_that_begins_with_a_snapshot_that_is_damaged_needs_a_newer_one(tmp_path):
+    cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
+    first, second = (next(tmp_path.glob(f"snapshot-0000000{step}*.egg")) for step in (4, 8))
+    flip(first)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+        late, _ = late_worker(server, 10)
+        server.reaches(11)
+    flip(second)
+    with refused("snapshot of step 4, with which its history begins, is missing or damaged: restore",
+                 history.HistoryError):
+        egg_net.run_coordinator(cfg, port=0, save_dir=tmp_path, console=egg_net.Console(Lines()))
+
+
+def test_a_large_snapshot_is_checked_beside_the_loop(tmp_path):
+    """While a quarter of a gigabyte is read, the coordinator answers; who would have to replay the run waits."""
+    cfg = changed(HIDDEN_DIM=1024, N_LAYERS=2)
+    filled(tmp_path, 3, cfg)
+    state = initial_state(cfg)
+    state.step, state.seed = 2, 7
+    with closing(open_run(cfg, tmp_path)) as run:
+        upload = snapshots.Upload(cfg, 2, run.seed_of(2), None, tmp_path)
+        body = snapshots.pack(dataclasses.replace(state, seed=run.seed_of(2)))
+        upload.feed(len(body), 0, body)
+        upload.check()
+        upload.keep(tmp_path / "snapshot-00000002.egg", run.fitness(1))
+    with Server(tmp_path, cfg, save=True) as server:
+        waited = []
+        peer = Peer2(server)
+        peer.ask(0)
+        while server.shelf.doubtful:
+            began = monotonic()
+            server.fetched()
+            waited.append(monotonic() - began)
+        assert len(waited) > 3 and max(waited) < 0.5
+        assert peer.next(wire.REBUILD)[1] == (2).to_bytes(8, "big")
 
 
 # --- who gives them ---------------------------------------------------------------------------------------------------
@@ -251,12 +331,3 @@ def test_a_snapshot_comes_from_one_to_which_faster_ones_leave_no_chunk_of_its_st
         slow.ask(2)
         slow.next(SNAPSHOT_WANTED)
         assert server.collector.upload.seed == server.run.seed_of(2) != server.run.seed
-
-
-def test_a_lonely_worker_gives_snapshots_and_a_real_pair_confirms_them(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=2)
-    for engines in (1, 3):
-        at = tmp_path / str(engines)
-        cluster(at, [FakeEngine(cfg, 0.003) for _ in range(engines)], 9, cfg, save=True)
-        with closing(history.read_run(cfg, at)) as run:
-            assert snapshots.Shelf(cfg, run).newest >= 4

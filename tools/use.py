@@ -48,10 +48,10 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
 
 
 def _state(cfg, run, best, warn):
-    """The State to begin with: of the newest readable snapshot, else the initial one; `warn` takes lines."""
+    """The State to begin with: of the newest (best) readable snapshot, else the initial one; `warn` takes lines."""
     shelf = snapshots.Shelf(cfg, run)
-    steps = [shelf.best] if best else sorted((s for s in shelf.files if s >= run.start.step), reverse=True)
-    if steps == [None]:
+    steps = shelf.ranked if best else sorted((s for s in shelf.files if s >= run.start.step), reverse=True)
+    if best and not steps:
         raise UseError(f"{run.directory} has no best snapshot: snapshots are taken every SNAPSHOT_EVERY steps, and "
                        "rated if the step is measured; leave --best out")
     for step in steps:
@@ -286,7 +286,7 @@ def _begin(cfg, state, directory):
     if history.holds_run(directory):
         raise UseError(f"{directory} holds a run already: give a new --save-dir")
     with explained(UseError, directory, "give a --save-dir that can be written"):
-        os.makedirs(directory, exist_ok=True)
+        history.make_directory(directory)
         sha256 = snapshots.save(cfg, state, directory)
     history.open_directory(cfg, directory, history.Start(state.step, state.seed, sha256.hex())).close()
 
