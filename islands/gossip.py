@@ -397,7 +397,8 @@ class Island(Hook):
 
     def _hand_over(self, handover, ours):
         """Begins the next epoch. ours: our State if it is needed."""
-        cfg, run, call, fitness = self.cfg, self.run, handover.call, self.fitness
+        cfg, run = self.cfg, self.run
+        call, fitness = handover.call, self.fitness
         origin = {"epoch": run.start.epoch + 1, "kind": handover.kind, "island": self.settings.name,
                   "from": call.peer.name if call else self.settings.name, "peer_step": None,
                   "fitness_kind": fitness.kind, "ours": _rounded(fitness.fitness), "theirs": None}
