@@ -807,11 +807,11 @@ class Coordinator:
         """Goes on from another state, of this step and seed, between two steps. origin: see history.Start; body: of its
         snapshot, if it is made already. Raises OSError, and then nothing has changed."""
         self.collector.beside.drop()
-        self.shelf.forget(state.step)                # the snapshot of this step is another one now
         try:
             sha256 = snapshots.save(self.cfg, state, self.run.directory, body)
             self.run.begin_epoch(history.Start(state.step, state.seed, sha256.hex(), origin))
         except OSError:
+            self.shelf.forget(state.step)            # it may be that of the other state now
             self.shelf.remove(history.snapshot_name(state.step))
             raise
         self.collector.drop()

@@ -277,7 +277,8 @@ class Shelf:
         stays."""
         step, start = head.step, self.run.start
         if step < start.step:
-            return self.cfg.PERTURB == "activations" and step > (start.origin or {}).get("since", 0)
+            since = start.origin.get("since", start.step) if start.origin else 0
+            return self.cfg.PERTURB == "activations" and step >= since
         if step == start.step and start.state:
             return head.sha256.hex() == start.state
         return 0 < step <= self.run.step and head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()
@@ -361,13 +362,13 @@ class Shelf:
         """Goes on with the snapshot of the state with which an epoch begins, which is on the disk, as the history is.
         Earlier ones are removed, but for those with which the history of an earlier epoch begins."""
         step = self.run.start.step
-        needed = {start.step for start in history.epochs(self.directory)}
-        for match in self._matches():
-            if int(match[1]) <= step and int(match[1]) not in needed:
-                self.remove(match[0])
         self.files, self.sha256 = {step: history.snapshot_name(step)}, {step: sha256}
         self.figures, self.digests, self.doubtful = {}, {}, set()
         self.stopped = False
+        needed = {start.step for start in history.epochs(self.directory)} - {step}
+        for match in self._matches():
+            if match[0] != self.files[step] and int(match[1]) <= step and int(match[1]) not in needed:
+                self.remove(match[0])
         self.arrange()
 
     def forget(self, step):
