@@ -207,13 +207,13 @@ def table(names, *rows):
     return [dict(zip(names.split(), row)) for row in rows]
 
 
-ISLAND = {"name": "north", "epoch": 3, "fitness": 3.8125, "kind": "validation", "founder": "south", "peers": table(
-    "name address state fitness kind step epoch founder last_seen given taken",
-    ("south", "10.0.0.2:12345", "up", 3.75, "validation", 300, 1, "south", 0.4, 2, 1),
-    (BAD_NAME, "10.0.0.3:12345", "distrusted", 1.5, "loss", 0, 0, BAD_NAME, 12.5, 0, 3),
-    ("west", "10.0.0.4:12345", "down", None, None, None, None, None, 7.0, 0, 0)),
-    "lineage": table("epoch step from peer_step digest", (0, 0, "north", None, None), (1, 90, "south", 80, "aa"),
-                     (2, 120, BAD_NAME, 70, "bb"), (3, 130, "north", None, "cc"))}
+ISLAND = {"name": "north", "id": "1", "epoch": 3, "fitness": 3.8125, "kind": "validation", "peers": table(
+    "name address state fitness kind step epoch last_seen taken",
+    ("south", "10.0.0.2:12345", "up", 3.75, "validation", 300, 1, 0.4, 1),
+    (BAD_NAME, "10.0.0.3:12345", "refused", 1.5, "loss", 0, 0, 12.5, 3),
+    ("west", "10.0.0.4:12345", "down", None, None, None, None, None, 0)),
+    "epochs": table("epoch step from peer_step digest", (0, 0, "north", None, None), (1, 90, "south", 80, "aa"),
+                    (2, 120, BAD_NAME, 70, "bb"), (3, 130, "north", None, "cc"))}
 
 
 def test_the_page_shows_an_island(tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
         emit = server.events.emit
         emit("merge", "another line", **merged())
         emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
-        emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="offer")
+        emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="loss", outcome="keep")
         emit("rejuvenated", "a line", step=3, epoch=2, digest="")
         state = state_of(server)
         values = parse_metrics(ask(server, "/metrics")[2].decode())
@@ -255,21 +255,16 @@ def test_status_tells_of_an_island(server):
     text = describe_status({**told, "island": ISLAND})
     assert text.startswith(plain) and "\x1b" not in text
     assert text[len(plain):].splitlines()[1:] == [
-        "", "island north, epoch 3, descends from south, 1 of 3 peers up, fitness 3.8125 (validation)",
+        "", "island north, epoch 3, 1 of 3 peers up, fitness 3.8125 (validation)",
         "  epoch 1 from step 90: the state of south at its step 80",
         "  epoch 2 from step 120: the state of <img src=x onerror=alert(1)>[2J at its step 70",
         "  epoch 3 from step 130: rejuvenated", "",
-        "peer                             address         state       descends from                    compares    "
-        "fitness  step  epoch  given  taken  last seen",
-        "south                            10.0.0.2:12345  up          south                            validation  "
-        " 3.7500   300      1      2      1      0.4 s",
-        "<img src=x onerror=alert(1)>[2J  10.0.0.3:12345  distrusted  <img src=x onerror=alert(1)>[2J  loss        "
-        " 1.5000     0      0      0      3     12.5 s",
-        "west                             10.0.0.4:12345  down                                                     "
-        "                          0      0      7.0 s"]
-    alone = {**ISLAND, "peers": [], "lineage": [], "fitness": None}
-    assert describe_status({**told, "island": alone}).endswith(
-        "\nisland north, epoch 3, descends from south, 0 of 0 peers up")
+        "peer                             address         state    compares    fitness  step  epoch  taken  last seen",
+        "south                            10.0.0.2:12345  up       validation   3.7500   300      1      1      0.4 s",
+        "<img src=x onerror=alert(1)>[2J  10.0.0.3:12345  refused  loss         1.5000     0      0      3     12.5 s",
+        "west                             10.0.0.4:12345  down                                           0           "]
+    alone = {**ISLAND, "peers": [], "epochs": [], "fitness": None}
+    assert describe_status({**told, "island": alone}).endswith("\nisland north, epoch 3, 0 of 0 peers up")
 
 
 def test_a_status_of_more_than_a_frame_holds(tmp_path, monkeypatch):
