@@ -105,7 +105,7 @@ def describe_status(status):
                 f"the state of {_cell(epoch['from'])} at its step {epoch['peer_step']}"
             lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")
         if island["peers"]:
-            lines += _table(PEER_COLUMNS, island["peers"], 5)
+            lines += _table(PEER_COLUMNS, island["peers"], 4)
     return "\n".join(printable(line[:LINE]).removeprefix("  ") for line in lines)
 
 

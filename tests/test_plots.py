@@ -262,7 +262,7 @@ def test_status_tells_of_an_island(server):
         "peer                             address         state    compares    fitness  step  epoch  taken  last seen",
         "south                            10.0.0.2:12345  up       validation   3.7500   300      1      1      0.4 s",
         "<img src=x onerror=alert(1)>[2J  10.0.0.3:12345  refused  loss         1.5000     0      0      3     12.5 s",
-        "west                             10.0.0.4:12345  down                                           0           "]
+        "west                             10.0.0.4:12345  down                                           0"]
     alone = {**ISLAND, "peers": [], "epochs": [], "fitness": None}
     assert describe_status({**told, "island": alone}).endswith("\nisland north, epoch 3, 0 of 0 peers up")
 

@@ -64,7 +64,6 @@ egg_island_peers              run              n_peers
 egg_island_peers_up           run              n_up
 egg_island_peer_fitness       peers            fitness            name kind
 egg_island_peer_step          peers            step               name
-egg_island_given_total        peers            given              name
 egg_island_taken_total        peers            taken              name
 """
 
