@@ -8,7 +8,6 @@ import ipaddress
 import os
 import shlex
 import ssl
-import stat
 import sys
 from collections import namedtuple
 
@@ -82,27 +81,6 @@ def user_key():
         return key if private and len(key) == 32 and key.isalnum() else fresh
     except (OSError, ValueError):
         return fresh
-
-
-def way(path):
-    """[(path, user id, mode)] of the directories from the root to this one, links followed. Raises OSError."""
-    path, found = os.path.realpath(path), []
-    while not found or path != found[0][0]:
-        status = os.stat(path)
-        found.insert(0, (path, status.st_uid, status.st_mode))
-        path = os.path.dirname(path)
-    return found
-
-
-def replaceable(user, way):
-    """The first directory on a `way` in which others than this user (its id) and root may put something else, None
-    where there is none before one that nobody else may enter. In a sticky one each replaces only what is its own."""
-    for path, owner, mode in way:
-        if owner not in (0, user) or mode & 0o022 and not (mode & stat.S_ISVTX and path != way[-1][0]):
-            return path
-        if not mode & 0o077:
-            return None
-    return None
 
 
 def is_loopback(host):
