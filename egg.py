@@ -315,13 +315,13 @@ def worker(cfg, args):
                args.objective)
 
 
-@command(option("--save-dir DIR", "keep the run in DIR on the node whose DIR holds a run, else on this node",
-                required=True), *RUN, "--objective", "--port", CLUSTER, OPEN_PAGE,
+@command(option("--save-dir DIR", "keep the run in DIR on this node; if DIR holds a run, continue it", required=True),
+         *RUN, "--objective", "--port", CLUSTER, OPEN_PAGE,
          option("--workers N", "number of workers, or all: as many as the nodes have room for (default: all)",
                 number(lambda text: 0 if text == "all" else int(text), 0, 1 << 20, "a number of workers, or all")),
          option("--cpus N", "cores of a worker on a node without GPUs; a cluster with GPUs uses such nodes only with "
                 "this option (default: as many as the smallest node has)", number(int, 1, 1024)),
-         option("--wait N", "minutes to wait until the cluster has room for a worker (default: 5)", MINUTES),
+         option("--wait N", "minutes to wait until a first worker has room and begins (default: 5)", MINUTES),
          saved=of_directory)
 def ray(cfg, args):
     """train on a Ray cluster: a worker on every GPU, which Ray places and restarts (docs/CLUSTERS.md)
@@ -332,8 +332,8 @@ def ray(cfg, args):
     with_objective(cfg, args)
     from deploy import ray
     console, access = run_console(args), access_to_page(args)
-    options = {"http": page(args, access), **of_the_run(args)}
-    invite_to_continue(args.argv, ray.train(cfg, args, access.secret, options, console), console)
+    done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
+    invite_to_continue(args.argv, done.run.directory, console)
 
 
 @command(CLUSTER, option("file FILE", "the table of settings, TOML (docs/CLUSTERS.md)"),

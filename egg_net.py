@@ -846,12 +846,12 @@ def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, l
         yield opened
 
 
-def run_coordinator(cfg, host=None, port=None, *, console=None, stopped=None, hint=None, **options):
-    """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT, SIGTERM,
-    or an element in `stopped`. host: see auth.listen_host; port: default cfg.PORT; hint: a line at the start, or None;
-    options: see `opened_coordinator`. Returns its Progress. Raises EggError."""
+def run_coordinator(cfg, host=None, port=None, *, console=None, watch=nothing, hint=None, **options):
+    """Serves a run until it has `steps` completed steps, `minutes` have passed since the first chunk, SIGINT or
+    SIGTERM. host: see auth.listen_host; port: default cfg.PORT; watch(coordinator): called several times a second;
+    hint: a line at the start, or None; options: see `opened_coordinator`. Returns its Progress. Raises EggError."""
     console, port = console or Console(), cfg.PORT if port is None else port
-    with opened_coordinator(cfg, host, port, console, **options) as coordinator, stop_signals(stopped) as stopped:
+    with opened_coordinator(cfg, host, port, console, **options) as coordinator, stop_signals() as stopped:
         run, access = coordinator.run, coordinator.access
         place = f"kept in {run.directory}{run.beside}" if run.directory else "not kept (--save-dir keeps the run)"
         who = "with a secret" if access.secret else \
@@ -865,5 +865,6 @@ def run_coordinator(cfg, host=None, port=None, *, console=None, stopped=None, hi
             console.line(hint)
         while not coordinator.finished and not stopped:
             coordinator.poll()
+            watch(coordinator)
         coordinator.finish(0 if stopped else 5)
         return coordinator.progress

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import ssl
-import stat
 import sys
 from collections import namedtuple
 from hmac import compare_digest
@@ -230,28 +229,7 @@ class Host(_Side):
         return WELCOME, self._proof(b"coordinator"), *fields
 
 
-# --- this machine: directories, addresses, TLS ------------------------------------------------------------------------
-
-def way(path):
-    """[(path, user id, mode)] of the directories from the root to this one, links followed. Raises OSError."""
-    path, found = os.path.realpath(path), []
-    while not found or path != found[0][0]:
-        status = os.stat(path)
-        found.insert(0, (path, status.st_uid, status.st_mode))
-        path = os.path.dirname(path)
-    return found
-
-
-def replaceable(user, way):
-    """The first directory on a `way` in which others than this user (its id) and root may put something else, None
-    where there is none before one that nobody else may enter. In a sticky one each replaces only what is its own."""
-    for path, owner, mode in way:
-        if owner not in (0, user) or mode & 0o022 and not (mode & stat.S_ISVTX and path != way[-1][0]):
-            return path
-        if not mode & 0o077:
-            return None
-    return None
-
+# --- this machine: addresses, TLS -------------------------------------------------------------------------------------
 
 def is_loopback(host):
     """Whether an address (or the name localhost) is reached from this machine alone."""

@@ -327,9 +327,9 @@ def _bytes_text(n):
 
 
 @contextlib.contextmanager
-def stop_signals(stopped=None):
-    """Yields a list (`stopped`) that gets an element by SIGINT or SIGTERM; a second SIGINT interrupts as usual."""
-    stopped = [] if stopped is None else stopped
+def stop_signals():
+    """Yields a list that gets an element by SIGINT or SIGTERM; a second SIGINT interrupts as usual."""
+    stopped = []
 
     def on_signal(number, _):
         if stopped and number == signal.SIGINT:

@@ -62,11 +62,11 @@ def test_ray_warns_once_of_a_secret_that_others_may_read(here, monkeypatch, caps
     (here / "s").write_bytes(SECRET)
     (here / "s").chmod(0o644)
     monkeypatch.setitem(sys.modules, "deploy.ray", SimpleNamespace(
-        train=lambda cfg, args, secret, options, console: print(
-            page_password(secret) == options["http"].password)))
+        train=lambda cfg, args, access, console, http, **_: print(page_password(access.secret) == http.password)
+        or SimpleNamespace(run=SimpleNamespace(directory="x"))))
     assert egg.main("ray --save-dir x --secret-file s --http 0".split()) == 0
     said = capsys.readouterr()
-    assert said.out == "True\n" and said.err.count("others on this machine may read") == 1
+    assert said.out.startswith("True\n") and said.err.count("others on this machine may read") == 1
 
 
 def test_strangers_are_refused_and_logged_once(tmp_path):
@@ -354,22 +354,3 @@ def test_names_that_cannot_have_a_key_are_one_line(name, capsys, monkeypatch):
     monkeypatch.setenv("EGG_SECRET", "a secret that is long enough")
     assert egg.main(["key", name]) == 2
     assert "cannot be the name of a key" in capsys.readouterr().err
-
-
-# --- directories ------------------------------------------------------------------------------------------------------
-
-@mark.parametrize("modes, found", {
-    (0o1777, 0o755, 0o755): None, (0o1777, 0o755, 0o1777): 2, (0o777, 0o700, 0o777): 0,
-    (0o755, 0o770, 0o700): 1, (0o1777, 0o700, 0o777): None, (0o755, 0o711, 0o777): 2,
-    (0o1777, 0o1777, 0o755): None}.items())
-def test_what_others_may_replace(modes, found):
-    way = [(f"/{k}", 7, mode) for k, mode in enumerate(modes)]
-    assert auth.replaceable(7, way) == (None if found is None else f"/{found}")
-    assert auth.replaceable(8, way) == "/0" and auth.replaceable(7, [("/", 0, 0o1777)]) == "/"
-
-
-def test_a_way_follows_links(tmp_path):
-    (tmp_path / "a").mkdir(mode=0o750)
-    (tmp_path / "b").symlink_to("a")
-    (first, *_), *_, (path, user, mode) = auth.way(tmp_path / "b")
-    assert (path, user, mode & 0o777) == (str(tmp_path / "a"), os.getuid(), 0o750) and first == "/"
