@@ -48,7 +48,7 @@ from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
-from cluster.progress import Progress
+from cluster.status import Progress
 from cluster.session import Role
 from cluster.step import AGREES, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2

@@ -1,16 +1,20 @@
-"""The status: what a coordinator reports about its run and its workers, and the table of `egg.py status`."""
+"""What a coordinator measures of its run (loss, speed, validations, bytes) and reports about it and its workers: the
+status, and the table of `egg.py status`."""
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
+from types import SimpleNamespace
 
+import egg_config
 from cluster import auth
-from cluster.console import one_line, path_text, printable, table
+from cluster.console import count_text, one_line, path_text, printable, table
 from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, check_address
-from cluster.wire import STATUS, V2, read_json
+from cluster.wire import FrameError, STATUS, V2, read_json
 
 EPOCHS = 5                # epochs of an island that are listed
 CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
@@ -22,7 +26,126 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compare
                 "fitness": "fitness", "step": "step", "epoch": "epoch", "taken": "taken",
                 "last seen": "last_seen"}
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
+MUCH_WORSE = 1.15          # times the best validation so far
+MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
 
+
+# --- measures ---------------------------------------------------------------------------------------------------------
+
+def median(values):
+    values = sorted(values)
+    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+
+
+class Progress:
+    """started: when the first chunk was handed out (time.monotonic), None before; loss, speed (tokens/s): of the last
+    step; bits: of one unit of this loss, that of d-eggs, in `unit`, in which losses are shown; validations: [(step,
+    figure, unit)], the first and the last three; rewards: [(step, mean on held-out prompts, texts)], the same."""
+
+    started = loss = _completed = None
+    speed = 0.0
+
+    def __init__(self, cfg, run, events):
+        self.cfg = cfg
+        self.run = run
+        self.events = events
+        self.tokens_a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
+        self.first_step = run.step
+        self.validations = []
+        self.rewards = []
+        self._best = math.inf, 0                                           # validation, step
+        self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
+        self.bits, self.unit = egg_config.loss_unit(cfg.constants())
+
+    def begin_step(self):
+        self._updates = []           # weights changed by the last update, of every worker that reports them
+        self._step_started = time.monotonic()
+        self._sent = self.traffic.sent
+        self._received = self.traffic.received
+
+    def chunk_handed_out(self):
+        if not self.started:
+            self.started = self._step_started = time.monotonic()
+
+    def result(self, updates):
+        if updates:
+            self._updates.append(updates)
+
+    @property
+    def updates(self):
+        return max(self._updates, default=0)
+
+    def complete_step(self, step, chunk_losses):
+        """The fields of the event of a completed step. chunk_losses: the sum of losses of every chunk. A lie hardly
+        moves the loss that is shown: a chunk counts with half the median at least, and twice the median at most."""
+        now = self._completed = time.monotonic()
+        seconds = max(now - self._step_started, 1e-6)
+        a_unit = self.tokens_a_step * 16 * self.cfg.LOSS_SCALE
+        losses = [min(max(loss, 0), MOST_BITS / self.bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
+        middle = median(losses)
+        self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
+        self.speed = self.tokens_a_step / seconds
+        if len(set(self._updates)) > 1:
+            self.events.warn(f"step {step}: workers report different numbers of changed weights, "
+                             f"{sorted(set(self._updates))}: a replica has drifted; restart the workers", peer=True)
+        noise = {"sigma_shift": self.cfg.sigma_shift(step)} if self.cfg.SIGMA_SCHEDULE else {}
+        return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
+                "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
+                "learning_rate": self.cfg.learning_rate(step), **noise, "seconds": round(seconds, 6),
+                "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
+                "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
+
+    @staticmethod
+    def figure(tokens, n_bytes, nats):
+        """(figure, unit) of what a worker states about a validation. Raises FrameError."""
+        bits = nats / math.log(2) if tokens else math.nan
+        if not (0 <= bits <= MOST_BITS * tokens and bits <= MOST_BITS * (n_bytes or tokens)):
+            raise FrameError(f"wrong validation: {nats} nats over {tokens} tokens of {n_bytes} bytes")
+        return bits / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
+
+    def validated(self, step, figure, unit):
+        """Notes the figure of a step, and warns of one that is much worse. Returns whether it was noted."""
+        noted = self._measured(self.validations, "validation", step, figure, unit=unit)
+        if noted and not self.cfg.OBJECTIVE:
+            best, at = self._best = min(self._best, (figure, step))
+            if figure > MUCH_WORSE * best:
+                self.events.warn(f"step {step}: the validation has become much worse, {figure:.4f} {unit} after "
+                                 f"{best:.4f} at step {at}: a worker may compute wrongly (egg.py status lists them), "
+                                 "or the learning rate is too high")
+        return noted
+
+    def check_reward(self, texts, reward):
+        """Raises FrameError for a reward that no worker of this run can have."""
+        if not (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE):
+            raise FrameError(f"wrong reward: {reward} of {texts} texts")
+
+    def rewarded(self, step, texts, reward):
+        """Notes the mean reward on held-out prompts of a step. Returns whether it was noted."""
+        return self._measured(self.rewards, "reward", step, reward, texts=texts)
+
+    def _measured(self, known, kind, step, value, **more):
+        """Notes a measure unless its step is too old or has one in `known`. Returns whether it was noted."""
+        if (not max(self.run.step - 1, self.run.start.step) <= step <= self.run.step
+                or any(found[0] == step for found in known[-2:])):
+            return False
+        del known[1:-2]
+        known.append((step, value, *more.values()))
+        self.events.emit(kind, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **more)
+        return True
+
+    @property
+    def seconds(self):
+        """From the first chunk handed out to the last completed step, 0 without one."""
+        return self._completed - self.started if self._completed else 0.0
+
+    def summary(self):
+        """str: what the coordinator did."""
+        tokens = (self.run.step - self.first_step) * self.tokens_a_step
+        speed = f" in {self.seconds:.1f} s, {tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
+        return f"\nsteps {self.first_step} to {self.run.step}: {count_text(tokens)} tokens evaluated{speed}"
+
+
+# --- the status -------------------------------------------------------------------------------------------------------
 
 def _last(measures, *names):
     """{name: value} of the last of some measures, None without any."""

@@ -1,6 +1,6 @@
 """Floods on a coordinator, over loopback: `python tests/attack.py [KIND ...] [--seconds N]`.
 
-A coordinator process serves honest workers, each of its own host, that take 2 ms or --chunk-seconds for a chunk.
+A coordinator process serves honest workers that take 2 ms or --chunk-seconds for a chunk.
 Another process floods it. Prints for each kind: steps/s and CPU of the coordinator before, during and after; the
 longest time that an honest worker was without an answer, and that a worker which arrives meanwhile needs to be let in;
 the most memory of the coordinator; what the flood left in the save directory; how many of the snapshots that were due
@@ -15,7 +15,6 @@ import select
 import socket
 import sys
 import tempfile
-import threading
 from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -27,13 +26,13 @@ from time import monotonic, sleep
 HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "tests")]
 
-from cluster import admission, history, snapshots, wire                   # noqa: E402
+from cluster import admission, history, wire                   # noqa: E402
 from cluster.link import OldCoordinator                                              # noqa: E402
-from cluster.wire import (HASH_WANTED, HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE,  # noqa: E402
+from cluster.wire import (HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE,  # noqa: E402
                           LOG_MESSAGE, REBUILD, RESULT, SNAPSHOT_WANTED, V2)
 from egg_config import EggError                                                      # noqa: E402
 from commands import defines                                                         # noqa: E402
-from coordinators import Peer2, caller, upload                                               # noqa: E402
+from coordinators import Peer2, upload                                               # noqa: E402
 from fakes import GOOD, changed                                                 # noqa: E402
 from maintenance import load                                                         # noqa: E402
 from model import parameters, seeds, state_digest                                        # noqa: E402
@@ -42,8 +41,7 @@ CFG = changed(SNAPSHOT_EVERY=32, VALIDATE_EVERY=0, POPULATION_SIZE=256)
 GONE = OSError, EggError, OldCoordinator
 NO_STEP = 1 << 40                                                # an answer to which says the present one
 SEEDS = [seeds.first_seed(CFG)]
-ANSWERS = JOB_RESPONSE, REBUILD, SNAPSHOT_WANTED, HASH_WANTED
-ONE_AT_A_TIME = threading.Lock()                                 # see `caller`
+ANSWERS = JOB_RESPONSE, REBUILD, SNAPSHOT_WANTED
 
 
 @lru_cache(4)
@@ -60,18 +58,13 @@ def digest(step):
     return state_digest.of_state(state(step)) if due else step.to_bytes(wire.DIGEST, "little")
 
 
-def arrive(host, port, name):
-    with ONE_AT_A_TIME:
-        return caller(host, port, CFG, name=name)
-
-
 # --- floods: each is called again and again, with what it returned, at first with [] ----------------------------------
 
 def connect(port):
     return socket.create_connection(("127.0.0.1", port), timeout=1)
 
 
-def connections(port, _, held):
+def connections(port, held):
     """Half-open ones: as many as the system allows are held, the oldest go."""
     for _ in range(20):
         sock = connect(port)
@@ -83,7 +76,7 @@ def connections(port, _, held):
     return held
 
 
-def frames(port, _, held):
+def frames(port, held):
     """Frames that cannot be right, before and after the introduction."""
     with connect(port) if random() < 0.5 else Peer2(port, CFG, name="hostile").link.sock as sock:
         sock.settimeout(1)
@@ -95,12 +88,12 @@ def frames(port, _, held):
             sock.recv(1 << 16)
 
 
-def heartbeats(port, _, peers):
+def heartbeats(port, peers):
     """Sixteen peers that are let in and send heartbeats at line rate."""
     return pour(port, peers, wire.frame(HEARTBEAT, version=V2) * 6000, 16)
 
 
-def blanks(port, _, peers):
+def blanks(port, peers):
     """The same with log messages of blanks."""
     return pour(port, peers, wire.frame(LOG_MESSAGE, b" " * LOG_MESSAGE.most, version=V2) * 4, 16)
 
@@ -119,38 +112,7 @@ def pour(port, peers, data, count):
     return peers
 
 
-def http(_, page, clients):
-    """Sixteen clients that send headers of 8 KB of spaces."""
-    while len(clients) < 16:
-        clients.append(connect(page))
-        clients[-1].setblocking(False)
-    request = b"GET / HTTP/1.1\r\nHost: localhost\r\nX:" + b" " * 8000 + b"\x01\r\n\r\n"
-    answered, ready, _ = select.select(clients, clients, [], 0.05)
-    for sock in {*answered, *ready}:
-        with suppress(BlockingIOError):
-            try:
-                if sock in answered and not sock.recv(1 << 16):
-                    raise ConnectionResetError
-                sock.send(request)
-            except (ConnectionError, TimeoutError):
-                sock.close()
-                clients.remove(sock)
-    return clients
-
-
-def pages(_, page, held):
-    """160 connections to the page that are held, and one that asks for everything again and again."""
-    while len(held) < 160:
-        held.append(connect(page))
-    with connect(page) as sock:
-        sock.send(b"GET /state.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        while sock.recv(1 << 16):
-            pass
-    held.pop(0).close()
-    return held
-
-
-def logs(port, _, held):
+def logs(port, held):
     """Comes in, says as much as it may, asks for work, leaves, comes again."""
     peer = Peer2(port, CFG, name="talker")
     peer.link.send(peer.link.frame(LOG_MESSAGE, b"sample at step 1: x >>> " + b"y" * 16000) * 32)
@@ -159,50 +121,7 @@ def logs(port, _, held):
     peer.close()
 
 
-def slow_walk(port, _, walkers):
-    """Six workers of another host: each takes 1.4 times the time that it usually took, so that none is ever late."""
-    return of_another_host(Walker, port, 6, walkers)
-
-
-def of_another_host(kind, port, count, running):
-    """`count` workers, which are started once and go on by themselves."""
-    if not running:
-        running = [kind(port, "127.0.0.2", kind.__name__.lower()) for _ in range(count)]
-        for worker in running:
-            worker.start()
-    sleep(0.05)
-    return running
-
-
-def takes_a_chunk(peer):
-    """(step, first member) of a chunk that a peer is handed at once, None where the run was faster than it."""
-    step = NO_STEP
-    for _ in range(9):
-        peer.ask(step, digest(step))
-        answer = peer.answer(0.02)
-        if (answer.step, answer.packed) == (step, b""):
-            return step, answer.first
-        step = answer.step
-    return None
-
-
-def holders(port, _, peers):
-    """Twenty connections that take a chunk, hold it for 50 ms, leave and come again."""
-    peer = Peer2(port, CFG, name="holder")
-    with suppress(TimeoutError):                      # it has to wait
-        takes_a_chunk(peer)
-    peers.append((monotonic() + 0.05, peer))
-    while len(peers) > 20 or peers and peers[0][0] < monotonic():
-        peers.pop(0)[1].close()
-    return peers
-
-
-def teasers(port, _, running):
-    """Eight workers of another host that are quick, and then silent for up to 1.9 s although they could ask."""
-    return of_another_host(Teaser, port, 8, running)
-
-
-def readers(port, _, held):
+def readers(port, held):
     """Connections that ask for the status and do not read it."""
     held.append(Peer2(port, CFG, role="status"))
     while len(held) > 200:
@@ -210,12 +129,7 @@ def readers(port, _, held):
     return held
 
 
-def uploads(port, _, takers):
-    """Eight workers of another host that need no time for a chunk, and do not send the snapshots that are wanted."""
-    return of_another_host(Taker, port, 8, takers)
-
-
-def warnings(port, _, number):
+def warnings(port, number):
     """Under one new name after another: a wrong state, which is rebuilt to another wrong one; a wrong chunk; a frame
     that cannot be right. Each makes a warning or a refusal, the first a ban."""
     number = number or itertools.count()
@@ -240,15 +154,14 @@ def nothing(*_):
     sum(range(100_000))
 
 
-FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, blanks, http, pages, logs, slow_walk,
-                                  holders, teasers, readers, warnings, uploads)}
+FLOODS = {f.__name__: f for f in (nothing, connections, frames, heartbeats, blanks, logs, readers, warnings)}
 
 
-def flood(kind, port, page, seconds):
+def flood(kind, port, seconds):
     end, state, count = monotonic() + seconds, [], 0
     while monotonic() < end:
         try:
-            state = FLOODS[kind](port, page, state) or []
+            state = FLOODS[kind](port, state) or []
             count += 1
         except GONE:
             sleep(0.002)
@@ -263,16 +176,16 @@ class Honest(Thread):
 
     seconds = 0.002
 
-    def __init__(self, port, host="127.0.0.1", name="honest"):
+    def __init__(self, port, name):
         super().__init__(daemon=True, name=name)
-        self.port, self.host = port, host
+        self.port = port
         self.step = self.lost = self.rebuilt = self.longest = 0
         self.stop, self.heard = False, monotonic()
 
     def run(self):
         while not self.stop:
             try:
-                with closing(arrive(self.host, self.port, self.name)) as peer:
+                with closing(Peer2(self.port, CFG, name=self.name)) as peer:
                     self.serve(peer)
             except GONE:
                 self.lost += not self.stop
@@ -281,8 +194,8 @@ class Honest(Thread):
         step, out, link = self.step, b"", peer.link
         while not self.stop:
             link.send(out + link.frame(JOB_REQUEST, 0, step, 0, digest(step)))
-            while (frame := link.any_of(ANSWERS)).opcode in (SNAPSHOT_WANTED, HASH_WANTED):
-                self.send_state(peer, frame.opcode, step)
+            while (frame := link.any_of(ANSWERS)).opcode == SNAPSHOT_WANTED:
+                upload(peer, state(step))
             if frame.opcode == REBUILD:
                 self.rebuilt += 1
                 sleep(0.2)
@@ -292,51 +205,8 @@ class Honest(Thread):
             step, out = answer.step, b""
             self.step = max(step, self.step)
             if not answer.packed and answer.first != wire.NOTHING:
-                self.compute()
+                sleep(self.seconds)
                 out = link.frame(RESULT, 0, step, answer.first, 0, 5, len(GOOD), GOOD)
-                if pause := self.pause():
-                    link.send(out)
-                    out = b""
-                    sleep(pause)
-
-    def send_state(self, peer, opcode, step):
-        if opcode == HASH_WANTED:
-            return peer.send(wire.STATE_HASH, step, snapshots.state_hash(state(step)))
-        upload(peer, state(step))
-
-    def compute(self):
-        sleep(self.seconds)
-
-    def pause(self):
-        """Seconds between a result and the next request."""
-        return 0
-
-
-class Walker(Honest):
-    usual = 0.002
-
-    def compute(self):
-        sleep(took := 1.4 * self.usual)
-        self.usual = 0.7 * self.usual + 0.3 * took           # as the coordinator reckons (cluster.fairness.Conduct)
-
-
-class Taker(Honest):
-    def send_state(self, peer, opcode, step):
-        """Leaves at once or after a while, or goes on as if nothing was wanted."""
-        if pause := choice((0, 0.001, 0.05)):
-            sleep(pause)
-            raise ConnectionResetError
-
-    def compute(self):
-        pass
-
-
-class Teaser(Honest):
-    def compute(self):
-        pass
-
-    def pause(self):
-        return uniform(0, 1.9)
 
 
 class Newcomer(Thread):
@@ -351,7 +221,7 @@ class Newcomer(Thread):
             began, pause = monotonic(), 0.1
             while not self.stop:
                 try:
-                    arrive("127.0.0.1", self.port, "newcomer").close()
+                    Peer2(self.port, CFG, name="newcomer").close()
                     break
                 except GONE:
                     sleep(pause * uniform(0.5, 1))
@@ -370,14 +240,13 @@ def attack(kind, seconds, workers):
     """dict of what the flood did. workers: number of honest ones."""
     with tempfile.TemporaryDirectory() as place:
         place = Path(place)
-        process = Popen([sys.executable, HERE / "egg.py", "coordinator", "--port=0", "--http=0",
+        process = Popen([sys.executable, HERE / "egg.py", "coordinator", "--port=0",
                          "--save-dir", place, *defines(CFG, SNAPSHOT_EVERY=CFG.SNAPSHOT_EVERY)],
                         cwd=place, stdout=PIPE, text=True)
         try:
             port = int(re.search(r":(\d+), step", process.stdout.readline())[1])
-            page = int(re.search(r":(\d+)/", process.stdout.readline())[1])
             Thread(target=process.stdout.read, daemon=True).start()
-            honest = [Honest(port, f"127.0.0.{10 + k}", f"honest {k}") for k in range(workers)]
+            honest = [Honest(port, f"honest {k}") for k in range(workers)]
             newcomer = Newcomer(port)
             [one.start() for one in honest]
             sleep(1)
@@ -386,7 +255,7 @@ def attack(kind, seconds, workers):
             for phase in range(3):
                 if phase == 1:
                     newcomer.start()
-                    flooding = Popen([sys.executable, __file__, "--flood", kind, str(port), str(page),
+                    flooding = Popen([sys.executable, __file__, "--flood", kind, str(port),
                                       "--seconds", str(seconds)], stdout=PIPE, text=True)
                     sleep(1)                                # it takes a moment to start
                 for one in honest:
@@ -425,11 +294,11 @@ if __name__ == "__main__":
     parser.add_argument("--chunk-seconds", type=float, default=0.002,
                         help="that an honest worker takes (default: 0.002); on a busy machine 0.03, or it is measured")
     parser.add_argument("--honest", type=int, default=2, help="number of honest workers")
-    parser.add_argument("--flood", nargs=3, metavar=("KIND", "PORT", "PAGE"), help=argparse.SUPPRESS)
+    parser.add_argument("--flood", nargs=2, metavar=("KIND", "PORT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.flood:
-        kind, port, page = args.flood
-        flood(kind, int(port), int(page), args.seconds)
+        kind, port = args.flood
+        flood(kind, int(port), args.seconds)
     else:
         Honest.seconds = args.chunk_seconds
         for kind in args.kinds or FLOODS:

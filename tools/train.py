@@ -36,7 +36,7 @@ Data = namedtuple("Data", "tokens validation decoding")
 # The last measurement of the first worker: step; figure: (validation, unit), sample: str, reward: (number of held-out
 # prompts, mean), each or None
 Final = namedtuple("Final", "step figure sample reward")
-# The result of `train`. progress: a cluster.progress.Progress; final: a Final, None if no worker was alive at the end
+# The result of `train`. progress: a cluster.status.Progress; final: a Final, None if no worker was alive at the end
 Trained = namedtuple("Trained", "progress final")
 
 
