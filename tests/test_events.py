@@ -283,7 +283,8 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
                    b'{"event": "references", "values": 3}\n{"event": "references", "values": {"uniform": 8}}\n7\n')
     curve = read_curve(path)
     assert curve.loss == [(0, 0, 2, 5), (1, 10, 4, 4), (2, 20, 6, 3.5)]
-    assert (curve.validation, curve.units["validation"], curve.references) == ([(3, 30, 6, 7)], "bits/byte", {"uniform": 8})
+    assert (curve.validation, curve.references) == ([(3, 30, 6, 7)], {"uniform": 8})
+    assert curve.units["validation"] == "bits/byte"
 
 
 def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
@@ -292,7 +293,8 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
     for vocabulary, unit in ((256, "bits/byte"), (8192, "bits/token")):
         path = tmp_path / str(vocabulary)
         step = {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "elapsed": 1}
-        write(path, {"event": "start", "step": 0, "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary}})
+        config = {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary}
+        write(path, {"event": "start", "step": 0, "config": config})
         for told, losses in (step, [2 * bits]), ({**step, "step": 1, "loss": 7.0, "unit": unit}, [2 * bits, 7.0]):
             write(path, told)
             curve = read_curve(path)

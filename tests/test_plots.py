@@ -91,7 +91,8 @@ def test_what_is_no_regular_file_is_one_line(tmp_path):
 ODD = [None, True, -1, 0, 3, 1e-320, 1e-9, 1e9, 1e15, 1e308, 10 ** 400, float("nan"), float("inf"), "", "5", "$\\frac{",
        "x" * 5000, "\0\x1b\ud800", [], {}, {"a": "$_"}, {"\0\ud800": 1, "uniform": float("nan")}, [[[]]]]
 KINDS = {"step": ["step", "tokens", "loss", "elapsed", "unit"],
-         "validation": ["step", "tokens", "value", "unit", "seconds"], "reward": ["step", "tokens", "value"], "references": ["values"], "start": ["step", "config"],
+         "validation": ["step", "tokens", "value", "unit", "seconds"], "reward": ["step", "tokens", "value"],
+         "references": ["values"], "start": ["step", "config"],
          "merge": ["step", "peer", "peer_step", "kind"], "sample": ["step", "worker", "prompt", "text"]}
 
 
