@@ -456,12 +456,6 @@ class Hook:
     close = nothing            # the coordinator ends; can be called more than once
 
 
-class NoPage:
-    """In place of a tools.live_page.Page."""
-
-    invitation = check = farewell = close = nothing
-
-
 class RemoteWorker(Role):
     """A worker as the coordinator sees it: the role of its session. card: its greeting.Card, one without digests with
     protocol 1; conduct: how it has delivered so far."""
@@ -544,7 +538,8 @@ class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. The run ends when it has `steps` steps, or `minutes` after
     the first chunk (None: never); peers=False: no lines about workers that come and go. island: None, or an
     islands.gossip.IslandSettings, whose attach(coordinator) returns a Hook; http: None, or a tools.live_page.Where,
-    whose attach(coordinator) returns the page. Raises an EggError for an option that cannot be used."""
+    whose attach(coordinator) returns the page, which may hold http.descriptors files and sockets open. Raises an
+    EggError for an option that cannot be used."""
 
     closing, _check_at = False, 0.0
     _ended = None              # the event of the last step, until it is reported
@@ -564,7 +559,7 @@ class Coordinator:
         self.island = island.attach(self) if island else Hook()
         self.address = self.admission.listen(auth.listen_host(host, access), port)
         self._begin_step()
-        self.page = http.attach(self) if http else NoPage()
+        self.page = http.attach(self) if http else None
 
     @functools.cached_property
     def n_weights(self):
@@ -593,7 +588,8 @@ class Coordinator:
             if not self.closing:
                 self.island.check(now)
             self.dispatcher.answer_waiting()
-            self.page.check(now)
+            if self.page:
+                self.page.check(now)
 
     def finish(self, seconds):
         """Ends the run: see `drain`; then the sinks of events, and the page, learn of it."""
@@ -603,7 +599,8 @@ class Coordinator:
         kept = f"the run lies in {self.run.directory}" if self.run.directory else \
             "they are not kept (--save-dir keeps them)"
         self.events.emit("stop", f"stopped after {self.run.step} steps; {kept}", step=self.run.step)
-        self.page.farewell()
+        if self.page:
+            self.page.farewell()
 
     def dismiss(self):
         """Ends the connections of the workers; the page is still served."""
@@ -623,7 +620,8 @@ class Coordinator:
     def close(self):
         self.dismiss()
         self.hub.close()
-        self.page.close()
+        if self.page:
+            self.page.close()
         self.island.close()
         self.shelf.close_unread()
 
@@ -878,8 +876,8 @@ def run_coordinator(cfg, host=None, port=None, *, console=None, stopped=None, hi
         if access.tls:
             who += " and TLS"
         console.line(f"coordinator on {address_text(*coordinator.address)}, step {run.step}, {place}, {who}")
-        if invitation := coordinator.page.invitation():
-            console.line(invitation)
+        if coordinator.page:
+            console.line(coordinator.page.invitation())
         if hint:
             console.line(hint)
         while not coordinator.finished and not stopped:

@@ -283,8 +283,8 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
                    b'{"event": "references", "values": 3}\n{"event": "references", "values": {"uniform": 8}}\n7\n')
     curve = read_curve(path)
     assert curve.loss == [(0, 0, 2, 5), (1, 10, 4, 4), (2, 20, 6, 3.5)]
-    assert (curve.validation, curve.references) == ([(3, 30, 6, 7)], {"uniform": 8})
-    assert curve.units["validation"] == "bits/byte"
+    assert (curve.validation, curve.units["validation"]) == ([(3, 30, 6, 7)], "bits/byte")
+    assert curve.references == {"uniform": 8}
 
 
 def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):

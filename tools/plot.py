@@ -51,7 +51,7 @@ def charts_of(curves, x, log):
 
 
 def sparklines(lines, log):
-    """Yields for every curve a line: blocks, its last value and its name. It is blank beside the curve."""
+    """Yields a line for every curve: blocks, its last value and name; blanks where it has not begun, or has ended."""
     places, values = np.concatenate([*lines.values()], axis=1)
     columns = max(shutil.get_terminal_size().columns - WORDS, 8)
     grid = (np.geomspace if log else np.linspace)(places.min(), places.max(), columns)

@@ -308,8 +308,8 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
                         f"wait; a new run with -D POPULATION_SIZE={len(devices) * cfg.CHUNK_SIZE} has one for each")
         console.line(f"kept in {run.directory}{run.beside}" if run.directory else
                      "nothing of this run is kept: --save-dir DIR keeps it")
-        if invitation := coordinator.page.invitation():
-            console.line(invitation)
+        if coordinator.page:
+            console.line(coordinator.page.invitation())
         with (stop_signals() as stopped,
               contextlib.closing(Training(coordinator, devices, threads, objective)) as training):
             while not coordinator.finished and not stopped:
