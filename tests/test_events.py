@@ -270,7 +270,8 @@ def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
     for vocabulary, unit in ((256, "bits/byte"), (8192, "bits/token")):
         path = tmp_path / str(vocabulary)
         step = {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "elapsed": 1}
-        write(path, {"event": "start", "step": 0, "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary}})
+        config = {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary}
+        write(path, {"event": "start", "step": 0, "config": config})
         for told, losses in (step, [2 * bits]), ({**step, "step": 1, "loss": 7.0, "unit": unit}, [2 * bits, 7.0]):
             write(path, told)
             curve = read_curve(path)

@@ -30,6 +30,7 @@ FAREWELL_SECONDS = 3.0     # that the page is served after the end of a run at w
 POINTS = 800               # most points of a curve
 ENTRIES = 200              # most workers, peers of an island and lines
 LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d*)?", re.IGNORECASE)     # a field Host of this machine
+SHOWN = "step", "references", "validation", "reward"     # the newest event of each is part of the state
 BETTER = {"validation": min, "reward": max}
 
 # metric (docs/EVENTS.md), part of the state ("run": all of it), field, fields that are labels
@@ -71,7 +72,7 @@ egg_island_taken_total        peers            taken              name
 class Where(namedtuple("Where", "host port password tls")):
     """The address of the page, and who may see it. password: "" for everybody; tls: an ssl.SSLContext or None."""
 
-    descriptors = MOST_CLIENTS + 8     # files and sockets that it may hold open (egg_net.Coordinator)
+    descriptors = MOST_CLIENTS         # sockets that it may hold open (egg_net.Coordinator)
 
     def attach(self, coordinator):
         """The Page of a coordinator. Raises WatchError."""
@@ -98,8 +99,8 @@ def figures(coordinator):
     cfg = coordinator.cfg
     return {**status, **vars(progress.traffic), "workers": status["workers"][:ENTRIES], "peers": peers[:ENTRIES],
             "n_peers": island and len(peers), "n_up": island and sum(peer["state"] == "up" for peer in peers),
-            "minutes": coordinator.minutes, "first_step": progress.first_step, "trained": progress.seconds,
-            "tokens": status["step"] * progress.tokens_a_step, "weights": progress.loss and coordinator.n_weights,
+            "minutes": coordinator.minutes, "tokens": status["step"] * progress.tokens_a_step,
+            "weights": progress.loss and coordinator.n_weights,
             "sigma_shift": cfg.sigma_shift(status["step"]) if cfg.PERTURB == "weights" else None}
 
 
@@ -116,7 +117,8 @@ class View(Curve):
     def add(self, event, line=None):
         super().add(event)
         kind = event["event"]
-        self.newest[f"last_{kind}"] = event
+        if kind in SHOWN:
+            self.newest[f"last_{kind}"] = event
         if kind in BETTER:
             best = f"best_{kind}"
             self.newest[best] = BETTER[kind](self.newest.get(best, event), event, key=lambda event: event["value"])
@@ -138,14 +140,14 @@ def prometheus(state):
     lines = []
     for metric in METRICS.splitlines():
         name, part, field, *labels = metric.split()
-        lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}")
+        lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n")
         entries = parts.get(part)
         for entry in entries if isinstance(entries, list) else [entries]:
-            if entry and entry[field] is not None:
-                words = ",".join(f"{label}={json.dumps(one_line(entry[label]), ensure_ascii=False)}"
+            if entry and entry.get(field) is not None:       # an old log lacks some
+                words = ",".join(f"{label}={json.dumps(one_line(str(entry.get(label))), ensure_ascii=False)}"
                                  for label in labels)
-                lines.append(f"{name}{'{' * bool(words)}{words}{'}' * bool(words)} {entry[field]}")
-    return "\n".join(lines) + "\n"
+                lines.append(f"{name}{'{' * bool(words)}{words}{'}' * bool(words)} {entry[field]}\n")
+    return "".join(lines)
 
 
 class Page(ThreadingHTTPServer):
