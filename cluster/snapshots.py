@@ -8,7 +8,6 @@ import json
 import math
 import os
 import struct
-import tempfile
 import time
 from collections import namedtuple
 
@@ -160,7 +159,8 @@ class Upload:
     """A snapshot that is being received: its pieces are written as they come. `whole`: all have come; then `check`.
     digest, sha256: of its state, those that are expected until `check` sets both; `got`, `total`: bytes of the body;
     overlay: {"mean", "min", "max"} of its noise scales, None where there are none; remembered: it is for `state`, and
-    for no shelf. Raises ValueError for data that cannot be right, OSError of the disk."""
+    for no shelf; drop: removes its file, unless that is kept. Raises ValueError for data that cannot be right, OSError
+    of the disk."""
 
     got, total, overlay = 0, None, None
 
@@ -171,8 +171,10 @@ class Upload:
         self.sha256 = sha256
         self.remembered = remember
         self._cfg = cfg
-        self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
+        self._part = history.Part(directory, "snapshot-")
+        self._file = self._part.file
         self._file.write(bytes(HEAD_SIZE))
+        self.drop = self._part.drop
 
     def feed(self, total, offset, data):
         """Takes a piece."""
@@ -208,16 +210,12 @@ class Upload:
             scales = memoryview(scales).cast("b")
             self.overlay = {"mean": round(sum(scales) / len(scales), 4), "min": min(scales), "max": max(scales)}
 
-    def keep(self, path, fitness):
+    def keep(self, name, fitness):
         """Gives the file its head and its name, and waits until both are on the disk. fitness: packed, of the previous
         step."""
         self._file.seek(0)
         self._file.write(_make_head(self._cfg, self.step, self.seed, self.sha256, fitness, self.total))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        os.chmod(self._file.name, 0o644)
-        os.replace(self._file.name, path)
-        history.sync_directory(os.path.dirname(path))
+        self._part.keep(name)
 
     def state(self):
         """The State, before `keep` and `drop`. Raises OSError."""
@@ -225,12 +223,6 @@ class Upload:
         self._file.seek(HEAD_SIZE)
         raw = history.unzip(self._file.read(), sum(sizes(self._cfg)))
         return parameters.from_raw(self._cfg, raw, self.step, self.seed)
-
-    def drop(self):
-        """Removes the file, unless `keep` has given it its name."""
-        with contextlib.suppress(OSError):           # writing the buffer may fail on a full disk
-            self._file.close()
-        history.remove(self._file.name)
 
 
 class Shelf:
@@ -340,7 +332,7 @@ class Shelf:
         """
         step = upload.step
         name = history.snapshot_name(step, self.figures.get(step), self.cfg.OBJECTIVE)
-        yield functools.partial(upload.keep, self._place(name), self.run.fitness(step - 1))
+        yield functools.partial(upload.keep, name, self.run.fitness(step - 1))
         if step not in self.digests:
             return self.remove(name)
         self.files[step] = name

@@ -164,6 +164,28 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
         assert whole(run) == packed + packed[:1] and run.notices == []
 
 
+def test_a_history_of_any_size_is_cut_in_pieces_while_steps_are_appended(tmp_path, monkeypatch):
+    packed, pread = filled(tmp_path, 40), os.pread
+    with opened(tmp_path) as run:
+        file = tmp_path / history.FILE
+        before = file.read_bytes()
+        monkeypatch.setattr(history, "PIECE", 500, raising=False)
+        monkeypatch.setattr(os, "pread", lambda handle, size, at: pread(handle, min(size, 1000), at))      # as at 2 GB
+        os.truncate(file, len(before) - 1)
+        with raises(OSError, match="shorter"):
+            for work in run.forget_before(10, b"s" * 32, None):
+                work()
+        assert file.read_bytes() == before[:-1] and not [*tmp_path.glob("*.part")]
+        file.write_bytes(before)
+        for work in run.forget_before(10, b"s" * 32, None):
+            work()
+            run.append(packed[len(packed) % 7], 0, 0)
+            packed.append(packed[len(packed) % 7])
+        assert len(packed) > 42 and whole(run) == packed[10:] and run.start.step == 10
+    monkeypatch.undo()
+    assert kept(tmp_path) == packed[10:]
+
+
 def test_load_dir_continues_elsewhere(tmp_path, monkeypatch):
     a, b = tmp_path / "a", tmp_path / "b"
     packed = filled(a, 4)

@@ -160,7 +160,7 @@ def trained(tmp_path_factory):
         step_once(engine, run)
         states.append(engine.state())
     upload = uploaded(states[SNAPSHOT], directory / "ckpt")
-    upload.keep(directory / "ckpt" / f"snapshot-{SNAPSHOT:08d}-3.5000.egg", run.fitness(SNAPSHOT - 1))
+    upload.keep(f"snapshot-{SNAPSHOT:08d}-3.5000.egg", run.fitness(SNAPSHOT - 1))
     run.close()
     return directory, states
 

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+import threading
 from contextlib import closing, suppress
 from time import monotonic, thread_time
 
@@ -95,7 +96,7 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
         upload.feed(len(body), at, body[at:at + 10000])
     assert upload.whole
     upload.check()
-    upload.keep(tmp_path / "s", b"fitness")
+    upload.keep("s", b"fitness")
     snapshots.check(tmp_path / "s")
     data = (tmp_path / "s").read_bytes()
     back = unpack(CFG, data)
@@ -248,27 +249,42 @@ def test_a_history_that_begins_with_a_snapshot_that_is_damaged_needs_a_newer_one
         egg_net.run_coordinator(cfg, port=0, save_dir=tmp_path, console=egg_net.Console(Lines()))
 
 
+def test_a_snapshot_is_offered_once_it_is_on_the_disk_and_nobody_waits_for_that(tmp_path, monkeypatch):
+    fsync, slow = os.fsync, threading.Event()
+
+    def synced(handle):
+        if "snapshot-" in os.readlink(f"/proc/self/fd/{handle}"):
+            assert slow.wait(60)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    cfg = changed(SNAPSHOT_EVERY=4)
+    with Server(tmp_path, cfg, save=True, steps=15) as server:
+        server.work(FakeEngine(cfg, 0.003))
+        server.reaches(13)
+        assert server.shelf.newest == 0 and len([*tmp_path.glob("snapshot*.part")]) == 2       # no more at a time
+        slow.set()
+    with closing(history.read_run(cfg, tmp_path)) as run:
+        assert sorted(snapshots.Shelf(cfg, run).files) == [4, 8]
+
+
 def test_a_large_snapshot_is_checked_beside_the_loop(tmp_path):
-    """While a quarter of a gigabyte is read, the coordinator answers; who would have to replay the run waits."""
-    cfg = changed(HIDDEN_DIM=1024, N_LAYERS=2)
-    filled(tmp_path, 3, cfg)
-    state = initial_state(cfg)
-    state.step, state.seed = 2, 7
+    """While 100 MB are read the coordinator answers, and a worker waits that would have to replay the run."""
+    cfg = changed(HIDDEN_DIM=768)
+    packed, state = filled(tmp_path, 3, cfg), initial_state(cfg)
     with closing(open_run(cfg, tmp_path)) as run:
-        upload = snapshots.Upload(cfg, 2, run.seed_of(2), None, tmp_path)
-        body = snapshots.pack(dataclasses.replace(state, seed=run.seed_of(2)))
-        upload.feed(len(body), 0, body)
-        upload.check()
-        upload.keep(tmp_path / "snapshot-00000002.egg", run.fitness(1))
+        state.step, state.seed = 2, run.seed_of(2)
+        body = snapshots.pack(state)
+        head = snapshots._make_head(cfg, 2, state.seed, snapshots.state_hash(state), packed[1], len(body))
+    (tmp_path / "snapshot-00000002.egg").write_bytes(head + body)
     with Server(tmp_path, cfg, save=True) as server:
-        waited = []
-        peer = Peer2(server)
+        peer, waited = Peer2(server), []
         peer.ask(0)
         while server.shelf.doubtful:
             began = monotonic()
             server.fetched()
             waited.append(monotonic() - began)
-        assert len(waited) > 3 and max(waited) < 0.5
+        assert len(waited) > 2 and max(waited) < 0.5
         assert peer.next(wire.REBUILD)[1] == (2).to_bytes(8, "big")
 
 
