@@ -327,10 +327,10 @@ class Run:
             while left():                    # a read may return less
                 copy()
             new = open_file(file.name, "r+b")
-        old.close()
         self._file = new
         self._offsets = [at - shift for at in offsets[first:]]
         self.start = start
+        yield old.close                      # to give gigabytes back takes seconds
 
     def _record(self, step):
         return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
