@@ -42,7 +42,6 @@ PARTS = re.compile(r"(history|settings|data|snapshot|events|elite).*\.part")    
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
 NAMED = 3                                # constants in which configurations differ, in an error
-MOST_COPIED = 1 << 30                    # bytes of a log that is read (tools.curves)
 PIECE = 1 << 25                          # bytes of FILE that are copied and synced at a time
 WRITABLE = "give a --save-dir that can be written"
 TO_RETRY = "mend this and start the same command again"
@@ -191,8 +190,8 @@ class Start(namedtuple("Start", "step seed state origin", defaults=["", None])):
 
 class Run:
     """The completed steps of a run. `step`: their number, which is the next step; `seed`: of that step; `start`: a
-    Start; `directory`: None for a temporary file; `owned`: whether this process holds its lock, and may write; `data`:
-    digest of the training data, zeros while unknown; `notices`: lines about repairs; `beside`: says what was loaded."""
+    Start; `directory`: None for a temporary file; `data`: digest of the training data, zeros while unknown; `notices`:
+    lines about repairs; `beside`: says what was loaded. lock: a handle, of one that may write."""
 
     beside = ""
     data = bytes(32)
@@ -203,7 +202,6 @@ class Run:
         self.notices = []
         self._file = file
         self._lock = lock
-        self.owned = lock is not None
         self._name = _file_of(directory) if directory else "the temporary history file"
         if directory:
             with contextlib.suppress(OSError, ValueError):
@@ -235,9 +233,8 @@ class Run:
         return data[:-4]
 
     def record(self, step):
-        """(sum of losses, updates reported) of a completed step."""
-        record = self._record(step)
-        return record.sum_loss, record.updates
+        """The Record of a completed step."""
+        return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
 
     def append(self, packed, sum_loss, updates):
         """Completes the current step, on the disk after the next `sync`. After a HistoryError nothing has changed."""
@@ -280,7 +277,7 @@ class Run:
 
     def seed_of(self, step):
         """The seed of a completed step or of the next one."""
-        return self.seed if step == self.step else self._record(step).seed
+        return self.seed if step == self.step else self.record(step).seed
 
     def forget_before(self, step, state, digest):
         """A task (hub.Beside) that removes the completed steps before `step`, whose snapshot must be on the disk:
@@ -332,9 +329,6 @@ class Run:
         self.start = start
         yield old.close                      # to give gigabytes back takes seconds
 
-    def _record(self, step):
-        return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
-
     def _advance(self, size):
         self._offsets.append(self._offsets[-1] + size)
         self.seed = seeds.next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
@@ -344,7 +338,7 @@ class Run:
         return os.pread(self._file.fileno(), size, at)
 
     def _read_all(self):
-        """Checks every record and stores its offset. An incomplete last one is ignored, and cut off if it is owned."""
+        """Checks every record and stores its offset. An incomplete last one is ignored, and cut off by the owner."""
         config, start, size = _read_header(self._file, self._name)
         # a constant that is newer than the run counts as at its default
         if differ := difference({**egg_config.make(**egg_config.UNSET).saved(), **config}, self.cfg.saved()):
@@ -374,7 +368,7 @@ class Run:
             raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: "
                                f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
                                f"`truncate -s {at} {shlex.quote(self._name)}`")
-        if self.owned:
+        if self._lock is not None:
             os.ftruncate(self._file.fileno(), at)
             self.notices.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut")
 

@@ -64,16 +64,15 @@ def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
         assert engine.digest() == of_state(engine.state()) != digest
     seen = {digest}
     for array in (state.weights, state.moments.ravel().view(np.int8), state.overlay.view(np.int8)):
-        for at in (0, 1, array.size - 1, *rng.integers(0, array.size, 10)):
-            for bit in (1, -128):
-                array[at] ^= bit
-                seen.add(of_state(state))
-                array[at] ^= bit
+        for at in (0, array.size - 1, *rng.integers(0, array.size, 5)):
+            array[at] ^= 1
+            seen.add(of_state(state))
+            array[at] ^= 1
     for field in "step", "seed":
         seen.add(of_state(dataclasses.replace(state, **{field: getattr(state, field) + 1})))
     state.moments[[3, 5000]] = state.moments[[5000, 3]]
     seen.add(of_state(state))
-    assert len(seen) == 1 + 3 * 13 * 2 + 3
+    assert len(seen) == 1 + 3 * 7 + 3
 
 
 def test_training_data_are_told_apart():
@@ -175,24 +174,6 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
     shutil.copy(tmp_path / names[1], tmp_path / "other")
     with closing(open_run(cfg, tmp_path / "other")) as other:
         assert snapshots.Shelf(cfg, other).files == {}
-
-
-def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=2)
-
-    class Wrong(FakeEngine):
-        def state(self):
-            state = super().state()
-            if self.step == 2:
-                state.moments = state.moments + 1
-            return state
-
-        def digest(self):
-            return of_state(super().state())
-
-    server = cluster(tmp_path, [Wrong(cfg, 0.003)], 3, cfg, save=True)
-    assert "its snapshot of step 2 is not used: it is not the state that workers stated" in server.said
-    assert not [*tmp_path.glob("snapshot*")]
 
 
 # --- damaged snapshots ------------------------------------------------------------------------------------------------
