@@ -8,7 +8,7 @@ from cluster.hub import Newest
 from cluster.wire import SNAPSHOT_DATA, SNAPSHOT_WANTED
 
 MOST_FAILED = 4096         # that are remembered
-MOST_COMING = 2            # whole snapshots that the disk has not taken yet
+MOST_COMING = 4            # whole snapshots that the disk has not taken yet
 
 
 class Collector:

@@ -233,12 +233,9 @@ def test_a_directory_of_cpp_checkpoints_rebuilds_the_model(tmp_path):
 
 @mark.parametrize("words, number, change", [
     ("it is not the checkpoint of step 3 of the C", 3, lambda d: b"xxxx" + d[4:]),
-    ("it is not the checkpoint of step 1 of the C", 1, lambda d: d[:4] + b"\2" + d[5:]),
     ("it is not the checkpoint of step 2 of the C", 2, lambda d: d[:8] + b"\3" + d[9:]),
     ("seed \\d+ where step 4 has", 4, lambda d: d[:16] + b"\0" + d[17:]),
     ("51 bytes of fitness where 256 values need 52.* POPULATION_SIZE", 5, lambda d: d[:-1]),
-    ("0 bytes of fitness", 6, lambda d: d[:20]),
-    ("byte 255 is not five ternary digits", 2, lambda d: d[:32] + b"\xff" + d[33:]),
     ("checkpoint_00000004.bin: No such file or directory: without it the model cannot", 4, None),
 ])
 def test_damaged_cpp_checkpoints_are_refused(tmp_path, words, number, change):
