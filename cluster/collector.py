@@ -5,7 +5,7 @@ import contextlib
 from cluster import hub, snapshots
 from cluster.wire import SNAPSHOT_DATA, SNAPSHOT_WANTED
 
-MOST_COMING = 2            # whole snapshots that the disk has not taken yet
+MOST_COMING = 4            # whole snapshots that the disk has not taken yet
 
 
 class Collector:

@@ -104,20 +104,38 @@ def make_directory(path):
         sync_directory(os.path.dirname(path))
 
 
+class Part:
+    """A file that is being written, and nobody reads."""
+
+    def __init__(self, directory, name):
+        self.file = tempfile.NamedTemporaryFile(dir=directory, prefix=name, suffix=".part", delete=False)
+        self._directory = directory
+
+    def keep(self, name):
+        """Gives it its name, once its content is on the disk, and waits until the name is, too. Raises OSError."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        os.chmod(self.file.name, 0o644)
+        os.replace(self.file.name, os.path.join(self._directory, name))
+        self.file.close()
+        sync_directory(self._directory)
+
+    def drop(self):
+        """Removes it, unless it has its name."""
+        with contextlib.suppress(OSError):           # writing the buffer may fail on a full disk
+            self.file.close()
+        remove(self.file.name)
+
+
 @contextlib.contextmanager
 def replacing(directory, name):
     """Yields a file that takes this name at the end of the block, whole and on the disk; after an error, not at all."""
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=name, suffix=".part", delete=False) as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, os.path.join(directory, name))
-        except BaseException:
-            remove(file.name)
-            raise
-    sync_directory(directory)
+    part = Part(directory, name)
+    try:
+        yield part.file
+        part.keep(name)
+    finally:
+        part.drop()
 
 
 def write_file(directory, name, data):
@@ -173,8 +191,8 @@ class Start(namedtuple("Start", "step seed state origin", defaults=["", None])):
 
 class Run:
     """The completed steps of a run. `step`: their number, which is the next step; `seed`: of that step; `start`: a
-    Start; `directory`: None for a temporary file; `owned`: whether this process holds its lock, and may write; `data`:
-    digest of the training data, zeros while unknown; `notices`: lines about repairs; `beside`: says what was loaded."""
+    Start; `directory`: None for a temporary file; `data`: digest of the training data, zeros while unknown; `notices`:
+    lines about repairs; `beside`: says what was loaded. lock: a handle, of one that may write."""
 
     beside = ""
     data = bytes(32)
@@ -185,7 +203,6 @@ class Run:
         self.notices = []
         self._file = file
         self._lock = lock
-        self.owned = lock is not None
         self._name = _file_of(directory) if directory else "the temporary history file"
         if directory:
             with contextlib.suppress(OSError, ValueError):
@@ -217,9 +234,8 @@ class Run:
         return data[:-4]
 
     def record(self, step):
-        """(sum of losses, updates reported) of a completed step."""
-        record = self._record(step)
-        return record.sum_loss, record.updates
+        """The Record of a completed step."""
+        return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
 
     def append(self, packed, sum_loss, updates):
         """Completes the current step, on the disk after the next `sync`. After a HistoryError nothing has changed."""
@@ -239,10 +255,11 @@ class Run:
                 raise
         self._advance(len(data))
 
-    def copy_to(self, file):
-        """Copies the history as it is."""
-        self._file.seek(0)
-        shutil.copyfileobj(self._file, file, PIECE)
+    def copy(self, directory):
+        """Writes the history as it is into another directory. Raises OSError."""
+        with replacing(directory, FILE) as file:
+            self._file.seek(0)
+            shutil.copyfileobj(self._file, file, PIECE)
 
     def sync(self):
         """Waits until all appended steps are on the disk, for a run that is kept. Raises HistoryError."""
@@ -261,7 +278,7 @@ class Run:
 
     def seed_of(self, step):
         """The seed of a completed step or of the next one."""
-        return self.seed if step == self.step else self._record(step).seed
+        return self.seed if step == self.step else self.record(step).seed
 
     def forget_before(self, step, state, digest):
         """A task (hub.Beside) that removes the completed steps before `step`, whose snapshot must be on the disk:
@@ -308,13 +325,10 @@ class Run:
             while left():                    # a read may return less
                 copy()
             new = open_file(file.name, "r+b")
-        old.close()
         self._file = new
         self._offsets = [at - shift for at in offsets[first:]]
         self.start = start
-
-    def _record(self, step):
-        return Record(*RECORD.unpack(self._pread(RECORD.size, self._offsets[step - self.start.step])))
+        yield old.close                      # to give gigabytes back takes seconds
 
     def _advance(self, size):
         self._offsets.append(self._offsets[-1] + size)
@@ -325,7 +339,7 @@ class Run:
         return os.pread(self._file.fileno(), size, at)
 
     def _read_all(self):
-        """Checks every record and stores its offset. An incomplete last one is ignored, and cut off if it is owned."""
+        """Checks every record and stores its offset. An incomplete last one is ignored, and cut off by the owner."""
         config, start, size = _read_header(self._file, self._name)
         # a constant that is newer than the run counts as at its default
         if differ := difference({**egg_config.make(**egg_config.UNSET).saved(), **config}, self.cfg.saved()):
@@ -350,17 +364,13 @@ class Run:
         size = os.fstat(self._file.fileno()).st_size
         at = self._offsets[-1]
         rest = self._pread(longest + HEAD, at)
-        later = (self.step + 1).to_bytes(8, "little")
-        k = rest.find(later)
-        while k > 0 and not is_intact(rest[k - 4:k - 4 + HEAD], HEAD):
-            k = rest.find(later, k + 1)
-        if k > 0 or size - at > longest:
+        later = re.finditer(re.escape((self.step + 1).to_bytes(8, "little")), rest)
+        if size - at > longest or any(is_intact(rest[match.start() - 4:][:HEAD], HEAD) for match in later):
             raise HistoryError(f"{self._name} is damaged at byte {at} (step {self.step}) with more behind it: "
                                f"restore the file from a copy; to continue from step {self.step} instead, cut it with "
                                f"`truncate -s {at} {shlex.quote(self._name)}`")
-        if self.owned:
+        if self._lock is not None:
             os.ftruncate(self._file.fileno(), at)
-            os.fsync(self._file.fileno())
             self.notices.append(f"{self._name}: step {self.step} was only half written, its {size - at} bytes are cut")
 
 
@@ -375,14 +385,13 @@ def open_run(cfg, save_dir=None, load_dir=None):
     target = save_dir or beside(load_dir)
     if holds_run(target):
         run = open_directory(cfg, target)
-        if not os.path.samefile(target, load_dir):
+        if os.path.realpath(target) != os.path.realpath(load_dir):
             run.notices.append(f"{target} holds a run already: it goes on, --load-dir is not used")
         return run
     with contextlib.closing(read_run(cfg, load_dir)) as source, explained(HistoryError, target, WRITABLE):
         make_directory(target)
         _copy_rest(load_dir, target)
-        with replacing(target, FILE) as file:
-            source.copy_to(file)
+        source.copy(target)
     run = open_directory(cfg, target)
     run.beside = f" ({load_dir} stays as it is)"
     return run
@@ -557,7 +566,7 @@ def _keep_text(directory, name, text):
 
 
 def _copy_rest(source, target):
-    """Copies snapshots, events and earlier epochs. Raises OSError."""
+    """Copies snapshots, events and earlier epochs, but no links and pipes of a stranger. Raises OSError."""
     for name in filter(COPIED.fullmatch, os.listdir(source)):
         if _is_plain(path := os.path.join(source, name)):
             with open_file(path) as file, replacing(target, name) as copy:
@@ -620,7 +629,7 @@ def difference(there, here, where=("there", "here")):
 def _header(cfg, start):
     fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.saved()}   # every egg reads 1
     if start.step:
-        fields["start"] = {name: value for name, value in start._asdict().items() if name != "origin" or value}
+        fields["start"] = start._asdict()
     text = json.dumps(fields, sort_keys=True).encode()
     return with_crc(MAGIC + len(text).to_bytes(4, "little") + text)
 

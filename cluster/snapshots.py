@@ -8,7 +8,6 @@ import json
 import math
 import os
 import struct
-import tempfile
 import time
 from collections import namedtuple
 
@@ -161,21 +160,23 @@ def save(cfg, state, directory, body=None):
 
 class Upload:
     """A snapshot that is being received: its pieces are written as they come. `whole`: all have come; then `check`.
-    digest, sha256: of its state, those that are expected until `check` sets both; `got`, `total`: bytes of the body;
-    overlay: {"mean", "min", "max"} of its noise scales, None where there are none; remembered: it is for `state`, and
-    for no shelf. Raises ValueError for data that cannot be right, OSError of the disk."""
+    digest: of its state, as the worker has stated it; sha256: set by `check`, as is overlay: {"mean", "min", "max"} of
+    its noise scales, None where there are none; `got`, `total`: bytes of the body; remembered: it is for `state`, and
+    for no shelf; drop: removes its file, unless that is kept. Raises ValueError for data that cannot be right, OSError
+    of the disk."""
 
-    got, total, overlay = 0, None, None
+    got, total, sha256, overlay = 0, None, None, None
 
-    def __init__(self, cfg, step, seed, digest, directory, sha256=None, remember=False):
+    def __init__(self, cfg, step, seed, digest, directory, remember=False):
         self.step = step
         self.seed = seed
         self.digest = digest
-        self.sha256 = sha256
         self.remembered = remember
         self._cfg = cfg
-        self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="snapshot-", suffix=".part", delete=False)
+        self._part = history.Part(directory, "snapshot-")
+        self._file = self._part.file
         self._file.write(bytes(HEAD_SIZE))
+        self.drop = self._part.drop
 
     def feed(self, total, offset, data):
         """Takes a piece."""
@@ -192,7 +193,7 @@ class Upload:
         return self.got == self.total
 
     def check(self):
-        """Compares the state with what is expected of it, in pieces, perhaps in a thread beside the loop."""
+        """Compares the state with the digest, in pieces, perhaps in a thread beside the loop."""
         from model import state_digest
         parts = sizes(self._cfg)
         digests = state_digest.Digest(self.step, self.seed), _begin(self.step, self.seed)
@@ -203,24 +204,19 @@ class Upload:
                 digest.update(raw)
             left -= len(raw)
             scales += raw[max(len(raw) + left - parts[2], 0):]
-        digest, sha256 = (digest.digest() for digest in digests)
-        if left or self.digest not in (None, digest) or self.sha256 not in (None, sha256):
-            raise ValueError(f"it is not the state that {'workers' if self.digest else 'its head'} stated")
-        self.digest, self.sha256 = digest, sha256
+        digest, self.sha256 = (digest.digest() for digest in digests)
+        if left or digest != self.digest:
+            raise ValueError("it is not the state that workers stated")
         if self._cfg.ADAPTIVE_NOISE_MODE:
             scales = memoryview(scales).cast("b")
             self.overlay = {"mean": round(sum(scales) / len(scales), 4), "min": min(scales), "max": max(scales)}
 
-    def keep(self, path, fitness):
+    def keep(self, name, fitness):
         """Gives the file its head and its name, and waits until both are on the disk. fitness: packed, of the previous
         step."""
         self._file.seek(0)
         self._file.write(_make_head(self._cfg, self.step, self.seed, self.sha256, fitness, self.total))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        os.chmod(self._file.name, 0o644)
-        os.replace(self._file.name, path)
-        history.sync_directory(os.path.dirname(path))
+        self._part.keep(name)
 
     def state(self):
         """The State, before `keep` and `drop`. Raises OSError."""
@@ -228,12 +224,6 @@ class Upload:
         self._file.seek(HEAD_SIZE)
         raw = history.unzip(self._file.read(), sum(sizes(self._cfg)))
         return parameters.from_raw(self._cfg, raw, self.step, self.seed)
-
-    def drop(self):
-        """Removes the file, unless `keep` has given it its name."""
-        with contextlib.suppress(OSError):           # writing the buffer may fail on a full disk
-            self._file.close()
-        history.remove(self._file.name)
 
 
 class Shelf:
@@ -251,7 +241,7 @@ class Shelf:
         self.digests = {}                # step -> digest, of those that were uploaded, also before they are in `files`
         self.figures = {}                # step -> figure, see `ranked`
         self.sha256 = {}                 # step -> SHA-256 of the state
-        self._open = {}                  # key -> (file, time of the last request)
+        self._open = {}                  # (epoch, step) -> (file, time of the last request)
         for match in self._matches():
             self._take(match)
         self.doubtful = set()
@@ -343,7 +333,7 @@ class Shelf:
         """
         step = upload.step
         name = history.snapshot_name(step, self.figures.get(step), self.cfg.OBJECTIVE)
-        yield functools.partial(upload.keep, self._place(name), self.run.fitness(step - 1))
+        yield functools.partial(upload.keep, name, self.run.fitness(step - 1))
         if step not in self.digests:
             return self.remove(name)
         self.files[step] = name
@@ -401,14 +391,11 @@ class Shelf:
             self.forget(step)
 
     def block(self, step, offset, size):
-        return self.piece((self.run.start.epoch, step), self.path(step), offset, size)
-
-    def piece(self, key, path, offset, size):
-        """(bytes of the file, up to `size` of them from `offset`), (0, b"") where there is none. key: of its content;
-        path: None if it has been removed."""
+        """(bytes of the file of a snapshot, up to `size` of them from `offset`), (0, b"") where there is none."""
+        key = self.run.start.epoch, step
         with contextlib.suppress(OSError):
-            if path or key in self._open:
-                file, _ = self._open.get(key) or (open_file(path), 0)
+            if key in self._open or step in self.files:
+                file, _ = self._open.get(key) or (open_file(self.path(step)), 0)
                 self._open[key] = file, time.monotonic()
                 total = os.fstat(file.fileno()).st_size
                 return total, os.pread(file.fileno(), size, min(offset, total))

@@ -188,7 +188,7 @@ def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(
         # too late: ignored
         slow.result(0, 0, BAD, updates=9, loss=22)
         slow.ask(0)
-        assert slow.answer().packed == GOOD and server.run.record(0) == (11, 7)
+        assert slow.answer().packed == GOOD and server.run.record(0)[2:4] == (11, 7)
 
 
 def test_duplicate_results_count_once(server):
@@ -199,7 +199,7 @@ def test_duplicate_results_count_once(server):
     assert peer.chunk(0) == 96
     peer.result(0, 96, loss=10, updates=3)
     server.reaches(1)
-    assert server.run.record(0) == (40, 3)
+    assert server.run.record(0)[2:4] == (40, 3)
 
 
 def test_the_step_line_the_log_and_the_validation(tmp_path):

@@ -202,7 +202,9 @@ def test_a_run_keeps_its_events(tmp_path):
     a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
     bits, unit = egg_config.loss_unit(cfg.constants())
     with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
-        losses, updates = zip(*((record[0] / a_step / 16, record[1]) for record in map(run.record, range(5))))
+        records = list(map(run.record, range(5)))
+        losses = [record.sum_loss / a_step / 16 for record in records]
+        updates = [record.updates for record in records]
     assert [(e["step"], e["tokens"], e["loss"], e["unit"], e["updates"]) for e in of_kind("step", told)] == [
         (k, k * a_step, approx(losses[k] * bits, abs=1e-6), unit, updates[k]) for k in range(5)]
     log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+import threading
 from contextlib import closing, suppress
 from time import monotonic, thread_time
 
@@ -13,7 +14,7 @@ from pytest import fixture, mark, raises
 import pyzstd
 
 import egg_net
-from cluster import history, snapshots, wire
+from cluster import collector, history, snapshots, wire
 from cluster.history import open_run
 from cluster.snapshots import unpack
 from cluster.wire import JOB_RESPONSE, SNAPSHOT_WANTED
@@ -63,16 +64,15 @@ def test_the_digest_is_that_of_the_specification_and_any_bit_changes_it():
         assert engine.digest() == of_state(engine.state()) != digest
     seen = {digest}
     for array in (state.weights, state.moments.ravel().view(np.int8), state.overlay.view(np.int8)):
-        for at in (0, 1, array.size - 1, *rng.integers(0, array.size, 10)):
-            for bit in (1, -128):
-                array[at] ^= bit
-                seen.add(of_state(state))
-                array[at] ^= bit
+        for at in (0, array.size - 1, *rng.integers(0, array.size, 5)):
+            array[at] ^= 1
+            seen.add(of_state(state))
+            array[at] ^= 1
     for field in "step", "seed":
         seen.add(of_state(dataclasses.replace(state, **{field: getattr(state, field) + 1})))
     state.moments[[3, 5000]] = state.moments[[5000, 3]]
     seen.add(of_state(state))
-    assert len(seen) == 1 + 3 * 13 * 2 + 3
+    assert len(seen) == 1 + 3 * 7 + 3
 
 
 def test_training_data_are_told_apart():
@@ -95,7 +95,7 @@ def test_a_snapshot_is_the_state_and_any_changed_byte_is_found(tmp_path):
         upload.feed(len(body), at, body[at:at + 10000])
     assert upload.whole
     upload.check()
-    upload.keep(tmp_path / "s", b"fitness")
+    upload.keep("s", b"fitness")
     snapshots.check(tmp_path / "s")
     data = (tmp_path / "s").read_bytes()
     back = unpack(CFG, data)
@@ -154,7 +154,7 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=4)
     packed, digest = expected(22)
     with Server(tmp_path, cfg, save=True, steps=22, stay=True) as server:
-        server.work(FakeEngine(cfg, 0.003), validation=VALIDATION)
+        server.work(FakeEngine(cfg, 0.01), validation=VALIDATION)
         server.reaches(22)
         until(lambda: server.shelf.newest == 20)
         late, lines = late_worker(server, 22)
@@ -165,33 +165,10 @@ def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
     assert {path.name for path in tmp_path.glob("*.egg")} == {*names, "best.egg", "latest.egg", history.FILE}
     assert os.readlink(tmp_path / "best.egg") == names[0] and os.readlink(tmp_path / "latest.egg") == names[2]
 
-    # a run that goes on elsewhere takes them along
-    open_run(cfg, tmp_path / "new", tmp_path).close()
-    with Server(tmp_path / "new", cfg, save=True, steps=22, stay=True) as server:
-        late, lines = late_worker(server, 22)
-        assert late.loads == 1 and late.digest() == digest
     filled(tmp_path / "other", 22, cfg)                             # snapshots of another run are left alone
     shutil.copy(tmp_path / names[1], tmp_path / "other")
     with closing(open_run(cfg, tmp_path / "other")) as other:
         assert snapshots.Shelf(cfg, other).files == {}
-
-
-def test_a_wrong_snapshot_is_not_kept_and_another_worker_is_asked(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=2)
-
-    class Wrong(FakeEngine):
-        def state(self):
-            state = super().state()
-            if self.step == 2:
-                state.moments = state.moments + 1
-            return state
-
-        def digest(self):
-            return of_state(super().state())
-
-    server = cluster(tmp_path, [Wrong(cfg, 0.003)], 3, cfg, save=True)
-    assert "its snapshot of step 2 is not used: it is not the state that workers stated" in server.said
-    assert not [*tmp_path.glob("snapshot*")]
 
 
 # --- damaged snapshots ------------------------------------------------------------------------------------------------
@@ -248,27 +225,43 @@ def test_a_history_that_begins_with_a_snapshot_that_is_damaged_needs_a_newer_one
         egg_net.run_coordinator(cfg, port=0, save_dir=tmp_path, console=egg_net.Console(Lines()))
 
 
+def test_a_snapshot_is_offered_once_it_is_on_the_disk_and_nobody_waits_for_that(tmp_path, monkeypatch):
+    fsync, slow = os.fsync, threading.Event()
+
+    def synced(handle):
+        if "snapshot-" in os.readlink(f"/proc/self/fd/{handle}"):
+            assert slow.wait(60)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    cfg = changed(SNAPSHOT_EVERY=4)
+    with Server(tmp_path, cfg, save=True, steps=23) as server:
+        server.work(FakeEngine(cfg, 0.003))
+        server.reaches(21)
+        assert server.shelf.newest == 0
+        assert len([*tmp_path.glob("snapshot*.part")]) == collector.MOST_COMING       # more do not wait for the disk
+        slow.set()
+    with closing(history.read_run(cfg, tmp_path)) as run:
+        assert sorted(snapshots.Shelf(cfg, run).files) == [12, 16]
+
+
 def test_a_large_snapshot_is_checked_beside_the_loop(tmp_path):
-    """While a quarter of a gigabyte is read, the coordinator answers; who would have to replay the run waits."""
-    cfg = changed(HIDDEN_DIM=1024, N_LAYERS=2)
-    filled(tmp_path, 3, cfg)
-    state = initial_state(cfg)
-    state.step, state.seed = 2, 7
+    """While 100 MB are read the coordinator answers, and a worker waits that would have to replay the run."""
+    cfg = changed(HIDDEN_DIM=768)
+    packed, state = filled(tmp_path, 3, cfg), initial_state(cfg)
     with closing(open_run(cfg, tmp_path)) as run:
-        upload = snapshots.Upload(cfg, 2, run.seed_of(2), None, tmp_path)
-        body = snapshots.pack(dataclasses.replace(state, seed=run.seed_of(2)))
-        upload.feed(len(body), 0, body)
-        upload.check()
-        upload.keep(tmp_path / "snapshot-00000002.egg", run.fitness(1))
+        state.step, state.seed = 2, run.seed_of(2)
+        body = snapshots.pack(state)
+        head = snapshots._make_head(cfg, 2, state.seed, snapshots.state_hash(state), packed[1], len(body))
+    (tmp_path / "snapshot-00000002.egg").write_bytes(head + body)
     with Server(tmp_path, cfg, save=True) as server:
-        waited = []
-        peer = Peer2(server)
+        peer, waited = Peer2(server), []
         peer.ask(0)
         while server.shelf.doubtful:
             began = monotonic()
             server.fetched()
             waited.append(monotonic() - began)
-        assert len(waited) > 3 and max(waited) < 0.5
+        assert len(waited) > 2 and max(waited) < 0.5
         assert peer.next(wire.REBUILD)[1] == (2).to_bytes(8, "big")
 
 
