@@ -206,7 +206,8 @@ def test_a_job_does_not_save_where_ray_removes_it(tmp_path, monkeypatch):
 @mark.parametrize("error, line", [
     (ModuleNotFoundError("No module named 'numba.cuda'", name="numba.cuda"), "a node has no numba.cuda: install "
      "requirements/core.txt there, on GPU nodes cuda12.txt or cuda13.txt"),
-    (EggError("what is wrong: what to do"), "what is wrong: what to do"), (OSError("disk\nfull"), "OSError: disk full")])
+    (EggError("what is wrong: what to do"), "what is wrong: what to do"),
+    (OSError("disk\nfull"), "OSError: disk full")])
 def test_errors_of_actors_are_a_line(error, line):
     from deploy import ray
     wrapped = RuntimeError("first\n  File x\nlast")
