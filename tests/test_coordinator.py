@@ -20,7 +20,7 @@ from cluster.auth import Access
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import seeds, state_digest
 from model.fitness_digits import unpack_ternary
-from maintenance import load
+import load
 from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (Holder, Peer, Peer2, Server, callers, cluster, coordinator_process, filled, first_step,
                           free_port, kept, refused, until, upload, work_in_thread)
