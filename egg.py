@@ -15,7 +15,6 @@ import importlib
 import os
 import re
 import sys
-from typing import NamedTuple
 
 try:
     import egg_config
@@ -135,24 +134,17 @@ CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADD
 NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
 
 
-class Program(NamedTuple):
-    """A command line. name: as Python is given it; commands: {name: (function, options, source of saved constants)}."""
-    name: str
-    description: str
-    examples: str
-    commands: dict
+DESCRIPTION = ("Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on any number "
+               "of machines.")
+COMMANDS = {}               # name: (function, options, source of saved constants)
 
 
-EGG = Program("egg.py", "Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on "
-              "any number of machines.", EXAMPLES, {})
-
-
-def command(*options, saved=lambda args: ({}, None), program=EGG):
+def command(*options, saved=lambda args: ({}, None)):
     """Makes a function a subcommand. Its docstring is the help: a summary, then examples. options: names in COMMON,
     `option`s, or a title of those that follow; saved(args): the constants of the saved run that it is about, and its
     directory if they must stay as they are."""
     def register(function):
-        program.commands[function.__name__.rstrip("_")] = function, options, saved
+        COMMANDS[function.__name__.rstrip("_")] = function, options, saved
         return function
     return register
 
@@ -616,13 +608,11 @@ def invite_to_continue(argv, directory, console):
 # --- the program -----------------------------------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
-    commands = ()
-
     def error(self, message):
         """Answers wrong use with one line, not with the whole usage."""
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
-            message = f"no command {wrong[1]!r}" + did_you_mean(wrong[1], self.commands,
-                                                                f": there is {', '.join(self.commands)}")
+            message = f"no command {wrong[1]!r}" + did_you_mean(wrong[1], COMMANDS,
+                                                                f": there is {', '.join(COMMANDS)}")
         from tools import calling
         self.exit(2, calling.as_called(f"egg: {message} (see python {self.prog} --help)\n"))
 
@@ -641,15 +631,14 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
 
-def parsed(argv, typed=True, program=EGG):
+def parsed(argv, typed=True):
     """The arguments of a command line argv ([word]); typed=False: values stay as they were written."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    main = Parser(prog=program.name, description=program.description, epilog=program.examples, **layout)
-    main.commands = program.commands
+    main = Parser(prog="egg.py", description=DESCRIPTION, epilog=EXAMPLES, **layout)
     if argv and argv[0].startswith("-") and argv[0] not in main._option_string_actions:
-        main.error(f"options follow the command: {program.name} COMMAND {argv[0]} ...")
+        main.error(f"options follow the command: egg.py COMMAND {argv[0]} ...")
     commands = main.add_subparsers(metavar="COMMAND", required=True)
-    for name, (function, options, saved) in program.commands.items():
+    for name, (function, options, saved) in COMMANDS.items():
         # without inspect.getdoc: that module takes long to load
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
@@ -669,7 +658,7 @@ def parsed(argv, typed=True, program=EGG):
     return main.parse_args(argv)
 
 
-def main(argv=None, program=EGG):
+def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use, 130 for Ctrl-C."""
     interrupted = []
 
@@ -692,7 +681,7 @@ def main(argv=None, program=EGG):
     try:
         try:
             argv = sys.argv[1:] if argv is None else argv
-            args = parsed(argv, program=program)
+            args = parsed(argv)
             args.argv = argv
             saved, args.run = args.saved(args)
             cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args))

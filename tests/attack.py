@@ -34,7 +34,7 @@ from egg_config import EggError                                                 
 from commands import defines                                                         # noqa: E402
 from coordinators import Peer2, upload                                               # noqa: E402
 from fakes import GOOD, changed                                                 # noqa: E402
-from maintenance import load                                                         # noqa: E402
+from load import cpu_seconds                                                         # noqa: E402
 from model import parameters, seeds, state_digest                                        # noqa: E402
 
 CFG = changed(SNAPSHOT_EVERY=32, VALIDATE_EVERY=0, POPULATION_SIZE=256)
@@ -261,13 +261,13 @@ def attack(kind, seconds, workers):
                 for one in honest:
                     one.longest = 0
                 before, began = max(one.step for one in honest), monotonic()
-                cpu = load.cpu_seconds(process.pid)
+                cpu = cpu_seconds(process.pid)
                 sleep(seconds - 1.5 if phase == 1 else seconds / 3)
                 now = monotonic()
                 took, after = now - began, max(one.step for one in honest)
                 due.append({step for step in range(before, after) if step and step % CFG.SNAPSHOT_EVERY == 0})
                 rates.append(round((after - before) / took, 1))
-                used.append(round(100 * (load.cpu_seconds(process.pid) - cpu) / took))
+                used.append(round(100 * (cpu_seconds(process.pid) - cpu) / took))
                 absent.append(round(max(max(one.longest, now - one.heard) for one in honest), 2))
                 if phase == 1:
                     did = int(flooding.communicate()[0])

@@ -1,4 +1,4 @@
-"""`egg.py bench`, and the table of `python -m maintenance shapes` with a fake engine; whole steps with the real one."""
+"""`egg.py bench`, and the table of `python -m lab.shapes`: with a fake engine, whole steps with the real one."""
 
 import re
 from types import SimpleNamespace
@@ -6,12 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 from pytest import approx, fixture, importorskip
 
-import egg
 import egg_config
-from engine import engines
+from engine import engines, hardware
 from fakes import CFG, FakeEngine
-from maintenance import __main__ as maintenance
-from maintenance import shapes
+from lab import shapes
 from recordings import HERE
 from tools import bench
 
@@ -50,7 +48,7 @@ def fake(monkeypatch):
     cuda_engine = importorskip("engine.cuda_engine")
     monkeypatch.setattr(Clocked, "made", [])
     monkeypatch.setattr(bench, "time", Clock())
-    monkeypatch.setattr(engines, "make", lambda cfg, tokens, device, threads: Clocked(cfg))
+    monkeypatch.setattr(engines, "make", lambda cfg, tokens, device, threads=None: Clocked(cfg))
     monkeypatch.setattr(cuda_engine, "card", lambda device: (True, 2e12))
     monkeypatch.setattr(shapes, "SHAPES", {"default": {}, "wide": dict(HIDDEN_DIM=96), "bad": dict(HIDDEN_DIM=65)})
     monkeypatch.setattr(bench, "median_seconds", lambda run: bench_seconds(run, 0.02))
@@ -60,38 +58,17 @@ def fake(monkeypatch):
 bench_seconds = bench.median_seconds
 
 
-def rows(capsys):
-    """{(name, instruction): the other columns} of the printed table, and stderr."""
-    out, err = capsys.readouterr()
-    lines = out.splitlines()
-    table = lines[next(i for i, line in enumerate(lines) if line.startswith("name")) + 1:]
-    found = {}
-    for line in table:
-        columns = line.split()
-        kind = next((x for x in columns if x in ("wgmma", "mma")), None)
-        found[columns[0], kind] = columns[columns.index(kind) + 1:] if kind else columns[1:]
-    return found, err
-
-
-def test_table_has_a_row_for_each_shape_and_instruction(fake, capsys):
-    shapes.print_table(CFG, ["default", "wide"], "cuda:0", None, False)
-    found, err = rows(capsys)
-    assert list(found) == [(name, kind) for name in ("default", "wide") for kind in ("wgmma", "mma")]
-    assert [(cfg.HIDDEN_DIM, cfg.TENSOR_CORES) for cfg in fake] == [
-        (64, "wgmma"), (64, "mma"), (96, "wgmma"), (96, "mma")]
-    assert [cfg.POPULATION_SIZE for cfg in fake] == 4 * [8 * CFG.CHUNK_SIZE]
-    for members, speed, tops, share, update in found.values():
-        # 32 members of 8 tokens in 8 ms
-        assert members == "32" and float(speed) == approx(0.032, abs=0.001) and 2 <= float(update) < 2.2
-        assert float(share.rstrip("%")) == approx(100 * float(tops) / 2, abs=0.3)
-    assert err.splitlines() == [f"egg: {name}, {i} of 4" for i, (name, _) in enumerate(found, 1)]
-
-
-def test_one_instruction_and_a_shape_that_cannot_be(fake, capsys):
-    shapes.print_table(CFG.changed(TENSOR_CORES="mma"), [], "cuda:0", None, False)
-    found, _ = rows(capsys)
-    assert list(found) == [("default", "mma"), ("wide", "mma"), ("bad", None)]
-    assert " ".join(found["bad", None]).startswith("HIDDEN_DIM = 65: must be a multiple of 32")
+def test_the_table_has_a_row_for_each_shape(fake, monkeypatch, capsys):
+    monkeypatch.setattr(hardware, "one_device", lambda cfg: "cuda:0")
+    shapes.print_table(CFG.changed(TENSOR_CORES="mma"), shapes.SHAPES, False)
+    assert [(cfg.HIDDEN_DIM, cfg.TENSOR_CORES, cfg.POPULATION_SIZE) for cfg in fake] == [
+        (width, "mma", 8 * CFG.CHUNK_SIZE) for width in (64, 96)]
+    *rows, wrong = capsys.readouterr().out.splitlines()[-3:]
+    for row, name in zip(rows, ("default", "wide")):
+        *_, members, speed, _, update = row.split()          # 32 members of 8 tokens in 8 ms
+        assert row.startswith(name) and members == "32" and float(speed) == approx(0.032, abs=0.001)
+        assert 2 <= float(update) < 2.2
+    assert wrong.startswith("bad        HIDDEN_DIM = 65: must be a multiple of 32")
 
 
 def test_a_gpu_has_every_figure(fake, monkeypatch, capsys):
@@ -126,27 +103,20 @@ def test_every_shape_is_a_configuration():
     assert {"default", "best", "best-bytes", "nano-egg", "H512", "gru-H64"} <= shapes.SHAPES.keys()
 
 
-def test_an_unknown_shape_is_one_line(capsys):
-    assert egg.main(["shapes", "H65", "-D", "DEVICE=cpu"], maintenance.PROGRAM) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "H65" in err and "default, H64" in err
-
-
 def test_whole_steps_on_a_cpu(compiled, monkeypatch, capsys):
-    """A large shape is named, a small one measured: a step lasts longer than its evaluation and update."""
+    """A step lasts longer than its evaluation and update."""
     monkeypatch.chdir(HERE.parent)
     small = {name: value for name, value in CFG.constants().items() if name not in ("SIMD", "DEVICE")}
-    monkeypatch.setattr(shapes, "SHAPES", {"small": small, "large": dict(HIDDEN_DIM=1024, N_LAYERS=12)})
+    monkeypatch.setattr(shapes, "SHAPES", {"small": small, "wrong": dict(HIDDEN_DIM=65)})
     whole_step = bench.whole_step
     monkeypatch.setattr(bench, "whole_step", lambda *args: whole_step(*args[:-1], 0.5))
     monkeypatch.setattr(bench, "median_seconds", lambda run: bench_seconds(run, 0.05))
-    shapes.print_table(egg_config.make(DEVICE="cpu"), [], "cpu", 1, True)
+    shapes.print_table(egg_config.make(DEVICE="cpu"), shapes.SHAPES, True)
     out = capsys.readouterr().out.splitlines()
     columns = out[-2].split()
-    members, speed = columns[-7:-5]
-    update, step, beyond = columns[-3:]
+    members, speed, _, update, step, beyond = columns[-6:]
     evaluated = int(members) * CFG.SEQ_LEN / (float(speed) * 1e6)
     assert columns[0] == "small" and float(step) > 0
     expected = 1 - (8 * evaluated + float(update) / 1e3) / (float(step) / 1e3)
     assert float(beyond.rstrip("%")) == approx(100 * expected, abs=5)
-    assert "large" in out[-1] and "needs a GPU" in out[-1]
+    assert "wrong" in out[-1] and "HIDDEN_DIM" in out[-1]

@@ -21,7 +21,7 @@ from cluster.step import Author
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import seeds, state_digest
 from model.fitness_digits import unpack_ternary
-from maintenance import load
+import load
 from chaos_cluster import CHAOS, OFTEN, chaos
 from coordinators import (named, Peer, Peer2, Server, cluster, coordinator_process, filled, first_step,
                           free_port, kept, refused, until, upload, work_in_thread)

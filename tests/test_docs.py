@@ -17,7 +17,7 @@ from tools import calling, live_page
 from tools.curves import read_curve
 from readings import configured
 
-README, DOCS = HERE / "README.md", sorted((HERE / "docs").glob("*.md"))
+README, DOCS = HERE / "README.md", sorted([*HERE.glob("docs/*.md"), *HERE.glob("lab/*.md")])
 SOURCES = [path for path in sorted(HERE.rglob("*.py")) if ".venv" not in path.parts]
 PAGE_BYTES, COLUMNS = 14_336, 160
 MENTIONED = ("make run", "make test", "egg.py coordinator", "egg.py worker", "egg.py arch", "run-workers.sh",
@@ -70,7 +70,7 @@ def test_the_readme_repeats_figures_of_the_benchmarks():
 def test_the_picture_of_learning_shows_figures_of_the_readme():
     """The validation of a curve that is nearest to a time in the README's table."""
     curves = {(name, card): file for file, name, card in re.findall(
-        r"^(\S+) egg: ([\w-]+).*, (H\d+)$", (HERE / "maintenance" / "learning.sh").read_text(), re.M)}
+        r"^(\S+) egg: ([\w-]+).*, (H\d+)$", (HERE / "lab" / "learning.sh").read_text(), re.M)}
     table = re.findall(r"^\| `([\w-]+)`, one (H\d+), after (.*?) \| (.*?) \|", README.read_text(), re.M)
     assert len(table) == 3
     for name, card, times, figures in table:

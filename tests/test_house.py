@@ -21,8 +21,8 @@ TOOLS = ENGINE | ISLANDS | {"engine", "islands"}
 DEPLOY = TOOLS | {"tools"}
 MAY_IMPORT = dict(egg_config=set(), model=MODEL, kernels=KERNELS, cluster=CLUSTER, egg_kernels=EGG_KERNELS,
                   egg_net=EGG_NET, engine=ENGINE, islands=ISLANDS, tools=TOOLS, deploy=DEPLOY, egg=DEPLOY | {"deploy"},
-                  maintenance=TOOLS | {"tools", "egg"})
-FOLDERS = ["model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "maintenance"]
+                  lab=DEPLOY)
+FOLDERS = ["model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "lab"]
 
 COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
 # kernels that are one loop nest, each with the function that builds it
@@ -123,7 +123,7 @@ def test_the_rules_of_import_find_what_breaks_them(tmp_path):
 @pytest.mark.parametrize("paths", [PRODUCT, TESTS], ids=["product", "tests"])
 def test_lines_end_at_120_columns(paths):
     if paths is PRODUCT:
-        paths = [*paths, HERE / "Makefile", *sorted(HERE.glob("*.sh")), *sorted(HERE.glob("maintenance/*.sh")),
+        paths = [*paths, HERE / "Makefile", *sorted(HERE.glob("*.sh")), *sorted(HERE.glob("lab/*.sh")),
                  *sorted(HERE.glob("requirements/*"))]
     long = {name_of(path): [i for i, line in enumerate(path.read_text().split("\n"), 1) if len(line) > COLUMNS]
             for path in paths}

@@ -603,25 +603,3 @@ def test_examples_judge(name, column, prompt, texts, low, written, here):
         assert len((here / written).read_text()) > 100000
     if name == "guess":
         assert found["reply"](["7", "8", "3", "x"], [7] * 4) == ["=", "<", ">", "!"]
-
-
-def test_reinforce_learns_the_same_rewards(judged, here, monkeypatch):
-    torch = pytest.importorskip("torch")
-    from maintenance import backprop
-    TOKENS.tofile("input.bin")
-    TOKENS.tofile("val.bin")
-    (here / "own.py").write_text(LETTERS + "STOP = '.'\n")
-    cfg = CFG.changed(OBJECTIVE="", VALIDATE_EVERY=1, SOFT_TARGETS=(), DEVICE="cpu", INPUT_FILE="input.bin",
-                      VAL_FILE="val.bin")
-    for name, value in ("WARM_UP", 1), ("PROMPTS", 4), ("MOMENTS", (1,)):
-        monkeypatch.setattr(backprop, name, value)
-    backprop.train(cfg, 0.001, 4, 0.006, 1, egg_net.Console(Lines()), "log.jsonl", ("own.py", 0.02, 0.02))
-    rewards = [json.loads(line) for line in open("log.jsonl") if '"reward"' in line]
-    assert rewards[0]["texts"] == 256 and rewards[-1]["value"] > rewards[0]["value"] + 1
-    model = backprop._model(cfg, "cpu")[1]
-    writer = backprop.Writer(model, judged(LETTERS + "STOP = '.'\n", name="other.py"), "cpu")
-    text = np.frombuffer(b"ab" + b"c.defg", np.uint8).astype(np.int64)
-    assert writer._judged_tokens(text[2:]) == writer._judged_tokens(text[:2]) == 2
-    states, whole = {}, model(torch.from_numpy(text[None]))
-    parts = [model(torch.from_numpy(text[None, i:i + 1]), states) for i in range(len(text))]
-    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-4)

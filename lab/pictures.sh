@@ -2,7 +2,7 @@
 # Draws pictures of the documents anew, from runs of the preset laptop on the CPU: live-page.png, plot.png, islands.png,
 # islands-worth.png, rewards.svg and rewards-examples.svg, in a quarter of an hour on two quiet cores. Needs a Python
 # with matplotlib, and for the live page curl and Chromium:
-# maintenance/pictures.sh PYTHON [page] [plot] [islands] [worth] [rewards] [examples]
+# lab/pictures.sh PYTHON [page] [plot] [islands] [worth] [rewards] [examples]
 # With SCREENS=DIR, an absolute path, `page` also shows the page on a desktop and on a phone, light and dark.
 set -eu
 cd "$(dirname "$0")/.."

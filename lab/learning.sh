@@ -3,7 +3,7 @@
 # shape are trained here, on the CPU, one after the other, and their validations go to docs/learning/*-cpu.jsonl.
 # docs/learning/*-h200.jsonl are the figures of docs/BENCHMARKS.md. Held out are the last 460,000 bytes.
 # On a machine without other work, with a Python that has matplotlib and PyTorch:
-# maintenance/learning.sh [PYTHON [MINUTES]]
+# lab/learning.sh [PYTHON [MINUTES]]
 cd "$(dirname "$0")/.."
 root=$PWD
 python=$(realpath -s "${1:-.venv/bin/python}")
@@ -22,19 +22,17 @@ END
 set -- -D DEVICE=cpu -D DETOKENIZE=0 -D INPUT_FILE="$work/input.bin" -D VAL_FILE="$work/val.bin"
 "$python" egg.py train --preset laptop --minutes "$minutes" -D VALIDATE_EVERY=50 -D SAMPLE_EVERY=0 "$@" \
   --log-json "$work/laptop-cpu.jsonl"
-"$python" -m maintenance backprop --preset laptop --minutes "$minutes" "$@" --log-json "$work/backprop-laptop-cpu.jsonl"
+"$python" -m lab.backprop --preset laptop --minutes "$minutes" "$@" >docs/learning/backprop-laptop-cpu.jsonl
 
-"$python" - "$work"/*-cpu.jsonl <<'END'
+"$python" - "$work/laptop-cpu.jsonl" >docs/learning/laptop-cpu.jsonl <<'END'
 import json
 import os
 import sys
 from tools.curves import read_curve
-for path in sys.argv[1:]:
-    curve = read_curve(path)
-    with open(f"docs/learning/{os.path.basename(path)}", "w") as file:
-        for step, tokens, seconds, value in curve.validation:
-            print(json.dumps(dict(event="validation", step=int(step), tokens=int(tokens), seconds=round(seconds, 2),
-                                  value=value, unit=curve.units["validation"])), file=file)
+curve = read_curve(sys.argv[1])
+for step, tokens, seconds, value in curve.validation:
+    print(json.dumps(dict(event="validation", step=step, tokens=int(tokens), seconds=round(seconds, 2), value=value,
+                          unit=curve.units["validation"])))
 END
 
 # a curve has the name of its file
