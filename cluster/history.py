@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import importlib.util
 import json
 import os
 import re
@@ -39,6 +40,7 @@ SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(reward-)?(-?\d{1,10}\.\d{4,6}))?
 ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss|reward)-(-?\d{1,10}\.\d{4})\.egg")
 COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?")     # beside FILE, by --load-dir
 PARTS = re.compile(r"(history|settings|data|snapshot|events|elite).*\.part")      # what is not written yet
+LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
 NAMED = 3                                # constants in which configurations differ, in an error
@@ -380,6 +382,9 @@ def open_run(cfg, save_dir=None, load_dir=None):
     load_dir-2 or the like; save_dir may hold a run already, which goes on. Neither: a temporary file. Raises
     HistoryError: another configuration (naming the constants that differ), damage, a directory in use or not writable.
     """
+    for library in LOADED_LATER:
+        if importlib.util.find_spec(library) is None:
+            raise ModuleNotFoundError(f"No module named {library!r}", name=library)
     if load_dir is None:
         return open_directory(cfg, save_dir) if save_dir is not None else _temporary_run(cfg)
     target = save_dir or beside(load_dir)
