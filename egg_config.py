@@ -139,7 +139,7 @@ OBJECTIVE = ""                   #               | all     | SHA-256 of the file
 OBJECTIVE_PROMPTS = 2            # 1 to 1024     | run     | prompts that a member answers
 TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the pairs that are judged by
 #                                                            their loss on text, so that the model keeps its language
-OBJECTIVE_SECONDS = 10.0         # 0.001 to 1e6  | local   | most seconds that the reward of a text may take
+OBJECTIVE_SECONDS = 60.0         # 0.001 to 1e6  | local   | most seconds for which a batch of texts may be waited for
 
 # --- islands ---------------------------------------------------------------------------------------------------------
 ISLAND_SEED = 0                  # 0 to 4294967295 | run   | selects the noise; every island needs another number, all

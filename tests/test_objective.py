@@ -282,7 +282,7 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     (GAME + "def reply(texts):\n    return texts[:1]\n", "reply returned 1 texts for 6 completions"),
     (GAME + "def reply(texts):\n    return [1 / 0]\n", "reply raised ZeroDivisionError: .* for the prompt 'ab"),
     (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n", "tokens, with TOKENS = 6 more than 4096"),
-    ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s a text"),
+    ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s: give it longer"),
 ])
 def test_what_a_file_does_wrong_is_one_line(judged, text, words):
     with refused(words, objective.ObjectiveError):

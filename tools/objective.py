@@ -253,13 +253,12 @@ class Judge:
     def finish(self):
         """[float] or [str]: the rewards of what was handed out, or the replies; [] for nothing. Raises ObjectiveError.
         """
-        answers, started = [], time.perf_counter()
+        answers, started, until = [], time.perf_counter(), time.monotonic() + self._seconds
         for pipe, a, b in self._busy:
             try:
-                limit = None if b is None else min(1e6, self._seconds * (b - a))
-                if not pipe.poll(limit):
-                    raise ObjectiveError(f"{self._path}: {self._name} did not return within {self._seconds:g} s a text "
-                                         "(OBJECTIVE_SECONDS)")
+                if not pipe.poll(None if b is None else max(until - time.monotonic(), 0)):
+                    raise ObjectiveError(f"{self._path}: {self._name} did not return within {self._seconds:g} s: give "
+                                         "it longer with -D OBJECTIVE_SECONDS=")
                 answer = pipe.recv()
             except (EOFError, OSError):
                 raise ObjectiveError(f"{self._path}: a process that judges has ended: does {self._name} end Python, or "
