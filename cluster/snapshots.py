@@ -91,12 +91,14 @@ def unpack(cfg, data):
     try:
         if head.config != config_digest(cfg):
             raise ValueError("it is of another configuration")
-        state = parameters.from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), head.step, head.seed)
-        if state_hash(state) != head.sha256:
+        raw = history.unzip(data[HEAD_SIZE:], sum(sizes(cfg)))
+        digest = _begin(head.step, head.seed)
+        digest.update(raw)
+        if digest.digest() != head.sha256:
             raise ValueError(OTHER_HASH)
+        return parameters.from_raw(cfg, raw, head.step, head.seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {head.step}: {error}") from None
-    return state
 
 
 def check(path):
