@@ -20,8 +20,8 @@ HEAD_SIZE = HEAD.size + 4                # with its CRC-32
 KEPT = 2                   # newest snapshots that are kept, beside the best
 OPEN_SECONDS = 60.0        # that a file stays open for others without a request
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
-PIECE = 1 << 20            # bytes that are decompressed at a time
 OTHER_HASH = "its SHA-256 is another"
+PIECE = 1 << 20            # bytes that are decompressed at a time
 SLICE = 1 << 23            # bytes that are compressed at a time
 
 
@@ -164,7 +164,8 @@ class Upload:
     for no shelf; drop: removes its file, unless that is kept. Raises ValueError for data that cannot be right, OSError
     of the disk."""
 
-    got, total, sha256, overlay = 0, None, None, None
+    got = 0
+    total = sha256 = overlay = None
 
     def __init__(self, cfg, step, seed, digest, directory, remember=False):
         self.step = step
