@@ -511,15 +511,12 @@ def _read_cpp_checkpoints(cfg, directory):
         path = os.path.join(directory, names.get(step, f"checkpoint_{step:08d}.bin"))
         with explained(HistoryError, path, "without it the model cannot be rebuilt"), open_file(path) as file:
             data = file.read(CPP_CHECKPOINT.size + size + 1)
-        *kind, at, seed, length = CPP_CHECKPOINT.unpack_from(data.ljust(CPP_CHECKPOINT.size))
         packed = data[CPP_CHECKPOINT.size:]
         try:
-            if kind != [CPP_MAGIC, 1] or at != step:
-                raise ValueError(f"it is not the checkpoint of step {step} of the C++ system")
             ternary.check(packed, cfg.STEP_DIGITS)
             run.append(packed, 0, 0)
-            if (seed, length) != (run.seed, size):
-                raise ValueError(f"seed {seed} where step {step} has {run.seed}")
+            if not data.startswith(CPP_CHECKPOINT.pack(CPP_MAGIC, 1, step, run.seed, size)):
+                raise ValueError(f"it is not the checkpoint of step {step} of such a run")
         except ValueError as error:
             raise HistoryError(f"{path}: {error}: is it damaged, or were POPULATION_SIZE and CHUNK_SIZE others?") \
                 from None

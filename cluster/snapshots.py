@@ -20,8 +20,8 @@ HEAD_SIZE = HEAD.size + 4                # with its CRC-32
 KEPT = 2                   # newest snapshots that are kept, beside the best
 OPEN_SECONDS = 60.0        # that a file stays open for others without a request
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
-PIECE = 1 << 20            # bytes that are decompressed at a time
 OTHER_HASH = "its SHA-256 is another"
+PIECE = 1 << 20            # bytes that are decompressed at a time
 SLICE = 1 << 23            # bytes that are compressed at a time
 
 
@@ -94,12 +94,14 @@ def unpack(cfg, data, sha256=None):
     try:
         if not sha256 and head.config != config_digest(cfg):
             raise ValueError("it is of another configuration")
-        state = parameters.from_raw(cfg, history.unzip(data[HEAD_SIZE:], sum(sizes(cfg))), head.step, head.seed)
-        if state_hash(state) != head.sha256:
+        raw = history.unzip(data[HEAD_SIZE:], sum(sizes(cfg)))
+        digest = _begin(head.step, head.seed)
+        digest.update(raw)
+        if digest.digest() != head.sha256:
             raise ValueError(OTHER_HASH)
+        return parameters.from_raw(cfg, raw, head.step, head.seed)
     except ValueError as error:
         raise ValueError(f"snapshot of step {head.step}: {error}") from None
-    return state
 
 
 def check(path):
@@ -165,7 +167,8 @@ class Upload:
     for no shelf; drop: removes its file, unless that is kept. Raises ValueError for data that cannot be right, OSError
     of the disk."""
 
-    got, total, sha256, overlay = 0, None, None, None
+    got = 0
+    total = sha256 = overlay = None
 
     def __init__(self, cfg, step, seed, digest, directory, remember=False):
         self.step = step

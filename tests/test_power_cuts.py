@@ -7,6 +7,7 @@ import pathlib
 import stat
 import threading
 from collections import namedtuple
+from types import SimpleNamespace
 
 from pytest import fixture, mark
 import numpy as np
@@ -21,8 +22,8 @@ from coordinators import Server, filled, until
 from fakes import ACTIVATIONS, FakeEngine, FakeObjective, VALIDATION, changed, step_alone
 
 # Names and contents that were synced, changes of names since, one by one, and what was promised by then: `step`,
-# which a worker has seen, and steps of the snapshots of `epoch`: `listed`, which are offered, and the `best`
-Moment = namedtuple("Moment", "names changes contents step epoch listed best")
+# which a worker has seen; of the snapshots of `epoch` the steps that are `listed`, the `best`, and its `figure`
+Moment = namedtuple("Moment", "names changes contents step epoch listed best figure")
 
 
 class Disk:
@@ -60,9 +61,9 @@ class Disk:
 
     def _promised(self):
         if not self.server:
-            return 0, (), None
+            return 0, (), None, None
         shelf = self.server.shelf
-        return self.server.run.start.epoch, tuple(shelf.files), shelf.best
+        return self.server.run.start.epoch, tuple(shelf.files), shelf.best, shelf.figures.get(shelf.best)
 
     def _look(self):
         """Notes which names have changed."""
@@ -132,19 +133,23 @@ def rebuilt(run):
 def hold(disk, cfg, digests, tmp_path):
     """Opens what may be left at every moment. digests: {(epoch, step): of the state}."""
     count = epochs = 0
+    figures = []                                                 # of the best snapshot, as it got better
     for count, (moment, files) in enumerate(disk.survivors()):
         at = written(tmp_path / f"left{count}", files)
         if not files.get(history.FILE):
             assert not (moment.step or moment.listed)                        # nothing was promised yet
             continue
         with contextlib.closing(open_run(cfg, at)) as run:
-            assert run.step >= moment.step
+            assert run.step >= moment.step and (not run.start.epoch or files["history-000.egg"])
             assert rebuilt(run).digest() == digests[run.start.epoch, run.step]
             shelf = snapshots.Shelf(cfg, run)
             if run.start.epoch == moment.epoch:
                 for step in moment.listed:
                     if step >= run.start.step or step == moment.best:
                         shelf.state(step)
+            if cfg.OBJECTIVE and moment.best:
+                figures += [moment.figure] * (moment.figure not in figures)
+                assert len(figures) == 1 or shelf.figures[shelf.best] >= figures[-2]
         if files.get("history-000.egg"):                                     # the run of the epoch before
             os.replace(at / "history-000.egg", at / history.FILE)
             with contextlib.closing(open_run(cfg, at)) as run:
@@ -183,7 +188,7 @@ class Watched(Server):
 
 class Paid(FakeEngine, FakeObjective):
     def reward(self, _):
-        return (7 * self.step) % 5 / 8
+        return {2: 0.5, 10: 0.75}.get(self.step, 0.25)
 
 
 OFTEN = dict(SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=0)
@@ -194,14 +199,35 @@ KINDS = {"weights": changed(**OFTEN), "activations": ACTIVATIONS.changed(**OFTEN
 @mark.parametrize("kind", KINDS)
 def test_a_run_and_its_restart(disk, tmp_path, kind):
     cfg = KINDS[kind]
-    for steps in 7, 11:
+    for steps in 7, 14:
         engine = Paid(cfg, 0.004)
         with Watched(disk, cfg, steps=steps) as server:
             server.work(engine, validation=VALIDATION, objective=engine if cfg.OBJECTIVE else None)
             server.reaches(steps)
     names = os.listdir(disk.directory)
     assert any(name.startswith("snapshot-") and name.count("-") > 1 for name in names), names     # it has its figure
-    hold(disk, cfg, course(FakeEngine(cfg), 0, 11), tmp_path)
+    hold(disk, cfg, course(FakeEngine(cfg), 0, 14), tmp_path)
+
+
+def test_a_best_snapshot_goes_once_the_figure_of_a_better_one_is_on_the_disk(disk, tmp_path):
+    cfg, engine = KINDS["objective"], FakeEngine(KINDS["objective"])
+    with contextlib.closing(open_run(cfg, disk.directory)) as run:
+        shelf = snapshots.Shelf(cfg, run)
+        disk.server = SimpleNamespace(run=run, shelf=shelf)
+        for step, figure in enumerate([0.25, 0.5, 0.25, 0.25, 0.75], 1):
+            run.append(step_alone(engine)[0], 0, 0)
+            run.sync()
+            body = snapshots.pack(engine.state())
+            upload = snapshots.Upload(cfg, step, engine.seed, engine.digest(), disk.directory)
+            upload.feed(len(body), 0, body)
+            upload.check()
+            shelf.digests[step] = engine.digest()
+            for work in shelf.put(upload):
+                work()
+            shelf.figures[step] = figure
+            shelf.arrange()
+    assert sorted(shelf.files) == [4, 5] and shelf.best == 5
+    hold(disk, cfg, course(FakeEngine(cfg), 0, 5), tmp_path)
 
 
 class Epoch(egg_net.Hook):

@@ -237,16 +237,6 @@ def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
         load("ckpt-rare", cfg=cfg)
 
 
-def test_reading_a_run_leaves_it_to_its_coordinator(here):
-    owner = open_run(CFG, "ckpt")                # holds the lock
-    part = Path("ckpt/snapshot-x.part")
-    part.write_bytes(b"")
-    assert load().step == STEPS and part.exists()
-    owner.close()
-    open_run(CFG, "ckpt").close()
-    assert not part.exists()
-
-
 def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here):
     ask = "generate --prompt 'the qu' --tokens 12 --seed 9"
     out = prints(f"{ask} --load-dir ckpt --temp 9")
