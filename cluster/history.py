@@ -44,7 +44,6 @@ LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs wi
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
 NAMED = 3                                # constants in which configurations differ, in an error
-MOST_COPIED = 1 << 30                    # bytes of a log that is read (tools.curves)
 PIECE = 1 << 25                          # bytes of FILE that are copied and synced at a time
 WRITABLE = "give a --save-dir that can be written"
 TO_RETRY = "mend this and start the same command again"
