@@ -211,16 +211,6 @@ PRESETS = {
         LR_SCHEDULE="0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1200:0.2, 1600:0.14, 2000:0.1, "
                     "4000:0.075, 8000:0.055, 16000:0.04, 32000:0.03",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
-    # The same time with noise on weights: the small recurrent model learns as much from a token as the transformer of
-    # that size and reads more of them a second. The overlay is off: it would end the noise of norms and biases within
-    # 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are needed. With so few
-    # members SEEN_VOTES, small initial weights and little momentum help as well.
-    "laptop-weights": dict(
-        MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=256,
-        POPULATION_SIZE=1024, SIGMA_SHIFT_VECTOR=8, HOST_GAUSSIAN=1, HOST_MASK=3, DEVICE_GAUSSIAN=1, LOSS="exact",
-        SOFTMAX_EXP_SCALE=16 / math.log(2), ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0,
-        SOFT_TARGETS="0:1, 50:2, 1000:3", SEEN_VOTES=16, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.001,
-        LR_SCHEDULE="0:1.0, 200:0.5, 500:0.25, 1500:0.125, 4000:0.06", VALIDATE_EVERY=100, SAMPLE_EVERY=500),
     # The best found for minutes on one large GPU. One layer learns as much from a token as four and sees twice as many.
     # Many steps with falling rates. With the default shifts an MLP would add almost nothing to the residual stream.
     # Norms and biases have little noise; the overlay is off, as in "laptop"; rare tokens begin small and learn slowly.
@@ -253,13 +243,6 @@ PRESETS["best-bytes"] = {
     "LR_SCHEDULE": "0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1270:0.2, 1790:0.15, 2530:0.12, 3690:0.09, "
                    "5280:0.07, 7390:0.05, 9500:0.035, 11610:0.022, 14770:0.015",
     "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
-# The best found for bytes with noise on weights: nano-egg's model with one layer learns as much from a token and sees
-# five times as many. Four chunks a step cost nothing on one GPU.
-PRESETS["best-bytes-weights"] = {
-    **PRESETS["nano-egg"], "N_LAYERS": 1, "POPULATION_SIZE": 65536, "VALIDATE_EVERY": 100,
-    "SOFT_TARGETS": "0:2, 60:3, 500:4, 5000:5",
-    "LR_SCHEDULE": "0:1.5, 60:1.05, 150:0.75, 300:0.5, 600:0.37, 1200:0.22, 2500:0.15, 5500:0.09, 9000:0.06, "
-                   "12500:0.035, 14800:0.018", "SNAPSHOT_EVERY": 1000}
 
 # What a run with --objective sets where nothing else was said: noise on weights, a window of its own for every pair,
 # few members, which write, and rates and a share of text with which a model that has learnt keeps what it knows. The

@@ -21,12 +21,6 @@ LARGE = [(8, 0), (10, 0)]                                    # have the code of 
 OTHERS = [cc for cc in CARDS if cc not in LARGE]
 
 
-def path_of(forward):
-    """Which kernels the CUDA engine takes for the recurrent model: "general", "registers", or "wgmma" beside these."""
-    kernels = forward._kernels
-    return "general" if not hasattr(kernels, "wgmma") else "wgmma" if kernels.wgmma else "registers"
-
-
 def kernels_for(cfg, cc=(9, 0)):
     """engine.cuda_engine.kernels for a configuration on a card: (forward, its own kernels, {verb: [Kernel]})."""
     from numba import uint32
