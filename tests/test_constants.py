@@ -28,8 +28,8 @@ def test_overrides_in_order():
     cfg = egg_config.load(defines=["N_LAYERS=3"], environ={"EGG_N_LAYERS": "2", "EGG_SEQ_LEN": "32", "PATH": "x"})
     assert (cfg.N_LAYERS, cfg.SEQ_LEN) == (3, 32)
     assert configured(None, "CHUNK_SIZE=64").POPULATION_SIZE == 512
-    assert configured("laptop").shared() != configured().shared()
-    assert egg_config.load(environ={"EGG_PRESET": "laptop"}).shared() == configured("laptop").shared()
+    assert configured("laptop-bytes").shared() != configured().shared()
+    assert egg_config.load(environ={"EGG_PRESET": "laptop-bytes"}).shared() == configured("laptop-bytes").shared()
     assert configured(None, "LR_SCHEDULE=0:1,50:0.5").LR_SCHEDULE == ((0, 1.0), (50, 0.5))
     assert configured(None, "USE_SAME_DATA=true").USE_SAME_DATA == 1
 
@@ -117,7 +117,7 @@ CHANGED = {
 # --- the table of constants -------------------------------------------------------------------------------------------
 
 def test_fingerprints_and_saved_constants_are_those_of_84062b8():
-    newer = {"deggs", "laptop", "best-bytes"}
+    newer = {"deggs", "laptop", "laptop-bytes", "best-bytes"}
     assert set(RECORDED) | newer == {None, *egg_config.PRESETS}
     assert configured("deggs").constants() == make().constants()
     for preset, (fingerprint, saved) in RECORDED.items():
