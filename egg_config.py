@@ -452,6 +452,12 @@ class Config(types.SimpleNamespace):
         """SHA-256 (hex) over the shared constants."""
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()
 
+    def compiled(self):
+        """The same without the constants on which no kernel depends: building one that reads such a constant fails, so
+        that what is left names a kernel."""
+        return Config(**{name: value for name, value in vars(self).items() if name == "TENSOR_CORES" or name not in
+                         CONSTANTS or CONSTANTS[name].agree in ("all", "run") and name != "LR_SCHEDULE"})
+
     def learning_rate(self, step):
         """Learning rate (float) of the update of `step`; "ztest": share of the weights that chance would move."""
         if self.OPTIMIZER == "ztest":
