@@ -7,7 +7,8 @@ then, group by group, those of their members: products want whole tiles of rows.
 import numpy as np
 
 from engine import cpu_gru
-from engine.cpu_kernels import NO_NATS, Seen, add_tiles, draw_noise, njit
+from engine.cpu_compiler import njit
+from engine.cpu_kernels import NO_NATS, Seen, add_tiles, draw_noise
 from engine.cpu_rules import credited, digit, i32, settled, u32
 from engine.simd import PANEL, ROWS, empty
 from model import activations, fitness_digits, parameters

@@ -5,11 +5,13 @@ once on a machine and serve every configuration.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import signal
 import time
 
+from llvmlite import binding
 import numpy as np
 
 import egg_config
@@ -378,7 +380,7 @@ def warm_up(cfg, say=print, verbs=STEP):
                             sampling.settings(small), 0))
     verbs = [verb for verb in VERBS if verb in verbs]
     apart = [verb for verb in verbs if verb in APART]
-    ready = kernel_cache.directory() / f"ready-{kernel_cache.key(vars(small), verbs)}"
+    ready = kernel_cache.directory() / f"ready-{kernel_cache.key(vars(small), verbs, binding.get_host_cpu_name())}"
 
     def use(some):
         # Ctrl-C ends what this thread compiles; it would wait for others
@@ -392,8 +394,8 @@ def warm_up(cfg, say=print, verbs=STEP):
         if engine._activations:
             engine._activations.vote_on_nothing()
 
-    with kernel_cache.alone(f"cpu-{cfg.MODEL}-{cfg.PERTURB}"):
-        if not ready.exists():
+    with contextlib.nullcontext() if ready.exists() else kernel_cache.alone(f"cpu-{cfg.MODEL}-{cfg.PERTURB}"):
+        if not ready.exists():                               # who waited finds it
             say(f"compiling the CPU engine ({simd.KIND}) ...")
             if hardware.cores() > 1 and apart != verbs:
                 forks.append(kernel_cache.forked(work_apart))

@@ -7,11 +7,11 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 
 import numpy as np
 
+from engine.cpu_compiler import leaf, njit
 from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, ONE, SAME, TOGETHER, copy_row, divided, draw_norm,
-                                draw_sides, embed, i64, layer_norm, mlp, new_logits, new_sides, njit, perturbed,
-                                product, score_rows, watch, write_next)
+                                draw_sides, embed, i64, layer_norm, mlp, new_logits, new_sides, perturbed, product,
+                                score_rows, watch, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
-from engine.kernel_cache import leaf
 from engine.simd import ROWS, empty, local, zeros
 from model import parameters
 

@@ -9,16 +9,14 @@ from collections import namedtuple
 import numba
 import numpy as np
 
-from engine import kernel_cache, simd
-from engine.kernel_cache import inlined, inner, leaf
+from engine import simd
+from engine.cpu_compiler import inlined, inner, leaf
 from engine.cpu_rules import (clip, divide, draw, drawn, f32, factor, hash32, head_error, i32, input_coefficient,
                               input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
                               u32)
 from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, local, noisy_tile, tile
 from model import activations, integer_tables, parameters, transforms
-
-njit = kernel_cache.njit(simd.use)
 
 # a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
 # two sides, its size
@@ -108,7 +106,7 @@ def new_logits(c):
 
 @inlined
 def copy_row(source, r, out, o):
-    """out[o] = source[r], which numba cannot compile in a leaf (kernel_cache.LeafCompiler)."""
+    """out[o] = source[r], which numba cannot compile in a leaf."""
     for i in range(out.shape[1]):
         out[o, i] = source[r, i]
 

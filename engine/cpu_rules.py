@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba.types import float32, int32, int64
 
-from engine import kernel_cache
+from engine.cpu_compiler import inlined
 from engine.simd import operation
 from model import rules
 
@@ -20,10 +20,10 @@ _rules = {}
 
 
 def rule(function):
-    """A decorator like `kernel_cache.inlined`. A rule that `model.rules` builds alike for several variants is compiled
+    """A decorator like `cpu_compiler.inlined`. A rule that `model.rules` builds alike for several variants is compiled
     once."""
     key = function.__code__, *(cell.cell_contents for cell in function.__closure__ or ())
-    return _rules.setdefault(key, kernel_cache.inlined(function))
+    return _rules.setdefault(key, inlined(function))
 
 
 @operation(float32)

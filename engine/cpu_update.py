@@ -3,7 +3,8 @@
 import numpy as np
 
 from engine import cpu_rules
-from engine.cpu_kernels import add_tiles, njit, vote_draw
+from engine.cpu_compiler import njit
+from engine.cpu_kernels import add_tiles, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile, empty, zeros
 from model import state_digest

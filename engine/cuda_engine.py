@@ -7,13 +7,11 @@ disk, launch sequences replayed as CUDA graphs, windows and token choice on the 
 
 import bisect
 import collections
-import contextlib
 import functools
 import gc
 import os
 import struct
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import numba_cuda
@@ -98,10 +96,10 @@ def _compile_together(missing, capability, started):
     count = min(COMPILERS, hardware.cores(), len(missing))
 
     def compile_some(first):
-        with without_gpu(capability):
-            for path, kernel in longest_first[first::count]:
-                kernel.dispatcher._cache = kernel_cache.CudaCache(path)
-                kernel.dispatcher.compile(kernel.signature)
+        without_gpu(capability)
+        for path, kernel in longest_first[first::count]:
+            kernel.dispatcher._cache = kernel_cache.CudaCache(path)
+            kernel.dispatcher.compile(kernel.signature)
 
     forks = [kernel_cache.forked(functools.partial(compile_some, i)) for i in range(count if count > 1 else 0)]
     while forks := [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]:
@@ -110,14 +108,10 @@ def _compile_together(missing, capability, started):
              f"{time.monotonic() - started:.0f} s")
 
 
-@contextlib.contextmanager
 def without_gpu(capability):
-    """A block in which kernels are compiled to machine code for a compute capability, but not loaded."""
-    gpu = SimpleNamespace(compute_capability=capability)
-    with (mock.patch.object(devices, "get_context", lambda: SimpleNamespace(device=gpu)),
-          mock.patch.object(dispatcher, "get_current_device", lambda: gpu),
-          mock.patch.object(dispatcher._Kernel, "bind", lambda self: self._codelibrary.get_cubin())):
-        yield
+    """From now on this process compiles kernels to machine code for a compute capability, and loads none."""
+    devices._runtime = mock.MagicMock(**{"get_or_create_context.return_value.device.compute_capability": capability})
+    dispatcher._Kernel.bind = lambda self: self._codelibrary.get_cubin()
 
 
 # --- kernels of this file --------------------------------------------------------------------------------------------

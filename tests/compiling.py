@@ -1,5 +1,7 @@
 """Compiling: CUDA kernels without a GPU, and the CPU engine."""
 
+from unittest import mock
+
 import egg_config
 
 # compute capability -> KiB of shared memory that a block can have
@@ -23,9 +25,12 @@ def kernels_of(cfg, cc, verbs=("load", "step", "validate", "write", "digest")):
 def ptx_of(kernel, cc):
     """The PTX of a Kernel for a card."""
     from numba import cuda
+    from numba.cuda import dispatcher
+    from numba.cuda.cudadrv import devices
 
     from engine import cuda_engine
-    with cuda_engine.without_gpu(cc):
+    with mock.patch.object(devices, "_runtime"), mock.patch.object(dispatcher._Kernel, "bind"):
+        cuda_engine.without_gpu(cc)
         return cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(9, 0, "a") if cc == (9, 0) else cc)[0]
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 from pytest import fixture, mark, raises
 
 import egg_config
-from engine import kernel_cache, simd
+from engine import cpu_compiler, kernel_cache, simd
 from engine.kernel_cache import read, write
 from compiling import kernels_for, kernels_of
 from recordings import HERE, python
@@ -63,6 +63,8 @@ def test_an_edit_of_any_source_names_every_kernel_anew(tmp_path, monkeypatch):
         assert edited != here, file
         monkeypatch.setattr(kernel_cache, "OF_SOURCES", edited)
         assert not cuda_files() & base
+        write(tmp_path / "kernel", b"")
+        assert not (tmp_path / "kernel").exists(), "edited while the process ran: it may have read either"
         shutil.copy(HERE / file, path)
 
 
@@ -114,6 +116,8 @@ def test_a_directory_is_used_only_if_it_is_private(tmp_path, monkeypatch, used, 
     good.chmod(0o700)
     with mock.patch("os.getuid", lambda: os.geteuid() + 1):
         assert refused()
+    with mock.patch("pathlib.Path.touch", side_effect=OSError):
+        assert refused(), "nothing can be written there"
     assert used() == good
     good.rename(tmp_path / "elsewhere")
     good.symlink_to(tmp_path / "elsewhere")
@@ -138,16 +142,16 @@ def test_what_was_not_used_for_a_month_is_removed(tmp_path, used):
     old = used() / "old"
     old.touch()
     os.utime(old, (time.time() - 40 * 86400,) * 2)
-    assert os.listdir(used()) == ["new"]
+    assert sorted(os.listdir(used())) == ["last-use", "new"]
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------
 
 CPU_PROGRAM = """
 import sys, numpy as np
-from engine import kernel_cache
-njit = kernel_cache.njit(lambda: sys.argv[1])
-inner = kernel_cache.inner
+from engine import kernel_cache, simd
+from engine.cpu_compiler import inner, njit
+simd.use(sys.argv[1])
 @inner
 def called(x):
     return x << 2
@@ -174,7 +178,7 @@ def test_cpu_kernels_are_compiled_once(tmp_path):
 def test_an_inner_function_is_compiled_into_its_callers_alone():
     import numba
 
-    @kernel_cache.inner
+    @cpu_compiler.inner
     def twice(x):
         return 2 * x
 

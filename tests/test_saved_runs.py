@@ -9,6 +9,7 @@ import types
 from contextlib import closing
 from pathlib import Path
 
+import numba
 import numpy as np
 from numpy import int8
 from pytest import approx, fixture, mark, MonkeyPatch
@@ -19,7 +20,7 @@ import egg_config
 import egg_net
 from cluster import console, snapshots
 from cluster.history import configuration, open_run, read_run
-from engine import cpu_engine, cpu_kernels, cpu_transformer
+from engine import cpu_engine, cpu_transformer
 from model import data_files, integer_tables, parameters, rules, state_digest
 from model.reading import Reading
 from tools import debug, train, use
@@ -68,7 +69,7 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
     values[0, 1::2, 5] = -100
 
-    @cpu_kernels.njit
+    @numba.njit(error_model="numpy")
     def attended(model, keys, values):
         room = cpu_transformer.new_room(model, 1, n, keys, values)
         for i in range(64):

@@ -155,7 +155,7 @@ ready = {x.py_func.__name__ for name, module in sys.modules.items() if name.star
          for x in list(vars(module).values()) if hasattr(x, "py_func") and getattr(x, "overloads", None)}
 load, later = kernel_cache.CpuCache.load_overload, []
 def watched(self, signature, context):
-    later.append(self._function.__name__)
+    later.append(self._name)
     return load(self, signature, context)
 kernel_cache.CpuCache.load_overload = watched
 for verb in json.loads(sys.argv[3]):
