@@ -315,8 +315,8 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
                 noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
                            (r >> 1) * stride + p * PANEL, stride, c.matrix_shift, out, at, out.shape[1], k4)
             else:
-                tile(x, r * t.rows, t.rows, c.packed, weights, PANEL, c.correction, correction, 0, out, at, out.shape[1],
-                     k4)
+                tile(x, r * t.rows, t.rows, c.packed, weights, PANEL, c.correction, correction, 0, out, at,
+                     out.shape[1], k4)
 
 
 @leaf
