@@ -44,7 +44,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver
 
-from kernels import activations, gru, gru_narrow, transformer, writing
+from kernels import activations, gru, transformer, writing
 from kernels.gru_parts import DOWN, GATES, INNER, NORM_1, NORM_2, rows_of_places
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, Packing, ranges
 from kernels.parts import Gpu, aligned, blocks
@@ -203,7 +203,7 @@ class Recurrent(Forward):
     windows gives the states with which pairs begin."""
 
     def __init__(self, cfg, gpu, silent):
-        super().__init__(cfg, gpu, silent, gru.Plan, gru.kernels_of, writing.recurrent_kernel)
+        super().__init__(cfg, gpu, silent, gru.Plan, gru.Kernels, writing.recurrent_kernel)
         if cfg.PERTURB == "activations":
             self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP, gpu.wgmma)
             self.kernels["step"] = [*self.kernels["step"], *self.votes.kernels.values()]
@@ -252,15 +252,14 @@ class Recurrent(Forward):
                      kept=self.votes.arrays.kept if self.votes else self._tables.plan) | given
         given = self._given(self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n, length=n,
                             stride=rows_of_places(units * n), rows_at=self._kernels.rows_at, **given)
-        layer = self._general_layer if isinstance(self._kernels, gru.GeneralKernels) else self._register_layer
         for i, row in enumerate(plan.layers):
             # without states any array of their type will do
             given["states"] = given["plan"] if states is None else states[i * size:(i + 1) * size].view(np.int32)
-            layer(given, row, i, units, n)
+            self._layer(given, row, i, units, n)
         if given["losses"] is not None:
             self._head(given, units, n, clean)
 
-    def _general_layer(self, given, row, i, units, n):
+    def _layer(self, given, row, i, units, n):
         kernels = self._kernels
         normed = given["normed"]
 
@@ -289,42 +288,20 @@ class Recurrent(Forward):
         keep("inner", given["u"])
         product("down", row + DOWN, "w_down", given["u"], given["x"])
 
-    def _register_layer(self, given, row, i, units, n):
-        kernels, matrices = self._kernels, self._kernels.matrices
-        tiles, groups = blocks(units * 2 * n, gru_narrow.TILE_ROWS), gru_narrow.GROUPS
-        each = blocks(tiles, groups * processors())
-        if kernels.wgmma:
-            recur = blocks(units, kernels.state_rows // 2), THREADS
-            mlp = blocks(tiles, groups * each), 128 * groups
-        else:
-            recur, mlp = self._warps("recur", blocks(units, 8)), self._warps("mlp", units)
-        kernels.gates[min(i, 1)](*self._warps("gates", units), given, call=row, at=matrices["w_f", i])
-        kernels.recur(*recur, given, call=row, at=matrices["u_f", i])
-        kernels.mlp(*mlp, given, call=row, at=matrices["w_up", i], tiles=tiles, each=each)
-
     def _head(self, given, units, n, clean):
         """Norm and head. Gates and candidates are needed no more: the rows of ln_f and their sums take their place."""
         kernels = self._kernels
         plan = self._plan
         normed = given["gates"]
         sb = given["candidates"]
-        if kernels.register_head and not clean:
-            kernels.register_head(*self._warps("head", units), given, call=plan.ln_f, at=kernels.at_head)
-            return
         kernels.norm_f((units, blocks(n, 64)), 256, given, call=plan.ln_f, out=normed, sb=sb)
         if not clean and not self.votes:                     # the head adds to them
             driver.device_memset(given["losses"], 0, given["losses"].nbytes, given["stream"])
-        which = -1 if clean else 0
-        head = kernels.heads[which]
-        head(blocks(units * n, 32 * head.shape.RG), THREADS, given, call=plan.head, at_tiles=kernels.at_tiles[which],
+        head = kernels.clean_head if clean else kernels.head
+        head(blocks(units * n, 32 * head.shape.RG), THREADS, given, call=plan.head, at_tiles=kernels.at_tiles[clean],
              x=normed, sb=sb, windows=given["tokens"], exps=self._tables.clean_exps if clean else self._tables.exps)
         if given["keep"] == gru.KEEP_INPUTS:
             self.votes.head(given, normed)
-
-    def _warps(self, name, work):
-        """(blocks, threads) of a kernel whose warps share `work` units."""
-        warps = self._kernels.sizes[name].warps
-        return min(processors(), blocks(work, warps)), 32 * warps
 
     def _cache(self, count, room, rows):
         return dict(states=self.cfg.N_LAYERS * count * self.cfg.HIDDEN_DIM)

@@ -365,9 +365,8 @@ APART = "update", "digest"                         # which a fork compiles meanw
 
 def warm_up(cfg, say=print, verbs=STEP):
     """Compiles the kernels of some verbs on a tiny model, or loads them from the cache. Returns the seconds that took.
-    `say` takes a line if anything is compiled. If there is another core, forks of this process compile what has nothing
-    in common with `evaluate`, and `write` as soon as numba knows the forward pass, which both need. Whoever comes to a
-    function that another process compiles waits for it."""
+    `say` takes a line if anything is compiled. If there is another core, a fork of this process compiles what has
+    nothing in common with `evaluate`."""
     started, forks = time.monotonic(), []
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
@@ -377,40 +376,35 @@ def warm_up(cfg, say=print, verbs=STEP):
     arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
                      write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
                             sampling.settings(small), 0))
+    verbs = [verb for verb in VERBS if verb in verbs]
+    apart = [verb for verb in verbs if verb in APART]
+    ready = kernel_cache.directory() / f"ready-{kernel_cache.key(vars(small), verbs)}"
 
     def use(some):
         # Ctrl-C ends what this thread compiles; it would wait for others
         engine = CpuEngine(small, np.arange(64, dtype=np.uint8) % 7, threads=1)
         for verb in some:
-            with kernel_cache.uncollected():     # saves a tenth of the time: many objects are made and few cycles
-                getattr(engine, verb)(*arguments[verb])
+            getattr(engine, verb)(*arguments[verb])
         return engine
 
-    def compiling():
-        say(f"compiling the CPU engine ({simd.KIND}) ...")
-        fork(work_apart)
-
     def work_apart():
-        engine = use([verb for verb in APART if verb in verbs])
+        engine = use(apart)
         if engine._activations:
             engine._activations.vote_on_nothing()
 
-    def write_apart():
-        if "write" in verbs:
-            fork(lambda: use(["write"]))
-
-    def fork(work):
-        if "evaluate" in verbs and hardware.cores() > 1:
-            forks.append(kernel_cache.forked(work))
-
-    kernel_cache.once.update(any=compiling)
-    try:
-        use(())
-        kernel_cache.once.update(score_rows=write_apart)
-        use(sorted(verbs, key=("evaluate", "validate", *APART, "write").index))
-    finally:
-        kernel_cache.once.clear()
-        for pid in forks:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    with kernel_cache.alone(f"cpu-{cfg.MODEL}-{cfg.PERTURB}"):
+        if not ready.exists():
+            say(f"compiling the CPU engine ({simd.KIND}) ...")
+            if hardware.cores() > 1 and apart != verbs:
+                forks.append(kernel_cache.forked(work_apart))
+        try:
+            use([verb for verb in verbs if verb not in apart])
+            for pid in forks:
+                os.waitpid(forks.pop(), 0)
+            use(apart)
+        finally:
+            for pid in forks:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        ready.touch()
     return time.monotonic() - started

@@ -8,18 +8,21 @@ disk, launch sequences replayed as CUDA graphs, windows and token choice on the 
 import bisect
 import collections
 import contextlib
-import fcntl
 import functools
+import gc
 import os
 import struct
 import time
+from types import SimpleNamespace
+from unittest import mock
 
-import numba
 import numba_cuda
 import numpy as np
 from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
 from numba.cuda.core import config as numba_config
+from numba.cuda import dispatcher
+from numba.cuda.cudadrv import devices
 from numba.cuda.cudadrv.error import CudaSupportError
 
 import egg_kernels
@@ -31,11 +34,6 @@ from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
 from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
-
-# the versions whose internals engine.quick_numba replaces
-KNOWN_NUMBA = numba.__version__.startswith("0.68.") and numba_cuda.__version__.startswith("0.30.")
-if KNOWN_NUMBA:
-    from engine import quick_numba
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
 
@@ -55,9 +53,11 @@ COMPILERS = 8               # processes that compile kernels at once, at most
 
 def kernels(cfg, cc, shared_limit, token_type, silent=False):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): the last are the kernels that a verb
-    launches. Verbs: "load", "step" (evaluate and update), "validate", "write" and "digest".
+    launches; each has a `file`, in the cache. Verbs: "load", "step" (evaluate and update), "validate", "write" and
+    "digest".
 
     silent: evaluation without noise (kernels.rules.build_noise)."""
+    cfg = cfg.compiled()
     forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
     made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
     for function in update.build(cfg, cc[0] == 9) + build(cfg, token_type):
@@ -65,32 +65,25 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
         made[name] = cuda.jit(function)
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "write"}.get(name, "step")].append(kernel)
+    name = kernel_cache.key(numba_cuda.__version__, vars(cfg), cc, shared_limit, str(token_type), silent)
+    for number, kernel in enumerate(kernel for verb in sorted(every) for kernel in every[verb]):
+        kernel.file = f"cuda-{kernel.name}-{number}-{name}"
     return forward, made, every
 
 
 def compile_all(every, capability, what):
     """Compiles the Kernels `every` for a compute capability, or loads them from the cache. Returns the seconds that
     took. A line on stderr names what is compiled; a terminal shows the progress."""
-    started, known = time.monotonic(), {}
-    paths = [kernel_cache.cuda_path(known, k.name, k.dispatcher, k.signature, capability) for k in every]
-    missing = {path: kernel for path, kernel in zip(paths, every) if not path.exists()}
-    if missing:
-        where = kernel_cache.directory()
-        tell(f"egg: compiling {len(missing)} of {len(set(paths))} CUDA kernels for {what}; kept in {where}\n")
-        lock = where / f"lock-{kernel_cache.key({}, [path.name for path in missing])}"
-        try:
-            with open(lock, "w") as file:                    # processes that start together compile once
-                fcntl.flock(file, fcntl.LOCK_EX)
-                _compile_together({path: k for path, k in missing.items() if not path.exists()}, capability, started)
-        except OSError as error:
-            kernel_cache.cannot_keep(where, error.strerror)
-    with quickly():
-        for i, (kernel, path) in enumerate(zip(every, paths)):
-            if not path.exists():
-                show(f"egg: {i} of {len(every)} kernels, {time.monotonic() - started:.0f} s")
-            kernel.dispatcher._cache = kernel_cache.CudaCache(path)
-            ptx.allow_shared(kernel.dispatcher, kernel.signature, kernel.shared)
-            kernel.dispatcher.disable_compile()
+    started, where = time.monotonic(), kernel_cache.directory()
+    some = {where / kernel.file: kernel for kernel in every}
+    if missing := [path for path in some if not path.exists()]:
+        tell(f"egg: compiling {len(missing)} of {len(some)} CUDA kernels for {what}; kept in {where}\n")
+        with kernel_cache.alone("cuda"):
+            _compile_together({path: some[path] for path in missing if not path.exists()}, capability, started)
+    for path, kernel in some.items():
+        kernel.dispatcher._cache = kernel_cache.CudaCache(path)
+        ptx.allow_shared(kernel.dispatcher, kernel.signature, kernel.shared)
+        kernel.dispatcher.disable_compile()
     seconds = time.monotonic() - started
     if missing:
         show()
@@ -99,35 +92,32 @@ def compile_all(every, capability, what):
 
 
 def _compile_together(missing, capability, started):
-    """Forks of this process compile the kernels {file: Kernel} into their files, unless there is only one core. Each
-    fork takes the number of a kernel from a pipe, compiles it, and takes the next. A kernel that fails there is left to
-    this process, which reports the error."""
+    """Forks of this process compile the kernels {file: Kernel} into their files, unless there is only one core. A
+    kernel that fails there is left to this process, which reports the error."""
     longest_first = sorted(missing.items(), key=lambda item: -item[1].shared)        # tiles in shared memory take long
     count = min(COMPILERS, hardware.cores(), len(missing))
-    if count < 2 or not KNOWN_NUMBA:
-        return
-    numbers, writer = os.pipe()
-    os.write(writer, bytes(range(len(missing))))
-    os.close(writer)
 
-    def compile_some():
-        with quick_numba.quick_cuda(), quick_numba.without_gpu(capability):
-            while number := os.read(numbers, 1):
-                path, kernel = longest_first[number[0]]
+    def compile_some(first):
+        with without_gpu(capability):
+            for path, kernel in longest_first[first::count]:
                 kernel.dispatcher._cache = kernel_cache.CudaCache(path)
                 kernel.dispatcher.compile(kernel.signature)
 
-    forks = [kernel_cache.forked(compile_some) for _ in range(count)]
-    os.close(numbers)
+    forks = [kernel_cache.forked(functools.partial(compile_some, i)) for i in range(count if count > 1 else 0)]
     while forks := [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]:
         time.sleep(0.1)
-        done = sum(path.exists() for path in missing)
-        show(f"egg: {done} of {len(missing)} kernels, {time.monotonic() - started:.0f} s")
+        show(f"egg: {sum(path.exists() for path in missing)} of {len(missing)} kernels, "
+             f"{time.monotonic() - started:.0f} s")
 
 
-def quickly():
-    """A block in which numba-cuda compiles faster, if its version is known."""
-    return quick_numba.quick_cuda() if KNOWN_NUMBA else contextlib.nullcontext()
+@contextlib.contextmanager
+def without_gpu(capability):
+    """A block in which kernels are compiled to machine code for a compute capability, but not loaded."""
+    gpu = SimpleNamespace(compute_capability=capability)
+    with (mock.patch.object(devices, "get_context", lambda: SimpleNamespace(device=gpu)),
+          mock.patch.object(dispatcher, "get_current_device", lambda: gpu),
+          mock.patch.object(dispatcher._Kernel, "bind", lambda self: self._codelibrary.get_cubin())):
+        yield
 
 
 # --- kernels of this file --------------------------------------------------------------------------------------------
@@ -339,13 +329,17 @@ class Replay:
 
     def _captured(self, handle):
         """The launches as a graph. Whatever is freed on the device meanwhile, perhaps as garbage, spoils it."""
-        with kernel_cache.uncollected(), cuda.defer_cleanup():
+        collects = gc.isenabled()
+        gc.disable()
+        with cuda.defer_cleanup():
             _driver(driver.cuStreamBeginCapture(
                 handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
             try:
                 self._enqueue()
             finally:                                         # after an error, too: else this thread could not go on
                 ended = driver.cuStreamEndCapture(handle)
+                if collects:
+                    gc.enable()
         return _driver(ended)
 
     def __del__(self):

@@ -11,8 +11,6 @@ Rows     Two members, those of a pair, share everything but the sign of their no
 Columns  Rows of x, gates and candidates lie in the order in which threads hold them: column 32 b + 16 i + 4 q + e is
          byte 32 b + 8 q + 4 i + e. x is kept as x + 128. What is multiplied next (n, u) lies as core matrices (ptx).
 
-Where the weights of each kernel fit shared memory, rows stay in registers (RegisterKernels, kernels.gru_narrow).
-
 Validation, and the states before the windows of members, are the same pass with the noise masked out, and a window
 instead of a pair, whose members are the same then."""
 
@@ -20,7 +18,7 @@ from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64, types
 
-from kernels import gru_narrow, gru_parts, host, ptx
+from kernels import gru_parts, host, ptx
 from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
                                W_DOWN_INPUT, W_F, W_H, W_UP, noise_word, norm_kernel, row_of, rows_of_places)
 from kernels.head import head_kernel
@@ -78,7 +76,7 @@ def _shapes(cfg, gpu):
     for kind in "gates", "inner", "down":
         columns, table = H, 128
         if kind == "inner":
-            columns, table = 4 * H, 128 + gru_parts.input_bytes(cfg, 128, 4) // 4
+            columns, table = 4 * H, 128 + gru_parts.input_bytes(cfg, 128) // 4
         budget = gpu.shared - 4 * GROUPS * 2 * slots * table - 1024
         out[kind] = (full_shape(budget, 4 * H, H, 32) if kind == "down"
                      else wide_shape(budget, H, columns))
@@ -116,7 +114,7 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     job_shift = nz.shift
     noise_of = pair_functions(cfg, nz).column
-    fill_input, add = gru_parts.input_functions(cfg, nz, 128, 4)
+    fill_input, add = gru_parts.input_functions(cfg, nz, 128)
     AMPLITUDE = 0 if GATES else activations.amplitude_of(cfg, "up" if INNER else "down")     # of noise on the outputs
     LOWEST = 0 if INNER and cfg.MLP_RELU else -127
     LEAST = gru_parts.both(LOWEST)
@@ -615,52 +613,34 @@ class Plan(host.Plan):
         return self.add({LN: self.vector(name, layer), INPUTS: inputs})
 
 
-class _Kernels:
-    """What both paths have: `noisy`, the kernels of pairs; `clean`, those of windows without noise; `matrices`, the
-    words at which packed matrices begin."""
-
-    def __init__(self, cfg, packing):
-        self.cfg = cfg
-        self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
-
-    def _finish(self, layers, nz, gpu, packing, register_head=None):
-        """Adds to the kernels of the layers what follows them: the last norm and kernels.head, for validation with the
-        packing for look-ups; for members register_head, if there is one, instead."""
-        cfg, t = self.cfg, gru_parts.tensor(self.cfg, "head")
-        self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
-        clean_head = head_kernel(cfg, build_noise(cfg, True), gpu, True)
-        self.clean = [*layers, self.norm_f, clean_head]
-        self.register_head = register_head
-        self.heads = [clean_head]
-        if register_head:
-            self.noisy, self.at_head = [*layers, register_head], packing.add(t, QUADS, t.cols, t.rows)
-        else:
-            self.heads.insert(0, head_kernel(cfg, nz, gpu))
-            self.noisy = [*layers, self.norm_f, self.heads[0]]
-        self.at_tiles = [packing.add(t, PLAIN, head.shape.columns(), head.shape.KP) for head in self.heads]
-        self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
-
-
-class GeneralKernels(_Kernels):
-    """The kernels of the general path: for every width."""
+class Kernels:
+    """The kernels of the recurrent model, for every width: `noisy`, those of pairs; `clean`, those of windows without
+    noise; `matrices`, the words at which packed matrices begin."""
 
     def __init__(self, cfg, packing, gpu, silent):
-        super().__init__(cfg, packing)
-        nz, self.shapes = build_noise(cfg, silent), _shapes(cfg, gpu)
+        self.cfg = cfg
+        self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
+        nz, self.shapes = build_noise(cfg, silent or cfg.PERTURB == "activations"), _shapes(cfg, gpu)
         shape, self.state_rows, self.resident = _recurrence(cfg, gpu)
         self.table_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]
-        self.products = {kind: _product_kernel(cfg, nz, gpu, kind, of, self.shapes["down"].KP)
-                         for kind, of in self.shapes.items()}
+        self.products = {kind: _product_kernel(cfg, nz, gpu, kind, cut, self.shapes["down"].KP)
+                         for kind, cut in self.shapes.items()}
         self.recur = recur_kernel(cfg, nz, gpu)
-        of = dict(w_up=self.shapes["inner"], w_down=self.shapes["down"], w_f=self.shapes["gates"],
-                  w_h=self.shapes["gates"])
+        kind = dict(w_up="inner", w_down="down", w_f="gates", w_h="gates")
         self.matrices = {}
         for t in gru_parts.matrices(cfg):
-            columns, width = ((of[t.name].columns(), of[t.name].KP) if t.name in of
-                              else (shape.columns() // 2, shape.KP))
+            cut = self.shapes[kind[t.name]] if t.name in kind else None
+            columns, width = (cut.columns(), cut.KP) if cut else (shape.columns() // 2, shape.KP)
             self.matrices[t.name, t.layer] = packing.add(t, QUADS, columns, width)
-        self._finish([*self.norms, *self.products.values(), self.recur], nz, gpu, packing)
+        self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
+        self.head, self.clean_head = head_kernel(cfg, nz, gpu), head_kernel(cfg, build_noise(cfg, True), gpu, True)
+        layers = [*self.norms, *self.products.values(), self.recur, self.norm_f]
+        self.noisy, self.clean = [*layers, self.head], [*layers, self.clean_head]
+        head = gru_parts.tensor(cfg, "head")
+        self.at_tiles = [packing.add(head, PLAIN, kernel.shape.columns(), kernel.shape.KP)
+                         for kernel in (self.head, self.clean_head)]
+        self.at_columns = packing.add(head, ROWS, head.cols, head.rows)
 
     def layout(self, units, n):
         """({name: (first byte, end)} of the scratch arrays, bytes of all). The inner values of the MLP take the place
@@ -670,41 +650,3 @@ class GeneralKernels(_Kernels):
         out, end = ranges(dict(x=size, gates=size, candidates=size, more=2 * size, normed=size, sb=12 * rows,
                                tables=4 if self.resident else tables))
         return out | dict(u=(out["gates"][0], out["more"][1])), end
-
-
-class RegisterKernels(_Kernels):
-    """The kernels of the path on which activations stay in registers from a norm to the end of its products: all of
-    kernels.gru_narrow, or with wgmma its MLP for that and the general recurrence."""
-
-    def __init__(self, cfg, packing, gpu, silent, wgmma):
-        super().__init__(cfg, packing)
-        depth = 128 if wgmma else 32                         # inputs of a piece of w_down
-        self.matrices = {(t.name, t.layer): packing.add(t, QUADS, t.cols, depth if t.name == "w_down" else t.rows)
-                         for t in gru_parts.matrices(cfg)}
-        nz = build_noise(cfg, silent)
-        sizes = gru_narrow.sizes(cfg, gpu.shared, wgmma)
-        cc = gpu.cc
-        self.wgmma, self.sizes = wgmma, sizes
-        self.gates = [gru_narrow.gates_kernel(cfg, nz, cc, sizes["gates"], first)
-                      for first in (True, False)[:cfg.N_LAYERS]]
-        if wgmma:
-            self.recur, self.mlp = recur_kernel(cfg, nz, gpu), gru_narrow.wgmma_mlp_kernel(cfg, nz)
-            self.state_rows = _recurrence(cfg, gpu)[1]
-        else:
-            self.recur = gru_narrow.register_recur_kernel(cfg, nz, cc, sizes["recur"])
-            self.mlp = gru_narrow.mlp_kernel(cfg, nz, cc, sizes["mlp"])
-        register_head = gru_narrow.register_head_kernel(cfg, nz, cc, sizes["head"]) if "head" in sizes else None
-        self._finish([*self.gates, self.recur, self.mlp], nz, gpu, packing, register_head)
-
-    def layout(self, units, n):
-        """({name: (first byte, end)} of the scratch arrays, bytes of all)."""
-        size = rows_of_places(units * n) * self.cfg.HIDDEN_DIM
-        return ranges(dict(x=size, gates=size, candidates=size, tables=4))
-
-
-def kernels_of(cfg, packing, gpu, silent):
-    """The kernels of the path that serves a configuration on a GPU."""
-    wgmma, weights = gru_narrow.wgmma_fits(cfg, gpu.cc, gpu.shared), cfg.PERTURB == "weights"
-    if weights and (wgmma or gru_narrow.fits(cfg, gpu.shared)):      # only the general path has noise on activations
-        return RegisterKernels(cfg, packing, gpu, silent, wgmma)
-    return GeneralKernels(cfg, packing, gpu, silent or not weights)

@@ -1,15 +1,8 @@
-"""Parts of the recurrent kernels that keep a row of activations in the registers of four lanes (kernels.gru_narrow):
-quotients, input noise, norms, products; and the embedding and the norm of all recurrent kernels.
+"""Parts of the recurrent kernels: the noise of inputs, the embedding and the norm, the rules of the states, noise on
+outputs, and which matrices are packed.
 
-A warp takes 16 rows at a time. A thread holds rows g and g + 8, and of every 16 columns the four 4 q..., as
-accumulators (the columns of the packed matrices are permuted for that), as bytes, and as the left operand of the next
-product. A word of bytes [16 columns k][row] is x[2 k + row].
-
-Quotients are made by the float units, which have twice the rate of the integer ones. An accumulator begins with the
-bits of the float MAGIC, so its bits as a float are MAGIC + sum. One fused multiply-add that rounds down adds floor(s *
-n / 2^N), s the sum sb with the member's sign and n the noise of the column; a second one gives BASE + quotient, whose
-bytes 1 and 2 are 0x4000 + the quotient rounded down. Where sums are too large for that (ADAPTIVE_NOISE_MODE 2, or more
-than LIMIT_K inputs), integers add the noise first.
+A word of bytes holds the columns 4 q... of 16. Quotients and norms are made by the float units, which have twice the
+rate of the integer ones: a float BASE + k, rounded down, has 0x4000 + k in its bytes 1 and 2.
 """
 
 from numba import cuda, float32, int8, int32, int64, uint32
@@ -17,17 +10,14 @@ from numba import cuda, float32, int8, int32, int64, uint32
 from kernels import ptx
 from kernels.host import Kernel
 from kernels.pairs import I_OVERLAY, I_SEED, pair_functions, source_of, stream_of
-from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, floor_constants,
-                           int32s, quad_sum)
+from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, int32s,
+                           quad_sum)
 from kernels.product import TALLEST
-from kernels.rules import device, loudest
+from kernels.rules import device
 from model import activations, parameters, rules
-
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
 BASE, OFFSET = 32768 + 0x4C00, 0x4C00
-# inputs of a product that MAGIC can hold: 127 * 127 times as many are below 2^22
-LIMIT_K = 260
 EVEN, ODD = 0x00FF00FF, 0xFF00FF00 - (1 << 32)
 # rows of the plan: the first is the embedding's; those of a layer, from its first one on; then the last norm's and the
 # head's
@@ -67,14 +57,13 @@ HIGHEST, LOWEST = both(127), both(-127)
 drawn = rules.activation_rules(device).drawn
 
 
-def clip_function(cc, base, lowest, highest, within=True):
+def clip_function(cc, base, lowest, highest):
     """Device function that clips four floats base + k to lowest..highest and returns two words of two int16. They hold
-    k where `base` is MAGIC, and OFFSET + k where it is BASE and the floats may have a fraction; within: no k is beyond
-    OFFSET."""
+    k where `base` is MAGIC, and OFFSET + k where it is BASE and the floats may have a fraction."""
     CHOSEN, OFF = (0x5410, 0) if base == MAGIC else (0x6521, OFFSET)
     LOW, HIGH = float(base + lowest), float(base + highest)
     LOW2, HIGH2 = both(OFF + lowest), both(OFF + highest)
-    NATIVE, pairs = cc[0] >= 9 and within, ptx.int16_pairs(cc)
+    NATIVE, pairs = cc[0] >= 9, ptx.int16_pairs(cc)
     min2, max2 = (pairs.min2, pairs.max2) if base == MAGIC else (ptx.min2_unsigned, ptx.max2_unsigned)
 
     @device
@@ -92,80 +81,19 @@ def clip_function(cc, base, lowest, highest, within=True):
     return clipped
 
 
-# word and factor of quotients in integers
-@device
-def unchanged(n):
-    return n
+def input_bytes(cfg, inputs):
+    """Bytes of a pair's table of the noise of `inputs` inputs."""
+    return inputs * (1, 4, 8)[cfg.ADAPTIVE_NOISE_MODE]
 
 
-@device
-def signed(total, member, shift):
-    return int32(-total) if member else total
+def input_functions(cfg, nz, inputs):
+    """Device functions of the noise of a pair's inputs in a table at byte `at`:
 
-
-def late_noise_quotients(cfg, nz, cc, inputs, add=0, lowest=-127):
-    """(START, word, factor, pairs) of a product over `inputs`: the number with which accumulators begin, and device
-    functions:
-
-    word(n)                         the entry of a column in the table of column noise
-    factor(sum, member, shift)      the sum sb with the member's sign, as `pairs` wants it; shift: nz.shift
-    pairs(acc, i, s, n, shift)      of the four columns that begin at acc[i], two words of two int16: OFFSET + add + the
-                                    quotient, clipped
+    fill(words, bytes_, at, place, source, p, pair, i)       sets entry `place` to the noise of input i;
+                                                             plan[p...]: seed B, overlay B
+    add(word, address, k, q, total)                          total + the terms of the inputs 16 k + 4 q...
     """
-    D, unit = parameters.divisor(cfg, inputs), nz.unit
-    MOST = 130 * D
-    floats = cfg.ADAPTIVE_NOISE_MODE != 2 and inputs <= LIMIT_K
-    beyond = inputs * 127 * 127 + (inputs * 127 * loudest(cfg) ** 2 >> cfg.NOISE_SHIFTS[0])
-    START, A, C = floor_constants(D, BASE + add)
-    clipped = clip_function(cc, BASE, add + lowest, add + 127, not floats or beyond // D < OFFSET - 300)
-
-    if floats:
-        @device
-        def word(n):
-            return ptx.float_bits(float32(n))
-
-        @device
-        def factor(total, member, shift):
-            return ptx.float_bits(float32(float32(signed(total, member, shift)) * unit(shift)))
-
-        @device
-        def noisy(acc, s, n, shift):                         # a float that rises with the sum and its noise
-            return ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(acc))
-    else:
-        word, factor = unchanged, signed
-
-        @device
-        def noisy(acc, s, n, shift):
-            y = int32(acc + ptx.shift_right(int32(s * n), shift))
-            return ptx.bits_float(int32(max(min(y, int32(MOST)), int32(-MOST)) + START))
-
-    @device
-    def quotient(acc, s, n, shift):
-        return ptx.fma_down(noisy(acc, s, n, shift), float32(A), float32(C))
-
-    @device
-    def pairs(acc, i, s, n, shift):
-        return clipped(quotient(acc[i], s, n[0], shift), quotient(acc[i + 1], s, n[1], shift),
-                       quotient(acc[i + 4], s, n[2], shift), quotient(acc[i + 5], s, n[3], shift))
-
-    return START if floats else 0, word, factor, pairs
-
-
-def input_bytes(cfg, inputs, lanes):
-    """Bytes of a table of input noise, a warp."""
-    return inputs // 16 * lanes * (4, 16, 32)[cfg.ADAPTIVE_NOISE_MODE]
-
-
-def input_functions(cfg, nz, inputs, lanes):
-    """Device functions of the noise of `inputs` inputs in a table, at byte `at`, that `lanes` lanes share out among
-    them (4: the rows of a tile are of one pair; 32: every lane has its own):
-
-    fill(words, bytes_, at, place, source, p, pair, i)
-                                             sets that of input i = 16 k + 4 q + e; place: (k * lanes + lane) * 4 + e,
-                                             which is i where four lanes share; plan[p...]: seed B, overlay B
-    add(word, address, k, lane, total)                       total + the terms of the inputs 16 k + 4 q...
-    """
-    MODE, ALL = cfg.ADAPTIVE_NOISE_MODE, inputs // 16 * lanes * 16
+    MODE = cfg.ADAPTIVE_NOISE_MODE
     noise = nz.noise
     factor = nz.factor
     input_coefficient = nz.input_coefficient
@@ -177,8 +105,8 @@ def input_functions(cfg, nz, inputs, lanes):
             bytes_[at + place] = noise(stream_of(source, p + I_SEED, pair), i)
 
         @device
-        def add(word, address, k, lane, total):
-            return ptx.dp4a(word, ptx.read_shared(address + k * (4 * lanes) + lane * 4), total)
+        def add(word, address, k, q, total):
+            return ptx.dp4a(word, ptx.read_shared(address + k * 16 + q * 4), total)
     else:
         @device
         def fill(words, bytes_, at, place, source, p, pair, i):
@@ -186,13 +114,13 @@ def input_functions(cfg, nz, inputs, lanes):
             stream = stream_of(source, p + I_SEED, pair)
             words[here] = input_coefficient(entry, stream, i)
             if MODE == 2:
-                words[here + ALL // 4] = ptx.float_bits(factor(entry, stream, i))
+                words[here + inputs] = ptx.float_bits(factor(entry, stream, i))
 
         @device
-        def add(word, address, k, lane, total):
-            c = ptx.load_shared4(address + k * (16 * lanes) + lane * 16)
+        def add(word, address, k, q, total):
+            c = ptx.load_shared4(address + k * 64 + q * 16)
             if MODE == 2:
-                f = ptx.load_shared4(address + ALL + k * (16 * lanes) + lane * 16)
+                f = ptx.load_shared4(address + 4 * inputs + k * 64 + q * 16)
                 for e in range(4):
                     total = int32(total + input_term(byte(word, e), c[e], ptx.bits_float(f[e])))
             else:
@@ -229,95 +157,23 @@ def reciprocal_mean(total, H):
     return ptx.reciprocal(float32(mean))
 
 
-def norm_functions(cfg, nz, cc, streams):
-    """(fill, norm), device functions of a layer norm whose output meets `streams` input noises.
-
-    The table, at byte `at`: float32 weights of member 0 and 1, and -(MAGIC + 128) times them, 16 H bytes; then the
-    input noises. plan[p...]: as norm_kernel."""
+def norm_table_function(cfg, nz, fill_input, streams):
+    """Device function that fills column i of a layer norm's table at byte 0: float32 weights of member 0 and 1, and
+    -(MAGIC + 128) times them, 16 H bytes; then the input noises of `streams` products. plan[p...]: as norm_kernel."""
     H = cfg.HIDDEN_DIM
-    STEPS = H // 32
-    SIZE = input_bytes(cfg, H, 4)
+    SIZE = input_bytes(cfg, H)
     vector = pair_functions(cfg, nz).vector
-    fill_input, add = input_functions(cfg, nz, H, 4)
-    normed = normed_function(cfg, cc)
 
     @device
-    def fill(words, bytes_, at, source, p, pair, i):
+    def fill(words, bytes_, source, p, pair, i):
         even, odd = vector(source, p + LN, pair, i)
         a, b = float32(clip(even)), float32(clip(odd))
-        words[at // 4 + i], words[at // 4 + H + i] = ptx.float_bits(a), ptx.float_bits(b)
-        words[at // 4 + 2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
-        words[at // 4 + 3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
+        words[i], words[H + i] = ptx.float_bits(a), ptx.float_bits(b)
+        words[2 * H + i] = ptx.float_bits(float32(a * float32(-(MAGIC + 128))))
+        words[3 * H + i] = ptx.float_bits(float32(b * float32(-(MAGIC + 128))))
         for s in range(streams):
-            fill_input(words, bytes_, at + 16 * H + s * SIZE, i, source, p + INPUTS + 2 * s, pair, i)
-
-    @device
-    def norm_row(x, n, m, address, q):
-        total = int32(0)
-        for k in range(2 * STEPS):
-            total = ptx.distance4(x[2 * k + m], SIGNS, total)
-        reciprocal = reciprocal_mean(total, H)
-        first, second = int32(0), int32(0)
-        for k in range(2 * STEPS):
-            n[2 * k + m] = normed(x[2 * k + m], m, k, address, q, reciprocal)
-            first = add(n[2 * k + m], int32(address + 16 * H), k, q, first)
-            if streams > 1:
-                second = add(n[2 * k + m], int32(address + 16 * H + SIZE), k, q, second)
-        return quad_sum(first), quad_sum(second) if streams > 1 else int32(0)
-
-    @device
-    def norm(x, n, address, q):
-        """n = ln(x) of both rows; of each the sums sb."""
-        return norm_row(x, n, 0, address, q), norm_row(x, n, 1, address, q)
-
-    return fill, norm
-
-
-def warp_product_functions(columns, steps, keep=False, wgmma=False):
-    """(origin, product): device functions. origin says where a lane finds the weights that begin at a shared address,
-    and `product` multiplies by `columns` of them that begin `at` bytes further. With wgmma a warpgroup multiplies
-    together, each warp for 16 rows of its own."""
-    ROW = 32 * steps
-    multiply = ptx.wgmma_product(columns, steps, True) if wgmma else ptx.mma_product(columns, steps, keep)
-
-    if wgmma:
-        @device
-        def origin(base, t):
-            return base
-
-        @device
-        def product(acc, a, at_weights, at, start):
-            for i in range(columns // 2):
-                acc[i] = start[0]
-            multiply(acc, a, int32(at_weights + at))
-    else:
-        @device
-        def origin(base, t):
-            return int32(base + (t & 7) * 16 + ((t >> 3) & 1) * 128 + ((t >> 4) & 1) * (8 * ROW))
-
-        @device
-        def product(acc, a, at_weights, at, start):
-            multiply(acc, a, int32(at_weights + at), start)
-    return origin, product
-
-
-def row_functions(H):
-    """(load, store), device functions of a lane's words of two rows, x[2 k + row], that begin at word `at` and 2 H
-    words further, in the order of kernels.gru_narrow."""
-    @device
-    def load(x, source, at, q):
-        for m in range(2):
-            for b in range(H // 32):
-                a = ptx.load2(source, at + m * (2 * H) + b * 8 + q * 2)
-                x[4 * b + m], x[4 * b + 2 + m] = a[0], a[1]
-
-    @device
-    def store(x, out, at, q):
-        for m in range(2):
-            for b in range(H // 32):
-                ptx.store2(out, at + m * (2 * H) + b * 8 + q * 2, x[4 * b + m], x[4 * b + 2 + m])
-
-    return load, store
+            fill_input(words, bytes_, 16 * H + s * SIZE, i, source, p + INPUTS + 2 * s, pair, i)
+    return fill
 
 
 def int16_functions(cc):
@@ -340,10 +196,10 @@ def int16_functions(cc):
     return plus, within
 
 
-def added_function(cc, offset=0):
-    """Device function: a word of x (bytes + 128) plus two words of two int16, which are `offset` too large."""
+def added_function(cc):
+    """Device function: a word of x (bytes + 128) plus two words of two int16."""
     add2, (_, within) = ptx.int16_pairs(cc).add2, int16_functions(cc)
-    LOW, HIGH = both(offset + 1), both(offset + 255)
+    LOW, HIGH = both(1), both(255)
 
     @device
     def added(x, y, z):
@@ -398,15 +254,6 @@ def state_functions(cc):
         return summed(y, z, word, b, c, LOWEST, HIGHEST)
 
     return gated, next_state, opened, candidates
-
-
-@device
-def begin_with(value):
-    """Four times value, by sums that the compiler cannot know to be equal (see ptx.mma_product)."""
-    start, zero = int32s(4), int32(cuda.gridDim.z - 1)
-    for i in range(4):
-        start[i] = int32(value + zero * (i + 1))
-    return start
 
 
 @device
@@ -494,10 +341,10 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     plan: LN, INPUTS of the streams. sb: [3][stride]."""
     H = cfg.HIDDEN_DIM
     STEPS = H // 32
-    SIZE = input_bytes(cfg, cfg.HIDDEN_DIM, 4)
+    SIZE = input_bytes(cfg, H)
     AT_NOISE, job_shift = 16 * H + streams * SIZE, nz.shift
-    fill_norm, _ = norm_functions(cfg, nz, cc, streams)
-    _, add = input_functions(cfg, nz, H, 4)
+    fill_input, add = input_functions(cfg, nz, H)
+    fill_norm = norm_table_function(cfg, nz, fill_input, streams)
     normed, added = normed_function(cfg, cc), added_function(cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
     AMPLITUDE = activations.amplitude_of(cfg, "embedding")
@@ -512,7 +359,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
         base = ptx.shared_address(words, 0)
         source = source_of(plan, 0, weights, overlay, job, offset)
         for i in range(t, H, 256):
-            fill_norm(words, bytes_, 0, source, call * PLAN, pair, i)
+            fill_norm(words, bytes_, source, call * PLAN, pair, i)
             if embeds:
                 fill_columns(words, AT_NOISE // 4, source, pair, i)
         cuda.syncthreads()

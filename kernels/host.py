@@ -36,8 +36,7 @@ class Kernel:
 # How a matrix is packed. PLAIN, QUADS, UP, DOWN: as core matrices of one row a column, [K / width][columns / 8][width /
 # 16], with zeros in columns beyond the matrix. QUADS: with the columns permuted within 16, so that a thread's four
 # accumulators of 16 columns are neighbours. UP, DOWN: the same, and the hidden units of an MLP in blocks of 128, units
-# i + sub * H of 32 neighbouring i. ROWS: the columns one after the other, in the order of kernels.gru_narrow, as bytes
-# + 128.
+# i + sub * H of 32 neighbouring i. ROWS: the columns one after the other, in the order of kernels.gru, as bytes + 128.
 PLAIN = 0
 QUADS = 1
 UP = 2

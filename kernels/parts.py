@@ -8,7 +8,7 @@ import textwrap
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, float64, int8, int16, int32, int64, types, uint8, uint32
+from numba import cuda, float32, float64, int8, int32, int64, types, uint8, uint32
 
 from kernels import ptx
 from kernels.rules import device
@@ -18,7 +18,6 @@ PLAN = 32                   # int32 entries of a row of the plan (kernels.host.P
 SIGNS = 0x80808080 - (1 << 32)              # of the bytes of a word: x ^ SIGNS is x + 128
 # the types of arrays, which annotate parameters of kernels; a parameter without annotation is an int64
 A8 = types.Array(int8, 1, "C")
-A16 = types.Array(int16, 1, "C")
 A32 = types.Array(int32, 1, "C")
 AU32 = types.Array(uint32, 1, "C")
 A64 = types.Array(int64, 1, "C")
@@ -222,11 +221,9 @@ def wgmma_descriptor(K=256):
 # A quotient rounds toward zero where the divisor is a sum of the run (rules.divide), and down, clipped, where it is a
 # constant (quotient_function). Hot loops have other forms with equal results, each for a reason: the norm of the
 # transformer (transformer._norm_kernel) and the attention (finish) divide many numbers by one, whose reciprocal they
-# know; the general path of the recurrent model (gru.early_noise_quotients) puts the noise into the accumulators before
-# the product; the register path (gru_parts.late_noise_quotients) adds it after the product, so that all accumulators
-# begin with one number; and where the divisor is 256, the upper half of a word is the quotient
-# (gru_narrow.integer_quotients). The norm of the recurrent model divides by a sum of the run and rounds down
-# (gru_parts.normed_function; rules.NORMS.quotient, in writing.norm_function).
+# know; the recurrent model (gru.early_noise_quotients) puts the noise into the accumulators before the product; its
+# norm divides by a sum of the run and rounds down (gru_parts.normed_function; rules.NORMS.quotient, in
+# writing.norm_function).
 
 MAGIC, BITS = 12582912, 0x4B400000          # 1.5 * 2^23 and its bits: MAGIC + k has the bits BITS + k
 

@@ -31,7 +31,7 @@ def _pointer(context, builder, array_type, array, index):
     return builder.gep(data, [index])
 
 
-def _instruction(text, result=int32, operands=None, effect="", sets=0, adds=True):
+def _instruction(text, result=int32, operands=None, effect="", sets=0):
     """An intrinsic f(*operands) that emits inline PTX. In the text the results come first, from $0 on.
 
     result: a numba scalar, or int n: a tuple of n int32. An operand is a numba scalar; or POINTER: an array and an
@@ -39,8 +39,8 @@ def _instruction(text, result=int32, operands=None, effect="", sets=0, adds=True
     registers. None: what the text names, float32 where the result is one, else int32.
     effect: VOLATILE (it is neither moved nor dropped) or MEMORY (nor are loads and stores moved across it), which is
     that of an instruction without a result.
-    sets: instead of a result, a local array before the operands whose first `sets` int32 are written; with `adds` they
-    are read as well, and are the first operands."""
+    sets: instead of a result, a local array before the operands: its first `sets` int32 are the first operands, and are
+    written."""
     count = sets or (result if isinstance(result, int) else 0)
     if operands is None:
         named = len(set(re.findall(r"\$\d", text))) - (count or result is not void)
@@ -60,7 +60,7 @@ def _instruction(text, result=int32, operands=None, effect="", sets=0, adds=True
                 return [builder.gep(data, [I64(k)]) for k in range(n)]
 
             written, at = cells(0, sets) if sets else [], bool(sets)
-            values = [builder.load(cell) for cell in written] if adds else []
+            values = [builder.load(cell) for cell in written]
             constraints = [str(i) for i in range(len(values))]
             for kind in operands:
                 if kind is POINTER:
@@ -138,8 +138,6 @@ distance4 = _instruction("vabsdiff4.u32.u32.u32.add $0, $1, $2, $3;")
 low2 = _instruction("prmt.b32 $0, $1, 0, 0x9180;")
 high2 = _instruction("prmt.b32 $0, $1, 0, 0xB3A2;")
 bytes4 = _instruction("prmt.b32 $0, $1, $2, 0x6420;")
-# two int32 clipped to int16, the first low
-saturate2 = _instruction("cvt.pack.sat.s16.s32 $0, $2, $1;")
 
 # of the halves, cc >= 9.0; clip2: between -127 and 127
 add2 = _instruction("add.s16x2 $0, $1, $2;")
@@ -231,30 +229,6 @@ MMA = MMA % "s8"
 def _registers(first, count):
     """Operands of the text, in braces."""
     return "{" + ",".join(f"${first + i}" for i in range(count)) + "}"
-
-
-def mma_product(columns, steps, keep=False):
-    """Intrinsic f(acc, a, b, start): acc = start + 16 rows x `columns` (a multiple of 16) over 32 * `steps` of K, of
-    one warp, cc >= 8.0; with `keep` acc + the product.
-
-    start: a local int32 array of 4, all with the same number; ptxas must not know that, or it makes copies for every
-    tile. a: a local int32 array of 4 * steps, as in wgmma_product. acc: a local array of columns / 2: acc[4 j],
-    acc[4 j + 1] = row g, columns 8 j + 2 q and + 1; acc[4 j + 2], acc[4 j + 3] = the same in row g + 8. b: core
-    matrices of 32 * steps bytes a row, one row a column of the product: the shared address where this lane reads, that
-    of row lane % 8 of core matrix lane / 8 of four, of which 1 and 3 are 16 inputs further, 2 and 3 eight columns."""
-    count, row = columns // 2, 32 * steps
-    at_a = 2 * count if keep else count
-    at_b = at_a + 4 * steps
-    text = ["{ .reg .b32 b0, b1, b2, b3;"]
-    for j in range(columns // 16):
-        for k in range(steps):
-            text.append(f"{LDMATRIX} {{b0,b1,b2,b3}}, [${at_b}+{16 * row * j + 256 * k}];")
-            for half in range(2):
-                here = 8 * j + 4 * half
-                old = _registers(here if k else count + here if keep else at_b + 1, 4)
-                text.append(f"{MMA}{_registers(here, 4)}, {_registers(at_a + 4 * k, 4)}, "
-                            f"{{b{2 * half},b{2 * half + 1}}}, {old};")
-    return _instruction(" ".join(text + ["}"]), void, (4 * steps, int32, 4), sets=count, adds=keep)
 
 
 def mma_tile(columns, steps, stride):
@@ -354,31 +328,3 @@ def wgmma_done(columns):
     """Intrinsic f(acc): commit the products issued and wait for them; acc may be read afterwards."""
     return _instruction("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;", void,
                         sets=columns // 2)
-
-
-def wgmma_product(columns, steps, registers):
-    """Intrinsic f(acc, a, b): acc = 64 rows x `columns` over 32 * `steps` of K, complete when it returns; with
-    `registers` it is added to acc. One warpgroup, acc as in wgmma_s8.
-
-    b, and a without `registers`: shared address of core matrices, rows of 32 * steps bytes. With `registers` a local
-    int32 array of 4 * steps: word 4 i + 0 = row 16 w + g, k = 32 i + 4 q...; 4 i + 1 = the same in row 16 w + g + 8;
-    4 i + 2, 4 i + 3 = the same at k = 32 i + 16 + 4 q... The tensor cores wait least where the compiler knows that an
-    address is the same for all lanes."""
-    count = columns // 2
-    at_a = 2 * count if registers else count
-    at_b = at_a + (4 * steps if registers else 1)
-    high, low = divmod(wgmma_descriptor_strides(32 * steps), 1 << 32)
-
-    def descriptor(name, i):
-        """Sets that of the operand at `name`, 32 i of K further. Sums of 64 bits would take twice the instructions."""
-        return f"add.u32 t, {name}, {low + 16 * i}; mov.b64 {name}{name}, {{t, {high}}};"
-
-    text = [f"{{ .reg .pred p; .reg .b32 a, b, t; .reg .b64 aa, bb; shr.u32 b, ${at_b}, 4;",
-            "" if registers else f"shr.u32 a, ${at_a}, 4;", "wgmma.fence.sync.aligned;"]
-    for i in range(steps):
-        left = _registers(at_a + 4 * i, 4) if registers else "aa"
-        text += ["" if registers else descriptor("a", i), descriptor("b", i),
-                 f"setp.{'eq' if registers or i else 'ne'}.u32 p, b, b;" if i < 2 else "",
-                 f"wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8 {_registers(0, count)}, {left}, bb, p;"]
-    text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-    return _instruction(" ".join(text), void, (4 * steps if registers else int32, int32), sets=count, adds=registers)

@@ -9,7 +9,7 @@ from engine import engines, hardware
 from model import parameters
 from tools import bench
 
-BYTES = {**egg_config.PRESETS["best-bytes-weights"], "CHUNK_SIZE": 65536}
+BYTES = {**egg_config.PRESETS["nano-egg"], "N_LAYERS": 1, "CHUNK_SIZE": 65536, "POPULATION_SIZE": 65536}
 # name: the constants that differ from those of this run; docs/BENCHMARKS.md lists the figures
 SHAPES = {
     "default": {},

@@ -18,7 +18,7 @@ import egg_net
 from engine import hardware
 from islands import gossip
 from model import parameters
-from compiling import CARDS, Compiler, compile_cpu_engine
+from compiling import compile_cpu_engine
 from coordinators import Server
 from engines_compared import compare
 from fakes import ACTIVATIONS, CFG, Dice
@@ -62,13 +62,6 @@ def one_at_a_time(tmp_path_factory, name):
     """A block that the processes of pytest-xdist enter one after the other: the first compiles, the others find it."""
     with open(shared(tmp_path_factory) / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@pytest.fixture
-def others_wait(tmp_path_factory):
-    """Meanwhile no other process of pytest-xdist compiles what `compiled` does."""
-    with one_at_a_time(tmp_path_factory, "weightstransformer"):
         yield
 
 
@@ -119,47 +112,10 @@ def certificates(tmp_path_factory):
                        "subjectAltName=DNS:localhost,IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE")
 
 
-@pytest.fixture(scope="session")
-def compiler(tmp_path_factory):
-    """A compiling.Compiler whose files all processes of pytest-xdist share."""
-    directory = shared(tmp_path_factory) / "ptx"
-    directory.mkdir(exist_ok=True)
-    return Compiler(directory)
-
-
-@pytest.fixture
-def compiled_kernels(request, compiler, compile_ahead):
-    """What a compiling.Compiler returns for what the test's mark `compiles` names. Waits for the processes that compile
-    ahead: they have the device functions, and each further process takes 2 GB."""
-    [process.wait() for process in compile_ahead]
-    mark = request.node.get_closest_marker("compiles")
-    return compiler(*mark.args, **mark.kwargs)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compile_ahead(request, compiler):
-    """While other tests run, a process of low priority per core compiles what the marks `compiles` name; those of
-    pytest-xdist begin at different ends, each with the kernels of one model, which have functions in common. Those that
-    write texts, which take longest, stand near the ends: the last of all would leave a core idle."""
-    marks = [mark for item in request.session.items for mark in item.iter_markers("compiles")]
-    jobs = [(constants, [cc], mark.kwargs) for mark in marks for constants, cards in [(*mark.args, CARDS)[:2]]
-            for cc in cards]
-    jobs = sorted(reversed(jobs), key=lambda job: job[0].get("MODEL", "transformer"))
-    if WORKER % 2:
-        jobs.reverse()
-    count = WORKER < hardware.cores() if XDIST else hardware.cores()
-    started = [compiler.ahead(jobs[i:] + jobs[:i]) for i in range(count)] if jobs else []
-    try:
-        yield started
-        [process.wait() for process in started]              # another process may want what they compile
-    finally:
-        [process.kill() for process in started]
-
-
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 SECONDS = {}                # of every comparison that was asked for: node id -> {part: seconds}
-LONG = ("test_a_cold_start_compiles_each_function_once", "test_an_archipelago_survives_chaos",
+LONG = ("test_kernels_compile", "test_an_archipelago_survives_chaos",
         "test_recorded_default_configuration", "test_chaos_changes_no_bit",
         "test_recorded_run_with_the_instructions_of_any_processor", "test_nothing_is_compiled_once_the_clock_runs",
         "test_ctrl_c_early_leaves_no_traceback")
@@ -186,13 +142,10 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     """What compiles the CPU engine for all begins first, then the longest tests. Those whose work other processes
-    prepare come last: comparisons of both engines, and compiled kernels. pytest-xdist gives each of its processes a
+    prepare come last: comparisons of both engines. pytest-xdist gives each of its processes a
     share in this order, so each share begins with some of the long ones."""
-    def prepared(item):
-        return not {"compared", "compiled_kernels"}.isdisjoint(item.fixturenames)
-
     long = [item for name in LONG for item in items if item.name.partition("[")[0] == name]
-    rest = sorted((item for item in items if item not in long), key=prepared)
+    rest = sorted((item for item in items if item not in long), key=lambda item: "compared" in item.fixturenames)
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     shares = [len(rest) * i // count for i in range(count + 1)]
     items[:] = [item for i in range(count) for item in long[i::count] + rest[shares[i]:shares[i + 1]]]

@@ -107,7 +107,7 @@ def random_config(rng, **more):
 
 
 def callable_by_python(inner):
-    """A function of the CPU engine that only compiled functions call (engine.kernel_cache.Inner), for a test."""
+    """A function that only compiled functions of the CPU engine call, for a test."""
     import numba
     return numba.njit(lambda *arguments: inner(*arguments))
 

@@ -26,7 +26,7 @@ CONFIGURATIONS = {
     "wide": dict(HIDDEN_DIM=576, SEQ_LEN=72, VOCAB_SIZE=300, CHUNK_SIZE=12),
     "gru": dict(MODEL="gru", HIDDEN_DIM=64, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=8, STATE_TOKENS=5,
                 OPTIMIZER="ztest"),
-    "gru, general": dict(MODEL="gru", HIDDEN_DIM=320, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=20, LOSS="exact",
+    "gru, wide": dict(MODEL="gru", HIDDEN_DIM=320, SEQ_LEN=12, VOCAB_SIZE=300, CHUNK_SIZE=20, LOSS="exact",
                          SOFT_TARGETS=((0, 1),)),
     "gru, fast": dict(MODEL="gru", HIDDEN_DIM=256, SEQ_LEN=40, VOCAB_SIZE=256, CHUNK_SIZE=300, SIGMA_SHIFT=4,
                       ADAPTIVE_NOISE_MODE=0, LOSS="exact", SOFT_TARGETS=((0, 2),)),

@@ -12,7 +12,6 @@ import egg_config
 import egg_net
 from cluster import history
 from activations_compared import GPU_KINDS, course, credit, engine_of, step_of
-from compiling import LARGE, OTHERS, compiled_as, hold_against_cards
 from coordinators import Peer, Peer2, Server, cluster, refused
 from fakes import ACTIVATIONS, Lines, any_fitness
 from model import activations, parameters, rules
@@ -200,19 +199,6 @@ def test_the_kernel_that_unpacks_digits_in_the_simulator(tmp_path, perturb):
         want = want[-3500:-3]
     equal(np.load(tmp_path / "digits.npy"), want)
     assert len(np.unique(want)) > 2
-
-
-KERNELS = dict(
-    MODEL="gru", PERTURB="activations", HIDDEN_DIM=128, N_LAYERS=2, SEQ_LEN=100, VOCAB_SIZE=256, LOSS="exact",
-    CHUNK_SIZE=32, POPULATION_SIZE=64, GROUP_SIZE=8, ADAPTIVE_NOISE_MODE=0, MLP_RELU=1, SOFT_TARGETS=((0, 3),))
-
-
-@pytest.mark.parametrize((), [
-    compiled_as("all", KERNELS, OTHERS, part="not writing"),
-    compiled_as("large", KERNELS, LARGE, names=("product", "recur", "head")),
-    compiled_as("every card", KERNELS, deep=True)])
-def test_kernels_compile_for_every_card_without_local_memory(compiled_kernels):
-    hold_against_cards(compiled_kernels)
 
 
 @pytest.mark.gpu

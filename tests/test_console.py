@@ -69,7 +69,7 @@ def test_a_missing_module_of_the_program_is_an_error_of_it(monkeypatch):
         egg.main(["plot", "ckpt"])
 
 
-@mark.parametrize("command", ["train --preset laptop --save-dir ckpt", "generate", "coordinator --port 0",
+@mark.parametrize("command", ["train --preset laptop-bytes --save-dir ckpt", "generate", "coordinator --port 0",
                                      "worker localhost", "status", "arch"])
 def test_ctrl_c_early_leaves_no_traceback(command, tmp_path, monkeypatch):
     """In the first seconds of a command, from when the program itself has begun, and also while it compiles."""

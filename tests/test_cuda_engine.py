@@ -22,40 +22,14 @@ from kernels import attention, head, host, pairs, parts, product, transformer, u
 from model import parameters, rules, sampling, seeds
 from model.fitness_digits import pack_ternary, unpack_ternary
 from model.reading import Reading
-from compiling import CARDS, compiled_as, hold_against_cards, kernels_for, kernels_of, path_of
-from engines_compared import OTHER_INSTRUCTIONS, SEED, begun_ahead, compare
+from compiling import CARDS
+from engines_compared import SEED, begun_ahead, compare
 from fakes import any_fitness, step_alone
 from readings import TINY, as_data, equal, hold_draws_against_the_distribution, votes_on
 from recordings import HERE, digests, golden, hold_against_recording, recorded_digests, recorded_generation
 
 
 # --- without a GPU ----------------------------------------------------------------------------------------------------
-
-@mark.parametrize("names", [
-    param({"operands", "products", "optimize", "digest", "choose", "read_transformer", "head"},
-          marks=[mark.compiles(constants, cards), *more], id=f"{len(cards)} of cc{cards[0][0]}")
-    for constants, cards, *more in (({}, [*CARDS][:4]), (dict(NTT_MODE=3), [(12, 0)]),
-                                    ({}, [*CARDS], mark.deep))])
-def test_every_kernel_compiles(names, compiled_kernels):
-    """All of them; for cc 12.0 those of a configuration with token transforms, which are in two of them. cc 10.0 has
-    the code of 12.0 in larger tiles. The deep run compiles what is left out here."""
-    hold_against_cards(compiled_kernels)
-    for made in compiled_kernels.values():
-        assert names <= {name for name, *_ in made}
-
-
-# rows that take two passes, ragged columns and positions, several tiles of attention, factors of mode 2
-WIDE_ROWS = dict(TINY, HIDDEN_DIM=608, SEQ_LEN=72, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=2)
-
-
-@mark.parametrize((), [
-    compiled_as("large tiles", {}, [(10, 0)], names=("embed", "head")),
-    *(compiled_as(f"wide rows, cc{cc[0]}", WIDE_ROWS, [cc], part="noisy") for cc in ((8, 6), (9, 0))),
-    compiled_as("other instructions", OTHER_INSTRUCTIONS, [(9, 0)], names=("full_width_product", "up", "head"))])
-def test_other_shapes_and_instructions_compile(compiled_kernels):
-    """Instructions that cc 9.0 need not use are among them."""
-    hold_against_cards(compiled_kernels)
-
 
 @mark.parametrize("kib", sorted(set(CARDS.values())))
 def test_every_shape_fits_every_card(kib, monkeypatch):
@@ -75,29 +49,6 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
                 for kernel in kernels.full_width.values():
                     shape = kernel.shape
                     assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
-
-
-def test_numba_made_quicker_compiles_to_the_same():
-    """On kernels with loops, branches and inlined functions; names aside, in which numba counts what
-    it compiles."""
-    for kernel in kernels_of({}, (8, 0))["all"]:
-        if kernel.name in ("choose", "operands"):
-            ptx = set()
-            for block in contextlib.nullcontext(), cuda_engine.quickly():
-                with block:
-                    ptx.add(re.sub(r"_Z\w+|_cudapy_smem_\d+", "", ptx_of(kernel)))
-            assert len(ptx) == 1
-
-
-def ptx_of(kernel):
-    return cuda.compile_ptx(kernel.dispatcher.py_func, kernel.signature, cc=(8, 0))[0]
-
-
-def test_optimizer_rounds_as_the_specification_does():
-    """IEEE square root, division and fma, and no other fused or approximate arithmetic."""
-    ptx = ptx_of(host.Kernel(cuda.jit(update.optimize_kernel(make()))))
-    used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
-    assert used == {"mul.rn.f32", "add.rn.f32", "sub.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
 
 
 def test_the_work_of_the_kernels_gives_the_votes():
@@ -279,7 +230,6 @@ def every_verb(cfg, engine, tokens):
 
 @mark.parametrize("name", sanitize.CONFIGURATIONS)
 def test_what_the_sanitizers_are_given(name, no_gpu):
-    assert (path_of(kernels_for(sanitize.config(name))[0]) == "wgmma") == (name == "gru, fast")
     assert re.fullmatch("[0-9a-f]{64}", sanitize.digest_of(name))
 
 
@@ -439,9 +389,9 @@ SWITCHES = (
     dict(SOFT_TARGETS=((0, 2), (1, 0), (2, 1)), LOSS="exact", SEEN_VOTES=5),
     dict(SOFT_TARGETS=((1, 1),), LOSS="exact", NTT_MODE=2, DEVICE_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=2, USE_SAME_DATA=1),
 )
-# each alone: in the shape of the default configuration and in a small one
-SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **shape, **switches) for switches in SWITCHES
-            for shape in ({}, dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=32, VOCAB_SIZE=300))]
+# each alone: in the shape of the default configuration or in a small one
+SHAPES = {}, dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=32, VOCAB_SIZE=300)
+SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **SHAPES[i % 2], **switches) for i, switches in enumerate(SWITCHES)]
 SWITCHED += [dict(TINY, HIDDEN_DIM=160, SEQ_LEN=72, VOCAB_SIZE=256, CHUNK_SIZE=38, POPULATION_SIZE=76, GROUP_SIZE=38,
                   LOSS="exact", SOFT_TARGETS=((0, 3), (2, 1)), SIGMA_SCHEDULE=((1, 5),))]
 
@@ -486,10 +436,10 @@ def random_configurations(count):
 
 @gpu
 @mark.parametrize("constants, seed", [
-    param(constants, SEED + i, id=f"{'random' if i < 56 else 'switch'}{i}")
-    for i, constants in enumerate(random_configurations(56) + SWITCHED)])
+    param(constants, SEED + i, id=f"{'random' if i < 22 else 'switch'}{i}")
+    for i, constants in enumerate(random_configurations(22) + SWITCHED)])
 def test_random_configurations_against_the_cpu_engine(compared):
-    """56 configurations and every switch: losses, three updates, validation, generation."""
+    """22 configurations and every switch: losses, three updates, validation, generation."""
     assert compared == ""
 
 

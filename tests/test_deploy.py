@@ -123,7 +123,7 @@ if has_base():
             run = functools.partial(buildah, "run", "--isolation=chroot", name, "--")
             assert run("id", "-u") == "10001"
             assert "cpu" in run("tini", "--", "python", "/egg/egg.py", "worker", "x", "--list-devices")
-            train = "train --preset laptop --steps 3 -D VALIDATE_EVERY=0 -D SAMPLE_EVERY=0 --save-dir /data/ckpt"
+            train = "train --preset laptop-bytes --steps 3 -D VALIDATE_EVERY=0 -D SAMPLE_EVERY=0 --save-dir /data/ckpt"
             assert "stopped after 3 steps" in run("tini", "--", "python", "/egg/egg.py", *train.split())
         finally:
             buildah("rm", name)

@@ -28,7 +28,7 @@ def opened(*directories, cfg=CFG):
 
 
 def test_a_history_of_100000_steps_opens_quickly(tmp_path, monkeypatch):
-    cfg = configured("laptop-weights")
+    cfg = configured("nano-egg", "CHUNK_SIZE=256", "POPULATION_SIZE=1024")
     monkeypatch.setattr(pyzstd, "compress", functools.cache(pyzstd.compress))          # of the same fitness
     fitness = any_fitness(cfg, 1)
     with opened(tmp_path, cfg=cfg) as run:

@@ -192,7 +192,7 @@ def test_peers_of_a_slurm_job(tmp_path, monkeypatch):
     ("--island a --save-dir here --peer 'no such.invalid:3'", 2, "is not HOST:PORT"),
 ])
 def test_wrong_use_is_one_line(here, arguments, status, says):
-    fails(run(f"coordinator --port 0 --preset laptop {arguments}"), status, says)
+    fails(run(f"coordinator --port 0 --preset laptop-bytes {arguments}"), status, says)
 
 
 def test_without_validation_the_training_loss_decides_and_is_shown_in_its_unit(tmp_path):

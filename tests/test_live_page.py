@@ -86,7 +86,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
 
 
 def test_there_is_no_shift_of_noise_on_activations(tmp_path):
-    with Server(tmp_path, configured("laptop"), http=EVERYBODY) as server:
+    with Server(tmp_path, configured("laptop-bytes"), http=EVERYBODY) as server:
         assert state_of(server)["sigma_shift"] is None
         assert b"egg_sigma_shift " not in ask(server, "/metrics")[2].replace(b"# TYPE egg_sigma_shift ", b"")
 

@@ -1,11 +1,10 @@
 """Muon against a plain reading of its rules, on every engine."""
 
-import re
 
 import numpy as np
 from numpy.random import default_rng
 from numpy import float32
-from pytest import mark, param
+from pytest import mark
 
 from egg_config import make
 from engine import cpu_engine
@@ -15,7 +14,6 @@ from kernels import muon
 from model import optimizers, parameters
 from model.parameters import from_canonical
 from activations_compared import fma
-from compiling import CARDS
 from fakes import any_fitness
 from readings import BASE, equal, votes_on
 from recordings import digests, python, simulated
@@ -200,27 +198,3 @@ def test_the_plan_of_muon_covers_the_hidden_matrices_once():
                 seen[i:i + muon.TILE, j:j + muon.TILE] += 1
             assert (seen == 1).all() and {rows, cols} == {short, long} and short <= long
     assert not len(muon.work(make()).matrices)
-
-
-MUONS = ("muon_start", "muon_gram", "muon_mix", "optimize", "seen")
-SWITCHED = dict(USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, SEEN_VOTES=4)
-
-
-@mark.parametrize("names", [
-    param(names, marks=[mark.compiles({**SWITCHED, **more}, cards, names=names), *deep],
-          id=f"{len(names)} of cc{cards[0][0]}")
-    for more, cards, names, *deep in (
-        (dict(NTT_MODE=1, NTT_CAUSAL=0), [(8, 0)], (*MUONS, "embed")),
-        (dict(NTT_MODE=3), [cc for cc in CARDS if cc != (8, 0)], MUONS),
-        (dict(NTT_MODE=3), [(9, 0)], (*MUONS, "embed", "read_transformer"), mark.deep))])
-def test_their_kernels_compile(names, compiled_kernels):
-    """Muon's and that of SEEN_VOTES for every card, the look-ups of evaluation and validation for the oldest one; those
-    of generation are among all kernels of cc 12.0 (tests/test_cuda_engine.py)."""
-    for made in compiled_kernels.values():
-        assert sorted(name for name, *_ in made) == sorted(names)
-        for name, _, ptx in made:
-            assert not re.search(r"\.local\b", ptx), f"{name} uses local memory"
-            if name.startswith("muon"):
-                used = set(re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx))
-                assert used <= {"mul.rn.f32", "add.rn.f32", "fma.rn.f32", "div.rn.f32", "sqrt.rn.f32"}
-                assert "fma.rn.f32" in used

@@ -46,23 +46,21 @@ def test_prepare_leads_to_the_preset_of_the_machine():
         "--preset best -D VOCAB_SIZE=5000 -D 'INPUT_FILE=/x/a b/input.bin' -D 'VAL_FILE=/x/a b/val.bin' "
         "-D 'DECODING_FILE=/x/a b/decoding.bin' --save-dir 'ckpt-a b'")
     assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
-    for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
+    for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True),
+                                       ("x", 256, True, False)):
         args = egg.parsed(["train", *prepare.training_on(directory, size, plain, gpu)])
         configured(args.preset, *args.defines)
 
 
-def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(here, monkeypatch):
-    monkeypatch.setattr(egg_config, "SHIPPED", egg_config.make().fingerprint())
+def test_prepare_makes_tokens_unless_told_otherwise(here):
     (here / "t.txt").write_bytes(TEXT)
-    told = succeeds(run("prepare t.txt --out mine", preset=""))
-    assert "no GPU here: these are bytes" in told and "BPE" not in told
-    assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told
+    told = succeeds(run("prepare t.txt --vocab-size 256 --out mine"))
+    assert "BPE" not in told and "--preset laptop-bytes -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told
     assert sorted(os.listdir("mine")) == ["input.bin", "val.bin"]
     for number, more in enumerate(("--vocab-size 300", "-D VOCAB_SIZE=300")):
         told = succeeds(run(f"prepare t.txt --out tokens-{number} {more}"))
-        assert "the preset laptop turns these tokens into bytes again" in told and "BPE: " in told
+        assert "BPE: " in told and "--preset laptop -D VOCAB_SIZE=" in told
         assert os.path.exists(f"tokens-{number}/decoding.bin")
-    assert "no GPU" not in run("prepare t.txt --vocab-size 300 --out gpu -D DEVICE=cuda").stdout
     fails(run("prepare t.txt --out t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
 
 

@@ -106,8 +106,8 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     fails(run("generate --load-dir ckpt -D HIDDEN_DIM=128"), 2,
           "-D HIDDEN_DIM: HIDDEN_DIM = 128, there it is 64;")
     same = ["N_LAYERS=1", "POPULATION_SIZE=128", "LR_SCHEDULE=" + egg_config.text(CFG.LR_SCHEDULE)]
-    laptop = configured("laptop").saved()
-    for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop"}, [], laptop):
+    laptop = configured("laptop-bytes").saved()
+    for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop-bytes"}, [], laptop):
         cfg = egg_config.load(defines=defines, environ=environ, saved=saved, run="ckpt")
         assert cfg.saved() == make(**saved).saved()
     egg_config.load(defines=["POPULATION_SIZE=0"], environ={}, saved=CFG.changed(POPULATION_SIZE=0).saved(),
@@ -184,7 +184,7 @@ def warmed(preset, defines, verbs):
 
 
 @mark.parametrize("preset, defines", [
-    ("laptop-weights", ["USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
+    ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64", "USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
     ("best", ["NTT_MODE=1", "CHUNK_SIZE=64", "POPULATION_SIZE=64"]),
     ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
 def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, compiled_gru):
@@ -192,8 +192,8 @@ def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, comp
 
 
 def test_nothing_is_compiled_that_the_run_does_not_use(compiled_activations):
-    everything, later = warmed("laptop", [], STEP + REPORT)
-    no_report, later_too = warmed("laptop", ["VALIDATE_EVERY=0", "SAMPLE_EVERY=0"], STEP)
+    everything, later = warmed("laptop-bytes", [], STEP + REPORT)
+    no_report, later_too = warmed("laptop-bytes", ["VALIDATE_EVERY=0", "SAMPLE_EVERY=0"], STEP)
     assert later == later_too == [] and no_report < everything and "write_texts" in everything - no_report
 
 

@@ -73,9 +73,9 @@ def need_room(directory, force):
 
 def training_on(directory, n_tokens, plain, gpu):
     """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine."""
-    preset = ("best-bytes" if plain else "best") if gpu else "laptop"
+    preset = ("best" if gpu else "laptop") + ("-bytes" if plain else "")
     constants = {"DETOKENIZE": 0} if plain else {}
-    if preset == "best" and n_tokens != egg_config.VOCAB_SIZE:
+    if not plain and n_tokens != egg_config.VOCAB_SIZE:
         constants = {"VOCAB_SIZE": max(n_tokens, 257)}       # 256 would mean plain bytes
     if os.path.normpath(directory) != ".":
         constants |= {name: os.path.join(directory, file) for name, file in FILES.items()

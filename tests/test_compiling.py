@@ -1,0 +1,43 @@
+"""Every CUDA kernel compiles for every card, without a GPU: in registers alone, within the shared memory of a block."""
+
+import re
+
+from pytest import mark, param
+
+from egg_config import make
+from compiling import CARDS, kernels_of, ptx_of
+from readings import TINY
+
+GRU = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, CHUNK_SIZE=32, ADAPTIVE_NOISE_MODE=0,
+           STATE_TOKENS=5, LOSS="exact")
+MODELS = {
+    "transformer": {},
+    "wide rows": dict(TINY, HIDDEN_DIM=608, SEQ_LEN=72, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=2),
+    "transforms and Muon": dict(TINY, USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, SEEN_VOTES=4, NTT_MODE=3),
+    "mma": dict(TENSOR_CORES="mma"),
+    "gru": GRU,
+    "wide gru": dict(GRU, HIDDEN_DIM=288),
+    "activations": dict(GRU, PERTURB="activations", HIDDEN_DIM=128, SEQ_LEN=100, GROUP_SIZE=8, MLP_RELU=1,
+                        SOFT_TARGETS=((0, 3),)),
+}
+STEP, REPORT = ("load", "step"), ("validate", "write", "digest")
+ALL = [(model, cc, verbs, "") for model in MODELS for cc in CARDS for verbs in (STEP, REPORT)]
+# a card of each kind: without and with wgmma; the deep run has all of them
+CASES = [("transformer", (8, 6), STEP, ""), ("transformer", (9, 0), ("validate", "digest"), ""),
+         ("gru", (8, 0), STEP, ""), ("activations", (9, 0), STEP, ""),
+         ("transforms and Muon", (8, 0), STEP, "muon|embed|seen|optimize")]
+ROUNDED = {f"{name}.rn.f32" for name in ("mul", "add", "sub", "fma", "div", "sqrt")}
+
+
+@mark.parametrize("model, cc, verbs, names", [*CASES, *(param(*case, marks=mark.deep) for case in ALL)])
+def test_kernels_compile(model, cc, verbs, names):
+    """names: a pattern for those that are compiled."""
+    kernels = [kernel for kernel in kernels_of(make(**MODELS[model]), cc, verbs) if re.match(names, kernel.name)]
+    assert kernels
+    for kernel in kernels:
+        ptx = ptx_of(kernel, cc)
+        assert not re.search(r"\.local\b", ptx), f"{kernel.name} uses local memory"
+        assert kernel.shared <= CARDS[cc] * 1024, kernel.name
+        if kernel.name == "optimize" or kernel.name.startswith("muon"):
+            # as IEEE 754 has it: no other fused or approximate arithmetic
+            assert {*re.findall(r"\b(?:mul|add|sub|fma|div|sqrt|mad|rsqrt|rcp)\.[a-z.]*f32", ptx)} <= ROUNDED
