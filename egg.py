@@ -488,8 +488,7 @@ def arch(cfg, args):
 
 
 @command(option("texts TEXT", "files of text (or any bytes), read one after the other, also .zst", nargs="+"),
-         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes, which is the "
-                     "default without a GPU", "VOCAB_SIZE"),
+         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
          option("--force", "replace existing files without asking"))
@@ -502,19 +501,12 @@ def prepare(cfg, args):
       python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
     from tools import calling, prepare
     prepare.need_room(args.out, args.force)
-    unedited = egg_config.make().fingerprint() == egg_config.SHIPPED
-    gpu = hardware.devices(cfg) != ["cpu"]
-    sizes = [name for name in egg_config.given(defines=args.defines) if egg_config.CONSTANTS[name].agree != "local"]
-    for_laptop = unedited and not (gpu or args.vocab_size or sizes or chosen(args, None))
     # a preset that reads the tokens as bytes still wants tokens in the file
-    wanted = 256 if for_laptop else args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
+    wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
     say = Printer().line
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
-    if for_laptop:
-        say("no GPU here: these are bytes, as the preset laptop reads them (or choose with --vocab-size)")
-    elif wanted != 256 and not gpu:
-        say("no GPU here: the preset laptop turns these tokens into bytes again (--vocab-size 256 makes bytes at once)")
-    say("next: " + calling.command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
+    preset = hardware.preset(cfg)
+    say("next: " + calling.command_line("train", *prepare.training_on(args.out, size, preset)))
 
 
 @command("--threads", "--gpu")

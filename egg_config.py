@@ -197,21 +197,20 @@ TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of t
 PRESETS = {
     # The values above as they are.
     "deggs": {},
-    # A byte model that learns within a minute on two cores, with noise on activations. 32 windows a step, read by 16
-    # members each; a rate that falls with the root of the steps, and faster from step 1,200 to 2,000. No noise at the
-    # embedding, so nothing votes on it: its random values serve as well, and all other votes have less noise. 12 logit
-    # units are a nat: with more of them the frequent tokens reach the largest logit. Little weight decay: later its
-    # pull outweighs the votes. Two chunks, so that two machines can share a step.
+    # A model of tokens that learns within a minute on two cores, with noise on activations. 64 windows a step, read by 8
+    # members each; a rate that falls with the root of the steps, and faster from step 1,200 to 2,000. Loud noise at the
+    # embedding, which holds half of the weights. 14 logit units are a nat: with more of them the frequent tokens reach
+    # the largest logit. Two chunks, so that two machines can share a step.
     "laptop": dict(
-        MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1,
-        MLP_RELU=1, GROUP_SIZE=16, CHUNK_SIZE=256, POPULATION_SIZE=512, NOISE_EMBEDDING=0, NOISE_GATE=7,
-        NOISE_CANDIDATE=3, NOISE_UP=3, NOISE_DOWN=3, CREDIT=12, HOST_GAUSSIAN=1, LOSS="exact",
-        SOFTMAX_EXP_SCALE=12.0, ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4,
-        SOFT_TARGETS="0:2, 50:3, 250:4", ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0002,
+        MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, MLP_RELU=1, GROUP_SIZE=8,
+        CHUNK_SIZE=256, POPULATION_SIZE=512, NOISE_EMBEDDING=7, NOISE_GATE=7, NOISE_CANDIDATE=3, NOISE_UP=3,
+        NOISE_DOWN=3, HOST_GAUSSIAN=1, LOSS="exact", SOFTMAX_EXP_SCALE=14.0, ADAPTIVE_NOISE_MODE=0,
+        ADAPTIVE_THRESHOLD_ALPHA=0.8, SOFT_TARGETS="0:1, 400:2", ADAM_BETA1=0.5, ADAM_BETA2=0.99,
+        ADAM_WEIGHT_DECAY=0.001,
         LR_SCHEDULE="0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1200:0.2, 1600:0.14, 2000:0.1, "
                     "4000:0.075, 8000:0.055, 16000:0.04, 32000:0.03",
-        VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
-    # The same time with noise on weights: the small recurrent model learns as much from a token as the transformer of
+        VALIDATE_EVERY=100, SAMPLE_EVERY=200),
+    # A model of bytes in the same time with noise on weights: the small recurrent model learns as much from a token as the transformer of
     # that size and reads more of them a second. The overlay is off: it would end the noise of norms and biases within
     # 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are needed. With so few
     # members SEEN_VOTES, small initial weights and little momentum help as well.
@@ -243,11 +242,17 @@ PRESETS = {
         ADAM_WEIGHT_DECAY=0.001, VALIDATE_EVERY=50, VALIDATE_TOKENS=0, VALIDATE_WINDOW=448, SAMPLE_EVERY=100,
         SNAPSHOT_EVERY=1000),
 }
+# The same for bytes: 32 windows a step. No noise at the embedding, so nothing votes on it: its random values serve as
+# well, and all other votes have less noise. Little weight decay: later its pull outweighs the votes.
+PRESETS["laptop-bytes"] = {
+    **PRESETS["laptop"], "VOCAB_SIZE": 256, "DETOKENIZE": 1, "GROUP_SIZE": 16, "NOISE_EMBEDDING": 0, "CREDIT": 12,
+    "SOFTMAX_EXP_SCALE": 12.0, "ADAPTIVE_THRESHOLD_ALPHA": 0.4, "SOFT_TARGETS": "0:2, 50:3, 250:4",
+    "ADAM_WEIGHT_DECAY": 0.0002, "VALIDATE_EVERY": 200, "SAMPLE_EVERY": 1000}
 # The best found for bytes on a large GPU, with noise on activations: a larger model, and 512 windows a step. Finer
 # logits show smaller differences, so that less noise is enough. On one GPU one chunk a step is a tenth faster than two;
 # N GPUs share a step of N chunks: POPULATION_SIZE = N * 32768.
 PRESETS["best-bytes"] = {
-    **PRESETS["laptop"], "HIDDEN_DIM": 256, "SEQ_LEN": 128, "GROUP_SIZE": 64, "CHUNK_SIZE": 32768,
+    **PRESETS["laptop-bytes"], "HIDDEN_DIM": 256, "SEQ_LEN": 128, "GROUP_SIZE": 64, "CHUNK_SIZE": 32768,
     "POPULATION_SIZE": 32768, "NOISE_EMBEDDING": 1, "NOISE_DOWN": 1, "SOFTMAX_EXP_SCALE": 16.0,
     "SOFT_TARGETS": "0:4, 150:5, 400:6",
     "LR_SCHEDULE": "0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1270:0.2, 1790:0.15, 2530:0.12, 3690:0.09, "

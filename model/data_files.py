@@ -36,15 +36,16 @@ def open_tokens(cfg, path):
     if size == 0:
         raise DataError(f"{path} is empty: make it again with `python egg.py prepare TEXT`")
     wide = cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE
-    if wide and size % 4:
-        raise DataError(f"{path} is cut short or holds plain bytes: {size} bytes are no whole number of uint32 tokens; "
-                        "make it again with `python egg.py prepare TEXT --vocab-size N`, or set VOCAB_SIZE=256 "
-                        "DETOKENIZE=0 for bytes")
     with explained(DataError, path):
-        tokens = np.memmap(path, "<u4" if wide else "u1", "r")
+        tokens = np.memmap(path, "u1", "r")
     if not wide:
         _need_bytes(tokens, path, "name files of bytes with -D INPUT_FILE=... -D VAL_FILE=..., or begin a run with "
                     "DETOKENIZE=1, which reads the bytes of tokens")
+    elif size % 4 or not _fits_tokens(tokens):
+        raise DataError(f"{path} is damaged or plain bytes, not uint32 tokens: make tokens of a text with "
+                        "`python egg.py prepare TEXT`, or read its bytes with --preset laptop-bytes -D DETOKENIZE=0")
+    else:
+        tokens = tokens.view("<u4")
     if cfg.DETOKENIZE:
         if not os.path.exists(cfg.DECODING_FILE):
             raise DataError(f"{cfg.DECODING_FILE} is missing, and DETOKENIZE needs it to turn the tokens of {path} "
@@ -71,11 +72,16 @@ def _size(path):
                     "or make it with `python egg.py prepare TEXT`")
 
 
-def _need_bytes(data, path, advice):
-    """Raises DataError for data (uint8) that are uint32 tokens: as VOCAB_SIZE is at most 2^18, of every four bytes the
-    last is 0 and the one before at most 3. The first BLOCK shows it."""
+def _fits_tokens(data):
+    """Whether data (uint8) can be uint32 tokens: as VOCAB_SIZE is at most 2^18, of every four bytes the last is 0 and
+    the one before at most 3. The first BLOCK shows it."""
     start = data[:BLOCK]
-    if start.size > 3 and start.any() and not start[3::4].any() and (start[2::4] < 4).all():
+    return start.size > 3 and not start[3::4].any() and (start[2::4] < 4).all()
+
+
+def _need_bytes(data, path, advice):
+    """Raises DataError for data (uint8) that are uint32 tokens."""
+    if _fits_tokens(data) and data[:BLOCK].any():
         raise DataError(f"{path} holds tokens (uint32), not bytes: {advice}")
 
 

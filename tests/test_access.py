@@ -223,16 +223,16 @@ def test_a_worker_comes_again_when_there_is_room(tmp_path):
 
 def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
     """A forgotten preset, on either side; else the constants, with their values where they are unset."""
-    laptop, default = egg_config.make(**egg_config.PRESETS["laptop"]), egg_config.make()
+    laptop, default = egg_config.make(**egg_config.PRESETS["laptop-bytes"]), egg_config.make()
     with Server(tmp_path, laptop) as server:
-        turned_away("the coordinator's constants are those of --preset laptop: give it to the worker too$",
+        turned_away("the coordinator's constants are those of --preset laptop-bytes: give it to the worker too$",
                     server, default)
         turned_away(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 2\], .* "
                     r"at the coordinator, \[\] at the worker$", server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
         assert server.said.count("refused") == 2
     with Server(tmp_path, default, access=Access(SECRET)) as server:
-        turned_away("configuration: the worker's constants are those of --preset laptop: give it to the coordinator "
-                    "too", server, laptop, secret=SECRET)
+        turned_away("configuration: the worker's constants are those of --preset laptop-bytes: give it to the "
+                    "coordinator too", server, laptop, secret=SECRET)
         turned_away("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
                     r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more$",
                     server, laptop.changed(CREDIT=9), secret=SECRET, config={**laptop.saved(), "X": 1, "CREDIT": 9})

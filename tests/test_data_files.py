@@ -39,9 +39,10 @@ def test_tokens_are_mapped_and_checked(tmp_path):
 @mark.parametrize("content, words", {
     None: "is missing",
     b"": "is empty",
-    bytes(41): "cut short",
+    bytes(41): "is damaged or plain bytes",
+    b"to be, or not to be, that is the question...": "or read its bytes with --preset laptop-bytes -D DETOKENIZE=0",
     np.full(50, 300, "<u4").tobytes(): "holds token 300, but VOCAB_SIZE is 300",
-    np.r_[np.zeros(60), 1 << 31].astype("<u4").tobytes(): "holds token 2147483648",
+    np.r_[np.zeros(60), 1 << 31].astype("<u4").tobytes(): "is damaged",
     bytes(4 * 9): "9 tokens, too few for a window of SEQ_LEN = 8: 10 are needed",
 }.items())
 def test_bad_token_files(tmp_path, content, words):

@@ -497,7 +497,7 @@ def place(tmp_path_factory, compiled_activations):
     TOKENS.tofile(at / "input.bin")
     TOKENS.tofile(at / "val.bin")
     (at / "own.py").write_text(LETTERS)
-    line = "train --preset laptop -D DETOKENIZE=0 -D SOFT_TARGETS= --steps 1 --save-dir ckpt"
+    line = "train --preset laptop-bytes -D DETOKENIZE=0 -D SOFT_TARGETS= --steps 1 --save-dir ckpt"
     succeeds(commands.process(line, cwd=at))
     return at
 
@@ -579,7 +579,7 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     said = run("train --objective own.py --save-dir ckpt", status=2)
     assert "--objective own.py: ckpt has no objective: --load-dir ckpt with another --save-dir begins a new" in said
     (tmp_path / "own.py").write_text("def reward(completions):\n    return 5\n")
-    said = run("train --objective own.py --preset laptop -D DETOKENIZE=0 --save-dir x", status=1)
+    said = run("train --objective own.py --preset laptop-bytes -D DETOKENIZE=0 --save-dir x", status=1)
     assert "own.py: reward returned '5', which is no list of numbers" in said
     assert not (tmp_path / "x").exists()
 

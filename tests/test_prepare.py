@@ -31,7 +31,8 @@ def test_prepare_leads_to_text(arguments, here, compiled):
     made = run(f"prepare {arguments}", "it's mine.txt")
     assert (made.returncode, made.stderr) == (0, "")
     line = line_with("next: ", made.stdout)
-    assert "--preset laptop" in line and " --save-dir ckpt-" in line.replace("'", "")
+    preset = "laptop-bytes" if "256" in arguments else "laptop"
+    assert f"--preset {preset} " in line and " --save-dir ckpt-" in line.replace("'", "")
     trained = succeeds(paste(line + " --steps 3", "next: "))
     assert "steps 0 to 3" in trained and "bits/byte after" in trained
     again = succeeds(paste(line_with("continue it: ", trained) + " --steps 4", "continue it: "))
@@ -41,28 +42,21 @@ def test_prepare_leads_to_text(arguments, here, compiled):
 
 
 def test_prepare_leads_to_the_preset_of_the_machine():
-    assert prepare.training_on(".", 8192, False, True)[:2] == ["--preset", "best"]
-    assert shlex.join(prepare.training_on("/x/a b", 5000, False, True)) == (
+    assert prepare.training_on(".", 8192, "best")[:3] == ["--preset", "best", "--save-dir"]
+    assert shlex.join(prepare.training_on("/x/a b", 5000, "best")) == (
         "--preset best -D VOCAB_SIZE=5000 -D 'INPUT_FILE=/x/a b/input.bin' -D 'VAL_FILE=/x/a b/val.bin' "
         "-D 'DECODING_FILE=/x/a b/decoding.bin' --save-dir 'ckpt-a b'")
-    assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
-    for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True)):
-        args = egg.parsed(["train", *prepare.training_on(directory, size, plain, gpu)])
-        configured(args.preset, *args.defines)
+    assert prepare.training_on("/x", 256, "best")[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
+    for directory, size, preset in (".", 8192, "best"), ("x", 700, "laptop"), ("x", 256, "laptop"):
+        args = egg.parsed(["train", *prepare.training_on(directory, size, preset)])
+        assert configured(args.preset, *args.defines).VOCAB_SIZE == size
 
 
-def test_without_a_gpu_prepare_makes_bytes_unless_told_otherwise(here, monkeypatch):
-    monkeypatch.setattr(egg_config, "SHIPPED", egg_config.make().fingerprint())
+def test_prepare_makes_as_many_tokens_as_it_is_told(here):
     (here / "t.txt").write_bytes(TEXT)
-    told = succeeds(run("prepare t.txt --out mine", preset=""))
-    assert "no GPU here: these are bytes" in told and "BPE" not in told
-    assert "--preset laptop -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told
-    assert sorted(os.listdir("mine")) == ["input.bin", "val.bin"]
-    for number, more in enumerate(("--vocab-size 300", "-D VOCAB_SIZE=300")):
-        told = succeeds(run(f"prepare t.txt --out tokens-{number} {more}"))
-        assert "the preset laptop turns these tokens into bytes again" in told and "BPE: " in told
+    for number, more in enumerate(("--vocab-size 300", "-D VOCAB_SIZE=300", "--preset laptop-bytes --vocab-size 300")):
+        assert "BPE: " in succeeds(run(f"prepare t.txt --out tokens-{number} {more}"))
         assert os.path.exists(f"tokens-{number}/decoding.bin")
-    assert "no GPU" not in run("prepare t.txt --vocab-size 300 --out gpu -D DEVICE=cuda").stdout
     fails(run("prepare t.txt --out t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
 
 

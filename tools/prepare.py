@@ -23,8 +23,8 @@ ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the toke
 def prepare(texts, vocab_size, val=None, out=".", say=print):
     """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
     texts: paths, read as bytes one after the other, .zst files unpacked; val: path of the held-out text, None: see
-    `split`. The BPE learns from the training part alone. `say` takes progress lines. Returns the number of tokens in
-    the vocabulary. Raises DataError and then leaves old files."""
+    `split`. The BPE learns from the training part alone. `say` takes progress lines. Returns the VOCAB_SIZE of
+    the files. Raises DataError and then leaves old files."""
     text = _text(texts, "prepare")
     train, held_out = ([text], [_text([val], "hold out")]) if val else split(text)
     if not any(train) or not any(held_out):
@@ -35,7 +35,7 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
     files, n_tokens = {"input.bin": train, "val.bin": held_out}, 256
     if vocab_size != 256:
         bpe, pieces = _train_bpe(train, vocab_size, say)
-        n_tokens = len(pieces)
+        n_tokens = max(257, len(pieces))             # 256 would mean plain bytes
         files = {name: _encode(bpe, parts, name, say) for name, parts in files.items()}
         files["decoding.bin"] = [len(pieces).to_bytes(4, "little")]
         files["decoding.bin"] += (len(x).to_bytes(4, "little") + x for x in pieces)
@@ -71,18 +71,19 @@ def need_room(directory, force):
     raise UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
 
 
-def training_on(directory, n_tokens, plain, gpu):
-    """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine."""
-    preset = ("best-bytes" if plain else "best") if gpu else "laptop"
+def training_on(directory, n_tokens, preset):
+    """[argument]: of `train`, for the files that `prepare` has made. n_tokens: 256 for plain bytes; preset: that for
+    tokens on this machine."""
+    plain = n_tokens == 256
     constants = {"DETOKENIZE": 0} if plain else {}
-    if preset == "best" and n_tokens != egg_config.VOCAB_SIZE:
-        constants = {"VOCAB_SIZE": max(n_tokens, 257)}       # 256 would mean plain bytes
+    if n_tokens not in (256, egg_config.VOCAB_SIZE):
+        constants = {"VOCAB_SIZE": n_tokens}
     if os.path.normpath(directory) != ".":
         constants |= {name: os.path.join(directory, file) for name, file in FILES.items()
                       if not (plain and name == "DECODING_FILE")}
     kept = unused("ckpt-" + os.path.basename(os.path.abspath(directory)))
-    return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
-            "--save-dir", kept]
+    defines = [word for name, value in constants.items() for word in ("-D", f"{name}={value}")]
+    return ["--preset", preset + "-bytes" * plain, *defines, "--save-dir", kept]
 
 
 def split(data):
