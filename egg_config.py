@@ -197,10 +197,10 @@ TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of t
 PRESETS = {
     # The values above as they are.
     "deggs": {},
-    # A model of tokens that learns within a minute on two cores, with noise on activations. 64 windows a step, read by 8
-    # members each; a rate that falls with the root of the steps, and faster from step 1,200 to 2,000. Loud noise at the
-    # embedding, which holds half of the weights. 14 logit units are a nat: with more of them the frequent tokens reach
-    # the largest logit. Two chunks, so that two machines can share a step.
+    # A model of tokens that learns within a minute on two cores, with noise on activations. 64 windows a step, read by
+    # 8 members each; a rate that falls with the root of the steps, and faster from step 1,200 to 2,000. Loud noise at
+    # the embedding, which holds half of the weights. 14 logit units are a nat: with more of them the frequent tokens
+    # reach the largest logit. Two chunks, so that two machines can share a step.
     "laptop": dict(
         MODEL="gru", PERTURB="activations", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, MLP_RELU=1, GROUP_SIZE=8,
         CHUNK_SIZE=256, POPULATION_SIZE=512, NOISE_EMBEDDING=7, NOISE_GATE=7, NOISE_CANDIDATE=3, NOISE_UP=3,
@@ -210,10 +210,10 @@ PRESETS = {
         LR_SCHEDULE="0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1200:0.2, 1600:0.14, 2000:0.1, "
                     "4000:0.075, 8000:0.055, 16000:0.04, 32000:0.03",
         VALIDATE_EVERY=100, SAMPLE_EVERY=200),
-    # A model of bytes in the same time with noise on weights: the small recurrent model learns as much from a token as the transformer of
-    # that size and reads more of them a second. The overlay is off: it would end the noise of norms and biases within
-    # 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that are needed. With so few
-    # members SEEN_VOTES, small initial weights and little momentum help as well.
+    # A model of bytes for the same time, with noise on weights: the small recurrent model learns as much from a token
+    # as the transformer of that size and reads more of them a second. The overlay is off: it would end the noise of
+    # norms and biases within 64 steps and later, at small rates, all other noise. Soft targets halve the tokens that
+    # are needed. With so few members SEEN_VOTES, small initial weights and little momentum help as well.
     "laptop-weights": dict(
         MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=64, VOCAB_SIZE=256, DETOKENIZE=1, CHUNK_SIZE=256,
         POPULATION_SIZE=1024, SIGMA_SHIFT_VECTOR=8, HOST_GAUSSIAN=1, HOST_MASK=3, DEVICE_GAUSSIAN=1, LOSS="exact",
