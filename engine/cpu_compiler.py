@@ -1,5 +1,5 @@
-"""The decorators by which numba compiles the CPU engine: `njit` for what Python calls, `inner`, `leaf` and `inlined` for
-what only compiled functions call."""
+"""The decorators by which numba compiles the CPU engine: `njit` for what Python calls; `inner`, `leaf` and `inlined`
+for what only compiled functions call."""
 
 import ctypes
 import functools

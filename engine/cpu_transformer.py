@@ -5,8 +5,9 @@ from collections import namedtuple
 import numpy as np
 
 from engine.cpu_compiler import inlined, inner, leaf, njit
-from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, add_residual, amax, copy_row, draw_norm, draw_sides, embed, i64,
-                                largest, layer_norm, mlp, new_logits, new_sides, padded, product, score_rows, write_next)
+from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, add_residual, amax, copy_row, draw_norm, draw_sides, embed,
+                                i64, largest, layer_norm, mlp, new_logits, new_sides, padded, product, score_rows,
+                                write_next)
 from engine.cpu_rules import clip, f64, i32, shift_right, u32
 from engine.simd import PANEL, ROWS, empty, exp_sum, local, tile
 from model import parameters

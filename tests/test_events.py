@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import struct
 import sys
 import time
@@ -15,7 +14,7 @@ from pytest import approx, mark, raises
 
 import egg_config
 import egg_net
-from cluster import admission, event_log, history, wire
+from cluster import event_log, history, wire
 from cluster.console import printable, sample_parts
 from cluster.step import Author
 from cluster.wire import JOB_REQUEST, LOG_MESSAGE
