@@ -25,7 +25,7 @@ install: $(VENV)/ready
 
 prepare: $(VENV)/ready
 	@$$(cat $(VENV)/pip) install -q -r requirements/prepare.txt
-	@$(EGG) prepare $(TEXT) --vocab-size 8192 $(ARGS)
+	@$(EGG) prepare $(TEXT) $(ARGS)
 
 test: $(VENV)/ready-test
 	$(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(ARGS)

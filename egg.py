@@ -7,30 +7,22 @@ Modules that take long to load are imported by the commands that need them.
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)         # until `main` can catch it, Ctrl-C ends us without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)         # Ctrl-C ends a command at once; a run catches it, to be kept
 
 import argparse
 import hashlib
 import importlib
 import os
-import re
 import sys
 
 try:
     import egg_config
-except Exception as error:                               # a slip in an edit of that file is one line too
-    import linecache
-    trace = error.__traceback__
-    while trace.tb_next:
-        trace = trace.tb_next
-    number = getattr(error, "lineno", trace.tb_lineno)
-    line = linecache.getline(os.path.join(os.path.dirname(__file__), "egg_config.py"), number)
-    place = "" if hasattr(error, "status") else f"egg_config.py:{number}: {line.partition(' ')[0]}: "
-    advice = ": text needs quotes" if isinstance(error, NameError) else ""
-    print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
-    sys.exit(2)
-from cluster.console import Console, Printer
-from egg_config import EggError, did_you_mean
+except Exception as error:
+    if not hasattr(error, "status"):
+        raise
+    sys.exit(print(f"egg: {error}", file=sys.stderr) or error.status)
+from cluster.console import Console, Printer, let_go
+from egg_config import ROOT, EggError
 from engine import hardware
 
 EXAMPLES = """\
@@ -120,7 +112,6 @@ COMMON = dict([
     option("--verbose", "print a line for every step, in the format of d-eggs, also on a terminal"),
     option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
-AGAIN = 3                   # seconds after which a Ctrl-C is repeated if the command goes on
 UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
@@ -131,7 +122,6 @@ SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*)
 OPEN_PAGE = option("--insecure", "show the page of --http to anybody who can reach it")
 CLUSTER = option("--address ADDRESS", "the Ray cluster: auto (the one of RAY_ADDRESS or of this machine), HOST:PORT, "
                  "or local: a new one on this machine (default: auto)")
-NOT_CONTINUED = "function", "saved", "defines", "preset", "load_dir", "steps", "minutes"
 
 
 DESCRIPTION = ("Trains int8 language models, a transformer or a recurrent one, by evolution strategies, on any number "
@@ -229,7 +219,9 @@ def train(cfg, args):
     done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
                        **of_the_run(args))
     directory = done.progress.run.directory
-    invite_to_continue(args.argv, directory, console)
+    if directory:
+        objective = ["--objective", args.objective] if args.objective else []
+        console.line("continue it: " + calling.command_line("train", "--save-dir", directory, *objective))
     if done.final is not None and directory:
         console.line("plot it: " + calling.command_line("plot", directory))
         console.line("try it: " + calling.command_line("generate", "--load-dir", directory))
@@ -279,7 +271,7 @@ def coordinator(cfg, args):
     done = egg_net.run_coordinator(cfg, args.host, args.port, console=console, access=access, http=page(args, access),
                                    island=island, **of_the_run(args),
                                    hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
-    invite_to_continue(args.argv, done.run.directory, console)
+    invite_to_continue(done.run.directory, console)
 
 
 @command(option("host HOST", "name or address of the coordinator"),
@@ -325,7 +317,7 @@ def ray(cfg, args):
     from deploy import ray
     console, access = run_console(args), access_to_page(args)
     done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
-    invite_to_continue(args.argv, done.run.directory, console)
+    invite_to_continue(done.run.directory, console)
 
 
 @command(CLUSTER, option("file FILE", "the table of settings, TOML (docs/CLUSTERS.md)"),
@@ -580,21 +572,10 @@ def run_console(args):
     return Console(verbose=args.verbose, steps=args.steps, minutes=args.minutes)
 
 
-def invite_to_continue(argv, directory, console):
-    """Prints the command that continues the run in `directory`: argv without limits and kept constants."""
-    from tools import calling
-    if directory is None:
-        return
-    args = vars(parsed(argv, typed=False)) | {"save_dir": directory}
-    kept = egg_config.DETERMINING | egg_config.make().settings().keys()
-    words = []
-    for name, value in args.items():
-        if value and name not in NOT_CONTINUED:
-            for one in value if isinstance(value, list) else [value]:
-                words += ["--" + name.replace("_", "-")] + [one] * (one is not True)
-    words += [word for define in args["defines"] if define.partition("=")[0].strip() not in kept
-              for word in ("-D", define)]
-    console.line("continue it: " + calling.command_line(args["function"].__name__, *words))
+def invite_to_continue(directory, console):
+    """Says how the run in `directory` goes on, if it is kept."""
+    if directory:
+        console.line(f"continue it: the same command, with --save-dir {directory}")
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -602,41 +583,19 @@ def invite_to_continue(argv, directory, console):
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         """Answers wrong use with one line, not with the whole usage."""
-        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
-            message = f"no command {wrong[1]!r}" + did_you_mean(wrong[1], COMMANDS,
-                                                                f": there is {', '.join(COMMANDS)}")
-        from tools import calling
-        self.exit(2, calling.as_called(f"egg: {message} (see python {self.prog} --help)\n"))
-
-    def format_help(self):
-        from tools import calling
-        examples = calling.aligned(self.epilog)
-        return calling.as_called(super().format_help().replace(self.epilog, examples))
-
-    def parse_known_args(self, args=None, namespace=None):
-        """argparse leaves what a command does not know to the main parser, whose help does not have its options."""
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            word = unknown[0].partition("=")[0]
-            what = "no option" if word.startswith("-") else "too many arguments:"
-            self.error(f"{what} {word}" + did_you_mean(word, self._option_string_actions))
-        return known, unknown
+        self.exit(2, f"egg: {message} (see python {self.prog} --help)\n")
 
 
-def parsed(argv, typed=True):
-    """The arguments of a command line argv ([word]); typed=False: values stay as they were written."""
+def parsed(argv):
+    """The arguments of a command line argv ([word])."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     main = Parser(prog="egg.py", description=DESCRIPTION, epilog=EXAMPLES, **layout)
-    if argv and argv[0].startswith("-") and argv[0] not in main._option_string_actions:
-        main.error(f"options follow the command: egg.py COMMAND {argv[0]} ...")
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for name, (function, options, saved) in COMMANDS.items():
         # without inspect.getdoc: that module takes long to load
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
-        if name not in argv:
-            continue                                         # its line in the help is enough
         sub.set_defaults(function=function, saved=saved)
         sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                          help="set a constant of egg_config.py; can be repeated")
@@ -646,49 +605,25 @@ def parsed(argv, typed=True):
                 group = sub.add_argument_group(*item.split(": ", 1))
             else:
                 word, values = (item, COMMON[item]) if isinstance(item, str) else item
-                group.add_argument(word, **{k: v for k, v in values.items() if typed or k != "type"})
+                group.add_argument(word, **values)
     return main.parse_args(argv)
 
 
 def main(argv=None):
-    """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use, 130 for Ctrl-C."""
-    interrupted = []
-
-    def interrupt(number, _):
-        interrupted.append(number)
-        signal.setitimer(signal.ITIMER_REAL, AGAIN)          # some libraries lose it
-        raise KeyboardInterrupt
-
-    def in_callback(error):
-        # Python only prints exceptions there: a Ctrl-C is repeated a moment later, what it broke is of no interest
-        if error.exc_type is KeyboardInterrupt:
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-        elif not interrupted:
-            sys.__unraisablehook__(error)
-
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-        sys.unraisablehook = in_callback
+    """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use."""
     try:
-        try:
-            argv = sys.argv[1:] if argv is None else argv
-            args = parsed(argv)
-            args.argv = argv
-            saved, args.run = args.saved(args)
-            cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args))
-            if vars(args).get("port", 0) is None:
-                args.port = cfg.PORT
-            args.function(cfg, args)
-            sys.stdout.flush()
-            return 0
-        except Exception as error:
-            # libraries that are being imported turn a Ctrl-C into errors of their own
-            return 130 if interrupted else failed(error)
-    except KeyboardInterrupt:                                # perhaps while the error was printed
+        args = parsed(argv)
+        saved, args.run = args.saved(args)
+        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args))
+        if vars(args).get("port", 0) is None:
+            args.port = cfg.PORT
+        args.function(cfg, args)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:                                # the second one, which ends a run at once
         return 130
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Exception as error:
+        return failed(error)
 
 
 def objective_of(args):
@@ -701,13 +636,12 @@ def objective_of(args):
 
 def failed(error):
     """Prints a line about the error that ended a command; the exit status. Raises errors of the program itself."""
-    from tools import calling
     message = error
     if isinstance(error, ModuleNotFoundError) and error.name.partition(".")[0] in LIBRARIES:
-        message = f"{sys.executable} has no {error.name}: {calling.installation()}"
+        message = (f"{sys.executable} has no {error.name}: install it with `make install` in {ROOT}, and call "
+                   ".venv/bin/python there")
     elif isinstance(error, BrokenPipeError):
-        # the reader of our output is gone; Python would complain again when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        let_go(sys.stdout)
         return 1
     elif isinstance(error, MemoryError):
         message = "not enough memory: take a smaller configuration, or a shorter text"
@@ -715,7 +649,7 @@ def failed(error):
         message = f"{error.filename}: {error.strerror}" if error.filename else error
     elif not isinstance(error, EggError):
         raise error
-    Printer(sys.stderr).line("egg: " + calling.as_called(" ".join(str(message).split())))
+    Printer(sys.stderr).line("egg: " + " ".join(str(message).split()))
     return getattr(error, "status", 1)
 
 

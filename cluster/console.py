@@ -1,12 +1,10 @@
 """What a command writes to its terminal: lines, a progress line below them, colours; and the signals that stop it."""
 
 import contextlib
-import io
 import os
 import re
 import shutil
 import signal
-import stat
 import sys
 import threading
 import time
@@ -49,7 +47,7 @@ class Printer:
             self._next = time.monotonic() + self.PROGRESS_EVERY
             text = fit(*self._parts(), clean(self._text))
             if text != self._shown:
-                self._write((self._erased() or "\r\x1b[J") + text)
+                self._write("\r\x1b[J" + text)
                 self._shown = text
 
     def clear(self):
@@ -75,10 +73,9 @@ class Printer:
         return []
 
     def _erased(self):
-        """What removes the progress line, also where a terminal that became narrower has wrapped it."""
-        above = (len(self._shown) - 1) // shutil.get_terminal_size().columns
+        """What removes the progress line."""
         there, self._shown = self._shown, ""
-        return (f"\x1b[{above}A" if above > 0 else "") + "\r\x1b[J" if there else ""
+        return "\r\x1b[J" if there else ""
 
     def _write(self, text):
         if text and self._out:
@@ -88,14 +85,13 @@ class Printer:
 
 
 class Console(Printer):
-    """The console of a run, a sink of events. It never waits and never fails: see NonBlockingWriter. On a terminal a
-    status line is rewritten in place; a lasting line comes at each validation, snapshot and sample, or every LINE_EVERY
-    seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps, minutes: the end of the run, or
-    None."""
+    """The console of a run, a sink of events. It never fails: lines that cannot be written are lost, and that is
+    reported once. On a terminal a status line is rewritten in place; a lasting line comes at each validation, snapshot
+    and sample, or every LINE_EVERY seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps,
+    minutes: the end of the run, or None."""
 
     LINE_EVERY = 10.0
-    BAR = 8                    # columns
-    _first, _deggs = 0, 1.0    # the first step; the unit of its loss
+    _deggs = 1.0               # the unit of the loss of d-eggs
     _step = _validation = None     # the last event of a step, of a validation
     _step_at = _line_at = 0.0  # when that came, and when the next lasting line is due
     _last_loss, _pace = float("inf"), ()
@@ -105,13 +101,13 @@ class Console(Printer):
         self.steps = steps
         self.minutes = minutes
         self.live = self.steered and not verbose
-        self._out = None if quiet else NonBlockingWriter(self.stream)
+        if quiet:
+            self._out = None
 
     def emit(self, event, line):
         """line: what is printed of the event, None for nothing."""
         match event["event"]:
             case "start":
-                self._first = event["step"]
                 self._deggs, _ = egg_config.loss_unit(event["config"])
             case "validation":
                 self._validation = event
@@ -150,8 +146,9 @@ class Console(Printer):
         if self._step is None:
             return [self._pace]
         elapsed = self._step["elapsed"] + time.monotonic() - self._step_at
-        goal = self._goal(elapsed) if shutil.get_terminal_size().columns >= 80 else ""
-        return [clock(elapsed) + goal, f"step {self._step['step']}", *self._figures()]
+        minutes = f" of {clock(60 * self.minutes)}" if self.minutes else ""
+        steps = f" of {self.steps}" if self.steps else ""
+        return [clock(elapsed) + minutes, f"step {self._step['step']}{steps}", *self._figures()]
 
     def _figures(self):
         step, loss = self._step, f"loss {self._step['loss']:.2f}"
@@ -160,17 +157,6 @@ class Console(Printer):
         losses = [f"{loss} {val}"] if same else [f"{loss} {step['unit']}", val]
         speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
         return [*losses, self._pace, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s")]
-
-    def _goal(self, elapsed):
-        """A bar and the time of the end, "" for a run without one."""
-        left, share = to_the_end(self.minutes, self.steps, self._first, self._step["step"] + 1, self._step["elapsed"],
-                                 elapsed)
-        if left is None:
-            return ""
-        full = min(int(share * self.BAR), self.BAR)
-        form = "%H:%M:%S" if left < 3600 else "%H:%M" if left < 72000 else "%a %d %b"
-        end = time.strftime(form, time.localtime(round(time.time() + max(left, 0))))
-        return f" [{'#' * full}{'-' * (self.BAR - full)}] ends {end}"
 
     def _step_line(self, event):
         """The line of d-eggs; its loss has the unit of d-eggs."""
@@ -195,55 +181,18 @@ class Console(Printer):
                 line += f" (step {validation['step']})"
         return line
 
-
-class NonBlockingWriter:
-    """Writes to a stream without waiting for its reader. Lines that cannot be written are lost, and that is reported
-    once; `write` never raises. The descriptor is shared with other processes: a pipe or a terminal is opened anew,
-    non-blocking."""
-
-    MOST = 1 << 16             # bytes that wait for room
-    file, waiting = None, b""
-    lost, reported = 0, False  # lines
-
-    def __init__(self, stream):
-        self.stream = stream
-        with contextlib.suppress(OSError, ValueError, AttributeError):       # streams of tests have no descriptor
-            stream.flush()
-            number = stream.fileno()
-            mode = os.fstat(number).st_mode
-            waits = stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
-            if waits:
-                number = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-            self.file = io.FileIO(number, "w", closefd=waits)
-
-    def write(self, text):
-        if self.file is None:
-            with contextlib.suppress(OSError):
-                self.stream.write(text)
-                self.stream.flush()
-            return
-        self.flush()
-        if len(self.waiting) > self.MOST:
-            return self._lose("nobody reads it")
-        if self.lost:
-            text = f"({self.lost} lines are missing here: they could not be written)\n" + text
-            self.lost = 0
-        self.waiting += text.encode(self.stream.encoding or "utf-8", "replace")
-        self.flush()
-
-    def flush(self):
+    def _write(self, text):
         try:
-            while self.waiting and (size := self.file.write(self.waiting)):
-                self.waiting = self.waiting[size:]
+            super()._write(text)
         except OSError as error:
-            self.waiting = b""
-            self._lose(error.strerror)
+            let_go(self.stream)
+            with contextlib.suppress(OSError):
+                print(f"egg: the output: {error.strerror}: lines are missing in it from now on", file=sys.stderr)
 
-    def _lose(self, why):
-        self.lost += 1
-        if not self.reported and self.stream is not sys.stderr:
-            self.reported = True
-            NonBlockingWriter(sys.stderr).write(f"egg: the output: {why}: lines are missing in it from now on\n")
+
+def let_go(stream):
+    """Writes to nowhere from now on: the reader is gone or the disk full, and Python would fail again at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def takes_escapes(stream):
@@ -305,19 +254,6 @@ def path_text(path):
     return os.fsencode(path).decode("utf-8", "replace")
 
 
-def to_the_end(minutes, steps, first, step, took, elapsed):
-    """(seconds until the end of a run, share of it that is done), (None, None) where nothing tells. It ends after
-    `minutes` or with `steps` completed steps, None: it does not. first: its first step; step: the present one, to
-    which it `took` these seconds; elapsed: seconds since it began."""
-    ends = []
-    if minutes is not None:
-        ends.append((60 * minutes - elapsed, elapsed / (60 * minutes)))
-    if steps is not None and step > first:
-        ends.append((took / (step - first) * (steps - step) - (elapsed - took),
-                     (step - first) / max(steps - first, 1)))
-    return min(ends, default=(None, None))
-
-
 def count_text(n):
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
 
@@ -328,7 +264,7 @@ def _bytes_text(n):
 
 @contextlib.contextmanager
 def stop_signals():
-    """Yields a list that gets an element by SIGINT or SIGTERM; a second SIGINT interrupts as usual."""
+    """Yields a list that gets an element by SIGINT or SIGTERM, in the main thread; a second SIGINT interrupts."""
     stopped = []
 
     def on_signal(number, _):
@@ -336,17 +272,10 @@ def stop_signals():
             raise KeyboardInterrupt
         stopped.append(number)
 
-    with handling({signal.SIGINT: on_signal, signal.SIGTERM: on_signal}):
-        yield stopped
-
-
-@contextlib.contextmanager
-def handling(handlers):
-    """{signal: handler} for the length of the block; in the main thread alone."""
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()} if main else {}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
     try:
-        yield
+        yield stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -100,6 +100,11 @@ class Events(contextlib.AbstractContextManager):
         self.close()
 
 
+def is_nearly_full(disk):
+    """Whether a disk has less than RESERVE left. disk: its os.statvfs."""
+    return disk.f_bavail * disk.f_frsize < min(RESERVE, disk.f_blocks * disk.f_frsize // 20)
+
+
 class Lines:
     """A file to which whole lines are appended. `warn` takes one line when the disk is full, or leaves less than
     RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file cannot be
@@ -145,8 +150,7 @@ class Lines:
                 self.warn(f"{self.path}: {error.strerror}: events are missing in it from now on")
 
     def _make_room(self):
-        disk = os.fstatvfs(self.handle)
-        if disk.f_bavail * disk.f_frsize < min(RESERVE, disk.f_blocks * disk.f_frsize // 20):
+        if is_nearly_full(os.fstatvfs(self.handle)):
             raise OSError(errno.ENOSPC, "the disk is nearly full")
         if self.size > LOG_BYTES:
             with contextlib.suppress(FileNotFoundError):
@@ -188,27 +192,22 @@ class CoordinatorLog(Lines):
 
 
 class TensorBoard:
-    """Scalars and samples for TensorBoard, with the record writer of tensorboardX alone: the thread of its
-    SummaryWriter dies when the disk is full, and the run would hang."""
-
-    flush_at = 0.0
+    """Scalars and samples for TensorBoard, by the SummaryWriter of tensorboardX, on whose queue nothing waits: it has
+    no limit, and a full disk, which would end the thread that empties it, gets nothing more."""
 
     def __init__(self, directory, warn):
         self.directory = directory
         self.warn = warn
         try:
-            from tensorboardX import event_file_writer, summary
-            from tensorboardX.proto import event_pb2, summary_pb2
+            from tensorboardX import SummaryWriter
         except ImportError:
             raise WatchError("--tensorboard needs tensorboardX: pip install -r requirements/watch.txt") from None
-        self._event = event_pb2.Event
-        self._summary = summary_pb2.Summary
-        self._text = summary.text
         with explained(WatchError, f"--tensorboard {directory}", "give a directory that can be written"):
-            os.makedirs(directory, exist_ok=True)
-            self._writer = event_file_writer.EventsWriter(os.path.join(directory, "egg"), f".{os.getpid()}")
+            self._writer = SummaryWriter(str(directory), max_queue=0, flush_secs=FLUSH_EVERY)
 
     def emit(self, event, _):
+        if self._writer is None:
+            return
         kind = event["event"]
         unit = event.get("unit", "").replace("/", "_per_")
         values = {}
@@ -220,21 +219,15 @@ class TensorBoard:
                 values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
             case "snapshot" if event["overlay"]:
                 values = {f"overlay/{name}": value for name, value in event["overlay"].items()}
-        summary = self._summary(value=[self._summary.Value(tag=k, simple_value=v) for k, v in values.items()])
-        if kind == "sample":
-            # indented: TensorBoard renders it as a code block of Markdown
-            text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")
-            summary = self._text("sample", text)
-        if not (self._writer and summary.value):
-            return
-        try:
-            self._writer.write_event(self._event(wall_time=event["time"], step=event["step"], summary=summary))
-            if time.monotonic() >= self.flush_at:
-                self._writer.flush()
-                self.flush_at = time.monotonic() + FLUSH_EVERY
-        except OSError as error:
+            case "sample":
+                # indented: TensorBoard renders it as a code block of Markdown
+                text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")
+                self._writer.add_text("sample", text, event["step"], event["time"])
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, event["step"], event["time"])
+        if values and is_nearly_full(os.statvfs(self.directory)):
             self.close()
-            self.warn(f"--tensorboard {self.directory}: {error.strerror}: nothing more is written there")
+            self.warn(f"--tensorboard {self.directory}: the disk is nearly full: nothing more is written there")
 
     def close(self):
         writer, self._writer = self._writer, None

@@ -104,18 +104,7 @@ def unpack(cfg, data, sha256=None):
         raise ValueError(f"snapshot of step {head.step}: {error}") from None
 
 
-def check(path):
-    """Reads a snapshot file, in pieces. Raises ValueError if its state is not the one that its head names, OSError."""
-    with open_file(path) as file:
-        head = read_head(file.read(HEAD_SIZE))
-        digest = _begin(head.step, head.seed)
-        for raw in _unpacked(file):
-            digest.update(raw)
-    if digest.digest() != head.sha256:
-        raise ValueError(OTHER_HASH)
-
-
-def _unpacked(file, most=math.inf):
+def _unpacked(file, most):
     """Yields the state in the body of a snapshot file, up to `most` bytes, in pieces. Raises ValueError."""
     source = history.decompressor()
     while not source.eof:
@@ -231,8 +220,8 @@ class Upload:
 
 class Shelf:
     """The snapshots of the current epoch of `run`: `files`, {step: name}. Links `latest` and `best` name two of them;
-    old ones are removed. doubtful: steps of those that `check` has not come to yet, which are not offered. Files that
-    others read piece by piece stay open meanwhile. stopped: no more snapshots, they cannot be written."""
+    old ones are removed. A worker compares a file with its SHA-256, and is sent to an older one where that differs.
+    Files that others read piece by piece stay open meanwhile. stopped: no more snapshots, they cannot be written."""
 
     stopped = False
 
@@ -247,7 +236,6 @@ class Shelf:
         self._open = {}                  # (epoch, step) -> (file, time of the last request)
         for match in self._matches():
             self._take(match)
-        self.doubtful = set()
 
     def _matches(self):
         names = os.listdir(self.directory) if self.directory else ()
@@ -276,24 +264,9 @@ class Shelf:
             return head.sha256.hex() == start.state
         return 0 < step <= self.run.step and head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()
 
-    def check(self, warn):
-        """A task (hub.Beside) of a coordinator: compares all files with their hashes, the newest first. One that is
-        damaged is forgotten, and `warn` takes a line. Raises HistoryError where the history begins with a snapshot and
-        none is left."""
-        self.doubtful.update(self.files)
-        return self._check(warn)
-
-    def _check(self, warn):
-        for step in sorted(self.files, reverse=True):
-            path = self.path(step)
-            try:
-                yield functools.partial(check, path)
-            except (OSError, ValueError) as error:
-                warn(f"{path} is damaged and not used: {getattr(error, 'strerror', None) or error}")
-                del self.files[step], self.sha256[step]
-            except GeneratorExit:
-                return self.doubtful.clear()
-            self.doubtful.discard(step)
+    def check(self):
+        """Arranges the files as they are wanted. Raises HistoryError where the history begins with a snapshot and there
+        is none."""
         start = self.run.start
         if start.step and max(self.files, default=0) < start.step:
             old = self._place(history.OLD.format(start.epoch - 1))
@@ -301,12 +274,13 @@ class Shelf:
                 f"{self.directory}: the snapshot of step {start.step}, with which its history begins, is missing or "
                 "damaged: restore it from a copy" + bool(start.epoch) * f", or continue from the previous epoch: mv "
                 f"{old} {self._place(history.FILE)}")
-        self.arrange()
+        with contextlib.suppress(OSError):
+            self.arrange()
 
     def newest_but(self, known=()):
         """Step of the newest snapshot with which a worker can begin and whose SHA-256 is not in `known`, 0 without one.
         """
-        return max((step for step in self.files.keys() - self.doubtful
+        return max((step for step in self.files
                     if step >= self.run.start.step and self.sha256[step] not in known), default=0)
 
     newest = property(newest_but)
@@ -356,7 +330,7 @@ class Shelf:
         Earlier ones are removed, but for those with which the history of an earlier epoch begins."""
         step = self.run.start.step
         self.files, self.sha256 = {step: history.snapshot_name(step)}, {step: sha256}
-        self.figures, self.digests, self.doubtful = {}, {}, set()
+        self.figures, self.digests = {}, {}
         self.stopped = False
         needed = {start.step for start in history.epochs(self.directory)} - {step}
         for match in self._matches():
@@ -375,8 +349,8 @@ class Shelf:
 
     def arrange(self):
         """Adds figures to file names, updates the links `latest` and `best`, removes old snapshots."""
-        if self.doubtful or not self.directory:
-            return                                       # `check` ends with this
+        if not self.directory:
+            return
         for step in self.files.keys() & self.figures:
             name = history.snapshot_name(step, self.figures[step], self.cfg.OBJECTIVE)
             if name != self.files[step]:

@@ -15,7 +15,7 @@ from engine.cpu_rules import (clip, divide, draw, drawn, f32, factor, hash32, he
                               input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
                               u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, dot, empty, exp_sum, gelu, local, noisy_tile, tile
+from engine.simd import PANEL, ROWS, empty, exp_sum, local, noisy_tile, tile
 from model import activations, integer_tables, parameters, transforms
 
 # a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
@@ -24,6 +24,7 @@ ROW = np.dtype([(name, np.int64) for name in ("weights", "packed", "correction",
                                               "overlay_a", "overlay_b", "rows", "cols")])
 # int64 and not int: numba compiles a function anew for every literal int among its arguments
 i64 = np.int64
+u8 = np.uint8
 # the layer of parameters that belong to none; the noise of an unperturbed model
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
@@ -206,7 +207,9 @@ def project(c, x, r, sides, q):
     n, H = sides.inputs.shape[1], c.HIDDEN_DIM
     s = i32(0)
     if c.ADAPTIVE_NOISE_MODE == 0:
-        return i32(dot(x, r * n, sides.inputs, q * n, n) - sides.offset[q])
+        for i in range(n):
+            s = i32(s + i32(i32(x[r, i]) * i32(sides.inputs[q, i])))
+        return i32(s - sides.offset[q])
     if n > H and not c.gru:
         for i in range(H):
             p = i32(0)
@@ -310,7 +313,8 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
                 noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
                            (r >> 1) * stride + p * PANEL, stride, c.matrix_shift, out, at, out.shape[1], k4)
             else:
-                tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, 0, out, at, out.shape[1], k4)
+                tile(x, r * t.rows, t.rows, c.packed, weights, PANEL, c.correction, correction, 0, out, at,
+                     out.shape[1], k4)
 
 
 @leaf
@@ -323,7 +327,7 @@ def add_tiles(x, panel, correction, votes, p):
         for k in range(ROWS):
             for j in range(PANEL):
                 votes[r + k, p * PANEL + j] += correction[j]
-        tile(x, r * length, length, panel, 0, votes, at, padded, votes, at, padded, length // 4)
+        tile(x, r * length, length, panel, 0, PANEL, votes, at, padded, votes, at, padded, length // 4)
 
 
 # --- normalisation, MLP, the loss of a position (SPEC 5, 7, 13) ------------------------------------------------------
@@ -396,6 +400,16 @@ def add_residual(h, count, left, y, shift, bias):
     amax(y, 0, count, h, 0, 0)
 
 
+@inlined
+def gelu(x):
+    """uint8: GELU(x) + 128 (SPEC 6) of an int8 from -127 on: max(x, 0) less a function of |x| that has few steps. All
+    numbers have eight bits, so that a vector has many."""
+    size = u8(abs(x))
+    lost = u8(u8(size >= u8(2)) + u8(size >= u8(4)) + u8(size >= u8(9)))
+    lost = u8(lost - u8(u8(size >= u8(17)) + u8(size >= u8(25)) + u8(size >= u8(36))))
+    return u8(u8(max(x, np.int8(0))) + u8(128) - lost)
+
+
 @leaf
 def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
@@ -427,7 +441,8 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
                 m = member(r, left)
                 for i in range(4 * H):
                     u[r, i] = clip(i32(shift_right(wide[r, i], c.SHIFT_MLP_UP) + bias_u[m, i]))
-            gelu(u, 0, count * 4 * H)
+                for i in range(4 * H):
+                    u[r, i] = gelu(np.int8(u[r, i]))
         product(c, down, layer, sides_d, noisy, u, count, left, y)
         if seen is not None:
             watch(seen, 5 * layer + DOWN, first, count, u, i32(c.divisor_down), y)
@@ -458,11 +473,10 @@ def target(c, windows, q, start, T, t, j):
 
 
 @inlined
-def position_loss(c, z, r, windows, q, start, T, t, weights, stored):
-    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32 where
-    `stored` is 1."""
+def position_loss(c, z, r, windows, q, start, T, t, weights):
+    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32."""
     top, wanted = largest(z, r, c.VOCAB_SIZE), i32(0)
-    total = exp_sum(c.exp, 0, c.short_exp, top, 0, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0, stored)
+    total = exp_sum(c.exp, 0, c.short_exp, top, 0, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0)
     for j in range(c.TARGETS):
         wanted += z[r, target(c, windows, q, start, T, t, j)]
     return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
@@ -559,16 +573,13 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, seen
         if seen is not None:
             watch(seen, 5 * c.N_LAYERS, first, count, x, i32(1), None)
         for r in range(count):
-            row, clean = first + r, i64(0)
+            row = first + r
             window, t = q if noisy else q + row // T, row % T
             if losses.size:
-                if seen is not None:
-                    clean = i64(row < seen.tokens.size)
-                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights, clean)
-                if seen is not None:
-                    if clean:
-                        head_errors(c, z, r, windows, window, start, T, t, u32(seen.seed + u32(window)), weights,
-                                    seen.errors[row])
+                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights)
+                if seen is not None and row < seen.tokens.size:
+                    head_errors(c, z, r, windows, window, start, T, t, u32(seen.seed + u32(window)), weights,
+                                seen.errors[row])
             else:
                 total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
                 for v in range(c.VOCAB_SIZE):

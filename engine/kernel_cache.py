@@ -89,8 +89,8 @@ def read(path):
 
 
 def write(path, data):
-    """Writes a whole file at once, unless the sources have changed since OF_SOURCES: a module that was read later is
-    perhaps another one. If writing fails, one line says so, and the kernel will be compiled again."""
+    """Writes a whole file at once, unless the sources have changed since `key` named it: a module that was read later
+    may be another one. If writing fails, one line says so, and the kernel will be compiled again."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     if digest_of_sources(ROOT) != OF_SOURCES:
         return

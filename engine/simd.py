@@ -1,5 +1,5 @@
-"""The vector instructions of the CPU engine as numba intrinsics: an exact u8 x s8 -> int32 product tile and dot
-product, GELU and a table look-up.
+"""The vector instructions of the CPU engine as numba intrinsics: an exact u8 x s8 -> int32 product tile, a float32
+product in a fixed order and a table look-up.
 
 `use` chooses the product, once for a process:
   vnni512   vpdpbusd on 512-bit registers (AVX-512 VNNI)
@@ -14,14 +14,11 @@ import inspect
 import itertools
 
 import llvmlite.binding as llvm
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
-
-from model import integer_tables
 
 I8 = ir.IntType(8)
 I16 = ir.IntType(16)
@@ -29,8 +26,6 @@ I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 PANEL = 32                  # columns of a packed weight panel; a tile is ROWS x PANEL
 ROWS = 8
-_lost = np.maximum(np.arange(-127, 1), 0) - integer_tables.gelu_table()[np.arange(-127, 1)]     # by GELU, of |x|
-GELU_STEPS = [(int(x), int(step)) for x, step in enumerate(np.diff(_lost[::-1]), 1) if step]
 KIND = None                 # set by `use`, as is this:
 LANES = None                # int32 accumulators of a register; LANES / 2 rows of a tile, two registers each, are kept
 
@@ -93,12 +88,6 @@ def _load(builder, pointer, vector):
 def _lanes(builder, vector, which):
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), ir.Constant(
         _vector(I32, len(which)), list(which)))
-
-
-def _sum(builder, vector):
-    """The sum of a vector's lanes."""
-    name = f"llvm.vector.reduce.add.v{vector.type.count}i{vector.type.element.width}"
-    return builder.call(_function(builder, vector.type.element, [vector.type], name), [vector])
 
 
 def _splat(builder, scalar, n):
@@ -231,25 +220,26 @@ def operation(result):
     return decorate
 
 
-def _product(builder, begin, x, x_stride, w, out, out_stride, k4):
-    """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly. x uint8 (row stride in bytes), w int8: one
-    packed panel [k4, PANEL, 4], out int32 (row stride in elements)."""
+def _product(builder, begin, x, x_stride, w, w_stride, out, out_stride, k4):
+    """out[ROWS, PANEL] = begin(row, column) + x[ROWS, 4 k4] . w, exactly. x uint8 (row stride in bytes), w int8 [k4,
+    PANEL, 4] (its first stride in units of 4 bytes), out int32 (row stride in elements)."""
     rows = [_opaque(builder, builder.gep(x, [builder.mul(x_stride, I64(r))])) for r in range(ROWS)]
 
     def four(k, r):
         word = _load(builder, builder.gep(rows[r], [builder.mul(k, I64(4))]), I32)
         return builder.bitcast(_splat(builder, word, LANES), _vector(I8, 4 * LANES))
 
-    panel = lambda k, c: _weights(builder, _at(builder, w, k, I64(4 * PANEL), builder.mul(c, I64(4))), LANES)
+    pitch = builder.mul(w_stride, I64(4))
+    panel = lambda k, c: _weights(builder, _at(builder, w, k, pitch, builder.mul(c, I64(4))), LANES)
     _accumulate(builder, k4, begin, four, panel, functools.partial(_dot_step, builder), out, out_stride)
 
 
 @operation(types.void)
-def tile(builder, x: "array", x_stride, w: "array", init: "array", init_stride, out: "array", out_stride, k4):
+def tile(builder, x: "array", x_stride, w: "array", w_stride, init: "array", init_stride, out: "array", out_stride, k4):
     """out[ROWS, PANEL] = init + x . w; init int32 (row stride in elements, 0 repeats one row) may be out itself. The
     others: see `_product`."""
     begin = lambda r, c: _load(builder, _at(builder, init, init_stride, r, c), _vector(I32, LANES))
-    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
+    _product(builder, begin, x, x_stride, w, w_stride, out, out_stride, k4)
 
 
 @operation(types.void)
@@ -266,7 +256,7 @@ def noisy_tile(builder, x: "array", x_stride, w: "array", init: "array", sums: "
         first = _load(builder, builder.gep(init, [c]), vector)
         return builder.add(first, builder.ashr(builder.mul(factor, part), shift))
 
-    _product(builder, begin, x, x_stride, w, out, out_stride, k4)
+    _product(builder, begin, x, x_stride, w, I64(PANEL), out, out_stride, k4)
 
 
 @operation(types.void)
@@ -281,91 +271,46 @@ def chain_tile(builder, x: "array", x_stride, w: "array", out: "array", out_stri
                 lambda acc, a, b: builder.call(fma, [a, b, acc]), out, out_stride)
 
 
-@operation(types.int32)
-def dot(builder, x: "array", w: "array", count):
-    """The sum of x[i] * w[i], exactly; x uint8, w int8, count a multiple of 32."""
-    acc = cgutils.alloca_once(builder, _vector(I32, 8))
-    builder.store(_all(_vector(I32, 8), 0), acc)
-    with cgutils.for_range(builder, builder.sdiv(count, I64(32)), intp=I64) as loop:
-        at = builder.mul(loop.index, I64(32))
-        activations = _load(builder, builder.gep(x, [at]), _vector(I8, 32))
-        weights = _weights(builder, builder.gep(w, [at]), 8)
-        builder.store(_dot_step(builder, builder.load(acc), activations, weights), acc)
-    return _sum(builder, builder.load(acc))
-
-
-@operation(types.void)
-def gelu(builder, x: "array", count):
-    """x[i] = GELU(x[i]) + 128 in place for `count` bytes of uint8, a multiple of 64, which hold int8 from -127 on.
-    GELU(x) is max(x, 0) less a function of |x| that has few steps."""
-    size = 4 * LANES
-    number = functools.partial(_all, _vector(I8, size))
-    with cgutils.for_range(builder, builder.sdiv(count, I64(size)), intp=I64) as loop:
-        here = builder.gep(x, [builder.mul(loop.index, I64(size))])
-        value = _load(builder, here, _vector(I8, size))
-        positive = builder.icmp_signed(">", value, number(0))
-        distance = builder.select(positive, value, builder.neg(value))
-        value = builder.add(builder.select(positive, value, number(0)), number(128))
-        for first, step in GELU_STEPS:
-            reached = builder.icmp_unsigned(">=", distance, number(first))
-            value = builder.sub(value, builder.select(reached, number(step), number(0)))
-        _store(builder, value, here)
-
-
 @operation(types.int64)
-def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32, z: "array", count, out: "array",
-            stored):
-    """The sum over i of e_i = table[min(255, top - (z[i] >> shift))], and out[i] = e_i unless `stored` is 0.
+def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32, z: "array", count, out: "array"):
+    """The sum over i of e_i = table[min(255, top - (z[i] >> shift))], and out[i] = e_i.
 
-    table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, as
-    far as out is written. `short` (0 or 1): the table is zero from entry 95 on, as it is at the usual scale."""
-    lanes = 16 if KIND == "vnni512" else 8
-    v, v64 = _vector(I32, lanes), _vector(I64, lanes)
-    number, stored = functools.partial(_all, v), builder.icmp_signed("!=", stored, I64(0))
-    top, shift = _splat(builder, top, lanes), _splat(builder, shift, lanes)
-    last = _splat(builder, builder.trunc(count, I32), lanes)
-    total = cgutils.alloca_once(builder, v64)
-    builder.store(_all(v64, 0), total)
+    table int32 [256]; z int32, no z[i] >> shift above top; out int32; z and out reach to the next multiple of 16, and
+    out is 0 there. `short` (0 or 1): the table is zero from entry 95 on, as it is at the usual scale."""
+    v, lanes = _vector(I32, 16), ir.Constant(_vector(I32, 16), list(range(16)))
+    top, shift, last = (_splat(builder, x, 16) for x in (top, shift, builder.trunc(count, I32)))
+    total = cgutils.alloca_once_value(builder, _all(_vector(I64, 16), 0))
+    registers = [_load(builder, builder.gep(table, [I64(16 * q)]), v) for q in range(16)]
+    permute = functools.partial(builder.call, _function(builder, v, [v] * 3, "llvm.x86.avx512.vpermi2var.d.512"))
 
-    def in_memory(d):
-        e = number(0)
-        for lane in range(lanes):
-            at = builder.zext(builder.extract_element(d, I32(lane)), I64)
-            e = builder.insert_element(e, builder.load(builder.gep(table, [at])), I32(lane))
-        return e
-
-    def in_registers(pairs, d):
-        # the low five bits of d select within a pair of registers, the others the pair
-        permute = _function(builder, v, [v, v, v], "llvm.x86.avx512.vpermi2var.d.512")
-        values = [builder.call(permute, [first, d, second]) for first, second in zip(pairs[::2], pairs[1::2])]
-        bit = 32
-        while len(values) > 1:
-            high = builder.icmp_signed("!=", builder.and_(d, number(bit)), number(0))
-            values = [builder.select(high, pair[1], pair[0]) if len(pair) > 1 else pair[0]
-                      for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
-            bit *= 2
-        return values[0]
-
-    def look_up(entries, entry):
-        """The loop with a table of `entries` entries; the last one holds for all beyond it."""
-        rounds = builder.sdiv(builder.add(count, I64(lanes - 1)), I64(lanes))
-        with cgutils.for_range(builder, rounds, intp=I64) as loop:
-            at, end = builder.mul(loop.index, I64(lanes)), number(entries - 1)
+    def look_up(parts):
+        """The loop with the first entries of the table, the last of which holds for all beyond it."""
+        with cgutils.for_range(builder, builder.sdiv(builder.add(count, I64(15)), I64(16)), intp=I64) as loop:
+            at, end = builder.mul(loop.index, I64(16)), _all(v, 16 * len(parts) - 1)
             d = builder.sub(top, builder.ashr(_load(builder, builder.gep(z, [at]), v), shift))
-            d = builder.select(builder.icmp_unsigned("<", d, end), d, end)
-            lane = builder.add(_splat(builder, builder.trunc(at, I32), lanes), ir.Constant(v, list(range(lanes))))
-            e = builder.select(builder.icmp_signed("<", lane, last), entry(d), number(0))
-            with builder.if_then(stored):
-                _store(builder, e, builder.gep(out, [at]))
-            builder.store(builder.add(builder.load(total), builder.zext(e, v64)), total)
+            d, bit = builder.select(builder.icmp_unsigned("<", d, end), d, end), 32
+            if KIND == "vnni512":            # the low five bits select within a pair of registers, the others the pair
+                values = [permute([*pair]) for pair in zip(parts[::2], [d] * 8, parts[1::2])]
+                while len(values) > 1:
+                    high = builder.icmp_signed("!=", builder.and_(d, _all(v, bit)), _all(v, 0))
+                    values = [builder.select(high, pair[-1], pair[0])
+                              for pair in (values[q:q + 2] for q in range(0, len(values), 2))]
+                    bit *= 2
+                e = values[0]
+            else:
+                e = _all(v, 0)
+                for lane in map(I32, range(16)):
+                    entry = builder.gep(table, [builder.zext(builder.extract_element(d, lane), I64)])
+                    e = builder.insert_element(e, builder.load(entry), lane)
+            inside = builder.icmp_signed("<", builder.add(_splat(builder, builder.trunc(at, I32), 16), lanes), last)
+            e = builder.select(inside, e, _all(v, 0))
+            _store(builder, e, builder.gep(out, [at]))
+            builder.store(builder.add(builder.load(total), builder.zext(e, _vector(I64, 16))), total)
 
-    if lanes == 8:
-        look_up(256, in_memory)
-    else:
-        parts = [_load(builder, builder.gep(table, [I64(16 * q)]), v) for q in range(16)]
-        with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
-            with then:
-                look_up(96, functools.partial(in_registers, parts[:6]))
-            with otherwise:
-                look_up(256, functools.partial(in_registers, parts))
-    return _sum(builder, builder.load(total))
+    with builder.if_else(builder.icmp_signed("!=", short, I64(0))) as (then, otherwise):
+        with then:
+            look_up(registers[:6])
+        with otherwise:
+            look_up(registers)
+    total = builder.load(total)
+    return builder.call(_function(builder, I64, [total.type], "llvm.vector.reduce.add.v16i64"), [total])

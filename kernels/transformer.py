@@ -12,7 +12,6 @@ Epilogues   Noise of the columns is hashed while the tensor cores work. The accu
 
 from types import SimpleNamespace
 
-import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import host, ptx

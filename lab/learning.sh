@@ -1,6 +1,6 @@
 #!/bin/sh -e
-# Draws docs/learning.svg: bits per byte of held-out text against time. The preset laptop and back-propagation on its
-# shape are trained here, on the CPU, one after the other, and their validations go to docs/learning/*-cpu.jsonl.
+# Draws docs/learning.svg: bits per byte of held-out text against time. The preset laptop-bytes and back-propagation on
+# its shape are trained here, on the CPU, one after the other, and their validations go to docs/learning/*-cpu.jsonl.
 # docs/learning/*-h200.jsonl are the figures of docs/BENCHMARKS.md. Held out are the last 460,000 bytes.
 # On a machine without other work, with a Python that has matplotlib and PyTorch:
 # lab/learning.sh [PYTHON [MINUTES]]
@@ -20,11 +20,11 @@ text[:-460000].tofile(sys.argv[1] + "/input.bin")
 text[-460000:].tofile(sys.argv[1] + "/val.bin")
 END
 set -- -D DEVICE=cpu -D DETOKENIZE=0 -D INPUT_FILE="$work/input.bin" -D VAL_FILE="$work/val.bin"
-"$python" egg.py train --preset laptop --minutes "$minutes" -D VALIDATE_EVERY=50 -D SAMPLE_EVERY=0 "$@" \
-  --log-json "$work/laptop-cpu.jsonl"
-"$python" -m lab.backprop --preset laptop --minutes "$minutes" "$@" >docs/learning/backprop-laptop-cpu.jsonl
+"$python" egg.py train --preset laptop-bytes --minutes "$minutes" -D VALIDATE_EVERY=50 -D SAMPLE_EVERY=0 "$@" \
+  --log-json "$work/laptop-bytes-cpu.jsonl"
+"$python" -m lab.backprop --preset laptop-bytes --minutes "$minutes" "$@" >docs/learning/backprop-laptop-bytes-cpu.jsonl
 
-"$python" - "$work/laptop-cpu.jsonl" >docs/learning/laptop-cpu.jsonl <<'END'
+"$python" - "$work/laptop-bytes-cpu.jsonl" >docs/learning/laptop-bytes-cpu.jsonl <<'END'
 import json
 import os
 import sys
@@ -39,13 +39,13 @@ END
 while read -r file name; do
   ln -s "$PWD/docs/learning/$file.jsonl" "$work/$name.jsonl"
 done <<'END'
-laptop-cpu egg: laptop, 2 cores
+laptop-bytes-cpu egg: laptop-bytes, 2 cores
 nano-egg-h200 egg: nano-egg, H200
 best-bytes-h200 egg: best-bytes, H200
 best-bytes-weights-h200 egg: best-bytes-weights, H200
 best-h200 egg: best (tokens), H200
 nano-egg-jax-h200 nano-egg itself, H200
-backprop-laptop-cpu back-propagation: laptop, 2 cores
+backprop-laptop-bytes-cpu back-propagation: laptop-bytes, 2 cores
 backprop-gru-64-h200 back-propagation: 64 units, H200
 backprop-gru-256-h200 back-propagation: 256 units, H200
 END

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Draws pictures of the documents anew, from runs of the preset laptop on the CPU: live-page.png, plot.png, islands.png,
-# islands-worth.png, rewards.svg and rewards-examples.svg, in a quarter of an hour on two quiet cores. Needs a Python
-# with matplotlib, and for the live page curl and Chromium:
+# Draws pictures of the documents anew, from runs of the preset laptop-bytes on the CPU: live-page.png, plot.png,
+# islands.png, islands-worth.png, rewards.svg and rewards-examples.svg, in a quarter of an hour on two quiet cores.
+# Needs a Python with matplotlib, and for the live page curl and Chromium:
 # lab/pictures.sh PYTHON [page] [plot] [islands] [worth] [rewards] [examples]
 # With SCREENS=DIR, an absolute path, `page` also shows the page on a desktop and on a phone, light and dark.
 set -eu
@@ -10,7 +10,7 @@ root=$PWD
 egg=("$(realpath -s "${1:?which Python?}")" "$root/egg.py")
 shift
 [ $# -gt 0 ] || set -- page plot islands worth rewards examples
-export EGG_PRESET=laptop EGG_DEVICE=cpu EGG_INPUT_FILE="$root/input.bin" EGG_VAL_FILE="$root/val.bin" \
+export EGG_PRESET=laptop-bytes EGG_DEVICE=cpu EGG_INPUT_FILE="$root/input.bin" EGG_VAL_FILE="$root/val.bin" \
     EGG_DECODING_FILE="$root/decoding.bin"
 work=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -rf "$work"' EXIT
@@ -122,7 +122,7 @@ examples() (
     example() {
         local steps=$1 text=$2 name=$3 file=$4 rewards=$5 every=$6
         shift 6
-        "${egg[@]}" train --preset laptop --steps $steps -D INPUT_FILE=$text.txt -D VAL_FILE=$text-val.txt "$@" \
+        "${egg[@]}" train --preset laptop-bytes --steps $steps -D INPUT_FILE=$text.txt -D VAL_FILE=$text-val.txt "$@" \
             --save-dir $text >examples.log 2>&1
         "${egg[@]}" train --objective "$file" --load-dir $text --save-dir "$name" --steps $rewards \
             -D VALIDATE_EVERY=$every ${more:-} >examples.log 2>&1

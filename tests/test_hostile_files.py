@@ -1,6 +1,5 @@
 """Forged files of a save directory: no code runs, no file outside it is touched, memory is bounded."""
 
-import json
 import os
 import pathlib
 import resource

@@ -10,7 +10,6 @@ from collections import namedtuple
 from types import SimpleNamespace
 
 from pytest import fixture, mark
-import numpy as np
 
 import egg_net
 from cluster import history, snapshots

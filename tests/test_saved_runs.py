@@ -62,23 +62,26 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     engine, exp = cpu_engine.CpuEngine(cfg), integer_tables.exp_table(cfg)
     below = max(range(1, 100), key=lambda d: exp[d] & 255)  # the difference whose weight has the largest lowest byte
     assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
-    keys, values = np.zeros((1, n, 64), int8), np.full((1, n, 64), 127, int8)
-    keys[0, :, ::32] = 63 - 2 * below if below < 64 else -64
-    keys[0, 0, ::32] = 63
-    scores = 127 * keys[0, :, 0].astype(np.int64) >> cfg.SHIFT_ATTN
+    cache = cpu_transformer.memory(cfg, 1, 1, n)
+    keys, values = np.zeros((cache.shape[3], 64), int8), np.full((cache.shape[3], 64), 127, int8)
+    keys[:, ::32] = 63 - 2 * below if below < 64 else -64
+    keys[0, ::32] = 63
+    values[1::2, 5] = -100
+    cache[0] = keys.reshape(-1, 32, 16, 4).swapaxes(1, 2).reshape(keys.shape)
+    cache[1] = values.reshape(-1, 4, 64).swapaxes(1, 2).reshape(keys.shape)
+    scores = 127 * keys[:n, 0].astype(np.int64) >> cfg.SHIFT_ATTN
     weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
-    values[0, 1::2, 5] = -100
 
     @numba.njit(error_model="numpy")
-    def attended(model, keys, values):
-        room = cpu_transformer.new_room(model, 1, n, keys, values)
+    def attended(model, cache):
+        room = cpu_transformer.new_room(model, 1, cache)
         for i in range(64):
-            room.q[0, i] = 0 if i % 32 else 127
+            room.q[0, i] = 128 if i % 32 else 255
         cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1)
         return room.x
 
-    want = [(weights * values[0, :, d]).sum() / weights.sum() for d in range(32)]
-    equal(attended(engine._model, keys, values)[0, :32].astype(int) - 128, np.trunc(want))
+    want = [(weights * values[:n, d]).sum() / weights.sum() for d in range(32)]
+    equal(attended(engine._model, cache)[0, :32].astype(int) - 128, np.trunc(want))
 
 
 def test_a_sequence_takes_the_memory_that_it_has_come_to():

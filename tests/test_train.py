@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from unittest import mock
 
 from pytest import fixture, mark, raises
@@ -21,7 +20,7 @@ from cluster.history import configuration, newest, open_run
 from cluster.console import Console
 from engine import hardware
 from tools import train
-from commands import CFG, DEFINES, TEXT, begin, fails, line_with, paste, run, succeeds
+from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
 from recordings import HERE, python
 from readings import configured
 
@@ -68,30 +67,19 @@ def test_a_run_goes_on_by_its_directory_alone(bytes_here, compiled):
     assert copy.read_bytes() == before
 
 
-def test_a_coordinator_prints_the_command_that_continues_it(bytes_here):
+def test_the_same_command_continues_a_coordinator(bytes_here):
     pathlib.Path("it's secret").write_text("0123456789abcdef0123456789abcdef")
     os.chmod("it's secret", 0o600)
-    arguments = ["--port", "0", "--save-dir", "ckpt", "--http", "127.0.0.1:0", "--secret-file", "it's secret",
-                 "-D", "IDLE_TIMEOUT=99"]
-    command = [sys.executable, HERE / "egg.py", "coordinator", "--minutes", "9", *arguments, *DEFINES]
+    command = [sys.executable, HERE / "egg.py", "coordinator", "--minutes", "9", "--port", "0", "--save-dir", "ckpt",
+               "--http", "127.0.0.1:0", "--secret-file", "it's secret", "-D", "IDLE_TIMEOUT=99", *DEFINES]
     for _ in range(2):
-        with subprocess.Popen(command, shell=isinstance(command, str), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              text=True, start_new_session=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              start_new_session=True) as process:
             assert process.stdout.readline().startswith("coordinator on 0.0.0.0:")
             os.killpg(process.pid, signal.SIGTERM)
             out, err = process.communicate(timeout=60)
-        line = line_with("continue it: ", out)
-        assert not err and shlex.split(line)[4:] == ["coordinator", *arguments]
-        command = "exec " + line.removeprefix("continue it: ")
+        assert not err and "continue it: the same command, with --save-dir ckpt\n" in out
     assert configuration("ckpt")["SEQ_LEN"] == CFG.SEQ_LEN
-
-
-def test_the_continuation_is_that_of_the_arguments(here, monkeypatch):
-    monkeypatch.setattr("egg_net.run_coordinator", lambda *_, **__: mock.Mock(**{"run.directory": "ckpt"}))
-    said = run("coordinator --steps 3 --load-dir=old --verb -DPORT=9 -D N_LAYERS=2 --peer a:1 --peer [::1]:2 "
-               "--island x --save-dir ckpt").stdout
-    assert " ".join(shlex.split(line_with("continue it: ", said))[4:]) == (
-        "coordinator --save-dir ckpt --verbose --island x --peer a:1 --peer [::1]:2 -D PORT=9")
 
 
 def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
@@ -276,28 +264,6 @@ def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpu
     said = "".join(capsys.readouterr())
     for words in "3 GPUs, but a step has 2 of the chunks", "-D POPULATION_SIZE=24 has":
         assert (words in said) == (gpus == 3)
-
-
-def test_a_slow_step_is_announced(here, compiled):
-    (here / "input.bin").write_bytes(TEXT)
-    line = ("train --preset deggs -D VOCAB_SIZE=256 -D HIDDEN_DIM=256 -D CHUNK_SIZE=65536 "
-            "-D POPULATION_SIZE=16777216 -D VALIDATE_EVERY=0 -D SAMPLE_EVERY=0")
-    with begin(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        said = next(line for line in process.stdout if "a step of" in line or "Step 0" in line)
-        process.kill()
-    assert re.match(r"a step of 16,777,216 members takes about [\d.]+ (min|h) here: .* --preset laptop", said), said
-
-
-def test_what_is_made_once_is_no_time_of_a_step():
-    """The first evaluation waits for the table of soft targets."""
-    class Engine:
-        calls = 0
-
-        def evaluate(self, first, count):
-            self.calls += 1
-            time.sleep(0.5 if self.calls == 1 else count / 1000)
-
-    assert 100 < train.members_a_second(make(CHUNK_SIZE=4096), Engine()) < 1010
 
 
 def test_a_worker_without_the_state_of_the_run_has_no_final():

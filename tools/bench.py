@@ -20,6 +20,7 @@ import egg_net
 from tools import train
 
 ROUNDS = 5
+SLICE_SECONDS = 0.3        # least time of the evaluation from which a speed is estimated
 say = functools.partial(print, flush=True)
 SMALL = dict(HIDDEN_DIM=128, HEAD_DIM=64, N_LAYERS=2, SEQ_LEN=16, VOCAB_SIZE=512, CHUNK_SIZE=64, DETOKENIZE=0,
              POPULATION_SIZE=0)
@@ -191,7 +192,15 @@ def _members(engine, cfg, seconds):
     always a chunk."""
     if cfg.PERTURB == "activations":
         return cfg.CHUNK_SIZE
-    return max(2, min(cfg.CHUNK_SIZE, int(seconds * train.members_a_second(cfg, engine))) & ~1)
+    count = 2
+    engine.evaluate(0, count)                        # the first evaluation also makes the table of soft targets
+    while True:
+        started = time.perf_counter()
+        engine.evaluate(0, count)
+        took = time.perf_counter() - started
+        if took > SLICE_SECONDS or count == cfg.CHUNK_SIZE:
+            return max(2, min(cfg.CHUNK_SIZE, int(seconds * count / took)) & ~1)
+        count = min(4 * count, cfg.CHUNK_SIZE)
 
 
 def numpy_rate():

@@ -22,8 +22,7 @@ RESTARTS = 3               # of a worker process, before training gives up
 APPLY_SECONDS = 10.0       # limit for the workers to apply the last update
 FINAL_SECONDS = 120.0      # limit for the first of them to validate and sample at the end
 LEAVE_SECONDS = 5.0        # limit for each of them to end
-SLOW_SECONDS = 30.0        # a step that takes longer is announced
-SLICE_SECONDS = 0.3        # least time of the evaluation from which the speed is estimated
+SLOW_SECONDS = 30.0        # a first step that takes longer on a CPU gets advice
 COMPILING = "(once; about 15 s)"
 
 
@@ -106,19 +105,6 @@ def try_objective(cfg, path):
         judge.try_out()
 
 
-def members_a_second(cfg, engine):
-    """Members that this engine evaluates per second, estimated from slices of growing size."""
-    count = 2 if cfg.PERTURB == "weights" else cfg.CHUNK_SIZE
-    engine.evaluate(0, count)                        # the first evaluation also makes the table of soft targets
-    while True:
-        started = time.perf_counter()
-        engine.evaluate(0, count)
-        seconds = time.perf_counter() - started
-        if seconds > SLICE_SECONDS or count == cfg.CHUNK_SIZE:
-            return count / seconds
-        count = min(4 * count, cfg.CHUNK_SIZE)
-
-
 def work(cfg, host, port, device, threads=None, console=None, access=auth.Access(), protocol=0, name=None,
          objective=None):
     """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port for
@@ -150,8 +136,8 @@ def inspector(cfg, tokens):
 
 def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
     """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
-    name of the engine), ("slow", seconds of a step), ("spent", texts for Console.spent), ("final", Final),
-    ("error", line). When the coordinator has closed, it waits for "finish" or for the end of the pipe."""
+    name of the engine), ("spent", texts for Console.spent), ("final", Final), ("error", line). When the coordinator has
+    closed, it waits for "finish" or for the end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
@@ -159,8 +145,6 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
         with opened_objective(cfg, objective, data) as judge:
             pipe.send(("ready", engine.name))
-            if device == "cpu" and (seconds := cfg.POPULATION_SIZE / members_a_second(cfg, engine)) > SLOW_SECONDS:
-                pipe.send(("slow", seconds))
             console = Console(quiet=True)
             console.spent = lambda pace: pipe.send(("spent", pace))      # the parent shows what a step takes
             egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
@@ -220,13 +204,15 @@ class Training:
                 self._handle(child, kind, value)
             if child.process.exitcode is not None:
                 self._restart(child)
-        waited = f"{time.monotonic() - self.started:.0f} s"
+        seconds = time.monotonic() - self.started
+        waited = f"{seconds:.0f} s"
         if not any(child.ready for child in self.children):
             self.console.progress(f"starting: {self.status} {waited}")
         elif self.coordinator.progress.loss is None:
             done = len(self.coordinator.dispatcher.work.done)
+            slow = seconds > SLOW_SECONDS and self.children[0].device == "cpu"
             self.console.progress(f"the first step: {done} of {self.coordinator.cfg.N_CHUNKS} chunks, {waited} since "
-                                  "the start")
+                                  "the start" + slow * " (faster: a GPU, --preset laptop, a smaller POPULATION_SIZE)")
 
     def _handle(self, child, kind, value):
         match kind:
@@ -235,13 +221,6 @@ class Training:
             case "log":
                 self.status = value
                 self.console.line(f"starting: {value} {COMPILING}")
-            case "slow":
-                takes = f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min" if value < 6000 else \
-                    f"{value / 3600:.1f} h"
-                self.coordinator.events.warn(
-                    f"a step of {self.coordinator.cfg.POPULATION_SIZE:,} members takes about {takes} here: train on a "
-                    "GPU, or begin a run with --preset laptop, with a smaller POPULATION_SIZE and CHUNK_SIZE, or with "
-                    "a smaller model")
             case "spent":
                 self.console.spent(value)
             case "ready":
