@@ -90,18 +90,25 @@ def compile_all(every, capability, what):
 
 
 def _compile_together(missing, capability, started):
-    """Forks of this process compile the kernels {file: Kernel} into their files, unless there is only one core. A
-    kernel that fails there is left to this process, which reports the error."""
+    """Forks of this process compile the kernels {file: Kernel} into their files, unless there is only one core. Each
+    takes the number of a kernel from a pipe, compiles it, and takes the next. A kernel that fails there is left to this
+    process, which reports the error."""
     longest_first = sorted(missing.items(), key=lambda item: -item[1].shared)        # tiles in shared memory take long
     count = min(COMPILERS, hardware.cores(), len(missing))
 
-    def compile_some(first):
+    numbers, writer = os.pipe()
+    os.write(writer, bytes(range(len(missing))))
+    os.close(writer)
+
+    def compile_some():
         without_gpu(capability)
-        for path, kernel in longest_first[first::count]:
+        while number := os.read(numbers, 1):
+            path, kernel = longest_first[number[0]]
             kernel.dispatcher._cache = kernel_cache.CudaCache(path)
             kernel.dispatcher.compile(kernel.signature)
 
-    forks = [kernel_cache.forked(functools.partial(compile_some, i)) for i in range(count if count > 1 else 0)]
+    forks = [kernel_cache.forked(compile_some) for _ in range(count if count > 1 else 0)]
+    os.close(numbers)
     while forks := [pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)]:
         time.sleep(0.1)
         show(f"egg: {sum(path.exists() for path in missing)} of {len(missing)} kernels, "
