@@ -27,7 +27,7 @@ from islands.gossip import read_status
 from model import fitness_digits
 from coordinators import (Peer, Peer2, Server, asks, first_step, kept, listening, refused, result_frame, run_worker,
                           turned_away, until, upload)
-from fakes import CFG, FakeEngine, GOOD, SECRET, card, changed
+from fakes import CFG, FakeEngine, GOOD, Lines, SECRET, card, changed
 from fuzzing import SLOW
 
 LIMITS = wire.limits(CFG)
@@ -112,20 +112,17 @@ def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
     def old(sock):
         """A coordinator of protocol 1 alone: closes on anything else."""
         data = sock.recv(1 << 16)
-        versions.extend([data[4]] * data.startswith(wire.MAGIC))         # it may be asked for TLS
+        versions.append(data[4])
         if data[4] == 1:
             sock.sendall(frame(JOB_RESPONSE, 42, 0, 32, 0))
             sleep(0.2)
 
     with listening(old) as port:
-        for options, tried in ({}, [2, 1]), (dict(protocol=1), [1]):
-            versions = []
-            assert run_worker(port, FakeEngine(), **options) == 1 and versions == tried
-        for words, options in (("closed the connection during the introduction", dict(protocol=2)),
-                               ("closed the connection during the introduction", dict(access=Access(SECRET))),
-                               ("protocol 1 has neither secret nor TLS", dict(protocol=1, access=Access(SECRET)))):
-            with refused(words):
-                run_worker(port, FakeEngine(), **options)
+        versions, lines = [], Lines()
+        assert run_worker(port, FakeEngine(), lines=lines) == 1 and versions == [2, 1]
+        assert "give --tls-ca if it has TLS; trying protocol 1" in lines.text
+        with refused("closed the connection during the introduction"):
+            run_worker(port, FakeEngine(), access=Access(SECRET))
 
 
 # --- any bytes --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pytest import mark
 
 import egg_net
 from cluster import wire
-from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, frame
+from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
 from model import data_files, fitness_digits, seeds
 from model.fitness_digits import pack_ternary
 from coordinators import (Server, cluster, free_port, kept, listening, refused, run_worker, until, whole,
@@ -112,6 +112,8 @@ def serve_fake(engine, *responses):
         while data := sock.recv(1 << 16):
             buffer.extend(data)
             while got := wire.next_frame(buffer, wire.limits(CFG)):
+                if got[0] == V2:
+                    return
                 requests.append(got[1:])
                 if got[1] == JOB_REQUEST:
                     if not left:
@@ -120,7 +122,7 @@ def serve_fake(engine, *responses):
 
     requests, left = [], list(responses)
     with listening(serve) as port:
-        return run_worker(port, engine, protocol=1), requests
+        return run_worker(port, engine), requests
 
 
 def test_the_worker_serves_a_coordinator_that_polls():
