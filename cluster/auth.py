@@ -91,10 +91,6 @@ def page_password(secret):
 IMPOSTOR = "it does not know the secret given here: is it the right coordinator, and have both sides the same one?"
 
 
-class GreetingError(Exception):
-    """The other side is not the one that was meant, or wants what this side does not have."""
-
-
 # What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process; name, device:
 # text; config: {name: value}; data, validation: SHA-256 (bytes) of its training and of its held-out data, zeros if
 # unknown
@@ -154,24 +150,24 @@ class Caller(_Side):
         return HELLO, self._hello
 
     def handle(self, opcode, payload):
-        """Takes a frame of the host; the answer, None without one. Raises GreetingError where the host wants a secret
-        or does not know it, FrameError for a frame out of order."""
+        """Takes a frame of the host; the answer, None without one. Raises FrameError where the host wants a secret or
+        does not know it, and for a frame out of order."""
         if opcode == CHALLENGE and not self._challenge:
             self._challenge, flags = CHALLENGE.unpack(payload)
             if flags and not self._secret:
-                raise GreetingError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
+                raise FrameError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
             if self._secret and not flags:
-                raise GreetingError("it has no secret, and here is one: give both sides the same one, or leave "
+                raise FrameError("it has no secret, and here is one: give both sides the same one, or leave "
                                     "--secret-file and EGG_SECRET out")
             return (PROVE, self._name.encode()) if self._secret else self._join()
         if opcode == PROVED and self._secret and self._challenge:
             if not compare_digest(payload, self._first_proof(self._name)):
-                raise GreetingError(IMPOSTOR)
+                raise FrameError(IMPOSTOR)
             return self._join()
         if opcode == WELCOME and self._challenge and not self.welcome:
             fields = WELCOME.unpack(payload)
             if not compare_digest(fields.proof, self._proof(b"coordinator")):
-                raise GreetingError(IMPOSTOR)
+                raise FrameError(IMPOSTOR)
             self.welcome = fields
             return None
         raise FrameError(f"{wire.name(opcode)} before the introduction is complete")

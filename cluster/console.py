@@ -28,7 +28,7 @@ class Printer:
     def __init__(self, stream=None):
         self._out = self.stream = stream or sys.stdout or open(os.devnull, "w")      # it is None where it is closed
         self.terminal = self.stream.isatty()
-        self.steered = takes_escapes(self.stream)
+        self.steered = self.terminal and os.environ.get("TERM") != "dumb"
         self.coloured = self.steered and not os.environ.get("NO_COLOR")
 
     def line(self, text):
@@ -191,10 +191,6 @@ def let_go(stream):
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def takes_escapes(stream):
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
 def fit(*parts):
     """The parts that fit a line of the terminal, as one text. A part may be a tuple, of which the first that fits."""
     width, text = shutil.get_terminal_size().columns - 1, ""
@@ -232,11 +228,6 @@ def printable(text):
 def one_line(text, most=2000):
     """The same as part of a line, of at most `most` characters. It is cut before anything looks at it."""
     return clean(text[:most].replace("\n", " ")).strip()
-
-
-def shortened(words, most, between=", "):
-    """The first words as one text, and how many more there are."""
-    return between.join(words[:most] + [f"and {len(words) - most} more"] * (len(words) > most))
 
 
 def clock(seconds):

@@ -22,7 +22,7 @@ import zlib
 from collections import namedtuple
 
 import egg_config
-from cluster.console import one_line, shortened
+from cluster.console import one_line
 from egg_config import EggError, explained
 from model import seeds, ternary
 
@@ -624,7 +624,8 @@ def differing(there, here):
 def difference(there, here, where=("there", "here")):
     """The first NAMED of these as one text, with the number of the others; "" where they agree."""
     texts = [one_line(f"{name} = {a} {where[0]}, {b} {where[1]}") for name, (a, b) in differing(there, here).items()]
-    return shortened(texts, NAMED, "; ")
+    more = [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED)
+    return "; ".join(texts[:NAMED] + more)
 
 
 def _header(cfg, start):

@@ -85,7 +85,7 @@ class Link:
             hint = "" if access.tls else ", and give --tls-ca if it has TLS"
             raise OldCoordinator(f"{self.name} closed the connection during the introduction: check that it is an egg "
                                  f"coordinator of protocol 2{hint}") from None
-        except (auth.GreetingError, FrameError) as error:
+        except FrameError as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
         if self.card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
             raise RefusedForGood(f"{self.name}: it has another configuration: is it the same version of egg?")

@@ -20,7 +20,7 @@ import pyzstd
 import egg_config
 import egg_net
 from cluster import history, session, snapshots, status, wire
-from cluster.auth import Access, Caller, GreetingError, Host, read_card
+from cluster.auth import Access, Caller, Host, read_card
 from cluster.wire import (Frame, FrameError, HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NOTHING,
                           RESULT, V2, VALIDATION, WELCOME, frame)
 from islands.gossip import read_status
@@ -83,7 +83,7 @@ def test_the_introduction_proves_both_sides():
         takes(caller, *host.welcome(*state))
     assert greet(b"", b"", card(role="status"))[1].card.role == "status"
     for secret, words in (b"not the secret but long", "does not know the secret"), (b"", "it wants a secret"):
-        with raises(GreetingError, match=words):
+        with raises(FrameError, match=words):
             greet(secret, SECRET)
     host = Host(SECRET)
     host.handle(HELLO, bytes(32))
@@ -91,7 +91,7 @@ def test_the_introduction_proves_both_sides():
         host.handle(JOIN, bytes(32) + b"{}")
     assert refused.value.code == wire.NO_ACCESS
     caller, _ = greet(SECRET, SECRET)
-    with raises(GreetingError, match="does not know the secret"):
+    with raises(FrameError, match="does not know the secret"):
         takes(caller, *greet(SECRET, SECRET)[1].welcome(*state))         # of another introduction
     for early in (JOIN, WELCOME, JOB_REQUEST, 99):
         with raises(FrameError, match="before the introduction is complete"):
