@@ -2,7 +2,6 @@
 status, and the table of `egg.py status`."""
 
 import contextlib
-import json
 import math
 import os
 import socket

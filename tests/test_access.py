@@ -21,8 +21,8 @@ import egg_net
 from cluster import admission, auth, hub, snapshots, status, wire
 from cluster.auth import (Access, AuthError, Caller, Host, client_tls, key_of, listen_host,
                           page_password, read_secret, server_tls, whole_secret)
-from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME, frame
-from coordinators import Peer, Peer2, Server, idle, listening, refused, run_worker, turned_away, until, whole
+from cluster.wire import HELLO, JOB_REQUEST, V2, WELCOME, frame
+from coordinators import Peer, Peer2, Server, idle, listening, refused, turned_away, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
 from recordings import HERE
 from readings import configured

@@ -4,9 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
-import pty
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +17,7 @@ import egg
 import egg_net
 from cluster import history
 from cluster.console import Console
-from commands import CFG, DEFINES, TEXT, begin, fails, paste, process, python_in, run
+from commands import CFG, DEFINES, begin, fails, process
 from fakes import Lines
 from recordings import HERE, python
 from run_logs import A_STEP, write

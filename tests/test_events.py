@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import struct
 import sys
 import time
@@ -15,13 +14,13 @@ from pytest import approx, mark, raises
 
 import egg_config
 import egg_net
-from cluster import admission, event_log, history, wire
+from cluster import event_log, history, wire
 from cluster.console import printable, sample_parts
 from cluster.step import Author
 from cluster.wire import JOB_REQUEST, LOG_MESSAGE
 from model import data_files
 from tools.curves import read_curve
-from coordinators import Peer, Peer2, Server, cluster, named, refused, until
+from coordinators import Peer, Peer2, Server, named, refused, until
 from fakes import CFG, FakeEngine, Lines, VALIDATION, changed
 from pages import EVERYBODY, page_shows, state_of
 from run_logs import A_STEP, drawn, events, example, of_kind, told_to, write
@@ -70,15 +69,6 @@ def test_what_is_a_sample():
                         f"sample at step {'1' * 19}: x >>> b": ("", None, f"sample at step {'1' * 19}: x", "b"),
                         "    >>> b": ("   ", None, "", "b"), "sample at step 5: x": None}.items():
         assert sample_parts(text) == parts
-
-
-def test_what_peers_cause_is_bounded(tmp_path):
-    with told_to(tmp_path, lines := Lines()) as events:
-        for number in range(3 * event_log.OF_PEERS[1]):
-            events.warn("of a peer", peer=True)
-        assert event_log.OF_PEERS[1] <= lines.text.count("of a peer") <= 2 * event_log.OF_PEERS[1]
-        events.warn("of this machine")
-        assert "of this machine" in lines.text
 
 
 def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):

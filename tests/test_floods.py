@@ -12,8 +12,8 @@ from pytest import mark
 from cluster import admission, auth, link, session, status, wire
 from cluster.wire import HEARTBEAT, HELLO, V2, frame
 from commands import fails, process
-from coordinators import Peer, Peer2, Server, listening, refused, until, whole
-from fakes import CFG, FakeEngine, changed, expected
+from coordinators import Peer, Peer2, Server, listening, refused, until
+from fakes import CFG
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Forged files of a save directory: no code runs, no file outside it is touched, memory is bounded."""
 
-import json
 import os
 import pathlib
 import resource
@@ -265,7 +264,5 @@ def read_all(run):
         for step in list(shelf.files):
             with suppress(ValueError, OSError):
                 shelf.state(step)
-            with suppress(ValueError, OSError):
-                snapshots.check(shelf.path(step))
         shelf.block(shelf.newest, 0, 100)
         shelf.close_unread()

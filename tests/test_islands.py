@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis.strategies import dictionaries, floats, integers, none, one_of, sampled_from, text
 from pytest import approx, mark, raises
 
-import egg_config
 import egg_net
 from cluster import history, snapshots, wire
 from cluster.auth import Access, client_tls, server_tls
@@ -21,7 +20,7 @@ from islands import gossip, merging
 from islands.gossip import Elites, Standing, read_status
 from model import seeds, state_digest
 from model.parameters import initial_state
-from coordinators import Coordinator, Server, free_port, refused, turned_away, until
+from coordinators import Coordinator, Server, free_port, turned_away, until
 from fakes import (ACTIVATIONS, CFG, FakeEngine, FakeObjective, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness,
                    full)
 from recordings import digests

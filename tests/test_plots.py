@@ -11,7 +11,6 @@ from pytest import approx, mark, raises
 
 import egg_net
 from cluster import event_log, history, wire
-from cluster.console import Printer
 from cluster.status import Progress
 from cluster.status import describe_status
 from tools import curves, plot

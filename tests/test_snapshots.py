@@ -2,11 +2,10 @@
 
 import dataclasses
 import os
-import pathlib
 import shutil
 import threading
 from contextlib import closing, suppress
-from time import monotonic, thread_time
+from time import thread_time
 
 import numpy as np
 from numpy.random import default_rng
@@ -14,15 +13,14 @@ from pytest import fixture, mark, raises
 import pyzstd
 
 import egg_net
-from cluster import collector, history, snapshots, wire
+from cluster import collector, history, snapshots
 from cluster.history import open_run
 from cluster.snapshots import unpack
 from cluster.wire import JOB_RESPONSE, SNAPSHOT_WANTED
 from model import state_digest
 from model.parameters import initial_state
 from model.state_digest import of_state
-from coordinators import (Peer2, Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload,
-                          whole)
+from coordinators import Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload, whole
 from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
 from recordings import digests
 

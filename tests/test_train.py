@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from unittest import mock
 
 from pytest import fixture, mark, raises
@@ -21,7 +20,7 @@ from cluster.history import configuration, newest, open_run
 from cluster.console import Console
 from engine import hardware
 from tools import train
-from commands import CFG, DEFINES, TEXT, begin, fails, line_with, paste, run, succeeds
+from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
 from recordings import HERE, python
 from readings import configured
 

@@ -28,14 +28,6 @@ def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
         "101", "102", "103", "104", "105"]
 
 
-def test_a_worker_shows_its_speed_as_all_others_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(egg_net.Console, "PROGRESS_EVERY", 0.0)
-    lines = Lines(terminal=True)
-    with Server(tmp_path, steps=2) as server:
-        server.work(FakeEngine(pause=0.01), lines=lines)
-    assert re.search(r"step \d: \d chunks done, [\d,]+ k tokens/s", lines.text)
-
-
 def test_a_late_worker_catches_up(server):
     late, first = FakeEngine(), server.work(FakeEngine(pause=0.01))
     server.reaches(3)
