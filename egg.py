@@ -17,10 +17,17 @@ import sys
 
 try:
     import egg_config
-except Exception as error:
-    if not hasattr(error, "status"):
-        raise
-    sys.exit(print(f"egg: {error}", file=sys.stderr) or error.status)
+except Exception as error:                               # a slip in an edit of that file is one line too
+    import linecache
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    number = getattr(error, "lineno", trace.tb_lineno)
+    line = linecache.getline(os.path.join(os.path.dirname(__file__), "egg_config.py"), number)
+    place = "" if hasattr(error, "status") else f"egg_config.py:{number}: {line.partition(' ')[0]}: "
+    advice = ": text needs quotes" if isinstance(error, NameError) else ""
+    print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
+    sys.exit(2)
 from cluster.console import Console, Printer, let_go
 from egg_config import ROOT, EggError
 from engine import hardware
