@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis.strategies import dictionaries, floats, integers, none, one_of, sampled_from, text
 from pytest import approx, mark, raises
 
-import egg_config
 import egg_net
 from cluster import history, snapshots, wire
 from cluster.auth import Access, client_tls, server_tls
@@ -21,7 +20,7 @@ from islands import gossip, merging
 from islands.gossip import Elites, Standing, read_status
 from model import seeds, state_digest
 from model.parameters import initial_state
-from coordinators import Coordinator, Server, free_port, refused, turned_away, until
+from coordinators import Coordinator, Server, free_port, turned_away, until
 from fakes import (ACTIVATIONS, CFG, FakeEngine, FakeObjective, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness,
                    full)
 from recordings import digests
@@ -154,56 +153,26 @@ def two(directory, rates=(30, 3), ours={}, theirs={}, **both):
 
 # --- what the command line says ---------------------------------------------------------------------------------------
 
-def test_addresses_bandwidths_and_names():
+def test_addresses_and_names():
     assert gossip.parse_peer("10.0.0.2:5000") == ("10.0.0.2", 5000) and gossip.parse_peer("[::1]:1") == ("::1", 1)
-    assert [*map(gossip.parse_bandwidth, ("0", "1000", "500k", "2.5M"))] == [0, 1000, 500e3, 2.5e6]
     for parse, texts in (
             (gossip.parse_peer, ("", "host", "host:", ":5", "host:0", "host:65536", "::1:5", "host:5x", "host:\u0665")),
-            (gossip.parse_bandwidth, ("", "3", "-1", "5G", "1e6", "nan", "0.5k", "k")),
             (gossip.parse_name, ("", "two words", "x" * 65, "\x1b[2J", "<b>"))):
         for wrong in texts:
             with raises(ValueError):
                 parse(wrong)
 
 
-def test_peers_of_a_slurm_job(tmp_path, monkeypatch):
-    """A stand-in for scontrol shows what is asked of it; what it cannot read or is not there is one line."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames n[1-3]" ] || exit 1\nprintf "n1\\nn2\\nn3\\n"\n')
-    scontrol.chmod(0o755)
-    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"}
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert gossip.peers_from_slurm(7, job) == [("n1", 7), ("n3", 7)]
-    for wrong in ({}, {"SLURM_JOB_NODELIST": "n[1"}):
-        with refused("SLURM_JOB_NODELIST.*--peer$", egg_config.ConfigError):
-            gossip.peers_from_slurm(7, wrong)
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with refused("needs scontrol to list the nodes: No such file.*--peer$", egg_config.ConfigError):
-        gossip.peers_from_slurm(7, job)
-
-
 @mark.parametrize("arguments, status, says", [
     ("--peer 127.0.0.1:1", 2, "give --island NAME"),
     ("--island 'a b'", 2, "is not a name"),
     ("--island a --peer nowhere", 2, "is not HOST:PORT"),
-    ("--island a --gossip-bandwidth fast", 2, "bytes a second"),
-    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", 2, "SNAPSHOT_EVERY above 0"),
+    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", 2, "SNAPSHOT_EVERY and VALIDATE_EVERY above 0"),
     ("--island a --save-dir here --peer no-such.invalid:3", 1, "cannot be reached"),
     ("--island a --save-dir here --peer 'no such.invalid:3'", 2, "is not HOST:PORT"),
 ])
 def test_wrong_use_is_one_line(here, arguments, status, says):
     fails(run(f"coordinator --port 0 --preset laptop-bytes {arguments}"), status, says)
-
-
-def test_without_validation_the_training_loss_decides_and_is_shown_in_its_unit(tmp_path):
-    cfg = changed(VALIDATE_EVERY=0)
-    with two(tmp_path, cfg=cfg, validation=None) as (a, b):
-        merge = b.tells("merge")
-        assert merge["fitness_kind"] == "loss" and merge["theirs"] < merge["ours"]
-        bits, unit = egg_config.loss_unit(cfg.constants())
-        b.says("clone of the state of a of step {}, {:.4f} against {:.4f} {}, fetched in".format(
-            merge["peer_step"], bits * merge["theirs"], bits * merge["ours"], unit))
-        until(lambda: any(peer["fitness"] for peer in b.shown()["peers"]))
 
 
 class Rewarded(Learner, FakeObjective):
@@ -381,13 +350,10 @@ def test_who_does_not_accept_gives_and_keeps(tmp_path):
     assert a.start.epoch == b.start.epoch == 0 and not a.told("merge")
 
 
-def test_validation_and_loss_are_never_compared(tmp_path):
-    with two(tmp_path, theirs=dict(validation=None)) as (a, b):
-        until(lambda: a.island.fitness.kind == "validation" and b.run.step > 20)
-        count = len(b.told("gossip"))
-        until(lambda: len(b.told("gossip")) > count + 5)
-        assert {event["outcome"] for event in b.told("gossip")[count + 1:]} == {"other kind"}
-        assert b.island.fitness.kind == "loss"
+def test_bytes_and_tokens_are_never_compared(tmp_path):
+    with two(tmp_path, theirs=dict(validation=VALIDATION._replace(unit="bits/token"))) as (a, b):
+        until(lambda: b.told("gossip", outcome="other kind"))
+        assert (a.island.fitness.unit, b.island.fitness.unit) == ("bits/byte", "bits/token")
     assert a.start.epoch == b.start.epoch == 0
 
 
@@ -421,8 +387,8 @@ def test_one_state_is_not_taken_twice(tmp_path):
 
 
 STATUS = {"step": 5, "island": {"name": "x", "id": "1", "epoch": 0,
-                                "standing": Standing(1.0, "loss", "logit units", 1, None)._asdict()}}
-ANY = one_of(none(), integers(), floats(), text(max_size=9), sampled_from(["loss", "validation", "ab" * 32]))
+                                "standing": Standing(1.0, "validation", "bits/byte", 1, None)._asdict()}}
+ANY = one_of(none(), integers(), floats(), text(max_size=9), sampled_from(["reward", "validation", "ab" * 32]))
 
 
 @given(dictionaries(sampled_from([*Standing._fields, "extra"]), ANY), ANY, ANY)
@@ -448,16 +414,16 @@ def test_elites_are_the_best_and_no_merge_touches_them(tmp_path):
     assert kept[0].fitness == approx(min(told["fitness"] for told in b.told("elite")), abs=1e-4)
 
 
-def test_elites_hold_more_than_one_kind_apart(tmp_path):
+def test_elites_are_the_best_of_all_epochs(tmp_path):
     elites = Elites(tmp_path, 2)
 
-    def offer(step, figure, kind="validation", epoch=0, to=elites):
+    def offer(step, figure, epoch=0, to=elites):
         file = tmp_path / f"file{step}"
         file.write_bytes(b"%d" % step)
-        return to.offer(file, epoch, step, kind, figure)
+        return to.offer(file, epoch, step, "validation", figure)
 
-    assert [offer(10, 0.5, "loss"), offer(20, 7.0), offer(30, 6.0), offer(40, 7.5), offer(40, 0.1, "loss"),
-            offer(20, 5.0), offer(20, 5.0)] == [True, True, True, False, False, True, False]
+    assert [offer(20, 7.0), offer(30, 6.0), offer(40, 7.5), offer(20, 5.0), offer(20, 5.0)] == \
+        [True, True, False, True, False]
     assert [(elite.epoch, elite.step) for elite in elites.files] == [(0, 20), (0, 30)]
     assert Elites(tmp_path, 2).files == elites.files
     nobody = Elites(tmp_path, 0)
