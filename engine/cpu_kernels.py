@@ -15,7 +15,7 @@ from engine.cpu_rules import (clip, divide, draw, drawn, f32, factor, hash32, he
                               input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
                               u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, empty, exp_sum, local, noisy_tile, tile
+from engine.simd import PANEL, ROWS, exp_sum, local, noisy_tile, tile
 from model import activations, integer_tables, parameters, transforms
 
 njit = kernel_cache.njit(simd.use)
@@ -104,7 +104,7 @@ def padded(n, to):
 @inner
 def new_logits(c):
     """int32 [GROUP, V padded]: memory for the logits of rows that go through products together."""
-    return empty((GROUP, padded(c.VOCAB_SIZE, PANEL)), i32)
+    return np.empty((GROUP, padded(c.VOCAB_SIZE, PANEL)), i32)
 
 
 @inlined
