@@ -15,7 +15,7 @@ from engine.cpu_rules import (clip, divide, draw, drawn, f32, factor, hash32, he
                               input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
                               u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, empty, exp_sum, local, noisy_tile, tile
+from engine.simd import PANEL, ROWS, exp_sum, local, noisy_tile, tile
 from model import activations, integer_tables, parameters, transforms
 
 # a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
@@ -102,7 +102,7 @@ def padded(n, to):
 @inner
 def new_logits(c):
     """int32 [GROUP, V padded]: memory for the logits of rows that go through products together."""
-    return empty((GROUP, padded(c.VOCAB_SIZE, PANEL)), i32)
+    return np.empty((GROUP, padded(c.VOCAB_SIZE, PANEL)), i32)
 
 
 @inlined

@@ -58,7 +58,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     cfg = cfg.compiled()
     forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
     made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
-    for function in update.build(cfg, cc[0] == 9) + build(cfg, token_type):
+    for function in update.build(cfg) + build(cfg, token_type):
         name = function.__name__
         made[name] = cuda.jit(function)
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
