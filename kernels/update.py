@@ -337,7 +337,7 @@ def unpack_kernel(cfg):
 def seen_kernel(cfg):
     """The kernel that adds the further votes of pairs on the tokens in their windows."""
     T, H, V = cfg.SEQ_LEN + 1, cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
-    first, more = cfg.STATE_TOKENS, cfg.SEEN_VOTES - 1
+    first, others = cfg.STATE_TOKENS, cfg.SEEN_VOTES - 1
     vote_draw = draw_function(cfg)
 
     def seen(windows: A32, tables: A2, fit: A8, seed: AU32, votes: A32):
@@ -359,7 +359,7 @@ def seen_kernel(cfg):
             draws[i] = vote_draw(uint32(own + uint32(tables[table, 1])), token)
         cuda.syncthreads()
         for r in range(t, H, THREADS):
-            b = int32(vote_draw(uint32(own + uint32(tables[table, 2])), r) * int32(vote * more))
+            b = int32(vote_draw(uint32(own + uint32(tables[table, 2])), r) * int32(vote * others))
             for i in range(T):
                 if tokens[i] >= 0:
                     to = tables[table, 0] + vote_index(tokens[i], r, True, V)
