@@ -22,6 +22,7 @@ import json
 import math
 import os
 import signal
+import textwrap
 import types
 from collections import namedtuple
 
@@ -686,14 +687,10 @@ def tables():
                       *_head("constant", "default", "allowed", "agree", "meaning")]
         meaning = f"({constant.model}) {constant.meaning}" if constant.model else constant.meaning
         lines.append(_row(name, text(constant.value), constant.limits, constant.agree, meaning))
-    presets = {name: preset for name, preset in PRESETS.items() if preset}
-    lines += ["", "### Values of the presets", "", *_head("constant", "default", *presets)]
-    for name, constant in CONSTANTS.items():
-        values = [text(preset[name]) if name in preset else "" for preset in presets.values()]
-        if any(values) and name != "LR_SCHEDULE":
-            lines.append(_row(name, text(constant.value), *values))
-    lines += ["", "LR_SCHEDULE:", ""]
-    lines += [f"- {name}: {text(preset['LR_SCHEDULE'])}" for name, preset in presets.items()]
+    lines += ["", "### Values of the presets", ""]
+    for name, preset in PRESETS.items():
+        values = ", ".join(f"{constant}={text(preset[constant])}" for constant in CONSTANTS if constant in preset)
+        lines += textwrap.wrap(f"- {name}: {values or 'nothing'}", 160, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines[1:])
 
 
