@@ -18,7 +18,7 @@ CUDA = $$($(VENV)/bin/python -c 'from engine import hardware; major, gpus = hard
 
 run: $(VENV)/ready
 	@to=ckpt-$$(date +%Y%m%d-%H%M%S); \
-	echo "make run: trains for a minute, the first time after about 15 s of compiling"; set -x; \
+	echo "make run: trains for a minute, the first time after about 20 s of compiling"; set -x; \
 	exec $(EGG) train --minutes 1 --save-dir $$to $(ARGS)
 
 install: $(VENV)/ready
