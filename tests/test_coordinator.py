@@ -8,15 +8,12 @@ import resource
 import signal
 import threading
 from contextlib import closing
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 from pytest import approx, mark
 
-from cluster import dispatch, history, snapshots, wire
+from cluster import history, snapshots, wire
 from cluster.auth import Access
-from cluster.step import Author
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import seeds, state_digest
 from model.fitness_digits import unpack_ternary
@@ -125,32 +122,6 @@ def test_status_as_a_table_and_as_json(tmp_path):
     worker, = told["workers"]
     assert worker["name"] == "node7/cuda:0" and worker["protocol"] == 2
     assert worker["chunks"] >= 8 and worker["last_seen"] < 5
-
-
-def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference():
-    """Not at every arrival: thousands of workers come at once where a coordinator starts again."""
-    dispatcher = dispatch.Dispatcher(CFG, SimpleNamespace(step=0), None, None, 60)
-    dispatcher.begin_step()
-    dispatcher._count_authors = counted = mock.Mock(wraps=dispatcher._count_authors)
-
-    class Worker:
-        trusted, lapsed, step, waiting = True, False, 0, True
-
-        def __init__(self, name):
-            self.author = Author(name, name)
-
-    def arrive(name):
-        dispatcher.workers.add(worker := Worker(name))
-        dispatcher.arrived(worker)
-
-    arrive("0")
-    assert (dispatcher.alone, dispatcher.several) == (True, False)
-    for i in range(1, 1000):
-        arrive(str(i))
-    assert (dispatcher.alone, dispatcher.several, counted.call_count) == (False, True, 2)
-    arrive("0")
-    last = [dispatcher.leave(worker) for worker in list(dispatcher.workers)]         # of its author
-    assert last.count(False) == 1 and dispatcher.known == 0
 
 
 def test_many_workers_are_served(tmp_path):
