@@ -8,7 +8,7 @@ import numpy as np
 
 from engine import cpu_gru
 from engine.cpu_compiler import njit
-from engine.cpu_kernels import NO_NATS, Seen, add_tiles, draw_noise
+from engine.cpu_kernels import NO_NATS, Seen, add_product, draw_noise
 from engine.cpu_rules import credited, digit, i32, settled, u32
 from engine.simd import PANEL, ROWS
 from model import activations, fitness_digits, parameters
@@ -57,18 +57,8 @@ def add_credit(credit, seed, stream, amplitude, shift, out):
 def add_products(x, sums, votes):
     """votes int32 [inputs padded to ROWS, units padded to PANEL] += x . sums: x uint8 [inputs, n], moved by 128; sums
     int8 [n, units]; n a multiple of 4."""
-    words, correction = np.empty(x.shape[1] // 4 * PANEL, u32), np.empty(PANEL, i32)
     for p in range(votes.shape[1] // PANEL):
-        part = sums[:, p * PANEL:]
-        correction[:] = 0
-        for k in range(x.shape[1] // 4):
-            for j in range(min(PANEL, part.shape[1])):
-                word = u32(0)
-                for e in range(3, -1, -1):
-                    word = u32(u32(word << u32(8)) | u32(np.uint8(part[4 * k + e, j])))
-                    correction[j] -= 128 * part[4 * k + e, j]
-                words[k * PANEL + j] = word
-        add_tiles(x, words.view(np.int8), correction, votes, p)
+        add_product(x, sums[:, p * PANEL:(p + 1) * PANEL], votes, p)
 
 
 class ActivationVotes:

@@ -4,7 +4,7 @@ import numpy as np
 
 from engine import cpu_rules
 from engine.cpu_compiler import njit
-from engine.cpu_kernels import add_tiles, vote_draw
+from engine.cpu_kernels import add_product, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, sgd, u32, whole_step, ztest
 from engine.simd import PANEL, ROWS, chain_tile
 from model import state_digest
@@ -48,19 +48,12 @@ def input_block(c, t, seeds, signs, x, first, end):
 def panel_votes(c, t, seeds, x, votes, first, end):
     """Adds a block of pairs to panels first..end - 1 of votes int32 [rows padded to ROWS, cols padded to PANEL]: x
     times noise(A, col), made here."""
-    n = seeds.size
-    panel, correction = np.zeros(x.shape[1] * PANEL, np.int8), np.zeros(PANEL, i32)
-    noise = np.empty(n, i32)
     for p in range(first, end):
-        for j in range(min(PANEL, t.cols - p * PANEL)):
-            s = i32(0)
-            for q in range(n):
-                noise[q] = vote_draw(c, u32(seeds[q] + t.seed_a), p * PANEL + j)
-                s = i32(s + noise[q])
-            for q in range(n):
-                panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
-            correction[j] = -128 * s
-        add_tiles(x, panel, correction, votes, p)
+        noise = np.zeros((x.shape[1], min(PANEL, t.cols - p * PANEL)), np.int8)
+        for q in range(seeds.size):
+            for j in range(noise.shape[1]):
+                noise[q, j] = vote_draw(c, u32(seeds[q] + t.seed_a), p * PANEL + j)
+        add_product(x, noise, votes, p)
 
 
 @njit
