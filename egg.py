@@ -17,10 +17,17 @@ import sys
 
 try:
     import egg_config
-except Exception as error:
-    if not hasattr(error, "status"):
-        raise
-    sys.exit(print(f"egg: {error}", file=sys.stderr) or error.status)
+except Exception as error:                               # a slip in an edit of that file is one line too
+    import linecache
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    number = getattr(error, "lineno", trace.tb_lineno)
+    line = linecache.getline(os.path.join(os.path.dirname(__file__), "egg_config.py"), number)
+    place = "" if hasattr(error, "status") else f"egg_config.py:{number}: {line.partition(' ')[0]}: "
+    advice = ": text needs quotes" if isinstance(error, NameError) else ""
+    print(f"egg: {place}{getattr(error, 'msg', error)}{advice}", file=sys.stderr)
+    sys.exit(2)
 from cluster.console import Console, Printer, let_go
 from egg_config import ROOT, EggError
 from engine import hardware
@@ -236,10 +243,6 @@ def train(cfg, args):
                 parsed_by("islands.gossip", "parse_name", "a name: letters, digits and _ . : / -, 64 at most")),
          option("--peer HOST:PORT", "coordinator of another island; can be repeated; islands may share one list",
                 parsed_by("islands.gossip", "parse_peer", "HOST:PORT"), action="append", default=[]),
-         option("--peers-from-slurm", "the other nodes of this Slurm job are peers, on the same port"),
-         option("--gossip-bandwidth BYTES", "limit on the bytes of models that it fetches per second, like 500k or "
-                "2.5M; 0: none (default: 16M)", parsed_by("islands.gossip", "parse_bandwidth",
-                                            "bytes a second, 1k or more, like 500k or 2.5M; 0: no limit")),
          option("--no-accept", "give models to peers, but never take one"), saved=of_directory)
 def coordinator(cfg, args):
     """hand out the work of a cluster and keep its history; needs no GPU, no data, little memory
@@ -261,12 +264,9 @@ def coordinator(cfg, args):
     if args.island is not None:
         from islands import gossip
         tls = auth.client_tls(args.tls_ca or args.tls_cert, args.tls_cert, args.tls_key)
-        others = args.peer + (gossip.peers_from_slurm(args.port) if args.peers_from_slurm else [])
-        bandwidth = gossip.BANDWIDTH if args.gossip_bandwidth is None else args.gossip_bandwidth
-        island = gossip.IslandSettings(args.island, list(dict.fromkeys(others)), bandwidth, not args.no_accept, tls)
-    elif args.peer or args.peers_from_slurm or args.no_accept or args.gossip_bandwidth is not None:
-        raise egg_config.ConfigError("--peer, --peers-from-slurm, --gossip-bandwidth and --no-accept are for islands: "
-                                     "give --island NAME too")
+        island = gossip.IslandSettings(args.island, list(dict.fromkeys(args.peer)), not args.no_accept, tls)
+    elif args.peer or args.no_accept:
+        raise egg_config.ConfigError("--peer and --no-accept are for islands: give --island NAME too")
     console = run_console(args)
     done = egg_net.run_coordinator(cfg, args.host, args.port, console=console, access=access, http=page(args, access),
                                    island=island, **of_the_run(args),
@@ -277,8 +277,6 @@ def coordinator(cfg, args):
 @command(option("host HOST", "name or address of the coordinator"),
          "--port", "--threads", "--gpu", "--secret-file", "--objective", *TLS,
          option("--name NAME", "name of this worker at the coordinator (default: its host and device)"),
-         option("--protocol {1,2}", "1: for C++ coordinators (default: 2, or 1 where 2 is not understood)",
-                int, choices=(1, 2), default=0),
          option("--list-devices", "list the devices that workers can use on this machine, one per line, and end"))
 def worker(cfg, args):
     """evaluate for a coordinator, on a GPU if there is one
@@ -295,8 +293,7 @@ def worker(cfg, args):
     if hint := what_suits(cfg, args, f"--preset {hardware.preset(cfg)} suits this machine"):
         console.line(hint)
     from tools import train
-    train.work(cfg, args.host, args.port, device, args.threads, console, access, args.protocol, args.name,
-               args.objective)
+    train.work(cfg, args.host, args.port, device, args.threads, console, access, args.name, args.objective)
 
 
 @command(option("--save-dir DIR", "keep the run in DIR on this node; if DIR holds a run, continue it", required=True),

@@ -22,6 +22,7 @@ import json
 import math
 import os
 import signal
+import textwrap
 import types
 from collections import namedtuple
 
@@ -332,26 +333,26 @@ def _constants():
     with open(__file__, encoding="utf-8") as file:
         lines = file.read().split("\n")
     end = next((i for i, line in enumerate(lines) if line.startswith("PRESETS")), len(lines))
-    found, name = {}, None
+    lines_of, name = {}, None
     for number, line in enumerate(lines[:end], 1):
         if line.startswith("# --- "):
             section = line.strip("# -")
         elif line.startswith("#  ") and name:                # goes on with the meaning of the constant above
-            found[name][-1] += line[1:]
+            lines_of[name][-1] += line[1:]
             continue
         name, equals, rest = line.partition("=")
         name = name.rstrip()
         if equals and name.isidentifier():
             limits, agree, meaning = [*rest.partition("#")[2].split("|", 2), "", ""][:3]
-            if agree or name not in found:
-                found[name] = [number, section, limits.strip(), agree.strip(), meaning]
-            found[name][0] = number                          # where it is set last
+            if agree or name not in lines_of:
+                lines_of[name] = [number, section, limits.strip(), agree.strip(), meaning]
+            lines_of[name][0] = number                          # where it is set last
         else:
             name = None
     constants = {}
-    for name, (number, section, limits, agree, meaning) in found.items():
+    for name, (number, section, limits, agree, meaning) in lines_of.items():
         if not agree:
-            raise ConfigError(f"{_place(number)}{name}: {_no_such(name, [n for n in found if found[n][3]])}")
+            raise ConfigError(f"{_place(number)}{name}: {_no_such(name, [n for n in lines_of if lines_of[n][3]])}")
         if agree not in AGREE:
             raise ConfigError(f"{_place(number)}{name}: {agree!r} must be one of {', '.join(AGREE)}")
         value = globals()[name]
@@ -455,8 +456,8 @@ class Config(types.SimpleNamespace):
     def compiled(self):
         """The same without the constants on which no kernel depends: building one that reads such a constant fails, so
         that what is left names a kernel."""
-        return Config(**{name: value for name, value in vars(self).items() if name == "TENSOR_CORES" or name not in
-                         CONSTANTS or CONSTANTS[name].agree in ("all", "run") and name != "LR_SCHEDULE"})
+        return Config(**{name: value for name, value in vars(self).items() if name not in CONSTANTS
+                         or CONSTANTS[name].agree in ("all", "run") and name != "LR_SCHEDULE"})
 
     def learning_rate(self, step):
         """Learning rate (float) of the update of `step`; "ztest": share of the weights that chance would move."""
@@ -490,20 +491,20 @@ def given(preset=None, defines=(), environ=os.environ, objective=None):
     preset = preset or environ.get("EGG_PRESET")
     if preset and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
-    found = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
+    sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
     if objective:
         source, digest, begins = objective
         values = {**(OBJECTIVE_SETTINGS if begins else {}), "OBJECTIVE": digest}
-        found.update((name, (f"--objective {source}", value)) for name, value in values.items())
+        sources.update((name, (f"--objective {source}", value)) for name, value in values.items())
     for key, text in environ.items():
         if key.startswith("EGG_") and key not in ("EGG_PRESET", "EGG_SECRET"):
-            found[key[4:]] = key, _parse(key[4:], text, key)
+            sources[key[4:]] = key, _parse(key[4:], text, key)
     for define in defines:
         name, equals, text = (part.strip() for part in define.partition("="))
         if not equals:
             raise ConfigError(f"-D {define}: write -D NAME=VALUE")
-        found[name] = f"-D {name}", _parse(name, text, f"-D {name}")
-    return found
+        sources[name] = f"-D {name}", _parse(name, text, f"-D {name}")
+    return sources
 
 
 def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, objective=None):
@@ -511,14 +512,14 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     this file's; run: its directory if it must continue with them. Raises ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
               **{name: _tuples(value) for name, value in dict(saved).items()}}
-    found, differ = given(preset, defines, environ, objective), {}
-    for name, (source, value) in found.items() if run else ():
+    sources, differ = given(preset, defines, environ, objective), {}
+    for name, (source, value) in sources.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
         if name == "OBJECTIVE" and value != values[name]:
-            what = "was begun with another file, or that one has changed" if values[name] else "has no objective"
-            raise ConfigError(f"{source}: {run} {what}: --load-dir {run} with another --save-dir begins a new run with "
-                              "its model")
+            reason = "was begun with another file, or that one has changed" if values[name] else "has no objective"
+            raise ConfigError(f"{source}: {run} {reason}: --load-dir {run} with another --save-dir begins a new run "
+                              "with its model")
         if name in DETERMINING and value != values[name]:
             differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name]) or 'unset'}")
     if differ:
@@ -526,7 +527,7 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
                                 for source, texts in differ.items())
         raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or name another "
                           "directory")
-    return make(**{**values, **{name: value for name, (_, value) in found.items()}})
+    return make(**{**values, **{name: value for name, (_, value) in sources.items()}})
 
 
 def preset_of(agreed):
@@ -686,14 +687,10 @@ def tables():
                       *_head("constant", "default", "allowed", "agree", "meaning")]
         meaning = f"({constant.model}) {constant.meaning}" if constant.model else constant.meaning
         lines.append(_row(name, text(constant.value), constant.limits, constant.agree, meaning))
-    presets = {name: preset for name, preset in PRESETS.items() if preset}
-    lines += ["", "### Values of the presets", "", *_head("constant", "default", *presets)]
-    for name, constant in CONSTANTS.items():
-        values = [text(preset[name]) if name in preset else "" for preset in presets.values()]
-        if any(values) and name != "LR_SCHEDULE":
-            lines.append(_row(name, text(constant.value), *values))
-    lines += ["", "LR_SCHEDULE:", ""]
-    lines += [f"- {name}: {text(preset['LR_SCHEDULE'])}" for name, preset in presets.items()]
+    lines += ["", "### Values of the presets", ""]
+    for name, preset in PRESETS.items():
+        values = ", ".join(f"{constant}={text(preset[constant])}" for constant in CONSTANTS if constant in preset)
+        lines += textwrap.wrap(f"- {name}: {values or 'nothing'}", 160, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines[1:])
 
 

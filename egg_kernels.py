@@ -1,10 +1,24 @@
-"""The CUDA model: the phases of the forward pass in order (SPEC 2 to 7 and 13). Each phase is a kernel of the folder
-`kernels`; `Transformer.evaluate` and `Recurrent._launch` say which, on which row of the plan (the run-time constants of
-a call), from and to which array.
+"""The CUDA model: the phases of the forward pass in order (SPEC 2 to 7, 13, 21), each a kernel of the folder `kernels`.
+
+model        kernels, in this order (here: Transformer.evaluate, Recurrent._launch)
+transformer  embed, norm, up, down; in each layer norm, qkv, attention, o, norm, up, down; then norm, head
+recurrent    in each layer norm (the first looks up the embedding), gates, recur, norm, inner, down; then norm, head
+
+noise           what runs
+on weights      the pass over pairs of members; `clean` for validation: the same kernels with the noise masked out by
+                the job, and another head
+on activations  (recurrent) the clean pass over groups, which keeps what matrices multiply (keep) and the errors of the
+                head (errors); the pass over members; then measure, credit, add_up, products, token_votes, vote_sizes,
+                vote_digits and pack_digits (kernels.activations)
+
+card            cc 9.0: products by wgmma, copies by bulk copies; others: mma.sync and cp.async. Shapes of tiles follow
+                from the shared memory of a block (kernels.product)
+
+Each launch says on which row of the plan (the run-time constants of a call), from and to which array.
 
 What the CUDA engine uses:
 
-    forward = build_forward(cfg, cc, shared_limit)
+    forward = build_forward(cfg, gpu_of(cfg, cc, shared_limit))
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        {verb: [kernels.host.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its
@@ -76,24 +90,24 @@ class Forward:
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
                         "write": [self._draw, self._reader, self._logits]}
 
-    def tables(self, **more):
-        """Uploads the constant tables, `more` among them."""
+    def tables(self, **of_model):
+        """Uploads the constant tables, `of_model` among them."""
         exps = integer_tables.exp_table(self.cfg)
         clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
         arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
                       streams=writing.streams_of(self.cfg),
-                      exps=exps[np.minimum(np.arange(256), exps.size - 1)], **more)
+                      exps=exps[np.minimum(np.arange(256), exps.size - 1)], **of_model)
         self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
 
-    def _given(self, layout, scratch, packed, **given):
+    def _args(self, layout, scratch, packed, **args):
         """What all kernels of a pass are given, by the names of their parameters; layout: of arrays in scratch."""
         arrays = {name: scratch[first:end].view(np.int32) for name, (first, end) in layout.items()}
         return dict(vars(self._tables), packed=packed.view(np.int32), at_columns=self._kernels.at_columns, **arrays,
-                    **given)
+                    **args)
 
     def _tiles(self, count):
         """(blocks, tiles of 16 rows a block, tiles that have sequences) of the kernel that reads."""
@@ -117,17 +131,17 @@ class Forward:
 
     def read(self, stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits):
         grid, tiles, every = self._tiles(count)
-        given = self._given(self._layout(count, room)[0], memory, packed, stream=stream, weights=weights,
-                            overlay=overlay, job=job, tokens=tokens, at=at, room=room, count=count, tiles=tiles,
-                            every=every, last=self.cfg.N_LAYERS - (logits is None))
-        given["rope"] = rope                                 # not that of SEQ_LEN
-        self._reader(grid, writing.THREADS, given, shared=16 * tiles * self._row_bytes)
+        args = self._args(self._layout(count, room)[0], memory, packed, stream=stream, weights=weights,
+                          overlay=overlay, job=job, tokens=tokens, at=at, room=room, count=count, tiles=tiles,
+                          every=every, last=self.cfg.N_LAYERS - (logits is None))
+        args["rope"] = rope                                 # not that of SEQ_LEN
+        self._reader(grid, writing.THREADS, args, shared=16 * tiles * self._row_bytes)
         if logits is None:
             return
         across = blocks(self.cfg.VOCAB_SIZE, writing.LOGIT_WARPS * writing.COLUMNS)
         twos = blocks(every, 2)
         each = min(writing.LOGIT_TWOS, blocks(twos * across, 4 * processors()))
-        self._logits((across, blocks(twos, each)), 32 * writing.LOGIT_WARPS, given, call=self._plan.head, each=each,
+        self._logits((across, blocks(twos, each)), 32 * writing.LOGIT_WARPS, args, call=self._plan.head, each=each,
                      z=logits)
 
 
@@ -156,40 +170,40 @@ class Transformer(Forward):
         plan = self._plan
         kernels = self._kernels
         length = padded_length(cfg)
-        given = self._given(kernels.layout(pairs)[0], scratch, packed, stream=stream, weights=weights, overlay=overlay,
-                            windows=windows, width=windows.size // pairs, job=job, offset=offset, losses=losses,
-                            stride=transformer.rows_of_pairs(cfg, pairs), count=pairs)
+        args = self._args(kernels.layout(pairs)[0], scratch, packed, stream=stream, weights=weights, overlay=overlay,
+                          windows=windows, width=windows.size // pairs, job=job, offset=offset, losses=losses,
+                          stride=transformer.rows_of_pairs(cfg, pairs), count=pairs)
         rows = 2 * pairs * length
-        n = given["n"]
+        n = args["n"]
         most = min(processors(), transformer.MOST_BLOCKS)
 
         def norm(row, streams):
-            kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, given, call=row, out=n)
+            kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, args, call=row, out=n)
 
         def product(kernel, row, matrix, layer, x, matrices=1, **out):
             tiles = blocks(rows, 64 * kernel.shape.RG)
-            kernel(min(tiles, most // matrices) * matrices, THREADS, given, call=row,
+            kernel(min(tiles, most // matrices) * matrices, THREADS, args, call=row,
                    at=kernels.matrices[matrix, layer], tiles=tiles, x=x, **out)
 
         def mlp(rows, up, down, layer):
             product(kernels.up, rows.up, up, layer, n)
-            product(kernels.full_width["down"], rows.down, down, layer, given["u"])
+            product(kernels.full_width["down"], rows.down, down, layer, args["u"])
 
-        kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), given, call=plan.embed,
+        kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), args, call=plan.embed,
                       losses=losses.view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
-            product(kernels.full_width["qkv"], layer.qkv, "w_q", i, n, 3, h=given["queries"])
-            kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), given, call=layer.attention,
+            product(kernels.full_width["qkv"], layer.qkv, "w_q", i, n, 3, h=args["queries"])
+            kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), args, call=layer.attention,
                               a=n)
             product(kernels.full_width["o"], layer.o, "w_o", i, n)
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i)
         norm(plan.ln_f, 1)
         head = kernels.clean_head if clean else kernels.head
-        head(blocks(rows, 64 * head.shape.RG), THREADS, given, call=plan.head, x=n, length=cfg.SEQ_LEN,
+        head(blocks(rows, 64 * head.shape.RG), THREADS, args, call=plan.head, x=n, length=cfg.SEQ_LEN,
              at_tiles=kernels.matrices["embedding", 0], exps=self._tables.clean_exps if clean else self._tables.exps)
 
     def _cache(self, count, room, rows):
@@ -205,7 +219,7 @@ class Recurrent(Forward):
     def __init__(self, cfg, gpu, silent):
         super().__init__(cfg, gpu, silent, gru.Plan, gru.Kernels, writing.recurrent_kernel)
         if cfg.PERTURB == "activations":
-            self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP, gpu.wgmma)
+            self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP)
             self.kernels["step"] = [*self.kernels["step"], *self.votes.kernels.values()]
 
     def _state_bytes(self, pairs):
@@ -226,13 +240,13 @@ class Recurrent(Forward):
         cfg = self.cfg
         states = None
         before = cfg.STATE_TOKENS
-        given = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, tokens=windows,
-                     width=windows.size // units)
+        args = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, tokens=windows,
+                    width=windows.size // units)
         work = scratch[self._state_bytes(units):]
         if before:
             states = scratch[:units * cfg.N_LAYERS * cfg.HIDDEN_DIM]
-            self._launch(units, before, work, True, states, **given, keep=1)
-        self._launch(units, cfg.SEQ_LEN, work, False, states, **given, job=self._tables.no_job if clean else job,
+            self._launch(units, before, work, True, states, **args, keep=1)
+        self._launch(units, cfg.SEQ_LEN, work, False, states, **args, job=self._tables.no_job if clean else job,
                      offset=offset, skip=before, begin=int(before > 0), keep=gru.KEEP_INPUTS * clean, losses=losses,
                      chunk=job)
 
@@ -240,7 +254,7 @@ class Recurrent(Forward):
         self._launch(count, length, scratch, True, stream=stream, weights=weights, packed=packed, overlay=weights,
                      tokens=windows, width=length + 1, losses=nats)
 
-    def _launch(self, units, n, scratch, clean, states=None, **given):
+    def _launch(self, units, n, scratch, clean, states=None, **args):
         """The pass over `units` pairs or, clean, without noise, windows. It reads n positions from `skip` on of
         rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the
         states at the end go there. losses: None, or int64 [units, 2], with noise on activations [units, 2, n]; clean:
@@ -248,69 +262,73 @@ class Recurrent(Forward):
         groups from `offset` on; chunk: the job of their chunk. Defaults: a pass without noise from the first token
         on; states and losses are not stored."""
         plan, size = self._plan, units * self.cfg.HIDDEN_DIM
-        given = dict(job=self._tables.no_job, offset=0, skip=0, begin=0, keep=0, losses=None,
-                     kept=self.votes.arrays.kept if self.votes else self._tables.plan) | given
-        given = self._given(self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n, length=n,
-                            stride=rows_of_places(units * n), rows_at=self._kernels.rows_at, **given)
+        args = dict(job=self._tables.no_job, offset=0, skip=0, begin=0, keep=0, losses=None,
+                    kept=self.votes.arrays.kept if self.votes else self._tables.plan) | args
+        args = self._args(self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n, length=n,
+                          stride=rows_of_places(units * n), rows_at=self._kernels.rows_at, **args)
         for i, row in enumerate(plan.layers):
             # without states any array of their type will do
-            given["states"] = given["plan"] if states is None else states[i * size:(i + 1) * size].view(np.int32)
-            self._layer(given, row, i, units, n)
-        if given["losses"] is not None:
-            self._head(given, units, n, clean)
+            args["states"] = args["plan"] if states is None else states[i * size:(i + 1) * size].view(np.int32)
+            self._layer(args, row, i, units, n)
+        if args["losses"] is not None:
+            self._head(args, units, n, clean)
 
-    def _layer(self, given, row, i, units, n):
+    def _layer(self, args, row, i, units, n):
         kernels = self._kernels
-        normed = given["normed"]
+        normed = args["normed"]
 
         def norm(kernel, row):
-            kernel((units, blocks(n, 64)), 256, given, call=row, out=normed)
+            kernel((units, blocks(n, 64)), 256, args, call=row, out=normed)
 
         def product(kind, row, matrix, x, out, matrices=1):
             tiles = blocks(2 * units * n, 64 * kernels.shapes[kind].RG)
-            kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, given, call=row,
-                                   at=kernels.matrices[matrix, i], x=x, out=out, beyond=given["gates"].size)
+            kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, args, call=row,
+                                   at=kernels.matrices[matrix, i], x=x, out=out, beyond=args["gates"].size)
 
         def keep(name, source):
-            if given["keep"] == gru.KEEP_INPUTS:
-                self.votes.keep(given, name, i, source)
+            if args["keep"] == gru.KEEP_INPUTS:
+                self.votes.keep(args, name, i, source)
 
         norm(kernels.norms[min(i, 1)], row + NORM_1)
         keep("normed_1", normed)
-        product("gates", row + GATES, "w_f", normed, given["u"], 2)
-        kernels.recur(blocks(units, kernels.state_rows // 2), THREADS, given, call=row, at=kernels.matrices["u_f", i])
-        half = given["kept"].size // 2
-        keep("state", given["kept"][:half])
-        keep("gated", given["kept"][half:])
+        product("gates", row + GATES, "w_f", normed, args["u"], 2)
+        kernels.recur(blocks(units, kernels.state_rows // 2), THREADS, args, call=row, at=kernels.matrices["u_f", i])
+        half = args["kept"].size // 2
+        keep("state", args["kept"][:half])
+        keep("gated", args["kept"][half:])
         norm(kernels.norm_f, row + NORM_2)
         keep("normed_2", normed)
-        product("inner", row + INNER, "w_up", normed, given["u"])
-        keep("inner", given["u"])
-        product("down", row + DOWN, "w_down", given["u"], given["x"])
+        product("inner", row + INNER, "w_up", normed, args["u"])
+        keep("inner", args["u"])
+        product("down", row + DOWN, "w_down", args["u"], args["x"])
 
-    def _head(self, given, units, n, clean):
+    def _head(self, args, units, n, clean):
         """Norm and head. Gates and candidates are needed no more: the rows of ln_f and their sums take their place."""
         kernels = self._kernels
         plan = self._plan
-        normed = given["gates"]
-        sb = given["candidates"]
-        kernels.norm_f((units, blocks(n, 64)), 256, given, call=plan.ln_f, out=normed, sb=sb)
+        normed = args["gates"]
+        sb = args["candidates"]
+        kernels.norm_f((units, blocks(n, 64)), 256, args, call=plan.ln_f, out=normed, sb=sb)
         if not clean and not self.votes:                     # the head adds to them
-            driver.device_memset(given["losses"], 0, given["losses"].nbytes, given["stream"])
+            driver.device_memset(args["losses"], 0, args["losses"].nbytes, args["stream"])
         head = kernels.clean_head if clean else kernels.head
-        head(blocks(units * n, 32 * head.shape.RG), THREADS, given, call=plan.head, at_tiles=kernels.at_tiles[clean],
-             x=normed, sb=sb, windows=given["tokens"], exps=self._tables.clean_exps if clean else self._tables.exps)
-        if given["keep"] == gru.KEEP_INPUTS:
-            self.votes.head(given, normed)
+        head(blocks(units * n, 32 * head.shape.RG), THREADS, args, call=plan.head, at_tiles=kernels.at_tiles[clean],
+             x=normed, sb=sb, windows=args["tokens"], exps=self._tables.clean_exps if clean else self._tables.exps)
+        if args["keep"] == gru.KEEP_INPUTS:
+            self.votes.head(args, normed)
 
     def _cache(self, count, room, rows):
         return dict(states=self.cfg.N_LAYERS * count * self.cfg.HIDDEN_DIM)
 
 
-def build_forward(cfg, cc, shared_limit, silent=False):
-    """The forward pass of a configuration on a device: see the top of this file. silent: as build_noise."""
+def gpu_of(cfg, cc, shared_limit):
+    """The Gpu for which the kernels of a configuration are made. Raises ValueError where it lacks what is wanted."""
     newest = tuple(cc) == (9, 0)
     if cfg.TENSOR_CORES == "wgmma" and not newest:
         raise ValueError(f"TENSOR_CORES = wgmma: only GPUs of compute capability 9.0 have it, not {cc[0]}.{cc[1]}")
-    gpu = Gpu(tuple(cc), shared_limit, newest and cfg.TENSOR_CORES != "mma")
+    return Gpu(tuple(cc), shared_limit, newest and cfg.TENSOR_CORES != "mma")
+
+
+def build_forward(cfg, gpu, silent=False):
+    """The forward pass of a configuration on a Gpu: see the top of this file. silent: as build_noise."""
     return (Recurrent if cfg.MODEL == "gru" else Transformer)(cfg, gpu, silent)

@@ -359,24 +359,22 @@ def sample(cfg, engine, tokens, decoding, objective=None):
 
 
 def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True, console=None,
-               access=auth.Access(), protocol=0, name=None, **options):
+               access=auth.Access(), name=None, **options):
     """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the
     coordinator closes, and returns the number of chunks done. The engine keeps the state it has come to. tokens: the
     training data, for samples; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None;
-    access: an auth.Access; protocol: 1, 2, or 0 for 2 and then 1 where the coordinator closes on that (never with a
-    secret or TLS); name: in the coordinator's lines, default host and device; options: of Worker. Raises NetError where
-    no coordinator can be, or one that does not fit or refuses this worker."""
+    access: an auth.Access; without secret and TLS a coordinator that closes on protocol 2 is called with protocol 1;
+    name: in the coordinator's lines, default host and device; options: of Worker. Raises NetError where no coordinator
+    can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
-    if protocol == V1 and (access.secret or access.tls):
-        raise NetError("protocol 1 has neither secret nor TLS: leave --protocol 1 out, or the secret")
     worker = Worker(cfg, engine, tokens, validation, decoding, console, **options)
     card = {"role": "worker", "id": os.urandom(8).hex(),
             "name": name or f"{socket.gethostname()}/{engine.name}",
             "device": engine.name, "config": cfg.agreed(), "data": snapshots.data_digest(tokens).hex(),
             "validation": snapshots.data_digest(validation and validation.tokens).hex()}
-    version, pause = protocol or V2, BACK_OFF[0]
-    connected = proves_first = False
+    version, pause = V2, BACK_OFF[0]
+    connected = False
     logged = set()                           # since the last answer: a line is logged once
 
     def log(line):
@@ -387,17 +385,18 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     while True:
         answers = worker.answers
         try:
-            with contextlib.closing(Link(cfg, host, port, version, access, card, proves_first)) as link:
-                connected, proves_first = True, link.proves_first
+            with contextlib.closing(Link(cfg, host, port, version, access, card)) as link:
+                connected = True
                 log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
                 worker.serve(link)
-        except OldCoordinator:
-            if not (protocol or access.secret or access.tls):
+        except OldCoordinator as error:
+            if not (access.secret or access.tls):
+                log(f"{error}; trying protocol 1")
                 version = V1                 # at once, and for one connection: it may also have been stopped just then
                 continue
             if not retry:
                 raise
-            what = "the coordinator closed the connection during the introduction"
+            what = str(error)
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
@@ -410,7 +409,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
             pause = BACK_OFF[0]
             logged.clear()
         log(f"{what}, trying again")
-        version = protocol or V2
+        version = V2
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, BACK_OFF[1])
 
@@ -435,7 +434,7 @@ class Hook:
 
     check = nothing            # (now): deadlines and whatever else is due; several times a second
     state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
-    step_completed = nothing   # (loss): a step is in the history and no chunk of the next one handed out
+    step_completed = nothing   # (): a step is in the history and no chunk of the next one handed out
     # (step, value, unit): a worker has measured the state of this step, with an objective its reward; less is better
     validated = nothing
     status = nothing           # its part of `egg.py status`, for JSON
@@ -711,7 +710,7 @@ class Coordinator:
         self.run.sync()                              # before any worker sees the next step
         self._ended = self.progress.complete_step(step, losses)
         self._begin_step()
-        self.island.step_completed(self.progress.loss)
+        self.island.step_completed()
         self.dispatcher.answer_waiting()
 
     def _conclude_step(self):

@@ -2,11 +2,12 @@
 
 import errno
 import functools
+import json
 import os
 import time
 
 import egg_config
-from cluster import auth, history, snapshots, status, wire
+from cluster import auth, history, snapshots, wire
 from cluster.console import one_line
 from cluster.hub import NetError, Newest, reason
 from cluster.session import FRAME_SECONDS, Role, Session
@@ -134,7 +135,7 @@ class Admission:
         run = coordinator.run
         session.reply(*host.welcome(self.config_digest, run.data, run.step, coordinator.shelf.newest))
         if card.role != "worker":
-            session.reply(wire.STATUS, status.pack_status(coordinator.status()))
+            session.reply(wire.STATUS, json.dumps(coordinator.status()).encode())
 
     def _enter(self, session, version):
         if len(self.coordinator.hub.connections) - len(self.arrivals) >= self.most:

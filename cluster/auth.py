@@ -91,10 +91,6 @@ def page_password(secret):
 IMPOSTOR = "it does not know the secret given here: is it the right coordinator, and have both sides the same one?"
 
 
-class GreetingError(Exception):
-    """The other side is not the one that was meant, or wants what this side does not have."""
-
-
 # What a caller states about itself in JOIN. role: "worker", "island" or "status"; id: of its process; name, device:
 # text; config: {name: value}; data, validation: SHA-256 (bytes) of its training and of its held-out data, zeros if
 # unknown
@@ -139,44 +135,39 @@ class _Side:
 
 
 class Caller(_Side):
-    """card: a dict for JSON, see Card; first: the host must prove itself first, as a new one does. welcome: the fields
-    of WELCOME, once the host has let us in and proved itself; proves_first: whether it does."""
+    """card: a dict for JSON, see Card. welcome: the fields of WELCOME, once the host has let us in and proved itself; a
+    host with a secret proves itself before we do."""
 
-    welcome, proves_first = None, False
+    welcome = None
 
-    def __init__(self, access, card, first=False):
+    def __init__(self, access, card):
         self._secret = access.secret
         self._name = access.name
         self._text = json.dumps({**card, "name": access.name} if access.name else card).encode()
-        self._first = first or bool(access.name)
         self._hello = os.urandom(HELLO.head.size)
 
     def begin(self):
         return HELLO, self._hello
 
     def handle(self, opcode, payload):
-        """Takes a frame of the host; the answer, None without one. Raises GreetingError where the host wants a secret
-        or does not know it, FrameError for a frame out of order."""
+        """Takes a frame of the host; the answer, None without one. Raises FrameError where the host wants a secret or
+        does not know it, and for a frame out of order."""
         if opcode == CHALLENGE and not self._challenge:
             self._challenge, flags = CHALLENGE.unpack(payload)
-            if flags & SECRET_WANTED and not self._secret:
-                raise GreetingError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
-            if self._secret and not flags & SECRET_WANTED:
-                raise GreetingError("it has no secret, and here is one: give both sides the same one, or leave "
+            if flags and not self._secret:
+                raise FrameError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
+            if self._secret and not flags:
+                raise FrameError("it has no secret, and here is one: give both sides the same one, or leave "
                                     "--secret-file and EGG_SECRET out")
-            self.proves_first = bool(self._secret and flags & wire.PROVES_FIRST)
-            if self._first and not self.proves_first:
-                raise GreetingError("it does not prove itself first: an impostor, or an older version of egg; start "
-                                    "this worker again if you have changed the coordinator")
-            return (PROVE, self._name.encode()) if self.proves_first else self._join()
-        if opcode == PROVED and self.proves_first:
+            return (PROVE, self._name.encode()) if self._secret else self._join()
+        if opcode == PROVED and self._secret and self._challenge:
             if not compare_digest(payload, self._first_proof(self._name)):
-                raise GreetingError(IMPOSTOR)
+                raise FrameError(IMPOSTOR)
             return self._join()
         if opcode == WELCOME and self._challenge and not self.welcome:
             fields = WELCOME.unpack(payload)
             if not compare_digest(fields.proof, self._proof(b"coordinator")):
-                raise GreetingError(IMPOSTOR)
+                raise FrameError(IMPOSTOR)
             self.welcome = fields
             return None
         raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
@@ -199,8 +190,7 @@ class Host(_Side):
         """Takes a frame of the caller; the answer, None without one. Raises FrameError."""
         if opcode == HELLO and not self._hello:
             self._hello = payload
-            flags = SECRET_WANTED | wire.PROVES_FIRST if self._secret else 0
-            return CHALLENGE, self._challenge, flags
+            return CHALLENGE, self._challenge, SECRET_WANTED if self._secret else 0
         if opcode == PROVE and self._hello and self._secret and not self.proved:
             self.proved = True
             if payload:

@@ -79,7 +79,7 @@ class Collector:
                 if self.coordinator.states.contradicts(step, upload.digest):
                     raise ValueError("others have another state")
                 yield from shelf.put(upload)
-                self.events.emit("snapshot", step=step, bytes=upload.total, overlay=upload.overlay)
+                self.events.emit("snapshot", step=step, bytes=upload.total)
             self.coordinator.island.state_received(upload)
             yield from self._forget()
         except ValueError as error:

@@ -28,7 +28,7 @@ class Printer:
     def __init__(self, stream=None):
         self._out = self.stream = stream or sys.stdout or open(os.devnull, "w")      # it is None where it is closed
         self.terminal = self.stream.isatty()
-        self.steered = takes_escapes(self.stream)
+        self.steered = self.terminal and os.environ.get("TERM") != "dumb"
         self.coloured = self.steered and not os.environ.get("NO_COLOR")
 
     def line(self, text):
@@ -94,7 +94,7 @@ class Console(Printer):
     _deggs = 1.0               # the unit of the loss of d-eggs
     _step = _validation = None     # the last event of a step, of a validation
     _step_at = _line_at = 0.0  # when that came, and when the next lasting line is due
-    _last_loss, _pace = float("inf"), ()
+    _pace = ()
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
         super().__init__(stream)
@@ -160,23 +160,19 @@ class Console(Printer):
 
     def _step_line(self, event):
         """The line of d-eggs; its loss has the unit of d-eggs."""
-        better = event["loss"] <= self._last_loss
-        self._last_loss = event["loss"]
-        loss = self.colour(f"{event['loss'] / self._deggs:.4f}", "green" if better else "red")
-        speed = self.colour(f"{event['tokens_per_second']:.2f}", "blue")
         noise = f"Noise: {event['sigma_shift']} | " if "sigma_shift" in event else ""
         sent, received = event["sent"], event["received"]
         # the tokens are those that trained the model whose loss this is
-        line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | Loss: {loss} | "
-                f"Time: {1e3 * event['seconds']:.2f} ms | "
-                f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | Speed: {speed} tok/s | "
-                f"LR: {event['learning_rate']:g} | {noise}"
+        line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | "
+                f"Loss: {event['loss'] / self._deggs:.4f} | Time: {1e3 * event['seconds']:.2f} ms | "
+                f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | "
+                f"Speed: {event['tokens_per_second']:.2f} tok/s | LR: {event['learning_rate']:g} | {noise}"
                 f"Net: {(sent + received) / event['seconds'] / (1 << 20):.2f} MB/s "
                 f"(Tx: {_bytes_text(sent)}, Rx: {_bytes_text(received)})")
         validation = self._validation
         self._validation = None
         if validation:
-            line += f" | Val: {self.colour(format(validation['value'], '.2f'), 'blue')} {validation['unit']}"
+            line += f" | Val: {validation['value']:.2f} {validation['unit']}"
             if validation["step"] != event["step"]:
                 line += f" (step {validation['step']})"
         return line
@@ -193,10 +189,6 @@ class Console(Printer):
 def let_go(stream):
     """Writes to nowhere from now on: the reader is gone or the disk full, and Python would fail again at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def takes_escapes(stream):
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def fit(*parts):
@@ -236,11 +228,6 @@ def printable(text):
 def one_line(text, most=2000):
     """The same as part of a line, of at most `most` characters. It is cut before anything looks at it."""
     return clean(text[:most].replace("\n", " ")).strip()
-
-
-def shortened(words, most, between=", "):
-    """The first words as one text, and how many more there are."""
-    return between.join(words[:most] + [f"and {len(words) - most} more"] * (len(words) > most))
 
 
 def clock(seconds):

@@ -12,7 +12,7 @@ import time
 import egg_config
 from cluster.console import sample_parts
 from cluster.history import EVENTS
-from cluster.hub import Budget, nothing
+from cluster.hub import Budget
 from egg_config import EggError, explained
 
 OF_PEERS = 32.0, 1024      # events caused by peers: rate per second, burst
@@ -110,7 +110,6 @@ class Lines:
     RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file cannot be
     opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
 
-    head = nothing             # (): the first lines of the file that takes the place of a long one
     warned = False
 
     def __init__(self, path, advice, warn, links=False):
@@ -158,8 +157,6 @@ class Lines:
             full = self.handle
             self._open()                             # before the other is closed: it may fail
             os.close(full)
-            if head := self.head():
-                self.add(head)
 
     def close(self):
         if self.handle is not None:
@@ -175,17 +172,13 @@ class JsonLog(Lines):
 class CoordinatorLog(Lines):
     """The log of d-eggs: the constants, then one line of figures per step, the loss in the unit of d-eggs."""
 
-    def head(self, source="continued"):
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        constants = "".join(f"# {name} = {value}\n" for name, value in self._config.items())
-        # ISO 8601, whose zone has a colon; the module for that is one more that a coordinator would wait for
-        return f"# egg, {now[:-2]}:{now[-2:]}, {source}\n{constants}Step,RelTime,Loss,Updates,LR"
-
     def emit(self, event, _):
         if event["event"] == "start":
-            self._config = event["config"]
-            self._bits, _ = egg_config.loss_unit(event["config"])
-            self.add(self.head(f"from step {event['step']}"))
+            config = event["config"]
+            self._bits, _ = egg_config.loss_unit(config)
+            constants = "".join(f"# {name} = {value}\n" for name, value in config.items())
+            self.add(f"# egg, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}, from step {event['step']}\n{constants}"
+                     "Step,RelTime,Loss,Updates,LR")
         elif event["event"] == "step":
             self.add(f"{event['step']},{event['elapsed']:.3f},{event['loss'] / self._bits:.6f},{event['updates']},"
                      f"{event['learning_rate']:g}")
@@ -217,8 +210,6 @@ class TensorBoard:
                 values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
             case "validation" | "reward":
                 values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
-            case "snapshot" if event["overlay"]:
-                values = {f"overlay/{name}": value for name, value in event["overlay"].items()}
             case "sample":
                 # indented: TensorBoard renders it as a code block of Markdown
                 text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")

@@ -22,7 +22,7 @@ import zlib
 from collections import namedtuple
 
 import egg_config
-from cluster.console import one_line, shortened
+from cluster.console import one_line
 from egg_config import EggError, explained
 from model import seeds, ternary
 
@@ -37,7 +37,7 @@ RECORD = struct.Struct("<IQqQI")
 HEAD = RECORD.size + 4                   # bytes of a record up to its body
 # step, whether the figure is a reward, figure (cluster.snapshots); epoch, step, kind, fitness (islands.gossip)
 SNAPSHOT = re.compile(r"snapshot-(\d{8,15})(?:-(reward-)?(-?\d{1,10}\.\d{4,6}))?\.egg")
-ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|loss|reward)-(-?\d{1,10}\.\d{4})\.egg")
+ELITE = re.compile(r"elite-(\d{3,15})-(\d{8,15})-(validation|reward)-(-?\d{1,10}\.\d{4})\.egg")
 COPIED = re.compile(r"(snapshot|elite|history)-.*\.egg|events\.jsonl(\.1)?")     # beside FILE, by --load-dir
 PARTS = re.compile(r"(history|settings|data|snapshot|events|elite).*\.part")      # what is not written yet
 LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs with the first result and the first step
@@ -624,7 +624,8 @@ def differing(there, here):
 def difference(there, here, where=("there", "here")):
     """The first NAMED of these as one text, with the number of the others; "" where they agree."""
     texts = [one_line(f"{name} = {a} {where[0]}, {b} {where[1]}") for name, (a, b) in differing(there, here).items()]
-    return shortened(texts, NAMED, "; ")
+    more = [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED)
+    return "; ".join(texts[:NAMED] + more)
 
 
 def _header(cfg, start):

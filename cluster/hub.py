@@ -222,7 +222,6 @@ class Connection:
     cannot be agreed on; `broken`, when a method raised an error; `closed`, once."""
 
     PIECE = 1 << 16            # bytes that are read at a time
-    paused = False
     open = True
     _event = 0                 # that the selector waits for
 
@@ -248,13 +247,6 @@ class Connection:
         self.traffic.sent += sum(map(len, parts))
         self.outbox.extend(memoryview(part) for part in parts if part)
         self._flush()
-
-    def pause(self, paused=True):
-        """Takes nothing more from the peer until pause(False)."""
-        self.paused = paused
-        self._flush()
-        if not paused:
-            self.hub.again.add(self)
 
     def close(self):
         if self.open:
@@ -289,7 +281,7 @@ class Connection:
     def _transfer(self, mask):
         if mask & WRITE:
             self._flush()
-        if not self.outbox and not self.paused:
+        if not self.outbox:
             if mask & READ and not self.full():
                 self._read()
             else:
@@ -326,12 +318,9 @@ class Connection:
             pass
         except OSError:
             return self.close()
-        self._wait_for(WRITE if self.outbox else 0 if self.paused else READ)
+        self._wait_for(WRITE if self.outbox else READ)
 
     def _wait_for(self, event):
         if self._event != event:
-            if self._event:
-                self.hub.selector.unregister(self.sock)
-            if event:
-                self.hub.selector.register(self.sock, event, self)
+            (self.hub.selector.modify if self._event else self.hub.selector.register)(self.sock, event, self)
             self._event = event

@@ -25,18 +25,6 @@ class RefusedForGood(NetError, UsageError):
     """The coordinator will not let this caller in, however often it tries."""
 
 
-def speaks_tls(address):
-    """Whether a TLS server answers at (host, port), whoever it is."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    try:
-        with socket.create_connection(address, CONNECT_TIMEOUT) as sock, context.wrap_socket(sock):
-            return True
-    except OSError:
-        return False
-
-
 def check_address(host, port):
     """Raises NetError where `host` is no name or address."""
     name, _, number = host.rpartition(":")
@@ -50,15 +38,13 @@ def check_address(host, port):
 class Link:
     """Every method raises OSError when the coordinator is gone, NetError when it is none of this program or refuses
     this worker; the constructor raises OldCoordinator where version 1 may help. version: V1 or V2; card: see
-    auth.Card; first, proves_first: see auth.Caller; snapshot: step of the coordinator's newest one, or 0."""
+    auth.Card; snapshot: step of the coordinator's newest one, or 0."""
 
     snapshot = 0
 
-    def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None, first=False):
+    def __init__(self, cfg, host, port, version=V1, access=auth.Access(), card=None):
         self.name = f"{host}:{port}"
         self.version = version
-        self.proves_first = first
-        self.address = (host, port)
         self.card = card
         self.frame = functools.partial(wire.frame, version=version)
         self.limits = wire.only(wire.limits(cfg), {version: wire.FROM_COORDINATOR[version]})
@@ -86,7 +72,7 @@ class Link:
             raise NetError(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
 
     def _greet(self, cfg, access):
-        caller = auth.Caller(access, self.card, self.proves_first)
+        caller = auth.Caller(access, self.card)
         answer = caller.begin()
         try:
             while answer:
@@ -96,13 +82,11 @@ class Link:
         except ConnectionError:
             if answer[0] != wire.HELLO:
                 raise
-            if not access.tls and speaks_tls(self.address):
-                raise RefusedForGood(f"{self.name}: it seems to speak TLS: give --tls-ca") from None
+            hint = "" if access.tls else ", and give --tls-ca if it has TLS"
             raise OldCoordinator(f"{self.name} closed the connection during the introduction: check that it is an egg "
-                                 "coordinator of protocol 2") from None
-        except (auth.GreetingError, FrameError) as error:
+                                 f"coordinator of protocol 2{hint}") from None
+        except FrameError as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
-        self.proves_first = caller.proves_first
         if self.card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
             raise RefusedForGood(f"{self.name}: it has another configuration: is it the same version of egg?")
         self.snapshot = self._checked_step(caller.welcome.snapshot)

@@ -9,8 +9,6 @@ from cluster.wire import BAD_FRAME, ERROR, FrameError, V1, V2, next_frame
 
 FRAME_SECONDS = 30.0       # the longest time for a frame that has begun, and for reading an answer
 FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
-# Frames of a peer that bring no work: burst, rate per second. A peer that sends more is refused.
-IDLE_FRAMES, IDLE_FRAMES_A_SECOND = 256, 32.0
 
 
 class Role:
@@ -31,14 +29,12 @@ class Session(hub.Connection):
     role = None
     version = None             # that of its last frame, V1 or V2
     idle = None                # seconds for which it may be silent, None for ever
-    waits = False              # its request is still to be answered: until then no frame is taken
     frame_since = None         # since when it has begun a frame that is not complete
     _whole_frame = False       # one may have come that is not taken yet
 
     def __init__(self, admission, sock, address, frames, tls=None):
         self.admission = admission
         self.take(frames)
-        self._idle_frames = hub.Budget(IDLE_FRAMES_A_SECOND, IDLE_FRAMES)
         super().__init__(admission.coordinator.hub, sock, address, admission.coordinator.progress.traffic, tls)
         self.title = self.address          # with its name, once that is known
 
@@ -49,33 +45,21 @@ class Session(hub.Connection):
     def received(self):
         self._whole_frame = True                         # there may be one, unless none is seen below
         for _ in range(FRAMES_A_TURN):
-            if not self.open or self.outbox or self.paused:
+            if not self.open or self.outbox:
                 break
             if not (frame := next_frame(self.inbox, self.limits)):
                 self._whole_frame = False
                 break
             self.frame_since = None
             self.version = frame.version
-            if frame.opcode not in wire.WORK and not self._idle_frames.take():
-                raise FrameError("it sends more than it may")
             self.role.handle(frame.opcode, frame.payload)
         if self.open:
-            if self._whole_frame and not self.paused:
+            if self._whole_frame:
                 self.hub.again.add(self)
             self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
 
     def full(self):
         return self._whole_frame
-
-    def wait(self):
-        """Takes nothing more from the peer before `go_on`: its last frame still has to be answered."""
-        self.waits = True
-        self.pause()
-
-    def go_on(self):
-        if self.waits:
-            self.waits = False
-            self.pause(False)
 
     def reply(self, opcode, *fields):
         self.send(wire.frame(opcode, *fields, version=self.version))
@@ -97,12 +81,10 @@ class Session(hub.Connection):
         self.refuse(f"{place}{error}", getattr(error, "code", BAD_FRAME))
 
     def check(self, now):
-        if self.waits:
-            self.heard = now                         # nothing is read from it, so its silence means nothing
         self.role.check(now)
         if self.idle and now - self.heard > self.idle and not (self.version == V1 and self.role.waiting):
             self.refuse(f"said nothing for {self.idle:g} s")
-        if self.frame_since and now - self.frame_since > FRAME_SECONDS and not self.paused:
+        if self.frame_since and now - self.frame_since > FRAME_SECONDS:
             self.refuse("stopped in the middle of a frame")
 
     def closed(self):

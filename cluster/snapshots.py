@@ -151,13 +151,12 @@ def save(cfg, state, directory, body=None):
 
 class Upload:
     """A snapshot that is being received: its pieces are written as they come. `whole`: all have come; then `check`.
-    digest: of its state, as the worker has stated it; sha256: set by `check`, as is overlay: {"mean", "min", "max"} of
-    its noise scales, None where there are none; `got`, `total`: bytes of the body; remembered: it is for `state`, and
-    for no shelf; drop: removes its file, unless that is kept. Raises ValueError for data that cannot be right, OSError
-    of the disk."""
+    digest: of its state, as the worker has stated it; sha256: set by `check`; `got`, `total`: bytes of the body;
+    remembered: it is for `state`, and for no shelf; drop: removes its file, unless that is kept. Raises ValueError for
+    data that cannot be right, OSError of the disk."""
 
     got = 0
-    total = sha256 = overlay = None
+    total = sha256 = None
 
     def __init__(self, cfg, step, seed, digest, directory, remember=False):
         self.step = step
@@ -187,21 +186,16 @@ class Upload:
     def check(self):
         """Compares the state with the digest, in pieces, perhaps in a thread beside the loop."""
         from model import state_digest
-        parts = sizes(self._cfg)
         digests = state_digest.Digest(self.step, self.seed), _begin(self.step, self.seed)
-        left, scales = sum(parts), bytearray()
+        left = sum(sizes(self._cfg))
         self._file.seek(HEAD_SIZE)
         for raw in _unpacked(self._file, left):
             for digest in digests:
                 digest.update(raw)
             left -= len(raw)
-            scales += raw[max(len(raw) + left - parts[2], 0):]
         digest, self.sha256 = (digest.digest() for digest in digests)
         if left or digest != self.digest:
             raise ValueError("it is not the state that workers stated")
-        if self._cfg.ADAPTIVE_NOISE_MODE:
-            scales = memoryview(scales).cast("b")
-            self.overlay = {"mean": round(sum(scales) / len(scales), 4), "min": min(scales), "max": max(scales)}
 
     def keep(self, name, fitness):
         """Gives the file its head and its name, and waits until both are on the disk. fitness: packed, of the previous

@@ -2,7 +2,6 @@
 status, and the table of `egg.py status`."""
 
 import contextlib
-import json
 import math
 import os
 import socket
@@ -16,9 +15,8 @@ from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, check_address
 from cluster.wire import FrameError, STATUS, V2, read_json
 
-EPOCHS = 5                # epochs of an island that are listed
 CELL, LINE = 64, 4000      # characters of a text in the table, and of a line
-WORKERS, BANS = 4000, 100  # in a status, at most
+WORKERS, BANS = 2000, 100  # in a status, at most: they fit a frame
 # the columns of the tables, {title: field}, and how some fields are shown
 WORKER_COLUMNS = {"worker": "name", "device": "device", "address": "address", "state": "state", "step": "step",
                   "chunks": "chunks", "s/chunk": "chunk_seconds", "last seen": "last_seen"}
@@ -26,7 +24,6 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compare
                 "fitness": "fitness", "step": "step", "epoch": "epoch", "taken": "taken",
                 "last seen": "last_seen"}
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
-MUCH_WORSE = 1.15          # times the best validation so far
 MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
 
 
@@ -53,7 +50,6 @@ class Progress:
         self.first_step = run.step
         self.validations = []
         self.rewards = []
-        self._best = math.inf, 0                                           # validation, step
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
         self.bits, self.unit = egg_config.loss_unit(cfg.constants())
 
@@ -85,9 +81,6 @@ class Progress:
         middle = median(losses)
         self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
         self.speed = self.tokens_a_step / seconds
-        if len(set(self._updates)) > 1:
-            self.events.warn(f"step {step}: workers report different numbers of changed weights, "
-                             f"{sorted(set(self._updates))}: a replica has drifted; restart the workers", peer=True)
         noise = {"sigma_shift": self.cfg.sigma_shift(step)} if self.cfg.SIGMA_SCHEDULE else {}
         return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
                 "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
@@ -104,15 +97,8 @@ class Progress:
         return bits / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
 
     def validated(self, step, figure, unit):
-        """Notes the figure of a step, and warns of one that is much worse. Returns whether it was noted."""
-        noted = self._measured(self.validations, "validation", step, figure, unit=unit)
-        if noted and not self.cfg.OBJECTIVE:
-            best, at = self._best = min(self._best, (figure, step))
-            if figure > MUCH_WORSE * best:
-                self.events.warn(f"step {step}: the validation has become much worse, {figure:.4f} {unit} after "
-                                 f"{best:.4f} at step {at}: a worker may compute wrongly (egg.py status lists them), "
-                                 "or the learning rate is too high")
-        return noted
+        """Notes the figure of a step. Returns whether it was noted."""
+        return self._measured(self.validations, "validation", step, figure, unit=unit)
 
     def check_reward(self, texts, reward):
         """Raises FrameError for a reward that no worker of this run can have."""
@@ -184,28 +170,16 @@ def fetch_status(cfg, host, port, access=auth.Access()):
         raise NetError(f"{host}:{port}: a status that cannot be read") from None
 
 
-def pack_status(status):
-    """bytes: the JSON of a status (egg_net.Coordinator.status), with as many entries of its lists as a frame holds."""
-    most = WORKERS
-    while len(data := json.dumps(status).encode()) > STATUS.most:
-        most //= 2
-        island = status["island"] and {**status["island"], "peers": status["island"]["peers"][:most]}
-        status = {**status, "workers": status["workers"][:most], "island": island,
-                  "banned": dict(list(status["banned"].items())[-most:])}
-    return data
-
-
 def describe_status(status):
     """str: a table of what fetch_status gives."""
     of = f" of {status['steps']}" if status["steps"] else ""
     first = "step {step}{of}, {chunks_done} of {chunks} chunks done, {tokens_per_second:,.0f} tokens/s".format(
         **status, of=of)
     if status["loss"] is not None:
-        # an older coordinator sends no unit
-        first += f", loss {status['loss']:.3f} {status.get('loss_unit', 'units of d-eggs')}"
+        first += f", loss {status['loss']:.3f} {status['loss_unit']}"
     if status["validation"]:
         first += ", validation {figure:.3f} {unit} at step {step}".format(**status["validation"])
-    if status.get("reward"):
+    if status["reward"]:
         first += ", reward {value:.4f} at step {step}".format(**status["reward"])
     newest = f", newest snapshot of step {status['snapshot']}" if status["snapshot"] else ""
     lines = [first, f"kept in {status['save_dir']}{newest}" if status["save_dir"] else "not kept",
@@ -213,9 +187,9 @@ def describe_status(status):
     if status["banned"]:
         lines.append(f"to lift a ban remove its line from {status['ban_file']}" if status["ban_file"] else
                      "bans last until the coordinator ends")
-    workers, island = status["workers"], status.get("island")    # older coordinators send no islands
+    workers, island = status["workers"], status["island"]
     lines += _table(WORKER_COLUMNS, workers, 4) if workers else ["no workers"]
-    more = status.get("connected", 0) - len(workers)
+    more = status["connected"] - len(workers)
     lines += [f"and {more} more"] * (more > 0)
     if island:
         up = sum(peer["state"] == "up" for peer in island["peers"])
@@ -223,10 +197,6 @@ def describe_status(status):
         if island["fitness"] is not None:
             line += f", fitness {island['fitness']:.4f} ({island['kind']})"
         lines += ["", line]
-        for epoch in [epoch for epoch in island["epochs"] if epoch["epoch"]][-EPOCHS:]:
-            source = "rejuvenated" if epoch["peer_step"] is None else \
-                f"the state of {_cell(epoch['from'])} at its step {epoch['peer_step']}"
-            lines.append(f"  epoch {epoch['epoch']} from step {epoch['step']}: {source}")
         if island["peers"]:
             lines += _table(PEER_COLUMNS, island["peers"], 4)
     return "\n".join(printable(line[:LINE]).removeprefix("  ") for line in lines)

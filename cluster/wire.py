@@ -63,7 +63,7 @@ LOG_MESSAGE = Frame(3, "text", 1 << 14)
 VALIDATION = Frame(16, "step:Q tokens:Q bytes:Q nats:d")         # bytes: of these tokens, 0: unknown; C++ ignores it
 # version 2
 HELLO = Frame(32, "random:32s")                      # of the worker
-CHALLENGE = Frame(33, "random:32s flags:B")          # of the coordinator; flags: SECRET_WANTED, ...
+CHALLENGE = Frame(33, "random:32s flags:B")          # of the coordinator; flags: SECRET_WANTED, or 0
 JOIN = Frame(34, "proof:32s card", 1 << 13)          # card: JSON
 WELCOME = Frame(35, "proof:32s config:32s data:32s step:Q snapshot:Q")       # config, data: digests
 ERROR = Frame(36, "code:H text", OTHER_LIMIT - 2)
@@ -78,7 +78,7 @@ PROVE = Frame(47, "name", 64)
 PROVED = Frame(48, "proof:32s")
 REWARD = Frame(51, "step:Q texts:Q reward:d")        # of the unperturbed model on held-out prompts, with an objective
 NAMES = {value: name for name, value in globals().items() if type(value) is Frame}
-SECRET_WANTED, PROVES_FIRST = 1, 2       # in CHALLENGE: the coordinator has a secret; it answers PROVE
+SECRET_WANTED = 3                        # in CHALLENGE: the coordinator has a secret, and answers PROVE
 
 # codes of ERROR
 BAD_FRAME = 1
@@ -149,7 +149,6 @@ FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, W
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}
 FROM_WORKER = {V1: FROM_WORKERS, V2: (*FROM_WORKERS, HEARTBEAT, SNAPSHOT_DATA, SNAPSHOT_REQUEST, REWARD)}
-WORK = {HELLO, PROVE, JOIN, JOB_REQUEST, RESULT, SNAPSHOT_DATA, SNAPSHOT_REQUEST}        # others are limited in number
 
 
 def only(every, frames):

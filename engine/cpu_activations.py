@@ -8,9 +8,9 @@ import numpy as np
 
 from engine import cpu_gru
 from engine.cpu_compiler import njit
-from engine.cpu_kernels import NO_NATS, Seen, add_tiles, draw_noise
+from engine.cpu_kernels import NO_NATS, Seen, add_product, draw_noise
 from engine.cpu_rules import credited, digit, i32, settled, u32
-from engine.simd import PANEL, ROWS, empty
+from engine.simd import PANEL, ROWS
 from model import activations, fitness_digits, parameters
 
 ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
@@ -37,7 +37,7 @@ def add_credit(credit, seed, stream, amplitude, shift, out):
     members, T] times their noise; stream, amplitude, shift: of the Phase."""
     groups, members, T = credit.shape
     units = out.shape[1]
-    words, totals = empty(T * units // 4, np.uint32), empty((T, units), i32)
+    words, totals = np.empty(T * units // 4, np.uint32), np.empty((T, units), i32)
     noise = words.view(np.int8).reshape((T, units))
     for q in range(groups):
         totals[:] = 0
@@ -57,18 +57,8 @@ def add_credit(credit, seed, stream, amplitude, shift, out):
 def add_products(x, sums, votes):
     """votes int32 [inputs padded to ROWS, units padded to PANEL] += x . sums: x uint8 [inputs, n], moved by 128; sums
     int8 [n, units]; n a multiple of 4."""
-    words, correction = empty(x.shape[1] // 4 * PANEL, u32), empty(PANEL, i32)
     for p in range(votes.shape[1] // PANEL):
-        part = sums[:, p * PANEL:]
-        correction[:] = 0
-        for k in range(x.shape[1] // 4):
-            for j in range(min(PANEL, part.shape[1])):
-                word = u32(0)
-                for e in range(3, -1, -1):
-                    word = u32(u32(word << u32(8)) | u32(np.uint8(part[4 * k + e, j])))
-                    correction[j] -= 128 * part[4 * k + e, j]
-                words[k * PANEL + j] = word
-        add_tiles(x, words.view(np.int8), correction, votes, p)
+        add_product(x, sums[:, p * PANEL:(p + 1) * PANEL], votes, p)
 
 
 class ActivationVotes:

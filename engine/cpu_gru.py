@@ -12,7 +12,7 @@ from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, ONE, SAME, TOGETH
                                 draw_sides, embed, i64, layer_norm, mlp, new_logits, new_sides, perturbed, product,
                                 score_rows, watch, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
-from engine.simd import ROWS, empty, local, zeros
+from engine.simd import ROWS, local
 from model import parameters
 
 _numbers = {p.name: i64(number) for number, p in enumerate(parameters.GRU_TABLE)}
@@ -118,8 +118,8 @@ def read_before(c, tokens, states):
     """Moves states int8 [L, sequences padded to ROWS, H] by tokens int32 [sequences, n], which the unperturbed model
     reads."""
     size = (tokens.size, c.HIDDEN_DIM)
-    read(c, u32(0), CLEAN, tokens[:, 0:], SAME, tokens.shape[1], states, empty(size, np.int8), empty(size, np.int8),
-         empty(size, np.int8), None)
+    read(c, u32(0), CLEAN, tokens[:, 0:], SAME, tokens.shape[1], states, np.empty(size, np.int8),
+         np.empty(size, np.int8), np.empty(size, np.int8), None)
 
 
 @njit
@@ -129,8 +129,8 @@ def read_windows(c, losses, nats, windows, before, T, states, of, S, noisy, seen
     members = 1 + noisy
     n = min(TOGETHER, windows.shape[0]) if noisy else windows.shape[0]          # windows that are read together
     size = (n * members * T, c.HIDDEN_DIM)
-    x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
-    state = zeros((c.N_LAYERS, -(-n * members // ROWS) * ROWS, c.HIDDEN_DIM), np.int8)
+    x, gates, candidates = np.empty(size, np.int8), np.empty(size, np.int8), np.empty(size, np.int8)
+    state = np.zeros((c.N_LAYERS, -(-n * members // ROWS) * ROWS, c.HIDDEN_DIM), np.int8)
     z = new_logits(c)
     for first in range(0, windows.shape[0], n):
         part = windows[first:first + n]
@@ -167,8 +167,8 @@ def write_texts(c, writing, texts, start, end, room, state, S, noisy, seen):
     sequences, t = texts.shape[0] * members, start
     least = start if start else writing.lengths.min()
     size = (sequences * max(i64(1), least - start), c.HIDDEN_DIM)
-    x, gates, candidates = empty(size, np.int8), empty(size, np.int8), empty(size, np.int8)
-    h, z = empty((sequences, c.HIDDEN_DIM), np.int8), new_logits(c)
+    x, gates, candidates = np.empty(size, np.int8), np.empty(size, np.int8), np.empty(size, np.int8)
+    h, z = np.empty((sequences, c.HIDDEN_DIM), np.int8), new_logits(c)
     flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
     while t + 1 < end:
         n = max(i64(1), least - t)

@@ -15,7 +15,7 @@ from engine.cpu_rules import (clip, divide, draw, drawn, f32, factor, hash32, he
                               input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
                               u32)
 from engine.cpu_rules import score as drawn_score
-from engine.simd import PANEL, ROWS, empty, exp_sum, local, noisy_tile, tile
+from engine.simd import PANEL, ROWS, exp_sum, local, noisy_tile, tile
 from model import activations, integer_tables, parameters, transforms
 
 # a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
@@ -102,7 +102,7 @@ def padded(n, to):
 @inner
 def new_logits(c):
     """int32 [GROUP, V padded]: memory for the logits of rows that go through products together."""
-    return empty((GROUP, padded(c.VOCAB_SIZE, PANEL)), i32)
+    return np.empty((GROUP, padded(c.VOCAB_SIZE, PANEL)), i32)
 
 
 @inlined
@@ -317,11 +317,20 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
                      out.shape[1], k4)
 
 
-@leaf
-def add_tiles(x, panel, correction, votes, p):
-    """votes int32 [rows padded to ROWS, cols padded to PANEL], panel number p of its columns, += x . panel +
-    correction. x uint8 [padded rows, 4 k4]; panel int8 [k4 * PANEL * 4]; correction int32 [PANEL]."""
+@inner
+def add_product(x, sums, votes, p):
+    """votes int32 [rows padded to ROWS, cols padded to PANEL], panel number p of its columns, += x . sums. x uint8
+    [padded rows, n]: moved by 128; sums int8 [n, PANEL at most]: columns of this panel; n a multiple of 4."""
     length, padded = x.shape[1], votes.shape[1]
+    words, correction = np.zeros(length // 4 * PANEL, u32), np.zeros(PANEL, i32)
+    for k in range(length // 4):
+        for j in range(sums.shape[1]):
+            word = u32(0)
+            for e in range(3, -1, -1):
+                word = u32(u32(word << u32(8)) | u32(u8(sums[4 * k + e, j])))
+                correction[j] -= 128 * sums[4 * k + e, j]
+            words[k * PANEL + j] = word
+    panel = words.view(np.int8)
     for r in range(0, votes.shape[0], ROWS):
         at = r * padded + p * PANEL
         for k in range(ROWS):
@@ -358,7 +367,7 @@ def layer_norm(c, h, count, left, norm, x):
                 x[r, i] = quotient(i32(h[r, i] * norm[0, m, i]), mean, reciprocal) + 128
         else:
             for i in range(n):
-                x[r, i] = normed(c.ADAPTIVE_NOISE_MODE, h[r, i], norm[0, m, i], norm[1, m, i], mean) + 128
+                x[r, i] = normed(h[r, i], norm[0, m, i], norm[1, m, i], mean) + 128
 
 
 @inlined

@@ -61,13 +61,6 @@ def divide(p, d):
     return q if p >= 0 else i32(-q)
 
 
-@rule
-def divide_short(p, d):
-    """The same for |p| < 2^22, where float32 is exact enough: the error stays below half of 1 / d."""
-    q = i32(f32(f32(f32(abs(p)) + f32(0.5)) * f32(f32(1) / f32(d))))
-    return q if p >= 0 else i32(-q)
-
-
 TARGET = rules.Arithmetic(
     trunc, trunc_64th, divide, log2_floor, sqrt=rule(lambda a: f32(np.sqrt(a))), fma=fma,
     add=rule(lambda a, b: f32(a + b)), sub=rule(lambda a, b: f32(a - b)), mul=rule(lambda a, b: f32(a * b)),
@@ -113,9 +106,7 @@ quotient = _norms.quotient
 gate = _norms.gate
 gated = _norms.gated
 next_state = _norms.next_state
-# normed(mode, ...): noise of mode 0 or 1 is at most 127 * 127, so that an int8 times its weight is below 2^22
-_short = rules.norm_rules(rule, TARGET._replace(divide=divide_short)).normed
-normed = _switched(_short, _short, _norms.normed)
+normed = _norms.normed
 _activations = rules.activation_rules(rule)
 drawn = _activations.drawn
 digit = _activations.digit

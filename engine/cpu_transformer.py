@@ -9,7 +9,7 @@ from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, add_residual, amax, copy_
                                 i64, largest, layer_norm, mlp, new_logits, new_sides, padded, product, score_rows,
                                 write_next)
 from engine.cpu_rules import clip, f64, i32, shift_right, u32
-from engine.simd import PANEL, ROWS, empty, exp_sum, local, tile
+from engine.simd import PANEL, ROWS, exp_sum, local, tile
 from model import parameters
 
 _numbers = {p.name: i64(number) for number, p in enumerate(parameters.TABLE)}
@@ -32,11 +32,11 @@ def new_room(c, rows, cache):
     """cache: int8 [2, 1 or L, members, positions, H], positions a multiple of PANEL."""
     H, shape = c.HIDDEN_DIM, (padded(rows, ROWS) + ROWS, c.HIDDEN_DIM)
     layers, members, columns = cache.shape[1:4]
-    y = empty(shape, i32)
-    return Room(empty(shape, np.int8), empty(shape, np.uint8), empty(shape, np.uint8), y, y.view(i64),
+    y = np.empty(shape, i32)
+    return Room(np.empty(shape, np.int8), np.empty(shape, np.uint8), np.empty(shape, np.uint8), y, y.view(i64),
                 cache[0].reshape((layers, members, columns // PANEL, H // 4, PANEL, 4)),
-                cache[1].reshape((layers, members, columns // 4, H, 4)), empty((ROWS, columns), i32),
-                empty((ROWS, columns), i32), empty(columns, i32), empty((3, ROWS, columns), np.uint8))
+                cache[1].reshape((layers, members, columns // 4, H, 4)), np.empty((ROWS, columns), i32),
+                np.empty((ROWS, columns), i32), np.empty(columns, i32), np.empty((3, ROWS, columns), np.uint8))
 
 
 @inlined
@@ -164,7 +164,7 @@ def run_windows(c, losses, nats, windows, start, T, S, noisy, seen):
     """Evaluates windows int32 [n, >= start + T + 1] with `score_rows`, one after the other, from position `start` on.
     noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. seen: None."""
     members = 1 + noisy
-    room = new_room(c, members * T, empty((2, 1, members, padded(start + T, PANEL), c.HIDDEN_DIM), np.int8))
+    room = new_room(c, members * T, np.empty((2, 1, members, padded(start + T, PANEL), c.HIDDEN_DIM), np.int8))
     z = new_logits(c)
     for q in range(windows.shape[0]):
         seed = u32(S + q)
@@ -178,7 +178,7 @@ def write_texts(c, writing, texts, start, end, room, cache, S, noisy, seen):
     one row after the other; `start` tokens of a single row may be read already. cache: of
     `memory`; c: with tables for `room` positions. seen: None."""
     members, z = 1 + noisy, new_logits(c)
-    last = empty((2, c.HIDDEN_DIM), np.int8)
+    last = np.empty((2, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
         seed, t, first = u32(S + q), start, q * members
         least = start if start else writing.lengths[first:first + members].min()

@@ -4,9 +4,9 @@ import numpy as np
 
 from engine import cpu_rules
 from engine.cpu_compiler import njit
-from engine.cpu_kernels import add_tiles, vote_draw
+from engine.cpu_kernels import add_product, vote_draw
 from engine.cpu_rules import adamw, f32, fma, i32, muon, sgd, u32, whole_step, ztest
-from engine.simd import PANEL, ROWS, chain_tile, empty, zeros
+from engine.simd import PANEL, ROWS, chain_tile
 from model import state_digest
 from model.optimizers import MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 
@@ -22,7 +22,7 @@ def pack(weights, packed, correction, t, first, end):
     k4, cols = t.rows // 4, t.cols
     for p in range(first, end):
         count = min(PANEL, cols - p * PANEL)
-        sums = zeros(PANEL, i32)
+        sums = np.zeros(PANEL, i32)
         for k in range(k4):
             source = t.weights + (k * cols + p * PANEL) * 4
             target = t.packed + (p * k4 + k) * PANEL * 4
@@ -48,29 +48,22 @@ def input_block(c, t, seeds, signs, x, first, end):
 def panel_votes(c, t, seeds, x, votes, first, end):
     """Adds a block of pairs to panels first..end - 1 of votes int32 [rows padded to ROWS, cols padded to PANEL]: x
     times noise(A, col), made here."""
-    n = seeds.size
-    panel, correction = zeros(x.shape[1] * PANEL, np.int8), zeros(PANEL, i32)
-    noise = empty(n, i32)
     for p in range(first, end):
-        for j in range(min(PANEL, t.cols - p * PANEL)):
-            s = i32(0)
-            for q in range(n):
-                noise[q] = vote_draw(c, u32(seeds[q] + t.seed_a), p * PANEL + j)
-                s = i32(s + noise[q])
-            for q in range(n):
-                panel[(q >> 2) * (4 * PANEL) + 4 * j + (q & 3)] = noise[q]
-            correction[j] = -128 * s
-        add_tiles(x, panel, correction, votes, p)
+        noise = np.zeros((x.shape[1], min(PANEL, t.cols - p * PANEL)), np.int8)
+        for q in range(seeds.size):
+            for j in range(noise.shape[1]):
+                noise[q, j] = vote_draw(c, u32(seeds[q] + t.seed_a), p * PANEL + j)
+        add_product(x, noise, votes, p)
 
 
 @njit
 def seen_votes(c, t, seeds, signs, windows, more, votes, first, end):
     """Adds the votes of pairs on the tokens in their windows (int32 [pairs, tokens]) another `more` times to rows
     SEEN_ROWS * first..SEEN_ROWS * end - 1 of votes int32 [rows padded, cols padded]."""
-    cols, b = t.cols, empty(SEEN_ROWS, i32)
+    cols, b = t.cols, np.empty(SEEN_ROWS, i32)
     for row in range(SEEN_ROWS * first, min(SEEN_ROWS * end, t.rows), SEEN_ROWS):
         n = min(SEEN_ROWS, t.rows - row)
-        sums, counted = zeros((cols, SEEN_ROWS), i32), zeros(cols, i32)
+        sums, counted = np.zeros((cols, SEEN_ROWS), i32), np.zeros(cols, i32)
         for q in range(seeds.size):
             for r in range(SEEN_ROWS):
                 b[r] = vote_draw(c, u32(seeds[q] + t.seed_b), row + r) * signs[q] * more
@@ -104,7 +97,7 @@ def muon_start(o, t, votes, moments, x):
     """Muon's momentum after votes int32 [rows, cols], and x float32 [shorter side, longer side]: the momentum of norm
     1."""
     rows, cols = t.rows, t.cols
-    sums = zeros(MUON_PARTS, f32)
+    sums = np.zeros(MUON_PARTS, f32)
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
             r, c = (i, j) if rows <= cols else (j, i)
@@ -129,7 +122,7 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
     """Column panels first..end - 1 of out = left . left^T where `gram`, else fma(beta, left . right, alpha * right);
     float32, out is neither of the others."""
     length = left.shape[1]
-    panel = empty((length, PANEL), f32)
+    panel = np.empty((length, PANEL), f32)
     for p in range(first, end):
         for k in range(length):
             for j in range(PANEL):

@@ -55,27 +55,29 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     "digest".
 
     silent: evaluation without noise (kernels.rules.build_noise)."""
-    cfg = cfg.compiled()
-    forward = egg_kernels.build_forward(cfg, cc, shared_limit, silent)
+    gpu, cfg = egg_kernels.gpu_of(cfg, cc, shared_limit), cfg.compiled()
+    forward = egg_kernels.build_forward(cfg, gpu, silent)
+    of_pass = {id(kernel) for some in forward.kernels.values() for kernel in some}
     made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
-    for function in update.build(cfg, cc[0] == 9) + build(cfg, token_type):
+    for function in update.build(cfg) + build(cfg, token_type):
         name = function.__name__
         made[name] = cuda.jit(function)
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "write"}.get(name, "step")].append(kernel)
-    name = kernel_cache.key(numba_cuda.__version__, vars(cfg), cc, shared_limit, str(token_type), silent)
+    made_of = numba_cuda.__version__, vars(cfg), cc
+    of_forward, others = kernel_cache.key(made_of, gpu, silent), kernel_cache.key(made_of, str(token_type))
     for number, kernel in enumerate(kernel for verb in sorted(every) for kernel in every[verb]):
-        kernel.file = f"cuda-{kernel.name}-{number}-{name}"
+        kernel.file = f"cuda-{kernel.name}-{number}-{of_forward if id(kernel) in of_pass else others}"
     return forward, made, every
 
 
-def compile_all(every, capability, what):
+def compile_all(every, capability, purpose):
     """Compiles the Kernels `every` for a compute capability, or loads them from the cache. Returns the seconds that
     took. A line on stderr names what is compiled; a terminal shows the progress."""
     started, where = time.monotonic(), kernel_cache.directory()
     some = {where / kernel.file: kernel for kernel in every}
     if missing := [path for path in some if not path.exists()]:
-        tell(f"egg: compiling {len(missing)} of {len(some)} CUDA kernels for {what}; kept in {where}\n")
+        tell(f"egg: compiling {len(missing)} of {len(some)} CUDA kernels for {purpose}; kept in {where}\n")
         with kernel_cache.alone("cuda"):
             _compile_together({path: some[path] for path in missing if not path.exists()}, capability, started)
     for path, kernel in some.items():
@@ -449,8 +451,8 @@ class CudaEngine:
         """Compiles or loads the kernels of some verbs of `kernels` before they are first launched."""
         if verbs := [verb for verb in verbs if verb in self._waiting]:
             every = [kernel for verb in verbs for kernel in self._waiting.pop(verb)]
-            what = f"{self.name}: {', '.join(verbs)}"
-            self.compile_seconds += compile_all(every, self._capability, what)
+            purpose = f"{self.name}: {', '.join(verbs)}"
+            self.compile_seconds += compile_all(every, self._capability, purpose)
 
     def _reserve(self):
         """Reserves device memory for everything but evaluation, whose slices are sized at the first call by the memory
@@ -593,9 +595,9 @@ class CudaEngine:
         cfg, pair = self.cfg, first // 2
         step, seed = self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        given = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
+        job = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
         # copy_to_device takes 80 us longer, for which the GPU waits at the end of a step
-        cuda.cudadrv.driver.host_to_device(self._given, np.frombuffer(given, np.uint8), len(given), self.stream)
+        cuda.cudadrv.driver.host_to_device(self._given, np.frombuffer(job, np.uint8), len(job), self.stream)
 
     def _cutting(self, windows, length):
         """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job."""
@@ -605,11 +607,11 @@ class CudaEngine:
         return functools.partial(self._kernels["cut_windows"][blocks(windows.size, BLOCK), BLOCK, self.stream],
                                  self._tokens, self._place, self._job, *followers, length, windows)
 
-    def _slices(self, size, count, what):
+    def _slices(self, size, count, name):
         """(n, scratch): the number, at most `count`, whose scratch of size(n) bytes fits half of the free memory."""
         most = largest(size, count, memory().free // 2)
         if count and not most:
-            raise ValueError(f"{self.name}: not enough free GPU memory to {what}")
+            raise ValueError(f"{self.name}: not enough free GPU memory to {name}")
         return most, cuda.device_array(max(1, size(max(1, most))), np.int8)
 
     def update(self, fitness):
@@ -766,8 +768,8 @@ class Texts:
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
         engine, number = self._engine, len(texts)
         job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
-        given = struct.pack("q2f2i4I", s.floor, s.temp, s.penalty, 0, 0, *job)
-        self._host[:10] = np.frombuffer(given, np.uint32)
+        packed = struct.pack("q2f2i4I", s.floor, s.temp, s.penalty, 0, 0, *job)
+        self._host[:10] = np.frombuffer(packed, np.uint32)
         draw = self._host[10:].reshape(-1, 2)
         draw[:number, 0], draw[:number, 1] = lengths, seeds
         draw[number:] = self.room                            # nothing is drawn for the unused rows
@@ -791,13 +793,13 @@ class Texts:
 
     def continuation(self, prompt, seed, s):
         """CudaEngine.generate, where there is one sequence: AHEAD positions are enqueued at a time."""
-        given = len(prompt)
-        self.begin(prompt[None], given, seed & 0xFFFFFFFF, s)
-        while given < self.room:
-            reach = min(self.room, given + AHEAD)
+        done = len(prompt)
+        self.begin(prompt[None], done, seed & 0xFFFFFFFF, s)
+        while done < self.room:
+            reach = min(self.room, done + AHEAD)
             for written in self.until(reach):
-                yield from map(int, written[0, given:reach])
-            given = reach
+                yield from map(int, written[0, done:reach])
+            done = reach
 
 
 def largest(size, most, budget):

@@ -130,29 +130,14 @@ def _on_stack(context, builder, kind, shapes):
     return array._getvalue()
 
 
-def _on_heap(context, builder, kind, shapes, cleared=False):
-    array = arrayobj._empty_nd_impl(context, builder, kind, shapes)
-    if cleared:
-        cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
-    return array._getvalue()
-
-
-def _new_array(make):
-    """An intrinsic (shape, dtype) that is generated in place: numba's are functions, compiled anew for every type of
-    shape."""
-    @intrinsic
-    def new(ctx, shape, dtype):
-        def codegen(context, builder, sig, args):
-            shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
-            return make(context, builder, sig.return_type, shapes)
-        return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
-    return new
-
-
-empty, zeros = _new_array(_on_heap), _new_array(functools.partial(_on_heap, cleared=True))
-# np.empty that ends with the calling function, without malloc and references: for small arrays, outside of loops, that
-# are not returned
-local = _new_array(_on_stack)
+@intrinsic
+def local(ctx, shape, dtype):
+    """np.empty(shape, dtype) that ends with the calling function, without malloc and references: for small arrays,
+    outside of loops, that are not returned."""
+    def codegen(context, builder, sig, args):
+        shapes = arrayobj._parse_shape(context, builder, sig.args[0], args[0])
+        return _on_stack(context, builder, sig.return_type, shapes)
+    return types.Array(dtype.dtype, getattr(shape, "count", 1), "C")(shape, dtype), codegen
 
 
 def locals_of(record, *arrays):

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import re
-import socket
 import threading
 import time
 from collections import namedtuple
@@ -18,21 +17,20 @@ from cluster.console import one_line
 from cluster.hub import NetError, address_text, resolve, split_address
 from cluster.link import Link
 from cluster.wire import OTHER_CONFIG, Refused, STATUS, V2, read_json
-from egg_config import ConfigError, EggError, UsageError, explained
+from egg_config import EggError, UsageError
 from egg_net import Hook
 from islands import merging
 from model import state_digest
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 # kinds of fitness, of which less is better: their units; of a reward it is the negative
-KINDS = {"validation": ("bits/byte", "bits/token"), "loss": ("logit units",), "reward": ("reward",)}
-# of the newest measure in the exponential mean; validation and reward are hardly noisy
-WEIGHT = {"validation": 0.8, "loss": 0.05, "reward": 0.8}
+KINDS = {"validation": ("bits/byte", "bits/token"), "reward": ("reward",)}
+WEIGHT = 0.8               # of the newest measure in the exponential mean
 HANDOVER_SECONDS = 30.0    # limit for a worker to send our state; the next step waits for it
 PATIENCE = 30.0            # seconds within which a peer must answer
 PAUSE = (0.5, 30.0)        # seconds between two calls of an address that does not answer: the first, the longest
 EPOCHS = 200               # in `status`, at most
-BANDWIDTH = 16e6           # bytes per second, by default
+BANDWIDTH = 16e6           # bytes of states that an island fetches per second
 
 
 def parse_name(text):
@@ -50,33 +48,9 @@ def parse_peer(text):
     return host, port
 
 
-def parse_bandwidth(text):
-    """Bytes per second of 0 (no limit), 500k, 2.5M. Raises ValueError."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([kM]?)", text)
-    rate = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]] if match else -1.0
-    if not (rate == 0 or 1000 <= rate <= 1e12):
-        raise ValueError(text)
-    return rate
-
-
-def peers_from_slurm(port, environ=os.environ):
-    """[(host, port)] of the other nodes of this process's Slurm job. Raises ConfigError."""
-    import subprocess
-    nodes = environ.get("SLURM_JOB_NODELIST")
-    advice = "give the peers with --peer"
-    if not nodes:
-        raise ConfigError(f"--peers-from-slurm: SLURM_JOB_NODELIST is not set: start it in a Slurm job, or {advice}")
-    with explained(ConfigError, "--peers-from-slurm needs scontrol to list the nodes", advice):
-        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"--peers-from-slurm: scontrol cannot read SLURM_JOB_NODELIST = {nodes[:200]!r}: {advice}")
-    this_node = environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-    return [(host, port) for host in done.stdout.split() if host != this_node]
-
-
-class IslandSettings(namedtuple("IslandSettings", "name peers bandwidth accept tls", defaults=[BANDWIDTH, True, None])):
-    """The settings of an island. peers: [(host, port)]; bandwidth: bytes of states that it fetches per second, 0 for no
-    limit; accept: whether it takes over states; tls: the ssl.SSLContext for calls to peers, or None."""
+class IslandSettings(namedtuple("IslandSettings", "name peers accept tls", defaults=[True, None])):
+    """The settings of an island. peers: [(host, port)]; accept: whether it takes over states; tls: the ssl.SSLContext
+    for calls to peers, or None."""
 
     def attach(self, coordinator):
         return Island(coordinator, self)
@@ -113,40 +87,32 @@ def read_status(data):
 
 
 class Fitness:
-    """The exponential mean of the measures in this epoch: of validation, or of the loss until there is validation; with
-    an objective of the reward."""
+    """The exponential mean of the measures in this epoch: of validation, with an objective of the reward. fitness: None
+    before the first."""
 
-    kind, unit = "loss", KINDS["loss"][0]
     best, best_step = math.inf, 0
 
-    def __init__(self):
-        self.begin()
+    def __init__(self, cfg):
+        self.kind = "reward" if cfg.OBJECTIVE else "validation"
+        self.unit = KINDS[self.kind][0]
+        self.fitness = None
 
-    def begin(self):
-        self.fitness, self.measures = None, 0
-
-    def add(self, kind, unit, measure, step):
-        """Adds a measure, unless it is a loss and there is validation."""
-        if (kind, unit) != (self.kind, self.unit):
-            if kind == "loss":
-                return
-            self.kind, self.unit = kind, unit
-            self.best = math.inf
-            self.begin()
-        self.measures += 1
-        weight = max(WEIGHT[kind], 1 / self.measures)          # the plain mean at first
-        self.fitness = measure if self.fitness is None else (1 - weight) * self.fitness + weight * measure
+    def add(self, unit, measure, step):
+        if unit != self.unit:
+            self.unit = unit
+            self.best, self.fitness = math.inf, None
+        self.fitness = measure if self.fitness is None else (1 - WEIGHT) * self.fitness + WEIGHT * measure
         if self.fitness < self.best:
             self.best, self.best_step = self.fitness, step
 
 
-Elite = namedtuple("Elite", "is_loss fitness epoch step name")       # the file of an elite; the smallest is the best
+Elite = namedtuple("Elite", "fitness epoch step name")       # the file of an elite; the smallest is the best
 
 
 def read_elite(name):
     """The Elite of a file name, None of another file."""
     match = history.ELITE.fullmatch(name)
-    return match and Elite(match[3] == "loss", float(match[4]), int(match[1]), int(match[2]), name)
+    return match and Elite(float(match[4]), int(match[1]), int(match[2]), name)
 
 
 class Elites:
@@ -237,7 +203,7 @@ class Call:
 
     def _fetch(self, link, theirs):
         cfg = self._island.cfg
-        data = link.fetch_snapshot(theirs.snapshot, snapshots.most_bytes(cfg), self._island.settings.bandwidth)
+        data = link.fetch_snapshot(theirs.snapshot, snapshots.most_bytes(cfg), BANDWIDTH)
         state, body = snapshots.unpack(cfg, data, bytes.fromhex(theirs.sha256)), None
         if not merging.needs_ours(cfg):
             state = merging.merge(cfg, None, state, self.ours.fitness, theirs.fitness)
@@ -260,8 +226,9 @@ class Island(Hook):
 
     def __init__(self, coordinator, settings):
         cfg, run = coordinator.cfg, coordinator.run
-        if not (run.directory and cfg.SNAPSHOT_EVERY):
-            raise UsageError("an island needs --save-dir and SNAPSHOT_EVERY above 0: it gives its snapshots away")
+        if not (run.directory and cfg.SNAPSHOT_EVERY and cfg.VALIDATE_EVERY):
+            raise UsageError("an island needs --save-dir, SNAPSHOT_EVERY and VALIDATE_EVERY above 0: it gives its "
+                             "snapshots away and compares validations")
         self.coordinator = coordinator
         self.events = coordinator.events
         self.cfg = cfg
@@ -269,7 +236,7 @@ class Island(Hook):
         self.settings = settings
         self.peers = [Peer(host, port) for host, port in settings.peers]
         self.card = {"role": "island", "id": os.urandom(8).hex(), "name": settings.name, "config": cfg.shared()}
-        self.fitness = Fitness()
+        self.fitness = Fitness(cfg)
         self.elites = Elites(run.directory, cfg.ELITES)
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
         self.epochs = [_epoch(start, settings.name) for start in history.epochs(run.directory)]
@@ -305,13 +272,11 @@ class Island(Hook):
             self.call = Call(self, random.choice(silent), None)
 
     def validated(self, step, figure, unit):
-        self.fitness.add("reward" if self.cfg.OBJECTIVE else "validation", unit, figure, step)
+        self.fitness.add(unit, figure, step)
         self._offer_elite(step)
 
-    def step_completed(self, loss):
+    def step_completed(self):
         """Between two steps it may change to another state, or begin a comparison."""
-        if not self.cfg.OBJECTIVE:
-            self.fitness.add("loss", KINDS["loss"][0], loss, self.run.step)
         if self.coordinator.finished or self.coordinator.closing:
             return
         if self.call and self.call.done:
@@ -385,9 +350,8 @@ class Island(Hook):
             self.events.warn(f"island: the state of step {step} cannot be kept as an elite: {error.strerror}")
 
     def _shown(self, fitness, kind):
-        """A fitness for people: a loss in the unit in which losses are shown, a reward as it is; None of None."""
-        units = {"loss": self.coordinator.progress.bits, "reward": -1}
-        return None if fitness is None else _rounded(fitness * units.get(kind, 1))
+        """A fitness for people: a reward as it is, not its negative; None of None."""
+        return None if fitness is None else _rounded(-fitness if kind == "reward" else fitness)
 
     # epochs
 
@@ -430,16 +394,16 @@ class Island(Hook):
             self.last_taken = theirs.sha256
             figures = "{:.4f} against {:.4f}".format(*(self._shown(x, theirs.kind) for x in (theirs.fitness,
                                                                                           self.fitness.fitness)))
-            unit = self.coordinator.progress.unit if theirs.kind == "loss" else theirs.unit
             line = (f"island: step {step} begins epoch {epoch}: {handover.kind} of the state of {peer.name} of step "
-                    f"{theirs.snapshot}, {figures} {unit}, fetched in {handover.since - handover.call.since:.1f} s")
+                    f"{theirs.snapshot}, {figures} {theirs.unit}, fetched in "
+                    f"{handover.since - handover.call.since:.1f} s")
             self.events.emit("merge", line, **event, peer=peer.name, seconds=round(seconds, 3),
                              **{k: origin[k] for k in ("ours", "theirs", "fitness_kind", "peer_step", "kind")})
         else:
             line = (f"island: no better for {self.cfg.REJUVENATE_AFTER} steps: moments begin anew and the noise is "
                     f"raised (epoch {epoch}, step {step})")
             self.events.emit("rejuvenated", line, **event)
-        self.fitness.begin()
+        self.fitness.fitness = None
         self._end_handover()
 
     def _give_up(self, reason):

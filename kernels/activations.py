@@ -95,13 +95,13 @@ def _head_kernels(cfg):
         words = inputs // 4
         j, quad, group, t = share_of(words, PADDED // 4)
         if group < count:
-            found = int32s(4)
+            words_of = int32s(4)
             for e in range(4):
-                found[e] = 0
+                words_of[e] = 0
                 if t + e < T:
                     p = group * T + t + e
-                    found[e] = source[core_word(p, j, inputs, pieces) if pieces else p * words + j]
-            turned = turn4(found)
+                    words_of[e] = source[core_word(p, j, inputs, pieces) if pieces else p * words + j]
+            turned = turn4(words_of)
             for e in range(4):
                 operand[place(rows, row + j * 4 + e, offset * PADDED + quad * 4)] = turned[e]
 
@@ -134,18 +134,18 @@ def _head_kernels(cfg):
                 t = first + four - group * PADDED
                 if group < count:
                     seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
-                    found = int32s(4)
+                    values = int32s(4)
                     for e in range(4):
-                        found[e] = 0
+                        values[e] = 0
                         if t + e < T:
                             at = group * width + SKIP + 1
                             wanted = int32(tokens[at + t + e] == v)
                             for k in range(TARGETS - 1):
                                 wanted += int32(tokens[at + T + (t + e) * (TARGETS - 1) + k] == v)
                             logit, softmax = logits[four + e, lane], losses[(2 * group + 1) * T + t + e]
-                            found[e] = head_error(logit, wanted, TARGETS, exps[softmax % 256 - 128 - logit],
+                            values[e] = head_error(logit, wanted, TARGETS, exps[softmax % 256 - 128 - logit],
                                                   softmax // 256, seed, (t + e) * V + v)
-                    operand[place(rows, row + v, offset * PADDED + first + four)] = pack_bytes(found, 0)
+                    operand[place(rows, row + v, offset * PADDED + first + four)] = pack_bytes(values, 0)
 
     return keep, errors
 
@@ -201,13 +201,13 @@ def _credit_kernels(cfg):
                     acc[e, u] = 0
             for k in range(QUADS):
                 for e in range(4):
-                    given = credits[(quad * 4 + e) * QUADS + k]
+                    four_credits = credits[(quad * 4 + e) * QUADS + k]
                     here = uint32(first + uint32(e * int32(words)))
                     for u in range(4):
                         words_of[u] = int32(drawn(uint32(member + uint32(4 * k + u)), here, amplitude))
                     turned = turn4(words_of)
                     for u in range(4):
-                        acc[e, u] = ptx.dp4a(turned[u], given, acc[e, u])
+                        acc[e, u] = ptx.dp4a(turned[u], four_credits, acc[e, u])
             for u in range(4):
                 for e in range(4):
                     words_of[e] = settled(acc[e, u], int32(shift))
@@ -272,9 +272,9 @@ class Votes:
     """The device arrays and launches of a chunk's votes; `keep` and `head` while the clean model reads, then `finish`.
     Arrays are reserved by `reserve`, on the device."""
 
-    def __init__(self, cfg, pieces, wgmma):
+    def __init__(self, cfg, pieces):
         self.cfg, self._pieces = cfg, pieces                 # inputs of a piece of the MLP's inner values
-        self.kernels = build(cfg) | {"products": Kernel(cuda.jit(products_kernel(wgmma)), SHARED)}
+        self.kernels = build(cfg) | {"products": Kernel(cuda.jit(products_kernel()), SHARED)}
         self.matrices, biases, self.embedding = activations.votes(cfg)
         self.phases = activations.phases(cfg).values()
         self.groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
@@ -286,8 +286,8 @@ class Votes:
         self._counts = ({phase: phase.units for phase in self.phases} | {None: cfg.VOCAB_SIZE}
                         | {(vote.inputs, vote.tensor.layer): vote.tensor.rows for vote in self._products})
         self._row, end = {}, 0                               # the first of them
-        for what, count in self._counts.items():
-            self._row[what], end = end, end + 8 * blocks(count, 8)
+        for kind, count in self._counts.items():
+            self._row[kind], end = end, end + 8 * blocks(count, 8)
         self._rows, self._splits = end, blocks(self.positions, SPLIT)
         self._tensors = parameters.tensors(cfg)
 
@@ -322,47 +322,47 @@ class Votes:
         self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(array) for name, array in zeros.items()})
         totals, digits = arrays.result[:2 + len(tensors)], arrays.result[2 + len(tensors):].view(np.uint8)
         of_tensors = np.array([x for t in tensors for x in (t.weights, t.size)], np.int64)
-        self._given = dict(vars(arrays), rows=self._rows, positions=self.positions, start=0, totals=totals,
+        self._args = dict(vars(arrays), rows=self._rows, positions=self.positions, start=0, totals=totals,
                            sizes=totals[2:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
                            tiles=cuda.to_device(np.array(tiles, np.int32)), tensors=cuda.to_device(of_tensors))
 
-    def _launch(self, name, work, given, threads=BLOCK, high=1, **more):
+    def _launch(self, name, work, args, threads=BLOCK, high=1, **others):
         """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
-        self.kernels[name]((blocks(work, threads), high), threads, self._given | given, **more)
+        self.kernels[name]((blocks(work, threads), high), threads, self._args | args, **others)
 
-    def keep(self, given, name, layer, source):
-        """Keeps what the clean model of given["count"] groups has as the input `name`."""
+    def keep(self, args, name, layer, source):
+        """Keeps what the clean model of args["count"] groups has as the input `name`."""
         inputs = self._counts[name, layer]
         pieces = 0 if name in ("state", "gated") else self._pieces if name == "inner" else inputs
-        self._launch("keep", given["count"] * self.padded // 4 * inputs // 4, given, source=source, inputs=inputs,
+        self._launch("keep", args["count"] * self.padded // 4 * inputs // 4, args, source=source, inputs=inputs,
                      pieces=pieces, row=self._row[name, layer])
 
-    def head(self, given, normed):
-        """Keeps the head's inputs and errors of given["count"] groups."""
+    def head(self, args, normed):
+        """Keeps the head's inputs and errors of args["count"] groups."""
         head = self.matrices[0].tensor
-        self.keep(given, "normed_f", 0, normed)
-        self._launch("errors", head.cols, given, high=blocks(given["count"] * self.padded, TOGETHER), normed=normed,
-                     head=given["weights"][head.span].view(np.int32), row=self._row[None])
+        self.keep(args, "normed_f", 0, normed)
+        self._launch("errors", head.cols, args, high=blocks(args["count"] * self.padded, TOGETHER), normed=normed,
+                     head=args["weights"][head.span].view(np.int32), row=self._row[None])
 
     def finish(self, stream, job, windows):
         """Fills arrays.result, from the losses of all members and what was kept; windows: of all pairs."""
         cfg, arrays = self.cfg, self.arrays
-        given = dict(stream=stream, job=job, windows=windows)
-        for sums in self._given["totals"], arrays.votes:
+        args = dict(stream=stream, job=job, windows=windows)
+        for sums in self._args["totals"], arrays.votes:
             cuda.cudadrv.driver.device_memset(sums, 0, sums.nbytes, stream)
-        self._launch("measure", min(1024 * BLOCK, arrays.losses.size), given)
-        self._launch("credit", cfg.CHUNK_SIZE, given, 32)
+        self._launch("measure", min(1024 * BLOCK, arrays.losses.size), args)
+        self._launch("credit", cfg.CHUNK_SIZE, args, 32)
         for phase in self.phases:
             credits = arrays.later if phase.later else arrays.position_digits
-            self._launch("add_up", self.positions // 4 * phase.units // 4, given, credits=credits.view(np.int32),
+            self._launch("add_up", self.positions // 4 * phase.units // 4, args, credits=credits.view(np.int32),
                          begins=phase.stream, amplitude=phase.amplitude, shift=phase.shift, units=phase.units,
                          row=self._row[phase])
-        self._launch("products", len(self._given["tiles"]) * self._splits * THREADS, given, THREADS)
+        self._launch("products", len(self._args["tiles"]) * self._splits * THREADS, args, THREADS)
         tensor, phase = self.embedding
-        self._launch("token_votes", self.positions // 4 * phase.units, given, row=self._row[phase], at=tensor.weights)
+        self._launch("token_votes", self.positions // 4 * phase.units, args, row=self._row[phase], at=tensor.weights)
         for name in "vote_sizes", "vote_digits":
-            self._launch(name, 64 * BLOCK, given, high=len(self._tensors))
-        self._launch("pack_digits", self._given["packed"].size, given)
+            self._launch(name, 64 * BLOCK, args, high=len(self._tensors))
+        self._launch("pack_digits", self._args["packed"].size, args)
 
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""

@@ -8,6 +8,10 @@ are those of kernels.product: 64 rows a warpgroup, with wgmma or mma.sync.
 Rows     Two members, those of a pair, share everything but the sign of their noise. With P = pair * n + position, row
          P / 8 * 16 + P % 8 is the even member's, 8 further the odd member's: what a thread holds of a tile (rows g and
          g + 8, see Fragment in kernels.product) has one position and one noise.
+         Two pairs of windows of 8 positions, for example: rows 0 to 7 are the even member of pair 0 at positions 0 to
+         7, rows 8 to 15 its odd member, rows 16 to 23 and 24 to 31 those of pair 1. A warp takes rows 0 to 15; its
+         lanes with g = 3 hold rows 3 and 11: both members of pair 0 at position 3. They hash one noise, which the odd
+         member subtracts.
 Columns  Rows of x, gates and candidates lie in the order in which threads hold them: column 32 b + 16 i + 4 q + e is
          byte 32 b + 8 q + 4 i + e. x is kept as x + 128. What is multiplied next (n, u) lies as core matrices (ptx).
 
@@ -178,11 +182,11 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
                 sb: A32, out: A32, beyond):
         places = units * n
         words, bytes_ = cuda.shared.array(0, int32, 128), cuda.shared.array(0, types.int8, 128)
-        which = cuda.blockIdx.x % MATRICES
+        matrix = cuda.blockIdx.x % MATRICES
         begun = cuda.blockIdx.x // MATRICES
         every = cuda.gridDim.x // MATRICES
-        p = call * PLAN + which * W_H
-        at = at + which * MATRIX_WORDS
+        p = call * PLAN + matrix * W_H
+        at = at + matrix * MATRIX_WORDS
         tiles = (2 * places - 1) // (64 * RG) + 1
         count = (tiles - 1 - begun) // every + 1 if begun < tiles else 0
         ring = open_ring(count * (PASSES * PIECES), begun, every, x, packed, at)
@@ -206,8 +210,8 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
             number = (row >> 4) * 8 + (lane >> 2)
             # where windows are shorter than SEQ_LEN there is no noise: all tables are the same
             slot = min(slot, int32(SLOTS - 1))
-            s[0] = as_row(sb[(SB_AT + which) * stride + row], shift)
-            s[1] = as_row(int32(-sb[(SB_AT + which) * stride + row + 8]), shift)
+            s[0] = as_row(sb[(SB_AT + matrix) * stride + row], shift)
+            s[1] = as_row(int32(-sb[(SB_AT + matrix) * stride + row + 8]), shift)
             sums[0], sums[1] = 0, 0
             wait_rows(ring, turn)
             for ahead in range(PASSES):
@@ -228,7 +232,7 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
                         store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums, source, p, pair,
                                     position)
                     else:
-                        store_rows(acc, out, int64(row) * (H // 4) + which * beyond, col, q, source, p, pair, position)
+                        store_rows(acc, out, int64(row) * (H // 4) + matrix * beyond, col, q, source, p, pair, position)
                 odd = 1 - odd
                 if INNER:
                     ptx.named_barrier(1 + group, 128)        # the tables just read are the next to be overwritten
@@ -336,22 +340,22 @@ def recur_kernel(cfg, nz, gpu):
     KEEPS = cfg.PERTURB == "activations"
 
     @device
-    def place_of(thread, which, k):
+    def place_of(thread, table, k):
         if RESIDENT:
-            return int32(thread.ring.base + AT_OWN + (which * ALL + k) * (THREADS * 16) + thread.ring.t * 16)
-        return ((int64(cuda.blockIdx.x) * TABLES + which) * ALL + k) * (THREADS * 4) + thread.ring.t * 4
+            return int32(thread.ring.base + AT_OWN + (table * ALL + k) * (THREADS * 16) + thread.ring.t * 16)
+        return ((int64(cuda.blockIdx.x) * TABLES + table) * ALL + k) * (THREADS * 4) + thread.ring.t * 4
 
     @called
-    def load_table(thread, which, k):
-        at = place_of(thread, which, k)
+    def load_table(thread, table, k):
+        at = place_of(thread, table, k)
         return ptx.load_shared4(at) if RESIDENT else ptx.load4(thread.tables, at)
 
     @device
-    def store_table(thread, which, k, w):
+    def store_table(thread, table, k, w):
         if RESIDENT:
-            ptx.store_shared4(place_of(thread, which, k), w[0], w[1], w[2], w[3])
+            ptx.store_shared4(place_of(thread, table, k), w[0], w[1], w[2], w[3])
         else:
-            ptx.store4(thread.tables, place_of(thread, which, k), w[0], w[1], w[2], w[3])
+            ptx.store4(thread.tables, place_of(thread, table, k), w[0], w[1], w[2], w[3])
 
     @device
     def column_of(k, t):
@@ -359,23 +363,23 @@ def recur_kernel(cfg, nz, gpu):
         return (k // KS) * (GROUPS * N) + (t >> 7) * N + (k % KS) * 16 + (t & 3) * 4
 
     @device
-    def make_table(thread, which, k):
+    def make_table(thread, matrix, k):
         """The four words of 16 columns."""
         source = thread.source
-        a = stream_of(source, thread.p + U_F + M_SEED + which * U_APART, thread.pair)
-        b = stream_of(source, thread.p + U_H + U_INPUT + I_SEED - which * U_APART, thread.pair)
+        a = stream_of(source, thread.p + U_F + M_SEED + matrix * U_APART, thread.pair)
+        b = stream_of(source, thread.p + U_H + U_INPUT + I_SEED - matrix * U_APART, thread.pair)
         column = min(column_of(k, thread.ring.t), H - 4)
         w0 = int32(0)
         w1 = int32(0)
         w2 = int32(0)
         w3 = int32(0)
         for e in range(4):
-            even, odd = vector(source, thread.p + B_F + which * B_APART, thread.pair, column + e)
-            more, shift = int32(127 * (1 - which)), int32(8 * e)     # b_f + 127, without a sign
+            even, odd = vector(source, thread.p + B_F + matrix * B_APART, thread.pair, column + e)
+            added, shift = int32(127 * (1 - matrix)), int32(8 * e)     # b_f + 127, without a sign
             n = int32(noise(a, column + e) & source.job[2])
             w0 = int32(w0 | ((n + 128) << shift))
-            w1 = int32(w1 | (((clip(even) + more) & 255) << shift))
-            w2 = int32(w2 | (((clip(odd) + more) & 255) << shift))
+            w1 = int32(w1 | (((clip(even) + added) & 255) << shift))
+            w2 = int32(w2 | (((clip(odd) + added) & 255) << shift))
             w3 = int32(w3 | ((noise(b, column + e) & 255) << shift))
         return w0, w1, w2, w3
 
@@ -403,29 +407,29 @@ def recur_kernel(cfg, nz, gpu):
         return total
 
     @device
-    def store_sums(parts, which, row, side, sums, q):
+    def store_sums(parts, vector, row, side, sums, q):
         s0, s1 = quad_sum(sums[0]), quad_sum(sums[1])
         if q == 0:
-            parts[(which * 64 + row) * GROUPS + side], parts[(which * 64 + row + 8) * GROUPS + side] = s0, s1
+            parts[(vector * 64 + row) * GROUPS + side], parts[(vector * 64 + row + 8) * GROUPS + side] = s0, s1
 
     @device
-    def whole_sum(address, which, row):
-        s = ptx.load_shared4(address + (which * 64 + row) * (4 * GROUPS))
+    def whole_sum(address, vector, row):
+        s = ptx.load_shared4(address + (vector * 64 + row) * (4 * GROUPS))
         return int32(s[0] + s[1] + (s[2] + s[3]))
 
     @registers
-    def product(thread, ahead, which, step, s0, s1):
+    def product(thread, ahead, matrix, step, s0, s1):
         """acc = the product of a pass, with its noise."""
         acc, ring = thread.acc, thread.ring
         for j in range(KS):
             column = min(column_of(ahead * KS + j, ring.t), H - 4)
-            noises = load_table(thread, which + TABLES - 2, ahead * KS + j)
+            noises = load_table(thread, matrix + TABLES - 2, ahead * KS + j)
             for g in range(4):
                 i = accumulator_of(j, 0, g)
-                n = noises[g] if SCALED else column_noise(thread, noises[0], g, thread.p + U_F + which * U_APART,
+                n = noises[g] if SCALED else column_noise(thread, noises[0], g, thread.p + U_F + matrix * U_APART,
                                                           column)
                 acc[i], acc[i + 2] = begin(s0, n, int32(BASE), thread.shift), begin(s1, n, int32(BASE), thread.shift)
-        finish(acc, ring, multiply(acc, ring, step, which * PAST), False, False, 0, 0)
+        finish(acc, ring, multiply(acc, ring, step, matrix * PAST), False, False, 0, 0)
 
     @registers
     def gate(thread, ahead, row0, position, to_kept):
@@ -493,11 +497,11 @@ def recur_kernel(cfg, nz, gpu):
                         ptx.store2(thread.x, at, out[0], out[1])
 
     @unrolled
-    def columns(thread, which, step, s0, s1, row0, position, live, keeps, to_kept):
+    def columns(thread, matrix, step, s0, s1, row0, position, live, keeps, to_kept):
         """All passes of a matrix."""
         for d in range(PER):
-            product(thread, d, which, step + d * PIECES, s0, s1)
-            if which == 0:
+            product(thread, d, matrix, step + d * PIECES, s0, s1)
+            if matrix == 0:
                 gate(thread, d, row0, position, to_kept)
             else:
                 advance(thread, d, row0, position, live, keeps)
@@ -527,15 +531,15 @@ def recur_kernel(cfg, nz, gpu):
         thread = Thread(ring, tables, source, p, pair, shift, at_word, works, acc, f, sums, gates, candidates, x, kept)
         for k in range(ALL):
             column = column_of(k, t)
-            for which in range(2):
-                w = make_table(thread, which, k)
-                store_table(thread, which, k, w)
+            for matrix in range(2):
+                w = make_table(thread, matrix, k)
+                store_table(thread, matrix, k, w)
                 if SCALED:
                     n4 = int32s(4)
                     for e in range(4):
-                        n4[e] = column_noise(thread, w[0], e, p + U_F + which * U_APART, min(column, H - 4))
-                    store_table(thread, which + 2, k, n4)
-                if which == 1 and works and (not RAGGED or column < H):
+                        n4[e] = column_noise(thread, w[0], e, p + U_F + matrix * U_APART, min(column, H - 4))
+                    store_table(thread, matrix + 2, k, n4)
+                if matrix == 1 and works and (not RAGGED or column < H):
                     at_h, state = int32(at_word + (column - q * 4) * 8), int32(0)
                     if begin and tokens[at_token] != 0:
                         state = states[int64(pair) * (H // 4) + column // 4]
@@ -554,22 +558,22 @@ def recur_kernel(cfg, nz, gpu):
             to_kept = int64(-1)
             if KEEPS and keep == KEEP_INPUTS and live != 0:
                 to_kept = (int64(pair) * n + position) * (H // 4)
-            for which in range(2):
-                s0 = as_row(whole_sum(at_parts, which, row), shift)
-                s1 = as_row(int32(-whole_sum(at_parts, which, row + 8)), shift)
+            for matrix in range(2):
+                s0 = as_row(whole_sum(at_parts, matrix, row), shift)
+                s1 = as_row(int32(-whole_sum(at_parts, matrix, row + 8)), shift)
                 sums[0], sums[1] = 0, 0
-                columns(thread, which, (2 * position + which) * (PER * PIECES), s0, s1, row0, position, writes, keeps,
+                columns(thread, matrix, (2 * position + matrix) * (PER * PIECES), s0, s1, row0, position, writes, keeps,
                         to_kept)
                 if SCALED and works:                         # once, not in every pass: it is long
                     for k in range(ALL):
                         column = column_of(k, t)
                         if not RAGGED or column < H:
-                            at_h = int32(at_word + (column - q * 4) * 8 + (1 - which) * AT_PAST)
-                            w3 = load_table(thread, which, k)[3]
+                            at_h = int32(at_word + (column - q * 4) * 8 + (1 - matrix) * AT_PAST)
+                            w3 = load_table(thread, matrix, k)[3]
                             for half in range(2):
                                 sums[half] = add_inputs(thread, sums[half], ptx.read_shared(at_h + half * (8 * H)), w3,
-                                                        p + U_H - which * U_APART, column)
-                store_sums(parts, 1 - which, row, group, sums, q)
+                                                        p + U_H - matrix * U_APART, column)
+                store_sums(parts, 1 - matrix, row, group, sums, q)
                 if BULK:
                     ptx.proxy_fence()
                 cuda.syncthreads()

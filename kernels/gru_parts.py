@@ -415,8 +415,8 @@ MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down")
 
 def matrices(cfg):
     """The matrices of all layers."""
-    found = [t for t in parameters.tensors(cfg) if t.name in MATRICES]
-    return sorted(found, key=lambda t: (t.layer, MATRICES.index(t.name)))
+    chosen = [t for t in parameters.tensors(cfg) if t.name in MATRICES]
+    return sorted(chosen, key=lambda t: (t.layer, MATRICES.index(t.name)))
 
 
 def tensor(cfg, name):

@@ -24,11 +24,11 @@ class Kernel:
         self._names = list(inspect.signature(dispatcher.py_func).parameters)
         self.signature = tuple(dispatcher.py_func.__annotations__.get(name, int64) for name in self._names)
 
-    def __call__(self, grid, threads, given, shared=None, **more):
-        """Enqueues it on the stream given["stream"]; its arguments are taken by name from `more` or from `given`.
+    def __call__(self, grid, threads, arguments, shared=None, **others):
+        """Enqueues it on the stream given["stream"]; its arguments are taken by name from `others` or from `arguments`.
         shared: bytes of shared memory where it needs less than its most."""
-        given, shared = given | more, self.shared if shared is None else shared
-        self.dispatcher[grid, threads, given["stream"], shared](*[given[name] for name in self._names])
+        arguments, shared = arguments | others, self.shared if shared is None else shared
+        self.dispatcher[grid, threads, arguments["stream"], shared](*[arguments[name] for name in self._names])
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ class Packing:
     def add(self, t, order, columns, width):
         """Appends the matrix of a tensor, if it is not there already; the word at which it begins."""
         at, size = self.bytes // 4, t.rows * columns // 4
-        if (found := self._added.setdefault((t.weights, order, columns, width), at)) != at:
-            return found
+        if (first := self._added.setdefault((t.weights, order, columns, width), at)) != at:
+            return first
         self._copies.append(dict(source=t.weights // 4, target=at, order=order, n=t.cols, columns=columns, width=width,
                                  size=size))
         self.bytes += 4 * size

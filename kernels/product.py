@@ -145,7 +145,7 @@ class Shape(SimpleNamespace):
 def shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
     """[Shape] of products that `budget` bytes of shared memory hold. turns: column groups may take turns where the rows
     stay for several passes."""
-    found, RG = [], GROUPS // CG
+    fitting, RG = [], GROUPS // CG
     for stream in False, True:
         rows = 0 if stream else 64 * RG * K
         for KP in (k for k in range(256, 31, -32) if K % k == 0 and not (pieced and k & (k - 1))):
@@ -157,27 +157,28 @@ def shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
                 stage = N * KP
             stages = steps if resident else min(5, (budget - rows) // stage)
             if resident or stages >= 2:
-                found.append(Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, together=together,
+                fitting.append(Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, together=together,
                                    pieced=pieced, stream=stream, turns=alternate, resident=resident, at_ring=rows,
                                    stage=stage, bytes=rows + stages * stage,
                                    shallow=not resident and (stages < 3 or KP < min(64, K))))
-    return found
+    return fitting
 
 
 def wide_shape(budget, K, columns, turns=False):
     """Shape of a product whose columns pass by: as many rows as fit, so that the weights are read seldom. None: nothing
     fits."""
-    found = [x for CG in (1, 2, 4) for x in shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False, False, turns)]
-    return min(found, key=lambda x: (x.shallow, x.stream, x.CG, -x.KP), default=None)
+    fitting = [x for CG in (1, 2, 4)
+               for x in shapes(budget, K, CG, 128, blocks(columns, 128 * CG), False, False, turns)]
+    return min(fitting, key=lambda x: (x.shallow, x.stream, x.CG, -x.KP), default=None)
 
 
 def full_shape(budget, K, H, unit=16, turns=False):
     """Shape of a product whose block has whole rows of H columns, N a multiple of `unit`."""
-    found = []
+    fitting = []
     for CG in 1, 2, 4:
         passes = blocks(H, 128 * CG)
-        found += shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H, turns)
-    return min(found, key=lambda x: (x.shallow, round(x.traffic() / H), x.passes, x.CG, -x.KP))
+        fitting += shapes(budget, K, CG, blocks(H, unit * CG * passes) * unit, passes, True, K > H, turns)
+    return min(fitting, key=lambda x: (x.shallow, round(x.traffic() / H), x.passes, x.CG, -x.KP))
 
 
 class Ring(NamedTuple):
@@ -331,12 +332,12 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         return False
 
     @gpu.device
-    def leave_rows(ring, more, turn, coming):
+    def leave_rows(ring, follows, turn, coming):
         if not STREAM:
             group = ring.t // ROW_THREADS
-            if last_to_leave(ring, STAGES + group, ROW_THREADS // 32) and more:
+            if last_to_leave(ring, STAGES + group, ROW_THREADS // 32) and follows:
                 fetch_rows(ring, group, coming)
-            if not BULK and more:
+            if not BULK and follows:
                 wait(ring.bar + EMPTY + 8 * (STAGES + group), turn & 1)
                 fetch_rows(ring, group, coming)
 
@@ -411,11 +412,11 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         return step
 
     @gpu.device
-    def finish(acc, ring, step, last, more, turn, coming):
+    def finish(acc, ring, step, last, follows, turn, coming):
         done(acc)
         leave(ring, step)
         if last:
-            leave_rows(ring, more, turn, coming)
+            leave_rows(ring, follows, turn, coming)
         return int32(step + 1 + ((CG - 1) * PIECES if TURNS else 0))
 
     return Product(open_ring, wait_rows, multiply, finish)

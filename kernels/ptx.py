@@ -48,11 +48,11 @@ def _instruction(text, result=int32, operands=None, effect="", sets=0):
     if result is void:
         effect = effect or MEMORY
 
-    def emit(ctx, *given):
-        given, wanted = list(given), [given[0]] if sets else []
+    def emit(ctx, *arguments):
+        arguments, wanted = list(arguments), [arguments[0]] if sets else []
         for kind in operands:
             at = len(wanted)
-            wanted += [given[at], int64] if kind is POINTER else [given[at] if isinstance(kind, int) else kind]
+            wanted += [arguments[at], int64] if kind is POINTER else [arguments[at] if isinstance(kind, int) else kind]
 
         def codegen(context, builder, sig, args):
             def cells(i, n):

@@ -95,11 +95,11 @@ def _embed_kernel(cfg, nz, gpu):
                     i = piece * 16 + q * 4 + k
                     d = ptx.trunc_f32(float32(int32(n * c[k])) * f * factors[i])
                     e = byte(word, k)
-                    more = int32(0)
+                    bytes_even = int32(0)
                     more_odd = int32(0)
                     if NTT:
-                        more, more_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
-                    x[k] = clip(int32(e + (d >> shift) + even[k] + more))
+                        bytes_even, more_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
+                    x[k] = clip(int32(e + (d >> shift) + even[k] + bytes_even))
                     x[4 + k] = clip(int32(e + (int32(-d) >> shift) + odd[k] + more_odd))
                 h[uint64(at_h + piece * 32)] = pack_bytes(x, 0)
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack_bytes(x, 4)
@@ -516,14 +516,14 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     def full_width_product(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, job: AU32, offset, tiles, stride,
                            rope: A32, x: A32, sb: A32, h: A32, values: A32, spill: A32):
         sm = cuda.shared.array(0, int32, 128)
-        which = cuda.blockIdx.x % MATRICES
+        matrix = cuda.blockIdx.x % MATRICES
         first = cuda.blockIdx.x // MATRICES
         every = cuda.gridDim.x // MATRICES
         count = 0
         if first < tiles:
             count = (tiles - 1 - first) // every + 1
-        ring = open_ring(count * STEPS, first, every, x, packed, at + which * MATRIX_WORDS)
-        source = source_of(plan, call * PLAN + which * NEXT_MATRIX, weights, overlay, job, offset)
+        ring = open_ring(count * STEPS, first, every, x, packed, at + matrix * MATRIX_WORDS)
+        source = source_of(plan, call * PLAN + matrix * NEXT_MATRIX, weights, overlay, job, offset)
         t, base = ring.t, ring.base
         group = t >> 7
         lane = t & 31
@@ -543,9 +543,9 @@ def _full_width_kernel(cfg, nz, gpu, kind):
             tile = first + turn * every
             row, member, slot, sign = place_of(tile, t, 0)
             for half in range(2):
-                s[half] = int32(sb[uint64((SB_AT + which) * stride + row + 8 * half)] * sign)
+                s[half] = int32(sb[uint64((SB_AT + matrix) * stride + row + 8 * half)] * sign)
                 most[half], least[half] = 0, 0
-            to = int64(which * stride + row >> 3) * (2 * H) + lane
+            to = int64(matrix * stride + row >> 3) * (2 * H) + lane
             wait_rows(ring, turn)
             for ahead in range(PASSES):
                 col = ahead * (CG * N) + side * N
@@ -570,7 +570,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                                 if DOWN:
                                     v = int32(v + b[k])
                                 acc[i] = v
-                if QKV and which < 2:
+                if QKV and matrix < 2:
                     for j in range(N // 16):
                         for half in range(2):
                             i, position = 8 * j + 2 * half, min(row % LENGTH + 8 * half, T - 1)
@@ -596,7 +596,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                             spill, at_spill + (ahead * ACC + i) * THREADS)
                 quantised(acc, scales)
                 col = ahead * (CG * N) + side * N
-                if QKV and which == 2:
+                if QKV and matrix == 2:
                     store_transposed(acc, values, row, col, lane)
                 else:
                     store(acc, h, to, col)
@@ -627,11 +627,11 @@ class Plan(host.Plan):
         self.ln_f = self._norm("ln_f", 0, before, ["embedding"])
         self.head = self.add({MATRIX: self.matrix("embedding", 0)})
 
-    def _norm(self, name, layer, bias, matrices, more={}):
+    def _norm(self, name, layer, bias, matrices, others={}):
         """A norm before products with matrices; bias: of the product before it, or of the embedding, which generation
         adds here."""
         return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer), BIAS: bias,
-                         INPUTS: sum((self.input(matrix, layer) for matrix in matrices), []), **more})
+                         INPUTS: sum((self.input(matrix, layer) for matrix in matrices), []), **others})
 
     def _mlp(self, up, bias_up, down, bias_down, layer):
         return SimpleNamespace(up=self.add({MATRIX: self.matrix(up, layer), MATRIX_BIAS: self.vector(bias_up, layer),

@@ -1,7 +1,7 @@
 #!/bin/sh -e
 # Draws docs/learning.svg: bits per byte of held-out text against time. The preset laptop-bytes and back-propagation on
 # its shape are trained here, on the CPU, one after the other, and their validations go to docs/learning/*-cpu.jsonl.
-# docs/learning/*-h200.jsonl are the figures of docs/BENCHMARKS.md. Held out are the last 460,000 bytes.
+# docs/learning/*-h200.jsonl are the figures of lab/MEASUREMENTS.md. Held out are the last 460,000 bytes.
 # On a machine without other work, with a Python that has matplotlib and PyTorch:
 # lab/learning.sh [PYTHON [MINUTES]]
 cd "$(dirname "$0")/.."

@@ -1,15 +1,15 @@
 #!/bin/bash
 # Draws pictures of the documents anew, from runs of the preset laptop-bytes on the CPU: live-page.png, plot.png,
-# islands.png, islands-worth.png, rewards.svg and rewards-examples.svg, in a quarter of an hour on two quiet cores.
-# Needs a Python with matplotlib, and for the live page curl and Chromium:
-# lab/pictures.sh PYTHON [page] [plot] [islands] [worth] [rewards] [examples]
+# islands-worth.png, rewards.svg and rewards-examples.svg, in a quarter of an hour on two quiet cores. Needs a Python
+# with matplotlib, and for the live page curl and Chromium:
+# lab/pictures.sh PYTHON [page] [plot] [worth] [rewards] [examples]
 # With SCREENS=DIR, an absolute path, `page` also shows the page on a desktop and on a phone, light and dark.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
 egg=("$(realpath -s "${1:?which Python?}")" "$root/egg.py")
 shift
-[ $# -gt 0 ] || set -- page plot islands worth rewards examples
+[ $# -gt 0 ] || set -- page plot worth rewards examples
 export EGG_PRESET=laptop-bytes EGG_DEVICE=cpu EGG_INPUT_FILE="$root/input.bin" EGG_VAL_FILE="$root/val.bin" \
     EGG_DECODING_FILE="$root/decoding.bin"
 work=$(mktemp -d)
@@ -65,12 +65,6 @@ plot() {
     "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 --save-dir soft-targets >plot.log 2>&1
     "${egg[@]}" train --steps 300 -D VALIDATE_EVERY=20 -D SOFT_TARGETS= --save-dir one-target >plot.log 2>&1
     "${egg[@]}" plot soft-targets one-target --log --out "$root/docs/plot.png"
-}
-
-islands() {
-    archipelago "north south east west" -D POPULATION_SIZE=512 -D GOSSIP_RATE=0.01 -D VALIDATE_EVERY=25 \
-        -D SNAPSHOT_EVERY=25
-    "${egg[@]}" plot north south east west --x steps --out "$root/docs/islands.png"
 }
 
 # validations RUN NAME: the validations of a run as a curve of this name, beside the references of their common text

@@ -1,4 +1,4 @@
-"""A table of models of many shapes: what this machine reaches with each of them (docs/BENCHMARKS.md). With
+"""A table of models of many shapes: what this machine reaches with each of them (lab/MEASUREMENTS.md). With
 -D TENSOR_CORES=mma a card with wgmma shows what others have."""
 
 import gc
@@ -10,7 +10,7 @@ from model import parameters
 from tools import bench
 
 BYTES = {**egg_config.PRESETS["nano-egg"], "N_LAYERS": 1, "CHUNK_SIZE": 65536, "POPULATION_SIZE": 65536}
-# name: the constants that differ from those of this run; docs/BENCHMARKS.md lists the figures
+# name: the constants that differ from those of this run; lab/MEASUREMENTS.md lists the figures
 SHAPES = {
     "default": {},
     "H64": dict(HIDDEN_DIM=64),

@@ -53,16 +53,16 @@ def fraction_bits(cfg):
 
 def phases(cfg):
     """{(name, layer): Phase}, in the order of the forward pass."""
-    found = {}
+    phases_of_layers = {}
     for layer in range(cfg.N_LAYERS):
         for number, (name, (units, later, *_)) in enumerate(PHASES.items()):
             amplitude = amplitude_of(cfg, name)
             credit = 3 << fraction_bits(cfg) if later else 2                 # its usual size
             size = math.isqrt(cfg.GROUP_SIZE * (credit * amplitude) ** 2)    # about that of a sum
             if number or not layer:
-                found[name, layer] = Phase(name, layer, units * cfg.HIDDEN_DIM, amplitude,
+                phases_of_layers[name, layer] = Phase(name, layer, units * cfg.HIDDEN_DIM, amplitude,
                                            (5 * layer + number) * WORDS_APART, later, max(0, size.bit_length() - 6))
-    return found
+    return phases_of_layers
 
 
 def amplitude_of(cfg, name):
@@ -72,13 +72,13 @@ def amplitude_of(cfg, name):
 
 def votes(cfg):
     """([Vote] on matrices that are multiplied, [(tensor, Phase)] of biases, (tensor, Phase) of the embedding)."""
-    named, of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phases(cfg)
+    named, phase_of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phases(cfg)
     matrices, biases = [Vote(named["head", 0], None, "normed_f")], []
-    for (name, layer), phase in of.items():
+    for (name, layer), phase in phase_of.items():
         inputs, bias = PHASES[name][2:]
-        matrices += [Vote(named[matrix, layer], phase, what) for matrix, what in inputs]
+        matrices += [Vote(named[matrix, layer], phase, inputs_of) for matrix, inputs_of in inputs]
         biases += [(named[bias, layer], phase)] if bias else []
-    return matrices, biases, (named["embedding", 0], of["embedding", 0])
+    return matrices, biases, (named["embedding", 0], phase_of["embedding", 0])
 
 
 def least_differences(total, count):

@@ -131,9 +131,9 @@ class Decoding:
         with explained(DataError, path), open(path, "rb") as file:
             data = file.read()
 
-        def need(ok, what):
+        def need(ok, message):
             if not ok:
-                raise DataError(f"{path} is damaged ({what}): make it again with `python egg.py prepare TEXT "
+                raise DataError(f"{path} is damaged ({message}): make it again with `python egg.py prepare TEXT "
                                 "--vocab-size N`")
 
         count = int.from_bytes(data[:4], "little")

@@ -110,7 +110,7 @@ def table(cfg):
 
 def tensors(cfg):
     """[Tensor]: every stored array in canonical order."""
-    found, weights, overlay = [], 0, 0
+    all_tensors, weights, overlay = [], 0, 0
     widths = {H: cfg.HIDDEN_DIM, H4: 4 * cfg.HIDDEN_DIM, V: cfg.VOCAB_SIZE, BYTE: 256}
     for i, p in enumerate(table(cfg)):
         if p.needs and not getattr(cfg, p.needs):
@@ -125,7 +125,7 @@ def tensors(cfg):
         for layer in range(layers):
             before = overlay + layer * first
             after = overlay + layers * first + layer * second
-            found.append(Tensor(
+            all_tensors.append(Tensor(
                 param=i, name=p.name, layer=layer, rows=rows, cols=cols, size=rows * cols, matrix=matrix,
                 weights=weights, seed_a=p.a + LAYER_SEED * layer,
                 seed_b=p.a + (cfg.HIDDEN_DIM if p.by_row else 1) + LAYER_SEED * layer,
@@ -134,7 +134,7 @@ def tensors(cfg):
                 hidden=product and V not in p.shape, by_token=V in p.shape, seen=p.name == "embedding"))
             weights += rows * cols
         overlay += layers * (first + second)
-    return found
+    return all_tensors
 
 
 def n_weights(cfg):
@@ -230,10 +230,10 @@ def _xorshift(state, count):
     # the image of every single bit under one step
     columns = step(np.uint32(1) << np.arange(32, dtype=np.uint32))
     while done < count:
-        more = min(done, count - done)
-        out[done:done + more] = _applied(columns, out[:more])
+        count_now = min(done, count - done)
+        out[done:done + count_now] = _applied(columns, out[:count_now])
         columns = _applied(columns, columns)                 # the map of 2 n steps is that of n steps, twice
-        done += more
+        done += count_now
     return out
 
 

@@ -19,10 +19,10 @@ import egg
 import egg_config
 import egg_net
 from cluster import admission, auth, hub, snapshots, status, wire
-from cluster.auth import (Access, AuthError, Caller, GreetingError, Host, client_tls, key_of, listen_host,
+from cluster.auth import (Access, AuthError, Caller, Host, client_tls, key_of, listen_host,
                           page_password, read_secret, server_tls, whole_secret)
-from cluster.wire import HELLO, JOB_REQUEST, JOIN, V2, WELCOME, frame
-from coordinators import Peer, Peer2, Server, idle, listening, refused, run_worker, turned_away, until, whole
+from cluster.wire import HELLO, JOB_REQUEST, V2, WELCOME, frame
+from coordinators import Peer, Peer2, Server, idle, listening, refused, turned_away, until, whole
 from fakes import CFG, FakeEngine, Lines, SECRET, card, changed, expected
 from recordings import HERE
 from readings import configured
@@ -153,11 +153,9 @@ def test_tls(tmp_path, certificates):
                 while data := plain.recv(1000):
                     assert b"JOBS" not in data                    # at most an alert of TLS
         assert "no TLS" in server.said
-        for plain in Access(SECRET), Access():          # and the worker tries no older protocol, nor again
-            for call in (lambda: run_worker(server, FakeEngine(), retry=True, access=plain),
-                         lambda: status.fetch_status(CFG, "127.0.0.1", server.port, plain)):
-                with refused(f"127.0.0.1:{server.port}: it seems to speak TLS: give --tls-ca"):
-                    call()
+        for plain in Access(SECRET), Access():
+            with refused("check that it is an egg coordinator of protocol 2, and give --tls-ca if it has TLS"):
+                status.fetch_status(CFG, "127.0.0.1", server.port, plain)
     with Server(tmp_path, access=Access(SECRET)) as server, raises((egg_net.NetError, OSError)):
         Peer2(server, access=ours)
     for wrong in (cert, None), (None, key), (key, key), (tmp_path / "none", key):
@@ -263,7 +261,7 @@ def test_an_impostor_gets_nothing_to_guess_with():
 
     def impostor(sock):
         sock.recv(1000)
-        sock.sendall(frame(wire.CHALLENGE, bytes(32), wire.SECRET_WANTED | wire.PROVES_FIRST, version=V2))
+        sock.sendall(frame(wire.CHALLENGE, bytes(32), wire.SECRET_WANTED, version=V2))
         got.append(sock.recv(10000))
         sock.sendall(frame(wire.PROVED, os.urandom(32), version=V2))
         got.append(sock.recv(10000))
@@ -271,17 +269,6 @@ def test_an_impostor_gets_nothing_to_guess_with():
     with listening(impostor) as port:
         turned_away("does not know the secret", port, secret=SECRET)
     assert got == [frame(wire.PROVE, version=V2), b""]
-
-
-def test_who_has_met_a_coordinator_that_proves_itself_takes_no_other():
-    def old_host(caller):
-        caller.begin()
-        return caller.handle(wire.CHALLENGE, b"".join(wire.CHALLENGE.parts(bytes(32), wire.SECRET_WANTED)))
-
-    assert old_host(Caller(Access(SECRET), card()))[0] == JOIN          # an old coordinator is served in its order
-    for caller in Caller(Access(SECRET), card(), first=True), Caller(Access(key_of(SECRET, "w"), name="w"), card()):
-        with raises(GreetingError, match="does not prove itself first"):
-            old_host(caller)
 
 
 def test_a_coordinator_proves_itself_once_and_with_a_slow_key():

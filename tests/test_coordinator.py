@@ -7,17 +7,13 @@ import re
 import resource
 import signal
 import threading
-import time
 from contextlib import closing
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 from pytest import approx, mark
 
-from cluster import dispatch, history, snapshots, wire
+from cluster import history, snapshots, wire
 from cluster.auth import Access
-from cluster.step import Author
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import seeds, state_digest
 from model.fitness_digits import unpack_ternary
@@ -128,32 +124,6 @@ def test_status_as_a_table_and_as_json(tmp_path):
     assert worker["chunks"] >= 8 and worker["last_seen"] < 5
 
 
-def test_a_crowd_that_arrives_is_counted_when_it_makes_a_difference():
-    """Not at every arrival: thousands of workers come at once where a coordinator starts again."""
-    dispatcher = dispatch.Dispatcher(CFG, SimpleNamespace(step=0), None, None, 60)
-    dispatcher.begin_step()
-    dispatcher._count_authors = counted = mock.Mock(wraps=dispatcher._count_authors)
-
-    class Worker:
-        trusted, lapsed, step, waiting = True, False, 0, True
-
-        def __init__(self, name):
-            self.author = Author(name, name)
-
-    def arrive(name):
-        dispatcher.workers.add(worker := Worker(name))
-        dispatcher.arrived(worker)
-
-    arrive("0")
-    assert (dispatcher.alone, dispatcher.several) == (True, False)
-    for i in range(1, 1000):
-        arrive(str(i))
-    assert (dispatcher.alone, dispatcher.several, counted.call_count) == (False, True, 2)
-    arrive("0")
-    last = [dispatcher.leave(worker) for worker in list(dispatcher.workers)]         # of its author
-    assert last.count(False) == 1 and dispatcher.known == 0
-
-
 def test_many_workers_are_served(tmp_path):
     did = load.measure(tmp_path, 100, 1.5, 0.1)
     assert did["results/s"] > 300 and did["MB"] < 300, did
@@ -191,17 +161,6 @@ def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(
         assert slow.answer().packed == GOOD and server.run.record(0)[2:4] == (11, 7)
 
 
-def test_duplicate_results_count_once(server):
-    peer = Peer(server)
-    for again in (0, 0, 32):
-        peer.result(0, peer.chunk(0), loss=10)
-        peer.result(0, again, loss=10)
-    assert peer.chunk(0) == 96
-    peer.result(0, 96, loss=10, updates=3)
-    server.reaches(1)
-    assert server.run.record(0)[2:4] == (40, 3)
-
-
 def test_the_step_line_the_log_and_the_validation(tmp_path):
     with Server(tmp_path, steps=1, drain=0) as server:
         peer = Peer(server)
@@ -217,17 +176,6 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
     log = (tmp_path / "coordinator.log").read_text().splitlines()
     assert log[0].startswith("# egg") and "# CHUNK_SIZE = 32" in log and log[-2] == "Step,RelTime,Loss,Updates,LR"
     assert re.fullmatch(r"0,\d+\.\d{3},1\.000000,5,0\.5", log[-1])
-
-
-def test_answers_come_within_a_millisecond(tmp_path):
-    with Server(tmp_path, changed(POPULATION_SIZE=32 * 400)) as server:
-        peer, times = Peer(server), []
-        for _ in range(300):
-            started = time.perf_counter()
-            position = peer.chunk(0)
-            times.append(time.perf_counter() - started)
-            peer.result(0, position)
-    assert np.median(times) < 1e-3, f"median {1e3 * np.median(times):.2f} ms"
 
 
 # --- the coordinator as a command, and training -----------------------------------------------------------------------

@@ -61,14 +61,15 @@ def test_manifests_are_valid(overlay, minor):
 
 
 @mark.parametrize("overlay", OVERLAYS)
-def test_pods_run_without_rights_and_with_limits(overlay):
+def test_pods_run_without_rights_and_with_limits(overlay, monkeypatch):
+    monkeypatch.setitem(egg.COMMON, "--threads", dict(type=int))             # more cores than here
     for kind in "StatefulSet", "Deployment":
         pod, container = pod_and_container(kind, overlay)
         assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
         assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (kind == "Deployment" and overlay == "base")
         assert not any("secret" in str(argument).lower() for argument in container["args"])
-        arguments = egg.parsed(container["args"], typed=False)
+        arguments = egg.parsed(container["args"])
         assert arguments.function.__name__ == ("coordinator" if kind == "StatefulSet" else "worker")
     for resource in manifests(overlay):
         for name in resource.get("data", {}) if resource["kind"] == "ConfigMap" else ():

@@ -20,7 +20,7 @@ from cluster.step import Author
 from cluster.wire import JOB_REQUEST, LOG_MESSAGE
 from model import data_files
 from tools.curves import read_curve
-from coordinators import Peer, Peer2, Server, cluster, named, refused, until
+from coordinators import Peer, Peer2, Server, named, refused, until
 from fakes import CFG, FakeEngine, Lines, VALIDATION, changed
 from pages import EVERYBODY, page_shows, state_of
 from run_logs import A_STEP, drawn, events, example, of_kind, told_to, write
@@ -71,15 +71,6 @@ def test_what_is_a_sample():
         assert sample_parts(text) == parts
 
 
-def test_what_peers_cause_is_bounded(tmp_path):
-    with told_to(tmp_path, lines := Lines()) as events:
-        for number in range(3 * event_log.OF_PEERS[1]):
-            events.warn("of a peer", peer=True)
-        assert event_log.OF_PEERS[1] <= lines.text.count("of a peer") <= 2 * event_log.OF_PEERS[1]
-        events.warn("of this machine")
-        assert "of this machine" in lines.text
-
-
 def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(event_log, "LOG_BYTES", 5000)
     with told_to(tmp_path, saved=tmp_path) as told:
@@ -89,7 +80,7 @@ def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
         assert (tmp_path / name).stat().st_size < 10000
     assert events(tmp_path)[-1]["step"] == 199
     log = (tmp_path / "coordinator.log").read_text()
-    assert log.startswith("# egg, ") and "Step,RelTime" in log and log.splitlines()[-1].startswith("199,")
+    assert log.splitlines()[-1].startswith("199,")
 
 
 def test_a_long_log_that_cannot_begin_anew_does_so_later(tmp_path, monkeypatch):
@@ -148,7 +139,7 @@ def test_a_validation_that_cannot_be_right_is_refused(server, tokens, n_bytes, n
         peer.answer()
 
 
-def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(tmp_path):
+def test_the_first_validation_of_a_step_counts(tmp_path):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=0)) as server:
         first, second = named(server, "first", "second")
         first.works(0)
@@ -159,16 +150,6 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
         server.reaches(1)
         assert [step for step, *_ in server.progress.validations] == [0]
         assert abs(server.progress.validations[0][1] - 100 / np.log(2) / 200) < 1e-9
-        validate(first, 1, nats=101.0)
-        until(lambda: len(server.progress.validations) == 2)
-        assert "much worse" not in server.said
-        first.ask(0)
-        first.answer()
-        first.works(1, 4)
-        server.reaches(2)
-        validate(first, 2, nats=200.0)
-        server.says("step 2: the validation has become much worse, 1.4427 bits/byte after 0.7213 at step 0: a worker "
-                    "may compute wrongly")
 
 
 # --- events and logs --------------------------------------------------------------------------------------------------
@@ -176,7 +157,7 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
 FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "address", "device", "step"},
           "validation": {"step", "tokens", "value", "unit"}, "sample": {"worker", "step", "prompt", "text"},
           "step": A_STEP.keys(),
-          "snapshot": {"step", "bytes", "overlay"}, "left": {"worker", "address", "device", "step"}}
+          "snapshot": {"step", "bytes"}, "left": {"worker", "address", "device", "step"}}
 
 
 def test_a_run_keeps_its_events(tmp_path):
@@ -211,16 +192,7 @@ def test_a_run_keeps_its_events(tmp_path):
     assert sample["prompt"] == "ab\nd"
     assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
     assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", sample["worker"]}
-    overlay = engine.state().overlay
-    assert of_kind("snapshot", told)[0]["overlay"] == {"mean": round(float(overlay.mean()), 4), "min": overlay.min(),
-                                                       "max": overlay.max()}
     assert of_kind("start", told)[0]["config"]["CHUNK_SIZE"] == 32
-
-
-def test_without_an_overlay_none_is_told(tmp_path):
-    cfg = changed(SNAPSHOT_EVERY=2, ADAPTIVE_NOISE_MODE=0)
-    cluster(tmp_path, [FakeEngine(cfg, 0.002)], 4, cfg, save=True)
-    assert [e["overlay"] for e in of_kind("snapshot", events(tmp_path))] in ([None], [None, None])
 
 
 def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
@@ -336,8 +308,6 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
     with told_to(tmp_path, tensorboard=tmp_path / "tb") as told:
         told.emit("step", **A_STEP)
         told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
-        told.emit("snapshot", step=8, bytes=1, overlay={"mean": 1.5, "min": -3, "max": 9})
-        told.emit("snapshot", step=9, bytes=1, overlay=None)
         told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
     got = {}
     for record in records(tmp_path / "tb"):
@@ -346,7 +316,6 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
                               value.tensor.string_val[0].decode() if value.HasField("tensor") else value.simple_value)
     assert got == {"loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
                    "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
-                   "overlay/mean": (8, 1.5), "overlay/min": (8, -3.0), "overlay/max": (8, 9.0),
                    "sample/text_summary": (9, "    To be, >>> or\n    not")}
 
 

@@ -2,17 +2,14 @@
 
 import math
 import os
-import shutil
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from json import dumps
 
 import numpy as np
 from hypothesis import given
 from hypothesis.strategies import dictionaries, floats, integers, none, one_of, sampled_from, text
-from pytest import approx, mark, raises
+from pytest import approx, mark
 
-import egg_config
-import egg_net
 from cluster import history, snapshots, wire
 from cluster.auth import Access, client_tls, server_tls
 from cluster.history import open_run
@@ -21,10 +18,8 @@ from islands import gossip, merging
 from islands.gossip import Elites, Standing, read_status
 from model import seeds, state_digest
 from model.parameters import initial_state
-from coordinators import Coordinator, Server, free_port, refused, turned_away, until
-from fakes import (ACTIVATIONS, CFG, FakeEngine, FakeObjective, GOOD_STEP, Lines, SECRET, VALIDATION, any_fitness,
-                   full)
-from recordings import digests
+from coordinators import Server, free_port, turned_away, until
+from fakes import ACTIVATIONS, CFG, FakeEngine, FakeObjective, SECRET, VALIDATION, full
 from commands import fails, run
 
 ISLE = CFG.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0, AUDIT_RATE=0.0)
@@ -154,56 +149,18 @@ def two(directory, rates=(30, 3), ours={}, theirs={}, **both):
 
 # --- what the command line says ---------------------------------------------------------------------------------------
 
-def test_addresses_bandwidths_and_names():
-    assert gossip.parse_peer("10.0.0.2:5000") == ("10.0.0.2", 5000) and gossip.parse_peer("[::1]:1") == ("::1", 1)
-    assert [*map(gossip.parse_bandwidth, ("0", "1000", "500k", "2.5M"))] == [0, 1000, 500e3, 2.5e6]
-    for parse, texts in (
-            (gossip.parse_peer, ("", "host", "host:", ":5", "host:0", "host:65536", "::1:5", "host:5x", "host:\u0665")),
-            (gossip.parse_bandwidth, ("", "3", "-1", "5G", "1e6", "nan", "0.5k", "k")),
-            (gossip.parse_name, ("", "two words", "x" * 65, "\x1b[2J", "<b>"))):
-        for wrong in texts:
-            with raises(ValueError):
-                parse(wrong)
-
-
-def test_peers_of_a_slurm_job(tmp_path, monkeypatch):
-    """A stand-in for scontrol shows what is asked of it; what it cannot read or is not there is one line."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames n[1-3]" ] || exit 1\nprintf "n1\\nn2\\nn3\\n"\n')
-    scontrol.chmod(0o755)
-    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"}
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert gossip.peers_from_slurm(7, job) == [("n1", 7), ("n3", 7)]
-    for wrong in ({}, {"SLURM_JOB_NODELIST": "n[1"}):
-        with refused("SLURM_JOB_NODELIST.*--peer$", egg_config.ConfigError):
-            gossip.peers_from_slurm(7, wrong)
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with refused("needs scontrol to list the nodes: No such file.*--peer$", egg_config.ConfigError):
-        gossip.peers_from_slurm(7, job)
-
-
 @mark.parametrize("arguments, status, says", [
     ("--peer 127.0.0.1:1", 2, "give --island NAME"),
     ("--island 'a b'", 2, "is not a name"),
     ("--island a --peer nowhere", 2, "is not HOST:PORT"),
-    ("--island a --gossip-bandwidth fast", 2, "bytes a second"),
-    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", 2, "SNAPSHOT_EVERY above 0"),
+    ("--island a --peer ::1:5", 2, "is not HOST:PORT"),
+    ("--island a --peer host:0", 2, "is not HOST:PORT"),
+    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", 2, "SNAPSHOT_EVERY and VALIDATE_EVERY above 0"),
     ("--island a --save-dir here --peer no-such.invalid:3", 1, "cannot be reached"),
     ("--island a --save-dir here --peer 'no such.invalid:3'", 2, "is not HOST:PORT"),
 ])
 def test_wrong_use_is_one_line(here, arguments, status, says):
     fails(run(f"coordinator --port 0 --preset laptop-bytes {arguments}"), status, says)
-
-
-def test_without_validation_the_training_loss_decides_and_is_shown_in_its_unit(tmp_path):
-    cfg = changed(VALIDATE_EVERY=0)
-    with two(tmp_path, cfg=cfg, validation=None) as (a, b):
-        merge = b.tells("merge")
-        assert merge["fitness_kind"] == "loss" and merge["theirs"] < merge["ours"]
-        bits, unit = egg_config.loss_unit(cfg.constants())
-        b.says("clone of the state of a of step {}, {:.4f} against {:.4f} {}, fetched in".format(
-            merge["peer_step"], bits * merge["theirs"], bits * merge["ours"], unit))
-        until(lambda: any(peer["fitness"] for peer in b.shown()["peers"]))
 
 
 class Rewarded(Learner, FakeObjective):
@@ -263,17 +220,6 @@ def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
         until(lambda: all(sum(peer["state"] == "up" for peer in isle.shown()["peers"]) == 2 for isle in isles))
         assert all(len(isle.shown()["peers"]) == 2 for isle in isles)
     assert not any("is refused" in isle.said for isle in isles)
-
-
-def test_a_peer_that_is_away_is_down_until_it_answers(tmp_path):
-    port = free_port()
-    with Isle(tmp_path / "b", "b", 3, [port]) as b:
-        b.tells("peer", state="down")
-        with Isle(tmp_path / "a", "a", 0, port=port):
-            b.tells("peer", peer="a", state="up")
-        until(lambda: len(b.told("peer", state="down")) == 2)
-        reached = b.run.step
-        b.reaches(reached + 3)
 
 
 def test_islands_with_a_secret_and_tls(tmp_path, certificates):
@@ -381,13 +327,10 @@ def test_who_does_not_accept_gives_and_keeps(tmp_path):
     assert a.start.epoch == b.start.epoch == 0 and not a.told("merge")
 
 
-def test_validation_and_loss_are_never_compared(tmp_path):
-    with two(tmp_path, theirs=dict(validation=None)) as (a, b):
-        until(lambda: a.island.fitness.kind == "validation" and b.run.step > 20)
-        count = len(b.told("gossip"))
-        until(lambda: len(b.told("gossip")) > count + 5)
-        assert {event["outcome"] for event in b.told("gossip")[count + 1:]} == {"other kind"}
-        assert b.island.fitness.kind == "loss"
+def test_bytes_and_tokens_are_never_compared(tmp_path):
+    with two(tmp_path, theirs=dict(validation=VALIDATION._replace(unit="bits/token"))) as (a, b):
+        until(lambda: b.told("gossip", outcome="other kind"))
+        assert (a.island.fitness.unit, b.island.fitness.unit) == ("bits/byte", "bits/token")
     assert a.start.epoch == b.start.epoch == 0
 
 
@@ -421,8 +364,8 @@ def test_one_state_is_not_taken_twice(tmp_path):
 
 
 STATUS = {"step": 5, "island": {"name": "x", "id": "1", "epoch": 0,
-                                "standing": Standing(1.0, "loss", "logit units", 1, None)._asdict()}}
-ANY = one_of(none(), integers(), floats(), text(max_size=9), sampled_from(["loss", "validation", "ab" * 32]))
+                                "standing": Standing(1.0, "validation", "bits/byte", 1, None)._asdict()}}
+ANY = one_of(none(), integers(), floats(), text(max_size=9), sampled_from(["reward", "validation", "ab" * 32]))
 
 
 @given(dictionaries(sampled_from([*Standing._fields, "extra"]), ANY), ANY, ANY)
@@ -448,16 +391,16 @@ def test_elites_are_the_best_and_no_merge_touches_them(tmp_path):
     assert kept[0].fitness == approx(min(told["fitness"] for told in b.told("elite")), abs=1e-4)
 
 
-def test_elites_hold_more_than_one_kind_apart(tmp_path):
+def test_elites_are_the_best_of_all_epochs(tmp_path):
     elites = Elites(tmp_path, 2)
 
-    def offer(step, figure, kind="validation", epoch=0, to=elites):
+    def offer(step, figure, epoch=0, to=elites):
         file = tmp_path / f"file{step}"
         file.write_bytes(b"%d" % step)
-        return to.offer(file, epoch, step, kind, figure)
+        return to.offer(file, epoch, step, "validation", figure)
 
-    assert [offer(10, 0.5, "loss"), offer(20, 7.0), offer(30, 6.0), offer(40, 7.5), offer(40, 0.1, "loss"),
-            offer(20, 5.0), offer(20, 5.0)] == [True, True, True, False, False, True, False]
+    assert [offer(20, 7.0), offer(30, 6.0), offer(40, 7.5), offer(20, 5.0), offer(20, 5.0)] == \
+        [True, True, False, True, False]
     assert [(elite.epoch, elite.step) for elite in elites.files] == [(0, 20), (0, 30)]
     assert Elites(tmp_path, 2).files == elites.files
     nobody = Elites(tmp_path, 0)
@@ -480,62 +423,6 @@ def test_an_island_that_stands_still_is_rejuvenated(tmp_path):
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------
-
-class Killed(BaseException):
-    pass
-
-
-def test_a_crash_at_any_moment_of_a_handover_leaves_one_whole_epoch(tmp_path, monkeypatch):
-    """Every call that changes the disk is the last one once; what lies there then is opened and goes on."""
-    cfg = changed(ISLAND_SEED=97)
-    base, engine = tmp_path / "base", Learner(cfg, 10)
-    run = open_run(cfg, base)
-    for _ in range(12):
-        fitness = any_fitness(cfg, run.step)
-        run.append(fitness, 0, 0)
-        engine.update(fitness)
-    run.close()
-
-    def island(run):
-        return Coordinator(cfg, run, log_dir=tmp_path, console=egg_net.Console(Lines()),
-                           island=gossip.IslandSettings("a", []))
-
-    names, outcomes = ("link", "replace", "fsync", "unlink", "chmod", "symlink"), []
-    for last in range(1, 40):
-        directory = tmp_path / str(last)
-        shutil.copytree(base, directory)
-        coordinator = island(open_run(cfg, directory))
-        state, calls = engine.state(), [0]
-
-        def last_call(real):
-            def call(*arguments, **options):
-                calls[0] += 1
-                if calls[0] == last:
-                    raise Killed
-                return real(*arguments, **options)
-            return call
-
-        with monkeypatch.context() as patch, suppress(Killed):
-            for name in names:
-                patch.setattr(os, name, last_call(getattr(os, name)))
-            coordinator.begin_epoch(state, {"epoch": 1, "kind": "clone", "from": "a", "digest": digest(state)})
-        coordinator.run.close()
-        coordinator.close()
-        with closing(open_run(cfg, directory)) as run, closing(island(run)) as again:
-            assert run.step == 12 and run.start.epoch in (0, 1)
-            outcomes.append(run.start.epoch)
-            if run.start.epoch:
-                assert digests(again.shelf.state(12)) == digests(state)
-                assert again.island.epochs[1]["digest"] == digest(state)
-            else:
-                replay = Learner(cfg, 10)
-                history.replay(run, replay)
-                assert digests(replay.state()) == digests(state) and not again.shelf.files
-            run.append(GOOD_STEP, 0, 0)
-        if calls[0] < last:                                          # nobody was killed
-            break
-    assert calls[0] < last > 8 and outcomes == sorted(outcomes) and {0, 1} == set(outcomes)
-
 
 def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
     with two(tmp_path) as (a, b):

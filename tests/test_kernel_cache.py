@@ -34,9 +34,12 @@ def test_cuda_kernels_are_named_by_what_they_can_depend_on():
     base = cuda_files()
     for define in "LR_SCHEDULE=0:0.1", "VALIDATE_EVERY=77", "PORT=1", "SAMPLING_TEMP=0.1", "INPUT_FILE=x":
         assert cuda_files(define) == base, define
-    for define in "DEVICE_MASK=7", "ADAM_EPS=0.5", "SIGMA_SCHEDULE=0:2,9:5", "GROUP_SIZE=4", "TENSOR_CORES=mma":
+    for define in "DEVICE_MASK=7", "ADAM_EPS=0.5", "SIGMA_SCHEDULE=0:2,9:5", "GROUP_SIZE=4":
         assert not cuda_files(define) & base, define
     assert not cuda_files(cc=(8, 6)) & base
+    newest, mma = (cuda_files(*more, cc=(9, 0)) for more in ((), ("TENSOR_CORES=mma",)))
+    shared = {name.split("-")[1] for name in newest & mma}
+    assert "optimize" in shared and not shared & {"up", "norm", "head", "pack"}
 
 
 def test_no_kernel_can_read_a_constant_that_does_not_name_it():

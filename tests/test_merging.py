@@ -154,44 +154,6 @@ def test_a_merge_of_whole_states(merge, optimizer, values):
         assert same(got, merging.merge(cfg, ours, theirs, *fitness))
 
 
-@mark.parametrize("merge", MERGES)
-@mark.parametrize("optimizer", ("copy", "interpolate"))
-def test_a_state_merged_with_itself_stays(merge, optimizer):
-    cfg = config(merge, optimizer)
-    mine = state(cfg, 5)
-    acc = np.round(mine.moments[:, 2] * 2**24) / 2**24 + 0.0                 # what a mix can hold: no -0 either
-    # a whole one moves a weight that can move
-    mine.moments[:, 2] = np.where((np.abs(acc) == 1) & (acc * 127 != mine.weights), 0, acc)
-    assert same(merging.merge(cfg, mine, mine, 3.0, 3.0), mine)
-
-
-def test_all_of_one_and_nothing_of_the_other():
-    cfg = config(alpha=1.0)
-    ours, theirs = ours_and_theirs(cfg)
-    for x in ours, theirs:
-        x.moments[:, 2] = np.round(x.moments[:, 2] * 2**20) / 2**21 + 0.0
-    for fitness, wanted in (((1.0, 2.0), ours), ((2.0, 1.0), theirs)):
-        assert digests(merging.merge(cfg, ours, theirs, *fitness)) == digests(wanted)
-
-
-def test_many_states_average_to_their_mean():
-    """The accumulators carry what int8 cannot: mixing one state after the other with falling parts gives the mean of w
-    + acc of all."""
-    def exact(one):
-        return one.weights + one.moments[:, 2].astype(np.float64)
-
-    cfg = config()
-    states = [state(cfg, seed) for seed in range(8)]
-    mine = states[0]
-    for i, other in enumerate(states[1:], 2):
-        cfg.RECOMBINE_ALPHA = 1 - 1 / i
-        mine = merging.merge(cfg, mine, other, 1.0, 1.0)
-    mean = np.mean([*map(exact, states)], 0)
-    # of shares in 2^-16, times 254
-    assert np.abs(exact(mine) - mean).max() < 0.02
-    assert np.abs(mine.weights - mean).max() < 1.02
-
-
 def test_ours_is_needed_where_it_counts():
     for merge in MERGES:
         for optimizer in OPTIMIZERS:
@@ -200,17 +162,6 @@ def test_ours_is_needed_where_it_counts():
             if not merging.needs_ours(cfg):
                 theirs = state(cfg, 2, step=11)
                 assert same(merging.merge(cfg, None, theirs, 3.0, 2.0), merging.merge(cfg, theirs, theirs, 3.0, 2.0))
-
-
-def test_a_snapshot_read_from_a_file_can_be_merged(tmp_path):
-    cfg = config()
-    ours, theirs = ours_and_theirs(cfg, 40)
-    snapshots.save(cfg, theirs, tmp_path)
-    read = snapshots.unpack(cfg, (tmp_path / "snapshot-00000040.egg").read_bytes())      # read-only, not aligned
-    got = merging.merge(cfg, ours, read, 2.0, 1.0)
-    assert same(got, merging.merge(cfg, ours, theirs, 2.0, 1.0))
-    got.weights[0] = got.moments[0, 0] = got.overlay[0] = 1
-    assert got.weights.flags.writeable and same(read, theirs)
 
 
 @mark.parametrize("part, place, value, said", [

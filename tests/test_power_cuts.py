@@ -238,7 +238,7 @@ class Epoch(egg_net.Hook):
         self.coordinator = coordinator
         return self
 
-    def step_completed(self, _):
+    def step_completed(self):
         run = self.coordinator.run
         if self.begun is None and self.coordinator.shelf.newest >= 4:
             self.begun = initial_state(run.cfg)

@@ -196,9 +196,9 @@ WIDE = dict(SMALL, HIDDEN_DIM=288)
 
 
 def test_wgmma_needs_a_card_that_has_it():
-    from egg_kernels import build_forward
+    from egg_kernels import gpu_of
     with raises(ValueError, match="only GPUs of compute capability 9.0"):
-        build_forward(BASE.changed(TENSOR_CORES="wgmma"), (8, 6), CARDS[8, 6] * 1024)
+        gpu_of(BASE.changed(TENSOR_CORES="wgmma"), (8, 6), CARDS[8, 6] * 1024)
 
 
 @mark.parametrize("width", sorted({*range(64, 257, 32), *range(64, 1025, 96)}))

@@ -7,7 +7,7 @@ from pytest import mark
 
 import egg_net
 from cluster import wire
-from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, frame
+from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
 from model import data_files, fitness_digits, seeds
 from model.fitness_digits import pack_ternary
 from coordinators import (Server, cluster, free_port, kept, listening, refused, run_worker, until, whole,
@@ -26,14 +26,6 @@ def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     assert all(engine.digest() == digest and engine.evaluated for engine in engines)
     assert [re.search(rf"Step {k} .*Updates: (\d+)", server.said)[1] for k in range(1, 6)] == [
         "101", "102", "103", "104", "105"]
-
-
-def test_a_worker_shows_its_speed_as_all_others_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(egg_net.Console, "PROGRESS_EVERY", 0.0)
-    lines = Lines(terminal=True)
-    with Server(tmp_path, steps=2) as server:
-        server.work(FakeEngine(pause=0.01), lines=lines)
-    assert re.search(r"step \d: \d chunks done, [\d,]+ k tokens/s", lines.text)
 
 
 def test_a_late_worker_catches_up(server):
@@ -112,6 +104,8 @@ def serve_fake(engine, *responses):
         while data := sock.recv(1 << 16):
             buffer.extend(data)
             while got := wire.next_frame(buffer, wire.limits(CFG)):
+                if got[0] == V2:
+                    return
                 requests.append(got[1:])
                 if got[1] == JOB_REQUEST:
                     if not left:
@@ -120,7 +114,7 @@ def serve_fake(engine, *responses):
 
     requests, left = [], list(responses)
     with listening(serve) as port:
-        return run_worker(port, engine, protocol=1), requests
+        return run_worker(port, engine), requests
 
 
 def test_the_worker_serves_a_coordinator_that_polls():

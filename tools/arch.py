@@ -53,10 +53,10 @@ def _transformer(cfg):
 def _recurrent(cfg):
     """The same of the recurrent model."""
     products = parameters.products_per_token(cfg)
-    more = cfg.STATE_TOKENS / cfg.SEQ_LEN / cfg.GROUP_SIZE
-    work = f"{products:,} multiply-adds" + f", and {more:.0%} more for the state a window begins with" * bool(more)
+    extra = cfg.STATE_TOKENS / cfg.SEQ_LEN / cfg.GROUP_SIZE
+    work = f"{products:,} multiply-adds" + f", and {extra:.0%} more for the state a window begins with" * bool(extra)
     return (f"recurrent, {cfg.N_LAYERS} layers of {cfg.HIDDEN_DIM}, {_vocabulary(cfg)}; windows of {cfg.SEQ_LEN}", work,
-            products * (1 + more) if more else products)
+            products * (1 + extra) if extra else products)
 
 
 def _vocabulary(cfg):

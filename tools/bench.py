@@ -91,10 +91,10 @@ def evaluation_on_gpu(cfg, tokens, device):
     number = int(device.partition(":")[2])
     (_, peak), count = cuda_engine.card(number), cfg.CHUNK_SIZE * cfg.SEQ_LEN
 
-    def evaluation(what, engine):
+    def evaluation(name, engine):
         seconds = median_seconds(lambda: engine.evaluate(0, cfg.CHUNK_SIZE))
         work = 2 * count / seconds * parameters.products_per_token(cfg)
-        say(f"{what}  {count / seconds / 1e6:.2f} M tokens/s, {work / 1e12:.0f} TOP/s, {work / peak:.1%} of the "
+        say(f"{name}  {count / seconds / 1e6:.2f} M tokens/s, {work / 1e12:.0f} TOP/s, {work / peak:.1%} of the "
             f"peak; {seconds * 1e3:.1f} ms for {count:,} tokens")
         return seconds
 
@@ -116,8 +116,8 @@ def bench_steps(cfg, tokens, device, threads):
             continue
         if device == "cpu" and not changes and cfg.PERTURB == "weights":     # a whole population would take minutes
             shape = for_cpu(shape, tokens, threads)
-        step, found = whole_step(shape, tokens, device, threads, seconds)
-        say(f"whole steps, {name}: " + (found if step is None else
+        step, summary = whole_step(shape, tokens, device, threads, seconds)
+        say(f"whole steps, {name}: " + (summary if step is None else
             f"{shape.N_CHUNKS / step:,.1f} chunks/s, {shape.POPULATION_SIZE * shape.SEQ_LEN / step:,.0f} tokens/s, "
             f"{1e3 * step:,.1f} ms a step of {shape.POPULATION_SIZE:,} members"))
 
@@ -138,9 +138,9 @@ def whole_step(cfg, tokens, device, threads, seconds):
         events = [json.loads(line) for line in data.with_name(EVENTS).read_text().splitlines()]
     ends = [event["elapsed"] for event in events if event["event"] == "step"]
     joined = sum(event["event"] == "joined" for event in events)
-    found = f"{len(ends)} steps in {3 * seconds} s, the last after {max(ends, default=0)} s; {joined} workers joined"
+    summary = f"{len(ends)} steps in {3 * seconds} s, the last after {max(ends, default=0)} s; {joined} workers joined"
     ends = ends[len(ends) // 3:]
-    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None, found
+    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None, summary
 
 
 def for_cpu(cfg, tokens, threads):
@@ -177,8 +177,8 @@ def shape_text(cfg):
 
 def print_machine():
     info = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"(?m)^model name\s*: (.*)", info.read_text() if info.exists() else "")
-    name = found[1] if found else platform.processor() or "unknown processor"
+    match = re.search(r"(?m)^model name\s*: (.*)", info.read_text() if info.exists() else "")
+    name = match[1] if match else platform.processor() or "unknown processor"
     say(f"{platform.machine()}, {hardware.cores()} cores, {name}; Python {platform.python_version()}")
 
 

@@ -94,7 +94,7 @@ def describe(traced, colour):
         lines.append(QUERY.format_map({**part, "head": f"{place} H{part['head']}] ",
                                        "bits": 100 * part["entropy"] / possible}))
     lines += [_line(f"[S{step:5d} L{part['layer']:2d} Wght] ", part) for part in traced["weights"]]
-    return [COLOURED.sub(lambda found: colour(found[2], found[1]), line) for line in lines]
+    return [COLOURED.sub(lambda match: colour(match[2], match[1]), line) for line in lines]
 
 
 def _line(head, part):

@@ -105,10 +105,10 @@ def try_objective(cfg, path):
         judge.try_out()
 
 
-def work(cfg, host, port, device, threads=None, console=None, access=auth.Access(), protocol=0, name=None,
+def work(cfg, host, port, device, threads=None, console=None, access=auth.Access(), name=None,
          objective=None):
     """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port for
-    ever. access, protocol, name: see egg_net.run_worker. objective: the file of --objective."""
+    ever. access, name: see egg_net.run_worker. objective: the file of --objective."""
     console = console or Console()
     check_address(host, port)
     data = open_data(cfg, console)
@@ -117,8 +117,8 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
     name = name or f"{socket.gethostname()}/{device}"        # a ban shall not hit the other GPUs of this host
     try:
         with opened_objective(cfg, objective, data) as judge:
-            egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, protocol=protocol,
-                               name=name, inspect=inspector(cfg, data.tokens), objective=judge)
+            egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, name=name,
+                               inspect=inspector(cfg, data.tokens), objective=judge)
     finally:
         console.clear()                              # a prompt, or an error, begins a line
 

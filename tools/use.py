@@ -79,14 +79,14 @@ def generate(cfg, engine, text, count, seed, console, **settings):
     as these bytes and no other. settings: temp, min_p, penalty; None: SAMPLING_* of cfg."""
     decoding = data_files.load_decoding(cfg)
     prompt = data_files.encoded(cfg, decoding, text)
-    more = engine.generate(prompt, count, seed, **settings)
+    tokens = engine.generate(prompt, count, seed, **settings)
     if not console.terminal:
-        for piece in itertools.chain([text], (decoding.decode([token]) for token in more)):
+        for piece in itertools.chain([text], (decoding.decode([token]) for token in tokens)):
             console.stream.buffer.write(piece)
             console.stream.buffer.flush()
         return
     # one decoder for both: the prompt may end inside a character
-    pieces = stream(decoding, itertools.chain(prompt.tolist(), more))
+    pieces = stream(decoding, itertools.chain(prompt.tolist(), tokens))
     try:
         for at, piece in enumerate(pieces):
             console.write(piece, "blue" if at < len(prompt) else "green")
@@ -121,9 +121,9 @@ def evaluate(cfg, engine, path, most, console):
     console.line(f"{name}: {count:,} tokens{size}, in windows of {windows.shape[1] - 1}; {count / seconds:,.0f} "
                  f"tokens/s on {engine.name}")
     console.line(f"{'':16}{held_out.unit:>12}{'nats/token':>12}{'perplexity':>12}")
-    for what, figure in figures.items():
+    for source, figure in figures.items():
         each = figure * math.log(2) * held_out.n_bytes / count
-        console.line(f"{what:16}{figure:12.4f}{each:12.4f}{math.exp(min(each, 700)):12.2f}")
+        console.line(f"{source:16}{figure:12.4f}{each:12.4f}{math.exp(min(each, 700)):12.2f}")
     return nats, count, held_out
 
 
@@ -218,9 +218,9 @@ def read_state(cfg, file, path):
         if name not in left:
             raise UseError(f"{path} has no {name}, which this configuration needs: {advice}")
         array, wanted = file.get_slice(name), (NAMES[view.dtype], list(shape))
-        if (found := (array.get_dtype(), array.get_shape())) != wanted:
-            raise UseError(f"{path}: {name} is {found[0]} {found[1]}, this configuration has {wanted[0]} {wanted[1]}: "
-                           f"{advice}")
+        if (stored := (array.get_dtype(), array.get_shape())) != wanted:
+            raise UseError(f"{path}: {name} is {stored[0]} {stored[1]}, this configuration has {wanted[0]} "
+                           f"{wanted[1]}: {advice}")
         left.remove(name)
     if left:
         raise UseError(f"{path} holds {min(left)}, which this configuration does not have: {advice}")
@@ -244,8 +244,8 @@ def export(cfg, engine, path, full):
                 "config": json.dumps({**cfg.saved(), **files}, sort_keys=True)}
     with explained(UseError, path, "give the path of a file that can be written"):
         write_tensors(path, arrays, metadata)
-    what = ", with the optimizer's state" if full else ""
-    return f"{path}: {len(arrays)} arrays, {os.path.getsize(path):,} bytes, of step {state.step}{what}"
+    extent = ", with the optimizer's state" if full else ""
+    return f"{path}: {len(arrays)} arrays, {os.path.getsize(path):,} bytes, of step {state.step}{extent}"
 
 
 def read_config(path):
@@ -307,5 +307,5 @@ def import_(cfg, path, directory):
     except (ValueError, KeyError):
         raise UseError(f"{path}: its step and seed cannot be read: was it written by `egg.py export`?") from None
     _begin(cfg, state, directory)
-    what = "with the optimizer's state" if full else "its optimizer and noise scales begin anew"
-    return f"{directory}: a run at step {state.step}, {what}"
+    extent = "with the optimizer's state" if full else "its optimizer and noise scales begin anew"
+    return f"{directory}: a run at step {state.step}, {extent}"
