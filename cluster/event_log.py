@@ -223,5 +223,7 @@ class TensorBoard:
     def close(self):
         writer, self._writer = self._writer, None
         if writer:
+            # a disk that fails has ended the thread that empties the queue: at its exit Python would wait for that
+            writer.file_writer.event_writer._event_queue.cancel_join_thread()
             with contextlib.suppress(OSError):
                 writer.close()

@@ -14,8 +14,8 @@ from collections import namedtuple
 import egg_config
 from cluster import auth, history, snapshots
 from cluster.console import one_line
-from cluster.hub import NetError, address_text, resolve, split_address
-from cluster.link import Link
+from cluster.hub import address_text, split_address
+from cluster.link import Link, check_address
 from cluster.wire import OTHER_CONFIG, Refused, STATUS, V2, read_json
 from egg_config import EggError, UsageError
 from egg_net import Hook
@@ -152,11 +152,7 @@ class Peer:
         self.host, self.port = host, port
         self.name = self.title = address_text(host, port)
         self._pause = PAUSE[0]
-        try:
-            resolve(host, port)
-        except OSError:
-            raise NetError(f"--peer {self.title} cannot be reached: this is no name or address: give HOST:PORT of "
-                           "another island's coordinator") from None
+        check_address(host, port)
 
     def answered(self, status, own_id):
         """Takes the result of read_status."""

@@ -7,10 +7,8 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from json import dumps
-from types import SimpleNamespace
 from unittest import mock
 
 from pytest import mark, raises
@@ -56,17 +54,6 @@ def test_secrets_are_read_from_a_file_or_the_environment(tmp_path):
         with raises(AuthError, match=words):
             read_secret(path, environ)
     assert egg_config.load(environ={"EGG_SECRET": "x"}).fingerprint() == configured().fingerprint()
-
-
-def test_ray_warns_once_of_a_secret_that_others_may_read(here, monkeypatch, capsys):
-    (here / "s").write_bytes(SECRET)
-    (here / "s").chmod(0o644)
-    monkeypatch.setitem(sys.modules, "deploy.ray", SimpleNamespace(
-        train=lambda cfg, args, access, console, http, **_: print(page_password(access.secret) == http.password)
-        or SimpleNamespace(run=SimpleNamespace(directory="x"))))
-    assert egg.main("ray --save-dir x --secret-file s --http 0".split()) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("True\n") and said.err.count("others on this machine may read") == 1
 
 
 def test_strangers_are_refused_and_logged_once(tmp_path):

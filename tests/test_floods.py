@@ -85,7 +85,7 @@ def test_readers_that_do_not_read_are_disconnected(tmp_path, monkeypatch):
     monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.5)
     with Server(tmp_path) as server:
         server.admission.coordinator.status = lambda: "x" * (wire.STATUS.most - 2)          # and quotes
-        readers = [Peer2(server, role="status").link for _ in range(24)]
+        readers = [Peer2(server, role="status").link for _ in range(8)]
         assert len(readers[0].next(wire.STATUS, 60)) == wire.STATUS.most              # who reads gets it whole
         until(lambda: not server.hub.connections)
         assert Peer2(server).chunk(0) == 0
