@@ -57,7 +57,8 @@ def attend(c, room, slot, m, first_row, start, n):
     1; room.x (+ 128) is filled. The weights (up to 19 bits) times the values are three exact products of bytes."""
     D, H, columns = c.HEAD_DIM, c.HIDDEN_DIM, room.weights.size
     keys, values = room.keys[slot, m], room.values[slot, m]
-    scores, offset, weights, limbs = room.scores, room.offset, room.weights, room.limbs
+    scores, offset = room.scores, room.offset
+    weights, limbs = room.weights, room.limbs
     sums, weighted, totals = local((3, ROWS, D), i32), local((ROWS, D), f64), local(ROWS, i64)
     middle, nothing = local(D, np.uint8), local(PANEL, i32)
     for d in range(D):
