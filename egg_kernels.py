@@ -219,7 +219,7 @@ class Recurrent(Forward):
     def __init__(self, cfg, gpu, silent):
         super().__init__(cfg, gpu, silent, gru.Plan, gru.Kernels, writing.recurrent_kernel)
         if cfg.PERTURB == "activations":
-            self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP)
+            self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP, gpu.wgmma)
             self.kernels["step"] = [*self.kernels["step"], *self.votes.kernels.values()]
 
     def _state_bytes(self, pairs):

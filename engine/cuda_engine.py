@@ -59,7 +59,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
     forward = egg_kernels.build_forward(cfg, gpu, silent)
     of_pass = {id(kernel) for some in forward.kernels.values() for kernel in some}
     made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
-    for function in update.build(cfg) + build(cfg, token_type):
+    for function in update.build(cfg, cc[0] == 9) + build(cfg, token_type):
         name = function.__name__
         made[name] = cuda.jit(function)
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)

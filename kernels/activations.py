@@ -272,9 +272,9 @@ class Votes:
     """The device arrays and launches of a chunk's votes; `keep` and `head` while the clean model reads, then `finish`.
     Arrays are reserved by `reserve`, on the device."""
 
-    def __init__(self, cfg, pieces):
+    def __init__(self, cfg, pieces, wgmma):
         self.cfg, self._pieces = cfg, pieces                 # inputs of a piece of the MLP's inner values
-        self.kernels = build(cfg) | {"products": Kernel(cuda.jit(products_kernel()), SHARED)}
+        self.kernels = build(cfg) | {"products": Kernel(cuda.jit(products_kernel(wgmma)), SHARED)}
         self.matrices, biases, self.embedding = activations.votes(cfg)
         self.phases = activations.phases(cfg).values()
         self.groups = cfg.CHUNK_SIZE // cfg.GROUP_SIZE

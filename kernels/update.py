@@ -1,11 +1,11 @@
 """The update of SPEC 9 on a GPU: votes as integer matrix products over the population, optimizer, threshold,
 noise-scale overlay.
 
-A noise stream depends only on seed + pair + offset, so the noise of every matrix is a shifted view of ONE array,
+A noise stream depends only on seed + pair + offset, so the noise of every parameter is a shifted view of ONE array,
 noise(seed + n, i) with n = pair + offset. It is hashed once ("plain" operand rows, one for every index i) and serves
-the larger side of every matrix. The smaller side of each matrix is hashed again, multiplied by the fitness and aligned
-to the plain side's n ("signed" rows). What is left is a plain int8 product over n, contiguous in both operands; slices
-of n bound the memory. Vectors are few numbers: their noise is hashed for each of them.
+the larger side of every matrix and all vectors. The smaller side of each matrix is hashed again, multiplied by the
+fitness and aligned to the plain side's n ("signed" rows). What is left is a plain int8 product over n, contiguous in
+both operands; slices of n bound the memory.
 """
 
 from typing import NamedTuple
@@ -16,9 +16,10 @@ from numba.cuda import libdevice
 
 from model import optimizers, parameters, rules, ternary
 from kernels import muon
-from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack_bytes
+from kernels.parts import A2, A8, A32, AU32, B1, F1, F2, blocks, clip, int32s, pack4, quad_sum, wgmma_descriptor
 from kernels.rules import TARGET, build_noise, device
-from kernels.ptx import copy_async16, copy_commit, copy_wait_but_one, mma_tile, shared_address
+from kernels.ptx import (byte_permute, copy_async16, copy_commit, copy_wait_but_one, dp4a, mma_tile, proxy_fence,
+                         shared_address, wgmma_done, wgmma_fence, wgmma_s8)
 
 TILE = 128                  # plain and signed rows of a block of products
 DEPTH = 64                  # values of n in a stage of its shared memory
@@ -28,6 +29,8 @@ SHARED = STAGES * STAGE     # 48 KiB: every card grants it without asking
 # values of n that a block adds up; the operands of a split lie together and nearly fit the L2 cache
 SPLIT = 4096
 PIECE = 1024                # values of n that a block of the kernel `operands` makes for eight rows
+VECTOR_SPLIT = 2048         # values of n that a warp of the kernel `vector_products` adds up
+EIGHTS = 4                  # groups of eight elements of a vector that share a warp
 THREADS = 128
 ELEMENTS = 4 * THREADS      # weights that a block of the kernel `optimize` moves
 FIT_PAD = 128               # zeros before and after the fitness
@@ -35,7 +38,7 @@ FIT_PAD = 128               # zeros before and after the fitness
 # columns of Work.rows, Work.tiles, Work.vectors and Work.tensors
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
-ELEMENT, SEED_A, SEED_B, VOTE = range(4)
+ELEMENT, OFFSET, AHEAD, VOTE = range(4)
 WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, BY_TOKEN, DIRECTION = range(8)
 
 
@@ -45,9 +48,9 @@ class Work(NamedTuple):
     rows [operand rows, 5]: INDEX that is hashed, DELTA of its seed from n, SHIFT of the fitness (-1: plain), LOW and
     HIGH: range of n that is used. tiles [tiles, 10]: first PLAIN and SIGNED operand row, number of each, range of n,
     where the VOTES of the matrix begin, its COLS, whether the signed side is its rows, and the first of them. vectors
-    [elements, 4]: ELEMENT, the seeds of its two streams, where its VOTE goes. tensors [tensors, 8], in the order of
-    model.parameters.tensors (DIRECTION: kernels.muon.Work.directions). blocks [blocks, 2]: a tensor, the first of its
-    elements to move."""
+    [groups, 4]: first ELEMENT, OFFSET of the earlier stream, distance AHEAD of the other, where the VOTE goes. tensors
+    [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Work.directions). blocks [blocks,
+    2]: a tensor, the first of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
     vectors: np.ndarray
@@ -66,7 +69,10 @@ def work(cfg):
     vectors = []
     for t in tensors:
         if not t.matrix:
-            vectors += [(i, t.seed_a, t.seed_b, t.weights + i) for i in range(t.cols)]
+            first, ahead = min(t.seed_a, t.seed_b), abs(t.seed_a - t.seed_b)
+            assert ahead < 4 and t.cols % (8 * EIGHTS) == 0
+            plain[:t.cols, HIGH] = np.maximum(plain[:t.cols, HIGH], first + ahead + pairs)
+            vectors += [(i, first, ahead, t.weights + i) for i in range(0, t.cols, 8 * EIGHTS)]
             continue
         signed_is_row = t.rows <= t.cols
         few, many = sorted((t.rows, t.cols))
@@ -82,6 +88,34 @@ def work(cfg):
     parts = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
     rows = np.concatenate([plain, np.array(signed, np.int32)])
     return Work(*(np.array(a, np.int32) for a in (rows, tiles, vectors, table, parts)), int(rows[:, HIGH].max()))
+
+
+@device
+def unfinished_hash(x):
+    """The hash of SPEC 2 from its first sum, without its last step x ^= x >> 16."""
+    x = uint32((x ^ x >> 16) * 0x85EBCA6B)
+    return uint32((x ^ x >> 13) * 0xC2B2AE35)
+
+
+@device
+def negated(word, flags):
+    """The int8 bytes of a word, negated where `flags` (0 or 1 in each byte) says so; none is -128."""
+    t = uint32(word ^ ((flags << 8) - flags))
+    return uint32((t & 0x7F7F7F7F) + flags ^ t & 0x80808080)
+
+
+@device
+def shifted_word(words, at):
+    """The four bytes from byte `at` on of an int32 array, as a word."""
+    first = at >> 2
+    return uint32(byte_permute(words[first], words[first + 1], 0x3210 + 0x1111 * (at & 3)))
+
+
+@device
+def ones(fit):
+    """Of a word whose bytes are -1, 0 or 1: (the flags of -1, full bytes where not 0)."""
+    nonzero = uint32(fit & 0x01010101)
+    return uint32(fit >> 1 & 0x01010101), uint32((nonzero << 8) - nonzero)
 
 
 @device
@@ -110,27 +144,38 @@ def vote_index(p, s, signed_is_row, cols):
     return int32((r >> 2) * 4 * cols + c * 4 + (r & 3))
 
 
-def draw_function(cfg):
-    """Device function (seed, i) -> int32: the noise as votes count it."""
-    noise, signs = build_noise(cfg).noise, not cfg.USE_CLT
-
-    @device
-    def vote_draw(seed, i):
-        n = noise(seed, i)
-        return int32(int32(n > 0) - int32(n < 0)) if signs else n
-
-    return vote_draw
-
-
 def operands_kernel(cfg):
     """The kernel that hashes noise into the operands of products."""
-    vote_draw = draw_function(cfg)
+    masks, gaussian = cfg.DEVICE_MASK * 0x01010101, bool(cfg.DEVICE_GAUSSIAN)
+    signs = not cfg.USE_CLT
+    noise = build_noise(cfg).noise
 
-    def operands(rows: A2, seed: AU32, fit: A8, start: int32, width: int32, out: A32):
+    @device
+    def four_votes(x):
+        """The noise of four consecutive n as votes count it, the bytes of a word; x: seed + n + index * 0x9e3779b9."""
+        if gaussian:
+            word = uint32(pack4(noise(x, 0), noise(x + 1, 0), noise(x + 2, 0), noise(x + 3, 0)))
+        else:
+            # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
+            low = byte_permute(unfinished_hash(x), unfinished_hash(uint32(x + 1)), 0x6240)
+            high = byte_permute(unfinished_hash(uint32(x + 2)), unfinished_hash(uint32(x + 3)), 0x6240)
+            p = uint32(byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632))
+            minus = uint32(~p & 0x01010101)
+            m = uint32(p >> 1 & masks)
+            m = uint32((m ^ (minus << 7) - minus) + minus)
+            word = uint32(m ^ minus << 7)
+        if signs:                                            # 1, -1 or 0 in each byte
+            minus = uint32(word >> 7 & 0x01010101)
+            nonzero = uint32(word | (word & 0x7F7F7F7F) + 0x7F7F7F7F)
+            nonzero = uint32(nonzero >> 7 & 0x01010101)
+            word = uint32(nonzero | (minus << 8) - minus)
+        return word
+
+    def operands(rows: A2, seed: AU32, fit: A32, start: int32, width: int32, out: A32):
         """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT /
-        16][8][16 bytes]. fit: FIT_PAD zeros, [pairs], FIT_PAD zeros. Grid: (rows / 8) * (width / PIECE), eight rows and
-        PIECE values of n each."""
-        pieces = int32(width // PIECE)
+        16][8][16 bytes], and 16 n beyond. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) *
+        (width / PIECE + 1), eight rows and PIECE values of n each."""
+        pieces = int32(width // PIECE + 1)
         group = int32(cuda.blockIdx.x // pieces)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row = int32(group * 8 + (lane >> 2))
@@ -138,26 +183,34 @@ def operands_kernel(cfg):
         to = place(rows.shape[0], row, first) + (lane & 3)
         n = int32(start + first + (lane & 3) * 4)
         low, high = rows[row, LOW], rows[row, HIGH]
-        shift, index = rows[row, SHIFT], rows[row, INDEX]
-        own = uint32(seed[0] + uint32(rows[row, DELTA]))
-        draws = int32s(4)
-        for _ in range(PIECE // 64):
+        shift = rows[row, SHIFT]
+        x = uint32(seed[0] + rows[row, DELTA] + rows[row, INDEX] * 0x9E3779B9)
+        steps = int32(PIECE // 64)
+        if first >= width:
+            steps = int32(1 if warp == 0 else 0)             # the 16 n beyond the slice
+        for _ in range(steps):
             if uint32(n - low) < uint32(high - low):
-                for k in range(4):
-                    draws[k] = vote_draw(uint32(own + uint32(n + k)), index)
-                    if shift >= 0:
-                        draws[k] = int32(draws[k] * fit[n - shift + FIT_PAD + k])
-                out[to] = pack_bytes(draws, 0)
+                draws = four_votes(uint32(x + n))
+                if shift >= 0:
+                    minus, nonzero = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
+                    draws = negated(uint32(draws & nonzero), minus)
+                out[to] = draws
             n = int32(n + 64)
             to += 128
 
     return operands
 
 
-def products_kernel():
-    """The kernel of the matrices' votes."""
+def products_kernel(wgmma):
+    """The kernel of the matrices' votes; wgmma: by the instruction of cc 9.0, which takes 4 to 20 % off an update."""
+    product, products_done = wgmma_s8(TILE), wgmma_done(TILE)
+    descriptor = wgmma_descriptor(DEPTH)
     multiply = mma_tile(64, DEPTH // 32, 8 * DEPTH)
-    # a thread's sums, of its warp's quarter of the block, lie in 4 by 8 tiles of 16 plain rows by 8 signed ones
+    # a thread's sums lie in TALL by WIDE tiles of plain rows by 8 signed ones, APART plain rows from each other: of a
+    # warp's quarter of the block, or of a warpgroup's 64 plain rows by all signed ones
+    TALL, WIDE = (2, 16) if wgmma else (4, 8)
+    APART = 64 if wgmma else 16
+    SUMS = 4 * WIDE
 
     def products(tiles: A2, operand: A32, rows: int32, start: int32, votes: A32):
         """votes += plain . signed over SPLIT values of n, atomically (a sum of integers has no order). Grid: splits *
@@ -184,20 +237,32 @@ def products_kernel():
         plain_lane = (warp >> 1) * (64 * DEPTH) + ((lane >> 3) & 1) * (8 * DEPTH) + (lane >> 4) * 128 + (lane & 7) * 16
         signed_lane = (warp & 1) * (64 * DEPTH) + (lane >> 4) * (8 * DEPTH) + ((lane >> 3) & 1) * 128 + (lane & 7) * 16
         signed_lane += STAGE // 2
-        acc = cuda.local.array((4, 32), int32)
-        for i in range(4):
-            for j in range(32):
+        acc = cuda.local.array((TALL, SUMS), int32)
+        for i in range(TALL):
+            for j in range(SUMS):
                 acc[i, j] = 0
         slot = int32(0)
         for step in range(steps):
             copy_wait_but_one()
+            if wgmma:
+                proxy_fence()
             cuda.syncthreads()
             if step + 2 < steps:
                 fetch(base + (slot + 2 if slot == 0 else slot - 1) * STAGE, operand, plain_at, signed_at, step + 2)
             copy_commit()
             here = base + slot * STAGE
-            for i in range(4):
-                multiply(acc[i], int32(here + plain_lane + i * (16 * DEPTH)), int32(here + signed_lane))
+            if wgmma:
+                plain_rows = descriptor(here)
+                signed_rows = plain_rows + (TILE * DEPTH >> 4)
+                wgmma_fence()
+                for k in range(DEPTH // 32):
+                    for i in range(TALL):
+                        product(acc[i], plain_rows + i * (64 * DEPTH >> 4) + 16 * k, signed_rows + 16 * k, 1)
+                for i in range(TALL):
+                    products_done(acc[i])
+            else:
+                for i in range(TALL):
+                    multiply(acc[i], int32(here + plain_lane + i * (16 * DEPTH)), int32(here + signed_lane))
             slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
         # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
         if tiles[tile, SIGNED_IS_ROW]:
@@ -206,38 +271,58 @@ def products_kernel():
         else:
             down, right = int32(8 * tiles[tile, COLS]), int32(32)
             one = int32(4)
-        p, s = 64 * (warp >> 1) + g, 64 * (warp & 1) + 2 * q
+        p, s = (16 * warp if wgmma else 64 * (warp >> 1)) + g, 2 * q if wgmma else 64 * (warp & 1) + 2 * q
         at = tiles[tile, VOTES] + vote_index(plain + p, tiles[tile, SIGNED_AT] + s, tiles[tile, SIGNED_IS_ROW],
                                              tiles[tile, COLS])
         p, s = tiles[tile, PLAIN_COUNT] - p, tiles[tile, SIGNED_COUNT] - s           # how many there are from here on
-        for i in range(4):
+        for i in range(TALL):
             for half in range(2):
-                for j in range(8):
+                for j in range(WIDE):
                     for k in range(2):
-                        if 16 * i + 8 * half < p and 8 * j + k < s:
-                            cuda.atomic.add(votes, at + (2 * i + half) * down + j * right + k * one,
+                        if APART * i + 8 * half < p and 8 * j + k < s:
+                            cuda.atomic.add(votes, at + (APART // 8 * i + half) * down + j * right + k * one,
                                             acc[i, 4 * j + 2 * half + k])
 
     return products
 
 
-def vectors_kernel(cfg):
-    """The kernel of the vectors' votes."""
-    vote_draw = draw_function(cfg)
-
-    def vector_votes(vectors: A2, seed: AU32, fit: A8, pairs: int32, votes: A32):
-        """votes += the sum over pairs of fit * noise * noise. Grid: elements of all vectors, a block each."""
-        element = vectors[cuda.blockIdx.x, ELEMENT]
-        seed_a, seed_b = uint32(vectors[cuda.blockIdx.x, SEED_A]), uint32(vectors[cuda.blockIdx.x, SEED_B])
-        total = int32(0)
-        for pair in range(int32(cuda.threadIdx.x), pairs, THREADS):
-            digit, own = int32(fit[FIT_PAD + pair]), uint32(seed[0] + uint32(pair))
-            if digit != 0:
-                a, b = vote_draw(uint32(own + seed_a), element), vote_draw(uint32(own + seed_b), element)
-                total = int32(total + digit * a * b)
-        cuda.atomic.add(votes, vectors[cuda.blockIdx.x, VOTE], total)
-
-    return vector_votes
+def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int32, splits: int32, pairs: int32,
+                    votes: A32):
+    """votes of 8 * EIGHTS neighbours of a vector, over VECTOR_SPLIT values of n: a warp each, a lane for every word
+    of eight rows' core matrices. Grid: ceil(splits * groups / (THREADS / 32)), the groups of a split side by side:
+    they share rows."""
+    item = int32(cuda.blockIdx.x * (THREADS // 32) + (cuda.threadIdx.x >> 5))
+    split, lane = int32(item // groups.shape[0]), cuda.threadIdx.x & 31
+    group = int32(item - split * groups.shape[0])
+    if split >= splits:
+        return
+    offset, ahead = groups[group, OFFSET], groups[group, AHEAD]
+    from_n, to_n = int32(split * VECTOR_SPLIT), int32((split + 1) * VECTOR_SPLIT)
+    from_n = max(from_n, int32((offset - start) // 16 * 16))
+    to_n = min(to_n, int32(offset + pairs - start))
+    forth, back = int32s(EIGHTS), int32s(EIGHTS)     # votes for and against
+    for e in range(EIGHTS):
+        forth[e] = 0
+        back[e] = 0
+    selector = int32(0x3210 + 0x1111 * ahead)
+    row = groups[group, ELEMENT] + (lane >> 2)
+    here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
+    for step in range(from_n, to_n, 16):
+        n = int32(step + (lane & 3) * 4)
+        minus, nonzero = ones(shifted_word(fit, int32(start + n - offset + FIT_PAD)))
+        minus = uint32((minus << 8) - minus)                                 # full bytes
+        plus = uint32(nonzero ^ minus)
+        after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
+        for e in range(EIGHTS):
+            x = uint32(operand[here + e * (SPLIT * 2)])
+            y = byte_permute(x, operand[after + e * (SPLIT * 2)], selector)
+            forth[e] = dp4a(x & plus, y, forth[e])
+            back[e] = dp4a(x & minus, y, back[e])
+        here += 32
+    for e in range(EIGHTS):
+        total = quad_sum(int32(forth[e] - back[e]))
+        if lane & 3 == 0 and total != 0:
+            cuda.atomic.add(votes, groups[group, VOTE] + e * 8 + (lane >> 2), total)
 
 
 def optimize_kernel(cfg):
@@ -338,7 +423,12 @@ def seen_kernel(cfg):
     """The kernel that adds the further votes of pairs on the tokens in their windows."""
     T, H, V = cfg.SEQ_LEN + 1, cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
     first, others = cfg.STATE_TOKENS, cfg.SEEN_VOTES - 1
-    vote_draw = draw_function(cfg)
+    noise, signs = build_noise(cfg).noise, not cfg.USE_CLT
+
+    @device
+    def vote_draw(seed, i):
+        n = noise(seed, i)
+        return int32(int32(n > 0) - int32(n < 0)) if signs else n
 
     def seen(windows: A32, tables: A2, fit: A8, seed: AU32, votes: A32):
         """Adds the votes of a pair on the tokens in its window another SEEN_VOTES - 1 times. windows int32, flat:
@@ -382,11 +472,11 @@ def rescale_kernel(cfg):
     return rescale
 
 
-def build(cfg):
-    """The kernels of a configuration, as Python functions."""
+def build(cfg, wgmma):
+    """The kernels of a configuration, as Python functions; wgmma: see products_kernel."""
     own = [unpack_kernel(cfg), optimize_kernel(cfg)]
     if cfg.PERTURB == "weights":
-        own += [operands_kernel(cfg), products_kernel(), vectors_kernel(cfg), rescale_kernel(cfg)]
+        own += [operands_kernel(cfg), products_kernel(wgmma), vector_products, rescale_kernel(cfg)]
     if cfg.SEEN_VOTES > 1:
         own.append(seen_kernel(cfg))
     return own + muon.build(cfg)
@@ -411,12 +501,12 @@ class Update:
         self.kernels = kernels
         self.starts = range(0, w.span, self.width) if rows else ()
         self.tables = Work(*map(cuda.to_device, w[:5]), w.span)
-        # another split, for tiles that reach beyond the last row
+        # another split: for the 16 n beyond the slice, and for tiles that reach beyond the last row
         self.operands = cuda.device_array(rows * (self.width + SPLIT) // 4, np.int32)
         self.votes = cuda.to_device(np.zeros(parameters.n_weights(cfg), np.int32))
         self.touched = cuda.to_device(np.zeros(parameters.n_overlay(cfg), np.uint8))
         self.packed = cuda.device_array(ternary.packed_size(cfg.STEP_DIGITS), np.uint8)
-        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + cfg.N_PAIRS, np.int8))
+        self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
         self.rates = cuda.device_array(len(w.tensors), np.float32)
         self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
@@ -439,20 +529,21 @@ class Update:
         """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8
         [n], moments float32 [n, 3], overlay int8."""
         tables, out = self.tables, []
-        rows = np.int32(len(tables.rows))
+        fit, rows = self.fit.view(np.int32), np.int32(len(tables.rows))
         digits = self.fit[FIT_PAD:][:self.pairs] if self.starts else self.votes
+        splits = np.int32(self.width // VECTOR_SPLIT)
 
         def add(name, grid, *args, shared=0):
             out.append((name, lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args)))
 
         add("unpack", blocks(self.packed.size, THREADS), self.packed, digits)
         for start in map(np.int32, self.starts):
-            add("operands", rows // 8 * (self.width // PIECE), tables.rows, seed, self.fit, start, np.int32(self.width),
+            add("operands", rows // 8 * (self.width // PIECE + 1), tables.rows, seed, fit, start, np.int32(self.width),
                 self.operands)
             add("products", len(tables.tiles) * (self.width // SPLIT), tables.tiles, self.operands, rows, start,
                 self.votes, shared=SHARED)
-        if self.starts:
-            add("vector_votes", len(tables.vectors), tables.vectors, seed, self.fit, np.int32(self.pairs), self.votes)
+            add("vector_products", blocks(len(tables.vectors) * splits, THREADS // 32), tables.vectors, self.operands,
+                fit, rows, start, splits, np.int32(self.pairs), self.votes)
         if "seen" in self.kernels:
             add("seen", self.pairs * len(self.seen), self.windows, self.seen, self.fit, seed, self.votes)
         out += self.muon.launches(stream, self.votes, moments)
