@@ -652,6 +652,8 @@ class Coordinator:
         if step > run.step:
             # The worker is ahead of the run. Ours rebuilds when it gets this answer; a C++ worker waits.
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, wire.NOTHING, 0)
+        elif worker.joins and max(self.shelf.doubtful, default=0) > max(step, self.shelf.newest):
+            self.dispatcher.hold(worker)             # until it is known whether it can be offered
         elif worker.needs_snapshot():
             worker.begin_with_snapshot()
         elif worker.digest and not self._agrees(worker):

@@ -23,7 +23,7 @@ class Collector:
         self.events = coordinator.events
         self.shelf = snapshots.Shelf(self.cfg, self.run)
         self.beside = hub.Beside()
-        self.shelf.check()
+        self.beside.begin(self.shelf.check(self.events.warn))
 
     def _wanted(self, worker):
         """Whether this worker shall send its state for the shelf."""

@@ -133,6 +133,8 @@ class Link:
             at_step, total, offset, piece = wire.SNAPSHOT_DATA.unpack(self.next(wire.SNAPSHOT_DATA, SEND_TIMEOUT))
             if (at_step, offset) != (step, len(data)) or total > most or total and not piece:
                 raise NetError(f"{self.name}: a piece of a snapshot that was not asked for")
+            if not total:
+                return bytearray()                           # gone, perhaps in the middle
             data += piece
             time.sleep(len(piece) / bandwidth if bandwidth else 0)
         return data

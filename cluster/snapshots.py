@@ -20,7 +20,7 @@ HEAD_SIZE = HEAD.size + 4                # with its CRC-32
 KEPT = 2                   # newest snapshots that are kept, beside the best
 OPEN_SECONDS = 60.0        # that a file stays open for others without a request
 LEVEL = 1                  # of zstd: moments hardly shrink, weights do at any level
-OTHER_HASH = "its SHA-256 is another"
+OTHER_HASH = "damaged: its SHA-256 is another"
 PIECE = 1 << 20            # bytes that are decompressed at a time
 SLICE = 1 << 23            # bytes that are compressed at a time
 
@@ -104,7 +104,18 @@ def unpack(cfg, data, sha256=None):
         raise ValueError(f"snapshot of step {head.step}: {error}") from None
 
 
-def _unpacked(file, most):
+def check(path):
+    """Reads a snapshot file, in pieces. Raises ValueError if its state is not the one that its head names, OSError."""
+    with open_file(path) as file:
+        head = read_head(file.read(HEAD_SIZE))
+        digest = _begin(head.step, head.seed)
+        for raw in _unpacked(file):
+            digest.update(raw)
+    if digest.digest() != head.sha256:
+        raise ValueError(OTHER_HASH)
+
+
+def _unpacked(file, most=math.inf):
     """Yields the state in the body of a snapshot file, up to `most` bytes, in pieces. Raises ValueError."""
     source = history.decompressor()
     while not source.eof:
@@ -214,8 +225,9 @@ class Upload:
 
 class Shelf:
     """The snapshots of the current epoch of `run`: `files`, {step: name}. Links `latest` and `best` name two of them;
-    old ones are removed. A worker compares a file with its SHA-256, and is sent to an older one where that differs.
-    Files that others read piece by piece stay open meanwhile. stopped: no more snapshots, they cannot be written."""
+    old ones are removed. damaged: lines about files that cannot be used; doubtful: steps of those that `check` has not
+    come to yet, which are not offered. Files that others read piece by piece stay open meanwhile. stopped: no more
+    snapshots, they cannot be written."""
 
     stopped = False
 
@@ -228,6 +240,8 @@ class Shelf:
         self.figures = {}                # step -> figure, see `ranked`
         self.sha256 = {}                 # step -> SHA-256 of the state
         self._open = {}                  # (epoch, step) -> (file, time of the last request)
+        self.damaged = []
+        self.doubtful = set()
         for match in self._matches():
             self._take(match)
 
@@ -237,15 +251,21 @@ class Shelf:
 
     def _take(self, match):
         """Lists a file, by the match of its name, if its head belongs to this run."""
-        with contextlib.suppress(OSError, ValueError), open_file(self._place(match[0])) as file:
-            head = read_head(file.read(HEAD_SIZE))
-            size = os.fstat(file.fileno()).st_size
-            if (head.step, head.config, head.size) == (int(match[1]), config_digest(self.cfg), size - HEAD_SIZE) \
-                    and self._is_of_run(head):
-                self.files[head.step] = match[0]
-                self.sha256[head.step] = head.sha256
-                if match[3] and bool(match[2]) == bool(self.cfg.OBJECTIVE):
-                    self.figures[head.step] = float(match[3])
+        try:
+            with open_file(self._place(match[0])) as file:
+                head = read_head(file.read(HEAD_SIZE))
+                if head.size != os.fstat(file.fileno()).st_size - HEAD_SIZE:
+                    raise ValueError("it is cut short")
+        except (OSError, ValueError) as error:
+            return self._damaged(match[0], error)
+        if (head.step, head.config) == (int(match[1]), config_digest(self.cfg)) and self._is_of_run(head):
+            self.files[head.step] = match[0]
+            self.sha256[head.step] = head.sha256
+            if match[3] and bool(match[2]) == bool(self.cfg.OBJECTIVE):
+                self.figures[head.step] = float(match[3])
+
+    def _damaged(self, name, error):
+        self.damaged.append(f"{self._place(name)} is damaged and not used: {getattr(error, 'strerror', None) or error}")
 
     def _is_of_run(self, head):
         """With noise on activations the history may begin later than the epoch: of the snapshots between, the best
@@ -258,9 +278,25 @@ class Shelf:
             return head.sha256.hex() == start.state
         return 0 < step <= self.run.step and head.before == hashlib.sha256(self.run.fitness(step - 1)).digest()
 
-    def check(self):
-        """Arranges the files as they are wanted. Raises HistoryError where the history begins with a snapshot and there
-        is none."""
+    def check(self, warn):
+        """A task (hub.Beside) of a coordinator: compares all files with their hashes, the newest first. One that is
+        damaged is forgotten, and `warn` takes a line. Raises HistoryError where the history begins with a snapshot and
+        none is left."""
+        self.doubtful.update(self.files)
+        return self._check(warn)
+
+    def _check(self, warn):
+        for step in sorted(self.files, reverse=True):
+            try:
+                yield functools.partial(check, self.path(step))
+            except (OSError, ValueError) as error:
+                self._damaged(self.files.pop(step), error)
+                del self.sha256[step]
+            except GeneratorExit:
+                return self.doubtful.clear()
+            self.doubtful.discard(step)
+        for line in self.damaged:
+            warn(line)
         start = self.run.start
         if start.step and max(self.files, default=0) < start.step:
             old = self._place(history.OLD.format(start.epoch - 1))
@@ -268,13 +304,12 @@ class Shelf:
                 f"{self.directory}: the snapshot of step {start.step}, with which its history begins, is missing or "
                 "damaged: restore it from a copy" + bool(start.epoch) * f", or continue from the previous epoch: mv "
                 f"{old} {self._place(history.FILE)}")
-        with contextlib.suppress(OSError):
-            self.arrange()
+        self.arrange()
 
     def newest_but(self, known=()):
         """Step of the newest snapshot with which a worker can begin and whose SHA-256 is not in `known`, 0 without one.
         """
-        return max((step for step in self.files
+        return max((step for step in self.files.keys() - self.doubtful
                     if step >= self.run.start.step and self.sha256[step] not in known), default=0)
 
     newest = property(newest_but)
@@ -324,7 +359,7 @@ class Shelf:
         Earlier ones are removed, but for those with which the history of an earlier epoch begins."""
         step = self.run.start.step
         self.files, self.sha256 = {step: history.snapshot_name(step)}, {step: sha256}
-        self.figures, self.digests = {}, {}
+        self.figures, self.digests, self.doubtful = {}, {}, set()
         self.stopped = False
         needed = {start.step for start in history.epochs(self.directory)} - {step}
         for match in self._matches():
@@ -343,8 +378,8 @@ class Shelf:
 
     def arrange(self):
         """Adds figures to file names, updates the links `latest` and `best`, removes old snapshots."""
-        if not self.directory:
-            return
+        if self.doubtful or not self.directory:
+            return                                       # `check` ends with this
         for step in self.files.keys() & self.figures:
             name = history.snapshot_name(step, self.figures[step], self.cfg.OBJECTIVE)
             if name != self.files[step]:

@@ -160,6 +160,8 @@ class Step:
     def _judge(self, chunk):
         """Decides whether a chunk is done. Returns the authors that have erred, a set."""
         outcomes = self.results[chunk]
+        if self.alone:                                       # it is believed, also against one that has gone
+            outcomes = {author: outcome for author, outcome in outcomes.items() if author in self.authors} or outcomes
         if len(outcomes) == 1 and (self.alone or chunk not in self.audited):
             self.done[chunk], = outcomes.values()
             return set()

@@ -15,7 +15,7 @@ import egg_config
 from cluster import auth, history, snapshots
 from cluster.console import one_line
 from cluster.hub import address_text, split_address
-from cluster.link import Link, check_address
+from cluster.link import Link
 from cluster.wire import OTHER_CONFIG, Refused, STATUS, V2, read_json
 from egg_config import EggError, UsageError
 from egg_net import Hook
@@ -152,7 +152,6 @@ class Peer:
         self.host, self.port = host, port
         self.name = self.title = address_text(host, port)
         self._pause = PAUSE[0]
-        check_address(host, port)
 
     def answered(self, status, own_id):
         """Takes the result of read_status."""

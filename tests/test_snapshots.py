@@ -2,10 +2,11 @@
 
 import dataclasses
 import os
+import pathlib
 import shutil
 import threading
 from contextlib import closing, suppress
-from time import thread_time
+from time import monotonic, thread_time
 
 import numpy as np
 from numpy.random import default_rng
@@ -13,14 +14,15 @@ from pytest import fixture, mark, raises
 import pyzstd
 
 import egg_net
-from cluster import collector, history, snapshots
+from cluster import collector, history, snapshots, wire
 from cluster.history import open_run
 from cluster.snapshots import unpack
 from cluster.wire import JOB_RESPONSE, SNAPSHOT_WANTED
 from model import state_digest
 from model.parameters import initial_state
 from model.state_digest import of_state
-from coordinators import Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload, whole
+from coordinators import (Peer2, Server, asks, cluster, filled, first_step, named, refused, run_worker, until, upload,
+                          whole)
 from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
 from recordings import digests
 
@@ -174,29 +176,47 @@ def flip(path):
 
 @mark.parametrize("cfg", [changed(SNAPSHOT_EVERY=4), ACTIVATIONS.changed(SNAPSHOT_EVERY=4)],
                   ids=["weights", "activations"])
-def test_a_damaged_snapshot_is_named_and_the_next_older_one_used(tmp_path, cfg):
+def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, cfg):
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
-    flip(next(tmp_path.glob("snapshot-00000008*.egg")))
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+        until(lambda: not server.shelf.doubtful)
+        newest = server.shelf.path(8)
+    flip(pathlib.Path(newest))
+    (tmp_path / "snapshot-00000007.egg").write_bytes(b"")
     with Server(tmp_path, cfg, save=True, steps=13, stay=True) as server:
-        late, lines = late_worker(server, 13)
-        assert lines.text.count("snapshot of step 8: ") == 1 and "at step 4 by a snapshot" in lines.text
+        late, lines = late_worker(server, 10)
+        assert "at step 4 by a snapshot" in lines.text and "replaying" not in lines.text
+        server.reaches(13)
+        assert server.said.count(f"{newest} is damaged and not used: ") == 1
+        assert server.said.count("snapshot-00000007.egg is damaged and not used: not a snapshot") == 1
+        until(lambda: late.step == 13)
         assert late.digest() == expected(13, cfg)[1]
         until(lambda: server.shelf.newest == 12)
 
 
-def test_a_history_that_begins_with_a_snapshot_needs_one_that_is_good(tmp_path):
-    """That one or a newer one; a worker that finds none is refused, and a coordinator without one does not begin."""
+def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tmp_path, monkeypatch):
+    """As if it had been damaged after the coordinator looked at it."""
+    cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+        until(lambda: not server.shelf.doubtful)
+        flip(pathlib.Path(server.shelf.path(8)))
+        late, lines = late_worker(server, 10)
+        assert "at step 4 by a snapshot" in lines.text
+        flip(pathlib.Path(server.shelf.path(4)))
+        with refused("its history begins at step 4, with a snapshot"):
+            run_worker(server, FakeEngine(cfg))
+
+
+def test_a_history_that_begins_with_a_snapshot_that_is_damaged_needs_a_newer_one(tmp_path):
     cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
     cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
     first, second = (next(tmp_path.glob(f"snapshot-0000000{step}*.egg")) for step in (4, 8))
     flip(first)
     with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
-        late_worker(server, 10)
-        flip(second)
-        with refused("its history begins at step 4, with a snapshot"):
-            run_worker(server, FakeEngine(cfg))
-    first.unlink()
-    second.unlink()
+        late, _ = late_worker(server, 10)
+        server.reaches(11)
+    flip(second)
     with refused("snapshot of step 4, with which its history begins, is missing or damaged: restore",
                  history.HistoryError):
         egg_net.run_coordinator(cfg, port=0, save_dir=tmp_path, console=egg_net.Console(Lines()))
@@ -281,3 +301,32 @@ def test_a_snapshot_comes_from_one_to_which_faster_ones_leave_no_chunk_of_its_st
         slow.ask(2)
         slow.next(SNAPSHOT_WANTED)
         assert server.collector.upload.seed == server.run.seed_of(2) != server.run.seed
+
+
+def test_a_large_snapshot_is_checked_beside_the_loop(tmp_path):
+    """While 100 MB are read the coordinator answers, and a worker waits that would have to replay the run."""
+    cfg = changed(HIDDEN_DIM=768)
+    packed, state = filled(tmp_path, 3, cfg), initial_state(cfg)
+    with closing(open_run(cfg, tmp_path)) as run:
+        state.step, state.seed = 2, run.seed_of(2)
+        body = snapshots.pack(state)
+        head = snapshots._make_head(cfg, 2, state.seed, snapshots.state_hash(state), packed[1], len(body))
+    (tmp_path / "snapshot-00000002.egg").write_bytes(head + body)
+    with Server(tmp_path, cfg, save=True) as server:
+        peer, waited = Peer2(server), []
+        peer.ask(0)
+        while server.shelf.doubtful:
+            began = monotonic()
+            server.fetched()
+            waited.append(monotonic() - began)
+        assert len(waited) > 2 and max(waited) < 0.5
+        assert peer.next(wire.REBUILD)[1] == (2).to_bytes(8, "big")
+
+
+# --- who gives them ---------------------------------------------------------------------------------------------------
+
+@fixture
+def server(tmp_path):
+    """One that wants a snapshot of every step."""
+    with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
+        yield server

@@ -74,6 +74,17 @@ def test_who_repeat_their_results_wait_for_a_third():
     assert step.take(C, 0) == 0 and gives(step, C, 0) == "b"
 
 
+def test_who_is_left_alone_is_believed():
+    """Also against one that insisted and has gone."""
+    step = Step(CFG, audited=[0])
+    step.authors = {A.author, B.author}
+    for _ in range(2):
+        assert gives(step, A, 0) == gives(step, B, 0, BAD) == ""
+    step.authors, step.alone = {A.author}, True
+    step.settle()
+    assert step.done[0].packed == GOOD
+
+
 def test_a_worker_is_handed_first_what_it_delivered_in_the_step_before():
     step = Step(CFG)
     assert [step.take(A, 0, {2}) for _ in range(2)] == [2, 0]
@@ -342,9 +353,9 @@ def test_bans_hold_also_where_the_file_cannot_be_written_and_nobody_comes_in_whe
     bans.add("w1", "it lied")
     assert bans.all() == {"w1": "it lied"}
     file = tmp_path / BANNED_FILE
-    file.write_bytes(b"no tab\n\n\xff w\twhy\twith a tab\nw2\ttorn")
+    file.write_bytes(b"gpu9\n\n\xff w\twhy\twith a tab\nw2\ttorn")
     bans = Bans(tmp_path)
-    assert bans.all() == {"\ufffd w": "why\twith a tab", "w2": "torn"} and bans.message("w3") is None
+    assert bans.all() == {"gpu9": "by hand", "\ufffd w": "why\twith a tab", "w2": "torn"} and bans.message("w3") is None
     os.truncate(file, admission.MOST_BANNED + 1)
     with raises(admission.Refused, match="nobody is let in while .* cannot be read: File too large") as told:
         bans.message("w3")

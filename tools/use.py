@@ -50,6 +50,8 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
 def _state(cfg, run, best, warn):
     """The State to begin with: of the newest (best) readable snapshot, else the initial one; `warn` takes lines."""
     shelf = snapshots.Shelf(cfg, run)
+    for line in shelf.damaged:
+        warn(line)
     steps = shelf.ranked if best else sorted((s for s in shelf.files if s >= run.start.step), reverse=True)
     if best and not steps:
         raise UseError(f"{run.directory} has no best snapshot: snapshots are taken every SNAPSHOT_EVERY steps, and "
