@@ -18,7 +18,7 @@ BACKLOG = 1024                                 # connections that the system hol
 ARRIVALS = 256                                 # connections at a time that have proved nothing yet
 REFUSALS, REFUSED_SECONDS = 1024, 600.0        # that are remembered, and not logged again meanwhile
 ERRORS = 3                                     # wrong results and states of a worker, after which it is banned
-BANNED_FILE = "banned.txt"                     # in the save directory: a name in each line, perhaps a tab and the reason
+BANNED_FILE = "banned.txt"                     # in the save directory: a name a line, perhaps a tab and the reason
 MOST_BANNED = 1 << 20                          # bytes of that file
 
 
@@ -49,7 +49,8 @@ class Bans:
         text = ""
         if self.path and os.path.lexists(self.path):
             text = history.read_file(self.path, MOST_BANNED).decode("utf-8", "replace")
-        return {**self._unwritten, **{name: why or "by hand" for name, _, why in (line.partition("\t") for line in text.splitlines()) if name}}
+        lines = (line.partition("\t") for line in text.split("\n"))
+        return {**self._unwritten, **{name: why or "by hand" for name, _, why in lines if name}}
 
     def message(self, name):
         """Why this worker may not take part, None where it may. Raises Refused while nobody can know."""
