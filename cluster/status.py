@@ -24,6 +24,7 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compare
                 "fitness": "fitness", "step": "step", "epoch": "epoch", "taken": "taken",
                 "last seen": "last_seen"}
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
+MUCH_WORSE = 1.15          # times the best validation so far
 MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
 
 
@@ -50,6 +51,7 @@ class Progress:
         self.first_step = run.step
         self.validations = []
         self.rewards = []
+        self._best = math.inf, 0                                           # validation, step
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
         self.bits, self.unit = egg_config.loss_unit(cfg.constants())
 
@@ -97,8 +99,15 @@ class Progress:
         return bits / (n_bytes or tokens), "bits/byte" if n_bytes else "bits/token"
 
     def validated(self, step, figure, unit):
-        """Notes the figure of a step. Returns whether it was noted."""
-        return self._measured(self.validations, "validation", step, figure, unit=unit)
+        """Notes the figure of a step, and warns of one that is much worse. Returns whether it was noted."""
+        noted = self._measured(self.validations, "validation", step, figure, unit=unit)
+        if noted and not self.cfg.OBJECTIVE:
+            best, at = self._best = min(self._best, (figure, step))
+            if figure > MUCH_WORSE * best:
+                self.events.warn(f"step {step}: the validation has become much worse, {figure:.4f} {unit} after "
+                                 f"{best:.4f} at step {at}: a worker may compute wrongly (egg.py status lists them), "
+                                 "or the learning rate is too high")
+        return noted
 
     def check_reward(self, texts, reward):
         """Raises FrameError for a reward that no worker of this run can have."""

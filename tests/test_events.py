@@ -139,7 +139,7 @@ def test_a_validation_that_cannot_be_right_is_refused(server, tokens, n_bytes, n
         peer.answer()
 
 
-def test_the_first_validation_of_a_step_counts(tmp_path):
+def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(tmp_path):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=0)) as server:
         first, second = named(server, "first", "second")
         first.works(0)
@@ -150,6 +150,16 @@ def test_the_first_validation_of_a_step_counts(tmp_path):
         server.reaches(1)
         assert [step for step, *_ in server.progress.validations] == [0]
         assert abs(server.progress.validations[0][1] - 100 / np.log(2) / 200) < 1e-9
+        validate(first, 1, nats=101.0)
+        until(lambda: len(server.progress.validations) == 2)
+        assert "much worse" not in server.said
+        first.ask(0)
+        first.answer()
+        first.works(1, 4)
+        server.reaches(2)
+        validate(first, 2, nats=200.0)
+        server.says("step 2: the validation has become much worse, 1.4427 bits/byte after 0.7213 at step 0: a worker "
+                    "may compute wrongly")
 
 
 # --- events and logs --------------------------------------------------------------------------------------------------
