@@ -88,6 +88,99 @@ def _shapes(cfg, gpu):
     return out
 
 
+def _lowest(cfg, kind):
+    """The least value of an output."""
+    return 0 if kind == "inner" and cfg.MLP_RELU else -127
+
+
+def _amplitude(cfg, kind):
+    """Of the noise on the outputs."""
+    return 0 if kind == "gates" else activations.amplitude_of(cfg, "up" if kind == "inner" else "down")
+
+
+def _words_function(cfg, gpu, kind, pairs):
+    """Device function: four columns from acc[i] on as two words of two int16, with the noise of outputs from `index`
+    on."""
+    AMPLITUDE, LEAST = _amplitude(cfg, kind), gru_parts.both(_lowest(cfg, kind))
+    plus, within = gru_parts.int16_functions(gpu.cc)
+
+    @device
+    def words_of(acc, i, source, p, pair, member, index):
+        y, z = pairs(acc, i)
+        if AMPLITUDE:
+            y, z = plus(y, z, noise_word(source, p + STREAM, pair, member, index, AMPLITUDE))
+            return within(y, z, LEAST, HIGHEST)
+        return y, z
+
+    return words_of
+
+
+def _store_rows_function(cfg, gpu, kind, shape, words_of):
+    """Device function: 32 columns a time of both rows, in the order of the threads."""
+    H = cfg.HIDDEN_DIM
+    N, COLUMNS = shape.N, shape.outputs
+    RAGGED, DOWN = shape.columns() != COLUMNS, kind == "down"
+    added = gru_parts.added_function(gpu.cc)
+
+    @gpu.device
+    def store_rows(acc, out, to, col, q, source, p, pair, position):
+        for j in range(N // 32):
+            if not RAGGED or col + 32 * j < COLUMNS:
+                for half in range(2):
+                    at, new = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, int32s(2)
+                    first = position * COLUMNS + (col + 32 * j + q * 4)
+                    if DOWN:
+                        old = ptx.load2(out, at)
+                    for g in range(2):
+                        y, z = words_of(acc, 16 * j + 2 * half + 8 * g, source, p, pair, half, first + 16 * g)
+                        new[g] = added(old[g], y, z) if DOWN else ptx.bytes4(y, z)
+                    ptx.store2(out, at, new[0], new[1])
+
+    return store_rows
+
+
+def _store_inner_function(cfg, gpu, shape, pieces, words_of, add):
+    """Device function: both rows as core matrices of `pieces` columns; sums + what they add to sb."""
+    H = cfg.HIDDEN_DIM
+    N, COLUMNS = shape.N, shape.outputs
+    RAGGED = shape.columns() != COLUMNS
+    registers = unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
+
+    @registers
+    def store_inner(acc, out, row, col, q, at_noise, sums, source, p, pair, position):
+        to = (row >> 6) * (64 * H) + ((row >> 3) & 7) * (2 * pieces) + (row & 7) * 4 + q
+        for j in range(N // 16):
+            if not RAGGED or col + 16 * j < COLUMNS:
+                c = col + 16 * j
+                for d in range(2):
+                    y, z = words_of(acc, 8 * j + 2 * d, source, p, pair, d, position * COLUMNS + c + q * 4)
+                    word = ptx.bytes4(y, z)
+                    out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
+                    sums[d] = add(word, at_noise, j, q, sums[d])
+
+    return store_inner
+
+
+def _prepare_function(cfg, nz, gpu, kind, shape, as_column, fill_input):
+    """Device function: tables, from word `at` on, of the pairs that this warpgroup's rows touch, for column c of 128.
+    Without a branch, which would make the products wait for each other."""
+    COLUMNS = shape.outputs
+    SLOTS, TABLE = shape.slots, shape.table
+    INNER = kind == "inner"
+    noise_of = pair_functions(cfg, nz).column
+
+    @gpu.device
+    def prepare(words, bytes_, at, c, column, unit, source, p):
+        col = min(column + c, COLUMNS - 1)
+        for slot in range(SLOTS):
+            here = at + slot * TABLE
+            words[here + c] = as_column(noise_of(source, unit + slot, col, p))
+            if INNER:
+                fill_input(words, bytes_, 4 * (here + 128), c, source, p + W_DOWN_INPUT, unit + slot, col)
+
+    return prepare
+
+
 def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     """A product over all positions of all pairs, divided and clipped. "gates": out, of the second matrix `beyond` words
     further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of `pieces`
@@ -101,80 +194,28 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     RG = shape.RG
     CG = shape.CG
     PASSES = shape.passes
-    GATES = kind == "gates"
     INNER = kind == "inner"
-    DOWN = kind == "down"
-    MATRICES = 2 if GATES else 1
-    COLUMNS = shape.outputs
+    MATRICES = 2 if kind == "gates" else 1
     K = shape.K
     SLOTS = shape.slots
     TABLE = shape.table
     ACC = N // 2
     PIECES = K // shape.KP
-    RAGGED, MATRIX_WORDS = shape.columns() != COLUMNS, shape.columns() * K // 4
+    MATRIX_WORDS = shape.columns() * K // 4
     AT_TABLES = shape.bytes // 4
     BUFFER = SLOTS * TABLE
-    SB_AT = 2 if DOWN else 0
+    SB_AT = 2 if kind == "down" else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     job_shift = nz.shift
-    noise_of = pair_functions(cfg, nz).column
     fill_input, add = gru_parts.input_functions(cfg, nz, 128)
-    AMPLITUDE = 0 if GATES else activations.amplitude_of(cfg, "up" if INNER else "down")     # of noise on the outputs
-    LOWEST = 0 if INNER and cfg.MLP_RELU else -127
-    LEAST = gru_parts.both(LOWEST)
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, -127 if AMPLITUDE else LOWEST)
+    lowest = -127 if _amplitude(cfg, kind) else _lowest(cfg, kind)
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, lowest)
     begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
-    added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
-    plus, within = gru_parts.int16_functions(gpu.cc)
-
-    @gpu.device
-    def prepare(words, bytes_, at, c, column, unit, source, p):
-        """Tables, from word `at` on, of the pairs that this warpgroup's rows touch, for column c of 128. Without a
-        branch, which would make the products wait for each other."""
-        col = min(column + c, COLUMNS - 1)
-        for slot in range(SLOTS):
-            here = at + slot * TABLE
-            words[here + c] = as_column(noise_of(source, unit + slot, col, p))
-            if INNER:
-                fill_input(words, bytes_, 4 * (here + 128), c, source, p + W_DOWN_INPUT, unit + slot, col)
-
-    @device
-    def words_of(acc, i, source, p, pair, member, index):
-        """Four columns from acc[i] on as two words of two int16, with the noise of outputs from `index` on."""
-        y, z = pairs(acc, i)
-        if AMPLITUDE:
-            y, z = plus(y, z, noise_word(source, p + STREAM, pair, member, index, AMPLITUDE))
-            return within(y, z, LEAST, HIGHEST)
-        return y, z
-
-    @gpu.device
-    def store_rows(acc, out, to, col, q, source, p, pair, position):
-        """32 columns a time of both rows, in the order of the threads."""
-        for j in range(N // 32):
-            if not RAGGED or col + 32 * j < COLUMNS:
-                for half in range(2):
-                    at, new = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, int32s(2)
-                    first = position * COLUMNS + (col + 32 * j + q * 4)
-                    if DOWN:
-                        old = ptx.load2(out, at)
-                    for g in range(2):
-                        y, z = words_of(acc, 16 * j + 2 * half + 8 * g, source, p, pair, half, first + 16 * g)
-                        new[g] = added(old[g], y, z) if DOWN else ptx.bytes4(y, z)
-                    ptx.store2(out, at, new[0], new[1])
-
-    @registers
-    def store_inner(acc, out, row, col, q, at_noise, sums, source, p, pair, position):
-        """Both rows as core matrices of `pieces` columns; sums + what they add to sb."""
-        to = (row >> 6) * (64 * H) + ((row >> 3) & 7) * (2 * pieces) + (row & 7) * 4 + q
-        for j in range(N // 16):
-            if not RAGGED or col + 16 * j < COLUMNS:
-                c = col + 16 * j
-                for d in range(2):
-                    y, z = words_of(acc, 8 * j + 2 * d, source, p, pair, d, position * COLUMNS + c + q * 4)
-                    word = ptx.bytes4(y, z)
-                    out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
-                    sums[d] = add(word, at_noise, j, q, sums[d])
+    words_of = _words_function(cfg, gpu, kind, pairs)
+    store_rows = _store_rows_function(cfg, gpu, kind, shape, words_of)
+    store_inner = _store_inner_function(cfg, gpu, shape, pieces, words_of, add)
+    prepare = _prepare_function(cfg, nz, gpu, kind, shape, as_column, fill_input)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -288,56 +329,53 @@ def _recurrence(cfg, gpu):
     return min(ways, key=lambda way: (way[0].shallow, -way[1], not way[2], -way[0].KP))
 
 
+class Cut(NamedTuple):
+    """How the recurrence is cut: `passes` of N columns a warpgroup and matrix, in 16 columns `each` of a pass."""
+    shape: object
+    rows: int               # of a block
+    resident: bool          # whether its tables stay in shared memory
+    H: int
+    N: int
+    passes: int
+    each: int
+    all: int                # 16 columns of a thread
+    ragged: bool            # whether some columns lie beyond H
+    tables: int             # of 16 bytes that a thread has for 16 columns
+    at_past: int            # where the gated states begin, behind the states
+
+
+def _cut(cfg, gpu):
+    H = cfg.HIDDEN_DIM
+    shape, rows, resident = _recurrence(cfg, gpu)
+    passes, each = shape.passes // 2, shape.N // 16
+    return Cut(shape, rows, resident, H, shape.N, passes, each, each * passes, GROUPS * shape.N * passes != H,
+               _tables(cfg), rows * H)
+
+
 def _tables(cfg):
     """Tables of 16 bytes that a thread of the recurrence has for 16 columns."""
     return 4 if cfg.ADAPTIVE_NOISE_MODE == 2 else 2
 
 
-def recur_kernel(cfg, nz, gpu):
-    """The state of a layer through n positions: x = clip(x + h) in place. Launch [blocks] of 512 threads. A warp has
-    eight pairs, a warpgroup N columns of each of its passes. A thread finds the constants of its columns in `tables`,
-    16 bytes [matrix][16 columns][thread]: column noise, biases of both members, input noise of the
-    other matrix. In noise mode 2, where a factor is a hash and a root, the scaled column noise of both matrices
-    follows.
+def _column_function(cut):
+    """Device function: the first column of a thread's 16 columns k."""
+    EACH, N = cut.each, cut.N
 
-    call: the layer's first row of the plan; that of the recurrence: B_F, B_H, U_F, U_H. at: packed word of U_f; U_h
-    follows. Position p of pair i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs
-    begin with them; where `keep` is 1, states go there in the end. Where it is KEEP_INPUTS, what u_f and u_h multiply
-    in the even members goes to `kept`, words of int8 [2, pairs * n, H]."""
-    H = cfg.HIDDEN_DIM
-    MODE = cfg.ADAPTIVE_NOISE_MODE
-    BULK = gpu.wgmma
-    shape, ROWS, RESIDENT = _recurrence(cfg, gpu)
-    N = shape.N
-    PER = shape.passes // 2
-    PIECES = H // shape.KP
-    KS = N // 16
-    ACC = N // 2
-    PAST = ROWS * H // (8 * shape.KP)
-    RAGGED = GROUPS * N * PER != H
-    ALL = KS * PER
-    AT_PAST = ROWS * H
-    AT_OWN = shape.bytes
-    SCALED = MODE == 2
-    TABLES = _tables(cfg)
-    OWN = ALL * THREADS * 16
-    WORDS = 2 * ALL
-    SUMS = 2 * 64 * GROUPS
-    open_ring, _, multiply, finish = product_functions(gpu, shape, matrices=2, own_rows=True)
+    @device
+    def column_of(k, t):
+        return (k // EACH) * (GROUPS * N) + (t >> 7) * N + (k % EACH) * 16 + (t & 3) * 4
+    return column_of
+
+
+def _table_functions(cfg, nz, cut):
+    """Device functions of the tables of a thread: load(thread, table, k), store(thread, table, k, w), and
+    make(thread, matrix, k), the four words of 16 columns."""
+    H = cut.H
+    RESIDENT, ALL, TABLES = cut.resident, cut.all, cut.tables
+    AT_OWN = cut.shape.bytes
     noise = nz.noise
-    scaled = nz.scaled
     vector = pair_functions(cfg, nz).vector
-    factor = nz.factor
-    input_coefficient = nz.input_coefficient
-    input_term = nz.input_term
-    job_shift = nz.shift
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, H)
-    gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
-    added, registers = gru_parts.added_function(gpu.cc), unroll_registers(gpu)
-    plus, _ = gru_parts.int16_functions(gpu.cc)
-    GATE, CANDIDATE = activations.amplitude_of(cfg, "gate"), activations.amplitude_of(cfg, "candidate")
-    APART = activations.WORDS_APART * 4
-    KEEPS = cfg.PERTURB == "activations"
+    column_of = _column_function(cut)
 
     @device
     def place_of(thread, table, k):
@@ -358,13 +396,7 @@ def recur_kernel(cfg, nz, gpu):
             ptx.store4(thread.tables, place_of(thread, table, k), w[0], w[1], w[2], w[3])
 
     @device
-    def column_of(k, t):
-        """First column of the thread's 16 columns k."""
-        return (k // KS) * (GROUPS * N) + (t >> 7) * N + (k % KS) * 16 + (t & 3) * 4
-
-    @device
     def make_table(thread, matrix, k):
-        """The four words of 16 columns."""
         source = thread.source
         a = stream_of(source, thread.p + U_F + M_SEED + matrix * U_APART, thread.pair)
         b = stream_of(source, thread.p + U_H + U_INPUT + I_SEED - matrix * U_APART, thread.pair)
@@ -383,9 +415,21 @@ def recur_kernel(cfg, nz, gpu):
             w3 = int32(w3 | ((noise(b, column + e) & 255) << shift))
         return w0, w1, w2, w3
 
+    return load_table, store_table, make_table
+
+
+def _noise_functions(cfg, nz, as_column):
+    """Device functions: column_noise(thread, word, e, at, column), the noise of a column of the matrix that begins at
+    plan[at], as `begin` takes it; add_inputs(thread, total, word, noises, at, column), total + what four inputs of that
+    matrix add to sb."""
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    scaled = nz.scaled
+    factor = nz.factor
+    input_coefficient = nz.input_coefficient
+    input_term = nz.input_term
+
     @device
     def column_noise(thread, word, e, at, column):
-        """The noise of a column of the matrix that begins at plan[at], as `begin` takes it."""
         source = thread.source
         if MODE == 0:
             return as_column(int32(byte(int32(word ^ SIGNS), e)))
@@ -395,7 +439,6 @@ def recur_kernel(cfg, nz, gpu):
 
     @called
     def add_inputs(thread, total, word, noises, at, column):
-        """total + what four inputs of the matrix that begins at plan[at] add to sb."""
         if MODE == 0:
             return ptx.dp4a(word, noises, total)
         source = thread.source
@@ -406,20 +449,34 @@ def recur_kernel(cfg, nz, gpu):
             total = int32(total + input_term(byte(word, e), input_coefficient(entry, stream, i), f))
         return total
 
-    @device
-    def store_sums(parts, vector, row, side, sums, q):
-        s0, s1 = quad_sum(sums[0]), quad_sum(sums[1])
-        if q == 0:
-            parts[(vector * 64 + row) * GROUPS + side], parts[(vector * 64 + row + 8) * GROUPS + side] = s0, s1
+    return column_noise, add_inputs
 
-    @device
-    def whole_sum(address, vector, row):
-        s = ptx.load_shared4(address + (vector * 64 + row) * (4 * GROUPS))
-        return int32(s[0] + s[1] + (s[2] + s[3]))
+
+@device
+def store_sums(parts, vector, row, side, sums, q):
+    s0, s1 = quad_sum(sums[0]), quad_sum(sums[1])
+    if q == 0:
+        parts[(vector * 64 + row) * GROUPS + side], parts[(vector * 64 + row + 8) * GROUPS + side] = s0, s1
+
+@device
+def whole_sum(address, vector, row):
+    s = ptx.load_shared4(address + (vector * 64 + row) * (4 * GROUPS))
+    return int32(s[0] + s[1] + (s[2] + s[3]))
+
+
+def _recurrent_product(cfg, gpu, cut, quotients, ring, load_table, column_noise):
+    """Device function: acc = the product of a pass, with its noise. quotients: begin and BASE of
+    early_noise_quotients; ring: multiply and finish of product_functions."""
+    H = cut.H
+    KS, TABLES = cut.each, cut.tables
+    PAST = cut.rows * H // (8 * cut.shape.KP)
+    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
+    begin, BASE = quotients
+    multiply, finish = ring
+    column_of, registers = _column_function(cut), unroll_registers(gpu)
 
     @registers
     def product(thread, ahead, matrix, step, s0, s1):
-        """acc = the product of a pass, with its noise."""
         acc, ring = thread.acc, thread.ring
         for j in range(KS):
             column = min(column_of(ahead * KS + j, ring.t), H - 4)
@@ -431,9 +488,21 @@ def recur_kernel(cfg, nz, gpu):
                 acc[i], acc[i + 2] = begin(s0, n, int32(BASE), thread.shift), begin(s1, n, int32(BASE), thread.shift)
         finish(acc, ring, multiply(acc, ring, step, matrix * PAST), False, False, 0, 0)
 
+    return product
+
+
+def _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs):
+    """Device function: f, and the gated states of both rows to shared memory."""
+    H = cut.H
+    KS, RAGGED, AT_PAST = cut.each, cut.ragged, cut.at_past
+    SCALED, KEEPS = cfg.ADAPTIVE_NOISE_MODE == 2, cfg.PERTURB == "activations"
+    GATE = activations.amplitude_of(cfg, "gate")
+    gated, _, opened, _ = gru_parts.state_functions(gpu.cc)
+    plus, _ = gru_parts.int16_functions(gpu.cc)
+    column_of, registers = _column_function(cut), unroll_registers(gpu)
+
     @registers
     def gate(thread, ahead, row0, position, to_kept):
-        """f, and the gated states of both rows to shared memory."""
         q = thread.ring.t & 3
         for j in range(KS // 2):
             column = column_of(ahead * KS + 2 * j, thread.ring.t)
@@ -463,9 +532,22 @@ def recur_kernel(cfg, nz, gpu):
                             thread.sums[d] = add_inputs(thread, thread.sums[d], past, w[3], thread.p + U_H,
                                                         column + g * 16)
 
+    return gate
+
+
+def _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs):
+    """Device function: the new states of both rows, and x."""
+    H = cut.H
+    KS, RAGGED = cut.each, cut.ragged
+    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
+    CANDIDATE, APART = activations.amplitude_of(cfg, "candidate"), activations.WORDS_APART * 4
+    _, next_state, _, candidates_of = gru_parts.state_functions(gpu.cc)
+    plus, _ = gru_parts.int16_functions(gpu.cc)
+    added = gru_parts.added_function(gpu.cc)
+    column_of, registers = _column_function(cut), unroll_registers(gpu)
+
     @registers
     def advance(thread, ahead, row0, position, live, keeps):
-        """The new states of both rows, and x."""
         q = thread.ring.t & 3
         for j in range(KS // 2):
             column = column_of(ahead * KS + 2 * j, thread.ring.t)
@@ -496,15 +578,56 @@ def recur_kernel(cfg, nz, gpu):
                     if live:
                         ptx.store2(thread.x, at, out[0], out[1])
 
+    return advance
+
+
+def _passes_function(cut, product, gate, advance):
+    """Device function: all passes of a matrix."""
+    PER, PIECES = cut.passes, cut.H // cut.shape.KP
+
     @unrolled
     def columns(thread, matrix, step, s0, s1, row0, position, live, keeps, to_kept):
-        """All passes of a matrix."""
         for d in range(PER):
             product(thread, d, matrix, step + d * PIECES, s0, s1)
             if matrix == 0:
                 gate(thread, d, row0, position, to_kept)
             else:
                 advance(thread, d, row0, position, live, keeps)
+
+    return columns
+
+
+def recur_kernel(cfg, nz, gpu):
+    """The state of a layer through n positions: x = clip(x + h) in place. Launch [blocks] of 512 threads. A warp has
+    eight pairs, a warpgroup N columns of each of its passes. A thread finds the constants of its columns in `tables`,
+    16 bytes [matrix][16 columns][thread]: column noise, biases of both members, input noise of the
+    other matrix. In noise mode 2, where a factor is a hash and a root, the scaled column noise of both matrices
+    follows.
+
+    call: the layer's first row of the plan; that of the recurrence: B_F, B_H, U_F, U_H. at: packed word of U_f; U_h
+    follows. Position p of pair i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs
+    begin with them; where `keep` is 1, states go there in the end. Where it is KEEP_INPUTS, what u_f and u_h multiply
+    in the even members goes to `kept`, words of int8 [2, pairs * n, H]."""
+    cut = _cut(cfg, gpu)
+    H = cut.H
+    BULK = gpu.wgmma
+    ROWS, RAGGED = cut.rows, cut.ragged
+    ALL, AT_PAST = cut.all, cut.at_past
+    PER, PIECES = cut.passes, H // cut.shape.KP
+    ACC = cut.N // 2
+    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
+    WORDS = 2 * ALL
+    SUMS = 2 * 64 * GROUPS
+    KEEPS = cfg.PERTURB == "activations"
+    open_ring, _, multiply, finish = product_functions(gpu, cut.shape, matrices=2, own_rows=True)
+    job_shift = nz.shift
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, H)
+    column_of = _column_function(cut)
+    load_table, store_table, make_table = _table_functions(cfg, nz, cut)
+    column_noise, add_inputs = _noise_functions(cfg, nz, as_column)
+    product = _recurrent_product(cfg, gpu, cut, (begin, BASE), (multiply, finish), load_table, column_noise)
+    columns = _passes_function(cut, product, _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs),
+                               _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs))
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -584,7 +707,7 @@ def recur_kernel(cfg, nz, gpu):
                     states[int64(pair) * (H // 4) + column // 4] = ptx.read_shared(
                         at_word + (column - q * 4) * 8)
 
-    return Kernel(recur, AT_OWN + (2 * OWN if RESIDENT else 0))
+    return Kernel(recur, cut.shape.bytes + (2 * ALL * THREADS * 16 if cut.resident else 0))
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
