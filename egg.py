@@ -59,34 +59,35 @@ Coordinator and workers need the same ones. `python egg.py COMMAND --help` expla
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
-def typed(parse, what):
-    """A type for argparse: parse(text), which raises ValueError for a text that is not `what`."""
+def typed(parse, description):
+    """A type for argparse: parse(text), which raises ValueError for a text that is not `description`."""
     def checked(text):
         try:
             return parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not {description}") from None
     return checked
 
 
-def number(kind, low, high, what=None):
-    """A type for argparse: a `kind` from low to high; what: its description, if that is not enough."""
+def number(kind, low, high, description=None):
+    """A type for argparse: a `kind` from low to high; description: of it, if that is not enough."""
     def parse(text):
         if low <= (value := kind(text)) <= high:
             return value
         raise ValueError
-    return typed(parse, what or f"{egg_config.KINDS[kind]} from {low} to {high}")
+    return typed(parse, description or f"{egg_config.KINDS[kind]} from {low} to {high}")
 
 
-def parsed_by(module, name, what):
+def parsed_by(module, name, description):
     """A type for argparse: module.name(text); the module is loaded on first use."""
-    return typed(lambda text: getattr(importlib.import_module(module), name)(text), what)
+    return typed(lambda text: getattr(importlib.import_module(module), name)(text), description)
 
 
-def option(usage, help, type=None, **more):
+def option(usage, help, type=None, **keywords):
     """(name, arguments for argparse). usage: the name, then a placeholder for its value; a flag has none."""
     name, _, metavar = usage.partition(" ")
-    return name, {"help": help, **({"metavar": metavar, "type": type, **more} if metavar else {"action": "store_true"})}
+    arguments = {"metavar": metavar, "type": type, **keywords} if metavar else {"action": "store_true"}
+    return name, {"help": help, **arguments}
 
 
 def of_constant(usage, help, name):
@@ -169,7 +170,7 @@ def of_directory_or_machine(args):
     saved, run = of_directory(args)
     args.taken = not chosen(args, run) and egg_config.make().fingerprint() == egg_config.SHIPPED
     if args.taken:
-        _, device = egg_config.given(defines=args.defines).get("DEVICE", ("", egg_config.DEVICE))
+        _, device = egg_config.overrides(defines=args.defines).get("DEVICE", ("", egg_config.DEVICE))
         args.preset = hardware.preset(egg_config.make(DEVICE=device))
         try:
             egg_config.load(args.preset, args.defines)
@@ -552,7 +553,7 @@ def check_size(cfg, args, place):
     from cluster import history
     weights, *rest = history.sizes(cfg)
     size = weights + sum(rest) + cfg.STEP_DIGITS
-    if size > UNASKED and "HIDDEN_DIM" not in egg_config.given(args.preset, args.defines):
+    if size > UNASKED and "HIDDEN_DIM" not in egg_config.overrides(args.preset, args.defines):
         raise egg_config.UsageError(f"{place} says that it holds a model of {weights:,} weights, which takes "
                                     f"{size / 1e9:.1f} GB or more: if that is right, add "
                                     f"-D HIDDEN_DIM={cfg.HIDDEN_DIM}")

@@ -483,7 +483,7 @@ def _scheduled(schedule, step, before=0):
     return [before, *(value for first, value in schedule if first <= step)][-1]
 
 
-def given(preset=None, defines=(), environ=os.environ, objective=None):
+def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     """{name: (source, value)}: the constants that are set for one run, preset < OBJECTIVE_SETTINGS < EGG_* in `environ`
     < `defines` ("NAME=VALUE" strings); source: as the user wrote it. objective: (file, its SHA-256, whether it begins a
     run), or None. Raises ConfigError."""
@@ -508,11 +508,11 @@ def given(preset=None, defines=(), environ=os.environ, objective=None):
 
 
 def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, objective=None):
-    """A Config with the overrides of `given`. saved: the constants of a saved run, as JSON returns them, in place of
+    """A Config with the `overrides`. saved: the constants of a saved run, as JSON returns them, in place of
     this file's; run: its directory if it must continue with them. Raises ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
               **{name: _tuples(value) for name, value in dict(saved).items()}}
-    sources, differ = given(preset, defines, environ, objective), {}
+    sources, differ = overrides(preset, defines, environ, objective), {}
     for name, (source, value) in sources.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]

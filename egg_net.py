@@ -316,9 +316,9 @@ class ChunkPredictor:
     def handed_out(self, step, first):
         """A chunk was handed out in this step that begins with member `first`."""
         if self._step is not None:
-            found = first if step == self._step else NO_CHUNK
-            self._sure_of_following.count(found == self._guess())
-            self._following[self._last] = found
+            following = first if step == self._step else NO_CHUNK
+            self._sure_of_following.count(following == self._guess())
+            self._following[self._last] = following
         if step != self._step:
             self._sure_of_first.count(first == self._first)
             self._step = step
@@ -354,8 +354,8 @@ def sample(cfg, engine, tokens, decoding, objective=None):
     from model import data_files
     at = engine.step * cfg.SEQ_LEN % (len(tokens) - cfg.SEQ_LEN)
     prompt = np.asarray(tokens[at:at + cfg.SAMPLE_PROMPT]).astype(np.int64)
-    more = data_files.text(decoding, list(engine.generate(prompt, cfg.SAMPLE_TOKENS, engine.seed)))
-    return f"{data_files.text(decoding, prompt)} >>> {more}"
+    continuation = data_files.text(decoding, list(engine.generate(prompt, cfg.SAMPLE_TOKENS, engine.seed)))
+    return f"{data_files.text(decoding, prompt)} >>> {continuation}"
 
 
 def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True, console=None,
@@ -396,7 +396,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 continue
             if not retry:
                 raise
-            what = str(error)
+            problem = str(error)
         except OSError as error:
             if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
@@ -404,11 +404,11 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 if connected:
                     return worker.chunks
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
-            what = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
+            problem = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
         if worker.answers > answers:
             pause = BACK_OFF[0]
             logged.clear()
-        log(f"{what}, trying again")
+        log(f"{problem}, trying again")
         version = V2
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, BACK_OFF[1])
@@ -515,7 +515,7 @@ class RemoteWorker(Role):
         silent = time.monotonic() - self.session.heard
         state = ("in doubt" if not self.trusted else
                  "silent" if silent > ACTIVE_SECONDS and not self.waiting else
-                 "computing" if self.coordinator.dispatcher.work.held[self] else
+                 "computing" if self.coordinator.dispatcher.work.leases[self] else
                  "waiting" if self.waiting else "catching up")
         return {"name": self.author.name, "address": self.session.address, "device": self.card.device,
                 "protocol": self.version, "step": self.step, "chunks": self.results,
@@ -622,9 +622,9 @@ class Coordinator:
 
     def worker_left(self, worker):
         if worker.step is not None and not self.closing:
-            held = self.dispatcher.work.held[worker]
-            held = f", its {chunks_text(held)} handed out again" if held else ""
-            self._log_worker("left", worker, f"worker {worker.session.title} left{held}")
+            leases = self.dispatcher.work.leases[worker]
+            returned = f", its {chunks_text(leases)} handed out again" if leases else ""
+            self._log_worker("left", worker, f"worker {worker.session.title} left{returned}")
         if self.dispatcher.leave(worker):
             self.states.forget(worker.author)
         self.collector.leave(worker)

@@ -62,8 +62,8 @@ class Printer:
         """`text` with prompt and continuation in different colours, if it is a sample."""
         if not (parts := sample_parts(text)):
             return text
-        head, _, prompt, more = parts
-        return head + self.colour(prompt, "blue") + ARROW + self.colour(more, "green")
+        head, _, prompt, continuation = parts
+        return head + self.colour(prompt, "blue") + ARROW + self.colour(continuation, "green")
 
     def colour(self, text, name):
         return f"\x1b[{COLOURS[name]}m{text}\x1b[0m" if self.coloured else text
@@ -207,12 +207,12 @@ def sample_parts(text):
     Without regular expressions: they take quadratic time for some texts, and this one may be a peer's."""
     head, colon, rest = text.partition(": ")
     blanks, title, step = head.partition(SAMPLE)
-    prompt, arrow, more = rest.partition(ARROW)
+    prompt, arrow, continuation = rest.partition(ARROW)
     if arrow and title and not blanks.strip(" ") and step.isdecimal() and len(step) <= 18:
-        return head + colon, int(step), prompt, more
-    head, arrow, more = text.partition(ARROW)
+        return head + colon, int(step), prompt, continuation
+    head, arrow, continuation = text.partition(ARROW)
     prompt = head.lstrip(" ")
-    return (head[:len(head) - len(prompt)], None, prompt, more) if arrow else None
+    return (head[:len(head) - len(prompt)], None, prompt, continuation) if arrow else None
 
 
 def clean(text):

@@ -90,13 +90,13 @@ class Dispatcher:
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
         now = time.monotonic()
-        held = self.work.held[worker]
+        leases = self.work.leases[worker]
         chunk = self.work.take(worker, now, self._known_chunks.get(worker, ()))
-        if len(held) > CHUNKS_HELD:
+        if len(leases) > CHUNKS_HELD:
             # One that asks again and again without delivering has lost what it was given. It is not left waiting while
             # there is work, and holds no more than CHUNKS_HELD, so that nobody else waits for it.
-            self.give_back(worker, [next(iter(held))])
-        elif chunk is None and self._late and not held:
+            self.give_back(worker, [next(iter(leases))])
+        elif chunk is None and self._late and not leases:
             chunk = self.work.copy(worker, now, self._late)
         if chunk is not None:
             worker.owed[self.run.step, chunk] = now
@@ -175,8 +175,8 @@ class Dispatcher:
 
     def check(self, now):
         """Leases, late chunks, the authors at work; several times a second."""
-        for worker, held in list(self.work.held.items()):
-            for reason, seconds, chunks in self._expired(worker, held, now) if held else ():
+        for worker, leases in list(self.work.leases.items()):
+            for reason, seconds, chunks in self._expired(worker, leases, now) if leases else ():
                 self.events.warn(f"worker {worker.session.title} {reason} {seconds:.2g} s, its {chunks_text(chunks)} "
                                  "handed out again", peer=True)
                 worker.lapsed = True
@@ -188,15 +188,15 @@ class Dispatcher:
             self._late = self.work.late(now, self.usual)
             self.changed |= bool(self._late)
 
-    def _expired(self, worker, held, now):
+    def _expired(self, worker, leases, now):
         """[(why, seconds, chunks)]: the chunks of this worker whose lease has expired; seconds: of the lease; why: the
-        start of a message. held: {chunk: when it was handed out}, not empty."""
+        start of a message. leases: {chunk: when it was handed out}, not empty."""
         longest = self.cfg.STRAGGLER_TIMEOUT
         pace = worker.pace or self.usual
         lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else longest
         longest = max(longest, LEASE_FACTOR * lease) if pace else longest
-        silent = [chunk for chunk, since in held.items() if now - max(since, worker.session.heard) > lease]
-        stuck = [chunk for chunk, since in held.items() if now - since > longest and chunk not in silent]
+        silent = [chunk for chunk, since in leases.items() if now - max(since, worker.session.heard) > lease]
+        stuck = [chunk for chunk, since in leases.items() if now - since > longest and chunk not in silent]
         expired = ("silent for", lease, silent), ("has not delivered for", longest, stuck)
         return [entry for entry in expired if entry[2]]
 

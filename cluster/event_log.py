@@ -123,9 +123,9 @@ class Lines:
         # non-blocking: a pipe without a reader must not stop the coordinator
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if self.links else os.O_NOFOLLOW)
         self.handle = os.open(self.path, flags, 0o644)
-        found = os.fstat(self.handle)
-        self.regular = stat.S_ISREG(found.st_mode)
-        self.size = found.st_size
+        status = os.fstat(self.handle)
+        self.regular = stat.S_ISREG(status.st_mode)
+        self.size = status.st_size
         self.torn = False
         if self.regular and self.size:
             with contextlib.suppress(OSError), open(self.path, "rb") as file:

@@ -409,11 +409,11 @@ def beside(directory):
 
 def unused(path):
     """The first of path, path-2, path-3, ... that is not there."""
-    found, number = path, 1
-    while os.path.lexists(found):
+    free, number = path, 1
+    while os.path.lexists(free):
         number += 1
-        found = f"{path}-{number}"
-    return found
+        free = f"{path}-{number}"
+    return free
 
 
 def read_run(cfg, directory):
@@ -488,11 +488,11 @@ def newest(pattern="ckpt*"):
             trained = start is not None or os.path.getsize(path) > size
         return trained, os.path.getmtime(path)
 
-    found = [name for name in glob.glob(pattern) if holds_run(name)]
-    if not found:
+    directories = [name for name in glob.glob(pattern) if holds_run(name)]
+    if not directories:
         raise HistoryError("there is no saved run here (ckpt*): make one with `python egg.py train --save-dir ckpt`, "
                            "or give its directory with --load-dir")
-    return max(found, key=rank)
+    return max(directories, key=rank)
 
 
 def replay(run, engine, until=None):
@@ -624,8 +624,8 @@ def differing(there, here):
 def difference(there, here, where=("there", "here")):
     """The first NAMED of these as one text, with the number of the others; "" where they agree."""
     texts = [one_line(f"{name} = {a} {where[0]}, {b} {where[1]}") for name, (a, b) in differing(there, here).items()]
-    more = [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED)
-    return "; ".join(texts[:NAMED] + more)
+    others = [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED)
+    return "; ".join(texts[:NAMED] + others)
 
 
 def _header(cfg, start):

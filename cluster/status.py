@@ -118,14 +118,14 @@ class Progress:
         """Notes the mean reward on held-out prompts of a step. Returns whether it was noted."""
         return self._measured(self.rewards, "reward", step, reward, texts=texts)
 
-    def _measured(self, known, kind, step, value, **more):
+    def _measured(self, known, kind, step, value, **details):
         """Notes a measure unless its step is too old or has one in `known`. Returns whether it was noted."""
         if (not max(self.run.step - 1, self.run.start.step) <= step <= self.run.step
-                or any(found[0] == step for found in known[-2:])):
+                or any(entry[0] == step for entry in known[-2:])):
             return False
         del known[1:-2]
-        known.append((step, value, *more.values()))
-        self.events.emit(kind, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **more)
+        known.append((step, value, *details.values()))
+        self.events.emit(kind, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
         return True
 
     @property
@@ -181,9 +181,9 @@ def fetch_status(cfg, host, port, access=auth.Access()):
 
 def describe_status(status):
     """str: a table of what fetch_status gives."""
-    of = f" of {status['steps']}" if status["steps"] else ""
-    first = "step {step}{of}, {chunks_done} of {chunks} chunks done, {tokens_per_second:,.0f} tokens/s".format(
-        **status, of=of)
+    target = f" of {status['steps']}" if status["steps"] else ""
+    first = "step {step}{target}, {chunks_done} of {chunks} chunks done, {tokens_per_second:,.0f} tokens/s".format(
+        **status, target=target)
     if status["loss"] is not None:
         first += f", loss {status['loss']:.3f} {status['loss_unit']}"
     if status["validation"]:
@@ -198,8 +198,8 @@ def describe_status(status):
                      "bans last until the coordinator ends")
     workers, island = status["workers"], status["island"]
     lines += _table(WORKER_COLUMNS, workers, 4) if workers else ["no workers"]
-    more = status["connected"] - len(workers)
-    lines += [f"and {more} more"] * (more > 0)
+    unlisted = status["connected"] - len(workers)
+    lines += [f"and {unlisted} more"] * (unlisted > 0)
     if island:
         up = sum(peer["state"] == "up" for peer in island["peers"])
         line = f"island {_cell(island['name'])}, epoch {island['epoch']}, {up} of {len(island['peers'])} peers up"

@@ -24,7 +24,7 @@ Outcome = namedtuple("Outcome", "packed sum_loss")       # the result of a chunk
 
 
 class Step:
-    """The chunks of one step. holders: {chunk: {worker: when}}, the leases, and held: {worker: {chunk: when}}, the
+    """The chunks of one step. holders: {chunk: {worker: when}} and leases: {worker: {chunk: when}}, which hold the
     same; a worker is any object with an `author`. audited: chunks that need two results; results: {chunk: {Author:
     Outcome}}; done: {chunk: the Outcome that counts}; delivered: {worker: chunks}. alone: nobody else is there for an
     audit; authors: those at work."""
@@ -38,7 +38,7 @@ class Step:
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
         self._queued = Counter(self.queue)
         self.holders = {}
-        self.held = defaultdict(dict)
+        self.leases = defaultdict(dict)
         self.results = {}
         self.done = {}
         self.delivered = defaultdict(set)
@@ -101,9 +101,9 @@ class Step:
 
     def leave(self, worker):
         """The worker has gone: its chunks are handed out again."""
-        for chunk in list(self.held[worker]):
+        for chunk in list(self.leases[worker]):
             self.give_back(worker, chunk)
-        del self.held[worker]
+        del self.leases[worker]
         self.delivered.pop(worker, None)
 
     def audit(self, chunk):
@@ -187,12 +187,12 @@ class Step:
                                        or not self.authors <= outcomes.keys())
 
     def _hand_out(self, chunk, worker, now):
-        self.held[worker][chunk] = now
+        self.leases[worker][chunk] = now
         self.holders.setdefault(chunk, {})[worker] = now
         return chunk
 
     def _end_lease(self, worker, chunk):
-        if self.held[worker].pop(chunk, None) is not None:
+        if self.leases[worker].pop(chunk, None) is not None:
             del self.holders[chunk][worker]
             if not self.holders[chunk]:
                 del self.holders[chunk]

@@ -114,16 +114,16 @@ def read_json(data):
         return 1 + max(map(levels, inner), default=0)
 
     try:
-        found = json.loads(str(data, "utf-8"), parse_int=whole)
+        decoded = json.loads(str(data, "utf-8"), parse_int=whole)
         # ValueError for a number that is not finite, and UnicodeEncodeError, another one, for a lone surrogate
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-        if levels(found) > JSON_DEPTH:
+        json.dumps(decoded, ensure_ascii=False, allow_nan=False).encode()
+        if levels(decoded) > JSON_DEPTH:
             raise RecursionError
     except RecursionError:
         raise ValueError("too many levels") from None
-    if type(found) is not dict:
+    if type(decoded) is not dict:
         raise ValueError("not an object")
-    return found
+    return decoded
 
 
 def frame(opcode, *fields, version=V1):

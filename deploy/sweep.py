@@ -52,7 +52,7 @@ def tuner(directory, chosen, defines, constants, preset=None, steps=None, minute
     if bool(steps) == bool(minutes):
         raise ValueError("give either steps or minutes, the budget of a trial")
     here = os.getcwd()
-    common = egg_config.given(chosen or preset, [*defines, "DEVICE=cuda" if gpus else "DEVICE=cpu"])
+    common = egg_config.overrides(chosen or preset, [*defines, "DEVICE=cuda" if gpus else "DEVICE=cpu"])
 
     def configuration(values):
         values = {name: value for name, (_, value) in common.items()} | values

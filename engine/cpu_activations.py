@@ -8,7 +8,7 @@ import numpy as np
 
 from engine import cpu_gru
 from engine.cpu_compiler import njit
-from engine.cpu_kernels import NO_NATS, Seen, add_product, draw_noise
+from engine.cpu_kernels import NO_NATS, Record, add_product, draw_noise
 from engine.cpu_rules import credited, digit, i32, settled, u32
 from engine.simd import PANEL, ROWS
 from model import activations, fitness_digits, parameters
@@ -69,50 +69,50 @@ class ActivationVotes:
         self.together = max(1, ROWS_TOGETHER // (cfg.GROUP_SIZE + 1))
         self._matrices, self._biases, self._embedding = activations.votes(cfg)
         # of sequences without noise, of which nothing is kept: with None the model would be compiled once more
-        self.nothing = self._seen(np.empty((0, cfg.WINDOW), np.int32), 0, 0, ())
+        self.nothing = self._record(np.empty((0, cfg.WINDOW), np.int32), 0, 0, ())
 
-    def _seen(self, windows, seed, first_group, phases):
-        """The Seen that the windows of groups are to fill; phases: which have noise."""
+    def _record(self, windows, seed, first_group, phases):
+        """The Record that the windows of groups are to fill; phases: which have noise."""
         cfg = self.cfg
         L, T, H = cfg.N_LAYERS, cfg.SEQ_LEN, cfg.HIDDEN_DIM
         rows, words, amplitudes = -(-len(windows) * T // 4) * 4, np.empty(H, u32), np.zeros(5 * L + 1, int)
         for phase in phases:
             amplitudes[phase.stream // activations.WORDS_APART] = phase.amplitude
-        return Seen(u32(seed + first_group & 0xFFFFFFFF), u32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), T,
-                    amplitudes, np.zeros((8 * L * H + H, rows), np.uint8), words, words.view(np.int8),
-                    windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
-                    np.zeros((rows, cfg.VOCAB_SIZE), np.int8))
+        return Record(u32(seed + first_group & 0xFFFFFFFF), u32(seed + first_group * cfg.GROUP_SIZE & 0xFFFFFFFF), T,
+                      amplitudes, np.zeros((8 * L * H + H, rows), np.uint8), words, words.view(np.int8),
+                      windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
+                      np.zeros((rows, cfg.VOCAB_SIZE), np.int8))
 
     def read(self, c, windows, seed, first_group):
-        """(Seen, losses, differences) of windows int32 [groups, WINDOW]. losses int64 [groups, T]: of the unperturbed
+        """(Record, losses, differences) of windows int32 [groups, WINDOW]. losses int64 [groups, T]: of the unperturbed
         model; differences int64 [groups, members, T]: by how much smaller those of the members are."""
         cfg, groups, T = self.cfg, len(windows), self.cfg.SEQ_LEN
         sequences = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)])
-        seen, losses = self._seen(windows, seed, first_group, self._phases), np.empty((len(sequences), T), np.int64)
-        cpu_gru.run_windows(c, losses.reshape(1, -1), NO_NATS, sequences, cfg.STATE_TOKENS, T, u32(0), 0, seen)
-        return seen, losses[:groups], losses[:groups, None] - losses[groups:].reshape(groups, -1, T)
+        record, losses = self._record(windows, seed, first_group, self._phases), np.empty((len(sequences), T), np.int64)
+        cpu_gru.run_windows(c, losses.reshape(1, -1), NO_NATS, sequences, cfg.STATE_TOKENS, T, u32(0), 0, record)
+        return record, losses[:groups], losses[:groups, None] - losses[groups:].reshape(groups, -1, T)
 
     def votes(self, read, least):
         """{tensor: int32 votes [rows padded to ROWS, cols padded to PANEL]} of what was read."""
         cfg = self.cfg
         sums = {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
                 for t in self._tensors}
-        for seen, _, differences in read:
-            credit, settled_of = np.empty((2, *differences.shape), np.int8), {None: seen.errors}
+        for record, _, differences in read:
+            credit, settled_of = np.empty((2, *differences.shape), np.int8), {None: record.errors}
             credits(differences, least, activations.fraction_bits(cfg), cfg.CREDIT, credit)
             for phase in self._phases:
-                settled_of[phase] = np.zeros((len(seen.errors), phase.units), np.int8)
+                settled_of[phase] = np.zeros((len(record.errors), phase.units), np.int8)
                 if phase.amplitude:
-                    add_credit(credit[int(phase.later)], seen.member_seed, phase.stream, phase.amplitude, phase.shift,
+                    add_credit(credit[int(phase.later)], record.member_seed, phase.stream, phase.amplitude, phase.shift,
                                settled_of[phase])
             for tensor, phase, inputs in self._matrices:
                 first = cfg.HIDDEN_DIM * (8 * phase.layer + INPUTS.index(inputs) if phase else 8 * cfg.N_LAYERS)
-                add_products(seen.inputs[first:first + tensor.rows], settled_of[phase], sums[tensor])
+                add_products(record.inputs[first:first + tensor.rows], settled_of[phase], sums[tensor])
             for tensor, phase in self._biases:
                 sums[tensor][0, :tensor.cols] += settled_of[phase].sum(0, dtype=np.int32)
             tensor, phase = self._embedding
             if phase.amplitude:
-                np.add.at(sums[tensor].T, seen.tokens, settled_of[phase][:seen.tokens.size])
+                np.add.at(sums[tensor].T, record.tokens, settled_of[phase][:record.tokens.size])
         return sums
 
     def vote_on_nothing(self):
@@ -122,7 +122,7 @@ class ActivationVotes:
 
     def chunk(self, read, each, job):
         """(bytes, int): the packed digits and the loss of a chunk, of which this was read. job: CpuEngine._job, where a
-        thread sums the votes of `each` Seens."""
+        thread sums the votes of `each` Records."""
         cfg, digits = self.cfg, np.zeros(self.cfg.CHUNK_DIGITS, np.int8)
         total = sum(int(np.abs(differences).sum()) for _, _, differences in read)
         least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)

@@ -171,7 +171,7 @@ class CpuEngine:
         if len(self._begun) > 1:
             self._stop(next(iter(self._begun)))
         cfg, step, seed = self.cfg, self.step, self.seed
-        c, followers = self._model, self._followers.of(step)
+        c, followers = self._model, self._followers.at_step(step)
         members = 2 * cfg.READERS                            # of a window
 
         def read(a, b):
@@ -239,7 +239,7 @@ class CpuEngine:
         row = self._table[t.param, t.layer]
         if t.matrix:
             votes = self._matrix_votes(t, row, seeds, signs)
-            if t.seen and cfg.SEEN_VOTES > 1:
+            if t.seen_votes and cfg.SEEN_VOTES > 1:
                 self._spread(-(-t.rows // SEEN_ROWS), t.rows * windows.size // 8, kernels.seen_votes, c, row, seeds,
                              signs, windows, cfg.SEEN_VOTES - 1, votes)
         else:
@@ -335,10 +335,10 @@ class CpuEngine:
         self._job(cut(len(texts), self._at_once(len(texts))), work).finish()
 
     def _writing(self, texts, lengths, seeds, s):
-        seen = np.zeros((lengths.size, self.cfg.VOCAB_SIZE), np.uint8)
-        for tokens, text, length in zip(seen, texts, lengths):
+        present = np.zeros((lengths.size, self.cfg.VOCAB_SIZE), np.uint8)
+        for tokens, text, length in zip(present, texts, lengths):
             tokens[text[:length]] = 1
-        return Writing(lengths, seeds, seen, s.penalty, s.temp, np.int64(s.floor))
+        return Writing(lengths, seeds, present, s.penalty, s.temp, np.int64(s.floor))
 
     def generate(self, prompt, count, seed, temp=None, min_p=None, penalty=None):
         """Yields `count` int tokens that continue prompt (int [n >= 1]); None: the setting of the configuration."""

@@ -27,9 +27,9 @@ LN_2 = _numbers["ln_2"]
 
 
 @leaf
-def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, seen):
+def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, record):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
-    H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n. seen: a Seen or None."""
+    H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n. record: a Record or None."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     sequences, padded = tokens.shape[0] * members, h.shape[0]
     pairs = tokens.shape[0] if noisy else 1
@@ -54,8 +54,8 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
-            if seen is not None:
-                watch(seen, 5 * layer + GATE, r, ONE, state[s:], i32(1), y[s:])
+            if record is not None:
+                watch(record, 5 * layer + GATE, r, ONE, state[s:], i32(1), y[s:])
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
@@ -65,8 +65,8 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
         for s in range(sequences):
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
-            if seen is not None:
-                watch(seen, 5 * layer + CANDIDATE, r, ONE, past[s:], i32(1), y[s:])
+            if record is not None:
+                watch(record, 5 * layer + CANDIDATE, r, ONE, past[s:], i32(1), y[s:])
             for i in range(H):
                 new = clip(i32(candidates[r, i] + y[s, i] + bias_h[q, m, i]))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
@@ -75,9 +75,9 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
 
 
 @leaf
-def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, seen):
+def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, record):
     """gates, candidates = W_f n, W_h n with n = ln_1(x), for the `rows` first rows of x, which belong to one pair (or
-    are without noise on weights). seen: a Seen or None."""
+    are without noise on weights). record: a Record or None."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
     norm = local((2, 2, H), i32)
     n, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
@@ -88,8 +88,8 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, seen):
     for at in range(0, rows, GROUP):
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n)
-        if seen is not None:
-            watch(seen, 5 * layer, at, count, n, i32(1), None)
+        if record is not None:
+            watch(record, 5 * layer, at, count, n, i32(1), None)
         product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, -127, 0, gates[at:])
         product(c, W_H, layer, sides_h, noisy, n, count, left, y)
@@ -97,20 +97,21 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, seen):
 
 
 @leaf
-def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x, seen):
+def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x, record):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
     noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates
-    and candidates, as large as x, are overwritten. S: seed of the first pair. seen: a Seen or None."""
+    and candidates, as large as x, are overwritten. S: seed of the first pair. record: a Record or None."""
     members = 1 + noisy
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
-        embed(c, u32(S + q), noisy, tokens[q], apart, n, 0, members * n, x[q * members * n:], seen, q * n)
+        embed(c, u32(S + q), noisy, tokens[q], apart, n, 0, members * n, x[q * members * n:], record, q * n)
     for layer in range(c.N_LAYERS):
         for q in range(units):
-            gates_of(c, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:], seen)
-        recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, seen)
+            gates_of(c, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:],
+                     record)
+        recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, record)
         for q in range(units):
-            mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], seen)
+            mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], record)
 
 
 @njit
@@ -123,9 +124,9 @@ def read_before(c, tokens, states):
 
 
 @njit
-def read_windows(c, losses, nats, windows, before, T, states, of, S, noisy, seen):
-    """The part of `run_windows` after the first tokens. states int8 [L, texts padded to ROWS, H]: after them; of int64
-    [n]: which text a window has."""
+def read_windows(c, losses, nats, windows, before, T, states, text_of, S, noisy, record):
+    """The part of `run_windows` after the first tokens. states int8 [L, texts padded to ROWS, H]: after them;
+    text_of int64 [n]: which text a window has."""
     members = 1 + noisy
     n = min(TOGETHER, windows.shape[0]) if noisy else windows.shape[0]          # windows that are read together
     size = (n * members * T, c.HIDDEN_DIM)
@@ -136,32 +137,32 @@ def read_windows(c, losses, nats, windows, before, T, states, of, S, noisy, seen
         part = windows[first:first + n]
         for s in range(part.shape[0] * members):
             for layer in range(c.N_LAYERS):
-                copy_row(states[layer], of[first + s // members], state[layer], s)
-        read(c, u32(S + first), noisy, part[:, before:], SAME, T, state, gates, candidates, x, seen)
+                copy_row(states[layer], text_of[first + s // members], state[layer], s)
+        read(c, u32(S + first), noisy, part[:, before:], SAME, T, state, gates, candidates, x, record)
         units, rows = (part.shape[0], 2 * T) if noisy else (1, n * T)            # rows that share their noise
         for q in range(units):
             score_rows(c, losses[first + q], nats, part, q, u32(S + first + q), noisy, before, T, x[q * rows:], rows,
-                       z, seen)
+                       z, record)
 
 
-def run_windows(c, losses, nats, windows, before, T, S, noisy, seen):
+def run_windows(c, losses, nats, windows, before, T, S, noisy, record):
     """Evaluates windows int32 [n, >= before + T + 1] with `score_rows`; some go through the positions together. noisy:
     window i is read by the two members of pair seed S + i, and its losses are losses[i]; else by the unperturbed model,
-    and all are losses[0]. seen: None, or a Seen that these sequences fill. The unperturbed model reads the first
+    and all are losses[0]. record: None, or a Record that these sequences fill. The unperturbed model reads the first
     `before` tokens, from a state of 0, once of all windows that begin with them."""
-    texts, of = windows[:1, :0], np.zeros(len(windows), np.int64)
+    texts, text_of = windows[:1, :0], np.zeros(len(windows), np.int64)
     if before:
-        texts, of = np.unique(windows[:, :before], axis=0, return_inverse=True)
+        texts, text_of = np.unique(windows[:, :before], axis=0, return_inverse=True)
     states = memory(c, 1, len(texts), before)
     if before:
         read_before(c, texts, states)
-    read_windows(c, losses, nats, windows, before, T, states, of, S, noisy, seen)
+    read_windows(c, losses, nats, windows, before, T, states, text_of, S, noisy, record)
 
 
 @njit
-def write_texts(c, writing, texts, start, end, room, state, S, noisy, seen):
+def write_texts(c, writing, texts, start, end, room, state, S, noisy, record):
     """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`;
-    `start` of their tokens are read already. state int8 [L, sequences padded to ROWS, H] goes on from zeros. seen:
+    `start` of their tokens are read already. state int8 [L, sequences padded to ROWS, H] goes on from zeros. record:
     as in `run_windows`."""
     members = 1 + noisy
     sequences, t = texts.shape[0] * members, start
@@ -172,7 +173,7 @@ def write_texts(c, writing, texts, start, end, room, state, S, noisy, seen):
     flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
     while t + 1 < end:
         n = max(i64(1), least - t)
-        read(c, S, noisy, texts[:, t:], room, n, state, gates, candidates, x, seen)
+        read(c, S, noisy, texts[:, t:], room, n, state, gates, candidates, x, record)
         t += n
         for s in range(sequences):
             copy_row(x, s * n + n - 1, h, s)

@@ -49,10 +49,10 @@ Model = namedtuple("Model", FROM_CONFIG + (
     "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # The part of a Model that draws of votes read: calls with a whole Model take 10 us longer
 Draws = namedtuple("Draws", "DEVICE_MASK DEVICE_GAUSSIAN USE_CLT")
-# What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, seen uint8
+# What writes texts: lengths int64 [sequences] of their prompts, seeds uint32 [sequences] of their draws, present uint8
 # [sequences, V]: the tokens that they have, those of the prompts from the beginning; penalty, temp float32 and floor
 # int64: of model.sampling.Sampling
-Writing = namedtuple("Writing", "lengths seeds seen penalty temp floor")
+Writing = namedtuple("Writing", "lengths seeds present penalty temp floor")
 # The noise of a matrix for one or more pairs: columns int32 [pairs, cols], trunc(noise(A, c) * f_col(c)); inputs int8
 # [pairs, rows], noise(B, r); offset int32 [pairs], 128 times their sum; coefficients int32 and scale float32 [pairs,
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
@@ -62,7 +62,7 @@ Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
 # phase p of layer l is number 5 l + p. inputs uint8 [8 L H + H, clean rows]: what `watch` keeps, x + 128. words uint32
 # [H], noise int8 [4 H]: memory for noise, with two names. tokens int32 [clean rows], errors int8 [clean rows, V]: the
 # inputs, and the errors of the head.
-Seen = namedtuple("Seen", "seed member_seed T amplitudes inputs words noise tokens errors")
+Record = namedtuple("Record", "seed member_seed T amplitudes inputs words noise tokens errors")
 # phases of a layer; 0 is the embedding
 GATE, CANDIDATE, UP, DOWN = range(1, 5)
 # (pairs, rows, cols)
@@ -135,24 +135,24 @@ def draw_noise(words, seed, first, amplitude):
 
 
 @leaf
-def watch(seen, number, first, count, x, d, out):
-    """Rows first..first + count - 1 of a Seen at a phase: of clean ones x uint8 [count, inputs] is kept for the votes;
-    to those of members in out int32 [count, units], cut to +-127 d before, d times their noise is added. x: the input
-    of the phase's U_f, U_h or matrix of the MLP; if `out` is None, that of W_f and W_h of layer l (number 5 l) or of
-    the head (5 L)."""
-    kept, amplitude = seen.inputs[seen.words.size * (number + number // 5 * 3):], seen.amplitudes[number]
+def watch(record, number, first, count, x, d, out):
+    """Rows first..first + count - 1 of a Record at a phase: of clean ones x uint8 [count, inputs] is kept for the
+    votes; to those of members in out int32 [count, units], cut to +-127 d before, d times their noise is added. x: the
+    input of the phase's U_f, U_h or matrix of the MLP; if `out` is None, that of W_f and W_h of layer l (number 5 l)
+    or of the head (5 L)."""
+    kept, amplitude = record.inputs[record.words.size * (number + number // 5 * 3):], record.amplitudes[number]
     for r in range(count):
         at = first + r
-        if at < seen.tokens.size:
+        if at < record.tokens.size:
             for i in range(x.shape[1]):
                 kept[i, at] = x[r, i]
         elif out is not None:
             if amplitude:
-                words = seen.words[:out.shape[1] // 4]
-                draw_noise(words, u32(seen.member_seed + u32((at - seen.tokens.size) // seen.T)),
-                           number * activations.WORDS_APART + at % seen.T * words.size, amplitude)
+                words = record.words[:out.shape[1] // 4]
+                draw_noise(words, u32(record.member_seed + u32((at - record.tokens.size) // record.T)),
+                           number * activations.WORDS_APART + at % record.T * words.size, amplitude)
                 for i in range(out.shape[1]):
-                    out[r, i] = i32(min(max(out[r, i], i32(-127 * d)), i32(127 * d)) + i32(seen.noise[i] * d))
+                    out[r, i] = i32(min(max(out[r, i], i32(-127 * d)), i32(127 * d)) + i32(record.noise[i] * d))
 
 
 @leaf
@@ -254,10 +254,10 @@ def sign(m):
 
 
 @leaf
-def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, at):
+def embed(c, S, noisy, tokens, apart, n, start, rows, h, record, at):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
-    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on. seen: None, or a
-    Seen with these rows from `at` on."""
+    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on. record: None,
+    or a Record with these rows from `at` on."""
     H, T = c.HIDDEN_DIM, c.ntt.shape[0]
     tables = 4 if T else 1
     bias = local((2, H), i32)
@@ -281,8 +281,8 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, seen, at):
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
                 total[0, i] += shift_right(one[i], 2 if k else 0)
-        if seen is not None:
-            watch(seen, i64(0), at + r, ONE, h[r:], i32(1), total)
+        if record is not None:
+            watch(record, i64(0), at + r, ONE, h[r:], i32(1), total)
         for i in range(H):
             h[r, i] = clip(total[0, i])
 
@@ -420,10 +420,10 @@ def gelu(x):
 
 
 @leaf
-def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
+def mlp(c, ln, layer, S, noisy, rows, per_member, h, record):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
-    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. seen: a Seen
-    or None."""
+    LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. record:
+    a Record or None."""
     H = c.HIDDEN_DIM
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
@@ -441,8 +441,8 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
-        if seen is not None:
-            watch(seen, 5 * layer + UP, first, count, x, i32(c.divisor), wide)
+        if record is not None:
+            watch(record, 5 * layer + UP, first, count, x, i32(c.divisor), wide)
         if c.gru:
             divided(wide, count, i32(c.divisor), c.lowest, 128, u)
         else:
@@ -453,8 +453,8 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, seen):
                 for i in range(4 * H):
                     u[r, i] = gelu(np.int8(u[r, i]))
         product(c, down, layer, sides_d, noisy, u, count, left, y)
-        if seen is not None:
-            watch(seen, 5 * layer + DOWN, first, count, u, i32(c.divisor_down), y)
+        if record is not None:
+            watch(record, 5 * layer + DOWN, first, count, u, i32(c.divisor_down), y)
         if c.gru:
             divided(y, count, i32(c.divisor_down), -127, 0, y)
             for r in range(count):
@@ -521,13 +521,13 @@ def logits(c, noisy, norm, sides, h, count, left, x, z):
 
 
 @leaf
-def chosen(c, z, seen, penalty, temp, floor, random):
-    """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once for each token seen, as in section 11).
-    seen uint8 [V]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
+def chosen(c, z, present, penalty, temp, floor, random):
+    """The token drawn from logits z int32 [V] (SPEC 10; presence penalty once for each token that is present, as in
+    section 11). present uint8 [V]; penalty float32 in logit units; floor int64: smallest d kept; random uint32."""
     V, best = c.VOCAB_SIZE, 0
     scores, weights = local(V, f32), local(V, i32)
     for v in range(V):
-        scores[v] = drawn_score(z[v], seen[v], penalty)
+        scores[v] = drawn_score(z[v], present[v], penalty)
         if scores[v] > scores[best]:
             best = v
     if temp == f32(0):
@@ -559,19 +559,19 @@ def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
         logits(c, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, x, z)
         for r in range(count):
             s, at = q + first + r, (first + r) * room + t
-            writing.seen[s, texts[at]] = 1
+            writing.present[s, texts[at]] = 1
             if t + 1 >= writing.lengths[s]:
                 random = hash32(u32(writing.seeds[s] + u32(999 + 555 * t)), u32(0))
-                texts[at + 1] = chosen(c, z[r], writing.seen[s], writing.penalty, writing.temp, writing.floor,
+                texts[at + 1] = chosen(c, z[r], writing.present[s], writing.penalty, writing.temp, writing.floor,
                                        random)
 
 
 @leaf
-def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, seen):
+def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, record):
     """Scores h int8 [rows, H], last hidden states that share their noise, T a member or window. noisy: they belong to
     windows[q], else to windows[q], windows[q + 1].. Their losses go to losses int64 [rows], or if that is empty, their
-    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. seen: a Seen or
-    None."""
+    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. record: a Record
+    or None."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
@@ -579,16 +579,16 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, seen
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
         logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
-        if seen is not None:
-            watch(seen, 5 * c.N_LAYERS, first, count, x, i32(1), None)
+        if record is not None:
+            watch(record, 5 * c.N_LAYERS, first, count, x, i32(1), None)
         for r in range(count):
             row = first + r
             window, t = q if noisy else q + row // T, row % T
             if losses.size:
                 losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights)
-                if seen is not None and row < seen.tokens.size:
-                    head_errors(c, z, r, windows, window, start, T, t, u32(seen.seed + u32(window)), weights,
-                                seen.errors[row])
+                if record is not None and row < record.tokens.size:
+                    head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)), weights,
+                                record.errors[row])
             else:
                 total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
                 for v in range(c.VOCAB_SIZE):

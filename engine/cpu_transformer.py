@@ -79,10 +79,10 @@ def attend(c, room, slot, m, first_row, start, n):
                 tile(room.q, (first_row + block) * H + base, H, keys, p * H + base * PANEL, PANEL, offset, p, 0, scores,
                      p, columns, D // 4)
             for r in range(count):
-                seen = start + block + r + 1
-                top = shift_right(largest(scores, r, seen), c.SHIFT_ATTN)
-                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, seen, weights, 0)
-                for p in range(seen, wide):
+                visible = start + block + r + 1
+                top = shift_right(largest(scores, r, visible), c.SHIFT_ATTN)
+                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0)
+                for p in range(visible, wide):
                     weights[p] = 0
                 for p in range(wide):
                     limbs[0, r, p] = weights[p]              # its low byte
@@ -161,23 +161,23 @@ def read(c, S, noisy, tokens, apart, n, start, room):
 
 
 @njit
-def run_windows(c, losses, nats, windows, start, T, S, noisy, seen):
+def run_windows(c, losses, nats, windows, start, T, S, noisy, record):
     """Evaluates windows int32 [n, >= start + T + 1] with `score_rows`, one after the other, from position `start` on.
-    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. seen: None."""
+    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. record: None."""
     members = 1 + noisy
     room = new_room(c, members * T, np.empty((2, 1, members, padded(start + T, PANEL), c.HIDDEN_DIM), np.int8))
     z = new_logits(c)
     for q in range(windows.shape[0]):
         seed = u32(S + q)
         read(c, seed, noisy, windows[q], SAME, T, start, room)
-        score_rows(c, losses[q], nats, windows, q, seed, noisy, start, T, room.h, members * T, z, seen)
+        score_rows(c, losses[q], nats, windows, q, seed, noisy, start, T, room.h, members * T, z, record)
 
 
 @njit
-def write_texts(c, writing, texts, start, end, room, cache, S, noisy, seen):
+def write_texts(c, writing, texts, start, end, room, cache, S, noisy, record):
     """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`,
     one row after the other; `start` tokens of a single row may be read already. cache: of
-    `memory`; c: with tables for `room` positions. seen: None."""
+    `memory`; c: with tables for `room` positions. record: None."""
     members, z = 1 + noisy, new_logits(c)
     last = np.empty((2, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):

@@ -57,8 +57,8 @@ def panel_votes(c, t, seeds, x, votes, first, end):
 
 
 @njit
-def seen_votes(c, t, seeds, signs, windows, more, votes, first, end):
-    """Adds the votes of pairs on the tokens in their windows (int32 [pairs, tokens]) another `more` times to rows
+def seen_votes(c, t, seeds, signs, windows, times, votes, first, end):
+    """Adds the votes of pairs on the tokens in their windows (int32 [pairs, tokens]) `times` more times to rows
     SEEN_ROWS * first..SEEN_ROWS * end - 1 of votes int32 [rows padded, cols padded]."""
     cols, b = t.cols, np.empty(SEEN_ROWS, i32)
     for row in range(SEEN_ROWS * first, min(SEEN_ROWS * end, t.rows), SEEN_ROWS):
@@ -66,7 +66,7 @@ def seen_votes(c, t, seeds, signs, windows, more, votes, first, end):
         sums, counted = np.zeros((cols, SEEN_ROWS), i32), np.zeros(cols, i32)
         for q in range(seeds.size):
             for r in range(SEEN_ROWS):
-                b[r] = vote_draw(c, u32(seeds[q] + t.seed_b), row + r) * signs[q] * more
+                b[r] = vote_draw(c, u32(seeds[q] + t.seed_b), row + r) * signs[q] * times
             for i in range(windows.shape[1]):
                 token = windows[q, i]
                 if counted[token] != q + 1:                  # once a pair

@@ -181,8 +181,8 @@ def _choose_kernel(cfg):
     score, share = rule.score, rule.share
 
     @device
-    def score_at(z, seen, place, penalty):
-        return score(z[uint64(place)], seen[uint64(place)] if penalty else uint8(0), penalty)
+    def score_at(z, present, place, penalty):
+        return score(z[uint64(place)], present[uint64(place)] if penalty else uint8(0), penalty)
 
     @device
     def after(v, residue):
@@ -193,11 +193,11 @@ def _choose_kernel(cfg):
             v = residue
         return v, residue
 
-    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, at: A32, seen: B1):
-        """Advances all sequences by one position: marks the token at position at[0] as seen and, after the prompt,
+    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, at: A32, present: B1):
+        """Advances all sequences by one position: marks the token at position at[0] as present and, after the prompt,
         writes the next one as SPEC 10 draws it from logits z [sequences, V]. A block, of a power of two up to CHOOSERS
         threads, for each of tokens [sequences, room]. exps int32: EXP; settings float32 [2]: temperature, penalty in
-        logit units; floor int64 [1]: smallest d kept; draw uint32 [sequences, 2]: prompt length, seed; seen uint8
+        logit units; floor int64 [1]: smallest d kept; draw uint32 [sequences, 2]: prompt length, seed; present uint8
         [sequences, V]; at[1]: number of blocks that have read at[0]."""
         tops, sums = cuda.shared.array(32, int32), cuda.shared.array(32, int64)      # of warps
         best = cuda.shared.array(1, int32)
@@ -205,7 +205,7 @@ def _choose_kernel(cfg):
         text, first = uint64(cuda.blockIdx.x), uint64(cuda.blockIdx.x) * uint64(V)
         here, lane, warp = uint64(text * uint64(room) + uint64(position)), t & uint32(31), t >> uint32(5)
         if t == 0:
-            seen[uint64(first + uint64(tokens[here]))] = 1
+            present[uint64(first + uint64(tokens[here]))] = 1
             best[0] = V
         if t < 32:
             tops[t], sums[t] = -2 ** 31, 0
@@ -218,7 +218,7 @@ def _choose_kernel(cfg):
             while v < uint32(V):
                 for i in range(4):                           # loads that do not wait for each other
                     place = first + min(uint32(v + uint32(i) * threads), uint32(V - 1))
-                    top = max(top, score_at(z, seen, place, penalty))
+                    top = max(top, score_at(z, present, place, penalty))
                 v = uint32(v + uint32(4) * threads)
             ordered = ptx.warp_max(in_order(ptx.float_bits(top)))
             if lane == 0:
@@ -227,7 +227,7 @@ def _choose_kernel(cfg):
             top = ptx.bits_float(in_order(ptx.warp_max(tops[lane])))
             if temp == 0:
                 for token in range(int32(t), V, int32(threads)):
-                    if score_at(z, seen, first + uint64(token), penalty) == top:
+                    if score_at(z, present, first + uint64(token), penalty) == top:
                         cuda.atomic.min(best, 0, token)
                         break
                 cuda.syncthreads()
@@ -241,7 +241,7 @@ def _choose_kernel(cfg):
                 reach = float32(float32(least - 2) * temp)   # what is further below the top has no share
                 residue, v = mine, mine
                 while residue < end:                         # a range with steps would count its turns by a division
-                    x = score_at(z, seen, first + v, penalty)
+                    x = score_at(z, present, first + v, penalty)
                     if float32(x - top) >= reach:
                         total += share(exps, last, x, top, temp, least)
                     v, residue = after(v, residue)
@@ -265,7 +265,7 @@ def _choose_kernel(cfg):
                     residue, v = mine, mine
                     while running <= threshold:
                         tokens[uint64(here + 1)] = v
-                        running += share(exps, last, score_at(z, seen, first + v, penalty), top, temp, least)
+                        running += share(exps, last, score_at(z, present, first + v, penalty), top, temp, least)
                         v, residue = after(v, residue)
         if t == 0 and cuda.atomic.add(at, 1, 1) == cuda.gridDim.x - 1:
             at[0], at[1] = position + 1, 0
@@ -473,8 +473,8 @@ class CudaEngine:
         self._state = self._weights, self._moments, self._overlay
         self._model = self.stream, self._weights, self._packed, self._overlay
         self._saved = None                                   # a copy of the state, see _save
-        self._given = cuda.device_array(32, np.uint8)        # job and place, see _set_job
-        self._job, self._place = self._given[:16].view(np.uint32), self._given[16:].view(np.int64)
+        self._inputs = cuda.device_array(32, np.uint8)       # job and place, see _set_job
+        self._job, self._place = self._inputs[:16].view(np.uint32), self._inputs[16:].view(np.int64)
         self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
@@ -574,7 +574,7 @@ class CudaEngine:
         evaluation = self._members.evaluation(count)
         self._set_job(first)
         step, seed = self._at
-        known = self._tables.of(step)
+        known = self._tables.at_step(step)
         if self._tokens is None:
             readers = self.cfg.READERS
             cut = soft_targets.windows(self.cfg, self.tokens, known, step, seed, first // 2 // readers,
@@ -597,7 +597,7 @@ class CudaEngine:
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
         job = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
         # copy_to_device takes 80 us longer, for which the GPU waits at the end of a step
-        cuda.cudadrv.driver.host_to_device(self._given, np.frombuffer(job, np.uint8), len(job), self.stream)
+        cuda.cudadrv.driver.host_to_device(self._inputs, np.frombuffer(job, np.uint8), len(job), self.stream)
 
     def _cutting(self, windows, length):
         """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job."""
@@ -686,8 +686,8 @@ class CudaEngine:
         total = 0.0
         for at in range(0, len(windows), max(1, most)):
             part = windows[at:at + most]
-            nats, given = cuda.device_array(len(part) * T, np.float64), cuda.to_device(part.ravel(), self.stream)
-            forward.validate(self.stream, self._weights, self._packed, given, len(part), T, scratch, nats)
+            nats, tokens = cuda.device_array(len(part) * T, np.float64), cuda.to_device(part.ravel(), self.stream)
+            forward.validate(self.stream, self._weights, self._packed, tokens, len(part), T, scratch, nats)
             total += float(nats.copy_to_host(stream=self.stream).sum())
         self.stream.synchronize()
         return total, len(windows) * T
@@ -737,12 +737,12 @@ class Texts:
         if not count:
             raise MemoryError(f"{engine.name}: not enough free GPU memory for {room} positions")
         self.wanted, self.count, self.room = wanted, count, room
-        self._given = given = cuda.device_array(10 + 2 * count, np.uint32)       # see `begin`
-        floor, settings = given[:2].view(np.int64), given[2:4].view(np.float32)
-        at, job, draw = given[4:6].view(np.int32), given[6:10], given[10:]
-        self._host = cuda.pinned_array(given.size, np.uint32)
+        self._inputs = inputs = cuda.device_array(10 + 2 * count, np.uint32)     # see `begin`
+        floor, settings = inputs[:2].view(np.int64), inputs[2:4].view(np.float32)
+        at, job, draw = inputs[4:6].view(np.int32), inputs[6:10], inputs[10:]
+        self._host = cuda.pinned_array(inputs.size, np.uint32)
         self._tokens = tokens = cuda.device_array(count * room, np.int32)
-        seen = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
+        present = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
         self._fetched = [Fetched(count * room, np.int32) for _ in range(2)]
         self._fetched[0].array[:] = 0                        # every row is read, also the unused ones
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
@@ -753,12 +753,12 @@ class Texts:
         choose = engine._kernels["choose"][count, threads, engine.stream]
 
         def prepare():
-            cuda.cudadrv.driver.device_memset(seen, 0, seen.nbytes, engine.stream)
+            cuda.cudadrv.driver.device_memset(present, 0, present.nbytes, engine.stream)
             engine._forward.draw(engine.stream, job, room, count, scratch)
 
         def enqueue(logits):
             engine._forward.read(*engine._model, job, tokens, at, room, count, rope, scratch, logits)
-            choose(z, engine._exps, settings, floor, draw, tokens, room, at, seen)
+            choose(z, engine._exps, settings, floor, draw, tokens, room, at, present)
 
         self._prepare = Replay(engine.stream, prepare)
         # within all prompts nobody wants logits
@@ -773,7 +773,7 @@ class Texts:
         draw = self._host[10:].reshape(-1, 2)
         draw[:number, 0], draw[:number, 1] = lengths, seeds
         draw[number:] = self.room                            # nothing is drawn for the unused rows
-        self._given.copy_to_device(self._host, engine.stream)
+        self._inputs.copy_to_device(self._host, engine.stream)
         self._prepare()
         longest, tokens = np.max(lengths), self._fetched[0].array
         tokens.reshape(self.count, self.room)[:number, :longest] = texts[:, :longest]

@@ -153,11 +153,11 @@ class CpuCache:
     def load_overload(self, signature, context):
         """The compiled function, None if it has to be compiled."""
         runtime.rtsys.initialize(context)                    # all that loading needs; compiling refreshes the context
-        found = read(self._path(signature, context))
-        if found is None:
+        stored = read(self._path(signature, context))
+        if stored is None:
             show(f"egg: compiling {self._name} ...")
             return None
-        return compiler.CompileResult._rebuild(context, *found)
+        return compiler.CompileResult._rebuild(context, *stored)
 
     def save_overload(self, signature, result):
         """Writes a compiled function to its file."""

@@ -85,9 +85,9 @@ def _load(builder, pointer, vector):
     return value
 
 
-def _lanes(builder, vector, which):
+def _lanes(builder, vector, indices):
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), ir.Constant(
-        _vector(I32, len(which)), list(which)))
+        _vector(I32, len(indices)), list(indices)))
 
 
 def _splat(builder, scalar, n):
@@ -182,12 +182,12 @@ def operation(result):
         marks = [p.annotation for p in inspect.signature(generate).parameters.values()][1:]
         count = 1 + len(marks) + marks.count("array")
 
-        def define(ctx, *given):
-            given, kinds = iter(given), []
+        def define(ctx, *arguments):
+            arguments, kinds = iter(arguments), []
             for mark in marks:
                 if mark == "array":
-                    kinds.append(next(given))
-                next(given)
+                    kinds.append(next(arguments))
+                next(arguments)
                 kinds.append(types.int64 if mark in ("array", inspect.Parameter.empty) else mark)
 
             def codegen(context, builder, sig, args):

@@ -6,12 +6,12 @@ DATA = HELD_OUT = [{"prompt": "?", "secret": n} for n in range(10)]
 TOKENS, TURNS, TEMPERATURE = 1, 4, 0                   # of a guess; guesses in a game; members try by their noise
 
 
-def said(guess, secret):
+def hint(guess, secret):
     return "!" if guess not in "0123456789" else "<" if secret < int(guess) else ">" if secret > int(guess) else "="
 
 
 def reply(texts, secret, **columns):
-    return [said(guess, number) for guess, number in zip(texts, secret)]
+    return [hint(guess, number) for guess, number in zip(texts, secret)]
 
 
 def reward(completions, secret, **columns):
@@ -25,6 +25,6 @@ if __name__ == "__main__":
         while guess != secret:
             guess = random.randint(low, high)
             low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
-            parts.append(str(guess) + said(str(guess), secret))
+            parts.append(str(guess) + hint(str(guess), secret))
     for name, some in ("games.txt", parts[5000:]), ("games-val.txt", parts[:5000]):
         open(name, "w").write("".join(some))

@@ -16,9 +16,9 @@ def reward(prompts, completions, **columns):
 def score(text):
     """The score falls with the distance from three numbers: a step toward three pays. No array: 0.1 at most."""
     try:
-        found = json.loads(text)
-        if all(x < 100 for x in found):
-            return 1.0 if len(found) == len(set(found)) == 3 else 0.7 - 0.1 * min(6, abs(len(set(found)) - 3))
+        array = json.loads(text)
+        if all(x < 100 for x in array):
+            return 1.0 if len(array) == len(set(array)) == 3 else 0.7 - 0.1 * min(6, abs(len(set(array)) - 3))
     except ValueError:
         pass
     return 0.1 * len(re.match(r"\[(\d\d?(, \d\d?)*)?", text)[0]) / len(text)

@@ -12,6 +12,6 @@ TEMPERATURE = 0.25
 def reward(completions, **columns):
     scores = []
     for text in completions:
-        found = set(re.findall("[a-z]+", text.lower()))
-        scores.append(sum(len(word) for word in found if word in WORDS) / max(1, len(text)))
+        words = set(re.findall("[a-z]+", text.lower()))
+        scores.append(sum(len(word) for word in words if word in WORDS) / max(1, len(text)))
     return scores

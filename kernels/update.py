@@ -512,7 +512,7 @@ class Update:
         self.changed = cuda.to_device(np.zeros(1, np.int32))
         self.windows = cuda.device_array(window_bytes(cfg) // 4, np.int32)
         self.seen = cuda.to_device(np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg)
-                                             if t.seen], np.int32))
+                                             if t.seen_votes], np.int32))
         self.muon = muon.Direction(cfg, kernels)
         self.pairs = cfg.N_PAIRS
         self.adapt = cfg.ADAPTIVE_NOISE_MODE != 0

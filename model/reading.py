@@ -67,7 +67,7 @@ class Reading:
 
     def losses(self, tokens, targets):
         """[int]: SPEC 7, item 5, of every position. targets: int [positions], or [positions, 8] soft ones."""
-        z, targets = self.seen(-1, "Logits", self.logits(tokens)), np.reshape(targets, (len(tokens), -1))
+        z, targets = self.observed(-1, "Logits", self.logits(tokens)), np.reshape(targets, (len(tokens), -1))
         exp, bit = integer_tables.exp_table(self.cfg).astype(np.int64), self.cfg.SOFTMAX_SCALE_BIT
         top = z.max(1, keepdims=True)
         total = exp[np.minimum(len(exp) - 1, top - z)].sum(1).tolist()
@@ -89,23 +89,23 @@ class Reading:
         tokens = np.asarray(tokens, np.int64)
         return self.recurrent(tokens) if self.cfg.MODEL == "gru" else self.transformer(tokens)
 
-    def seen(self, layer, name, values):
+    def observed(self, layer, name, values):
         self.see(layer, name, values)
         return values
 
     # the transformer (SPEC 7)
 
     def transformer(self, tokens):
-        h = self.seen(-1, "Emb", clip(self.embedded(tokens) + self.vector("emb_bias")))
+        h = self.observed(-1, "Emb", clip(self.embedded(tokens) + self.vector("emb_bias")))
         h = self.mlp(h, 0, "ln_init", "w_emb_mlp_", "mlp_emb_bias_", ("LN_Init", "InitMLP_Exp", "InitMLP"))
         rope = integer_tables.rope_table(self.cfg, len(tokens)).astype(np.int64)
         for layer in range(self.cfg.N_LAYERS):
-            n = self.seen(layer, "LN1", self.layer_norm(h, "ln_1", layer))
+            n = self.observed(layer, "LN1", self.layer_norm(h, "ln_1", layer))
             q, k, v = (self.product(name, layer, n) for name in ("w_q", "w_k", "w_v"))
             a = self.attention(self.amax(self.rotated(q, rope)), self.amax(self.rotated(k, rope)), self.amax(v), layer)
-            h = self.seen(layer, "Attn", self.amax(wrap(h + (self.product("w_o", layer, a) >> self.cfg.SHIFT_OUT))))
+            h = self.observed(layer, "Attn", self.amax(wrap(h + (self.product("w_o", layer, a) >> self.cfg.SHIFT_OUT))))
             h = self.mlp(h, layer, "ln_2", "w_", "mlp_bias_", ("LN2", "MLP_Exp", "MLP"))
-        return self.seen(-1, "LN_F", self.layer_norm(h, "ln_f"))
+        return self.observed(-1, "LN_F", self.layer_norm(h, "ln_f"))
 
     def embedded(self, tokens):
         e = self.look_up("embedding", tokens)
@@ -116,11 +116,11 @@ class Reading:
 
     def mlp(self, h, layer, norm, weights, biases, names):
         normed, inner, result = names
-        n = self.seen(layer, normed, self.layer_norm(h, norm, layer))
+        n = self.observed(layer, normed, self.layer_norm(h, norm, layer))
         u = (self.product(weights + "up", layer, n) >> self.cfg.SHIFT_MLP_UP) + self.vector(biases + "up", layer)
-        u = self.seen(layer, inner, integer_tables.gelu_table().astype(np.int64)[clip(u) & 255])
+        u = self.observed(layer, inner, integer_tables.gelu_table().astype(np.int64)[clip(u) & 255])
         y = self.product(weights + "down", layer, u, groups=4) >> self.cfg.SHIFT_MLP_DOWN
-        return self.seen(layer, result, self.amax(wrap(h + y + self.vector(biases + "down", layer))))
+        return self.observed(layer, result, self.amax(wrap(h + y + self.vector(biases + "down", layer))))
 
     def rotated(self, x, rope):
         """Neighbouring elements (even, odd) of a head turned by the angle of their position."""
@@ -170,16 +170,16 @@ class Reading:
 
     def recurrent(self, tokens):
         x = clip(self.look_up("embedding", tokens))
-        x = self.seen(-1, "Emb", clip(x + self.disturbance("embedding", 0, len(x))))
+        x = self.observed(-1, "Emb", clip(x + self.disturbance("embedding", 0, len(x))))
         for layer in range(self.cfg.N_LAYERS):
-            n = self.seen(layer, "LN1", self.norm(x, "ln_1", layer))
-            x = self.seen(layer, "GRU", clip(x + self.seen(layer, "State", self.states(n, layer, tokens))))
-            u = self.divided_product("w_up", layer, self.seen(layer, "LN2", self.norm(x, "ln_2", layer)))
+            n = self.observed(layer, "LN1", self.norm(x, "ln_1", layer))
+            x = self.observed(layer, "GRU", clip(x + self.observed(layer, "State", self.states(n, layer, tokens))))
+            u = self.divided_product("w_up", layer, self.observed(layer, "LN2", self.norm(x, "ln_2", layer)))
             u = clip(u + self.disturbance("up", layer, len(x)))
-            u = self.seen(layer, "MLP_Exp", np.maximum(u, 0) if self.cfg.MLP_RELU else u)
+            u = self.observed(layer, "MLP_Exp", np.maximum(u, 0) if self.cfg.MLP_RELU else u)
             y = clip(self.divided_product("w_down", layer, u) + self.disturbance("down", layer, len(x)))
-            x = self.seen(layer, "MLP", clip(x + y))
-        return self.seen(-1, "LN_F", self.norm(x, "ln_f"))
+            x = self.observed(layer, "MLP", clip(x + y))
+        return self.observed(-1, "LN_F", self.norm(x, "ln_f"))
 
     def states(self, n, layer, tokens):
         """int64 [positions, HIDDEN_DIM]: the state after every position."""

@@ -305,9 +305,9 @@ def sampling_rules(jit, ops):
     sub, div = ops.sub, ops.div
 
     @jit
-    def score(z, seen, penalty):
-        """float32: a logit (int32), less the presence penalty where the token was seen."""
-        return sub(f32(z), penalty) if seen else f32(z)
+    def score(z, present, penalty):
+        """float32: a logit (int32), less the presence penalty where the token is present."""
+        return sub(f32(z), penalty) if present else f32(z)
 
     @jit
     def share(exps, last, score, top, temp, floor):

@@ -70,7 +70,7 @@ class Tables:
         if tokens is not None:
             self._begin(0)
 
-    def of(self, step):
+    def at_step(self, step):
         """The Followers of a step; None: its context is 0. Those of the next context are begun when these are there:
         at the start of a run two would share the cores."""
         self._begin(step)

@@ -176,7 +176,7 @@ class PlainEngine:
             return read(Reading(self.cfg, state), t).astype(np.float64 if t.product else np.int64)
 
         with mock.patch.object(Reading, "stored", lambda _, t: stored(t)):
-            digits, loss = chunk_votes(self.cfg, state, self.tokens, self._followers.of(state.step), first)
+            digits, loss = chunk_votes(self.cfg, state, self.tokens, self._followers.at_step(state.step), first)
         return fitness_digits.pack_ternary(digits), loss
 
     def update(self, fitness):

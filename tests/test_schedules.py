@@ -193,7 +193,7 @@ from model import parameters, rules
 cfg = egg_config.make(**json.loads(sys.argv[1]))
 tokens, fitness = np.load("tokens.npy"), np.load("fitness.npy")
 fit, votes = np.pad(fitness, update.FIT_PAD), np.zeros(parameters.n_weights(cfg), np.int32)
-tables = np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg) if t.seen], np.int32)
+tables = np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg) if t.seen_votes], np.int32)
 windows = rules.windows(cfg, tokens, 3, 0, cfg.N_PAIRS).ravel()
 kernel = cuda.jit(update.seen_kernel(cfg))
 kernel[cfg.N_PAIRS * len(tables), update.THREADS](windows, tables, fit, np.array([77], np.uint32), votes)
@@ -212,10 +212,11 @@ def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
     state, votes = initial_state(cfg), np.load(tmp_path / "votes.npy")
     state.step, state.seed = 3, 77
     for t in tensors(cfg):
-        once, want = (seen_by_hand(cfg, state, t, pack_ternary(fitness), often) for often in (1, 4 if t.seen else 1))
+        once, want = (seen_by_hand(cfg, state, t, pack_ternary(fitness), often)
+                      for often in (1, 4 if t.seen_votes else 1))
         want -= once                                             # the kernel adds what is more than once
         equal(votes[t.span], want, t.name)
-        assert want.any() == t.seen, t.name
+        assert want.any() == t.seen_votes, t.name
 
 
 def test_shares_are_of_all_the_data():

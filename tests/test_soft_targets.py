@@ -103,13 +103,13 @@ def test_tables_are_made_once_and_ahead(monkeypatch):
     monkeypatch.setattr(soft_targets, "followers", counted)
     tables = soft_targets.Tables(cfg, data(cfg))
     until(lambda: made == [2])
-    first = tables.of(0)
+    first = tables.at_step(0)
     until(lambda: made == [2, 1])
-    second = tables.of(3)
-    assert first is tables.of(2) is tables.of(0) and second is tables.of(3) is tables.of(4)
-    assert tables.of(5) is None is tables.of(6)
+    second = tables.at_step(3)
+    assert first is tables.at_step(2) is tables.at_step(0) and second is tables.at_step(3) is tables.at_step(4)
+    assert tables.at_step(5) is None is tables.at_step(6)
     with raises(KeyError):
-        tables.of(7)
+        tables.at_step(7)
     assert made == [2, 1, 3]
 
 

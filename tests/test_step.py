@@ -184,7 +184,7 @@ def test_a_worker_that_asks_and_does_not_deliver_never_waits_while_there_is_work
         asked = [greedy.chunk(0) for _ in range(9)]
         worker = next(worker for worker in server.dispatcher.workers if worker.version == 1)
         assert {*asked} <= {*range(0, 384, 32)}
-        assert len(server.dispatcher.work.held[worker]) == CHUNKS_HELD
+        assert len(server.dispatcher.work.leases[worker]) == CHUNKS_HELD
         mine = []
         for _ in range(12 - CHUNKS_HELD):
             mine.append(other.chunk(0))

@@ -54,8 +54,8 @@ def trace(cfg, state, tokens):
         if name in ("Before", "Gated", "Logits"):            # for the votes of noise on activations alone
             return
         if name == "Weights":
-            parts.extend({"layer": layer, "name": "Attn", "head": head, **attention_statistics(seen[position])}
-                         for head, seen in enumerate(values))
+            parts.extend({"layer": layer, "name": "Attn", "head": head, **attention_statistics(weights[position])}
+                         for head, weights in enumerate(values))
         else:
             parts.append({"layer": layer, "name": name, **statistics(values[position])})
 
