@@ -29,7 +29,6 @@ COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
 LONG_KERNELS = {
     "kernels/attention.py": {"attention_kernel"},
     "kernels/gru.py": {"_product_kernel", "recur_kernel"},
-    "kernels/head.py": {"head_kernel"},
     "kernels/product.py": {"product_functions"},
     "kernels/transformer.py": {"_full_width_kernel", "_up_kernel"},
 }
