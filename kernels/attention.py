@@ -16,40 +16,13 @@ def value_length(cfg):
     return blocks(padded_length(cfg), KEYS) * KEYS
 
 
-def attention_kernel(cfg, nz, gpu):
-    """The attention output a, from q, k and v of kernels.transformer._full_width_kernel, and its sums sb. Launch
-    [members, tiles of 64 positions], a warp for 16 positions, all heads.
-
-    Keys and values of a head come to shared memory KEYS positions at a time while the tile before is used. A row's
-    scores pass by once for its maximum and, where there is more than one tile, again for the weights: from the last
-    tile, which is still at hand, back to the first. A score fragment of four column tiles is, byte for byte, an A
-    fragment over 32 positions (in the permuted order of v), so the weights go into the products of their byte limbs
-    without leaving registers. Over 64 positions a limb sum fits int32 by Horner's rule; sums over more are kept as 2^16
-    high + low.
-    plan: the input side of the output projection."""
+def _fetch_function(cfg, gpu, threads):
+    """fetch, a device function: the copies of keys and values to shared memory, by a block of `threads`."""
     H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
-    HEADS = cfg.N_HEADS
-    SHIFT = cfg.SHIFT_ATTN
-    MODE = cfg.ADAPTIVE_NOISE_MODE
     LENGTH, POSITIONS = padded_length(cfg), value_length(cfg)
-    MOST, COPIES = exp_sizes(cfg)
-    LIMBS = (cfg.SOFTMAX_SCALE_BIT + 8) // 8
-    LOWEST = -2 ** 31
-    EXPS = (MOST + 1) * COPIES
-    QUERY = D // 32
-    FACTORS = H if MODE == 2 else 1
-    SCORES = KEYS // 2
-    BELOW_ONE = 1 - 2.0 ** -22
-    MANY = LENGTH > 64                                       # more than one tile
-    SUMS = D // 2 if MANY else 8                             # of a lane: two rows of all channels, or of 16
-    BYTES, STAGE = KEYS * D, 2 * KEYS * D                    # of keys, and of a stage
-    WARPS = min(4, LENGTH // 16)
-    # blocks of a multiprocessor: as many as registers allow
-    ALL, RESIDENT = 32 * WARPS, 4 if not MANY else 3 if D <= 64 else 2
-    factor = nz.factor
-    input_coefficient = nz.input_coefficient
-    input_term = nz.input_term
+    MANY = LENGTH > KEYS                                     # more than one tile
+    BYTES = KEYS * D                                         # of keys
 
     @gpu.device
     def fetch(to, k, v, member, step, per_head, tiles, t):
@@ -58,12 +31,38 @@ def attention_kernel(cfg, nz, gpu):
         tile = r if r < tiles else 2 * tiles - 2 - r
         at_k = (int64(member) * LENGTH + tile * KEYS >> 3) * (2 * H) + head * (2 * D)
         at_v = (int64(member) * H + head * D) * (POSITIONS // 4) + tile * (2 * KEYS)
-        for i in range(t, BYTES // 16, ALL):
+        for i in range(t, BYTES // 16, threads):
             ptx.copy_async16(int32(to + i * 16), k, at_k + (i // (D // 2)) * (2 * H) + (i % (D // 2)) * 4)
             if not MANY or r >= tiles - 1:
                 ptx.copy_async16(int32(to + BYTES + i * 16), v,
                                  at_v + (i // (KEYS // 2)) * (2 * POSITIONS) + (i % (KEYS // 2)) * 4)
         ptx.copy_commit()
+
+    return fetch
+
+
+def _score_functions(cfg, gpu, SUMS):
+    """(begin_head, scores, largest, weigh), device functions of the scores of two rows, and of the weights that these
+    become; SUMS: of a lane."""
+    H = cfg.HIDDEN_DIM
+    D = cfg.HEAD_DIM
+    LOWEST = -2 ** 31
+    SHIFT = cfg.SHIFT_ATTN
+    MOST, COPIES = exp_sizes(cfg)
+
+    @gpu.device
+    def begin_head(query, tops, dens, high, low, queries, at, head):
+        """Takes the query of a head, and begins its maxima and sums."""
+        tops[0] = LOWEST
+        tops[1] = LOWEST
+        dens[0] = 0
+        dens[1] = 0
+        for i in range(D // 32):
+            for k in range(4):
+                where = at + (head * (D // 16) + 2 * i) * 32 + (k & 1) * (2 * H) + (k >> 1) * 32
+                query[i, k] = queries[uint64(where)]
+        for i in range(SUMS):
+            high[i], low[i] = 0, 0
 
     @gpu.device
     def scores(s, query, at, wide):
@@ -100,6 +99,18 @@ def attention_kernel(cfg, nz, gpu):
                         s[4 * j + 2 * half + e] = w
                         dens[half] += w
 
+    return begin_head, scores, largest, weigh
+
+
+def _sum_functions(cfg, gpu):
+    """(split, set_values, add_values), device functions: weights times values, byte limb by byte limb.
+
+    A score fragment of four column tiles is, byte for byte, an A fragment over 32 positions (in the permuted order of
+    v), so the weights go into the products of their byte limbs without leaving registers. Over 64 positions a limb sum
+    fits int32 by Horner's rule; sums over more are kept as 2^16 high + low."""
+    D = cfg.HEAD_DIM
+    LIMBS = (cfg.SOFTMAX_SCALE_BIT + 8) // 8
+
     @gpu.device
     def split(limbs, s, wide):
         """The byte limbs of the weights as A fragments: limbs[group of 32 * 3 + limb]."""
@@ -126,6 +137,33 @@ def attention_kernel(cfg, nz, gpu):
         return r
 
     @gpu.device
+    def set_values(low, limbs, at, d, wide):
+        """low: the sums of 16 channels, from 16 d on, over the only tile."""
+        for n in range(2):
+            w = weighted(limbs, int32(at + (2 * d + n) * (8 * KEYS)), wide)
+            for e in range(4):
+                low[4 * n + e] = w[e]
+
+    @gpu.device
+    def add_values(high, low, limbs, at, wide):
+        """Adds the sums of all channels of a head over a tile."""
+        for d in range(D // 8):
+            w = weighted(limbs, int32(at + d * (8 * KEYS)), wide)
+            for e in range(4):
+                low[4 * d + e] += w[e] & 0xFFFF
+                high[4 * d + e] += w[e] >> 16
+
+    return split, set_values, add_values
+
+
+def _finish_function(cfg, nz, gpu):
+    """finish, a device function: the quotients of 16 channels, and what they add to sb."""
+    H = cfg.HIDDEN_DIM
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    MANY = padded_length(cfg) > KEYS                         # more than one tile
+    input_term = nz.input_term
+
+    @gpu.device
     def finish(high, low, at, dens, reciprocals, at_c, at_f, factors, a, to, sums):
         """Divides the sums of 16 channels in high, low [at...], 2^16 high + low, toward zero (at most 127 in size),
         stores their words and adds to the sums sb of the two rows. A reciprocal is a little small, so that an estimate
@@ -148,6 +186,40 @@ def attention_kernel(cfg, nz, gpu):
                 f = factors[at_f + k] if MODE == 2 else float32(0)
                 sums[half] += input_term(x[k], c[k], f)
             a[uint64(to + half * (2 * H))] = pack_bytes(x, 0)
+
+    return finish
+
+
+def attention_kernel(cfg, nz, gpu):
+    """The attention output a, from q, k and v of kernels.transformer._full_width_kernel, and its sums sb. Launch
+    [members, tiles of 64 positions], a warp for 16 positions, all heads.
+
+    Keys and values of a head come to shared memory KEYS positions at a time while the tile before is used. A row's
+    scores pass by once for its maximum and, where there is more than one tile, again for the weights: from the last
+    tile, which is still at hand, back to the first.
+    plan: the input side of the output projection."""
+    H = cfg.HIDDEN_DIM
+    D = cfg.HEAD_DIM
+    HEADS = cfg.N_HEADS
+    SHIFT = cfg.SHIFT_ATTN
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    LENGTH = padded_length(cfg)
+    MOST, COPIES = exp_sizes(cfg)
+    EXPS = (MOST + 1) * COPIES
+    QUERY = D // 32
+    FACTORS = H if MODE == 2 else 1
+    SCORES = KEYS // 2
+    BELOW_ONE = 1 - 2.0 ** -22
+    MANY = LENGTH > KEYS                                     # more than one tile
+    SUMS = D // 2 if MANY else 8                             # of a lane: two rows of all channels, or of 16
+    BYTES, STAGE = KEYS * D, 2 * KEYS * D                    # of keys, and of a stage
+    # threads, and blocks of a multiprocessor: as many as registers allow
+    ALL, RESIDENT = 32 * min(4, LENGTH // 16), 4 if not MANY else 3 if D <= 64 else 2
+    factor, input_coefficient = nz.factor, nz.input_coefficient
+    fetch = _fetch_function(cfg, gpu, ALL)
+    begin_head, scores, largest, weigh = _score_functions(cfg, gpu, SUMS)
+    split, set_values, add_values = _sum_functions(cfg, gpu)
+    finish = _finish_function(cfg, nz, gpu)
 
     @cuda.jit(launch_bounds=(128, RESIDENT))
     @gpu.unroll
@@ -206,16 +278,7 @@ def attention_kernel(cfg, nz, gpu):
             cuda.syncthreads()
             if works:
                 if r == 0:
-                    tops[0] = LOWEST
-                    tops[1] = LOWEST
-                    dens[0] = 0
-                    dens[1] = 0
-                    for i in range(D // 32):
-                        for k in range(4):
-                            where = at + (head * (D // 16) + 2 * i) * 32 + (k & 1) * (2 * H) + (k >> 1) * 32
-                            query[i, k] = queries[uint64(where)]
-                    for i in range(SUMS):
-                        high[i], low[i] = 0, 0
+                    begin_head(query, tops, dens, high, low, queries, at, head)
                 scores(s, query, at_k + here, wide)
                 if r < tiles:
                     largest(s, tops, column, position, wide)
@@ -226,21 +289,14 @@ def attention_kernel(cfg, nz, gpu):
                     weigh(s, tops, dens, exp, copy, column, position, wide)
                     split(limbs, s, wide)
                     if MANY:
-                        for d in range(D // 8):
-                            w = weighted(limbs, int32(at_v + here + d * (8 * KEYS)), wide)
-                            for e in range(4):
-                                low[4 * d + e] += w[e] & 0xFFFF
-                                high[4 * d + e] += w[e] >> 16
+                        add_values(high, low, limbs, at_v + here, wide)
                 if r == per_head - 1:
                     for half in range(2):
                         dens[half] = quad_sum(dens[half])
                         reciprocals[half] = float32(BELOW_ONE) / float32(dens[half])
                     for d in range(D // 16):
                         if not MANY:
-                            for n in range(2):
-                                w = weighted(limbs, int32(at_v + here + (2 * d + n) * (8 * KEYS)), wide)
-                                for e in range(4):
-                                    low[4 * n + e] = w[e]
+                            set_values(low, limbs, at_v + here, d, wide)
                         channel = head * D + d * 16
                         finish(high, low, 8 * d if MANY else 0, dens, reciprocals, at_c + channel * 4,
                                channel + (lane & 3) * 4, factors, a, at + (channel >> 4) * 32, sums)

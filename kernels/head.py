@@ -1,6 +1,7 @@
 """The output head of both models."""
 
 import math
+from types import SimpleNamespace
 
 from numba import cuda, float64, int32, int64, uint32, uint64
 
@@ -15,66 +16,41 @@ from kernels.rules import device, loss_function
 from model import parameters
 
 
-def head_kernel(cfg, nz, gpu, clean=False):
-    """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
-    maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
-    threads. plan: the matrix; at_tiles, at_columns: words packed for the product, and as ROWS for the targets; length:
-    positions of a window.
-
-    In the recurrent model (PAIRED) a thread's rows are the members of a pair, or twice a window, at one position, as in
-    kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
-    quotients there, times the distance of two entries of EXP.
-
-    clean: for validation. It sets losses float64 [windows, length] to the cross-entropy of each position, of `count`
-    windows; exps: int64 exponentials of logit differences (host.CLEAN_ONE), so that sums do not depend on their order.
-
-    The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
-    `slot_of`."""
-    H = cfg.HIDDEN_DIM
+def _sizes(cfg, gpu):
+    """What lies in shared memory: the rows and the ring of the product (`shape`), from word AT_TABLES on the noise of
+    two tiles for SLOTS members, from AT_PARTS on an int32 or int64 of each row and column group; and EXPS words of EXP:
+    COPIES of an entry, entries STRIDE words apart. PLACED: that is 2^LOGIT bytes, so that a level is an address.
+    FARTHEST: from the highest level to those of the last entry. MEMBERS: the shift from a member to its window. RAGGED:
+    the last tile has columns beyond the vocabulary."""
     V = cfg.VOCAB_SIZE
-    LENGTH = padded_length(cfg)
-    TARGETS = cfg.TARGETS
     LOGIT = cfg.SHIFT_LOGIT
-    ONES = (1 << cfg.SHIFT_LOGIT) - 1
     PAIRED = cfg.MODEL == "gru"
-    EACH = cfg.PERTURB == "activations"                      # losses int64 [members, length] of every position
-    SCALE, MEMBERS = float(cfg.SOFTMAX_EXP_SCALE), 0 if PAIRED else 1        # shift from a member to its window
-    SKIP = cfg.STATE_TOKENS
-    SUM = uint32
-    if clean:
-        TARGETS = 1
-        SKIP = 0
-        SUM = int64
     MOST, COPIES = exp_sizes(cfg)
     if PAIRED:
         MOST, COPIES = 254, 32 if gpu.shared > 128 * 1024 else 8
-    FARTHEST = (MOST << LOGIT) + ONES
-    # entries of EXP lie 2^LOGIT bytes apart, if that fits: then a level is an address (and stays one if noise is far
-    # from 2^31)
+    # a level stays an address if noise is far from 2^31
     PLACED = (not PAIRED and 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024
               and cfg.NOISE_SHIFTS[0] > 1)
-    STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES         # words
+    STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES
     EXPS = (MOST + 1) * STRIDE
-    SLOTS = members_of(32, cfg.SEQ_LEN) if PAIRED else members_of(64, LENGTH)
-    TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST    # words; PARTS: int32 or int64 of each row and column group
-    shape = wide_shape(gpu.shared - 4 * (TABLES + PARTS + EXPS) - 2048, H, V, gpu.wgmma)
-    CG = shape.CG
-    TILES = shape.passes
-    STEPS, APART = 2 * shape.steps(), shape.apart()
-    RAGGED = V % (128 * CG) != 0
+    FARTHEST = (MOST << LOGIT) + (1 << LOGIT) - 1
+    SLOTS = members_of(32, cfg.SEQ_LEN) if PAIRED else members_of(64, padded_length(cfg))
+    TABLES, PARTS = GROUPS * 2 * SLOTS * 128, 2 * TALLEST
+    shape = wide_shape(gpu.shared - 4 * (TABLES + PARTS + EXPS) - 2048, cfg.HIDDEN_DIM, V, gpu.wgmma)
     AT_TABLES = shape.bytes // 4
     AT_PARTS = AT_TABLES + TABLES
-    ENTRY = 4 * COPIES
-    place_of = place_function(cfg, shape.RG, PAIRED)
-    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
-    job_shift, column = nz.shift, pair_functions(cfg, nz).column
-    as_row, as_column, begin, BASE = begin_functions(cfg, nz, H)
-    quotient = None
-    if PAIRED:
-        BASE, quotient = quotient_function(parameters.divisor(cfg, H), MAGIC, BASE)
-    HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
-    begin_tile = begin_tile_function(gpu, nz, begin, BASE)
-    position_loss = loss_function(cfg)
+    return SimpleNamespace(
+        COPIES=COPIES, PLACED=PLACED, STRIDE=STRIDE, EXPS=EXPS, FARTHEST=FARTHEST, SLOTS=SLOTS, shape=shape,
+        AT_TABLES=AT_TABLES, AT_PARTS=AT_PARTS, bytes=4 * (AT_PARTS + PARTS), MEMBERS=0 if PAIRED else 1,
+        RAGGED=V % (128 * shape.CG) != 0)
+
+
+def _noise_functions(cfg, gpu, sizes, column, as_column):
+    """(slot_of, prepare), device functions: the noise of a tile in shared memory."""
+    V = cfg.VOCAB_SIZE
+    MEMBERS = sizes.MEMBERS
+    SLOTS = sizes.SLOTS
+    RAGGED = sizes.RAGGED
 
     @gpu.device
     def slot_of(c):
@@ -87,6 +63,21 @@ def head_kernel(cfg, nz, gpu, clean=False):
         for m in range(SLOTS):
             n = column(source, (member + m) >> MEMBERS, v if not RAGGED or v < V else V - 1)
             sm[at + m * 128 + slot] = as_column(n)
+
+    return slot_of, prepare
+
+
+def _level_functions(cfg, gpu, sizes, BASE, clean):
+    """(BASE, logit, weight, settled): device functions of levels, and where these begin: at the BASE of
+    `begin_functions`, except in the recurrent model."""
+    PAIRED = cfg.MODEL == "gru"
+    LOGIT = cfg.SHIFT_LOGIT
+    ONES = (1 << LOGIT) - 1
+    PLACED = sizes.PLACED
+    ENTRY = 4 * sizes.COPIES
+    quotient = None
+    if PAIRED:
+        BASE, quotient = quotient_function(parameters.divisor(cfg, cfg.HIDDEN_DIM), MAGIC, BASE)
 
     @device
     def logit(a):
@@ -111,6 +102,71 @@ def head_kernel(cfg, nz, gpu, clean=False):
         if clean:
             return logit(top)
         return int32((quotient(top) * ENTRY if PAIRED else top | ONES) + table)
+
+    return BASE, logit, weight, settled
+
+
+def _sum_functions(gpu, sizes, BASE, weight, clean):
+    """(hide, add_weights, add_groups), device functions: the sums of the weights of a thread's two rows."""
+    CG = sizes.shape.CG
+    RAGGED = sizes.RAGGED
+    AT_PARTS = sizes.AT_PARTS
+    HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
+    SUM = int64 if clean else uint32
+
+    @gpu.device
+    def hide(acc, limit):
+        """Hides columns 8 j + e of this thread from `limit` on, which will count as the smallest weight. Returns how
+        many."""
+        hidden = 0
+        if RAGGED and limit < 128:
+            for j in range(16):
+                for e in range(2):
+                    if j * 8 + e >= limit:
+                        acc[4 * j + e], acc[4 * j + 2 + e] = HIDDEN, HIDDEN
+                        hidden += 1
+        return hidden
+
+    @gpu.device
+    def add_weights(totals, partial, tops, acc, limit, hidden, last, at_exp, exps):
+        """totals += the weights of a tile's columns, of which the last `hidden` are beyond the vocabulary."""
+        partial[0], partial[1] = SUM(0), SUM(0)
+        for j in range(16):
+            for e in range(2):
+                for half in range(2):
+                    w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp, exps)
+                    partial[half] = SUM(partial[half] + SUM(w))
+        for half in range(2):
+            totals[half] += int64(partial[half])
+            if RAGGED and limit < 128:
+                totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp, exps)
+
+    @gpu.device
+    def add_groups(totals, wide, row, rg, side, q):
+        """totals: from those of a thread to those of a row, over all columns."""
+        for half in range(2):
+            totals[half] = quad_sum64(totals[half])
+        if CG > 1:
+            mine = AT_PARTS // 2 + (rg * 64 + (row & 63)) * CG
+            if q == 0:
+                wide[mine + side], wide[mine + 8 * CG + side] = totals[0], totals[1]
+            ptx.named_barrier(5 + rg, CG * 128)
+            totals[0], totals[1] = 0, 0
+            for k in range(CG):
+                for half in range(2):
+                    totals[half] += wide[mine + half * (8 * CG) + k]
+
+    return hide, add_weights, add_groups
+
+
+def _loss_functions(cfg, gpu, column, logit, BASE, clean):
+    """(target_logits, store_loss), device functions: the loss of a position."""
+    H = cfg.HIDDEN_DIM
+    PAIRED = cfg.MODEL == "gru"
+    EACH = cfg.PERTURB == "activations"                      # losses int64 [members, length] of every position
+    SCALE = float(cfg.SOFTMAX_EXP_SCALE)
+    TARGETS, SKIP = (1, 0) if clean else (cfg.TARGETS, cfg.STATE_TOKENS)
+    position_loss = loss_function(cfg)
 
     @device
     def scored(half, unit, position):
@@ -159,6 +215,46 @@ def head_kernel(cfg, nz, gpu, clean=False):
             n = int32(int32(s[half] * column(source, unit, tokens[i])) >> shift)
             z = int32(z + logit(int32(quad_sum(dots[i]) + n + BASE)))
         return z
+
+    return target_logits, store_loss
+
+
+def head_kernel(cfg, nz, gpu, clean=False):
+    """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
+    maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
+    threads. plan: the matrix; at_tiles, at_columns: words packed for the product, and as ROWS for the targets; length:
+    positions of a window.
+
+    In the recurrent model (PAIRED) a thread's rows are the members of a pair, or twice a window, at one position, as in
+    kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
+    quotients there, times the distance of two entries of EXP.
+
+    clean: for validation. It sets losses float64 [windows, length] to the cross-entropy of each position, of `count`
+    windows; exps: int64 exponentials of logit differences (host.CLEAN_ONE), so that sums do not depend on their order.
+
+    The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
+    `slot_of`."""
+    PAIRED = cfg.MODEL == "gru"
+    V = cfg.VOCAB_SIZE
+    LENGTH = padded_length(cfg)
+    SUM = int64 if clean else uint32
+    sizes = _sizes(cfg, gpu)
+    COPIES, STRIDE, EXPS = sizes.COPIES, sizes.STRIDE, sizes.EXPS
+    PLACED, FARTHEST = sizes.PLACED, sizes.FARTHEST
+    SLOTS, MEMBERS = sizes.SLOTS, sizes.MEMBERS
+    AT_TABLES, AT_PARTS = sizes.AT_TABLES, sizes.AT_PARTS
+    shape = sizes.shape
+    CG, TILES = shape.CG, shape.passes
+    STEPS, APART = 2 * shape.steps(), shape.apart()
+    place_of = place_function(cfg, shape.RG, PAIRED)
+    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
+    job_shift, column = nz.shift, pair_functions(cfg, nz).column
+    as_row, as_column, begin, BASE = begin_functions(cfg, nz, cfg.HIDDEN_DIM)
+    BASE, logit, weight, settled = _level_functions(cfg, gpu, sizes, BASE, clean)
+    begin_tile = begin_tile_function(gpu, nz, begin, BASE)
+    slot_of, prepare = _noise_functions(cfg, gpu, sizes, column, as_column)
+    hide, add_weights, add_groups = _sum_functions(gpu, sizes, BASE, weight, clean)
+    target_logits, store_loss = _loss_functions(cfg, gpu, column, logit, BASE, clean)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -221,13 +317,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
             ptx.named_barrier(1 + group, 128)
             step = finish(acc, ring, step, False, False, 0, 0)
             limit = V - (block * CG + side) * 128 - q * 2    # of the columns 8 j + e of this thread
-            hidden = 0                                       # columns, which will count as the smallest weight
-            if RAGGED and limit < 128:
-                for j in range(16):
-                    for e in range(2):
-                        if j * 8 + e >= limit:
-                            acc[4 * j + e], acc[4 * j + 2 + e] = HIDDEN, HIDDEN
-                            hidden += 1
+            hidden = hide(acc, limit)
             if ahead < TILES:
                 for j in range(16):
                     for half in range(2):
@@ -239,29 +329,10 @@ def head_kernel(cfg, nz, gpu, clean=False):
                     for half in range(2):
                         best[half], tops[half] = logit(tops[half]), settled(tops[half], table)
             else:
-                partial[0], partial[1] = SUM(0), SUM(0)
-                for j in range(16):
-                    for e in range(2):
-                        for half in range(2):
-                            w = weight(tops[half], acc[4 * j + 2 * half + e], last, at_exp, exps)
-                            partial[half] = SUM(partial[half] + SUM(w))
-                for half in range(2):
-                    totals[half] += int64(partial[half])
-                    if RAGGED and limit < 128:
-                        totals[half] -= int64(hidden) * weight(tops[half], int32(HIDDEN), last, at_exp, exps)
+                add_weights(totals, partial, tops, acc, limit, hidden, last, at_exp, exps)
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s, shift)
-        for half in range(2):
-            totals[half] = quad_sum64(totals[half])
-        if CG > 1:
-            mine = AT_PARTS // 2 + (rg * 64 + (row & 63)) * CG
-            if q == 0:
-                wide[mine + side], wide[mine + 8 * CG + side] = totals[0], totals[1]
-            ptx.named_barrier(5 + rg, CG * 128)
-            totals[0], totals[1] = 0, 0
-            for k in range(CG):
-                for half in range(2):
-                    totals[half] += wide[mine + half * (8 * CG) + k]
+        add_groups(totals, wide, row, rg, side, q)
         if q == 0 and side == 0:
             store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length, job)
 
-    return Kernel(head, 4 * (AT_PARTS + PARTS), shape)
+    return Kernel(head, sizes.bytes, shape)

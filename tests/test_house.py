@@ -27,8 +27,6 @@ FOLDERS = ["model", "kernels", "engine", "cluster", "islands", "tools", "deploy"
 COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
 # kernels that are one loop nest, each with the function that builds it
 LONG_KERNELS = {
-    "kernels/attention.py": {"attention_kernel"},
-    "kernels/head.py": {"head_kernel"},
     "kernels/product.py": {"product_functions"},
     "kernels/transformer.py": {"_full_width_kernel", "_up_kernel"},
 }
