@@ -30,7 +30,6 @@ LONG_KERNELS = {
     "kernels/attention.py": {"attention_kernel"},
     "kernels/gru.py": {"_product_kernel", "recur_kernel"},
     "kernels/head.py": {"head_kernel"},
-    "kernels/transformer.py": {"_full_width_kernel", "_up_kernel"},
 }
 
 PRODUCT = [path for folder in ["", *FOLDERS] for path in sorted((HERE / folder).glob("*.py"))
