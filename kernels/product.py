@@ -129,9 +129,26 @@ class Shape(SimpleNamespace):
         """Steps of a tile."""
         return self.passes * self.K // self.KP * (self.CG if self.turns else 1)
 
+    def pieces(self):
+        """Steps of a pass."""
+        return self.K // self.KP
+
     def apart(self):
         """Steps from one column group to the next."""
-        return self.K // self.KP if self.turns else 0
+        return self.pieces() if self.turns else 0
+
+    def row_threads(self):
+        """Threads that share 64 rows."""
+        return self.CG * 128
+
+    def at_weights(self):
+        """Bytes of a stage before its weights: the rows, if they pass through the ring."""
+        return 64 * self.RG * self.KP if self.stream else 0
+
+    def at_empty(self):
+        """Bytes of the barriers of full stages and, after those, of full rows (row group i is stage `stages` + i): the
+        barriers of empty ones come next, in the same order, and then those of the warpgroups' turns."""
+        return 8 * (self.stages + self.RG)
 
     def traffic(self):
         """Bytes that a row brings from the second-level cache, half as much again for sums that wait there, and a tenth
@@ -194,57 +211,31 @@ class Ring(NamedTuple):
     t: int                  # thread
 
 
-def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=False):
-    """A Product: device functions of that of a Shape whose passes come round `repeat` times for every tile of rows, and
-    are those of `matrices` matrices, one behind the other:
+@device
+def split(i, n):
+    """i // n and i % n of an int32 that is not negative, n a constant."""
+    return int32(uint32(i) // uint32(n)), int32(uint32(i) % uint32(n))
 
-    open_ring(steps, first, every, x, w, at)    the Ring of the block, with a barrier of the block; starts the first
-                                                copies. The kernel makes the rows itself with `own_rows`
-    wait_rows(ring, turn)                       turn: how many tiles came before
-    multiply(acc, ring, step, from_piece)       acc += the product of all pieces of a pass, with `fresh` acc = it; the
-                                                rows lie in the pieces from from_piece on. The tensor cores may still
-                                                work on the last, whose step it returns
-    finish(acc, ring, step, last, more, turn, coming)
-                                                acc may be read; the stage is filled again, and the rows if this was the
-                                                `last` pass of a tile and `more` tiles follow, next `coming`. Returns
-                                                the next step
 
-    Beside bulk copies the last warp that leaves a stage, or the rows, starts the next copy into it: warps may drift
-    apart by as much as the ring holds.
-    """
+def copy_functions(gpu, shape, repeat, matrices):
+    """Device functions that start copies into shared memory: fetch_rows(ring, group, tile) of the rows of a row group,
+    fetch(ring, step) of a stage. repeat, matrices: see product_functions."""
     BULK = gpu.wgmma
     K = shape.K
     KP = shape.KP
     RG = shape.RG
-    CG = shape.CG
-    N = shape.N
     STAGES = shape.stages
     STREAM = shape.stream
-    RESIDENT = shape.resident
     STAGE = shape.stage
     AT_RING = shape.at_ring
-    PIECES = K // KP
-    PIECED = shape.pieced
-    TURNS = shape.turns
-    # of a stage: its columns, the warps that read it
-    COLUMNS, READERS = (N, 4 * RG) if TURNS else (CG * N, THREADS // 32)
+    PIECES = shape.pieces()
+    ROW_THREADS = shape.row_threads()
+    AT_WEIGHTS = shape.at_weights()
+    COLUMNS = (1 if shape.turns else shape.CG) * shape.N     # of a stage
     ALL_COLUMNS = shape.columns() // matrices
     PER = ALL_COLUMNS // COLUMNS
-    # steps by which warps may drift beside cp.async, about
-    LAG = min(1 if shape.together or PIECES > 1 else 2, STAGES - 2)
-    EMPTY = 8 * (STAGES + RG)                                # after the rows of row group i, which are stage STAGES + i
-    TURN, TAKERS = 2 * EMPTY, GROUPS if TURNS else 0        # then those of the warpgroups' turns
-    A_PART, ROW_THREADS = 64 * RG * KP if STREAM else 0, CG * 128
-    A_WIDTH, A_PIECE = KP if STREAM or PIECED else K, 64 * KP if PIECED else 8 * KP
     # of a piece of rows in memory: words from one to the next; bytes that lie together, words from these to the next
-    NEXT, EACH, APART = (16 * KP, 64 * KP, 16 * K) if PIECED else (2 * KP, 8 * KP, 2 * K)
-    assert 2 * (STAGES + RG) + TAKERS <= BARRIER_WORDS
-    wait = ptx.barrier_wait if BULK else ptx.barrier_test
-
-    @device
-    def split(i, n):
-        """i // n and i % n of an int32 that is not negative, n a constant."""
-        return int32(uint32(i) // uint32(n)), int32(uint32(i) % uint32(n))
+    NEXT, EACH, APART = (16 * KP, 64 * KP, 16 * K) if shape.pieced else (2 * KP, 8 * KP, 2 * K)
 
     @gpu.device
     def copy(to, source, at, count, each, apart, full, t, threads):
@@ -284,10 +275,29 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         if matrices > 1:
             matrix, ahead = split(ahead, PER)
             at = at + matrix * (ALL_COLUMNS * K // 4)
-        copy(to + A_PART, ring.w, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), 1, COLUMNS * KP, 0,
+        copy(to + AT_WEIGHTS, ring.w, at + int32(piece * ALL_COLUMNS + ahead * COLUMNS) * (KP // 4), 1, COLUMNS * KP, 0,
              full, ring.t, THREADS)
         if not BULK:
             ptx.copy_arrive(full)
+
+    return fetch_rows, fetch
+
+
+def ring_functions(gpu, shape, own_rows, wait, fetch_rows, fetch):
+    """Device functions: open_ring and wait_rows as in product_functions; leave_rows(ring, follows, turn, coming) and
+    leave(ring, step), by which a warp has done with the rows or with a stage. wait: that for a barrier."""
+    BULK = gpu.wgmma
+    RG = shape.RG
+    STAGES = shape.stages
+    STREAM = shape.stream
+    RESIDENT = shape.resident
+    ROW_THREADS = shape.row_threads()
+    EMPTY = shape.at_empty()
+    TURN, TAKERS = 2 * EMPTY, GROUPS if shape.turns else 0
+    READERS = 4 * RG if shape.turns else THREADS // 32       # warps that read a stage
+    # steps by which warps may drift beside cp.async, about
+    LAG = min(1 if shape.together or shape.pieces() > 1 else 2, STAGES - 2)
+    assert 2 * (STAGES + RG) + TAKERS <= BARRIER_WORDS
 
     @gpu.device
     def open_ring(steps, first, every, x, w, at):
@@ -355,6 +365,25 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
                     wait(ring.bar + EMPTY + 8 * stage, turn & 1)
                     fetch(ring, int32(old + STAGES))
 
+    return open_ring, wait_rows, leave_rows, leave
+
+
+def start_functions(gpu, shape, wait):
+    """Device functions: start(acc, ring, step, piece, keep) waits for a stage and starts acc += its products, or acc =
+    them where `keep` is 0; done(acc) waits for the tensor cores. wait: that for a barrier."""
+    K = shape.K
+    KP = shape.KP
+    CG = shape.CG
+    N = shape.N
+    STAGES = shape.stages
+    STREAM = shape.stream
+    RESIDENT = shape.resident
+    STAGE = shape.stage
+    AT_RING = shape.at_ring
+    TURNS = shape.turns
+    AT_WEIGHTS = shape.at_weights()
+    A_WIDTH, A_PIECE = KP if STREAM or shape.pieced else K, 64 * KP if shape.pieced else 8 * KP
+
     @gpu.device
     def operands(ring, step, piece):
         """Waits for a step; shared addresses of the rows and of the columns of this warpgroup."""
@@ -362,12 +391,12 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         turn, stage = split(step, STAGES)
         wait(ring.bar + 8 * stage, 0 if RESIDENT else turn & 1)
         at = ring.base + AT_RING + stage * STAGE
-        b = at + A_PART + (0 if TURNS else (group % CG) * (N * KP))
+        b = at + AT_WEIGHTS + (0 if TURNS else (group % CG) * (N * KP))
         if STREAM:
             return at + (group // CG) * (64 * KP), b
         return ring.base + (group // CG) * (64 * K) + piece * A_PIECE, b
 
-    if BULK:
+    if gpu.wgmma:
         product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
         of_rows, of_columns = wgmma_descriptor(A_WIDTH), wgmma_descriptor(KP)
 
@@ -394,6 +423,36 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
         @gpu.device
         def done(acc):
             pass
+
+    return start, done
+
+
+def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=False):
+    """A Product: device functions of that of a Shape whose passes come round `repeat` times for every tile of rows, and
+    are those of `matrices` matrices, one behind the other:
+
+    open_ring(steps, first, every, x, w, at)    the Ring of the block, with a barrier of the block; starts the first
+                                                copies. The kernel makes the rows itself with `own_rows`
+    wait_rows(ring, turn)                       turn: how many tiles came before
+    multiply(acc, ring, step, from_piece)       acc += the product of all pieces of a pass, with `fresh` acc = it; the
+                                                rows lie in the pieces from from_piece on. The tensor cores may still
+                                                work on the last, whose step it returns
+    finish(acc, ring, step, last, follows, turn, coming)
+                                                acc may be read; the stage is filled again, and the rows if this was the
+                                                `last` pass of a tile and another tile `follows`, `coming`. Returns
+                                                the next step
+
+    Beside bulk copies the last warp that leaves a stage, or the rows, starts the next copy into it: warps may drift
+    apart by as much as the ring holds.
+    """
+    PIECES = shape.pieces()
+    CG = shape.CG
+    TURNS = shape.turns
+    TURN = 2 * shape.at_empty()
+    wait = ptx.barrier_wait if gpu.wgmma else ptx.barrier_test
+    fetch_rows, fetch = copy_functions(gpu, shape, repeat, matrices)
+    open_ring, wait_rows, leave_rows, leave = ring_functions(gpu, shape, own_rows, wait, fetch_rows, fetch)
+    start, done = start_functions(gpu, shape, wait)
 
     @gpu.device
     def multiply(acc, ring, step, from_piece=0):

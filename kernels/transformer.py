@@ -95,12 +95,12 @@ def _embed_kernel(cfg, nz, gpu):
                     i = piece * 16 + q * 4 + k
                     d = ptx.trunc_f32(float32(int32(n * c[k])) * f * factors[i])
                     e = byte(word, k)
-                    bytes_even = int32(0)
-                    more_odd = int32(0)
+                    ntt_even = int32(0)
+                    ntt_odd = int32(0)
                     if NTT:
-                        bytes_even, more_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
-                    x[k] = clip(int32(e + (d >> shift) + even[k] + bytes_even))
-                    x[4 + k] = clip(int32(e + (int32(-d) >> shift) + odd[k] + more_odd))
+                        ntt_even, ntt_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
+                    x[k] = clip(int32(e + (d >> shift) + even[k] + ntt_even))
+                    x[4 + k] = clip(int32(e + (int32(-d) >> shift) + odd[k] + ntt_odd))
                 h[uint64(at_h + piece * 32)] = pack_bytes(x, 0)
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack_bytes(x, 4)
 
@@ -222,53 +222,28 @@ def _norm_kernel(cfg, nz, gpu, streams):
 
 # --- up: GELU of a product that is wider than the rows ----------------------------------------------------------------
 
-def _up_kernel(cfg, nz, gpu, KP):
-    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], hidden units in blocks of 128, and their sums sb for the down
-    projection.
+# words of a member's tables of _up_kernel: noise, bias; noise of the input side of the down projection as bytes, as
+# coefficients; their factors
+UP_BIAS = 128
+UP_BYTES = 256
+UP_COEFFICIENT = 288
+UP_FACTOR = 416
+UP_TABLE = (288, 416, 544)                  # of all, by ADAPTIVE_NOISE_MODE
 
-    Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows. The sums are added to sb[3 *
-    stride + row].
-    u: [64 rows][pieces of KP hidden units][core matrices], as the down projection takes it.
-    plan: MATRIX, MATRIX_BIAS; INPUT of the down projection."""
-    H = cfg.HIDDEN_DIM
-    SHIFT = cfg.SHIFT_MLP_UP
-    MODE = cfg.ADAPTIVE_NOISE_MODE
-    BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
-    # words of a member's tables: noise, bias; noise of the input side of the down projection as bytes, as coefficients;
-    # their factors
-    BIAS = 128
-    BYTES = 256
-    COEFFICIENT = 288
-    FACTOR = 416
-    TABLE = (288, 416, 544)[MODE]
-    TABLES = GROUPS * 2 * SLOTS * TABLE
-    # of GELU: a look-up by 32 lanes then has no bank conflicts, or few
-    for COPIES in 32, 8, 4:
-        GELUS = 257 * COPIES
-        shape = wide_shape(gpu.shared - 4 * (TABLES + GELUS) - 1024, H, 4 * H, gpu.wgmma)
+
+def _up_shape(gpu, H, tables):
+    """(Shape of the up projection beside `tables` words of tables, copies of GELU: a look-up by 32 lanes then has no
+    bank conflicts, or few)."""
+    for copies in 32, 8, 4:
+        shape = wide_shape(gpu.shared - 4 * (tables + 257 * copies) - 1024, H, 4 * H, gpu.wgmma)
         if shape and (shape.resident or not shape.stream and shape.stages * shape.KP * (1 + shape.turns) >= H):
             break
-    CG = shape.CG
-    PASSES = shape.passes
-    STEPS, APART = shape.steps(), shape.apart()
-    RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
-    AT_TABLES = AT_GELU + GELUS
-    # blocks and words of a piece or a block; 16 columns
-    PIECE = max(KP // 128, 1)
-    WORDS = 16 * max(KP, 128)
-    STEP = KP // 16
-    place_of = place_function(cfg, shape.RG)
-    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
-    noise = nz.noise
-    factor = nz.factor
-    whole_factor = nz.whole
-    job_shift = nz.shift
-    input_coefficient, input_fold = nz.input_coefficient, nz.input_fold
-    of_pair = pair_functions(cfg, nz)
-    column, vector = of_pair.column, of_pair.vector
-    as_row, as_column, begin, BASE = begin_functions(
-        cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
-    begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * BIAS if BASE else 0)
+    return shape, copies
+
+
+def _unit_function(cfg, gpu, COPIES, BASE):
+    """Device function: where GELU of a hidden unit lies, among COPIES copies of the table from `at` on."""
+    SHIFT = cfg.SHIFT_MLP_UP
     # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
     UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
     # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
@@ -277,13 +252,28 @@ def _up_kernel(cfg, nz, gpu, KP):
 
     @gpu.called
     def unit_address(a, bias, at):
-        """Where GELU of a hidden unit lies."""
         if BASE:
             share = ptx.fma_sat(ptx.bits_float(a), UNIT, MIDDLE)
             return int32(int32(int32(ptx.float_bits(ptx.fma_down(share, 4, INDEX)) - int32(LESS))
                                * int32(4 * COPIES)) + at)
-        return int32(min(max(int32((a >> SHIFT) + bias), int32(0)), int32(256)) * (4 * COPIES)
-                     + at)
+        return int32(min(max(int32((a >> SHIFT) + bias), int32(0)), int32(256)) * (4 * COPIES) + at)
+
+    return unit_address
+
+
+def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
+    """Device function that fills the tables of a warpgroup. as_column, BASE: see begin_functions."""
+    H = cfg.HIDDEN_DIM
+    SHIFT = cfg.SHIFT_MLP_UP
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
+    RAGGED = shape.columns() != 4 * H
+    TABLE = UP_TABLE[MODE]
+    noise = nz.noise
+    factor = nz.factor
+    input_coefficient = nz.input_coefficient
+    pairs = pair_functions(cfg, nz)
+    column, vector = pairs.column, pairs.vector
 
     @gpu.called
     def prepare(sm, smf, at, c, block, member, source):
@@ -294,18 +284,26 @@ def _up_kernel(cfg, nz, gpu, KP):
             sm[to] = as_column(column(source, pair, i))
             even, odd = vector(source, MATRIX_BIAS, pair, i)
             bias = odd if (member + slot) & 1 else even
-            sm[to + BIAS] = (bias << SHIFT) + BASE if BASE else bias + 128
+            sm[to + UP_BIAS] = (bias << SHIFT) + BASE if BASE else bias + 128
             # both forms: a branch here would make the products wait for each other
             stream = stream_of(source, INPUT + I_SEED, pair)
             if MODE < 2:
                 word = pack_quad(noise(stream, i))
                 if c & 3 == 0:
-                    sm[at + slot * TABLE + BYTES + (c >> 2)] = word
+                    sm[at + slot * TABLE + UP_BYTES + (c >> 2)] = word
             if MODE > 0:
                 entry = source.overlay[uint64(source.plan[source.p + INPUT + I_OVERLAY] + i)]
-                sm[to + COEFFICIENT] = input_coefficient(entry, stream, i)
+                sm[to + UP_COEFFICIENT] = input_coefficient(entry, stream, i)
                 if MODE == 2:
-                    smf[to + FACTOR] = factor(entry, stream, i)
+                    smf[to + UP_FACTOR] = factor(entry, stream, i)
+
+    return prepare
+
+
+def _fold_function(cfg, nz, gpu):
+    """Device function that sums for the down projection where its noise is not whole."""
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    input_fold = nz.input_fold
 
     @device
     @(unroll if MODE == 2 else gpu.unroll)            # no compiler unrolls the loops of mode 2
@@ -317,14 +315,52 @@ def _up_kernel(cfg, nz, gpu, KP):
                 pb[k] = 0
             for sub in range(4):
                 j = 2 * sub + g
-                c = ptx.load_shared4(at + 4 * COEFFICIENT + j * 64)
+                c = ptx.load_shared4(at + 4 * UP_COEFFICIENT + j * 64)
                 for k in range(4):
-                    f = smf[at_words + FACTOR + j * 16 + k] if MODE == 2 else float32(0)
+                    f = smf[at_words + UP_FACTOR + j * 16 + k] if MODE == 2 else float32(0)
                     for half in range(2):
                         i = accumulator_of(j, half, k)
                         pb[4 * half + k] = input_fold(pb[4 * half + k], acc[i], c[k], f)
             for k in range(8):
                 sums[k >> 2] += pb[k]
+
+    return folded
+
+
+def _up_kernel(cfg, nz, gpu, KP):
+    """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], hidden units in blocks of 128, and their sums sb for the down
+    projection.
+
+    Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows. The sums are added to sb[3 *
+    stride + row].
+    u: [64 rows][pieces of KP hidden units][core matrices], as the down projection takes it.
+    plan: MATRIX, MATRIX_BIAS; INPUT of the down projection."""
+    H = cfg.HIDDEN_DIM
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
+    TABLE = UP_TABLE[MODE]
+    TABLES = GROUPS * 2 * SLOTS * TABLE
+    shape, COPIES = _up_shape(gpu, H, TABLES)
+    GELUS = 257 * COPIES
+    CG = shape.CG
+    PASSES = shape.passes
+    STEPS, APART = shape.steps(), shape.apart()
+    RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
+    AT_TABLES = AT_GELU + GELUS
+    # blocks and words of a piece or a block; 16 columns
+    PIECE = max(KP // 128, 1)
+    WORDS = 16 * max(KP, 128)
+    STEP = KP // 16
+    place_of = place_function(cfg, shape.RG)
+    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
+    whole_factor = nz.whole
+    job_shift = nz.shift
+    as_row, as_column, begin, BASE = begin_functions(
+        cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
+    begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * UP_BIAS if BASE else 0)
+    prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
+    unit_address = _unit_function(cfg, gpu, COPIES, BASE)
+    folded = _fold_function(cfg, nz, gpu)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -382,10 +418,10 @@ def _up_kernel(cfg, nz, gpu, KP):
                 if not RAGGED or block < BLOCKS:
                     for j in range(8):
                         if not BASE:
-                            b = ptx.load_shared4(at_bytes + j * 64 + 4 * BIAS)
+                            b = ptx.load_shared4(at_bytes + j * 64 + 4 * UP_BIAS)
                         c4 = int32(0)
                         if whole:
-                            c4 = sm[uint32(at_slot + BYTES + 4 * j + q)]
+                            c4 = sm[uint32(at_slot + UP_BYTES + 4 * j + q)]
                         for half in range(2):
                             for k in range(4):
                                 i = accumulator_of(j, half, k)
@@ -408,6 +444,8 @@ def _up_kernel(cfg, nz, gpu, KP):
     return Kernel(up, 4 * (AT_TABLES + TABLES), shape)
 
 
+# --- products of full width -------------------------------------------------------------------------------------------
+
 def turned_function(cfg):
     """Device function: two neighbours in a head, turned by an angle."""
     BIT = cfg.ROPE_SCALE_BIT
@@ -420,42 +458,13 @@ def turned_function(cfg):
     return turned
 
 
-def _full_width_kernel(cfg, nz, gpu, kind):
-    """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a
-    block takes every gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
-
-    kind "qkv": q, k, v = amax of the product, q and k rotated first; q, k as core matrices, in h, k after q; v
-    transposed: core matrices of one row a channel (permuted as the columns are), positions permuted within 32 as the
-    weights' mma fragments hold them.
-    "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
-    plan: MATRIX, MATRIX_BIAS of each matrix, NEXT_MATRIX entries apart. sb: [4][stride]; spill: as in `layout`."""
+def _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN):
+    """Device function that fills the tables of a warpgroup: the noise of N columns and, for the down projection, their
+    bias. TABLE: words of a member's."""
     H = cfg.HIDDEN_DIM
-    D = cfg.HEAD_DIM
-    T = cfg.SEQ_LEN
-    QKV, DOWN = kind == "qkv", kind == "down"
-    K = 4 * H if DOWN else H
-    SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
-    MATRICES = 3 if QKV else 1
-    LENGTH = padded_length(cfg)
-    POSITIONS = value_length(cfg)
-    SLOTS = members_of(64, LENGTH)
-    TABLE = 256 if DOWN else 128                             # words of a member's tables for 128 columns: noise, bias
-    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, 2 * TALLEST   # words; TOPS: of this tile and of the next
-    shape = full_shape(gpu.shared - 4 * (TABLES + TOPS) - 1024, K, H, turns=gpu.wgmma)
-    CG = shape.CG
-    N = shape.N
-    PASSES = shape.passes
-    RG = shape.RG
-    STEPS, APART = shape.steps(), shape.apart()
-    RAGGED = shape.columns() != H
-    ACC = N // 2
-    AT_TABLES, place_of = shape.bytes // 4, place_function(cfg, RG)
-    AT_TOPS = AT_TABLES + TABLES
-    MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
-    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
-    job_shift, of_pair = nz.shift, pair_functions(cfg, nz)
-    column, vector = of_pair.column, of_pair.vector
-    turned = turned_function(cfg)
+    SLOTS = members_of(64, padded_length(cfg))
+    pairs = pair_functions(cfg, nz)
+    column, vector = pairs.column, pairs.vector
 
     @gpu.device
     def prepare(sm, at, c, columns, member, source):
@@ -470,6 +479,55 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 even, odd = vector(source, MATRIX_BIAS, pair, i)
                 sm[to + 128] = odd if (member + slot) & 1 else even
 
+    return prepare
+
+
+def _sum_functions(cfg, shape, kind):
+    """Device functions on the accumulators of two rows, before amax: add_all(acc, s, at_noise, shift, h, to, col) adds
+    the noise and, as `kind` has them, h and the bias; rotate(acc, rope, row, col, q) turns q or k."""
+    H = cfg.HIDDEN_DIM
+    D = cfg.HEAD_DIM
+    T = cfg.SEQ_LEN
+    QKV, DOWN = kind == "qkv", kind == "down"
+    SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
+    LENGTH = padded_length(cfg)
+    N = shape.N
+    RAGGED = shape.columns() != H
+    turned = turned_function(cfg)
+
+    @device
+    def add_all(acc, s, at_noise, shift, h, to, col):
+        for j in range(N // 16):
+            if not RAGGED or col + 16 * j < H:
+                n = ptx.load_shared4(at_noise + j * 64)
+                if DOWN:
+                    b = ptx.load_shared4(at_noise + 512 + j * 64)
+                for half in range(2):
+                    word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
+                    for k in range(4):
+                        i = accumulator_of(j, half, k)
+                        v = int32(acc[i] + ptx.shift_right(s[half] * n[k], shift))
+                        if not QKV:
+                            v = int32((v >> SHIFT) + byte(word, k))
+                        if DOWN:
+                            v = int32(v + b[k])
+                        acc[i] = v
+
+    @device
+    def rotate(acc, rope, row, col, q):
+        for j in range(N // 16):
+            for half in range(2):
+                i, position = 8 * j + 2 * half, min(row % LENGTH + 8 * half, T - 1)
+                r = ptx.load4(rope, int64(position * D + ((col + j * 16 + q * 4) & (D - 1))))
+                acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
+                acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
+
+    return add_all, rotate
+
+
+def _amax_functions(gpu, N):
+    """Device functions of amax on the accumulators of two rows: extremes(acc, most, least), quantised(acc, scales)."""
+
     @gpu.device
     def extremes(acc, most, least):
         """The largest and smallest values so far of the two rows."""
@@ -480,8 +538,20 @@ def _full_width_kernel(cfg, nz, gpu, kind):
 
     @gpu.device
     def quantised(acc, scales):
-        for i in range(ACC):
+        for i in range(N // 2):
             acc[i] = rounded(acc[i], scales[(i >> 1) & 1])
+
+    return extremes, quantised
+
+
+def _store_functions(cfg, gpu, shape):
+    """Device functions that write quantised accumulators: store(acc, out, to, col) as core matrices of rows,
+    store_transposed(acc, out, row, col, lane) as those of v."""
+    H = cfg.HIDDEN_DIM
+    LENGTH = padded_length(cfg)
+    POSITIONS = value_length(cfg)
+    N = shape.N
+    RAGGED = shape.columns() != H
 
     @gpu.device
     def store(acc, out, to, col):
@@ -510,6 +580,42 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                       * 128 + ((lane >> 3) & 3) * 4) >> 2
                 out[uint64(to)] = ptx.byte_permute(even_row, odd_row, 0x5140)
                 out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
+
+    return store, store_transposed
+
+
+def _full_width_kernel(cfg, nz, gpu, kind):
+    """Products of full width, so that a row's amax needs nothing outside the block. Launch [blocks] of 512 threads; a
+    block takes every gridDim-th tile of 64 RG rows ("qkv": every gridDim / 3-th, of matrix blockIdx % 3).
+
+    kind "qkv": q, k, v = amax of the product, q and k rotated first; q, k as core matrices, in h, k after q; v
+    transposed: core matrices of one row a channel (permuted as the columns are), positions permuted within 32 as the
+    weights' mma fragments hold them.
+    "o", "down": h = amax(h + (product >> shift) + bias), without a bias in "o".
+    plan: MATRIX, MATRIX_BIAS of each matrix, NEXT_MATRIX entries apart. sb: [4][stride]; spill: as in `layout`."""
+    H = cfg.HIDDEN_DIM
+    QKV, DOWN = kind == "qkv", kind == "down"
+    K = 4 * H if DOWN else H
+    MATRICES = 3 if QKV else 1
+    SLOTS = members_of(64, padded_length(cfg))
+    TABLE = 256 if DOWN else 128                             # words of a member's tables for 128 columns: noise, bias
+    TABLES, TOPS = 2 * GROUPS * SLOTS * TABLE, 2 * TALLEST   # words; TOPS: of this tile and of the next
+    shape = full_shape(gpu.shared - 4 * (TABLES + TOPS) - 1024, K, H, turns=gpu.wgmma)
+    CG = shape.CG
+    N = shape.N
+    PASSES = shape.passes
+    RG = shape.RG
+    STEPS, APART = shape.steps(), shape.apart()
+    ACC = N // 2
+    AT_TABLES, place_of = shape.bytes // 4, place_function(cfg, RG)
+    AT_TOPS = AT_TABLES + TABLES
+    MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
+    open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
+    job_shift = nz.shift
+    prepare = _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN)
+    add_all, rotate = _sum_functions(cfg, shape, kind)
+    extremes, quantised = _amax_functions(gpu, N)
+    store, store_transposed = _store_functions(cfg, gpu, shape)
 
     # not gpu.unroll: every compiler unrolls the loops here, and unrolled before they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
@@ -554,29 +660,9 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, ahead == PASSES - 1, turn + 1 < count, turn, tile + every)
-                at_noise, shift = base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job)
-                for j in range(N // 16):
-                    if not RAGGED or col + 16 * j < H:
-                        n = ptx.load_shared4(at_noise + j * 64)
-                        if DOWN:
-                            b = ptx.load_shared4(at_noise + 512 + j * 64)
-                        for half in range(2):
-                            word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
-                            for k in range(4):
-                                i = accumulator_of(j, half, k)
-                                v = int32(acc[i] + ptx.shift_right(s[half] * n[k], shift))
-                                if not QKV:
-                                    v = int32((v >> SHIFT) + byte(word, k))
-                                if DOWN:
-                                    v = int32(v + b[k])
-                                acc[i] = v
+                add_all(acc, s, base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job), h, to, col)
                 if QKV and matrix < 2:
-                    for j in range(N // 16):
-                        for half in range(2):
-                            i, position = 8 * j + 2 * half, min(row % LENGTH + 8 * half, T - 1)
-                            r = ptx.load4(rope, int64(position * D + ((col + j * 16 + q * 4) & (D - 1))))
-                            acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
-                            acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
+                    rotate(acc, rope, row, col, q)
                 extremes(acc, most, least)
                 if PASSES > 1 and ahead < PASSES - 1:
                     for i in range(0, ACC, 4):
@@ -617,7 +703,7 @@ class Plan(host.Plan):
         self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0)
         self.layers, before = [], self.vector("mlp_emb_bias_down", 0)
         for i in range(cfg.N_LAYERS):
-            queries = {which * NEXT_MATRIX: self.matrix(name, i) for which, name in enumerate(("w_q", "w_k", "w_v"))}
+            queries = {number * NEXT_MATRIX: self.matrix(name, i) for number, name in enumerate(("w_q", "w_k", "w_v"))}
             self.layers.append(SimpleNamespace(
                 ln_1=self._norm("ln_1", i, before, ["w_q", "w_k", "w_v"]), qkv=self.add(queries),
                 attention=self.add({0: self.input("w_o", i)}), o=self.add({MATRIX: self.matrix("w_o", i)}),

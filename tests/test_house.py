@@ -25,11 +25,6 @@ MAY_IMPORT = dict(egg_config=set(), model=MODEL, kernels=KERNELS, cluster=CLUSTE
 FOLDERS = ["model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "lab"]
 
 COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
-# kernels that are one loop nest, each with the function that builds it
-LONG_KERNELS = {
-    "kernels/product.py": {"product_functions"},
-    "kernels/transformer.py": {"_full_width_kernel", "_up_kernel"},
-}
 
 PRODUCT = [path for folder in ["", *FOLDERS] for path in sorted((HERE / folder).glob("*.py"))
            if path.name != "test_egg.py"]
@@ -139,13 +134,9 @@ def test_no_class_is_longer_than_300_lines():
 
 
 def test_no_function_is_longer_than_120_lines():
-    """A function that builds kernels is as long as they are together. The exceptions are named above, and needed."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    long = {(name_of(path), name): f"{name_of(path)}:{line} {name} has {lines} lines" for path in [*PRODUCT, *TESTS]
-            for line, name, lines in sizes(path, functions) if lines > FUNCTION_LINES}
-    allowed = {(name, kernel) for name, kernels in LONG_KERNELS.items() for kernel in kernels}
-    none_of([text for key, text in long.items() if key not in allowed]
-            + [f"{name}: {kernel} needs no exception" for name, kernel in sorted(allowed - set(long))])
+    none_of([f"{name_of(path)}:{line} {name} has {lines} lines" for path in [*PRODUCT, *TESTS]
+             for line, name, lines in sizes(path, functions) if lines > FUNCTION_LINES])
 
 
 # --- what the coordinator loads --------------------------------------------------------------------------------------
