@@ -430,7 +430,7 @@ def seen_kernel(cfg):
         n = noise(seed, i)
         return int32(int32(n > 0) - int32(n < 0)) if signs else n
 
-    def seen(windows: A32, tables: A2, fit: A8, seed: AU32, votes: A32):
+    def seen_votes(windows: A32, tables: A2, fit: A8, seed: AU32, votes: A32):
         """Adds the votes of a pair on the tokens in its window another SEEN_VOTES - 1 times. windows int32, flat:
         those of all pairs; tables [tables, 3]: first of the weights, seed of the tokens' noise, of the hidden units';
         fit int8. Grid: pairs * tables."""
@@ -455,7 +455,7 @@ def seen_kernel(cfg):
                     to = tables[table, 0] + vote_index(tokens[i], r, True, V)
                     cuda.atomic.add(votes, to, int32(draws[i] * b))
 
-    return seen
+    return seen_votes
 
 
 def rescale_kernel(cfg):
@@ -511,7 +511,7 @@ class Update:
         self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
         self.windows = cuda.device_array(window_bytes(cfg) // 4, np.int32)
-        self.seen = cuda.to_device(np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg)
+        self.seen_tables = cuda.to_device(np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg)
                                              if t.seen_votes], np.int32))
         self.muon = muon.Direction(cfg, kernels)
         self.pairs = cfg.N_PAIRS
@@ -544,8 +544,9 @@ class Update:
                 self.votes, shared=SHARED)
             add("vector_products", blocks(len(tables.vectors) * splits, THREADS // 32), tables.vectors, self.operands,
                 fit, rows, start, splits, np.int32(self.pairs), self.votes)
-        if "seen" in self.kernels:
-            add("seen", self.pairs * len(self.seen), self.windows, self.seen, self.fit, seed, self.votes)
+        if "seen_votes" in self.kernels:
+            add("seen_votes", self.pairs * len(self.seen_tables), self.windows, self.seen_tables, self.fit, seed,
+                self.votes)
         out += self.muon.launches(stream, self.votes, moments)
         add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.token_rates, self.votes,
             self.muon.x, weights, moments, self.touched, self.changed)

@@ -273,18 +273,18 @@ def multiply_functions(gpu, pairs, K, stride, columns=COLUMNS):
     column_side, columns_of = pairs.column_side, pairs.columns
 
     @gpu.called
-    def fetch(columns, which, packed, at):
+    def fetch(columns, matrix, packed, at):
         for j in range(4):
-            first = 8 * which + 2 * j
+            first = 8 * matrix + 2 * j
             columns[first], columns[first + 1] = ptx.load2(packed, at + j * (2 * K))
 
     @gpu.called
-    def add_product(acc, words, x, below, columns, which):
+    def add_product(acc, words, x, below, columns, matrix):
         for d in range(2):
             first = x + d * below
             even, odd = ptx.load2(words, first), ptx.load2(words, first + TO_ODD)
             for j in range(4):
-                at, b = 16 * d + 4 * j, 8 * which + 2 * j
+                at, b = 16 * d + 4 * j, 8 * matrix + 2 * j
                 c = (acc[at], acc[at + 1], acc[at + 2], acc[at + 3])
                 c = ptx.mma_s8((even[0], odd[0], even[1], odd[1]), columns[b], columns[b + 1], c)
                 for half in range(4):
@@ -334,7 +334,7 @@ def multiply_functions(gpu, pairs, K, stride, columns=COLUMNS):
 
 def product_function(gpu, pairs, H, K, columns, finish, bias=None):
     """Device function: the product of vectors of K entries with a matrix, with its noise. finish(block, row, column,
-    total, more, where) takes a result; more: the entry of a vector that belongs to the column, as the member of
+    total, entry, where) takes a result; entry: that of a vector that belongs to the column, as the member of
     the row sees it; bias: from the matrix to this vector in the plan."""
     STRIDE = stride_words(K, gpu, H)
     multiply, next_tile = multiply_functions(gpu, pairs, K, STRIDE)
@@ -365,13 +365,13 @@ def product_function(gpu, pairs, H, K, columns, finish, bias=None):
                     if bias is not None:
                         word = block.drawn[uint64(bias_side[0] + 4 * c)]
                     for e in range(2):
-                        more = (int32(0), int32(0))
+                        entries = (int32(0), int32(0))
                         if bias is not None:
-                            more = vector(source, bias_side, (word, word), c + e)
+                            entries = vector(source, bias_side, (word, word), c + e)
                         for half in range(2):
                             noisy = int32(sums[half] * noise[2 * j + e]) >> block.shift
                             total = int32(acc[4 * j + 2 * half + e] + noisy)
-                            finish(block, row + 8 * half, c + e, total, of_member(more, half), where)
+                            finish(block, row + 8 * half, c + e, total, of_member(entries, half), where)
                 tile += 1
                 next_tile(acc, noise)
         cuda.syncthreads()
@@ -531,9 +531,9 @@ def embed_function(gpu, cfg, pairs):
                         if not GRU:
                             v = int32(v + of_member(bias, half))
                         if NTT:
-                            more = look_up(source.weights, source.overlay, uint32(source.seed + uint32(pair)),
+                            of_bytes = look_up(source.weights, source.overlay, uint32(source.seed + uint32(pair)),
                                            shift, mask, c, h)
-                            v = int32(v + of_member(more, half))
+                            v = int32(v + of_member(of_bytes, half))
                         y[4 * half + k] = clip(v)
                 store_pair(block, word_of(block, X, row_of(unit)) + w, y)
     return embed
@@ -565,7 +565,7 @@ def gate_functions(gpu, cfg):
     open_gate, gated, next_state = NORMS.gate, NORMS.gated, NORMS.next_state
 
     @gpu.called
-    def keep(block, row, c, total, more, region):
+    def keep(block, row, c, total, entry, region):
         block.vector[entry_of(block, region, row, c)] = divided(total)
 
     @gpu.called
@@ -599,11 +599,11 @@ def recurrent_kernel(cfg, gpu):
     divided, divided_down = divided_function(cfg, H, 0 if cfg.MLP_RELU else -127), divided_function(cfg, 4 * H)
 
     @gpu.called
-    def to_inner(block, row, c, total, more, where):
+    def to_inner(block, row, c, total, entry, where):
         block.vector[entry_of(block, INSIDE, 0, row * INNER_STRIDE + c)] = divided(total)
 
     @gpu.called
-    def add(block, row, c, total, more, where):
+    def add(block, row, c, total, entry, where):
         at = entry_of(block, X, row, c)
         block.vector[at] = clip(int32(block.vector[at] + divided_down(total)))
 
@@ -611,8 +611,8 @@ def recurrent_kernel(cfg, gpu):
                                     for finish, bias in zip(gate_functions(gpu, cfg), (None, B_F - U_F, B_H - U_H)))
     up, down = product_function(gpu, pairs, H, H, 4 * H, to_inner), product_function(gpu, pairs, H, 4 * H, H, add)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, pairs)
-    add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, pairs, *more)
-                                         for more in ((H,), (H, 1, 2), (4 * H,)))
+    add_up, add_up_both, add_up_inner = (sums_function(gpu, cfg, pairs, *lengths)
+                                         for lengths in ((H,), (H, 1, 2), (4 * H,)))
 
     @device
     def state_of(block, unit, odd, layer):
@@ -742,12 +742,12 @@ def attention_functions(gpu, cfg):
         """Queries to their region, keys and values of a row to its sequence's, which begin at word `cache`."""
         lane, here = cuda.threadIdx.x & 31, first + row * (3 * H)
         query, cached = word_of(block, INSIDE, row), cache + position * (H // 4)
-        for which in range(3):
+        for matrix in range(3):
             top = int32(0)
             for w in range(lane, H // 4, 32):
-                at = here + which * H + 4 * w
+                at = here + matrix * H + 4 * w
                 v = ptx.load4(y, at)
-                if which < 2:
+                if matrix < 2:
                     r = ptx.load4(rope, int64(position * D + 4 * w % D))
                     v = turned(v[0], v[1], r[0], r[1]) + turned(v[2], v[3], r[2], r[3])
                     ptx.store4(y, at, v[0], v[1], v[2], v[3])
@@ -757,10 +757,10 @@ def attention_functions(gpu, cfg):
             for turn in range(TURNS):
                 w = lane + 32 * turn
                 if w < H // 4:
-                    word = rounded_word(y, here + which * H + 4 * w, scale)
-                    if which == 0:
+                    word = rounded_word(y, here + matrix * H + 4 * w, scale)
+                    if matrix == 0:
                         block.words[uint64(query + w)] = word
-                    elif which == 1:
+                    elif matrix == 1:
                         keys[uint64(cached + w)] = word
                     else:
                         values[uint64(cached + w)] = word
@@ -831,7 +831,7 @@ def transformer_kernel(cfg, gpu):
     job_shift = pairs.shift
 
     @gpu.called
-    def store(block, row, c, total, more, where):
+    def store(block, row, c, total, entry, where):
         """where: (y, the first of this matrix in this block)."""
         where[0][uint64(where[1] + row * (3 * H) + c)] = total
 
@@ -844,8 +844,8 @@ def transformer_kernel(cfg, gpu):
     up = product_function(gpu, pairs, H, H, 4 * H, inner, MATRIX_BIAS - MATRIX)
     settle, (turn, attend) = settle_function(gpu, cfg, pairs), attention_functions(gpu, cfg)
     norm, embed = norm_function(gpu, cfg, pairs), embed_function(gpu, cfg, pairs)
-    add_up, add_up_three, add_up_inner = (sums_function(gpu, cfg, pairs, *more)
-                                          for more in ((H,), (H, 1, 3), (4 * H, 4)))
+    add_up, add_up_three, add_up_inner = (sums_function(gpu, cfg, pairs, *lengths)
+                                          for lengths in ((H,), (H, 1, 3), (4 * H, 4)))
 
     @device
     def cache_of(block, row, layer, room):
@@ -876,8 +876,8 @@ def transformer_kernel(cfg, gpu):
             cuda.syncthreads()
             if 0 <= layer < L:
                 p += PLAN
-                for which in range(3):
-                    to_y(block, p + which * NEXT_MATRIX, N, which, (y, own + which * H))
+                for matrix in range(3):
+                    to_y(block, p + matrix * NEXT_MATRIX, N, matrix, (y, own + matrix * H))
                 for row in range(warp, rows, WARPS):
                     sequence, cache = cache_of(block, row, layer, room)
                     if sequence < count:

@@ -54,9 +54,9 @@ class Prompts(namedtuple("Prompts", "rows tokens lengths")):
     """What texts begin with. rows: int64 [n], numbers of the rows of DATA and HELD_OUT, or -1 for a window of the data;
     tokens: int32 [n, longest]; lengths: int64 [n]."""
 
-    def part(self, which):
+    def part(self, number):
         """The Prompts of these numbers."""
-        return Prompts(*(values[which] for values in self))
+        return Prompts(*(values[number] for values in self))
 
 
 def read(path):
@@ -65,7 +65,7 @@ def read(path):
         pass
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
-        found = runpy.run_path(path)
+        names = runpy.run_path(path)
     except SyntaxError as error:
         raise ObjectiveError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (Exception, SystemExit) as error:
@@ -73,10 +73,10 @@ def read(path):
         raise ObjectiveError(f"{path}: {_said(error)}{advice}") from None
     finally:
         del sys.path[0]
-    if not callable(found.get("reward")):
+    if not callable(names.get("reward")):
         raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns): it is to return a list "
                              "of numbers")
-    return found
+    return names
 
 
 def _said(error):
@@ -86,11 +86,11 @@ def _said(error):
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def _rows(path, found, name):
+def _rows(path, names, name):
     """[{column: value}] of DATA or HELD_OUT, [] without it. Raises ObjectiveError."""
-    if name not in found:
+    if name not in names:
         return []
-    value, place = found[name], path
+    value, place = names[name], path
     if isinstance(value, str):
         place = os.path.join(os.path.dirname(os.path.abspath(path)), value)
         with explained(ObjectiveError, place, f"{name} of {path} names it"), open(place, "rb") as file:
@@ -115,8 +115,8 @@ def _rows(path, found, name):
     return value
 
 
-def _number(path, found, name, default, low, high):
-    value = found.get(name, default)
+def _number(path, names, name, default, low, high):
+    value = names.get(name, default)
     kind = type(default)
     if not (isinstance(value, Real) and low <= value <= high and kind(value) == value):
         whole = "whole " * (kind is int)
@@ -292,28 +292,28 @@ class Objective:
 
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None):
         with contextlib.chdir("."):                  # which the file may leave
-            found = read(path)
+            names = read(path)
         self.cfg, self.path = cfg, path
         self.decoding, self.tokens = decoding, tokens
-        self.write = _number(path, found, "TOKENS", 64, 1, LONGEST - 1)
-        self.stop = found.get("STOP", "")
+        self.write = _number(path, names, "TOKENS", 64, 1, LONGEST - 1)
+        self.stop = names.get("STOP", "")
         if not isinstance(self.stop, str):
             raise ObjectiveError(f"{path}: STOP = {self.stop!r}: must be a text")
-        self.turns = _number(path, found, "TURNS", 1, 1, MOST_TURNS)
-        if callable(found.get("reply")) != (self.turns > 1):
+        self.turns = _number(path, names, "TURNS", 1, 1, MOST_TURNS)
+        if callable(names.get("reply")) != (self.turns > 1):
             raise ObjectiveError(f"{path}: TURNS of 2 or more and a function reply(prompts, texts) need each other")
-        temperature = _number(path, found, "TEMPERATURE", 1.0, 0.0, 100.0)
+        temperature = _number(path, names, "TEMPERATURE", 1.0, 0.0, 100.0)
         self.settings = sampling.settings(cfg, temperature, 0.0, 0.0)
         if decoding is None:
             raise ObjectiveError(f"{cfg.DECODING_FILE} is missing, and without it tokens are no text")
-        rows, held = (_rows(path, found, name) for name in ("DATA", "HELD_OUT"))
-        self.rows = rows if held or len(rows) < 10 else [row for i, row in enumerate(rows) if i % 10]
-        held = held or rows[::10]
-        columns = sorted({name for row in rows + held for name in row} - {"prompt", "completions", "prompts"})
-        self.reader = Reader(decoding, self.rows + held, columns, self.stop)
+        rows, kept_out = (_rows(path, names, name) for name in ("DATA", "HELD_OUT"))
+        self.rows = rows if kept_out or len(rows) < 10 else [row for i, row in enumerate(rows) if i % 10]
+        kept_out = kept_out or rows[::10]
+        columns = sorted({name for row in rows + kept_out for name in row} - {"prompt", "completions", "prompts"})
+        self.reader = Reader(decoding, self.rows + kept_out, columns, self.stop)
         encoded = [self._encoded(row["prompt"]) for row in self.reader.rows]
         self._of_rows = _begun(np.arange(len(encoded)), encoded)
-        self.held = self._held(len(held), tokens if held_out is None else held_out, temperature > 0)
+        self.held = self._held(len(kept_out), tokens if held_out is None else held_out, temperature > 0)
         judge = functools.partial(Judge, path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS, self.reader)
         self.judge = judge()
         self.other = judge("reply") if self.turns > 1 else None
@@ -359,8 +359,8 @@ class Objective:
             so_far = _begun(prompts.rows, [
                 np.concatenate([tokens[:n], self._encoded(text + reply, int(n))])
                 for tokens, n, text, reply in zip(so_far.tokens, so_far.lengths, texts, replies)])
-            more = self._continued(engine, so_far, hash32(seeds, turn), first_pair)
-            texts = readable(self.reader, *so_far, more)["completions"]
+            turns = self._continued(engine, so_far, hash32(seeds, turn), first_pair)
+            texts = readable(self.reader, *so_far, turns)["completions"]
             completions = ["".join(parts) for parts in zip(completions, replies, texts)]
         return {**written, "completions": completions}
 
