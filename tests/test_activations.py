@@ -36,32 +36,6 @@ def test_the_cpu_engine_steps_as_the_plain_reading(seed):
     assert course(engine_of("auto", seed), 2) == want
 
 
-def test_an_update_takes_the_sum_of_the_chunks_and_leaves_norms_alone():
-    from engine import cpu_engine
-    engine = cpu_engine.CpuEngine(CFG.changed(LR_SCHEDULE=((0, 5.0),), ADAM_WEIGHT_DECAY=0.1), TOKENS)
-    before = engine.state()
-    found, changed = step_of(engine)
-    after = engine.state()
-    total = sum(unpack_ternary(packed, CFG.CHUNK_DIGITS).astype(int) for packed, _ in found)
-    assert changed == np.count_nonzero(before.weights != after.weights) > 1000
-    for t in parameters.tensors(CFG):
-        moved = after.weights[t.span].astype(int) - before.weights[t.span]
-        if t.name.startswith("ln_"):
-            assert not moved.any() and not total[t.span].any()
-        elif not t.matrix:                                   # which do not decay
-            equal(np.sign(moved), np.sign(total[t.span]))
-
-
-def test_what_votes_call_is_compiled_ahead_for_the_types_of_a_chunk():
-    """Else a run would compile it once more."""
-    from engine import cpu_activations, cpu_engine
-    engine = cpu_engine.CpuEngine(CFG, TOKENS, threads=1)
-    engine._activations.vote_on_nothing()
-    engine.evaluate(0, CFG.CHUNK_SIZE)
-    called = cpu_activations.credits, cpu_activations.add_credit, cpu_activations.add_products
-    assert [len(function.signatures) for function in called] == [1, 1, 1]
-
-
 def test_noise_is_uniform_and_independent():
     phase = activations.Phase("gate", 0, 64, 15, 1 << 20, True, 0)
     drawn = np.stack([activations.noise(phase, 77 + k, 32).ravel() for k in range(16)])

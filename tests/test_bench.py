@@ -1,13 +1,12 @@
-"""`egg.py bench`, and the table of `python -m lab.shapes`: with a fake engine, whole steps with the real one."""
+"""`egg.py bench` with a fake engine, and the table of `python -m lab.shapes` with the real one."""
 
 import re
 from types import SimpleNamespace
 
 import numpy as np
-from pytest import approx, fixture, importorskip
+from pytest import approx, importorskip
 
 import egg_config
-from engine import engines, hardware
 from fakes import CFG, FakeEngine
 from lab import shapes
 from recordings import HERE
@@ -25,64 +24,27 @@ class Clock:
         return self.now
 
 
-class Clocked(FakeEngine):
-    """Takes a millisecond for four members, and two for an update; remembers its configurations."""
-    made = []
+class Gpu(FakeEngine):
+    """Takes a millisecond for four members, and half of that without noise."""
+    name, compile_seconds = "cuda:0 fake", 1.0
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, tokens, device, silent=False):
         super().__init__(cfg)
-        self.made.append(cfg)
+        self.silent = silent
 
     def evaluate(self, first, count):
-        bench.time.now += count / 4000
+        bench.time.now += count / (8000 if self.silent else 4000)
         return super().evaluate(first, count)
-
-    def update(self, fitness):
-        bench.time.now += 0.002
-        return super().update(fitness)
-
-
-@fixture
-def fake(monkeypatch):
-    """The configurations of the engines that `bench` makes on a GPU with wgmma and 2 TOP/s."""
-    cuda_engine = importorskip("engine.cuda_engine")
-    monkeypatch.setattr(Clocked, "made", [])
-    monkeypatch.setattr(bench, "time", Clock())
-    monkeypatch.setattr(engines, "make", lambda cfg, tokens, device, threads=None: Clocked(cfg))
-    monkeypatch.setattr(cuda_engine, "card", lambda device: (True, 2e12))
-    monkeypatch.setattr(shapes, "SHAPES", {"default": {}, "wide": dict(HIDDEN_DIM=96), "bad": dict(HIDDEN_DIM=65)})
-    monkeypatch.setattr(bench, "median_seconds", lambda run: bench_seconds(run, 0.02))
-    return Clocked.made
 
 
 bench_seconds = bench.median_seconds
 
 
-def test_the_table_has_a_row_for_each_shape(fake, monkeypatch, capsys):
-    monkeypatch.setattr(hardware, "one_device", lambda cfg: "cuda:0")
-    shapes.print_table(CFG.changed(TENSOR_CORES="mma"), shapes.SHAPES, False)
-    assert [(cfg.HIDDEN_DIM, cfg.TENSOR_CORES, cfg.POPULATION_SIZE) for cfg in fake] == [
-        (width, "mma", 8 * CFG.CHUNK_SIZE) for width in (64, 96)]
-    *rows, wrong = capsys.readouterr().out.splitlines()[-3:]
-    for row, name in zip(rows, ("default", "wide")):
-        *_, members, speed, _, update = row.split()          # 32 members of 8 tokens in 8 ms
-        assert row.startswith(name) and members == "32" and float(speed) == approx(0.032, abs=0.001)
-        assert 2 <= float(update) < 2.2
-    assert wrong.startswith("bad        HIDDEN_DIM = 65: must be a multiple of 32")
-
-
-def test_a_gpu_has_every_figure(fake, monkeypatch, capsys):
-    class Gpu(Clocked):
-        name, compile_seconds = "cuda:0 fake", 1.0
-
-        def __init__(self, cfg, tokens, device, silent=False):
-            super().__init__(cfg)
-            self.silent = silent
-
-        def evaluate(self, first, count):
-            return super().evaluate(first, count // 2 if self.silent else count)
-
-    from engine import cuda_engine
+def test_a_gpu_has_every_figure(monkeypatch, capsys):
+    cuda_engine = importorskip("engine.cuda_engine")
+    monkeypatch.setattr(bench, "time", Clock())
+    monkeypatch.setattr(cuda_engine, "card", lambda device: (True, 2e12))
+    monkeypatch.setattr(bench, "median_seconds", lambda run: bench_seconds(run, 0.02))
     monkeypatch.setattr(cuda_engine, "CudaEngine", Gpu)
     monkeypatch.setattr(cuda_engine, "update_times", lambda engine, fitness: {"votes": 1.5, "rest": 0.25})
     monkeypatch.setattr(cuda_engine, "memory", lambda: SimpleNamespace(free=7 << 30, total=8 << 30))

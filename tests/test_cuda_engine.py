@@ -110,11 +110,6 @@ def test_a_graph_is_captured_while_nothing_is_freed(wrong, monkeypatch):
     assert driver.cuGraphLaunch.call_count == 1 - wrong
 
 
-def test_largest_slice():
-    for most, budget, found in (7, 1000, 7), (1000, 55, 5), (1000, 9, 0):
-        assert cuda_engine.largest(lambda n: 10 * n, most, budget) == found
-
-
 @fixture
 def no_gpu(monkeypatch):
     """numba.cuda without a GPU: arrays lie on the host, kernels check the kind of their arguments and do nothing."""
@@ -213,19 +208,6 @@ def test_the_tables_of_soft_targets_on_the_device(fits, no_gpu, capfd):
         engine.update(fitness)
         engine.begin(0, 8)
         hold(step + 1)
-
-
-def every_verb(cfg, engine, tokens):
-    """Each of them once, but evaluation."""
-    engine.update(any_fitness(cfg, SEED))
-    assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
-    assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
-    for pair, texts in (None, np.ones((3, 9), int32)), (4, np.ones((6, 9), int32)):
-        engine.write(texts, np.arange(len(texts)) + 1, np.zeros(len(texts), uint32), sampling.settings(cfg), pair)
-    assert len(engine.digest()) == 16
-    state = engine.state()
-    engine.load(state)
-    assert digests(engine.state()) == digests(state)
 
 
 @mark.parametrize("name", sanitize.CONFIGURATIONS)

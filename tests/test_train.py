@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import re
 import shlex
 import shutil
 import signal
@@ -189,10 +188,6 @@ def test_without_samples_the_end_has_none(bytes_here, compiled):
     said = succeeds(run("train --steps 1", *bytes_here, "-DSAMPLE_EVERY=0"))
     assert "sample" not in said and "validation: " in said
     assert "nothing of this run is kept: --save-dir DIR keeps it" in said.splitlines()
-
-
-def test_what_make_run_says_fits_a_terminal():
-    assert len(re.search(r'echo "(make run: .*?)"', (HERE / "Makefile").read_text())[1]) < 80
 
 
 # --- the first command ------------------------------------------------------------------------------------------------
