@@ -1,15 +1,12 @@
 """Noise on activations (SPEC 21): both engines against the plain reading, runs and clusters."""
 
 import contextlib
-import functools
 import json
-import os
 
 import numpy as np
 import pytest
 
 import egg_config
-import egg_net
 from cluster import history
 from activations_compared import GPU_KINDS, course, credit, engine_of, step_of
 from coordinators import Peer, Peer2, Server, cluster, refused
@@ -18,7 +15,6 @@ from model import activations, parameters, rules
 from model.fitness_digits import unpack_ternary
 from readings import equal
 from recordings import simulated
-from tools import use
 
 CFG = ACTIVATIONS.changed(SEQ_LEN=16, CHUNK_SIZE=16, POPULATION_SIZE=32, VALIDATE_EVERY=0, SAMPLE_EVERY=0,
                           SNAPSHOT_EVERY=5, ADAPTIVE_THRESHOLD_ALPHA=0.77)
@@ -105,26 +101,6 @@ def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_sn
     thread.join(60)
     assert late.digest() == alone(13, cfg).digest()
     assert "by a snapshot" in said.text
-
-
-def test_the_best_snapshot_stays_and_one_that_a_kill_left_goes(tmp_path):
-    cfg = CFG.changed(SNAPSHOT_EVERY=2)
-
-    def trained(steps):
-        cluster(tmp_path, engines(1, cfg), steps, cfg, save=True)
-        return sorted(path.name for path in tmp_path.glob("snapshot-*"))
-
-    load = functools.partial(use.load, cfg, tmp_path, threads=1, console=egg_net.Console(Lines()))
-    rated = "snapshot-00000002-1.5000.egg"
-    (tmp_path / trained(6)[0]).rename(tmp_path / rated)
-    best, left, _ = trained(12)
-    assert best == os.readlink(tmp_path / "best.egg") == rated
-    assert load(best=True).digest() == alone(2, cfg).digest()
-    assert load().digest() == alone(12, cfg).digest()
-    data = (tmp_path / left).read_bytes()
-    assert left not in trained(16)
-    (tmp_path / left).write_bytes(data)                      # as if killed before it was removed
-    assert trained(20)[0] == rated and not (tmp_path / left).exists()
 
 
 def test_protocol_1_is_refused_by_name(tmp_path):
