@@ -29,10 +29,9 @@ def chains(left, right):
 
 
 def norm_of(x):
-    sums, flat = np.zeros(optimizers.MUON_PARTS, float32), x.ravel()
-    for first in range(0, flat.size, sums.size):
-        part = flat[first:first + sums.size]
-        sums[:part.size] = fma(part, part, sums[:part.size])
+    sums = np.zeros(optimizers.MUON_PARTS, float32)
+    for part in np.pad(x.ravel(), (0, -x.size % sums.size)).reshape(-1, sums.size):
+        sums = fma(part, part, sums)
     while len(sums) > 1:
         sums = sums[:len(sums) // 2] + sums[len(sums) // 2:]
     return np.sqrt(sums[0]) + float32(1e-7)

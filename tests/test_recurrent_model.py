@@ -26,6 +26,7 @@ SMALL = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256,
              STATE_TOKENS=5, GROUP_SIZE=4, ADAPTIVE_NOISE_MODE=0, DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, LOSS="exact",
              SOFTMAX_EXP_SCALE=23.0, FAST_FITNESS=1, OPTIMIZER="ztest", SIGMA_SHIFT=4, SIGMA_SHIFT_VECTOR=8)
 BASE = make(**SMALL)
+TRANSFORMER = fakes.CFG.changed(DEVICE_GAUSSIAN=1, HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0)
 
 
 def random_config(rng, **more):
@@ -65,7 +66,7 @@ def test_generation_goes_on_with_the_state(seed):
     hold_text_against_the_reading(engine, prompt, got, seed, **settings)
 
 
-@mark.parametrize("base, clt", [(BASE, 0), (BASE, 1), (fakes.CFG, 1)], ids="signs gru transformer".split())
+@mark.parametrize("base, clt", [(BASE, 0), (BASE, 1), (TRANSFORMER, 1)], ids="signs gru transformer".split())
 def test_ztest_moves_what_is_significant(base, clt):
     cfg = base.changed(USE_CLT=clt, CHUNK_SIZE=128, POPULATION_SIZE=256, OPTIMIZER="ztest", ZTEST_ALPHA=0.3)
     engine, rng = CpuEngine(cfg), default_rng(1)
@@ -96,10 +97,9 @@ def test_groups_read_the_same_tokens_and_follow_a_stream():
     cfg = BASE.changed(GROUP_SIZE=8)
     tokens = np.arange(1000, dtype=np.uint32) % 251
     first, second = rules.windows(cfg, tokens, 0, 0, 32), rules.windows(cfg, tokens, 1, 0, 32)
-    assert first.shape == (32, 5 + 12 + 1) and len(np.unique(first, axis=0)) == 8
-    assert (first[0:4] == first[0]).all() and (first[4] != first[3]).any() and first[4, 5] == 1000 // 8
-    equal(second[:, 5:6], first[:, -1:])
-    equal(second[:, :5], first[:, 12:17])
+    assert len(np.unique(first, axis=0)) == 8 and first[4, 5] == 1000 // 8
+    equal(first, first[::4].repeat(4, 0))
+    equal(second[:, :6], first[:, 12:])
     # the end of the data comes before its beginning
     equal(first[0, :5], tokens[-5:])
     equal(rules.windows(cfg, tokens, 0, 5, 3), first[5:8])
@@ -160,17 +160,13 @@ def test_quotients_by_a_multiplication_are_exact(width):
                 equal(np.floor(sums.view(np.float32).astype(float) * a + c), base + y // d, (d, base))
 
 
-def test_kernels_fit_every_card():
-    for cc, limit in CARDS.items():
-        assert all(kernel.shared <= limit * 1024 for kernel in kernels_of(make(**WIDE), cc, ("step",))), cc
-
-
-@mark.parametrize("width", [64, 256, 1024])
-def test_the_recurrence_fits_every_card(width):
+@mark.parametrize("width", [64, 256, 288, 1024])
+def test_kernels_fit_every_card(width):
     from kernels import gru, parts
+    cfg = BASE.changed(HIDDEN_DIM=width)
     for cc, limit in CARDS.items():
-        gpu = parts.Gpu(cc, limit * 1024, cc == (9, 0))
-        shape, rows, resident = gru._recurrence(BASE.changed(HIDDEN_DIM=width), gpu)
+        assert all(kernel.shared <= limit * 1024 for kernel in kernels_of(cfg, cc, ("step",))), cc
+        shape, rows, resident = gru._recurrence(cfg, parts.Gpu(cc, limit * 1024, cc == (9, 0)))
         assert shape.bytes + (shape.columns() * 128 if resident else 0) + 2560 <= limit * 1024, cc
         assert shape.stages >= 2 and rows in (32, 64) and shape.columns() >= 2 * width, cc
 

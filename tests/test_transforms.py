@@ -67,11 +67,11 @@ def test_losses_validation_and_generation_are_those_of_the_plain_reading(seed):
 
 def test_ntt_mode_0_is_the_model_as_it_was_and_the_tables_are_drawn_after_the_embedding():
     base, ntt = BASE, BASE.changed(NTT_MODE=1)
-    before = {t.name for t in parameters.tensors(base)}
-    assert [t.name for t in parameters.tensors(ntt) if t.name not in before] == ["ntt_emb_1", "ntt_emb_2", "ntt_emb_3"]
+    tensors = {t.name: t for t in parameters.tensors(ntt)}
+    added = ["ntt_emb_1", "ntt_emb_2", "ntt_emb_3"]
+    assert tensors.keys() - {t.name for t in parameters.tensors(base)} == {*added}
     weights = parameters.initial_state(ntt).weights
     drawn = rules.uniform_noise(parameters._xorshift(42, 4 * 64 * 256), 15, 0).reshape(4, 64, 256)
-    for matrix, name in zip(drawn, ("embedding", "ntt_emb_1", "ntt_emb_2", "ntt_emb_3")):
-        t = next(t for t in parameters.tensors(ntt) if t.name == name)
-        equal(weights[t.span], parameters.to_canonical(matrix))
+    for matrix, name in zip(drawn, ["embedding", *added]):
+        equal(weights[tensors[name].span], parameters.to_canonical(matrix))
     assert parameters.products_per_token(ntt) == parameters.products_per_token(base)
