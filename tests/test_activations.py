@@ -73,31 +73,21 @@ def test_what_a_chunk_sends():
         assert cfg.STEP_DIGITS == 2 * cfg.CHUNK_DIGITS
 
 
-def engines(count, cfg=CFG):
-    from engine import cpu_engine
-    return [cpu_engine.CpuEngine(cfg, TOKENS, threads=1) for _ in range(count)]
-
-
-def alone(steps, cfg=CFG):
-    """The engine that has made so many steps without a network."""
-    engine, = engines(1, cfg)
-    for _ in range(steps):
-        step_of(engine)
-    return engine
-
-
 def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_snapshot(tmp_path):
+    from engine import cpu_engine
     cfg = CFG.changed(AUDIT_RATE=1.0)
-    server = cluster(tmp_path, engines(2, cfg), 12, cfg, save=True)
+    *workers, late, alone = [cpu_engine.CpuEngine(cfg, TOKENS, threads=1) for _ in range(4)]
+    server = cluster(tmp_path, workers, 12, cfg, save=True)
     assert "banned" not in server.said
     with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
         assert run.step == 12 and run.start.step == 5        # the second newest snapshot
-    late, = engines(1, cfg)
     with Server(tmp_path, cfg, save=True, steps=13, drain=15) as server:
         thread = server.work(late, lines=(said := Lines()))
         server.reaches(13)
     thread.join(60)
-    assert late.digest() == alone(13, cfg).digest()
+    for _ in range(13):
+        step_of(alone)
+    assert late.digest() == alone.digest()
     assert "by a snapshot" in said.text
 
 

@@ -57,9 +57,10 @@ def direction_of(m, coefficients):
 
 @mark.parametrize("ns, threads, width", [("quintic", hardware.cores(), 64), ("cubic", 1, 96)])
 def test_muon_is_its_plain_reading(ns, threads, width):
-    """Two updates, also with sides that fill no tile: the hidden matrices by the rule, bit for bit; everything else as AdamW
-    alone does it."""
-    plain = BASE.changed(HIDDEN_DIM=width, MUON_NS=ns, MUON_LR_SCALE=1.5, ADAM_WEIGHT_DECAY=0.1, LR_SCHEDULE=((0, 1.2), (1, 0.9)))
+    """Two updates, also with sides that fill no tile: the hidden matrices by the rule, bit for bit; everything else as
+    AdamW alone does it."""
+    plain = BASE.changed(HIDDEN_DIM=width, MUON_NS=ns, MUON_LR_SCALE=1.5, ADAM_WEIGHT_DECAY=0.1,
+                         LR_SCHEDULE=((0, 1.2), (1, 0.9)))
     cfg, rng = plain.changed(USE_MUON=1), default_rng(3)
     muon, adam = CpuEngine(cfg, threads=threads), CpuEngine(plain)
     state, moved = muon.state(), 0

@@ -90,7 +90,6 @@ def test_share_falls_as_nano_egg_has_it():
     # quantiles 0, 1.565 and 1.863 in 16ths; 128 = isqrt(16,384 pairs)
     least = [optimizers.least_vote_by_chance(cfg, cfg.learning_rate(k)) for k in (0, 500, 1000)]
     assert least == [0, 25 * 128 * 16, 29 * 128 * 16]
-    assert make(OPTIMIZER="ztest", ZTEST_ALPHA=0.25).learning_rate(999) == 0.25
 
 
 def test_groups_read_the_same_tokens_and_follow_a_stream():
