@@ -1,6 +1,6 @@
 """Noise on activations in random configurations: the plain reading, its update included, against every instruction set
 of the CPU engine that this machine has; on a machine with a GPU the CPU engine against the CUDA engine with each of its
-instructions. By hand: python -m tests.activations_compared, with --part I/N the I-th of N shares."""
+instructions. By hand: python -m tests.activations_compared."""
 
 import argparse
 import concurrent.futures
@@ -242,13 +242,8 @@ def told_by(kind, chosen):
     """{seed: course} of a kind, in a process of its own, because numba compiles for one kind."""
     command = [sys.executable, "-m", "tests.activations_compared", "--kind", kind, *map(str, chosen)]
     environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}    # small products, and every kind has a core
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
-        found = {}
-        for line in process.stdout:
-            seed, told = json.loads(line)
-            found[seed] = told
-            print(f"{kind}: {len(found)} of {len(chosen)}", file=sys.stderr, flush=True)
-    return found
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
+    return dict(map(json.loads, done.stdout.splitlines()))
 
 
 def compare(chosen):
@@ -257,13 +252,9 @@ def compare(chosen):
     with concurrent.futures.ThreadPoolExecutor(min(len(kinds), hardware.cores())) as pool:
         right, *others = pool.map(lambda kind: told_by(kind, chosen), kinds)
     for seed in chosen:
-        cfg, _ = random_configuration(seed, 1024)
-        text = " ".join(f"{name}={getattr(cfg, name)}" for name in (
-            "HIDDEN_DIM", "N_LAYERS", "SEQ_LEN", "VOCAB_SIZE", "STATE_TOKENS", "GROUP_SIZE", "CHUNK_SIZE", "N_CHUNKS",
-            "LOSS", "MLP_RELU", "TARGETS"))
         bad = [kind for kind, told in zip(kinds[1:], others) if seed not in right or told.get(seed) != right[seed]]
         wrong += bool(bad)
-        print(f"{seed}: {text}: {' and '.join(bad) + f' NOT as {kinds[0]}' if bad else 'equal'}", flush=True)
+        print(f"{seed}: {' and '.join(bad) + f' NOT as {kinds[0]}' if bad else 'equal'}", flush=True)
         for kind, told in zip(kinds, (right, *others)):
             if bad:
                 print(f"    {kind}: {told.get(seed)}")
@@ -273,12 +264,10 @@ def compare(chosen):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.activations_compared", description=__doc__)
-    parser.add_argument("--part", metavar="I/N", default="1/1", help="the I-th of N shares of the configurations")
     parser.add_argument("--kind", help="print what this kind gives (plain, or an instruction set), compare nothing")
     parser.add_argument("seeds", type=int, nargs="*", help=f"only these (default: {SEEDS[0]} to {SEEDS[-1]})")
     args = parser.parse_args()
-    part, parts = map(int, args.part.split("/"))
-    chosen = (args.seeds or SEEDS)[part - 1::parts]
+    chosen = args.seeds or SEEDS
     if not args.kind:
         return int(compare(chosen) > 0)
     if args.kind in GPU_KINDS:

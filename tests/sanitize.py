@@ -52,22 +52,27 @@ def evaluation(engine):
     return np.array([*found[0], found[1]]) if engine.cfg.PERTURB == "activations" else found
 
 
+def every_verb(engine, tokens, rng):
+    """int32 [34, 12]: the texts that an engine writes; it does all else once, but evaluation."""
+    cfg = engine.cfg
+    engine.update(fitness_digits.pack_ternary(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)))
+    assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
+    assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
+    texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)
+    for pair in None, 2:
+        engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), sampling.settings(cfg), pair)
+    engine.load(engine.state())
+    return texts
+
+
 def digest_of(name):
     """Every verb of the engine on one configuration, launch by launch: 64 hexadecimal digits of the losses and of the
     state."""
     cuda_engine.Replay = lambda stream, enqueue: enqueue
-    cfg, rng, losses = config(name), np.random.default_rng(20240607), []
+    cfg, rng = config(name), np.random.default_rng(20240607)
     tokens = rng.integers(0, cfg.VOCAB_SIZE, 20000).astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
     engine = cuda_engine.CudaEngine(cfg, tokens)
-    losses.append(evaluation(engine))
-    engine.update(fitness_digits.pack_ternary(rng.integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8)))
-    engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])
-    list(engine.generate([1, 2, 3], 20, 1))
-    texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)
-    engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), sampling.settings(cfg), 2)
-    losses.append(texts.ravel().astype(np.int64))
-    engine.load(engine.state())
-    losses.append(evaluation(engine))
+    losses = [evaluation(engine), every_verb(engine, tokens, rng).ravel().astype(np.int64), evaluation(engine)]
     return hashlib.sha256(np.concatenate(losses).tobytes()).hexdigest()[:32] + engine.digest().hex()
 
 

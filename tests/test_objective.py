@@ -1,7 +1,6 @@
 """Rewards: members write texts together, a file judges them, and runs learn from that (docs/OBJECTIVES.md)."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -23,10 +21,9 @@ from coordinators import Server, refused, until
 from engine import cpu_engine
 from fakes import FakeEngine, FakeObjective, Lines, VALIDATION, changed
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
-from run_logs import events, example, of_kind
+from run_logs import events, of_kind
 from model import data_files, fitness_digits, sampling
-from model.reading import Reading
-from readings import drawn, equal, random_config
+from readings import equal, hold_text_against_the_reading, member_reading, random_config
 from tools import objective, train
 from commands import succeeds
 import commands
@@ -52,21 +49,9 @@ def new_engine(cfg=CFG):
 
 def written(engine, prompts, room, seeds, settings, first_pair=None):
     lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-    texts = np.zeros((len(prompts), room), np.int32)
-    for text, prompt in zip(texts, prompts):
-        text[:len(prompt)] = prompt
+    texts = np.stack([np.pad(prompt, (0, room - len(prompt))) for prompt in prompts]).astype(np.int32)
     engine.write(texts, lengths, np.array(seeds, np.uint32), sampling.settings(engine.cfg, **settings), first_pair)
     return texts
-
-
-def continued(cfg, state, prompt, room, seed, settings, member=None):
-    """The same text by the plain reading, read anew for every token."""
-    text = list(prompt)
-    noise = () if member is None else ((state.seed + member // 2) & 0xFFFFFFFF, 1 - 2 * (member % 2))
-    while len(text) < room:
-        z = Reading(cfg, state, *noise).logits(text)[-1]
-        text.append(drawn(cfg, z, sorted(set(text)), len(text) - 1, seed, **settings))
-    return text
 
 
 @pytest.mark.parametrize("model", ["gru", "transformer"])
@@ -77,14 +62,15 @@ def test_members_write_together_what_the_plain_reading_writes(model, seed):
         N_LAYERS=1 + seed % 2, HIDDEN_DIM=64 + 32 * seed, VOCAB_SIZE=256 + 45 * seed, MLP_RELU=seed % 2, OBJECTIVE="",
         ADAPTIVE_NOISE_MODE=seed % 3)
     engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint32) % 256, threads=1 + seed % 2)
-    state, pairs, room = engine.state(), int(rng.integers(1, 12)), int(rng.integers(9, 14))
+    pairs, room = int(rng.integers(1, 12)), int(rng.integers(9, 14))
     settings = dict(temp=float(rng.choice([0.0, 0.7, 5.0])), min_p=float(rng.choice([0.0, 0.2])), penalty=0.3)
     prompts = [rng.integers(0, 5, rng.integers(1, 8)) for _ in range(pairs)]
     seeds, first = rng.integers(0, 1 << 32, pairs), int(rng.integers(0, 9))
     twice = [prompt for prompt in prompts for _ in range(2)]
     texts = written(engine, twice, room, seeds.repeat(2), settings, first)
     for s in rng.permutation(2 * pairs)[:6]:
-        assert texts[s].tolist() == continued(cfg, state, twice[s], room, int(seeds[s // 2]), settings, 2 * first + s)
+        hold_text_against_the_reading(engine, twice[s], texts[s, len(twice[s]):], int(seeds[s // 2]),
+                                      lambda cfg, state: member_reading(cfg, state, 2 * first + s), **settings)
     texts = written(engine, prompts, room, seeds, settings)
     for text, prompt, number in zip(texts, prompts, seeds):
         assert text.tolist() == [*prompt, *engine.generate(prompt, room - len(prompt), int(number), **settings)]
@@ -136,33 +122,23 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
 
 
 def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
-    def timed(call, *arguments):
-        began = time.perf_counter()
-        call(*arguments)
-        spent.append(time.perf_counter() - began)
-
-    engine, spent = new_engine(), []
+    engine = new_engine()
     own = judged("import time\ndef reward(completions):\n    time.sleep(0.3)\n    return [1] * len(completions)\n")
-    engine.write = functools.partial(timed, engine.write)
-    timed(own.chunk, engine, 0, go_on)
-    *writes, whole = spent
+    own.chunk(engine, 0, go_on)
     writing, waiting = own.seconds
-    assert own.pace == () and writing > sum(writes) > 0
-    assert max(0.25, 0.55 - writing) < waiting < whole - writing                # two slices, the first meanwhile
+    assert own.pace == () and writing > 0 and waiting > 0.25
     engine.step += 1
     own.chunk(engine, 0, go_on)
     pace, short = own.pace
     assert pace == f"a step: {short} for reward()" and short == f"writing {writing:.2f} s, waiting {waiting:.2f} s"
-    for columns, shown in ((200, pace), (80, short)):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        stream = Lines(terminal=True)
-        console = egg_net.Console(stream)
-        console.emit({"event": "step", "elapsed": 65, "step": 3, "loss": 2.5, "unit": "bits/byte", "tokens": 1,
-                      "tokens_per_second": 2.5e6}, None)
-        console.spent(own.pace)
-        console._next = 0
-        console.progress()
-        assert f"loss 2.50 bits/byte  {shown}" in stream.text.split("\x1b")[-1]
+    monkeypatch.setenv("COLUMNS", "80")
+    console = egg_net.Console(stream := Lines(terminal=True))
+    console.emit({"event": "step", "elapsed": 65, "step": 3, "loss": 2.5, "unit": "bits/byte", "tokens": 1,
+                  "tokens_per_second": 2.5e6}, None)
+    console.spent(own.pace)
+    console._next = 0
+    console.progress()
+    assert f"loss 2.50 bits/byte  {short}" in stream.text.split("\x1b")[-1]
 
 
 def test_equal_rewards_are_no_votes(judged):
@@ -171,8 +147,6 @@ def test_equal_rewards_are_no_votes(judged):
     packed, loss = own.chunk(new_engine(cfg), 0, go_on)
     assert not any(packed) and loss == 0
     assert own.sample(new_engine(), 0).endswith("; the members of each pair earned the same, so nothing is learnt)")
-    own = judged(LETTERS, cfg)
-    assert any(own.chunk(new_engine(cfg), 0, go_on)[0]) and "learnt" not in own.sample(new_engine(), 0)
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -227,19 +201,6 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
     assert len({int(seeds[0]) for seeds, _ in writes}) == 6
 
 
-@pytest.mark.parametrize("reply, said", [("", "ab"), ("\ud800", "ab?")])
-def test_a_reply_of_nothing_and_one_that_is_no_text_are_appended_too(judged, reply, said):
-    engine, begun = new_engine(), []
-
-    def write(texts, lengths, *more):
-        begun.append(bytes(texts[0, :lengths[0]].astype(np.uint8)).decode())
-        texts[:, -2:] = ord(".")
-    engine.write = write
-    own = judged(GAME.replace("3", "2") + f"STOP = '.'\ndef reply(texts):\n    return [{reply!r}] * len(texts)\n")
-    own.judged(engine, own.held.part([0]))
-    assert begun == ["ab", said]
-
-
 def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "BYTES", data_files.Decoding([*(bytes([b]) for b in range(256)), b"ab"]))
     with refused("decoding.bin has 257 tokens, the model 256: give the decoding.bin", data_files.DataError):
@@ -255,32 +216,22 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("import sys\nsys.exit(0)\n", "SystemExit: 0: it must run by itself"),
     (LETTERS + "STOP = 3\n", "STOP = 3: must be a text"),
     (LETTERS + "TOKENS = 0\n", "TOKENS = 0: must be a whole number from 1"),
-    (LETTERS + "TOKENS = 8.5\n", "TOKENS = 8.5: must be a whole number from 1"),
-    (LETTERS + "DATA = ['x', {}]\n", "row 1 of DATA is 'x': must be a dict"),
     (LETTERS + "DATA = [{'prompt': 'x'}, {'text': 'x'}]\n", "row 2 of DATA is .*: must be a dict"),
-    (LETTERS + "DATA = [{'prompt': ''}]\n", "row 1 of DATA is .*: must be a dict"),
     (LETTERS + "DATA = [{'prompt': '\\ud83d'}]\n", "row 1 of DATA is .*ud83d"),
-    (LETTERS + "DATA = [{'prompt': 'x', 3: 4}]\n", "row 1 of DATA is .*: must be a dict"),
     (LETTERS + "HELD_OUT = []\n", "HELD_OUT is to be a list of dicts"),
     (LETTERS + "DATA = 'nowhere.jsonl'\n", "nowhere.jsonl: No such file"),
     (LETTERS + "DATA = [{'prompt': 'x' * 5000}]\n", "has 5000 tokens, with TOKENS = 6 more than 4096"),
     ("def reward(completions):\n    return [float('nan')] * len(completions)\n", "returned nan for"),
-    ("def reward(completions):\n    return [1e300] * len(completions)\n", "returned 1e.300 for"),
     ("def reward(completions):\n    return 3\n", "returned '3', which is no list of numbers"),
     ("def reward(completions):\n    return '5' * len(completions)\n", "returned '555555', which is no list of numbers"),
-    ("def reward(completions):\n    return ['5'] * len(completions)\n", "which is no list of numbers"),
-    ("def reward(completions):\n    return {*range(len(completions))}\n", "which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
     ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
      "raised Odd, for the prompt"),
-    ("def reward(completions):\n    raise KeyboardInterrupt\n", "reward raised KeyboardInterrupt, for the prompt"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
     (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
-    (LETTERS + "TURNS = 2\n", "TURNS of 2 or more and a function reply"),
     (GAME + "def reply(texts):\n    return 'a'\n", "reply returned 'a', which is no list of texts"),
     (GAME + "def reply(texts):\n    return texts[:1]\n", "reply returned 1 texts for 6 completions"),
-    (GAME + "def reply(texts):\n    return [1 / 0]\n", "reply raised ZeroDivisionError: .* for the prompt 'ab"),
     (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n", "tokens, with TOKENS = 6 more than 4096"),
     ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s: give it longer"),
 ])
@@ -309,7 +260,8 @@ def test_a_line_that_is_no_row_is_named(judged, tmp_path, line, words):
 
 
 def test_what_a_file_may_do(judged, tmp_path, monkeypatch):
-    """It changes the directory, imports what lies beside it, counts with NumPy, replies with a tuple."""
+    """It changes the directory, imports what lies beside it, counts with NumPy, replies with a tuple of nothing and of
+    what is no text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside.py").write_text("ONE = 1\n")
     own = judged("""
@@ -323,7 +275,7 @@ def reward(completions):
     assert os.getcwd() == "/"
     return numpy.full(len(completions), beside.ONE)
 def reply(texts):
-    return tuple(texts)
+    return ("", "\\ud800", *texts[2:])
 """)
     own.try_out()
     assert own.write == 2 and rewards_of(own).all() and os.getcwd() == str(tmp_path)
@@ -342,12 +294,6 @@ def reward(completions):
     assert os.path.exists(f"/proc/{pid}")
     own.close()
     until(lambda: not os.path.exists(f"/proc/{pid}") or " Z " in open(f"/proc/{pid}/stat").read())
-
-
-def test_replies_are_tried_before_a_run_is_made(judged):
-    own = judged(GAME.replace("<{hidden}", "{nothing}<{hidden}"))
-    with refused("reply raised NameError", objective.ObjectiveError):
-        own.try_out()
 
 
 @pytest.mark.parametrize("name, why", [("none.py", "No such file or directory"), (".", "Is a directory")])
@@ -443,8 +389,6 @@ def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path)
     with contextlib.closing(history.read_run(FAKE, tmp_path)) as run:
         shelf = snapshots.Shelf(FAKE, run)
         assert (shelf.best, shelf.figures) == (4, {4: -0.125, 10: -0.2})
-    plain = FAKE.changed(OBJECTIVE="")
-    assert snapshots.Shelf(plain, history.open_run(plain)).best is None
 
 
 def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
@@ -462,12 +406,8 @@ def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
     assert values == {**values, "egg_reward": -0.125, "egg_reward_best": -0.125, "egg_reward_step": 4}
     with Server(tmp_path, FAKE, save=True, stay=True, http=EVERYBODY) as server:        # a run that is resumed
         assert state_of(server)["best_reward"] == state["best_reward"]
-    example(tmp_path / "plain")
-    succeeds(commands.run("plot --out", tmp_path / "a.svg", tmp_path, tmp_path / "plain"))
-    assert "<svg" in (tmp_path / "a.svg").read_text()
-    first, second = (succeeds(commands.run("plot", path)) for path in (tmp_path, tmp_path / "plain"))
-    assert first.startswith("reward, against million tokens\n") and " -0.125  " in first and "\nloss, " in first
-    assert "reward" not in second
+    plotted = succeeds(commands.run("plot", tmp_path))
+    assert plotted.startswith("reward, against million tokens\n") and "\nloss, " in plotted
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import re
 import shlex
 import shutil
 import signal
@@ -98,8 +97,6 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop-bytes"}, [], laptop):
         cfg = egg_config.load(defines=defines, environ=environ, saved=saved, run="ckpt")
         assert cfg.saved() == make(**saved).saved()
-    egg_config.load(defines=["POPULATION_SIZE=0"], environ={}, saved=CFG.changed(POPULATION_SIZE=0).saved(),
-                    run="ckpt")
 
 
 def test_an_old_run_without_settings_works_as_before(bytes_here):
@@ -173,8 +170,7 @@ def warmed(preset, defines, verbs):
 
 @mark.parametrize("preset, defines", [
     ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64", "USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
-    ("best", ["NTT_MODE=1", "CHUNK_SIZE=64", "POPULATION_SIZE=64"]),
-    ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
+    ("best", ["NTT_MODE=1", "CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
 def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, compiled_gru):
     assert warmed(preset, defines, STEP + REPORT)[1] == []
 
@@ -189,10 +185,6 @@ def test_without_samples_the_end_has_none(bytes_here, compiled):
     said = succeeds(run("train --steps 1", *bytes_here, "-DSAMPLE_EVERY=0"))
     assert "sample" not in said and "validation: " in said
     assert "nothing of this run is kept: --save-dir DIR keeps it" in said.splitlines()
-
-
-def test_what_make_run_says_fits_a_terminal():
-    assert len(re.search(r'echo "(make run: .*?)"', (HERE / "Makefile").read_text())[1]) < 80
 
 
 # --- the first command ------------------------------------------------------------------------------------------------
@@ -262,8 +254,7 @@ def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpu
     with raises(train.TrainError, match="enough"):
         train.train(cfg, None, Console(), steps=1)
     said = "".join(capsys.readouterr())
-    for words in "3 GPUs, but a step has 2 of the chunks", "-D POPULATION_SIZE=24 has":
-        assert (words in said) == (gpus == 3)
+    assert ("3 GPUs, but a step has 2 of the chunks" in said) == (gpus == 3)
 
 
 def test_a_worker_without_the_state_of_the_run_has_no_final():

@@ -16,12 +16,13 @@ from egg_net import ChunkPredictor, NO_CHUNK, SURE_AFTER, Worker
 from model import fitness_digits, parameters, rules, seeds, ternary
 from coordinators import cluster
 from no_device import device_array
-from fakes import CFG, FakeEngine, any_fitness, changed, expected, step_alone
+from fakes import CFG, any_fitness, changed, step_alone
 from recordings import digests
 from engines_compared import begun_ahead
 from readings import as_data, equal
 
 TOKENS = 1 << 20
+STEPS = 30
 cuda_engine = importorskip("engine.cuda_engine")
 
 
@@ -139,34 +140,6 @@ USES = {"nothing": lambda e: None, "evaluate": lambda e: e.evaluate(32, 16).toli
 
 # --- the CUDA engine's host side --------------------------------------------------------------------------------------
 
-@mark.parametrize("use", USES)
-@mark.parametrize("memory", [1 << 30, 1 << 10])
-@mark.parametrize("seen, on_device", [(1, True), (4, True), (4, False)])
-def test_an_update_that_is_begun_shows_nowhere(engine_of, use, memory, seen, on_device):
-    """Whatever the engine is used for then, it answers like one that has not begun; so it does after the update."""
-    cfg = changed(SEEN_VOTES=seen, SIGMA_SCHEDULE=((1, 2), (4, 3)), LR_SCHEDULE=((0, 0.5), (2, 0.25), (3, 0.125)))
-    engine_of.memory.free = 1 << 30 if on_device else 1 << 21    # too little for the tokens
-    plain, ahead = engine_of(cfg), engine_of(cfg)
-    assert (plain._tokens is not None) == on_device
-    for k in range(4):
-        equal(ahead.evaluate(0, 32), plain.evaluate(0, 32))
-        engine_of.memory.free = memory
-        ahead.begin(64, 32)                                  # a guess that is wrong
-        assert ahead.begin_update(fitness_of(k)) == (memory > 1 << 20)
-        ahead.begin(0, 32)
-        assert (ahead.step, ahead.seed) == (plain.step, plain.seed)
-        assert USES[use](ahead) == USES[use](plain)
-        equal(ahead.evaluate(32, 32), plain.evaluate(32, 32))
-        fitness = fitness_of(k + 10)
-        if ahead.begin_update(fitness):
-            ahead.begin(0, 32)
-            ahead.begin_update(fitness)
-            assert ahead._begun
-        assert ahead.update(fitness) == plain.update(fitness)
-        assert ahead.digest() == plain.digest() and digests(ahead.state()) == digests(plain.state())
-        assert (ahead.step, ahead.seed) == (plain.step, plain.seed)
-
-
 def run(engine, steps):
     """As one engine without a network does it: digests of the state."""
     for _ in range(steps):
@@ -174,41 +147,56 @@ def run(engine, steps):
     return digests(engine.state())
 
 
-def test_what_is_begun_is_kept_apart(engine_of):
-    """In whatever order evaluations and updates are begun and asked for."""
-    plain, ahead, rng = engine_of(), engine_of(), default_rng(8)
-    start = plain.state()
-
+@mark.parametrize("memory", [1 << 30, 1 << 10])
+@mark.parametrize("seen, on_device", [(1, True), (4, True), (4, False)])
+def test_what_is_begun_shows_nowhere(engine_of, seen, on_device, memory):
+    """In whatever order evaluations and updates are begun and asked for, with and without room for them, the engine
+    answers like one that begins nothing."""
+    cfg = changed(SEEN_VOTES=seen, SIGMA_SCHEDULE=((1, 2), (4, 3)), LR_SCHEDULE=((0, 0.5), (2, 0.25), (3, 0.125)))
+    engine_of.memory.free = 1 << 30 if on_device else 1 << 21    # too little for the tokens
+    plain, ahead, rng = engine_of(cfg), engine_of(cfg), default_rng(8)
+    assert (plain._tokens is not None) == on_device
+    engine_of.memory.free = memory
     for _ in range(600):
-        kind = rng.choice(["begin", "evaluate", "begin update", "update", "digest", "load"],
-                          p=[0.3, 0.3, 0.2, 0.15, 0.04, 0.01])
+        kind = rng.choice(["begin", "begin update", "evaluate", "update", *USES],
+                          p=[0.3, 0.2, 0.28, 0.15, *[0.01] * len(USES)])
         members, fitness = (int(rng.integers(5)) * 8, int(rng.integers(1, 5)) * 4), fitness_of(int(rng.integers(2)))
         if kind == "begin":
             ahead.begin(*members)
             assert len(ahead._begun) < 3
         elif kind == "begin update":
-            ahead.begin_update(fitness)
+            assert ahead.begin_update(fitness) == (memory > 1 << 20)
         elif kind == "evaluate":
             equal(ahead.evaluate(*members), plain.evaluate(*members))
         elif kind == "update":
             assert ahead.update(fitness) == plain.update(fitness)
-        elif kind == "digest":
-            assert ahead.digest() == plain.digest()
         else:
-            ahead.load(start), plain.load(start)
-    assert digests(ahead.state()) == digests(plain.state())
+            assert USES[kind](ahead) == USES[kind](plain)
+        assert (ahead.step, ahead.seed) == (plain.step, plain.seed)
+    assert digests(ahead.state()) == digests(plain.state()) and ahead.digest() == plain.digest()
 
 
-def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path):
-    """It begins every update and, once it is sure, the evaluation after it before the coordinator answers. Nothing is
-    evaluated twice."""
-    engine, begun = engine_of(), []
+@mark.parametrize("slice_size", [64, 10])
+def test_a_worker_alone_waits_for_nobody(engine_of, tmp_path, monkeypatch, slice_size):
+    """It begins every update and, once it is sure, the first slice of every chunk before the coordinator answers.
+    Nothing is evaluated twice."""
+    monkeypatch.setattr(Worker, "slice", slice_size)
+    monkeypatch.setattr(Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
+    engine, begun, ready, evaluate = engine_of(), [], set(), cuda_engine.CudaEngine.evaluate
+
+    def watched(self, first, count):
+        if (first, count) in self._begun and first % CFG.CHUNK_SIZE == 0:
+            ready.add((self.step, first))
+        return evaluate(self, first, count)
+
+    monkeypatch.setattr(cuda_engine.CudaEngine, "evaluate", watched)
     engine._set_update = lambda fitness: (begun.append(engine.step), type(engine)._set_update(engine, fitness))
     engine._undo_update = lambda: fail("undone") if engine._fitness is not None else None
-    assert cluster(tmp_path, [engine], 12).run.step == 12 and begun == [*range(12)]
+    assert cluster(tmp_path, [engine], STEPS).run.step == STEPS and begun == [*range(STEPS)]
     del engine._undo_update
-    assert digests(engine.state()) == run(engine_of(), 12)
+    assert digests(engine.state()) == run(engine_of(), STEPS)
     assert len(set(engine.evaluated)) == len(engine.evaluated)
+    assert len(ready) >= STEPS * CFG.N_CHUNKS - 2 * SURE_AFTER - 1, "unsure: first chunks of steps, others, the first"
 
 
 def test_a_step_that_ends_otherwise_is_undone(engine_of, tmp_path, monkeypatch):
@@ -242,82 +230,7 @@ def test_workers_that_share_a_step_begin_no_update(engine_of, tmp_path, monkeypa
     assert len(done) < 12 and all(len(firsts) == CFG.N_CHUNKS for firsts in done)
 
 
-STEPS = 30
-
-
-class Beginning(FakeEngine):
-    """Evaluates and updates at once what the worker begins, as a GPU does, and uses that if it is asked for it. ahead:
-    {(step, first, count)} of what was begun before the request; wasted: number of evaluations that were not used."""
-
-    def __init__(self, cfg=CFG):
-        self.ahead, self.wasted = set(), 0
-        super().__init__(cfg)
-
-    def load(self, state):
-        self.begun, self.fitness = {}, None
-        super().load(state)
-
-    def now(self):
-        return self.weights, self.seed, self.step
-
-    def begin_update(self, fitness):
-        if self.fitness != fitness:
-            before, self.fitness = self.now(), fitness
-            super().update(fitness)
-            self.after, (self.weights, self.seed, self.step) = self.now(), before
-        return True
-
-    def begin(self, first, count):
-        before = self.now()
-        if self.fitness is not None:
-            self.weights, self.seed, self.step = self.after
-        if (key := (self.step, first, count)) not in self.begun:
-            self.begun[key] = super().evaluate(first, count)
-        self.weights, self.seed, self.step = before
-
-    def evaluate(self, first, count):
-        assert self.fitness is None
-        losses = self.begun.pop((self.step, first, count), None)
-        self.ahead.update(self.begun)
-        return super().evaluate(first, count) if losses is None else losses
-
-    def update(self, fitness):
-        assert self.fitness is not None
-        equal(self.fitness, fitness)
-        self.fitness, (self.weights, self.seed, self.step) = None, self.after
-        self.wasted += sum(step < self.step for step, _, _ in self.begun)
-        self.begun = {key: losses for key, losses in self.begun.items() if key[0] == self.step}
-        self.ahead.update(self.begun)
-        return 100 + self.step
-
-
 # --- the worker -------------------------------------------------------------------------------------------------------
-
-@mark.parametrize("slice_size", [64, 10])
-def test_a_worker_alone_predicts_every_chunk(tmp_path, monkeypatch, slice_size):
-    """It begins with the first slice of each; audits go nowhere without a second worker."""
-    monkeypatch.setattr(Worker, "slice", slice_size)
-    monkeypatch.setattr(Worker, "_measure", lambda self, count, seconds: setattr(self, "speed", 1.0))
-    engine = Beginning()
-    server, evaluated = cluster(tmp_path, [engine], STEPS), engine.evaluated
-    assert engine.digest() == expected(STEPS)[1] and server.run.step == STEPS
-    assert evaluated == sorted({*evaluated})
-    assert sum(count for _, _, count in evaluated) <= (STEPS + 1) * CFG.POPULATION_SIZE
-    unsure = 2 * SURE_AFTER + 1                      # first chunks of steps, others, and the very first
-    chunks = {(step, first) for step, first, _ in engine.ahead}
-    assert all(first % CFG.CHUNK_SIZE == 0 for _, first in chunks)
-    assert len(chunks) == len(engine.ahead) >= STEPS * CFG.N_CHUNKS - unsure and engine.wasted == 0
-    assert sum(first == 0 for _, first in chunks) >= STEPS - SURE_AFTER - 1
-
-
-def test_several_workers_waste_little(tmp_path):
-    """Three workers, which steal chunks from each other: a step of each has the fitness that it has without them."""
-    cfg = changed(POPULATION_SIZE=8 * CFG.CHUNK_SIZE, AUDIT_RATE=0.2)
-    engines = [Beginning(cfg) for _ in range(3)]
-    cluster(tmp_path, engines, 40, cfg)
-    assert {engine.digest() for engine in engines if engine.step == 40} == {expected(40, cfg)[1]}
-    assert all(engine.wasted <= 1 + len(engine.evaluated) / SURE_AFTER for engine in engines)
-
 
 def test_certainty_is_lost_with_a_mistake():
     predictor, size = ChunkPredictor(CFG), CFG.CHUNK_SIZE
