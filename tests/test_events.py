@@ -99,16 +99,11 @@ def test_a_long_log_that_cannot_begin_anew_does_so_later(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_nearly_full_stops_logs_before_it_stops_training(tmp_path, monkeypatch):
-    lines, real, free = Lines(), os.fstatvfs, [0]
-
-    def nearly(handle):
-        found = list(real(handle))
-        found[4] = free[0]                                       # f_bavail
-        return os.statvfs_result(found)
-
+    lines, free = Lines(), [0]
+    disk = lambda _: SimpleNamespace(f_bavail=free[0], f_frsize=1, f_blocks=1 << 40)
     run, log = history.open_run(CFG, tmp_path), tmp_path / history.EVENTS
     with event_log.Events(CFG, run, tmp_path, egg_net.Console(lines)) as events:
-        monkeypatch.setattr(os, "fstatvfs", nearly)
+        monkeypatch.setattr(os, "fstatvfs", disk)
         before = log.stat().st_size
         for step in range(5):
             events.warn(f"w{step}")
@@ -199,8 +194,8 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
     with refused("in the end"), told_to(tmp_path, lines := Lines(), saved=tmp_path / "a") as told:
         told.warn("a line")
         raise egg_net.NetError("in the end")
-    told = [(e["event"], e.get("text")) for e in events(tmp_path / "a")]
-    assert told == [("start", None), ("warning", "a line"), ("error", "in the end")]
+    assert [(e["event"], e.get("text")) for e in events(tmp_path / "a")] == [
+        ("start", None), ("warning", "a line"), ("error", "in the end")]
     assert lines.text == "a line\n"                                      # the error is for egg.py to say, once
     with Server(tmp_path / "b", save=True) as server:
         stranger = server.connect()
@@ -209,8 +204,7 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
         [server._count_error(Author("liar", "liar"), "it lied") for _ in range(3)]
     told = events(tmp_path / "b")
     assert "wrong magic" in of_kind("refused", told)[0]["reason"]
-    assert of_kind("banned", told)[0] | {"time": 0} == {
-        "time": 0, "event": "banned", "worker": "liar", "reason": "it lied"}
+    assert of_kind("banned", told)[0].items() >= {"worker": "liar", "reason": "it lied"}.items()
 
 
 def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):

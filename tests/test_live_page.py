@@ -153,11 +153,9 @@ def test_the_page_under_tls(tmp_path, certificates):
         with connect(server):                                          # one that says nothing holds nobody up
             assert ask(server, context=context, Authorization=basic(PASSWORD))[2] == HTML.encode()
             assert ask(server, context=context)[0] == 401
-        with connect(server) as plain:
+        with connect(server) as plain, suppress(ConnectionResetError):
             plain.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            with suppress(ConnectionResetError):
-                assert b"HTTP" not in plain.recv(100)
-        assert Peer(server).chunk(0) == 0
+            assert b"HTTP" not in plain.recv(100)
 
 
 def test_where_the_page_may_be_served():
@@ -165,7 +163,7 @@ def test_where_the_page_may_be_served():
         return live_page.where((host, 80), auth.Access(*access))
 
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    assert served("127.0.0.1") == ("127.0.0.1", 80, "", None)
+    assert served("127.0.0.1") == served("") == ("127.0.0.1", 80, "", None)
     # no TLS on the way to oneself
     assert served("localhost", SECRET, tls) == ("localhost", 80, PASSWORD, None)
     assert served("10.0.0.1", SECRET, tls) == ("10.0.0.1", 80, PASSWORD, tls)
@@ -173,9 +171,8 @@ def test_where_the_page_may_be_served():
     for access in ((), (SECRET,), (b"", tls)):
         with refused("would show the run, or the password, to anybody", auth.AuthError):
             served("0.0.0.0", *access)
-    assert served("").host == "127.0.0.1"
     assert [*map(split_address, ("80", "[::1]:80", "a.b:0"))] == [("", 80), ("::1", 80), ("a.b", 0)]
-    for text in ("", "a", "1:2:3", "99999", "-1", ":80", "a b:80", "80 "):
+    for text in ("", "a", "1:2:3", "99999", ":80", "a b:80"):
         with raises(ValueError):
             split_address(text)
 

@@ -49,14 +49,6 @@ def test_of_a_long_log_every_nth_step_is_read_and_every_validation(tmp_path, mon
     assert read_curve(tmp_path / "log").steps == 301 and len(read_curve(tmp_path / "log").validation) == 6
 
 
-def test_time_of_training_goes_on_where_a_run_is_continued(tmp_path):
-    config = {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": 256}
-    for start, expected in ((0, [1, 2, 3]), (3, [1, 2, 3, 4, 5, 6]), (0, [1, 2, 3])):
-        write(tmp_path / "log", {"event": "start", "step": start, "config": config}, *(
-            {"event": "step", "step": start + k, "tokens": k, "loss": 1, "elapsed": k + 1} for k in range(3)))
-        assert [point.seconds for point in read_curve(tmp_path / "log").loss] == expected
-
-
 def test_what_holds_no_run_is_one_line(here):
     for name in ("pipe", "device", "sparse", "dir"):
         (here / name).mkdir()
@@ -116,13 +108,12 @@ def test_in_the_terminal_a_curve_is_a_line_of_blocks(tmp_path, monkeypatch):
 def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path, monkeypatch):
     path = tmp_path / "log"
     monkeypatch.setenv("COLUMNS", str(plot.WORDS + 8))
-    # what is at 0 s has no place there
-    write(path, *({"event": "validation", "step": k, "tokens": k, "seconds": seconds, "unit": "u", "value": 7 - k}
-                  for k, seconds in enumerate((0, 1, 10, 100, 1000, 10000, 100000, 1000000))))
-    assert drawn(path, x="time", log=True)[1].split()[0] == plot.BLOCKS[::-1]
-    (tmp_path / "first").write_text(path.read_text().splitlines()[0])
+    write(path, {"event": "validation", "step": 0, "tokens": 0, "seconds": 0, "value": 7})       # has no place there
     with raises(event_log.WatchError, match="no step has a place on a logarithmic axis yet"):
-        drawn(tmp_path / "first", log=True)
+        drawn(path, log=True)
+    write(path, *({"event": "validation", "step": k, "tokens": k, "seconds": 10 ** (k - 1), "value": 7 - k}
+                  for k in range(1, 8)))
+    assert drawn(path, x="time", log=True)[1].split()[0] == plot.BLOCKS[::-1]
 
 
 def test_pictures(here):
