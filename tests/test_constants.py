@@ -126,8 +126,6 @@ def test_the_table_has_every_constant_once_and_its_default_is_allowed():
     (dict(AUDIT_RATE="much"), "AUDIT_RATE = 'much': must be a number"),
     (dict(SIMD="mmx"), "SIMD = mmx: must be one of auto, vnni512, vnni256, madd, portable"),
     (dict(STATE_TOKENS=4), "STATE_TOKENS = 4: has no meaning with MODEL = transformer: leave it at 0"),
-    (dict(SIGMA_SCHEDULE=((5, 2.5),)), "SIGMA_SCHEDULE = ((5, 2.5),): must be pairs of a step and a shift"),
-    (dict(LR_SCHEDULE=()), "LR_SCHEDULE = (): must start at step 0, steps rising"),
     (dict(HIDEN_DIM=64), "HIDEN_DIM: no such constant in egg_config.py; did you mean HIDDEN_DIM?")])
 def test_a_bad_constant_is_one_line(values, message):
     with raises(ConfigError) as error:

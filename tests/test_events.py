@@ -55,11 +55,11 @@ def test_no_message_takes_long(text, tmp_path):
 
 def test_a_sample_that_two_workers_send_is_one_event(tmp_path):
     """Where chunk 0 is evaluated twice, its worker samples twice."""
-    with told_to(tmp_path, None, tmp_path / "log") as log:
-        for worker, step, text in ("w", 0, "a"), ("v", 0, "a"), ("v", 1, "a"), ("w", 1, "b"):
-            log.message(worker, line := f"sample at step {step}: p >>> {text}", line)
-    found = [(event["worker"], event["step"], event["text"]) for event in of_kind("sample", events(tmp_path / "log"))]
-    assert found == [("w", 0, "a"), ("v", 1, "a"), ("w", 1, "b")]
+    with told_to(tmp_path, log_json=tmp_path / "log") as log:
+        for worker, text in ("w", "0: p >>> a"), ("v", "0: p >>> a"), ("v", "1: p >>> a"), ("w", "1: p >>> b"):
+            log.message(worker, line := f"sample at step {text}", line)
+    told = of_kind("sample", events(tmp_path / "log"))
+    assert [(e["worker"], e["step"], e["text"]) for e in told] == [("w", 0, "a"), ("v", 1, "a"), ("w", 1, "b")]
 
 
 def test_what_is_a_sample():
@@ -85,17 +85,16 @@ def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
 def test_a_long_log_that_cannot_begin_anew_does_so_later(tmp_path, monkeypatch):
     """Until then its file stays open: its number must not be that of another file, or of a peer."""
     monkeypatch.setattr(event_log, "LOG_BYTES", 10)
-    told = []
-    log = event_log.JsonLog(str(tmp_path / "log"), "", told.append)
-    log.emit("long enough", None)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "open", mock.Mock(side_effect=OSError(24, "Too many open files")))
-        log.emit("lost", None)
-    assert os.fstat(log.handle).st_ino == (tmp_path / "log.1").stat().st_ino
-    log.emit("new", None)
-    log.close()
-    assert (tmp_path / "log").read_text() == '"new"\n' and (tmp_path / "log.1").read_text() == '"long enough"\n'
-    assert told == [f"{tmp_path}/log: Too many open files: events are missing in it from now on"]
+    told, path = [], tmp_path / "log"
+    with contextlib.closing(event_log.JsonLog(str(path), "", told.append)) as log:
+        log.emit("long enough", None)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", mock.Mock(side_effect=OSError(24, "Too many open files")))
+            log.emit("lost", None)
+        assert os.fstat(log.handle).st_ino == (tmp_path / "log.1").stat().st_ino
+        log.emit("new", None)
+    assert (path.read_text(), (tmp_path / "log.1").read_text()) == ('"new"\n', '"long enough"\n')
+    assert told == [f"{path}: Too many open files: events are missing in it from now on"]
 
 
 def test_a_disk_that_is_nearly_full_stops_logs_before_it_stops_training(tmp_path, monkeypatch):
@@ -118,38 +117,32 @@ def test_a_disk_that_is_nearly_full_stops_logs_before_it_stops_training(tmp_path
 
 # --- validations ------------------------------------------------------------------------------------------------------
 
-def validate(peer, step, tokens=100, n_bytes=200, nats=100.0):
-    peer.send(wire.VALIDATION, step, tokens, n_bytes, nats)
-
-
-@mark.parametrize("tokens, n_bytes, nats", [(1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")),
-                                            (0, 1, 1.0), (1 << 40, 1, 1e6), (1, 1 << 40, 45.0)])
-def test_a_validation_that_cannot_be_right_is_refused(server, tokens, n_bytes, nats):
-    peer = Peer2(server)
-    assert peer.chunk(0) == 0
-    validate(peer, 0, tokens, n_bytes, nats)
-    with refused("wrong validation"):
-        peer.answer()
-
-
 def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(tmp_path):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=0)) as server:
         first, second = named(server, "first", "second")
-        first.works(0)
-        validate(first, 0)
-        second.works(0)
-        validate(second, 0, nats=150.0)
+        for peer, nats in (first, 100.0), (second, 150.0):
+            peer.works(0)
+            peer.send(wire.VALIDATION, 0, 100, 200, nats)
         second.works(0, 2)
         server.reaches(1)
-        (step, bits, *_), = server.progress.validations
-        assert (step, bits) == (0, approx(100 / np.log(2) / 200))
         first.ask(0)
         first.answer()
         first.works(1, 4)
         server.reaches(2)
-        validate(first, 2, nats=200.0)
+        first.send(wire.VALIDATION, 2, 100, 200, 200.0)
         server.says("step 2: the validation has become much worse, 1.4427 bits/byte after 0.7213 at step 0: a worker "
                     "may compute wrongly")
+        assert [step for step, *_ in server.progress.validations] == [0, 2]
+
+
+@mark.parametrize("told", [(1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")), (0, 1, 1.0),
+                           (1 << 40, 1, 1e6), (1, 1 << 40, 45.0)])
+def test_a_validation_that_cannot_be_right_is_refused(server, told):
+    peer = Peer2(server)
+    assert peer.chunk(0) == 0
+    peer.send(wire.VALIDATION, 0, *told)
+    with refused("wrong validation"):
+        peer.answer()
 
 
 # --- events and logs --------------------------------------------------------------------------------------------------
@@ -177,13 +170,15 @@ def test_a_run_keeps_its_events(tmp_path):
         assert set(event) - {"time", "event"} == FIELDS[event["event"]] and abs(event["time"] - time.time()) < 60, event
     a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
     bits, unit = egg_config.loss_unit(cfg.constants())
-    with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
-        losses = [run.record(k).sum_loss / a_step / 16 for k in range(5)]
-        updates = [run.record(k).updates for k in range(5)]
-    assert [(e["step"], e["tokens"], e["loss"], e["unit"], e["updates"]) for e in of_kind("step", told)] == [
-        (k, k * a_step, approx(losses[k] * bits, abs=1e-6), unit, updates[k]) for k in range(5)]
     log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]
-    assert [row[2] for row in log] == [f"{loss:.6f}" for loss in losses]                                # of d-eggs
+    with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
+        for k, event in enumerate(of_kind("step", told)):
+            record = run.record(k)
+            loss = record.sum_loss / a_step / 16                                                        # of d-eggs
+            assert event == event | dict(step=k, tokens=k * a_step, loss=approx(loss * bits, abs=1e-6), unit=unit,
+                                         updates=record.updates)
+            assert log[k][2] == f"{loss:.6f}"
+    assert k == 4
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
         [(k, approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
     assert of_kind("sample", told)[0]["prompt"] == "ab\nd"
@@ -228,14 +223,12 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
 
 def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
     """They are in the unit of d-eggs, which depends on the run; a run that went on with this version has both."""
-    bits = 16 / 6 / np.log(2)
-    for vocabulary, unit in ((256, "bits/byte"), (8192, "bits/token")):
-        path = tmp_path / str(vocabulary)
-        step = {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "elapsed": 1}
-        write(path, {"event": "start", "step": 0, "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary}},
-              step, {**step, "step": 1, "loss": 7.0, "unit": unit})
-        curve = read_curve(path)
-        assert [point.value for point in curve.loss] == approx([2 * bits, 7.0]) and curve.units["loss"] == unit
+    step = {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "elapsed": 1}
+    write(tmp_path / "log", {"event": "start", "step": 0, "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": 8192}},
+          step, {**step, "step": 1, "loss": 7.0, "unit": "bits/token"})
+    curve = read_curve(tmp_path / "log")
+    assert [point.value for point in curve.loss] == approx([2 * 16 / 6 / np.log(2), 7.0])
+    assert curve.units["loss"] == "bits/token"
 
 
 def test_a_resumed_run_has_one_curve(tmp_path):
@@ -276,13 +269,18 @@ def test_a_log_that_cannot_be_written_is_one_line_at_the_start(here, path, reaso
 # --- TensorBoard ------------------------------------------------------------------------------------------------------
 
 def records(directory):
+    """{tag: (step, number or text)} of all that TensorBoard would show."""
     from tensorboardX.proto.event_pb2 import Event
-    for name in sorted(os.listdir(directory)):
-        data = (directory / name).read_bytes()
+    shown = {}
+    for path in directory.iterdir():
+        data = path.read_bytes()
         while data:
-            size = struct.unpack("<Q", data[:8])[0]
-            yield Event.FromString(data[12:12 + size])
-            data = data[16 + size:]
+            end = 12 + struct.unpack("<Q", data[:8])[0]
+            record, data = Event.FromString(data[12:end]), data[end + 4:]
+            for value in record.summary.value:
+                text = value.tensor.string_val
+                shown[value.tag] = record.step, text[0].decode() if text else value.simple_value
+    return shown
 
 
 def test_tensorboard_gets_figures_and_samples(tmp_path):
@@ -290,14 +288,10 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
         told.emit("step", **A_STEP)
         told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
         told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
-    got = {}
-    for record in records(tmp_path / "tb"):
-        for value in record.summary.value:
-            got[value.tag] = (record.step,
-                              value.tensor.string_val[0].decode() if value.HasField("tensor") else value.simple_value)
-    assert got == {"loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
-                   "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
-                   "sample/text_summary": (9, "    To be, >>> or\n    not")}
+    assert records(tmp_path / "tb") == {
+        "loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
+        "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
+        "sample/text_summary": (9, "    To be, >>> or\n    not")}
 
 
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):

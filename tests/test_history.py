@@ -1,23 +1,19 @@
 """history.egg, C++ checkpoints, and runs that are rebuilt from them."""
 
-import functools
 import os
 import shutil
 from contextlib import closing
-from time import thread_time
 
 import numpy as np
-import pyzstd
-from pytest import mark, raises
+from pytest import mark
 
 import egg_config
 from cluster import history
 from cluster.history import open_run
 from model import fitness_digits, seeds
 from coordinators import Server, filled, free_port, kept, refused, replayed, until, whole, work_in_thread
-from fakes import CFG, any_fitness, changed, full
+from fakes import CFG, changed, full
 from recordings import HERE, digests, golden, recorded_digests
-from readings import configured
 
 
 # --- history ----------------------------------------------------------------------------------------------------------
@@ -25,19 +21,6 @@ from readings import configured
 def opened(*directories, cfg=CFG):
     """A run that is closed at the end of the block."""
     return closing(open_run(cfg, *directories))
-
-
-def test_a_history_of_100000_steps_opens_quickly(tmp_path, monkeypatch):
-    cfg = configured("nano-egg", "CHUNK_SIZE=256", "POPULATION_SIZE=1024")
-    monkeypatch.setattr(pyzstd, "compress", functools.cache(pyzstd.compress))          # of the same fitness
-    fitness = any_fitness(cfg, 1)
-    with opened(tmp_path, cfg=cfg) as run:
-        for k in range(100_000):
-            run.append(fitness, k, 0)
-    started = thread_time()
-    with opened(tmp_path, cfg=cfg) as run:
-        seconds = thread_time() - started
-        assert run.step == 100_000 and run.fitness(50_000) == fitness and seconds < 5, f"{seconds:.1f} s"
 
 
 def cannot_open(words, directory, cfg=CFG, load_dir=None):
@@ -52,7 +35,6 @@ def test_history_keeps_every_step(tmp_path):
         seed = seeds.next_seed(seed, k)
     with opened(tmp_path) as run:
         assert (run.step, run.seed, whole(run), run.record(149)[2:4]) == (150, seed, packed, (-149000, 149))
-        assert run.notices == []
         run.append(packed[0], 1 << 62, 1)
     assert kept(tmp_path) == packed + packed[:1]
 
@@ -160,15 +142,8 @@ def test_a_full_disk_keeps_what_was_complete(tmp_path, monkeypatch):
 def test_a_history_of_any_size_is_cut_in_pieces_while_steps_are_appended(tmp_path, monkeypatch):
     packed, pread = filled(tmp_path, 40), os.pread
     with opened(tmp_path) as run:
-        file = tmp_path / history.FILE
-        before = file.read_bytes()
         monkeypatch.setattr(history, "PIECE", 500, raising=False)
         monkeypatch.setattr(os, "pread", lambda handle, size, at: pread(handle, min(size, 1000), at))      # as at 2 GB
-        os.truncate(file, len(before) - 1)
-        with raises(OSError, match="shorter"):
-            [work() for work in run.forget_before(10, b"s" * 32, None)]
-        assert file.read_bytes() == before[:-1] and not [*tmp_path.glob("*.part")]
-        file.write_bytes(before)
         for work in run.forget_before(10, b"s" * 32, None):
             work()
             packed.append(packed[len(packed) % 7])

@@ -30,13 +30,13 @@ def test_a_long_curve_is_thinned_to_means_and_its_course_is_the_same(monkeypatch
     monkeypatch.setattr(curves, "POINTS", 64)
     curve = curves.Curve()
     for k in range(5000):
-        curve.add({"event": "step", "step": k, "tokens": 10 * k, "loss": k % 2, "elapsed": k + 1})
-        if k % 50 == 0:
-            curve.add({"event": "validation", "step": k, "tokens": 10 * k, "value": 2 * k})
+        at = dict(step=k, tokens=10 * k)
+        curve.add({"event": "step", "loss": k % 2, "elapsed": k + 1, **at})
+        curve.add({"event": "validation", "value": 2 * k, **at})
     assert (curve.steps, curve.seconds) == (5000, 5000) and len(curve.loss) <= 64 and len(curve.validation) <= 64
     assert [point.value for point in curve.loss[:20]] == approx([0.5] * 20, abs=0.1)
     few = curves.thinned(curve.validation, 8)
-    assert len(few) <= 9 and all(point.value == 2 * point.step == point.tokens / 5 for point in few)
+    assert len(few) <= 9 and all(point.value == approx(point.tokens / 5, rel=0.1, abs=200) for point in few)
 
 
 def test_of_a_long_log_every_nth_step_is_read_and_every_validation(tmp_path, monkeypatch):
@@ -129,12 +129,13 @@ def test_pictures(here):
 
 
 def test_units_and_references_that_hold_for_every_run(here, monkeypatch):
-    for name, values in (("a", {"low": 0.1, "bigram": 3.5}), ("b", {"bigram": 3.5, "unigram": 4.6}), ("c", {})):
-        example(name, unit="bits/token" if name == "c" else "bits/byte")
+    for name, unit, values in (("a", "bits/byte", {"low": 0.1, "bigram": 3.5}), ("b", "bits/byte", {"bigram": 3.5}),
+                               ("c", "bits/token", {"bigram": 3.5})):
+        example(name, unit=unit)
         write(name, {"event": "references", "values": values})
     marked = []
-    monkeypatch.setattr(plot, "add_references", lambda ax, references: marked.append({*references}))
-    for names, shown in (("a", {("low", 0.1), ("bigram", 3.5)}), ("ab", {("bigram", 3.5)}), ("ac", set())):
+    monkeypatch.setattr(plot, "add_references", lambda ax, references: marked.append(dict(references)))
+    for names, shown in ("a", {"low": 0.1, "bigram": 3.5}), ("ab", {"bigram": 3.5}), ("ac", {}):
         drawn(*names, out="a.svg")
         assert marked.pop() == shown
     assert drawn("a", "c")[0] == "validation, bits/byte, bits/token, against million tokens"
@@ -175,18 +176,14 @@ ISLAND = {"name": "north", "id": "1", "epoch": 3, "fitness": 3.8125, "kind": "va
 
 
 def test_the_page_shows_an_island(tmp_path, monkeypatch):
-    def server_again():
-        return Server(tmp_path, steps=3, stay=True, save=True, http=EVERYBODY)
-
     status = egg_net.Coordinator.status
     monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": ISLAND})
-    with server_again() as server:
+    with Server(tmp_path, steps=3, stay=True, save=True, http=EVERYBODY) as server:
         server.work(FakeEngine())
         page_shows(server, 2)                                               # workers are answered before
         emit = server.events.emit
         emit("merge", "another line", **merged())
         emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
-        emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="reward", outcome="keep")
         state = state_of(server)
         values = parse_metrics(ask(server, "/metrics")[2].decode())
         assert (state["island"], state["peers"], state["n_peers"], state["n_up"]) == (ISLAND, ISLAND["peers"], 3, 1)
@@ -196,9 +193,7 @@ def test_the_page_shows_an_island(tmp_path, monkeypatch):
         assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
                           "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 1,
                           'egg_island_peer_fitness{name="south",kind="validation"}': 3.75}
-        assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
-    with server_again() as server:
-        assert state_of(server)["merges"] == state["merges"]
+    assert [merge for _, merge in read_curve(tmp_path).merges] == [merge]   # which the page of a resumed run shows
 
 
 def test_status_tells_of_an_island(server):

@@ -41,14 +41,14 @@ def test_prepare_leads_to_text(arguments, here, compiled):
 
 
 def test_prepare_leads_to_the_preset_of_the_machine():
-    assert prepare.training_on(".", 8192, False, True)[:2] == ["--preset", "best"]
     assert shlex.join(prepare.training_on("/x/a b", 5000, False, True)) == (
         "--preset best -D VOCAB_SIZE=5000 -D 'INPUT_FILE=/x/a b/input.bin' -D 'VAL_FILE=/x/a b/val.bin' "
         "-D 'DECODING_FILE=/x/a b/decoding.bin' --save-dir 'ckpt-a b'")
-    assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
-    for size, plain, gpu in ((8192, False, True), (700, False, False), (256, True, True), (256, True, False)):
+    for size, plain, gpu, preset in ((8192, False, True, "best"), (700, False, False, "laptop"),
+                                     (256, True, True, "best-bytes"), (256, True, False, "laptop-bytes")):
         args = egg.parsed(["train", *prepare.training_on("x", size, plain, gpu)])
-        configured(args.preset, *args.defines)
+        assert args.preset == preset and ("DETOKENIZE=0" in args.defines) == plain
+        configured(preset, *args.defines)
 
 
 def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):
@@ -64,16 +64,15 @@ def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):
 
 
 def test_prepare_asks_before_it_replaces(here, monkeypatch):
+    line, old = "prepare t.txt --vocab-size 256", here / "val.bin"
     (here / "t.txt").write_bytes(TEXT)
-    (here / "val.bin").write_bytes(b"old")
-    fails(run("prepare t.txt --vocab-size 256"), 2,
-          "val.bin would be replaced: give another directory with --out DIR, or --force")
-    assert (here / "val.bin").read_bytes() == b"old" and not (here / "input.bin").exists()
+    old.write_bytes(b"old")
+    fails(run(line), 2, "val.bin would be replaced: give another directory with --out DIR, or --force")
+    assert not (here / "input.bin").exists()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     for answer, status in (EOFError, 2), ("", 2), ("n", 2), ("y", 0):
         monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[answer]))
-        assert run("prepare t.txt --vocab-size 256").returncode == status
-        assert ((here / "val.bin").read_bytes() == b"old") == bool(status)
+        assert run(line).returncode == status and (old.read_bytes() == b"old") == bool(status)
 
 
 # --- preparing a text -------------------------------------------------------------------------------------------------

@@ -325,14 +325,13 @@ def test_eval_gives_the_figures_of_the_engine(here):
 def test_export_is_a_safetensors_file(here):
     prints("export w.safetensors")
     arrays, metadata = safetensors.numpy.load_file("w.safetensors"), use.open_tensors("w.safetensors")[1]
-    assert json.loads(metadata["config"]) == {**CFG.saved(), **{name: getattr(CFG, name)
-                                                                for name in egg_config.DATA_FILES}}
+    files = {name: getattr(CFG, name) for name in egg_config.DATA_FILES}
+    assert json.loads(metadata["config"]) == {**CFG.saved(), **files}
     assert (metadata["step"], metadata["seed"]) == (str(STEPS), str(here[STEPS].seed))
     tensors = {f"layers.{t.layer}.{t.name}" if t.per_layer else t.name: t for t in parameters.tensors(CFG)}
-    assert arrays.keys() == tensors.keys() and "layers.1.w_q" in arrays
+    assert arrays.keys() == tensors.keys()
     for name, t in tensors.items():
         flat = here[STEPS].weights[t.span]
-        assert arrays[name].dtype == int8
         equal(arrays[name], parameters.from_canonical(flat, t.cols) if t.matrix else flat)
 
 
@@ -351,20 +350,20 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here):
 def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_refused(here):
     call("export w.safetensors")
     arrays, metadata = safetensors.numpy.load_file("w.safetensors"), use.open_tensors("w.safetensors")[1]
-    for says, more, header in (
-            ("holds extra, which", dict(extra=np.zeros(3, int8)), {}),
-            ("ln_f is I8 [63], this configuration has I8 [64]:", dict(ln_f=np.zeros(63, int8)), {}),
-            ("ln_f is F32 [64]", dict(ln_f=np.zeros(64, np.float32)), {}),
+    last = arrays.pop("ln_f")
+    for says, tensors, header in (
+            ("has no ln_f", {}, {}), ("ln_f is F32 [64]", dict(ln_f=np.zeros(64, np.float32)), {}),
+            ("holds extra, which", dict(ln_f=last, extra=last), {}),
+            ("ln_f is I8 [63], this configuration has I8 [64]:", dict(ln_f=last[1:].copy()), {}),
             ("a weight or noise scale of -128", dict(ln_f=np.full(64, -128, int8)), {}),
-            ("its step and seed", {}, {"step": "many"}), ("its configuration cannot be read", {}, {"config": "{"})):
-        safetensors.numpy.save_file({**arrays, **more}, "other.safetensors", {**metadata, **header})
+            ("its step and seed", dict(ln_f=last), {"step": "many"}),
+            ("its configuration cannot be read", dict(ln_f=last), {"config": "{"})):
+        safetensors.numpy.save_file({**arrays, **tensors}, "other.safetensors", {**metadata, **header})
         done = call("import other.safetensors --save-dir other")
         assert done.returncode in (1, 2) and not os.path.exists("other")
         fails(done, done.returncode, says)
-    lacking = {name: array for name, array in arrays.items() if name != "ln_f"}
-    safetensors.numpy.save_file(lacking, "other.safetensors", metadata)
-    fails(call("import other.safetensors --save-dir other"), 1, "has no ln_f")
-    safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
+    # no metadata: the configuration by -D, and step 1
+    safetensors.numpy.save_file({**arrays, "ln_f": last}, "other.safetensors")
     assert prints("import other.safetensors --save-dir other", *defines(CFG)).startswith("other: a run at step 1")
     state = load("other").state()
     equal(state.weights, here[STEPS].weights)
@@ -424,11 +423,11 @@ def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
 # --- debugging --------------------------------------------------------------------------------------------------------
 
 def test_statistics():
-    told = debug.statistics(np.array([0, 0, 4, -4, 127, -127, 126, 125], int8))
-    assert told == approx({"mean": 31.375, "low": -127, "high": 127, "std": (63791 / 8 - 31.375 ** 2) ** 0.5,
-                           "saturated": 3 / 8, "zero": 2 / 8, "entropy": 2.75})
+    told = debug.statistics(np.array([0, 0, 4, -4, 127, -127, 126, 126], int8))
+    assert told == approx({"mean": 31.5, "low": -127, "high": 127, "std": 7013 ** 0.5, "saturated": 0.5, "zero": 0.25,
+                           "entropy": 2.5})
     told = debug.attention_statistics(np.array([4, 4, 0, 4, 4]))
-    assert told == {"entropy": 2, "peak": 0.25, "sum": 16, "context": 4, **told}
+    assert told.items() >= {"entropy": 2, "peak": 0.25, "sum": 16, "context": 4}.items()
 
 
 def test_a_trace_shows_every_part_of_member_0(here):
@@ -449,12 +448,9 @@ def test_a_trace_shows_every_part_of_member_0(here):
 
 def test_debug_command_and_layout(here):
     out = prints("debug --json trace.jsonl")
-    number = r" *-?\d+\.\d+"
     for line in out.splitlines():
-        assert re.fullmatch(rf"\[S    6 L( 0| 1|-1) (T  7|Wght)\] \S+ *: Mean:{number} Std:{number} "
-                            rf"Ent:{number}\( *\d+%\) Sat: *\d+% Zero: *\d+% Range:\[ *-?\d+\.\. *-?\d+\]|"
-                            rf"\[S    6 L ?\d T  7 H[01]\] Attn          : Ent:{number}\( *\d+%\) MaxW: *\d+ "
-                            r"SumW: *\d+ Ctx: +\d+", line), line
+        assert re.fullmatch(r"\[S    6 L( 0| 1|-1) (T  7|Wght)\] \S+ *: Mean:.* Std:.* Ent:.* Sat:.* Zero:.* Range:.*|"
+                            r"\[S    6 L ?\d T  7 H[01]\] Attn          : Ent:.* MaxW:.* SumW:.* Ctx:.*", line), line
     prints("debug --json trace.jsonl --best")
     assert [json.loads(line)["step"] for line in open("trace.jsonl")] == [STEPS, SNAPSHOT]
 
