@@ -1,6 +1,5 @@
 """The command line: devices, files, the cluster of two commands, and one line for each bad input."""
 
-import functools
 import os
 import shutil
 import signal
@@ -19,31 +18,29 @@ from recordings import HERE
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
-@mark.parametrize("capabilities, numba_cuda, got, words", [
-    ([], True, ["cpu"], "no NVIDIA GPU is visible"),
-    ([(7, 5)], True, ["cpu"], "compute capability 7.5, 8.0 is the least"),
-    ([(9, 0)], False, ["cpu"], "pip install -r requirements/cuda12.txt"),
-    ([(7, 5), (8, 0), (9, 0)], True, ["cuda:1", "cuda:2"], None),
+@mark.parametrize("capabilities, numba_cuda, words", [
+    ([], True, "no NVIDIA GPU is visible"),
+    ([(7, 5)], True, "compute capability 7.5, 8.0 is the least"),
+    ([(9, 0)], False, "pip install -r requirements/cuda12.txt"),
 ])
-def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, words):
+def test_without_a_gpu_that_can_be_used(monkeypatch, capsys, capabilities, numba_cuda, words):
     monkeypatch.setattr(hardware, "driver", lambda: (12, capabilities))
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: numba_cuda or None)
-    assert hardware.devices(make(DEVICE="auto")) == got
-    err = capsys.readouterr().err
-    if words and capabilities:                       # a GPU that is not used is worth a line
-        assert words in err and err.count("\n") == 1
-    else:
-        assert err == ""
-    assert hardware.devices(make(DEVICE="cpu")) == ["cpu"]
+    assert hardware.devices(make(DEVICE="auto")) == hardware.devices(make(DEVICE="cpu")) == ["cpu"]
+    err = capsys.readouterr().err                                # a GPU that is not used is worth a line
+    assert words in err and err.count("\n") == 1 if capabilities else err == ""
+    with refused(words, hardware.EngineError):
+        hardware.devices(make(DEVICE="cuda"))
+
+
+def test_choice_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(hardware, "driver", lambda: (12, [(7, 5), (8, 0), (9, 0)]))
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: True)
     cfg = make(DEVICE="cuda")
-    if words:
-        with refused(words, hardware.EngineError):
-            hardware.devices(cfg)
-    else:
-        assert hardware.devices(cfg) == got
-        assert hardware.one_device(cfg) == "cuda:1" and hardware.one_device(cfg, 2) == "cuda:2"
-        with refused("GPU 0 cannot be used: there is cuda:1, cuda:2", hardware.EngineError):
-            hardware.one_device(cfg, 0)
+    assert hardware.devices(cfg) == hardware.devices(make(DEVICE="auto")) == ["cuda:1", "cuda:2"]
+    assert hardware.one_device(cfg) == "cuda:1" and hardware.one_device(cfg, 2) == "cuda:2"
+    with refused("GPU 0 cannot be used: there is cuda:1, cuda:2", hardware.EngineError):
+        hardware.one_device(cfg, 0)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -52,18 +49,15 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
     "": ["COMMAND", "--help"],
     "tran": ["invalid choice: 'tran' (choose from 'train', 'coordinator', ", "egg.py --help"],
     "train --minuts 3": ["unrecognized arguments: --minuts 3"],
-    "-DN_LAYERS=2 arch": ["unrecognized arguments: -DN_LAYERS=2"],
     "coordinator --host 0.0.0.0": ["--host 0.0.0.0 without a secret"],
     "coordinator --tls-cert cert": ["needs both --tls-cert and --tls-key"],
     "coordinator --island a": ["an island needs --save-dir"],
     "worker localhost --tls-cert cert": ["needs --tls-ca"],
     "worker localhost --secret-file none": ["--secret-file none: No such file"],
-    "train --preset deggs --secret-file none": ["--secret-file none: No such file"],
     "worker localhost --tls-ca none": ["egg: none: No such file or directory: give --tls-ca a certificate, PEM"],
     "coordinator --tls-cert none --tls-key key": ["none, key: No such file", "--tls-key the key of --tls-cert"],
     "train --threads 0": ["--threads", "1 to"],
     "train --threads many": ["--threads", "'many'"],
-    "train --minutes 0": ["--minutes"],
     "train --minutes nan": ["--minutes"],
     "train --steps -3": ["--steps", "1 or more"],
     "coordinator --port 65536": ["--port", "0 to 65535"],
@@ -75,11 +69,8 @@ def test_choice_of_device(monkeypatch, capsys, capabilities, numba_cuda, got, wo
     "arch --preset desktop": ["--preset", "laptop"],
     "arch -D HIDDEN_DIM=65": ["HIDDEN_DIM = 65", "multiple"],
     "generate --tokens 0": ["'0' is not a whole number, 1 or more"],
-    "generate --tokens -3": ["--tokens"],
     "generate --temp -1": ["argument --temp: '-1' is not a number from 0.0 to 100.0"],
-    "generate --min-p nan": ["'nan' is not a number from 0.0 to 1.0"],
     "import short.txt": ["--save-dir"],
-    "prepare": ["TEXT"],
     "prepare x --vocab-size 255": ["--vocab-size", "256 to 262144"],
 }.items())
 def test_wrong_use_is_one_line_and_status_2(args, words):
@@ -102,7 +93,6 @@ def test_arch_adds_up(ntt):
     totals = {line[0]: int(line[-3].replace(",", "")) for line in lines if line and line[0] in names}
     assert list(totals) == [p.name for p in parameters.TABLE if ntt or p.needs != "NTT_MODE"]
     assert sum(totals.values()) == parameters.n_weights(cfg)
-    assert totals["embedding"] == 128000 and totals["w_up"] == 2 * 128 * 512
     assert f"{parameters.n_weights(cfg):,}" in out and f"{parameters.products_per_token(cfg):,} multiply-adds" in out
 
 
@@ -114,8 +104,7 @@ def test_what_cannot_begin_is_one_line(here):
     fails(run("train --preset=deggs -DVOCAB_SIZE=256"), 1, "input.bin is missing", "prepare TEXT")
     (here / "input.bin").write_bytes(bytes(64))
     fails(run("worker localhost -DVOCAB_SIZE=256"), 1, "input.bin holds 64 tokens, too few", "66 are needed")
-    result = run("worker localhost --list-devices -D DEVICE=cpu")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "cpu\n", "")
+    assert succeeds(run("worker localhost --list-devices -D DEVICE=cpu")) == "cpu\n"
 
 
 @mark.parametrize("words, status", [(["egg.py", "arch"], 1), (["egg_config.py"], -signal.SIGPIPE)])
@@ -126,26 +115,6 @@ def test_a_reader_that_goes_away(words, status):
     result = subprocess.run([sys.executable, *words], cwd=HERE, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert result.stderr == "" and result.returncode == status
-
-
-@mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_with_another_python_is_not_ignored(tmp_path):
-    shutil.copy(HERE / "Makefile", tmp_path)
-    python_in(tmp_path)
-    for made in ("pip", "ready"):
-        (tmp_path / ".venv" / made).touch()
-    for more, status, says in (([f"PYTHON={sys.executable}"], 0, ""), ([], 0, ""),
-                               (["PYTHON=python2"], 2, "needs Python 3.11 to 3.14, and python2 is not")):
-        done = subprocess.run(["make", ".venv/pip", *more], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == status and says in done.stderr, done
-
-
-def test_run_workers_passes_on_a_wrong_option():
-    run_workers = functools.partial(process, python=(), program=HERE / "run-workers.sh", cwd="/")
-    result = run_workers("localhost --port none")
-    fails(result, 2, "'none' is not a whole number from 0 to 65535")
-    assert result.stdout == ""
-    assert succeeds(run_workers("--help")).startswith("usage: ./run-workers.sh [HOST]")
 
 
 @fixture
@@ -223,8 +192,7 @@ with open("log", "a") as log:
 """
 
 
-@mark.parametrize("tasks, task, gpus", [("1(x4)", 0, [0, 1, 2, 3, 4]), ("2(x4)", 0, [0, 2, 4]),
-                                               ("2,1(x3)", 1, [1, 3]), ("8", 6, [])])
+@mark.parametrize("tasks, task, gpus", [("1(x4)", 0, [0, 1, 2, 3, 4]), ("2,1(x3)", 1, [1, 3]), ("8", 6, [])])
 def test_tasks_of_a_slurm_step_share_the_gpus_of_a_node(tmp_path, run_workers, tasks, task, gpus):
     (tmp_path / "egg.py").write_text(SLURM_WORKER)
     environ = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_LOCALID": str(task), "SLURM_LAUNCH_NODE_IPADDR": "10.1.2.3"}

@@ -24,35 +24,29 @@ from coordinators import refused
 # --- overrides and combinations ---------------------------------------------------------------------------------------
 
 def test_overrides_in_order():
-    assert configured().HIDDEN_DIM == egg_config.HIDDEN_DIM
     cfg = egg_config.load(defines=["N_LAYERS=3"], environ={"EGG_N_LAYERS": "2", "EGG_SEQ_LEN": "32", "PATH": "x"})
-    assert (cfg.N_LAYERS, cfg.SEQ_LEN) == (3, 32)
+    assert (cfg.N_LAYERS, cfg.SEQ_LEN, cfg.HIDDEN_DIM) == (3, 32, egg_config.HIDDEN_DIM)
     assert configured(None, "CHUNK_SIZE=64").POPULATION_SIZE == 512
-    assert configured("laptop-bytes").shared() != configured().shared()
     assert egg_config.load(environ={"EGG_PRESET": "laptop-bytes"}).shared() == configured("laptop-bytes").shared()
     assert configured(None, "LR_SCHEDULE=0:1,50:0.5").LR_SCHEDULE == ((0, 1.0), (50, 0.5))
     assert configured(None, "USE_SAME_DATA=true").USE_SAME_DATA == 1
+    with raises(ConfigError, match="EGG_HIDEN_DIM: .* did you mean HIDDEN_DIM"):
+        egg_config.load(environ={"EGG_HIDEN_DIM": "1"})
 
 
 REFUSED = {                                                  # preset -> {definitions: what is said of them}
     None: {
         "HIDDEN_DIM=96": "multiple of HEAD_DIM", "HEAD_DIM=48": "32, 64, 128", "SEQ_LEN=13": "multiple of 8",
-        "CHUNK_SIZE=41": "even", "POPULATION_SIZE=5": "multiple of CHUNK_SIZE", "VOCAB_SIZE=100": "from 256",
-        "N_LAYERS=two": "whole number", "NO_LAYERS=2": "did you mean N_LAYERS",
+        "CHUNK_SIZE=41": "even", "POPULATION_SIZE=5": "multiple of CHUNK_SIZE", "N_LAYERS=two": "whole number",
         "hidden_dim=128": "did you mean HIDDEN_DIM?", "N_LAYERS": "NAME=VALUE",
-        "DEVICE_MASK=128": "from 0 to 127", "LR_SCHEDULE=5:1": "start at step 0",
-        "LR_SCHEDULE=fast": "step:rate", "DETOKENIZE=1": "VOCAB_SIZE 256", "USE_MUON=2": "one of 0, 1",
-        "ADAM_BETA1=nan": "from 0.0 to 1.0", "SAMPLING_TEMP=-1": "from 0.0",
+        "LR_SCHEDULE=5:1": "start at step 0", "LR_SCHEDULE=fast": "step:rate", "DETOKENIZE=1": "VOCAB_SIZE 256",
+        "ADAM_BETA1=nan": "from 0.0 to 1.0",
         "DEVICE_MASK=43 DEVICE_GAUSSIAN=1": "DEVICE_MASK = 43",                # three draws must fit a byte
         "USE_MUON=1 OPTIMIZER=sgd": "USE_MUON = 1: needs OPTIMIZER adamw",
-        "MUON_MOMENTUM=1.0": "MUON_MOMENTUM = 1.0: must be from 0.0 to 0.9999",
-        "MUON_NS=quartic": "MUON_NS = quartic: must be one of quintic, cubic",
-        "NTT_MODE=4": "NTT_MODE = 4: must be from 0 to 3",
         "NTT_MODE=1 SEQ_LEN=24": "NTT_MODE = 1: needs a SEQ_LEN that is a power of two, not 24",
         "NTT_MODE=2 SEQ_LEN=512": "NTT_MODE = 2: needs SEQ_LEN of 256 at most, not 512",
         "RARE_TOKENS=0.1 OPTIMIZER=ztest": "RARE_TOKENS = 0.1: needs OPTIMIZER adamw or sgd",
         "SEEN_VOTES=2 OPTIMIZER=ztest": "SEEN_VOTES = 2: needs OPTIMIZER adamw or sgd",
-        "SEEN_VOTES=0": "SEEN_VOTES = 0: must be from 1 to 127",
         "SIGMA_SCHEDULE=5:16": "SIGMA_SCHEDULE = ((5, 16),): shifts must be from 0 to 15",
         "SIGMA_SCHEDULE=5:2,5:3": "SIGMA_SCHEDULE = ((5, 2), (5, 3)): steps must rise, from 0 on",
         "SIGMA_SCHEDULE=-5:2": "SIGMA_SCHEDULE = ((-5, 2),): steps must rise, from 0 on",
@@ -60,20 +54,17 @@ REFUSED = {                                                  # preset -> {defini
         "SOFT_TARGETS=0:2": "SOFT_TARGETS = ((0, 2),): needs LOSS exact",
         "SOFT_TARGETS=0:8 LOSS=exact VOCAB_SIZE=256": "contexts must be from 0 to 7",
         "SOFT_TARGETS=0:4 LOSS=exact": "contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192",
-        "SOFT_TARGETS=0:2,0:3 LOSS=exact": "steps must rise, from 0 on",
         "TOKEN_MASK=50 HOST_GAUSSIAN=1": "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN",
         "PERTURB=activations": "PERTURB = activations: has no meaning with MODEL = transformer"},
     "nano-egg": {
-        "HEAD_DIM=32": "has no meaning with MODEL = gru", "SHIFT_OUT=8": "has no meaning",
-        "GROUP_SIZE=3": "even", "GROUP_SIZE=48": "divide POPULATION_SIZE", "FIXED_POINT=8": "at most 7",
-        "MODEL=lstm": "transformer, gru", "HIDDEN_DIM=100": "multiple of 32", "ZTEST_ALPHA=0": "from 1e-6",
+        "HEAD_DIM=32": "has no meaning with MODEL = gru", "GROUP_SIZE=3": "even",
+        "GROUP_SIZE=48": "divide POPULATION_SIZE", "MODEL=lstm": "transformer, gru", "HIDDEN_DIM=100": "multiple of 32",
         "MODEL=transformer": "VALIDATE_WINDOW = 448: has no meaning"},
     "laptop": {
         "OPTIMIZER=ztest": "OPTIMIZER = ztest: must be adamw with PERTURB = activations",
         "ADAPTIVE_NOISE_MODE=1": "ADAPTIVE_NOISE_MODE = 1: must be 0",
         "GROUP_SIZE=32 CHUNK_SIZE=16": "GROUP_SIZE = 32: must divide CHUNK_SIZE = 16",
-        "CHUNK_SIZE=1048576 POPULATION_SIZE=0 GROUP_SIZE=2": "CHUNK_SIZE = 1048576: must be at most 131072",
-        "NOISE_GATE=5": "NOISE_GATE = 5: must be one of 0, 1, 3, 7, 15, 31, 63"},
+        "CHUNK_SIZE=1048576 POPULATION_SIZE=0 GROUP_SIZE=2": "CHUNK_SIZE = 1048576: must be at most 131072"},
 }
 
 
@@ -83,11 +74,6 @@ def test_constants_that_cannot_be_are_named_in_one_line(preset, defines, says):
     with refused(re.escape(says), ConfigError) as error:
         configured(preset, *defines.split())
     assert defines.split("=")[0] in str(error.value)
-
-
-def test_environment_is_checked_too():
-    with raises(ConfigError, match="EGG_HIDEN_DIM: .* did you mean HIDDEN_DIM"):
-        egg_config.load(environ={"EGG_HIDEN_DIM": "1"})
 
 
 def test_the_fingerprint_covers_what_must_agree():
@@ -132,23 +118,6 @@ def test_the_table_has_every_constant_once_and_its_default_is_allowed():
     for name, constant in CONSTANTS.items():
         assert constant.value == getattr(egg_config, name) and constant.objection(constant.value) is None, name
         assert constant.agree in AGREE and constant.model in (None, *CONSTANTS["MODEL"].allowed) and constant.meaning
-        if constant.kind is not tuple:
-            assert type(constant.value) is constant.kind and {*map(type, constant.allowed)} <= {constant.kind}
-        else:
-            assert {type(number) for _, number in constant.value} <= {*map(type, constant.allowed)}
-
-
-@mark.parametrize("name, agree, shared, saved, kept, may_differ", [
-    ("HIDDEN_DIM", "all", True, True, False, False), ("LR_SCHEDULE", "run", True, True, False, True),
-    ("VALIDATE_TOKENS", "islands", True, False, True, False), ("VALIDATE_EVERY", "free", True, False, True, True),
-    ("SIMD", "local", False, False, False, False), ("SNAPSHOT_EVERY", "local", False, False, True, False)])
-def test_what_follows_from_who_must_agree(name, agree, shared, saved, kept, may_differ):
-    """What is in the fingerprint, what a saved run depends on, what it keeps, in what islands may differ."""
-    cfg = make()
-    assert CONSTANTS[name].agree == agree
-    assert (name in cfg.shared()) == shared and (name in cfg.saved()) == saved and (name in cfg.settings()) == kept
-    assert egg_config.may_differ(name) == may_differ
-    assert not egg_config.may_differ("A_CONSTANT_OF_THE_FUTURE")
 
 
 @mark.parametrize("values, message", [
@@ -157,10 +126,6 @@ def test_what_follows_from_who_must_agree(name, agree, shared, saved, kept, may_
     (dict(AUDIT_RATE="much"), "AUDIT_RATE = 'much': must be a number"),
     (dict(SIMD="mmx"), "SIMD = mmx: must be one of auto, vnni512, vnni256, madd, portable"),
     (dict(STATE_TOKENS=4), "STATE_TOKENS = 4: has no meaning with MODEL = transformer: leave it at 0"),
-    (dict(MODEL="gru", NTT_MODE=1), "NTT_MODE = 1: has no meaning with MODEL = gru: leave it at 0"),
-    (dict(SIGMA_SCHEDULE=((5, 2.5),)), "SIGMA_SCHEDULE = ((5, 2.5),): must be pairs of a step and a shift"),
-    (dict(SOFT_TARGETS=((0, 2.0),)), "SOFT_TARGETS = ((0, 2.0),): must be pairs of a step and a context"),
-    (dict(LR_SCHEDULE=()), "LR_SCHEDULE = (): must start at step 0, steps rising"),
     (dict(HIDEN_DIM=64), "HIDEN_DIM: no such constant in egg_config.py; did you mean HIDDEN_DIM?")])
 def test_a_bad_constant_is_one_line(values, message):
     with raises(ConfigError) as error:
@@ -181,16 +146,12 @@ def edited(tmp_path, old, new):
 
 
 @mark.parametrize("old, new, message", [
-    ("\nHIDDEN_DIM = 256 ", '\nHIDDEN_DIM = "256" ', "HIDDEN_DIM = '256': must be a whole number"),
     ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 256.0 ", "HIDDEN_DIM = 256.0: must be a whole number"),
-    ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 2048 ", "HIDDEN_DIM = 2048: must be from 64 to 1024"),
     ("\nHIDDEN_DIM = 256 ", "\nHIDDEN_DIM = 100 ", "HIDDEN_DIM = 100: must be a multiple of 32"),
-    ('\nLOSS = "deggs" ', '\nLOSS = "cubic" ', "LOSS = cubic: must be one of deggs, exact"),
     ('\nINPUT_FILE = "input.bin" ', "\nINPUT_FILE = 7 ", "INPUT_FILE = 7: must be text"),
     ("\nSIGMA_SCHEDULE = () ", "\nSIGMA_SCHEDULE = 5 ", "SIGMA_SCHEDULE = 5: must be pairs of a step and a shift"),
     ("\nN_LAYERS = 4 ", "\nN_LAYER = 5\nN_LAYERS = 4 ",
      "N_LAYER: no such constant in egg_config.py; did you mean N_LAYERS?"),
-    ("\nN_LAYERS = 4 ", "\nMY_OWN = 3\nN_LAYERS = 4 ", "MY_OWN: no such constant in egg_config.py"),
     ("| all     | layers", "| al      | layers", "N_LAYERS: 'al' must be one of all, run, islands, free, local")])
 def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
     with raises(Exception) as error:
@@ -204,11 +165,8 @@ def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
     ('\nMODEL = "transformer" ', "\nMODEL = transformer ",
      "MODEL: name 'transformer' is not defined: text needs quotes"),
     ("\nN_LAYERS = 4 ", "\nN_LAYERS = ", "N_LAYERS: invalid syntax"),
-    ("\nPORT = 12345 ", "\nPORTS = 12346\nPORT = 12345 ",
-     "PORTS: no such constant in egg_config.py; did you mean PORT?"),
     ("\nAGREE = ", "\nPORT = 12346\nAGREE = ",
-     f"PORT: has no effect below PRESETS: set it in line {CONSTANTS['PORT'].line}"),
-    ("\nN_LAYERS = 4 ", "\nN_LAYERS = (4 ", "N_LAYERS: '(' was never closed")])
+     f"PORT: has no effect below PRESETS: set it in line {CONSTANTS['PORT'].line}")])
 def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message):
     text = inspect.getsource(egg_config)
     (tmp_path / "egg_config.py").write_text(text.replace(old, new))
@@ -225,14 +183,10 @@ def test_good_edits(tmp_path):
     assert muon.USE_MUON is not True and muon.fingerprint() == make(USE_MUON=1).fingerprint()
     wide = edited(tmp_path, "\nPRESETS = {", "\nHIDDEN_DIM = 512\n\nPRESETS = {")
     assert wide.make().fingerprint() == make(HIDDEN_DIM=512).fingerprint()
-    terse = edited(tmp_path, "| all     | layers\n", "| all |\n")
-    assert terse.CONSTANTS["N_LAYERS"].meaning == "" and terse.make().fingerprint() == make().fingerprint()
-    assert edited(tmp_path, "\nPRESETS = {", "\nPRESETS={").CONSTANTS == CONSTANTS
+    assert edited(tmp_path, "| all     | layers\n", "| all |\n").make().fingerprint() == make().fingerprint()
     misspelt = edited(tmp_path, "\nN_LAYERS = 4 ", "\nN_LAYER = 4 ")
-    line = misspelt.CONSTANTS["N_LAYER"].line
-    with raises(misspelt.ConfigError) as error:
+    with raises(misspelt.ConfigError, match="the constant N_LAYERS is missing; is it N_LAYER in line"):
         misspelt.make().N_LAYERS
-    assert str(error.value) == f"egg_config.py: the constant N_LAYERS is missing; is it N_LAYER in line {line}?"
 
 
 def test_the_form_that_sees_its_targets_is_warned_of(here):

@@ -26,12 +26,10 @@ def write_tokens(path, tokens, kind="<u4"):
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 def test_tokens_are_mapped_and_checked(tmp_path):
-    tokens = np.arange(50) % 300
-    got = open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
-    assert isinstance(got, np.memmap) and got.dtype == uint32 and not got.flags.writeable
-    assert (got == tokens).all()
-    got = open_tokens(BYTES, write_tokens(tmp_path / "b", tokens % 256, "u1"))
-    assert isinstance(got, np.memmap) and got.dtype == uint8 and got.size == 50
+    tokens = np.arange(50) % 256
+    for cfg, kind in (BASE, "<u4"), (BYTES, "u1"):
+        got = open_tokens(cfg, write_tokens(tmp_path / "a", tokens, kind))
+        assert isinstance(got, np.memmap) and got.dtype == kind and not got.flags.writeable and (got == tokens).all()
     # as few as a window takes
     assert open_tokens(BASE, write_tokens(tmp_path / "c", range(10))).size == 10
 
@@ -41,11 +39,13 @@ def test_tokens_are_mapped_and_checked(tmp_path):
     b"": "is empty",
     bytes(41): "is damaged or plain bytes",
     b"to be, or not to be, that is the question...": "or read its bytes with --preset laptop-bytes -D DETOKENIZE=0",
-    np.full(50, 300, "<u4").tobytes(): "holds token 300, but VOCAB_SIZE is 300",
-    np.r_[np.zeros(60), 1 << 31].astype("<u4").tobytes(): "is damaged",
+    np.r_[np.zeros(49), 300].astype("<u4").tobytes(): "holds token 300, but VOCAB_SIZE is 300",
+    np.r_[np.zeros(16), 300, np.zeros(33)].astype("<u4").tobytes(): "holds token 300, but VOCAB_SIZE is 300",
+    np.r_[1 << 31, np.zeros(60)].astype("<u4").tobytes(): "is damaged",
     bytes(4 * 9): "9 tokens, too few for a window of SEQ_LEN = 8: 10 are needed",
 }.items())
-def test_bad_token_files(tmp_path, content, words):
+def test_bad_token_files(tmp_path, monkeypatch, content, words):
+    monkeypatch.setattr(data_files, "BLOCK", 16)
     path = tmp_path / "input.bin"
     if content is not None:
         path.write_bytes(content)
@@ -53,46 +53,34 @@ def test_bad_token_files(tmp_path, content, words):
         open_tokens(BASE, str(path))
 
 
-def test_largest_token_is_found_in_any_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_files, "BLOCK", 16)
-    for at in (0, 15, 16, 40, 49):
-        tokens = np.zeros(50, int)
-        tokens[at] = 300
-        with refused("holds token 300", DataError):
-            open_tokens(BASE, write_tokens(tmp_path / "a", tokens))
-
-
 def test_detokenize_gives_the_bytes_of_the_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "BLOCK", 7)
+    decoding, path = tmp_path / "d", tmp_path / "a"
     pieces = [b"a", b"", b"bcd", b"\xff\x00", "\u6625".encode()]
     tokens = np.random.default_rng(1).integers(0, 5, 100)
-    cfg = BYTES.changed(DETOKENIZE=1, DECODING_FILE=write_decoding(tmp_path / "d", pieces))
-    got = open_tokens(cfg, write_tokens(tmp_path / "a", tokens))
+    cfg = BYTES.changed(DETOKENIZE=1, DECODING_FILE=write_decoding(decoding, pieces))
+    got = open_tokens(cfg, write_tokens(path, tokens))
     assert got.dtype == uint8 and got.tobytes() == b"".join(pieces[t] for t in tokens)
     with refused("holds token 5, but .* only has 5", DataError):
-        open_tokens(cfg, write_tokens(tmp_path / "a", [5] * 100))
-    (tmp_path / "d").unlink()
+        open_tokens(cfg, write_tokens(path, [5] * 100))
+    decoding.unlink()
     with refused("is missing, and DETOKENIZE needs it", DataError):
-        open_tokens(cfg, str(tmp_path / "a"))
+        open_tokens(cfg, path)
 
 
 def test_tokens_are_not_read_as_bytes(tmp_path):
     """By their bytes, whatever the file is called; other bytes with many zeros are taken."""
     rng = np.random.default_rng(1)
-    for number, most in enumerate((256, 8192, 1 << 18)):
-        tokens = rng.integers(0, most, 100)
-        path = write_tokens(tmp_path / f"mine-{number}", tokens)
+    for most in 256, 8192, 1 << 18:
+        path = write_tokens(tmp_path / "mine", rng.integers(0, most, 100))
         for read in functools.partial(open_tokens, BYTES), data_files.read_text:
             with refused(rf"{path}.* holds tokens \(uint32\), not bytes: ", DataError):
                 read(path)
-        assert (open_tokens(BASE.changed(VOCAB_SIZE=max(most, 257)), path) == tokens).all()
     for data in ("plain text".encode("utf-16-le") * 4, bytes(64), rng.integers(0, 256, 64, uint8).tobytes(),
-                 np.arange(1 << 20, (1 << 20) + 64).astype("<u4").tobytes()):
+                 np.arange(1 << 20, (1 << 20) + 64).astype("<u4").tobytes(), b"", b"ab", b"a\0\0"):
         (tmp_path / "bytes").write_bytes(data)
-        assert open_tokens(BYTES, str(tmp_path / "bytes")).tobytes() == data
-    for data in (b"", b"ab", b"a\0\0"):
-        (tmp_path / "short").write_bytes(data)
-        assert data_files.read_text(str(tmp_path / "short")) == data
+        assert data_files.read_text(str(tmp_path / "bytes")) == data
+    assert open_tokens(BYTES, write_tokens(tmp_path / "bytes", bytearray(64), "u1")).tobytes() == bytes(64)
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -100,9 +88,7 @@ def test_tokens_are_not_read_as_bytes(tmp_path):
 def test_decoding_reads_what_was_written(tmp_path):
     decoding = Decoding.read(write_decoding(tmp_path / "d", [b"a", b"", b" the", b"\xf0\x9f", b"\x9a\x80"]))
     assert len(decoding) == 5 and decoding.lengths.tolist() == [1, 0, 4, 2, 2]
-    assert decoding.decode([2, 1, 0, 3, 4]) == b" thea\xf0\x9f\x9a\x80"
-    assert decoding.expand(np.array([2, 1, 0, 3, 4])).tobytes() == b" thea\xf0\x9f\x9a\x80"
-    assert decoding.expand(np.array([], int)).size == 0
+    assert decoding.decode([2, 1, 0, 3, 4]) == b" thea\xf0\x9f\x9a\x80" and decoding.decode([]) == b""
     assert data_files.text(decoding, [2, 3, 4, 3, 0]) == " the\U0001f680\ufffda"
     assert data_files.text(decoding, [0, 77]) == "a\ufffd", "a token of the model that no text has"
     assert data_files.text(None, np.array([3, 77])) == "token ids 3 77"
@@ -113,11 +99,8 @@ def number(value):
 
 
 @mark.parametrize("content", [
-    b"", b"\x01\x00", number(0), number(1 << 31) + bytes(100),
-    number(2) + number(1) + b"a",
-    number(2) + number(1) + b"a" + number(9) + b"ab",
-    number(1) + number(1 << 30) + bytes(100),
-    number(1) + number(1) + b"ab",
+    b"\x01\x00", number(0), number(1 << 31) + bytes(100), number(2) + number(1) + b"a",
+    number(2) + number(1) + b"a" + number(9) + b"ab", number(1) + number(1) + b"ab",
 ])
 def test_damaged_decoding(tmp_path, content):
     path = tmp_path / "decoding.bin"
@@ -128,10 +111,9 @@ def test_damaged_decoding(tmp_path, content):
 
 def test_missing_decoding_is_a_warning(tmp_path, capsys):
     cfg = BASE.changed(DECODING_FILE=str(tmp_path / "none"), VAL_FILE=write_tokens(tmp_path / "v", range(40)))
-    said = []
-    assert load_decoding(cfg, said.append) is None
     assert load_decoding(cfg) is None
-    assert len(said) == 1 and capsys.readouterr().err == f"egg: {said[0]}\n" and "bits per token" in said[0]
+    err = capsys.readouterr().err
+    assert err.startswith("egg: ") and err.count("\n") == 1 and "bits per token" in err
     validation = open_validation(cfg, None)
     assert validation.unit == "bits/token"
     assert validation.bits(validation.windows[:, 1:].size * math.log(2)) == approx(1)
@@ -143,13 +125,11 @@ def test_missing_decoding_is_a_warning(tmp_path, capsys):
 
 def test_validation_windows_are_whole_and_evenly_spaced(tmp_path):
     path = write_tokens(tmp_path / "v", np.arange(8 * 20 + 1))
-    pieces = [b"x" * (1 + t % 3) for t in range(300)]
-    decoding = Decoding(pieces)
-    for limit, starts in {0: range(0, 160, 8), 10 ** 9: range(0, 160, 8), 32: (0, 40, 80, 120),
-                          47: (0, 32, 64, 96, 128), 1: (0,)}.items():
+    decoding = Decoding([b"x" * (1 + t % 3) for t in range(300)])
+    for limit, starts in {0: range(0, 160, 8), 32: (0, 40, 80, 120), 47: (0, 32, 64, 96, 128), 1: (0,)}.items():
         validation = open_validation(BASE.changed(VAL_FILE=path, VALIDATE_TOKENS=limit), decoding)
         assert validation.windows.tolist() == [list(range(s, s + 9)) for s in starts]
-        assert validation.n_bytes == sum(len(pieces[t]) for s in starts for t in range(s + 1, s + 9))
+        assert validation.n_bytes == decoding.lengths[validation.windows[:, 1:]].sum()
         assert validation.unit == "bits/byte" and validation.bits(math.log(2) * validation.n_bytes) == approx(1)
 
 
@@ -188,15 +168,10 @@ def test_references_agree_with_the_plain_formulas(vocab):
     got = references(egg_config.Config(VOCAB_SIZE=vocab), train, validation)
     assert [*got] == ["uniform", "unigram", "bigram"]
     assert [*got.values()] == approx([bits / 100 for bits in want])
-
-
-def test_tables_of_contexts_against_counting_by_hand():
-    rng = np.random.default_rng(5)
-    train = rng.integers(0, 3, 200).astype(uint8)
-    windows = rng.integers(0, 4, (3, 8)).astype(int32)
-    validation = Validation(windows, 21, "bits/byte")
-    want = [bits_by_hand(train, 256, windows, length) / 21 for length in (2, 3)]
-    assert [*data_files.context_tables(train, validation, (2, 3)).values()] == approx(want)
+    if vocab == 7:
+        got = data_files.context_tables(train.astype(uint8), validation, (2, 3))
+        want = [bits_by_hand(train, 256, windows, length) / 100 for length in (2, 3)]
+        assert [*got.values()] == approx(want)
 
 
 def test_references_of_a_large_file_come_from_parts_of_it(monkeypatch):
@@ -215,6 +190,5 @@ def test_shipped_files_belong_together(monkeypatch):
     assert len(decoding) == cfg.VOCAB_SIZE and decoding.decode(range(256)) == bytes(range(256))
     train, validation = open_tokens(cfg, cfg.INPUT_FILE), open_validation(cfg, decoding)
     assert 0.04 < validation.n_bytes / decoding.lengths[train].sum() < 0.06
-    figures = references(cfg, train, validation)
-    assert 3.5 < figures["uniform"] < 3.8 and 2.4 < figures["unigram"] < 2.7 and 1.7 < figures["bigram"] < 2.0
+    assert [*references(cfg, train, validation).values()] == approx([3.65, 2.55, 1.85], abs=0.15)
     assert "the" in data_files.text(decoding, train[:200])

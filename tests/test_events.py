@@ -23,7 +23,7 @@ from tools.curves import read_curve
 from coordinators import Peer, Peer2, Server, named, refused, until
 from fakes import CFG, FakeEngine, Lines, VALIDATION, changed
 from pages import EVERYBODY, page_shows, state_of
-from run_logs import A_STEP, drawn, events, example, of_kind, told_to, write
+from run_logs import A_STEP, events, example, of_kind, told_to, write
 from commands import fails, run
 
 
@@ -55,11 +55,11 @@ def test_no_message_takes_long(text, tmp_path):
 
 def test_a_sample_that_two_workers_send_is_one_event(tmp_path):
     """Where chunk 0 is evaluated twice, its worker samples twice."""
-    with told_to(tmp_path, None, tmp_path / "log") as log:
-        for worker, step, text in ("w", 0, "a"), ("v", 0, "a"), ("v", 1, "a"), ("w", 1, "b"):
-            log.message(worker, line := f"sample at step {step}: p >>> {text}", line)
-    found = [(event["worker"], event["step"], event["text"]) for event in of_kind("sample", events(tmp_path / "log"))]
-    assert found == [("w", 0, "a"), ("v", 1, "a"), ("w", 1, "b")]
+    with told_to(tmp_path, log_json=tmp_path / "log") as log:
+        for worker, text in ("w", "0: p >>> a"), ("v", "0: p >>> a"), ("v", "1: p >>> a"), ("w", "1: p >>> b"):
+            log.message(worker, line := f"sample at step {text}", line)
+    told = of_kind("sample", events(tmp_path / "log"))
+    assert [(e["worker"], e["step"], e["text"]) for e in told] == [("w", 0, "a"), ("v", 1, "a"), ("w", 1, "b")]
 
 
 def test_what_is_a_sample():
@@ -79,37 +79,30 @@ def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
     for name in history.EVENTS, f"{history.EVENTS}.1", "coordinator.log", "coordinator.log.1":
         assert (tmp_path / name).stat().st_size < 10000
     assert events(tmp_path)[-1]["step"] == 199
-    log = (tmp_path / "coordinator.log").read_text()
-    assert log.splitlines()[-1].startswith("199,")
+    assert (tmp_path / "coordinator.log").read_text().splitlines()[-1].startswith("199,")
 
 
 def test_a_long_log_that_cannot_begin_anew_does_so_later(tmp_path, monkeypatch):
     """Until then its file stays open: its number must not be that of another file, or of a peer."""
     monkeypatch.setattr(event_log, "LOG_BYTES", 10)
-    told = []
-    log = event_log.JsonLog(str(tmp_path / "log"), "", told.append)
-    log.emit("long enough", None)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "open", mock.Mock(side_effect=OSError(24, "Too many open files")))
-        log.emit("lost", None)
-    assert os.fstat(log.handle).st_ino == (tmp_path / "log.1").stat().st_ino
-    log.emit("new", None)
-    log.close()
-    assert (tmp_path / "log").read_text() == '"new"\n' and (tmp_path / "log.1").read_text() == '"long enough"\n'
-    assert told == [f"{tmp_path}/log: Too many open files: events are missing in it from now on"]
+    told, path = [], tmp_path / "log"
+    with contextlib.closing(event_log.JsonLog(str(path), "", told.append)) as log:
+        log.emit("long enough", None)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", mock.Mock(side_effect=OSError(24, "Too many open files")))
+            log.emit("lost", None)
+        assert os.fstat(log.handle).st_ino == (tmp_path / "log.1").stat().st_ino
+        log.emit("new", None)
+    assert (path.read_text(), (tmp_path / "log.1").read_text()) == ('"new"\n', '"long enough"\n')
+    assert told == [f"{path}: Too many open files: events are missing in it from now on"]
 
 
 def test_a_disk_that_is_nearly_full_stops_logs_before_it_stops_training(tmp_path, monkeypatch):
-    lines, real, free = Lines(), os.fstatvfs, [0]
-
-    def nearly(handle):
-        found = list(real(handle))
-        found[4] = free[0]                                       # f_bavail
-        return os.statvfs_result(found)
-
+    lines, free = Lines(), [0]
+    disk = lambda _: SimpleNamespace(f_bavail=free[0], f_frsize=1, f_blocks=1 << 40)
     run, log = history.open_run(CFG, tmp_path), tmp_path / history.EVENTS
     with event_log.Events(CFG, run, tmp_path, egg_net.Console(lines)) as events:
-        monkeypatch.setattr(os, "fstatvfs", nearly)
+        monkeypatch.setattr(os, "fstatvfs", disk)
         before = log.stat().st_size
         for step in range(5):
             events.warn(f"w{step}")
@@ -124,42 +117,32 @@ def test_a_disk_that_is_nearly_full_stops_logs_before_it_stops_training(tmp_path
 
 # --- validations ------------------------------------------------------------------------------------------------------
 
-def validate(peer, step, tokens=100, n_bytes=200, nats=100.0):
-    peer.send(wire.VALIDATION, step, tokens, n_bytes, nats)
-
-
-@mark.parametrize("tokens, n_bytes, nats", [
-    (1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")), (100, 200, float("inf")),
-    (0, 1, 1.0), (1 << 40, 1, 1e6), (1, 1 << 40, 45.0)])
-def test_a_validation_that_cannot_be_right_is_refused(server, tokens, n_bytes, nats):
-    peer = Peer2(server)
-    assert peer.chunk(0) == 0
-    validate(peer, 0, tokens, n_bytes, nats)
-    with refused("wrong validation"):
-        peer.answer()
-
-
 def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(tmp_path):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=0)) as server:
         first, second = named(server, "first", "second")
-        first.works(0)
-        validate(first, 0)
-        second.works(0)
-        validate(second, 0, nats=150.0)
+        for peer, nats in (first, 100.0), (second, 150.0):
+            peer.works(0)
+            peer.send(wire.VALIDATION, 0, 100, 200, nats)
         second.works(0, 2)
         server.reaches(1)
-        assert [step for step, *_ in server.progress.validations] == [0]
-        assert abs(server.progress.validations[0][1] - 100 / np.log(2) / 200) < 1e-9
-        validate(first, 1, nats=101.0)
-        until(lambda: len(server.progress.validations) == 2)
-        assert "much worse" not in server.said
         first.ask(0)
         first.answer()
         first.works(1, 4)
         server.reaches(2)
-        validate(first, 2, nats=200.0)
+        first.send(wire.VALIDATION, 2, 100, 200, 200.0)
         server.says("step 2: the validation has become much worse, 1.4427 bits/byte after 0.7213 at step 0: a worker "
                     "may compute wrongly")
+        assert [step for step, *_ in server.progress.validations] == [0, 2]
+
+
+@mark.parametrize("told", [(1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")), (0, 1, 1.0),
+                           (1 << 40, 1, 1e6), (1, 1 << 40, 45.0)])
+def test_a_validation_that_cannot_be_right_is_refused(server, told):
+    peer = Peer2(server)
+    assert peer.chunk(0) == 0
+    peer.send(wire.VALIDATION, 0, *told)
+    with refused("wrong validation"):
+        peer.answer()
 
 
 # --- events and logs --------------------------------------------------------------------------------------------------
@@ -173,44 +156,41 @@ FIELDS = {"start": {"step", "directory", "config"}, "joined": {"worker", "addres
 def test_a_run_keeps_its_events(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=2)
     tokens = np.frombuffer(b"ab\nd" * 20, np.uint8)
-    engine = FakeEngine(cfg)
     with Server(tmp_path, cfg, steps=5, save=True) as server:
         other = Peer(server)
         other.chunk(0)
         other.close()
         until(lambda: of_kind("left", events(tmp_path)))
-        thread = server.work(engine, tokens=tokens, validation=VALIDATION, decoding=data_files.load_decoding(cfg))
+        thread = server.work(FakeEngine(cfg), tokens=tokens, validation=VALIDATION,
+                             decoding=data_files.load_decoding(cfg))
     thread.join(60)
-    told = events(tmp_path)
-    told = [event for event in told if event["event"] != "warning"]         # the fake engine's validations get worse
+    told = [event for event in events(tmp_path) if event["event"] != "warning"]     # the fake validations get worse
     assert {event["event"] for event in told} == set(FIELDS)
     for event in told:
         assert set(event) - {"time", "event"} == FIELDS[event["event"]] and abs(event["time"] - time.time()) < 60, event
     a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
     bits, unit = egg_config.loss_unit(cfg.constants())
-    with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
-        records = list(map(run.record, range(5)))
-        losses = [record.sum_loss / a_step / 16 for record in records]
-        updates = [record.updates for record in records]
-    assert [(e["step"], e["tokens"], e["loss"], e["unit"], e["updates"]) for e in of_kind("step", told)] == [
-        (k, k * a_step, approx(losses[k] * bits, abs=1e-6), unit, updates[k]) for k in range(5)]
     log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]
-    assert [row[2] for row in log] == [f"{loss:.6f}" for loss in losses]                                # of d-eggs
+    with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
+        for k, event in enumerate(of_kind("step", told)):
+            record = run.record(k)
+            loss = record.sum_loss / a_step / 16                                                        # of d-eggs
+            assert event == event | dict(step=k, tokens=k * a_step, loss=approx(loss * bits, abs=1e-6), unit=unit,
+                                         updates=record.updates)
+            assert log[k][2] == f"{loss:.6f}"
+    assert k == 4
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
         [(k, approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
-    sample = of_kind("sample", told)[0]
-    assert sample["prompt"] == "ab\nd"
+    assert of_kind("sample", told)[0]["prompt"] == "ab\nd"
     assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
-    assert {e["worker"] for e in of_kind("joined", told)} == {"a version 1 peer", sample["worker"]}
-    assert of_kind("start", told)[0]["config"]["CHUNK_SIZE"] == 32
 
 
 def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
     with refused("in the end"), told_to(tmp_path, lines := Lines(), saved=tmp_path / "a") as told:
         told.warn("a line")
         raise egg_net.NetError("in the end")
-    told = [(e["event"], e.get("text")) for e in events(tmp_path / "a")]
-    assert told == [("start", None), ("warning", "a line"), ("error", "in the end")]
+    assert [(e["event"], e.get("text")) for e in events(tmp_path / "a")] == [
+        ("start", None), ("warning", "a line"), ("error", "in the end")]
     assert lines.text == "a line\n"                                      # the error is for egg.py to say, once
     with Server(tmp_path / "b", save=True) as server:
         stranger = server.connect()
@@ -219,8 +199,7 @@ def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
         [server._count_error(Author("liar", "liar"), "it lied") for _ in range(3)]
     told = events(tmp_path / "b")
     assert "wrong magic" in of_kind("refused", told)[0]["reason"]
-    assert of_kind("banned", told)[0] | {"time": 0} == {
-        "time": 0, "event": "banned", "worker": "liar", "reason": "it lied"}
+    assert of_kind("banned", told)[0].items() >= {"worker": "liar", "reason": "it lied"}.items()
 
 
 def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
@@ -230,14 +209,12 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
         return json.dumps({"event": "step", "step": k, "tokens": 10 * k, "loss": loss, "elapsed": 2.0 * (k + 1)})
 
     path.write_text("\n".join([step(0, 5.0), step(1, 4.0), step(2, 3.0), '{"event": "step", "step": 3, "tok']))
-    log = event_log.JsonLog(path, "", print)
-    log.emit(json.loads(step(2, 3.5)), None)
-    log.emit({"event": "validation", "step": 3, "tokens": 30, "value": 7.0, "unit": "bits/byte"}, None)
-    log.close()
+    with contextlib.closing(event_log.JsonLog(path, "", print)) as log:
+        log.emit(json.loads(step(2, 3.5)), None)
+        log.emit({"event": "validation", "step": 3, "tokens": 30, "value": 7.0, "unit": "bits/byte"}, None)
     with open(path, "ab") as file:
-        file.write(b'\xff\xfe\n[1]\n{"event": "step"}\n'
-                   b'{"event": "step", "step": 9, "tokens": NaN, "loss": 1, "elapsed": 1}\n' + b"[" * 100000 + b"\n"
-                   b'{"event": "references", "values": 3}\n{"event": "references", "values": {"uniform": 8}}\n7\n')
+        file.write(b'\xff\xfe\n[1]\n{"event": "step"}\n' + b"[" * 100000 + b"\n"
+                   b'{"event": "references", "values": {"uniform": 8}}\n7\n')
     curve = read_curve(path)
     assert curve.loss == [(0, 0, 2, 5), (1, 10, 4, 4), (2, 20, 6, 3.5)]
     assert (curve.validation, curve.units["validation"]) == ([(3, 30, 6, 7)], "bits/byte")
@@ -246,17 +223,12 @@ def test_a_log_goes_on_behind_a_torn_line_and_the_last_word_counts(tmp_path):
 
 def test_losses_of_logs_from_before_they_had_a_unit(tmp_path):
     """They are in the unit of d-eggs, which depends on the run; a run that went on with this version has both."""
-    bits = 16 / 6 / np.log(2)
-    for vocabulary, unit in ((256, "bits/byte"), (8192, "bits/token")):
-        path = tmp_path / str(vocabulary)
-        step = {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "elapsed": 1}
-        config = {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": vocabulary}
-        write(path, {"event": "start", "step": 0, "config": config})
-        for told, losses in (step, [2 * bits]), ({**step, "step": 1, "loss": 7.0, "unit": unit}, [2 * bits, 7.0]):
-            write(path, told)
-            curve = read_curve(path)
-            assert [point.value for point in curve.loss] == approx(losses) and curve.units["loss"] == unit
-    assert drawn(path)[0] == "loss, bits/token, against million tokens"
+    step = {"event": "step", "step": 0, "tokens": 0, "loss": 2.0, "elapsed": 1}
+    write(tmp_path / "log", {"event": "start", "step": 0, "config": {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": 8192}},
+          step, {**step, "step": 1, "loss": 7.0, "unit": "bits/token"})
+    curve = read_curve(tmp_path / "log")
+    assert [point.value for point in curve.loss] == approx([2 * 16 / 6 / np.log(2), 7.0])
+    assert curve.units["loss"] == "bits/token"
 
 
 def test_a_resumed_run_has_one_curve(tmp_path):
@@ -264,36 +236,28 @@ def test_a_resumed_run_has_one_curve(tmp_path):
         with Server(tmp_path, steps=steps, save=True, http=EVERYBODY, stay=True) as server:
             thread = server.work(FakeEngine(pause=0.01))
             page_shows(server, steps - 1)
-            state = state_of(server)
             tokens = server.progress.tokens_a_step
-            assert [point[1] for point in state["curves"]["loss"]] == [tokens * step for step in range(steps)]
+            assert [point[1] for point in state_of(server)["curves"]["loss"]] == [tokens * k for k in range(steps)]
         thread.join(60)
     curve = read_curve(tmp_path)
     assert [point.step for point in curve.loss] == list(range(6))
-    assert len(of_kind("start", events(tmp_path))) == 2
     seconds = [point.seconds for point in curve.loss]
-    assert seconds == sorted(seconds) and curve.name == str(tmp_path)
+    assert seconds == sorted(seconds) and len(of_kind("start", events(tmp_path))) == 2
     history.open_run(CFG, tmp_path / "elsewhere", tmp_path).close()                # and takes it along
     assert {**vars(read_curve(tmp_path / "elsewhere")), "name": curve.name} == vars(curve)
 
 
-def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path):
-    with told_to(tmp_path, lines := Lines(), log_json="/dev/full") as told:
-        for _ in range(3):
-            told.warn("something")
-    assert lines.text.count("/dev/full: No space left on device: events are missing in it from now on") == 1
-    assert lines.text.count("something") == 3
-
-
-def test_a_pipe_that_nobody_reads_holds_nothing_up(tmp_path):
+def test_what_takes_no_more_is_said_once_and_holds_nothing_up(tmp_path):
+    """A pipe that nobody reads, a full disk."""
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    said = []
-    with contextlib.closing(event_log.JsonLog(tmp_path / "pipe", "", said.append)) as log:
-        for _ in range(100):
-            log.emit({"text": "x" * 4000}, None)
+    for path, reason in (tmp_path / "pipe", "Resource temporarily unavailable"), ("/dev/full", "No space left"):
+        said = []
+        with contextlib.closing(event_log.JsonLog(path, "", said.append)) as log:
+            for _ in range(100):
+                log.emit({"text": "x" * 4000}, None)
+        assert len(said) == 1 and reason in said[0]
     os.close(reader)
-    assert len(said) == 1 and "Resource temporarily unavailable" in said[0]
 
 
 @mark.parametrize("path, reason", [("/nonexistent/log", "No such file"), (".", "Is a directory")])
@@ -305,13 +269,18 @@ def test_a_log_that_cannot_be_written_is_one_line_at_the_start(here, path, reaso
 # --- TensorBoard ------------------------------------------------------------------------------------------------------
 
 def records(directory):
+    """{tag: (step, number or text)} of all that TensorBoard would show."""
     from tensorboardX.proto.event_pb2 import Event
-    for name in sorted(os.listdir(directory)):
-        data = (directory / name).read_bytes()
+    shown = {}
+    for path in directory.iterdir():
+        data = path.read_bytes()
         while data:
-            size = struct.unpack("<Q", data[:8])[0]
-            yield Event.FromString(data[12:12 + size])
-            data = data[16 + size:]
+            end = 12 + struct.unpack("<Q", data[:8])[0]
+            record, data = Event.FromString(data[12:end]), data[end + 4:]
+            for value in record.summary.value:
+                text = value.tensor.string_val
+                shown[value.tag] = record.step, text[0].decode() if text else value.simple_value
+    return shown
 
 
 def test_tensorboard_gets_figures_and_samples(tmp_path):
@@ -319,14 +288,10 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
         told.emit("step", **A_STEP)
         told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
         told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
-    got = {}
-    for record in records(tmp_path / "tb"):
-        for value in record.summary.value:
-            got[value.tag] = (record.step,
-                              value.tensor.string_val[0].decode() if value.HasField("tensor") else value.simple_value)
-    assert got == {"loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
-                   "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
-                   "sample/text_summary": (9, "    To be, >>> or\n    not")}
+    assert records(tmp_path / "tb") == {
+        "loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
+        "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
+        "sample/text_summary": (9, "    To be, >>> or\n    not")}
 
 
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
@@ -335,7 +300,6 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
         with told_to(tmp_path, tensorboard=tmp_path / "file"):
             pass
     with told_to(tmp_path, lines := Lines(), tensorboard=tmp_path / "tb") as told:
-        monkeypatch.setattr(event_log, "RESERVE", 1 << 60)
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1, f_blocks=100))
         for step in range(3):
             told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")

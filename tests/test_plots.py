@@ -17,9 +17,8 @@ from coordinators import Server
 from fakes import CFG, FakeEngine, Lines
 from fuzzing import EXAMPLES
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
-from recordings import HERE
 from run_logs import drawn, events, example, of_kind, told_to, write
-from commands import fails, run, succeeds, train_here
+from commands import fails, run, train_here
 
 
 WAYS = [*itertools.product(("tokens", "time", "steps"), (False, True))]         # of `plot`: its --x and --log
@@ -31,15 +30,13 @@ def test_a_long_curve_is_thinned_to_means_and_its_course_is_the_same(monkeypatch
     monkeypatch.setattr(curves, "POINTS", 64)
     curve = curves.Curve()
     for k in range(5000):
-        curve.add({"event": "step", "step": k, "tokens": 10 * k, "loss": k % 2, "elapsed": k + 1})
-        if k % 50 == 0:
-            curve.add({"event": "validation", "step": k, "tokens": 10 * k, "value": 2 * k})
+        at = dict(step=k, tokens=10 * k)
+        curve.add({"event": "step", "loss": k % 2, "elapsed": k + 1, **at})
+        curve.add({"event": "validation", "value": 2 * k, **at})
     assert (curve.steps, curve.seconds) == (5000, 5000) and len(curve.loss) <= 64 and len(curve.validation) <= 64
     assert [point.value for point in curve.loss[:20]] == approx([0.5] * 20, abs=0.1)
-    assert all(point.value == 2 * point.step == point.tokens / 5 for point in curve.validation)
     few = curves.thinned(curve.validation, 8)
-    assert len(few) <= 9 and all(point.value == 2 * point.step for point in few)
-    assert curves.thinned([], 8) == []
+    assert len(few) <= 9 and all(point.value == approx(point.tokens / 5, rel=0.1, abs=200) for point in few)
 
 
 def test_of_a_long_log_every_nth_step_is_read_and_every_validation(tmp_path, monkeypatch):
@@ -52,37 +49,23 @@ def test_of_a_long_log_every_nth_step_is_read_and_every_validation(tmp_path, mon
     assert read_curve(tmp_path / "log").steps == 301 and len(read_curve(tmp_path / "log").validation) == 6
 
 
-def test_time_of_training_goes_on_where_a_run_is_continued(tmp_path):
-    config = {"SOFTMAX_EXP_SCALE": 6.0, "VOCAB_SIZE": 256}
-    for start, expected in ((0, [1, 2, 3]), (3, [1, 2, 3, 4, 5, 6]), (0, [1, 2, 3])):
-        write(tmp_path / "log", {"event": "start", "step": start, "config": config}, *(
-            {"event": "step", "step": start + k, "tokens": k, "loss": 1, "elapsed": k + 1} for k in range(3)))
-        assert [point.seconds for point in read_curve(tmp_path / "log").loss] == expected
-
-
-def test_runs_without_data_are_named(here):
+def test_what_holds_no_run_is_one_line(here):
+    for name in ("pipe", "device", "sparse", "dir"):
+        (here / name).mkdir()
+    os.mkfifo(here / "pipe" / history.EVENTS)
+    os.symlink("/dev/zero", here / "device" / history.EVENTS)
+    (here / "sparse" / history.EVENTS).touch()
+    os.truncate(here / "sparse" / history.EVENTS, 1 << 30)
     (here / "empty").touch()
-    (here / "dir").mkdir()
     (here / "binary").write_bytes(os.urandom(1 << 20))
     for name, line in {"empty": "empty holds no step of a run", "dir": "dir/events.jsonl: No such file",
                        "none": "none: No such file", "binary": "binary holds no step of a run",
-                       HERE / "tests" / "golden": "events.jsonl: No such file"}.items():
-        fails(run("plot", name), 1, line, "name a --save-dir, or a file of --log-json")
-
-
-def test_what_is_no_regular_file_is_one_line(tmp_path):
-    for name in ("pipe", "device", "sparse"):
-        (tmp_path / name).mkdir()
-    os.mkfifo(tmp_path / "pipe" / history.EVENTS)
-    os.symlink("/dev/zero", tmp_path / "device" / history.EVENTS)
-    with open(tmp_path / "sparse" / history.EVENTS, "wb") as file:
-        file.truncate(1 << 30)
-    example(tmp_path / "long")
-    os.symlink(tmp_path / "long", tmp_path / "link")             # the user's own name of a log may be a link
-    assert read_curve(tmp_path / "link").steps == 300
-    for name in "pipe", "device", f"pipe/{history.EVENTS}":
-        fails(run("plot", tmp_path / name), 1, "not a regular file")
-    fails(run("plot", tmp_path / "sparse"), 1, "holds no step of a run")
+                       "sparse": "holds no step of a run", "pipe": "not a regular file",
+                       "device": "not a regular file", f"pipe/{history.EVENTS}": "not a regular file"}.items():
+        fails(run("plot", name), 1, line)
+    example(here / "long")
+    os.symlink("long", "link")                                   # the user's own name of a log may be a link
+    assert read_curve("link").steps == 300
 
 
 ODD = [None, True, -1, 0, 3, 1e-320, 1e-9, 1e9, 1e15, 1e308, 10 ** 400, float("nan"), float("inf"), "", "5", "$\\frac{",
@@ -125,18 +108,18 @@ def test_in_the_terminal_a_curve_is_a_line_of_blocks(tmp_path, monkeypatch):
 def test_a_logarithmic_axis_has_equal_room_for_equal_ratios(tmp_path, monkeypatch):
     path = tmp_path / "log"
     monkeypatch.setenv("COLUMNS", str(plot.WORDS + 8))
-    # what is at 0 s has no place there
-    write(path, *({"event": "validation", "step": k, "tokens": k, "seconds": seconds, "unit": "u", "value": 7 - k}
-                  for k, seconds in enumerate((0, 1, 10, 100, 1000, 10000, 100000, 1000000))))
-    assert drawn(path, x="time", log=True)[1].split()[0] == plot.BLOCKS[::-1]
-    (tmp_path / "first").write_text(path.read_text().splitlines()[0])
+    write(path, {"event": "validation", "step": 0, "tokens": 0, "seconds": 0, "value": 7})       # has no place there
     with raises(event_log.WatchError, match="no step has a place on a logarithmic axis yet"):
-        drawn(tmp_path / "first", log=True)
+        drawn(path, log=True)
+    write(path, *({"event": "validation", "step": k, "tokens": k, "seconds": 10 ** (k - 1), "value": 7 - k}
+                  for k in range(1, 8)))
+    assert drawn(path, x="time", log=True)[1].split()[0] == plot.BLOCKS[::-1]
 
 
 def test_pictures(here):
     example("one"), example("two", steps=100)
-    write("two", {"event": "reward", "step": 100, "tokens": 1e6, "value": -1})
+    write("two", {"event": "reward", "step": 100, "tokens": 1e6, "value": -1}, {"event": "merge", **merged(step=100)})
+    assert [point.step for point, event in read_curve("two").merges] == [99]
     for name, head in (("a.png", b"\x89PNG\r\n"), ("a.pdf", b"%PDF"), ("a.svg", b"<?xml")):
         assert run("plot one two --x time --log --out", name).stdout == f"picture: {name}\n"
         assert (here / name).read_bytes().startswith(head)
@@ -145,26 +128,17 @@ def test_pictures(here):
         fails(run("plot one --out", out), 1, line)
 
 
-@mark.parametrize("name", ["\0", "\ud800", "$\\frac{", "<&>", "_x"])
-def test_a_picture_of_names_that_cannot_be_drawn(name, here):
-    """Units, simple models and runs."""
-    write("log", {"event": "references", "values": {name: 1.5}}, *(
-        {"event": "validation", "step": k, "tokens": k, "value": k, "unit": f"unit {name}"} for k in range(4)))
-    for out in "a.svg", "a.png", "a.pdf":
-        drawn("log", out=out)
-    assert b"\0" not in (here / "a.svg").read_bytes() and drawn("log")[0].startswith("validation, unit")
-
-
-def test_units_and_references_that_hold_for_every_run(tmp_path, monkeypatch):
-    for name, values in (("a", {"low": 0.1, "bigram": 3.5}), ("b", {"bigram": 3.5, "unigram": 4.6}), ("c", {})):
-        example(tmp_path / name, unit="bits/token" if name == "c" else "bits/byte")
-        write(tmp_path / name, {"event": "references", "values": values})
+def test_units_and_references_that_hold_for_every_run(here, monkeypatch):
+    for name, unit, values in (("a", "bits/byte", {"low": 0.1, "bigram": 3.5}), ("b", "bits/byte", {"bigram": 3.5}),
+                               ("c", "bits/token", {"bigram": 3.5})):
+        example(name, unit=unit)
+        write(name, {"event": "references", "values": values})
     marked = []
-    monkeypatch.setattr(plot, "add_references", lambda ax, references: marked.append({*references}))
-    for names, shown in (("a", {("low", 0.1), ("bigram", 3.5)}), ("ab", {("bigram", 3.5)}), ("ac", set())):
-        drawn(*(tmp_path / name for name in names), out=str(tmp_path / "a.svg"))
+    monkeypatch.setattr(plot, "add_references", lambda ax, references: marked.append(dict(references)))
+    for names, shown in ("a", {"low": 0.1, "bigram": 3.5}), ("ab", {"bigram": 3.5}), ("ac", {}):
+        drawn(*names, out="a.svg")
         assert marked.pop() == shown
-    assert drawn(tmp_path / "a", tmp_path / "c")[0] == "validation, bits/byte, bits/token, against million tokens"
+    assert drawn("a", "c")[0] == "validation, bits/byte, bits/token, against million tokens"
 
 
 def test_training_shows_and_keeps_its_course(small, tmp_path, compiled):
@@ -175,8 +149,6 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled):
     assert told == events(tmp_path / "run") and told[-1]["step"] == 4
     assert [event["event"] for event in told[-3:]] == ["validation", "sample", "stop"]
     assert set(of_kind("references", told)[0]["values"]) == {"uniform", "unigram", "bigram"}
-    curve = read_curve("run")
-    assert len(curve.loss) == 4 and [point.step for point in curve.validation] == [0, 2, 4]
     assert "loss, bits/byte, against steps\n" in run("plot run log --x steps").stdout
 
 
@@ -185,15 +157,6 @@ def test_training_shows_and_keeps_its_course(small, tmp_path, compiled):
 def merged(**fields):
     return dict(step=3, peer="south", peer_step=80, kind="recombine", ours=4.0, theirs=3.0, digest="aa",
                 parent_ours="", parent_theirs="", seconds=0.1, epoch=1) | fields
-
-
-def test_a_picture_marks_what_an_island_took_in(here):
-    example("a"), example("b", 100)
-    succeeds(run("plot a b --x steps --out plain.svg"))
-    write("b", {"event": "merge", **merged(step=100)})
-    assert [point.step for point, event in read_curve("b").merges] == [99]
-    succeeds(run("plot a b --x steps --out merged.svg"))
-    assert os.path.getsize("merged.svg") > os.path.getsize("plain.svg")
 
 
 # islands.gossip lets none such in; what is shown does not rely on it
@@ -209,39 +172,28 @@ ISLAND = {"name": "north", "id": "1", "epoch": 3, "fitness": 3.8125, "kind": "va
     ("south", "10.0.0.2:12345", "up", 3.75, "validation", 300, 1, 0.4, 1),
     (BAD_NAME, "10.0.0.3:12345", "refused", 1.5, "reward", 0, 0, 12.5, 3),
     ("west", "10.0.0.4:12345", "down", None, None, None, None, None, 0)),
-    "epochs": table("epoch step from peer_step digest", (0, 0, "north", None, None), (1, 90, "south", 80, "aa"),
-                    (2, 120, BAD_NAME, 70, "bb"), (3, 130, "north", None, "cc"))}
+    "epochs": table("epoch step from peer_step digest", (0, 0, "north", None, None), (1, 90, "south", 80, "aa"))}
 
 
 def test_the_page_shows_an_island(tmp_path, monkeypatch):
-    def server_again():
-        return Server(tmp_path, steps=3, stay=True, save=True, http=EVERYBODY)
-
     status = egg_net.Coordinator.status
     monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), "island": ISLAND})
-    with server_again() as server:
-        assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write|eval", ask(server)[2].decode())
+    with Server(tmp_path, steps=3, stay=True, save=True, http=EVERYBODY) as server:
         server.work(FakeEngine())
         page_shows(server, 2)                                               # workers are answered before
         emit = server.events.emit
         emit("merge", "another line", **merged())
         emit("peer", f"peer {BAD_NAME}", peer=BAD_NAME, address="10.0.0.3:1", state="up")
-        emit("gossip", None, peer="south", ours=1.0, theirs=2.0, kind="reward", outcome="keep")
-        emit("rejuvenated", "a line", step=3, epoch=2, digest="")
         state = state_of(server)
         values = parse_metrics(ask(server, "/metrics")[2].decode())
         assert (state["island"], state["peers"], state["n_peers"], state["n_up"]) == (ISLAND, ISLAND["peers"], 3, 1)
         (point, merge), = state["merges"]
         assert point[:2] == [2, 2 * server.progress.tokens_a_step] and merge == {**merge, **merged()}
-        assert [line["text"] for line in state["lines"][:3]] == ["a line", f"peer {BAD_NAME}", "another line"]
+        assert [line["text"] for line in state["lines"][:2]] == [f"peer {BAD_NAME}", "another line"]
         assert values == {**values, "egg_island_epoch": 3, 'egg_island_fitness{kind="validation"}': 3.8125,
                           "egg_island_peers": 3, "egg_island_peers_up": 1, 'egg_events_total{event="merge"}': 1,
                           'egg_island_peer_fitness{name="south",kind="validation"}': 3.75}
-        assert [v for k, v in values.items() if k.startswith("egg_island_taken_total")] == [1, 3, 0]
-        assert not [k for k in values if k.startswith(("egg_island_peer_step", "egg_island_peer_fitness"))
-                    and "west" in k]
-    with server_again() as server:
-        assert state_of(server)["merges"] == state["merges"]
+    assert [merge for _, merge in read_curve(tmp_path).merges] == [merge]   # which the page of a resumed run shows
 
 
 def test_status_tells_of_an_island(server):
@@ -266,13 +218,11 @@ def test_the_longest_status_fits_a_frame(tmp_path, monkeypatch):
     name = "\U0001f95a" * 64
     worker = dict(name=name, device=name, address="10.0.0.1:1", protocol=2, step=0, chunks=0, chunk_seconds=None,
                   last_seen=0.5, state="working")
-    more = dict(workers=[worker] * WORKERS, connected=4000, banned={f"{name} {k}": name for k in range(100)})
+    longest = dict(workers=[worker] * WORKERS, connected=4000, banned={f"{name} {k}": name for k in range(100)})
     status = egg_net.Coordinator.status
-    monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), **more})
+    monkeypatch.setattr(egg_net.Coordinator, "status", lambda self: {**status(self), **longest})
     with Server(tmp_path) as server:
-        told = server.fetched()
-    assert len(told["workers"]) == WORKERS and len(told["banned"]) == 100
-    text = describe_status(told)
+        text = describe_status(server.fetched())
     assert text.count("working") == WORKERS and f"\nand {4000 - WORKERS} more" in text
 
 

@@ -41,40 +41,38 @@ def test_prepare_leads_to_text(arguments, here, compiled):
 
 
 def test_prepare_leads_to_the_preset_of_the_machine():
-    assert prepare.training_on(".", 8192, False, True)[:2] == ["--preset", "best"]
     assert shlex.join(prepare.training_on("/x/a b", 5000, False, True)) == (
         "--preset best -D VOCAB_SIZE=5000 -D 'INPUT_FILE=/x/a b/input.bin' -D 'VAL_FILE=/x/a b/val.bin' "
         "-D 'DECODING_FILE=/x/a b/decoding.bin' --save-dir 'ckpt-a b'")
-    assert prepare.training_on("/x", 256, True, True)[:4] == ["--preset", "best-bytes", "-D", "DETOKENIZE=0"]
-    for directory, size, plain, gpu in ((".", 8192, False, True), ("x", 700, False, False), ("x", 256, True, True),
-                                       ("x", 256, True, False)):
-        args = egg.parsed(["train", *prepare.training_on(directory, size, plain, gpu)])
-        configured(args.preset, *args.defines)
+    for size, plain, gpu, preset in ((8192, False, True, "best"), (700, False, False, "laptop"),
+                                     (256, True, True, "best-bytes"), (256, True, False, "laptop-bytes")):
+        args = egg.parsed(["train", *prepare.training_on("x", size, plain, gpu)])
+        assert args.preset == preset and ("DETOKENIZE=0" in args.defines) == plain
+        configured(preset, *args.defines)
 
 
-def test_prepare_makes_tokens_unless_told_otherwise(here):
+def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):
     (here / "t.txt").write_bytes(TEXT)
-    told = succeeds(run("prepare t.txt --vocab-size 256 --out mine"))
+    with monkeypatch.context() as patched:                       # bytes need no library
+        patched.setitem(sys.modules, "tokenizers", None)
+        told = succeeds(run("prepare t.txt --vocab-size 256 --out mine"))
     assert "BPE" not in told and "--preset laptop-bytes -D DETOKENIZE=0 -D INPUT_FILE=mine/input.bin" in told
     assert sorted(os.listdir("mine")) == ["input.bin", "val.bin"]
-    for number, more in enumerate(("--vocab-size 300", "-D VOCAB_SIZE=300")):
-        told = succeeds(run(f"prepare t.txt --out tokens-{number} {more}"))
-        assert "BPE: " in told and "--preset laptop -D VOCAB_SIZE=" in told
-        assert os.path.exists(f"tokens-{number}/decoding.bin")
+    told = succeeds(run("prepare t.txt --out tokens -D VOCAB_SIZE=300"))
+    assert "BPE: " in told and "--preset laptop -D VOCAB_SIZE=" in told and os.path.exists("tokens/decoding.bin")
     fails(run("prepare t.txt --out t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
 
 
 def test_prepare_asks_before_it_replaces(here, monkeypatch):
+    line, old = "prepare t.txt --vocab-size 256", here / "val.bin"
     (here / "t.txt").write_bytes(TEXT)
-    (here / "val.bin").write_bytes(b"old")
-    fails(run("prepare t.txt --vocab-size 256"), 2,
-          "val.bin would be replaced: give another directory with --out DIR, or --force")
-    assert (here / "val.bin").read_bytes() == b"old" and not (here / "input.bin").exists()
+    old.write_bytes(b"old")
+    fails(run(line), 2, "val.bin would be replaced: give another directory with --out DIR, or --force")
+    assert not (here / "input.bin").exists()
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     for answer, status in (EOFError, 2), ("", 2), ("n", 2), ("y", 0):
         monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[answer]))
-        assert run("prepare t.txt --vocab-size 256").returncode == status
-        assert ((here / "val.bin").read_bytes() == b"old") == bool(status)
+        assert run(line).returncode == status and (old.read_bytes() == b"old") == bool(status)
 
 
 # --- preparing a text -------------------------------------------------------------------------------------------------
@@ -95,29 +93,27 @@ def prepared(text, vocab, held_out=None, said=print):
 def test_split_gives_back_all_of_the_text():
     for data in (PROSE * 3000, b"x" * 100000, b"a\n" * 30000, PROSE * 5, (b"y" * 999 + b"\n") * 1000):
         train, held_out = prepare.split(data)
-        assert sum(map(len, train)) + sum(map(len, held_out)) == len(data) and len(train) == len(held_out) + 1
+        assert len(train) == len(held_out) + 1 and 0.04 < sum(map(len, held_out)) / len(data) < 0.11
         assert b"".join(a + b for a, b in itertools.zip_longest(train, held_out, fillvalue=b"")) == data
-        assert 0.04 < sum(map(len, held_out)) / len(data) < 0.11
         if len(data) > 50000 and data.count(b"\n") * 200 > len(data):
             assert all(part.endswith(b"\n") for part in train + held_out), "cuts are at line ends"
     assert len(prepare.split(PROSE * 30000)[1]) == prepare.VAL_BLOCKS
 
 
-@mark.parametrize("vocab", [256, 257, 400])
-def test_any_bytes_come_back(here, vocab):
+@mark.parametrize("vocab, piece", [(256, None), (257, None), (400, None), (400, 100)])
+def test_any_bytes_come_back(here, monkeypatch, vocab, piece):
+    """Also where the text is longer than the pieces of the encoder."""
+    monkeypatch.setattr(prepare, "ENCODE_BYTES", piece or prepare.ENCODE_BYTES)
     noise = np.random.default_rng(5).integers(0, 256, 30000, dtype=np.uint8).tobytes()
     data = (PROSE * 100 + noise + b"\x00" * 1000 + "\u00e9\u2028\u0085\u00a0".encode() * 100
             + b"\r\n \r\n" * 500 + bytes(range(256)) * 20)
-    said = []
-    assert prepared(data, vocab, said=said.append) == vocab
-    train, held_out = prepare.split(data)
-    assert read_back(vocab) == [b"".join(train), b"".join(held_out)]
-    assert any("held out" in line for line in said)
+    assert prepared(data, vocab) == vocab
+    assert read_back(vocab) == [b"".join(part) for part in prepare.split(data)]
     assert sorted(os.listdir()) == ["decoding.bin"] * (vocab > 256) + ["input.bin", "t", "val.bin"]
     if vocab > 256:
         decoding = data_files.Decoding.read("decoding.bin")
         assert decoding.decode(range(256)) == bytes(range(256))
-        assert len(set(map(bytes, map(decoding.expand, np.arange(vocab)[:, None])))) == vocab
+        assert len({decoding.decode([token]) for token in range(vocab)}) == vocab
 
 
 def test_several_texts_zst_and_held_out_file(here):
@@ -135,13 +131,6 @@ def test_the_vocabulary_is_learned_from_the_training_part_alone(here):
     assert not any(b"zy" in decoding.decode([t]) for t in range(320)) and decoding.lengths.max() > 2
 
 
-def test_a_text_longer_than_the_pieces_of_the_encoder(here, monkeypatch):
-    data = PROSE * 100 + b"no line end" * 500
-    monkeypatch.setattr(prepare, "ENCODE_BYTES", 100)
-    prepared(data, 400, "t")
-    assert read_back(400) == [data, data]
-
-
 def test_fewer_tokens_than_asked_for(here):
     said = []
     got = prepared(b"abababab\n" * 200, 5000, said=said.append)
@@ -150,9 +139,9 @@ def test_fewer_tokens_than_asked_for(here):
 
 
 def test_bad_texts_leave_the_old_files(here, monkeypatch):
-    old = {"input.bin": b"old", "val.bin": b"older", "decoding.bin": b"oldest"}
-    for name, content in {**old, "empty": b"", "short": b"ab", "bad.zst": b"no zstd",
-                          "cut.zst": pyzstd.compress(b"a" * 999)[:-2], "good": PROSE * 100}.items():
+    for name, content in {"input.bin": b"old", "decoding.bin": b"oldest", "empty": b"", "short": b"ab",
+                          "bad.zst": b"no zstd", "cut.zst": pyzstd.compress(b"a" * 999)[:-2],
+                          "good": PROSE * 100}.items():
         (here / name).write_bytes(content)
     for text, words in {"none": "none.*No such file", ".": r"\..*Is a directory", "empty": "empty.*no text",
                         "short": "too short", "bad.zst": "bad.zst.*no whole zstd file",
@@ -161,17 +150,8 @@ def test_bad_texts_leave_the_old_files(here, monkeypatch):
             prepare.prepare([text], 300)
     with refused("empty: no text there, nothing to hold out", DataError):
         prepare.prepare(["good"], 300, "empty")
-    with refused("good: .*: nothing was changed there; give --out a directory that can be", DataError):
-        prepare.prepare(["good"], 256, out="good")
-    (here / "val.bin").unlink()
-    (here / "val.bin").mkdir()
     monkeypatch.setattr(os, "fsync", full)
     with refused("No space left on device", DataError):
         prepare.prepare(["good"], 256)
     assert (here / "input.bin").read_bytes() == b"old" and (here / "decoding.bin").read_bytes() == b"oldest"
-    assert not [name for name in os.listdir(here) if name.startswith("input.bin.")], "no temporary file stays"
-
-
-def test_bytes_need_no_tokenizers_library(here, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert prepared(PROSE * 100, 256) == 256
+    assert not [*here.glob("input.bin.*")], "no temporary file stays"

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import types
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import safetensors.numpy
 import egg
 import egg_config
 import egg_net
-from cluster import console, snapshots
+from cluster import snapshots
 from cluster.history import configuration, open_run, read_run
 from engine import cpu_engine, cpu_transformer
 from model import data_files, integer_tables, parameters, rules, state_digest
@@ -57,31 +56,22 @@ def test_the_draw_follows_the_exact_distribution():
 
 
 def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
-    """255 * 127 * 66,312 passes int32: sums of attention must not wrap, however long a sequence is."""
-    cfg, n = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=2), 70_000
-    engine, exp = cpu_engine.CpuEngine(cfg), integer_tables.exp_table(cfg)
-    below = max(range(1, 100), key=lambda d: exp[d] & 255)  # the difference whose weight has the largest lowest byte
-    assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
+    """Sums of attention must not wrap, however long a sequence is. Position 0 has the largest weight, all values are
+    127, and so is their mean."""
+    cfg, n = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=2), 80_000
+    assert (int(integer_tables.exp_table(cfg)[8]) & 255) * 127 * n > 2 ** 31
     cache = cpu_transformer.memory(cfg, 1, 1, n)
-    keys, values = np.zeros((cache.shape[3], 64), int8), np.full((cache.shape[3], 64), 127, int8)
-    keys[:, ::32] = 63 - 2 * below if below < 64 else -64
-    keys[0, ::32] = 63
-    values[1::2, 5] = -100
-    cache[0] = keys.reshape(-1, 32, 16, 4).swapaxes(1, 2).reshape(keys.shape)
-    cache[1] = values.reshape(-1, 4, 64).swapaxes(1, 2).reshape(keys.shape)
-    scores = 127 * keys[:n, 0].astype(np.int64) >> cfg.SHIFT_ATTN
-    weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
+    cache[0].reshape(-1, 16, 32, 4)[0, :, 0] = 32
+    cache[1] = 127
 
     @numba.njit(error_model="numpy")
     def attended(model, cache):
         room = cpu_transformer.new_room(model, 1, cache)
-        for i in range(64):
-            room.q[0, i] = 128 if i % 32 else 255
+        room.q[0, :64] = 130
         cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1)
         return room.x
 
-    want = [(weights * values[:n, d]).sum() / weights.sum() for d in range(32)]
-    equal(attended(engine._model, cache)[0, :32].astype(int) - 128, np.trunc(want))
+    equal(attended(cpu_engine.CpuEngine(cfg)._model, cache)[0, :64], 127 + 128)
 
 
 def test_a_sequence_takes_the_memory_that_it_has_come_to():
@@ -114,13 +104,6 @@ def test_the_tokens_of_a_text_are_those_of_the_bpe_that_made_the_vocabulary():
     equal(decoding.encode(decoding.decode(tokens)), tokens)
     for text in ("naïve – 😀".encode(), bytes(range(256)), b"", b"  \n\n  x"):
         assert decoding.decode(decoding.encode(text)) == text
-
-
-def test_bytes_that_a_foreign_vocabulary_lacks():
-    decoding = data_files.Decoding([b"a", b"b", b"ab", b"", b"abab"])
-    assert decoding.encode(b"ababa").tolist() == [4, 0]
-    with refused("no token for byte 0x21 .'!'.", data_files.DataError):
-        decoding.encode(b"ab!")
 
 
 # --- a saved run ------------------------------------------------------------------------------------------------------
@@ -199,25 +182,21 @@ def prints(line, *more):
 def test_a_run_is_loaded_by_snapshot_and_replay(here):
     newest = load(lines=(lines := Lines()))
     assert newest.step == STEPS and digests(newest.state()) == digests(here[STEPS]) != digests(here[0])
-    assert not lines.text
     best = load(best=True)
-    assert best.step == SNAPSHOT and digests(best.state()) == digests(here[SNAPSHOT])
+    assert best.step == SNAPSHOT and digests(best.state()) == digests(here[SNAPSHOT]) and not lines.text
     # a better one, damaged: the next one is taken, with a line
     name = next(Path("ckpt").glob("snapshot*"))
+    better = Path(f"ckpt/snapshot-{SNAPSHOT + 1:08d}-3.4000.egg")
     with closing(read_run(CFG, "ckpt")) as run:
-        upload = uploaded(here[SNAPSHOT + 1], "ckpt")
-        upload.keep(f"snapshot-{SNAPSHOT + 1:08d}-3.4000.egg", run.fitness(SNAPSHOT))
-    for path in Path("ckpt").glob("snapshot*-3.4000.egg"), [name]:
-        for damaged in path:
-            damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-        assert digests(load(lines=lines).state()) == digests(here[STEPS])
-        if damaged != name:
-            assert load(best=True, lines=lines).step == SNAPSHOT
-    assert lines.text.count(f"snapshot of step {SNAPSHOT + 1}") == 3 and f"snapshot of step {SNAPSHOT}:" in lines.text
+        uploaded(here[SNAPSHOT + 1], "ckpt").keep(better.name, run.fitness(SNAPSHOT))
+    better.write_bytes(better.read_bytes()[:-1] + b"?")
+    assert load(best=True, lines=lines).step == SNAPSHOT
+    name.write_bytes(name.read_bytes()[:-1] + b"?")
+    assert digests(load(lines=lines).state()) == digests(here[STEPS])
+    assert lines.text.count(f"snapshot of step {SNAPSHOT + 1}") == 2 and f"snapshot of step {SNAPSHOT}:" in lines.text
     with refused("cannot be read", UseError):
         load(best=True)
-    for path in Path("ckpt").glob("snapshot*"):
-        path.unlink()
+    name.unlink(), better.unlink()
     with refused("no best snapshot", UseError):
         load(best=True)
     assert digests(load().state()) == digests(here[STEPS])
@@ -305,22 +284,18 @@ def test_text_comes_while_it_is_made_and_steers_no_terminal():
 
     seen, screen = [], Lines(terminal=True)
     use.generate(CFG, Slow(), b"go\x07\xc3", 5, 0, egg_net.Console(screen))
-    plain = re.sub(r"\x1b\[\d*m", "", screen.text)
-    assert plain == "go\ufffdabé\n" and "\x1b[34mo\x1b[0m" in screen.text and "\x1b[32ma" not in seen[0]
-    assert [len(re.sub(r"\x1b\[\d*m", "", text)) for text in seen] == [2, 4, 4, 5, 5]
+    plain = [re.sub(r"\x1b\[\d*m", "", text) for text in (*seen, screen.text)]
+    assert plain[-1] == "go\ufffdabé\n" and "\x1b[34mo\x1b[0m" in screen.text and "\x1b[32ma" not in seen[0]
+    assert [*map(len, plain[:-1])] == [2, 4, 4, 5, 5]
 
 
 def test_samples_have_two_colours_on_a_terminal_alone(monkeypatch):
-    def sample(text, terminal=True):
-        return egg_net.Console(Lines(terminal)).sample(text)
-
+    plain, coloured = "  a\n  b >>> c", "  \x1b[34ma\n  b\x1b[0m >>> \x1b[32mc\x1b[0m"
     monkeypatch.delenv("NO_COLOR", raising=False)
-    for plain, coloured in (("  sample at step 5: ab >>> c >>> d",
-                             "  sample at step 5: \x1b[34mab\x1b[0m >>> \x1b[32mc >>> d\x1b[0m"),
-                            ("  a\n  b >>> c", "  \x1b[34ma\n  b\x1b[0m >>> \x1b[32mc\x1b[0m"), ("hello", "hello")):
-        assert sample(plain) == coloured and sample(plain, terminal=False) == plain
+    for terminal, shown in (True, coloured), (False, plain):
+        assert egg_net.Console(Lines(terminal)).sample(plain) == shown
     monkeypatch.setenv("NO_COLOR", "1")
-    assert sample("a >>> b") == "a >>> b"
+    assert egg_net.Console(Lines(True)).sample(plain) == plain
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------
@@ -333,25 +308,12 @@ def test_eval_gives_the_figures_of_the_engine(here):
     rows = {line[:16].strip(): [float(x) for x in line[16:].split()] for line in out.splitlines()[2:]}
     for name, bits in {f"step {STEPS}": held_out.bits(nats), **references,
                        **data_files.context_tables(TOKENS, held_out)}.items():
-        assert rows[name][:2] == approx([bits, bits * np.log(2)], abs=1e-4), name
-        assert rows[name][2] == approx(2 ** bits, abs=0.006)
+        assert rows[name] == approx([bits, bits * np.log(2), 2 ** bits], abs=0.006), name
     assert re.search(rf"^val.bin: {count} tokens, {count} bytes, in windows of 8; [\d,]+ tokens/s on cpu", out)
     Path("val.txt").write_bytes(TEXT[:500])
     assert prints("eval val.txt").splitlines()[1:] == out.splitlines()[1:]
     few = prints("eval --tokens 16 --best")
     assert few.startswith("val.bin: 16 tokens") and f"step {SNAPSHOT} " in few
-
-
-def test_eval_names_the_windows_that_it_takes(here, capsys):
-    """Those of VALIDATE_WINDOW, where the model has them."""
-    cfg = egg_config.make(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VALIDATE_WINDOW=16, VOCAB_SIZE=256)
-    engine = types.SimpleNamespace(step=1, name="cpu", validate=lambda windows: (1.0, windows[:, 1:].size))
-    _, count, held_out = use.evaluate(cfg, engine, None, 0, egg_net.Console())
-    assert held_out.windows.shape[1] == 17 and f"val.bin: {count} tokens" in (out := capsys.readouterr().out)
-    assert "in windows of 16; " in out
-
-
-def test_eval_without_the_training_data(here):
     os.unlink("input.bin")
     done = call("eval")
     assert done.returncode == 0 and "uniform" in done.stdout and "unigram" not in done.stdout
@@ -363,14 +325,13 @@ def test_eval_without_the_training_data(here):
 def test_export_is_a_safetensors_file(here):
     prints("export w.safetensors")
     arrays, metadata = safetensors.numpy.load_file("w.safetensors"), use.open_tensors("w.safetensors")[1]
-    assert json.loads(metadata["config"]) == {**CFG.saved(), **{name: getattr(CFG, name)
-                                                                for name in egg_config.DATA_FILES}}
+    files = {name: getattr(CFG, name) for name in egg_config.DATA_FILES}
+    assert json.loads(metadata["config"]) == {**CFG.saved(), **files}
     assert (metadata["step"], metadata["seed"]) == (str(STEPS), str(here[STEPS].seed))
     tensors = {f"layers.{t.layer}.{t.name}" if t.per_layer else t.name: t for t in parameters.tensors(CFG)}
-    assert arrays.keys() == tensors.keys() and "layers.1.w_q" in arrays
+    assert arrays.keys() == tensors.keys()
     for name, t in tensors.items():
         flat = here[STEPS].weights[t.span]
-        assert arrays[name].dtype == int8
         equal(arrays[name], parameters.from_canonical(flat, t.cols) if t.matrix else flat)
 
 
@@ -389,21 +350,20 @@ def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here):
 def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_refused(here):
     call("export w.safetensors")
     arrays, metadata = safetensors.numpy.load_file("w.safetensors"), use.open_tensors("w.safetensors")[1]
-
-    def refused(changed, says, metadata=metadata, **more):
-        safetensors.numpy.save_file({**changed, **more}, "other.safetensors", metadata)
+    last = arrays.pop("ln_f")
+    for says, tensors, header in (
+            ("has no ln_f", {}, {}), ("ln_f is F32 [64]", dict(ln_f=np.zeros(64, np.float32)), {}),
+            ("holds extra, which", dict(ln_f=last, extra=last), {}),
+            ("ln_f is I8 [63], this configuration has I8 [64]:", dict(ln_f=last[1:].copy()), {}),
+            ("a weight or noise scale of -128", dict(ln_f=np.full(64, -128, int8)), {}),
+            ("its step and seed", dict(ln_f=last), {"step": "many"}),
+            ("its configuration cannot be read", dict(ln_f=last), {"config": "{"})):
+        safetensors.numpy.save_file({**arrays, **tensors}, "other.safetensors", {**metadata, **header})
         done = call("import other.safetensors --save-dir other")
         assert done.returncode in (1, 2) and not os.path.exists("other")
         fails(done, done.returncode, says)
-
-    refused({k: v for k, v in arrays.items() if k != "ln_f"}, "has no ln_f")
-    refused(arrays, "holds extra, which", extra=np.zeros(3, int8))
-    refused(arrays, "ln_f is I8 [63], this configuration has I8 [64]:", ln_f=np.zeros(63, int8))
-    refused(arrays, "ln_f is F32 [64]", ln_f=np.zeros(64, np.float32))
-    refused(arrays, "a weight or noise scale of -128", ln_f=np.full(64, -128, int8))
-    refused(arrays, "its step and seed", {**metadata, "step": "many"})
-    refused(arrays, "its configuration cannot be read", {**metadata, "config": "{"})
-    safetensors.numpy.save_file(arrays, "other.safetensors")  # no metadata: the configuration by -D, and step 1
+    # no metadata: the configuration by -D, and step 1
+    safetensors.numpy.save_file({**arrays, "ln_f": last}, "other.safetensors")
     assert prints("import other.safetensors --save-dir other", *defines(CFG)).startswith("other: a run at step 1")
     state = load("other").state()
     equal(state.weights, here[STEPS].weights)
@@ -413,7 +373,7 @@ def test_a_file_written_by_the_library_is_taken_and_one_that_does_not_fit_is_ref
 def test_a_damaged_safetensors_file_ends_in_one_line(here):
     call("export w.safetensors")
     data = Path("w.safetensors").read_bytes()
-    for wrong in b"", data[:100], data[:-1], data + b"x", b"\xff" * 8 + data[8:], data[:8] + b"[]" + data[10:]:
+    for wrong in b"", data[:-1], data + b"x", b"\xff" * 8 + data[8:], data[:8] + b"[]" + data[10:]:
         Path("wrong").write_bytes(wrong)
         fails(call("import wrong --save-dir new"), 1, "no safetensors file")
 
@@ -422,11 +382,6 @@ def test_training_goes_on_from_an_import_to_the_bit(here):
     """With --full the run is the one that was exported: a coordinator and a worker that begins at step 0, against the
     engine alone."""
     prints("export w.safetensors --full")
-    arrays = safetensors.numpy.load_file("w.safetensors")
-    t = next(t for t in parameters.tensors(CFG) if (t.name, t.layer) == ("w_up", 1))
-    moments = here[STEPS].moments[t.span]
-    assert moments.any()
-    equal(parameters.to_canonical(arrays["layers.1.w_up.moments"][:, :, 2]), moments[:, 2])
     assert "with the optimizer's state" in prints("import w.safetensors --save-dir new")
     alone, worker = with_state(here[STEPS]), make()
     record = open_run(CFG, None)
@@ -439,10 +394,9 @@ def test_training_goes_on_from_an_import_to_the_bit(here):
         step_once(alone, record)
     assert worker.step == STEPS + 3 and worker.digest() == alone.digest()
     assert kept("new", CFG) == whole(record) and len(whole(record)) == 3
-    assert load("new").digest() == alone.digest()
     # it goes on elsewhere
     open_run(CFG, "elsewhere", "new").close()
-    assert load("elsewhere").digest() == alone.digest()
+    assert load("new").digest() == alone.digest() == load("elsewhere").digest()
     os.unlink(f"elsewhere/snapshot-{STEPS:08d}.egg")
     with refused("restore it from a copy", UseError):
         load("elsewhere")
@@ -456,26 +410,24 @@ def test_who_cannot_take_a_snapshot_cannot_join_an_imported_run(here):
         old.ask(0)
         assert old.closed() and "the worker must speak protocol 2" in server.said
     # the snapshot with which it began stays
-    run = open_run(CFG, "new")
-    shelf = snapshots.Shelf(CFG, run)
-    engine = with_state(shelf.state(STEPS))
-    for _ in range(4):
-        step_once(engine, run)
-        shelf.digests[engine.step] = engine.digest()
-        for work in shelf.put(uploaded(engine.state(), "new")):
-            work()
-    assert sorted(shelf.files) == [STEPS, STEPS + 3, STEPS + 4] == sorted(snapshots.Shelf(CFG, run).files)
-    run.close()
+    with closing(open_run(CFG, "new")) as run:
+        shelf = snapshots.Shelf(CFG, run)
+        engine = with_state(shelf.state(STEPS))
+        for _ in range(4):
+            step_once(engine, run)
+            shelf.digests[engine.step] = engine.digest()
+            [work() for work in shelf.put(uploaded(engine.state(), "new"))]
+        assert sorted(shelf.files) == [STEPS, STEPS + 3, STEPS + 4] == sorted(snapshots.Shelf(CFG, run).files)
 
 
 # --- debugging --------------------------------------------------------------------------------------------------------
 
 def test_statistics():
-    told = debug.statistics(np.array([0, 0, 4, -4, 127, -127, 126, 125], int8))
-    assert told == approx({"mean": 31.375, "low": -127, "high": 127, "std": (63791 / 8 - 31.375 ** 2) ** 0.5,
-                           "saturated": 3 / 8, "zero": 2 / 8, "entropy": 2.75})
+    told = debug.statistics(np.array([0, 0, 4, -4, 127, -127, 126, 126], int8))
+    assert told == approx({"mean": 31.5, "low": -127, "high": 127, "std": 7013 ** 0.5, "saturated": 0.5, "zero": 0.25,
+                           "entropy": 2.5})
     told = debug.attention_statistics(np.array([4, 4, 0, 4, 4]))
-    assert told == {"entropy": 2, "peak": 0.25, "sum": 16, "context": 4, **told}
+    assert told.items() >= {"entropy": 2, "peak": 0.25, "sum": 16, "context": 4}.items()
 
 
 def test_a_trace_shows_every_part_of_member_0(here):
@@ -487,36 +439,29 @@ def test_a_trace_shows_every_part_of_member_0(here):
     assert [p["name"] for p in told["parts"]] == ["Emb", "LN_Init", "InitMLP_Exp", "InitMLP", *layer, *layer, "LN_F"]
     assert (told["step"], told["position"]) == (STEPS, 7) and len(told["weights"]) == len(parameters.tensors(CFG))
     reading = Reading(CFG, state, state.seed, 1, lambda layer, name, values: shown.update({(layer, name): values}))
-    whole = reading.logits(rules.windows(CFG, TOKENS, STEPS, 0, 1)[0][:-1])
+    reading.logits(rules.windows(CFG, TOKENS, STEPS, 0, 1)[0][:-1])
     for part in told["parts"]:
         values = shown[part["layer"], "Weights" if "head" in part else part["name"]]
         want = debug.attention_statistics(values[part["head"]][7]) if "head" in part else debug.statistics(values[7])
         assert want.items() <= part.items()
-    assert whole.shape == (8, 256) and len(shown) == 4 + 2 * 6 + 1
 
 
 def test_debug_command_and_layout(here):
     out = prints("debug --json trace.jsonl")
-    assert "\x1b" not in out
-    number = r" *-?\d+\.\d+"
     for line in out.splitlines():
-        assert re.fullmatch(rf"\[S    6 L( 0| 1|-1) (T  7|Wght)\] \S+ *: Mean:{number} Std:{number} "
-                            rf"Ent:{number}\( *\d+%\) Sat: *\d+% Zero: *\d+% Range:\[ *-?\d+\.\. *-?\d+\]|"
-                            rf"\[S    6 L ?\d T  7 H[01]\] Attn          : Ent:{number}\( *\d+%\) MaxW: *\d+ "
-                            r"SumW: *\d+ Ctx: +\d+", line), line
+        assert re.fullmatch(r"\[S    6 L( 0| 1|-1) (T  7|Wght)\] \S+ *: Mean:.* Std:.* Ent:.* Sat:.* Zero:.* Range:.*|"
+                            r"\[S    6 L ?\d T  7 H[01]\] Attn          : Ent:.* MaxW:.* SumW:.* Ctx:.*", line), line
     prints("debug --json trace.jsonl --best")
     assert [json.loads(line)["step"] for line in open("trace.jsonl")] == [STEPS, SNAPSHOT]
-    colour = lambda text, name: f"\x1b[{console.COLOURS[name]}m{text}\x1b[0m"
-    assert "\x1b[35m" in debug.describe(json.loads(open("trace.jsonl").readline()), colour)[0]
 
 
 def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
-    ends = []
+    ends = set()
     for constants in ({}, {"DEBUG": 1, "DEBUG_FILE": "trace.jsonl"}):
         cfg, engine = CFG.changed(**constants), make()
         with Server(".", cfg, steps=12) as server:
             thread = server.work(engine, tokens=TOKENS, inspect=train.inspector(cfg, TOKENS))
         thread.join(60)
-        ends.append(engine.digest())
+        ends.add(engine.digest())
         assert capsys.readouterr().out.count("Emb  ") == (2 if constants else 0)
-    assert ends[0] == ends[1] and [json.loads(line)["step"] for line in open("trace.jsonl")] == [0, 10]
+    assert len(ends) == 1 and [json.loads(line)["step"] for line in open("trace.jsonl")] == [0, 10]
