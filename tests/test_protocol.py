@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from contextlib import closing, suppress
+from contextlib import suppress
 from json import dumps, loads
 from time import sleep
 from unittest import mock
@@ -194,20 +194,6 @@ def besieged(tmp_path_factory):
     assert engine.digest() == same.digest()
 
 
-@SLOW
-@given(lists(BYTES, min_size=1, max_size=4), booleans(), booleans())
-def test_a_live_coordinator_takes_any_bytes(besieged, parts, introduced, patient):
-    """Before and after the introduction, with and without reading the answers: no exception, and the honest go on."""
-    with suppress(OSError, egg_net.NetError, egg_net.OldCoordinator):
-        with Peer2(besieged, name="hostile").link.sock if introduced else besieged.connect() as sock:
-            sock.settimeout(0.01 if patient else 0.001)
-            for part in parts:
-                sock.sendall(part)
-                with suppress(TimeoutError):
-                    sock.recv(1 << 16)
-    assert besieged.serves
-
-
 # --- hostile frames ---------------------------------------------------------------------------------------------------
 
 def as_json(**values):
@@ -215,9 +201,7 @@ def as_json(**values):
     return dumps(card(**values)).encode()
 
 
-def test_what_is_sane_is_read():
-    deep = {"a": [{"b": [{"c": [1, -2.5, "\u00fc\U0001f95a", None, True, (1 << 64) - 1]}]}]}
-    assert wire.read_json(dumps(deep).encode()) == deep
+def test_what_no_json_of_ours_is_is_refused():
     for wrong in (b"", b"{", b"1", b'{"a": 18446744073709551616}', b'{"a":' * 9 + b"1" + b"}" * 9, b"\xff"):
         with raises(ValueError):
             wire.read_json(wrong)
@@ -271,7 +255,7 @@ def encoded(tree):
 
 FIELDS = dictionaries(sampled_from([*card(), "more"]), TREE, max_size=4)
 CONSTANTS = dictionaries(sampled_from([*CFG.agreed()]), TREE, max_size=3)
-VALUES = one_of(FIELDS, FIELDS.map(lambda values: {"role": "island", **values}),
+VALUES = one_of(just({}), FIELDS, FIELDS.map(lambda values: {"role": "island", **values}),
                 CONSTANTS.map(lambda config: dict(config={**CFG.agreed(), **config})))
 CARDS = one_of(VALUES.map(lambda values: card(**values)), TREE).map(encoded) | DEEP | binary(max_size=60)
 
@@ -293,51 +277,38 @@ def test_any_json_is_read_or_refused(data):
         read_status(data)
 
 
-@SLOW
-@given(VALUES)
-def test_a_live_coordinator_takes_any_card(besieged, values):
-    with suppress(OSError, ValueError, egg_net.NetError):        # also one that Python does not write
-        Peer2(besieged, **values).close()
-    assert besieged.serves
-
-
 NUMBER = one_of(integers(0, 40), sampled_from([(1 << 64) - 1, 1 << 63, (1 << 48) + 1, 1 << 32]),
                 integers(0, (1 << 64) - 1))
 REAL = floats() | sampled_from([1.7e308, 1e300, 0.0, -0.0, 5e-324, math.inf, math.nan])
 
 
-def action(opcode, *fields, rest=b""):
-    """(opcode, payload) with these fields drawn."""
-    return tuples(just(opcode), tuples(*fields).map(lambda drawn: b"".join(opcode.parts(*drawn)) + rest))
+def figures(opcode, *fields, rest=b""):
+    """A frame with these fields drawn."""
+    return tuples(*fields).map(lambda drawn: frame(opcode, *drawn, rest, version=V2))
 
 
-ACTION = one_of(
+FIGURES = one_of(
     # a step that nobody votes on: two liars of a host may outvote one honest worker of it
-    action(JOB_REQUEST, NUMBER, integers(1 << 20, (1 << 64) - 1), just(0), rest=bytes(wire.DIGEST)),
-    action(RESULT, *[NUMBER] * 4, integers(-(1 << 63), (1 << 63) - 1), sampled_from([4, 4, 0, 1 << 31]),
-           rest=GOOD),
-    action(VALIDATION, *[NUMBER] * 3, REAL), action(wire.SNAPSHOT_REQUEST, NUMBER, NUMBER),
-    action(wire.SNAPSHOT_DATA, *[NUMBER] * 3, rest=pyzstd.compress(bytes(9))),
-    action(HEARTBEAT),
-    tuples(just(LOG_MESSAGE), st.text(characters(), max_size=30).map(
-        lambda text: text.encode("utf-8", "surrogatepass"))))
+    figures(JOB_REQUEST, NUMBER, integers(1 << 20, (1 << 64) - 1), just(0), rest=bytes(wire.DIGEST)),
+    figures(RESULT, *[NUMBER] * 4, integers(-(1 << 63), (1 << 63) - 1), sampled_from([4, 4, 0, 1 << 31]), rest=GOOD),
+    figures(VALIDATION, *[NUMBER] * 3, REAL), figures(wire.SNAPSHOT_REQUEST, NUMBER, NUMBER),
+    figures(wire.SNAPSHOT_DATA, *[NUMBER] * 3, rest=pyzstd.compress(bytes(9))), figures(HEARTBEAT),
+    st.text(characters(), max_size=30).map(
+        lambda text: frame(LOG_MESSAGE, text.encode("utf-8", "surrogatepass"), version=V2)))
 
 
 @SLOW
-@given(lists(ACTION, min_size=1, max_size=12), booleans(), integers(0, 300))
-def test_a_live_coordinator_takes_any_figures_and_holders_that_only_beat(besieged, actions, holds, beats):
-    """A peer that knows all frames: figures at their limits, chunks that it takes and only sends heartbeats for."""
-    with suppress(OSError, egg_net.NetError):
-        with closing(Peer2(besieged, name="hostile")) as peer:
-            step = besieged.run.step
-            digest = next(iter(besieged.states.votes.get(step, {})), b"")
-            if holds and digest:                     # before the honest worker's vote it would contradict it instead
-                peer.ask(step, digest)
-                peer.link.send(peer.link.frame(HEARTBEAT) * beats)
-            for opcode, payload in actions:
-                peer.link.send(frame(Frame(opcode), payload, version=V2))
-            peer.link.sock.settimeout(0.01)
-            peer.link.sock.recv(1 << 16)
+@given(none() | VALUES, lists(BYTES | FIGURES, min_size=1, max_size=12), booleans())
+def test_a_live_coordinator_takes_anything(besieged, values, parts, patient):
+    """Any card, or none, and after it any bytes and figures at their limits, with and without reading the answers: no
+    exception, and the honest go on."""
+    with suppress(OSError, ValueError, egg_net.NetError, egg_net.OldCoordinator):     # also what Python does not write
+        with besieged.connect() if values is None else Peer2(besieged, **values).link.sock as sock:
+            sock.settimeout(0.01 if patient else 0.001)
+            for part in parts:
+                sock.sendall(part)
+                with suppress(TimeoutError):
+                    sock.recv(1 << 16)
     assert besieged.serves
 
 
@@ -392,9 +363,7 @@ def test_unknown_frames_and_half_frames_do_no_harm(server):
     half, peer = Peer(server), Peer(server)
     half.link.send(b"JOBS\x01")
     peer.link.send(frame(Frame(200), b"hello from the future"))
-    peer.link.send(frame(LOG_MESSAGE, b"\x1b[31mred\x07 text\nStep 5 | fake"))
     assert peer.chunk(0) == 0
-    assert "  [31mred text\n  Step 5 | fake\n" in server.said and "\x1b" not in server.said
 
 
 def test_a_frame_that_never_ends_is_refused(monkeypatch, server):
