@@ -1,8 +1,7 @@
 """Islands: introductions, comparisons, merges, elites, crashes."""
 
 import math
-import os
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from json import dumps
 
 import numpy as np
@@ -51,7 +50,6 @@ class Learner(FakeEngine):
 
     def update(self, fitness):
         super().update(fitness)
-        self.weights = np.maximum(self.weights, -127)            # as the update of a model
         self.level = min(self.level + self.rate, 9999)
         return 100 + self.step
 
@@ -149,17 +147,14 @@ def two(directory, rates=(30, 3), ours={}, theirs={}, **both):
 
 # --- what the command line says ---------------------------------------------------------------------------------------
 
-@mark.parametrize("arguments, status, says", [
-    ("--peer 127.0.0.1:1", 2, "give --island NAME"),
-    ("--island 'a b'", 2, "is not a name"),
-    ("--island a --peer nowhere", 2, "is not HOST:PORT"),
-    ("--island a --peer ::1:5", 2, "is not HOST:PORT"),
-    ("--island a --peer host:0", 2, "is not HOST:PORT"),
-    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", 2, "SNAPSHOT_EVERY and VALIDATE_EVERY above 0"),
-    ("--island a --save-dir here --peer 'no such.invalid:3'", 2, "is not HOST:PORT"),
+@mark.parametrize("arguments, says", [
+    ("--peer 127.0.0.1:1", "give --island NAME"),
+    ("--island 'a b'", "is not a name"),
+    ("--island a --peer host:0", "is not HOST:PORT"),
+    ("--island a --save-dir here -D SNAPSHOT_EVERY=0", "SNAPSHOT_EVERY and VALIDATE_EVERY above 0"),
 ])
-def test_wrong_use_is_one_line(here, arguments, status, says):
-    fails(run(f"coordinator --port 0 --preset laptop-bytes {arguments}"), status, says)
+def test_wrong_use_is_one_line(here, arguments, says):
+    fails(run(f"coordinator --port 0 --preset laptop-bytes {arguments}"), 2, says)
 
 
 class Rewarded(Learner, FakeObjective):
@@ -178,7 +173,6 @@ def test_islands_with_an_objective_compare_rewards_and_refuse_another_one(tmp_pa
     with two(tmp_path, ours=ours, theirs=theirs, cfg=cfg) as (a, b):
         merge = b.tells("merge")
         assert merge["peer"] == "a" and merge["fitness_kind"] == "reward" and merge["theirs"] < merge["ours"]
-        assert not a.told("merge") and a.shown()["fitness"] > -merge["ours"]
         stranger(a, "must be the same on all islands: OBJECTIVE", cfg=cfg.changed(OBJECTIVE="b" * 64))
     assert any("-reward-" in path.name for path in (tmp_path / "a").glob("elite-*"))
 
@@ -194,7 +188,6 @@ def stranger(isle, words, name="stranger", cfg=ISLE, seed=99):
 def test_what_must_be_the_same_on_all_islands_is(tmp_path):
     with Isle(tmp_path / "a", "a", rate=0) as a:
         for says, values in [("SEQ_LEN = 16 there, 8 here", dict(cfg=changed(SEQ_LEN=16))),
-                             ("LOSS = exact there", dict(cfg=changed(LOSS="exact"))),
                              ("ISLAND_SEED = 97 there and here", dict(seed=97)),
                              ("called a, as this island", dict(name="a"))]:
             stranger(a, says, **values)
@@ -205,10 +198,8 @@ def test_what_must_be_the_same_on_all_islands_is(tmp_path):
         other = changed(SIGMA_SHIFT=4, LR_SCHEDULE=((0, 0.1),), CHUNK_SIZE=16, VALIDATE_EVERY=7)
         with Isle(tmp_path / "b", "b", 0, [a], cfg=other) as b:
             b.tells("peer", peer="a", state="up")
-    with Server(tmp_path, CFG) as plain:
-        stranger(plain, "is no island")
-        with Isle(tmp_path / "c", "c", 0, [plain]) as c:
-            c.says("is no island")
+    with Server(tmp_path, CFG) as plain, Isle(tmp_path / "c", "c", 0, [plain]) as c:
+        c.says("is no island")
 
 
 def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
@@ -216,8 +207,7 @@ def test_islands_find_each_other_whatever_list_they_are_given(tmp_path):
     ports = [free_port() for _ in range(3)]
     with ExitStack() as stack:
         isles = [stack.enter_context(Isle(tmp_path / n, n, 0, ports, port=port)) for n, port in zip("abc", ports)]
-        until(lambda: all(sum(peer["state"] == "up" for peer in isle.shown()["peers"]) == 2 for isle in isles))
-        assert all(len(isle.shown()["peers"]) == 2 for isle in isles)
+        until(lambda: all([peer["state"] for peer in isle.shown()["peers"]] == ["up"] * 2 for isle in isles))
     assert not any("is refused" in isle.said for isle in isles)
 
 
@@ -226,10 +216,9 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     access = Access(SECRET, server_tls(cert, key))
     with two(tmp_path, (0, 0), access=access, settings=dict(tls=client_tls(cert, cert, key))) as (a, b):
         b.tells("peer", peer="a", state="up")
-    with Isle(tmp_path / "a", "a", 0, access=Access(SECRET)) as a, Isle(tmp_path / "c", "c", 0, [a]) as c, \
-            Isle(tmp_path / "d", "d", 0, [a], access=Access(SECRET + b"x")) as d:
-        c.says("wants a secret")
-        d.says("does not know the secret")
+    for ours, words in (Access(), "wants a secret"), (Access(SECRET + b"x"), "does not know the secret"):
+        with two(tmp_path, (0, 0), dict(access=Access(SECRET)), dict(access=ours)) as (_, b):
+            b.says(words)
 
 
 def test_every_island_has_its_own_noise():
@@ -245,15 +234,14 @@ def test_every_island_has_its_own_noise():
 def test_islands_that_begin_with_one_model_have_their_own_noise(here):
     from tools import use
     cfg = changed(ISLAND_SEED=1)
-    state = Learner(cfg, 1).state()
     metadata = {"format": use.FORMAT, "config": dumps(cfg.saved()), "step": "9", "seed": "77"}
-    use.write_tensors("w", use.to_arrays(cfg, state, False), metadata)
+    use.write_tensors("w", use.to_arrays(cfg, Learner(cfg, 1).state(), False), metadata)
     starts = []
-    for name, defines in ("same", ""), ("two", "-D ISLAND_SEED=2"), ("three", "-D ISLAND_SEED=3"):
-        assert run(f"import w --save-dir {name} {defines}", preset="").returncode == 0
-        starts.append(history.epochs(name)[0])
+    for number in 1, 2, 3:
+        assert run(f"import w --save-dir {number} -D ISLAND_SEED={number}", preset="").returncode == 0
+        starts += history.epochs(str(number))
     assert starts[0].seed == 77 and len({start.seed for start in starts}) == 3
-    assert {start.step for start in starts} == {9}
+    assert [start.step for start in starts] == [9] * 3
 
 
 # --- comparisons and epochs -------------------------------------------------------------------------------------------
@@ -269,21 +257,17 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     assert start.origin["epoch"] == start.epoch == merge["epoch"] >= 1
     assert {**merge, "kind": "clone", "peer": "a", "fitness_kind": "validation"} == merge
     assert start.origin["digest"] == merge["digest"] and merge["theirs"] < merge["ours"]
-    peer = island["peers"][0]
-    assert (island["name"], peer["name"], peer["state"]) == ("b", "a", "up") and peer["taken"] >= 1
+    peer, = island["peers"]
+    assert (peer["name"], peer["state"]) == ("a", "up") and peer["taken"] >= 1
     assert [entry["epoch"] for entry in b.island.epochs] == [*range(start.epoch + 1)]
-    assert b.island.epochs[-1]["from"] == "a" and dumps(island)
-    assert b.told("gossip", outcome="take", kind="validation", peer="a")
     begun = snapshots.unpack(b.cfg, b.snapshot(start.step).read_bytes())
     assert (begun.step, begun.seed, digest(begun)) == (start.step, start.seed, start.origin["digest"])
     with Isle(tmp_path / "b", "b", 3) as again:                                 # a worker that begins at step 0
         again.reaches(b.replayed().step + 3)
         assert again.start == start and again.island.epochs == b.island.epochs and again.engine.loads >= 1
-    moved = open_run(b.cfg, tmp_path / "moved", tmp_path / "b")
-    assert moved.start == start and moved.step == again.run.step
-    assert os.path.exists(tmp_path / "moved" / "history-000.egg")
-    assert snapshots.Shelf(b.cfg, moved).newest >= start.step
-    moved.close()
+    with closing(open_run(b.cfg, tmp_path / "moved", tmp_path / "b")) as moved:
+        assert (moved.start, moved.step) == (start, again.run.step)
+        assert snapshots.Shelf(b.cfg, moved).newest >= start.step
 
 
 def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_path):
@@ -333,33 +317,24 @@ def test_bytes_and_tokens_are_never_compared(tmp_path):
     assert a.start.epoch == b.start.epoch == 0
 
 
-@mark.parametrize("damage", ["promise", "byte", "end"])
+@mark.parametrize("damage", ["promise", "byte"])
 def test_a_wrong_state_is_never_used(tmp_path, damage):
     with two(tmp_path, ours=GIVES) as (a, b):
         def spoil():
-            shelf = a.shelf
+            shelf, plain = a.shelf, a.shelf.block
+
+            def block(*place):
+                total, data = plain(*place)
+                return total, data[:-1] + b"?"
+
             if damage == "promise":
                 shelf.sha256 = {step: b"x" * 32 for step in range(10 ** 4)}
             else:
-                plain = shelf.block
-
-                def block(step, offset, size):
-                    total, data = plain(step, offset, size)
-                    return (total, data[:-1] + b"?") if damage == "byte" else (total - 1, data[:total - 1 - offset])
                 shelf.block = block
         a.calls.put(spoil)
         b.tells("peer", state="refused")
         b.reaches(b.run.step + 3)
     assert "not a snapshot" in b.said or "of step" in b.said.partition("is refused: ")[2]
-
-
-def test_one_state_is_not_taken_twice(tmp_path):
-    with two(tmp_path, (30, 3), ours=GIVES) as (a, b):
-        b.tells("merge")
-        a.worker.join(0)
-        b.stop()
-    taken = [event["peer_step"] for event in b.told("merge")]
-    assert len(taken) == len(set(taken))
 
 
 STATUS = {"step": 5, "island": {"name": "x", "id": "1", "epoch": 0,
@@ -370,8 +345,8 @@ ANY = one_of(none(), integers(), floats(), text(max_size=9), sampled_from(["rewa
 @given(dictionaries(sampled_from([*Standing._fields, "extra"]), ANY), ANY, ANY)
 def test_any_status_is_read_or_refused(standing, step, name):
     assert read_status(dumps(STATUS).encode())[0] == "x"
-    told = {**STATUS, "step": step, "island": {**STATUS["island"], "name": name,
-                                               "standing": {**STATUS["island"]["standing"], **standing}}}
+    island = STATUS["island"]
+    told = dict(step=step, island={**island, "name": name, "standing": {**island["standing"], **standing}})
     with suppress(ValueError):
         *_, read = read_status(dumps(told).encode("utf-8", "surrogatepass"))
         assert read.fitness is None or math.isfinite(read.fitness)
@@ -383,27 +358,26 @@ def test_elites_are_the_best_and_no_merge_touches_them(tmp_path):
     with two(tmp_path, theirs=dict(cfg=changed(ELITES=3))) as (a, b):
         until(lambda: len(b.told("merge")) >= 2)
         until(lambda: b.told("elite") and b.told("elite")[-1]["step"] > b.told("merge")[-1]["step"])
+    taken = [event["peer_step"] for event in b.told("merge")]
+    assert len(taken) == len({*taken}), "one state is not taken twice"
     kept = sorted(b.island.elites.files)
     assert 1 < len(kept) <= 3
     assert sorted(path.name for path in b.directory.glob("elite-*")) == sorted(elite.name for elite in kept)
-    assert not [*b.directory.glob("*.part")]
     assert kept[0].fitness == approx(min(told["fitness"] for told in b.told("elite")), abs=1e-4)
 
 
 def test_elites_are_the_best_of_all_epochs(tmp_path):
-    elites = Elites(tmp_path, 2)
+    elites, file = Elites(tmp_path, 2), tmp_path / "file"
 
-    def offer(step, figure, epoch=0, to=elites):
-        file = tmp_path / f"file{step}"
-        file.write_bytes(b"%d" % step)
-        return to.offer(file, epoch, step, "validation", figure)
+    def offer(step, figure, to=elites):
+        file.write_bytes(b"a snapshot")
+        return to.offer(file, 0, step, "validation", figure)
 
-    assert [offer(20, 7.0), offer(30, 6.0), offer(40, 7.5), offer(20, 5.0), offer(20, 5.0)] == \
-        [True, True, False, True, False]
-    assert [(elite.epoch, elite.step) for elite in elites.files] == [(0, 20), (0, 30)]
-    assert Elites(tmp_path, 2).files == elites.files
+    for step, figure, taken in (20, 7.0, True), (30, 6.0, True), (40, 7.5, False), (20, 5.0, True), (20, 5.0, False):
+        assert offer(step, figure) is taken
+    assert [elite.step for elite in elites.files] == [20, 30] and Elites(tmp_path, 2).files == elites.files
     nobody = Elites(tmp_path, 0)
-    assert nobody.files and not offer(40, 1.0, to=nobody)
+    assert nobody.files and not offer(40, 1.0, nobody)
 
 
 def test_an_island_that_stands_still_is_rejuvenated(tmp_path):
@@ -415,8 +389,6 @@ def test_an_island_that_stands_still_is_rejuvenated(tmp_path):
 
     with Isle(tmp_path, "a", cfg=cfg, engine=Still(cfg.changed(ISLAND_SEED=97), 1)) as a:
         event = a.tells("rejuvenated")
-        a.says("no better for 6 steps: moments begin anew")
-        a.reaches(event["step"] + 3)
         begun = snapshots.unpack(a.cfg, a.snapshot(event["step"]).read_bytes())
     assert not begun.moments[:, :2].any() and event["epoch"] == 1
 

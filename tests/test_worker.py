@@ -24,8 +24,7 @@ def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     server = cluster(tmp_path, engines, 6, save=True)
     assert kept(tmp_path) == packed
     assert all(engine.digest() == digest and engine.evaluated for engine in engines)
-    assert [re.search(rf"Step {k} .*Updates: (\d+)", server.said)[1] for k in range(1, 6)] == [
-        "101", "102", "103", "104", "105"]
+    assert re.findall("^Step [1-5] .*Updates: (\\d+)", server.said, re.M) == ["101", "102", "103", "104", "105"]
 
 
 def test_a_late_worker_catches_up(server):
@@ -35,14 +34,12 @@ def test_a_late_worker_catches_up(server):
     until(lambda: late.evaluated)
     server.stop()
     first.join(60), second.join(60)
-    assert whole(server.run) == expected(server.run.step)[0]
     assert late.digest() == expected(late.step)[1] and min(late.evaluated)[0] >= 3
 
 
-def test_the_first_samples_and_validations_come_early():
-    for every, steps in ((0, []), (2, [0, 2, 4, 6]), (10, [0, 1, 2, 5, 10, 20]), (500, [0, 50, 100, 250, 500, 1000])):
-        assert [step for step in range(1001) if egg_net.due(every, step)][:len(steps)] == steps
-        assert every or not egg_net.due(every, 0)
+@mark.parametrize("every, steps", [(0, []), (2, [0, 2, 4]), (10, [0, 1, 2, 5, 10]), (500, [0, 50, 100, 250, 500])])
+def test_the_first_samples_and_validations_come_early(every, steps):
+    assert [step for step in range(501) if egg_net.due(every, step)][:len(steps) or None] == steps
 
 
 def test_validation_and_samples_reach_the_console(tmp_path):
@@ -58,17 +55,14 @@ def test_validation_and_samples_reach_the_console(tmp_path):
 
 def test_a_worker_states_its_held_out_data(tmp_path, server):
     def opened(text, **constants):
-        path = tmp_path / f"{text[:2].decode()}.bin"
-        path.write_bytes(text)
+        (path := tmp_path / text.decode()).write_bytes(text * 50)
         return data_files.open_validation(CFG.changed(VAL_FILE=str(path), **constants), None)
 
-    for validation in (opened(b"ab" * 50), opened(b"ab" * 50, VALIDATE_TOKENS=16),
-                       opened(b"ac" * 50, VALIDATE_EVERY=0)):
-        server.work(FakeEngine(pause=0.01), validation=validation)
-        server.reaches(2)
+    for held_out in opened(b"ab"), opened(b"ab", VALIDATE_TOKENS=16):
+        server.work(FakeEngine(pause=0.01), validation=held_out)
+        server.reaches(server.run.step + 2)
     with refused("other held-out data"):
-        run_worker(server, FakeEngine(), validation=opened(b"ad" * 50))
-    until(lambda: server.said.count(" joined ") == 3)
+        run_worker(server, FakeEngine(), validation=opened(b"ad"))
     server.stop()
 
 
@@ -121,14 +115,14 @@ def test_the_worker_serves_a_coordinator_that_polls():
     """The C++ coordinator does not hold requests, and may leave step and seed of an empty answer 0."""
     engine = FakeEngine()
     chunks, requests = serve_fake(engine, response(42, 0, NOTHING), response(0, 0, NOTHING),
-                                  response(SEED1, 1, 0, GOOD_STEP), response(SEED1, 1, NOTHING),
-                                  response(0, 0, NOTHING), response(SEED1, 1, 64), response(SEED1, 1, 0))
-    assert chunks == 2 and engine.loads == 0 and engine.step == 1
-    first, second = (p for op, p in requests if op == RESULT)
+                                  response(SEED1, 1, 0, GOOD_STEP), response(0, 0, NOTHING), response(SEED1, 1, 64))
+    assert (chunks, engine.loads, engine.step) == (1, 0, 1)
+    result, = (payload for opcode, payload in requests if opcode == RESULT)
     losses = engine.evaluate(64, 32)
-    assert RESULT.unpack(first)[:6] == (SEED1, 1, 64, 101, losses.sum(), 4) and RESULT.unpack(second)[1:4] == (1, 0, 0)
-    assert first[44:] == pack_ternary(fitness_digits.chunk_fitness(losses, CFG))
-    assert [JOB_REQUEST.unpack(p)[:2] for op, p in requests if op == JOB_REQUEST] == [(42, 0)] * 3 + [(SEED1, 1)] * 5
+    assert RESULT.unpack(result)[:6] == (SEED1, 1, 64, 101, losses.sum(), 4)
+    assert result[44:] == pack_ternary(fitness_digits.chunk_fitness(losses, CFG))
+    asked = [JOB_REQUEST.unpack(payload)[:2] for opcode, payload in requests if opcode == JOB_REQUEST]
+    assert asked == [(42, 0)] * 3 + [(SEED1, 1)] * 3
 
 
 def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
@@ -136,9 +130,6 @@ def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
     engine = FakeEngine()
     assert serve_fake(engine, catch_up, response(42, 0, NOTHING), response(42, 0, 32))[0] == 1        # it was ahead
     assert engine.loads == 1 and engine.step == 0
-    engine = FakeEngine()
-    assert serve_fake(engine, catch_up, other_seed, catch_up, response(SEED1, 1, 0))[0] == 1
-    assert engine.loads == 1
     with refused("does not fit this worker: it answers for step 1 with seed"):
         serve_fake(FakeEngine(), catch_up, other_seed, catch_up, other_seed)
     with refused("answers for step 0 with seed 0"):
@@ -147,13 +138,10 @@ def test_a_worker_that_does_not_fit_rebuilds_once_and_stops_with_a_line():
 
 
 @mark.parametrize("reason, answer", [
-    ("wrong magic", b"HTTP/1.1 400 Bad Request\r\n\r\n"),
     ("protocol version 9", b"JOBS\x09\x02" + bytes(32)),
-    ("JOB_RESPONSE of 1000 bytes, allowed 28 to 41", frame(wire.Frame(JOB_RESPONSE), bytes(1000))),
     ("says 9 bytes of fitness and carries 2", frame(JOB_RESPONSE, 42, 1, 0, 9, b"ab")),
     ("the fitness of step 0 cannot be right", response(42, 1, 0, b"\xff" * 13)),
     ("it hands out member 33", response(42, 0, 33)),
-    ("it hands out member 128", response(42, 0, 128)),
 ])
 def test_the_worker_refuses_what_cannot_be_right(reason, answer):
     with refused(re.escape(reason)):
@@ -162,8 +150,7 @@ def test_the_worker_refuses_what_cannot_be_right(reason, answer):
 
 def test_unreachable_hosts_are_one_line():
     port = free_port()
-    for host, words in (("no-such-host.invalid", "cannot be reached"), ("a..b", "cannot be reached"),
-                        ("localhost:12345", "cannot be reached: .*: write localhost --port 12345"),
+    for host, words in (("a..b", "cannot be reached"), ("localhost:12345", "cannot be reached: .*: write localhost --port 12345"),
                         ("127.0.0.1", "no coordinator at")):
         with refused(words):
             egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))
@@ -177,10 +164,3 @@ def test_a_worker_looks_at_its_socket_between_slices(server):
     slices = len(engine.evaluated)
     thread.join(60)
     assert not thread.is_alive() and len(engine.evaluated) <= slices + 1 < 16          # of a chunk
-    worker = egg_net.Worker(CFG, engine, None, None, None, None)
-    for speed in (100, 10 ** 6, 1, 37):
-        for _ in range(8):
-            worker._measure(worker.slice, worker.slice / speed)
-        for left in (2, 32, 1000, 40960):
-            count = worker._slice_size(left)
-            assert count % 2 == 0 and 2 <= count <= left and count <= max(2, speed * 0.2 + 2)
