@@ -65,14 +65,6 @@ def certificate(directory, name, *arguments):
     return made, key
 
 
-def python_in(directory):
-    """Gives a directory an environment: this Python, with its libraries."""
-    python = directory / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-
-
 def paste(line, label, **more):
     """Runs the command behind `label` in a printed line as a shell does; the finished process."""
     return subprocess.run(line.removeprefix(label), shell=True, capture_output=True, text=True, errors="replace",

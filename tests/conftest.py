@@ -28,7 +28,6 @@ with contextlib.suppress(ImportError):           # a machine that runs `-m gpu` 
     import fuzzing                               # noqa: F401
 
 XDIST = "PYTEST_XDIST_WORKER" in os.environ
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 # A shell starts what it puts in the background with SIGINT ignored, and a process hands that on to those it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)          # else each of many processes compiles all modules it imports

@@ -4,7 +4,6 @@ import base64
 import json
 import random
 import re
-import shutil
 import signal
 import socket
 import ssl
@@ -15,7 +14,7 @@ import urllib.request
 from contextlib import suppress
 
 import numpy as np
-from pytest import approx, fixture, mark, raises
+from pytest import approx, fixture, raises
 
 from cluster import auth
 from cluster.hub import split_address
@@ -226,16 +225,3 @@ coordinator.close()
 print({m for m in sys.modules if m.split('.')[0] in ('numba', 'llvmlite', 'numpy', 'tensorboardX', 'matplotlib')})
 """
     assert python("-c", program, tmp_path) == "set()\n"
-
-
-# --- its script -------------------------------------------------------------------------------------------------------
-
-@mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_page_knows_how_long_the_run_lasts(server):
-    """As its script computes it, of minutes and of steps."""
-    source = re.search(r"^function prepared.*?^}$", HTML, re.M | re.S)[0]
-    state = state_of(server) | dict(step=2, tokens=12, tokens_per_second=1, seconds=10)
-    states = [state | dict(minutes=60), state | dict(minutes=60, steps=3)]
-    program = f"let speed = 0; {source}; console.log({json.dumps(states)}.map(s => prepared(s).seconds_left).join())"
-    said = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True).stdout
-    assert said == "3590,6\n"
