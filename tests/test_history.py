@@ -1,10 +1,13 @@
 """history.egg, C++ checkpoints, and runs that are rebuilt from them."""
 
+import functools
 import os
 import shutil
 from contextlib import closing
+from time import thread_time
 
 import numpy as np
+import pyzstd
 from pytest import mark
 
 import egg_config
@@ -12,7 +15,8 @@ from cluster import history
 from cluster.history import open_run
 from model import fitness_digits, seeds
 from coordinators import Server, filled, free_port, kept, refused, replayed, until, whole, work_in_thread
-from fakes import CFG, changed, full
+from fakes import CFG, any_fitness, changed, full
+from readings import configured
 from recordings import HERE, digests, golden, recorded_digests
 
 
@@ -21,6 +25,19 @@ from recordings import HERE, digests, golden, recorded_digests
 def opened(*directories, cfg=CFG):
     """A run that is closed at the end of the block."""
     return closing(open_run(cfg, *directories))
+
+
+def test_a_history_of_100000_steps_opens_quickly(tmp_path, monkeypatch):
+    cfg = configured("nano-egg", "CHUNK_SIZE=256", "POPULATION_SIZE=1024")
+    monkeypatch.setattr(pyzstd, "compress", functools.cache(pyzstd.compress))          # of the same fitness
+    fitness = any_fitness(cfg, 1)
+    with opened(tmp_path, cfg=cfg) as run:
+        for k in range(100_000):
+            run.append(fitness, k, 0)
+    started = thread_time()
+    with opened(tmp_path, cfg=cfg) as run:
+        seconds = thread_time() - started
+        assert run.step == 100_000 and run.fitness(50_000) == fitness and seconds < 5, f"{seconds:.1f} s"
 
 
 def cannot_open(words, directory, cfg=CFG, load_dir=None):

@@ -56,22 +56,31 @@ def test_the_draw_follows_the_exact_distribution():
 
 
 def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
-    """Sums of attention must not wrap, however long a sequence is. Position 0 has the largest weight, all values are
-    127, and so is their mean."""
-    cfg, n = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=2), 80_000
-    assert (int(integer_tables.exp_table(cfg)[8]) & 255) * 127 * n > 2 ** 31
+    """255 * 127 * 66,312 passes int32: sums of attention must not wrap, however long a sequence is."""
+    cfg, n = egg_config.make(**TINY, VOCAB_SIZE=256, CHUNK_SIZE=2), 70_000
+    engine, exp = cpu_engine.CpuEngine(cfg), integer_tables.exp_table(cfg)
+    below = max(range(1, 100), key=lambda d: exp[d] & 255)  # the difference whose weight has the largest lowest byte
+    assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
     cache = cpu_transformer.memory(cfg, 1, 1, n)
-    cache[0].reshape(-1, 16, 32, 4)[0, :, 0] = 32
-    cache[1] = 127
+    keys, values = np.zeros((cache.shape[3], 64), int8), np.full((cache.shape[3], 64), 127, int8)
+    keys[:, ::32] = 63 - 2 * below if below < 64 else -64
+    keys[0, ::32] = 63
+    values[1::2, 5] = -100
+    cache[0] = keys.reshape(-1, 32, 16, 4).swapaxes(1, 2).reshape(keys.shape)
+    cache[1] = values.reshape(-1, 4, 64).swapaxes(1, 2).reshape(keys.shape)
+    scores = 127 * keys[:n, 0].astype(np.int64) >> cfg.SHIFT_ATTN
+    weights = exp[np.minimum(255, scores[0] - scores)].astype(np.int64)
 
     @numba.njit(error_model="numpy")
     def attended(model, cache):
         room = cpu_transformer.new_room(model, 1, cache)
-        room.q[0, :64] = 130
+        for i in range(64):
+            room.q[0, i] = 128 if i % 32 else 255
         cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1)
         return room.x
 
-    equal(attended(cpu_engine.CpuEngine(cfg)._model, cache)[0, :64], 127 + 128)
+    want = [(weights * values[:n, d]).sum() / weights.sum() for d in range(32)]
+    equal(attended(engine._model, cache)[0, :32].astype(int) - 128, np.trunc(want))
 
 
 def test_a_sequence_takes_the_memory_that_it_has_come_to():
