@@ -1,12 +1,10 @@
 """Islands: introductions, comparisons, merges, elites, crashes."""
 
 import math
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from json import dumps
 
 import numpy as np
-from hypothesis import given
-from hypothesis.strategies import dictionaries, floats, integers, none, one_of, sampled_from, text
 from pytest import approx, mark
 
 from cluster import history, snapshots, wire
@@ -14,7 +12,7 @@ from cluster.auth import Access, client_tls, server_tls
 from cluster.history import open_run
 from cluster.wire import frame
 from islands import gossip, merging
-from islands.gossip import Elites, Standing, read_status
+from islands.gossip import Elites
 from model import seeds, state_digest
 from model.parameters import initial_state
 from coordinators import Server, free_port, turned_away, until
@@ -216,9 +214,8 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     access = Access(SECRET, server_tls(cert, key))
     with two(tmp_path, (0, 0), access=access, settings=dict(tls=client_tls(cert, cert, key))) as (a, b):
         b.tells("peer", peer="a", state="up")
-    for ours, words in (Access(), "wants a secret"), (Access(SECRET + b"x"), "does not know the secret"):
-        with two(tmp_path, (0, 0), dict(access=Access(SECRET)), dict(access=ours)) as (_, b):
-            b.says(words)
+    with two(tmp_path, (0, 0), dict(access=Access(SECRET))) as (_, b):
+        b.says("wants a secret")
 
 
 def test_every_island_has_its_own_noise():
@@ -337,21 +334,6 @@ def test_a_wrong_state_is_never_used(tmp_path, damage):
     assert "not a snapshot" in b.said or "of step" in b.said.partition("is refused: ")[2]
 
 
-STATUS = {"step": 5, "island": {"name": "x", "id": "1", "epoch": 0,
-                                "standing": Standing(1.0, "validation", "bits/byte", 1, None)._asdict()}}
-ANY = one_of(none(), integers(), floats(), text(max_size=9), sampled_from(["reward", "validation", "ab" * 32]))
-
-
-@given(dictionaries(sampled_from([*Standing._fields, "extra"]), ANY), ANY, ANY)
-def test_any_status_is_read_or_refused(standing, step, name):
-    assert read_status(dumps(STATUS).encode())[0] == "x"
-    island = STATUS["island"]
-    told = dict(step=step, island={**island, "name": name, "standing": {**island["standing"], **standing}})
-    with suppress(ValueError):
-        *_, read = read_status(dumps(told).encode("utf-8", "surrogatepass"))
-        assert read.fitness is None or math.isfinite(read.fitness)
-
-
 # --- elites and rejuvenation ------------------------------------------------------------------------------------------
 
 def test_elites_are_the_best_and_no_merge_touches_them(tmp_path):
@@ -399,6 +381,5 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
     with two(tmp_path) as (a, b):
         monkeypatch.setattr(history, "replacing", full)
         b.says("goes on with our state: the new state cannot be kept: No space left")
-        reached = b.run.step
-        b.reaches(reached + 3)
+        b.reaches(b.run.step + 3)
     assert b.start.epoch == 0 or b.told("merge")
