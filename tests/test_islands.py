@@ -248,14 +248,11 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     elsewhere."""
     with two(tmp_path, cfg=changed(VALIDATE_EVERY=1)) as (a, b):
         until(lambda: b.told("merge") and b.run.step > b.start.step + 3)
-        island = b.shown()
         assert b.late_worker().loads >= 1 and a.start.epoch == 0 and not a.told("merge")
     merge, start = b.told("merge")[-1], b.start
     assert start.origin["epoch"] == start.epoch == merge["epoch"] >= 1
     assert {**merge, "kind": "clone", "peer": "a", "fitness_kind": "validation"} == merge
     assert start.origin["digest"] == merge["digest"] and merge["theirs"] < merge["ours"]
-    peer, = island["peers"]
-    assert (peer["name"], peer["state"]) == ("a", "up") and peer["taken"] >= 1
     assert [entry["epoch"] for entry in b.island.epochs] == [*range(start.epoch + 1)]
     begun = snapshots.unpack(b.cfg, b.snapshot(start.step).read_bytes())
     assert (begun.step, begun.seed, digest(begun)) == (start.step, start.seed, start.origin["digest"])
@@ -286,8 +283,7 @@ def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_
     assert "state at step" not in b.said + again.said        # all replicas stayed equal
 
 
-@mark.parametrize("constants", [dict(MERGE="recombine"), dict(OPTIMIZER_MERGE="interpolate"),
-                                dict(MERGE="recombine", OPTIMIZER_MERGE="reset")])
+@mark.parametrize("constants", [dict(MERGE="recombine", OPTIMIZER_MERGE="reset"), dict(OPTIMIZER_MERGE="interpolate")])
 def test_a_mixed_state_is_what_the_two_parents_give(tmp_path, constants):
     with two(tmp_path, ours=GIVES, cfg=changed(**constants)) as (a, b):
         b.tells("merge")
