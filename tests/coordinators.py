@@ -39,15 +39,6 @@ class Coordinator(egg_net.Coordinator):
         self.own.close()
 
 
-@contextmanager
-def idle(directory, cfg=CFG, **options):
-    """A Coordinator that nobody drives."""
-    coordinator = Coordinator(cfg, open_run(cfg), log_dir=directory, console=egg_net.Console(Lines()),
-                              **options)
-    with closing(coordinator.run), closing(coordinator):
-        yield coordinator
-
-
 class Server:
     """A coordinator that runs in a thread until it is finished (with `stay`: and still then) or the block is left.
     What it has not itself is that of the Coordinator."""

@@ -2,9 +2,7 @@
 
 import json
 import multiprocessing
-import pathlib
 import re
-import resource
 import signal
 import threading
 from contextlib import closing
@@ -16,13 +14,12 @@ from cluster import history, snapshots, wire
 from cluster.auth import Access
 from cluster.wire import JOB_RESPONSE, REBUILD, VALIDATION
 from model import seeds, state_digest
-from model.fitness_digits import unpack_ternary
 import load
 from chaos_cluster import CHAOS, OFTEN, chaos
-from coordinators import (named, Peer, Peer2, Server, cluster, coordinator_process, filled, first_step,
+from coordinators import (named, Peer, Server, cluster, asks, coordinator_process, filled, first_step,
                           free_port, kept, refused, until, upload, work_in_thread)
-from fakes import ACTIVATIONS, BAD, CFG, FakeEngine, GOOD, Lines, SECRET, changed, expected, full
-from commands import fails, process, train_here
+from fakes import ACTIVATIONS, CFG, FakeEngine, GOOD_STEP, Lines, SECRET, changed, expected, full
+from commands import process, train_here
 
 
 # --- what the disk, a kill and chaos do -------------------------------------------------------------------------------
@@ -32,7 +29,6 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
     # so that it is larger than coordinator.log, which grows too
     filled(tmp_path, 60)
     size = (tmp_path / history.FILE).stat().st_size
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 250},) * 2)\n"
     coordinator, port = coordinator_process(tmp_path, before=limit)
     work_in_thread(port, FakeEngine(pause=0.001), retry=True)
@@ -40,7 +36,6 @@ def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(
     kept = re.fullmatch(r"egg: .*history.egg: File too large: step (\d+) is not kept, all before it are; mend this and "
                         r"start the same command again\n", err)
     assert coordinator.returncode == 1 and kept, err
-    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
     with closing(history.open_run(CFG, tmp_path)) as run:
         assert run.step == int(kept[1]) > 60 and run.notices == []
 
@@ -58,10 +53,9 @@ def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
         giver, other = named(server, "w2", "w3")
         giver.works(0, 4)
         giver.ask(1, b"g" * 16)
-        assert giver.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
-        upload, author = server.collector.upload, server.author("w3")
-        for _ in range(2):                                       # the second time there is nothing left to distrust
-            server._distrust(author)
+        giver.next(wire.SNAPSHOT_WANTED)
+        upload = server.collector.upload
+        server._distrust(server.author("w3"))
         other.close()
         server.has_workers(1)
         assert upload and server.collector.upload is upload
@@ -72,27 +66,19 @@ def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
 
 def test_a_snapshot_of_one_that_had_drifted_is_removed(tmp_path):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
-        liar, one, other = (Peer2(server, name=name) for name in ("liar", "w0", "w1"))
+        liar, one, other = named(server, "liar", "w0", "w1")
         engine = first_step(server, liar)
-        right, state = engine.digest(), engine.state()
+        state = engine.state()
         state.weights[5] ^= 1
-        wrong = state_digest.of_state(state)
-        liar.ask(1, wrong)
+        liar.ask(1, state_digest.of_state(state))
         assert liar.next(wire.SNAPSHOT_WANTED)[1] == (1).to_bytes(8, "big")
         upload(liar, state)
         until(lambda: server.shelf.newest == 1)
-        one.ask(1, right)
-        assert one.next(REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))           # not from that snapshot
+        assert asks(one, engine, REBUILD, JOB_RESPONSE) == (REBUILD, bytes(8))  # not from that snapshot
         assert server.shelf.newest == 0
         for peer in one, other:
-            peer.ask(1, right)
-        assert other.next(JOB_RESPONSE) and one.next(JOB_RESPONSE)
-        for _ in range(2):
-            liar.ask(1, wrong)
-            liar.next(REBUILD)
-        with refused("banned"):
-            liar.ask(1, wrong)
-            liar.next(JOB_RESPONSE)
+            peer.ask(1, engine.digest())
+        assert other.answer() and one.answer()
     assert not [*tmp_path.glob("snapshot*")]
 
 
@@ -113,14 +99,11 @@ def test_status_as_a_table_and_as_json(tmp_path):
         ask = f"status 127.0.0.1 --port {server.port}"
         table = process(ask, "--secret-file", secret)
         told = json.loads(process(ask, "--json", "--secret-file", secret).stdout)
-        fails(process(ask), 2, "egg: 127.0.0.1:", "wants a secret")
-    assert table.returncode == 0 and re.search(r"^step \d+, \d of 4 chunks done, [\d,]+ tokens/s, loss ",
-                                               table.stdout), table
-    assert re.search(r"^node7/cuda:0 +fake +127.0.0.1:\d+ +(computing|waiting|catching up) +\d+ +\d+ +[\d.e-]+ "
-                     r"+\d\.\d s$", table.stdout, re.M)
-    assert told["step"] >= 2 and told["chunks"] == 4 and told["steps"] is None and told["tokens_per_second"] > 0
+    assert table.returncode == 0 and re.search(
+        r"^step \d+, \d of 4 chunks done, [\d,]+ tokens/s, loss (.*\n)*node7/cuda:0 +fake +127.0.0.1:\d+ "
+        r"+(computing|waiting|catching up) +\d+ +\d+ +[\d.e-]+ +\d\.\d s$", table.stdout, re.M), table
+    assert told["step"] >= 2 and told["steps"] is None and told["tokens_per_second"] > 0
     worker, = told["workers"]
-    assert worker["name"] == "node7/cuda:0" and worker["protocol"] == 2
     assert worker["chunks"] >= 8 and worker["last_seen"] < 5
 
 
@@ -133,41 +116,26 @@ def test_many_workers_are_served(tmp_path):
 
 def test_requests_are_held_and_woken(server):
     a, b, late = (Peer(server) for _ in range(3))
-    mine = [peer.chunk(0) for peer in (a, a, b, b)]
-    assert mine == [0, 32, 64, 96]
+    assert [peer.chunk(0) for peer in (a, a, b, b)] == [0, 32, 64, 96]
     late.ask(0)
     assert late.silent()
     b.close()                                           # a holder leaves: its chunks are wanted at once
-    assert late.answer().first in (64, 96) and late.chunk(0) in (64, 96)
-    late.ask(0)                                              # nothing left, but a step will be complete soon
+    assert {late.answer().first, late.chunk(0)} == {64, 96}
+    late.ask(0)                                         # nothing left, but a step will be complete soon
     assert late.silent()
-    for peer, position in zip((a, a, late, late), mine):
+    for peer, position in zip((a, a, late, late), (0, 32, 64, 96)):
         peer.result(0, position)
     answer = late.answer()
-    assert answer.step == 1 and answer.seed == seeds.next_seed(42, 0)
-    assert unpack_ternary(answer.packed, CFG.N_PAIRS).all()
-
-
-def test_a_silent_workers_chunk_is_handed_out_again_and_the_first_result_counts(tmp_path):
-    with Server(tmp_path, changed(STRAGGLER_TIMEOUT=0.3, POPULATION_SIZE=32)) as server:
-        slow, fast = Peer(server), Peer(server)
-        assert slow.chunk(0) == fast.chunk(0) == 0
-        assert "silent for 0.3 s, its chunk 0 is handed out again" in server.said
-        fast.result(0, 0, GOOD, updates=7, loss=11)
-        server.reaches(1)
-        # too late: ignored
-        slow.result(0, 0, BAD, updates=9, loss=22)
-        slow.ask(0)
-        assert slow.answer().packed == GOOD and server.run.record(0)[2:4] == (11, 7)
+    assert (answer.step, answer.seed, answer.packed) == (1, seeds.next_seed(42, 0), GOOD_STEP)
 
 
 def test_the_step_line_the_log_and_the_validation(tmp_path):
     with Server(tmp_path, steps=1, drain=0) as server:
         peer = Peer(server)
-        assert peer.chunk(0) == 0                                # who holds chunk 0 validates
-        peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
-        for position in (0, 32, 64, 96):
-            assert position == 0 or peer.chunk(0) == position
+        for _ in range(4):
+            position = peer.chunk(0)
+            if not position:                                     # who holds chunk 0 validates
+                peer.link.send(wire.frame(VALIDATION, 0, 100, 300, 300 * np.log(2)))
             peer.result(0, position, loss=4096, updates=5 * (position < 64))
     assert re.search(r"^Step 0 \| Tokens: 0\.00 M \| Loss: 1\.0000 \| Time: [\d.]+ ms \| Updates: 5 \(n=2, max=5\) \| "
                      r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| "
@@ -206,15 +174,11 @@ def test_training_on_this_machine_goes_on_where_it_stopped(small, compiled):
     first = train_here(small, 3, lines)
     after, unit = first.final.figure
     assert (first.progress.run.step, first.final.step, unit) == (3, 3, "bits/byte")
-    assert first.progress.validations[0][0] < 3 and 0 < after < 20
-    told = [json.loads(line) for line in pathlib.Path("run", history.EVENTS).read_text().splitlines()]
-    assert [len(event["values"]) for event in told if event["event"] == "references"] == [3]
     second = train_here(small, 5, lines)
     assert (second.progress.first_step, second.progress.run.step) == (3, 5)
     assert second.progress.validations[0][1] == approx(after, abs=1e-12)
-    for words in ("starting: 1 worker on cpu", "ready after", "Step 4 |", "steps 3 to 5:", "bits/byte after (unigram",
-                  "sample after 5 steps", "the run lies in run"):
-        assert words in lines.text, words
+    assert re.search(r"(?s)starting: 1 worker on cpu.*ready after.*Step 4 \|.*bits/byte after \(unigram", lines.text)
+    assert "steps 3 to 5:" in lines.text and "sample after 5 steps" in lines.text
     assert train_here(small, 5, lines).final is None and "the run has its 5 steps already" in lines.text
 
 

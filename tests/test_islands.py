@@ -1,12 +1,10 @@
 """Islands: introductions, comparisons, merges, elites, crashes."""
 
 import math
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from json import dumps
 
 import numpy as np
-from hypothesis import given
-from hypothesis.strategies import dictionaries, floats, integers, none, one_of, sampled_from, text
 from pytest import approx, mark
 
 from cluster import history, snapshots, wire
@@ -14,7 +12,7 @@ from cluster.auth import Access, client_tls, server_tls
 from cluster.history import open_run
 from cluster.wire import frame
 from islands import gossip, merging
-from islands.gossip import Elites, Standing, read_status
+from islands.gossip import Elites
 from model import seeds, state_digest
 from model.parameters import initial_state
 from coordinators import Server, free_port, turned_away, until
@@ -216,9 +214,8 @@ def test_islands_with_a_secret_and_tls(tmp_path, certificates):
     access = Access(SECRET, server_tls(cert, key))
     with two(tmp_path, (0, 0), access=access, settings=dict(tls=client_tls(cert, cert, key))) as (a, b):
         b.tells("peer", peer="a", state="up")
-    for ours, words in (Access(), "wants a secret"), (Access(SECRET + b"x"), "does not know the secret"):
-        with two(tmp_path, (0, 0), dict(access=Access(SECRET)), dict(access=ours)) as (_, b):
-            b.says(words)
+    with two(tmp_path, (0, 0), dict(access=Access(SECRET))) as (_, b):
+        b.says("wants a secret")
 
 
 def test_every_island_has_its_own_noise():
@@ -251,14 +248,11 @@ def test_the_worse_island_takes_the_better_ones_state_and_all_goes_on(tmp_path):
     elsewhere."""
     with two(tmp_path, cfg=changed(VALIDATE_EVERY=1)) as (a, b):
         until(lambda: b.told("merge") and b.run.step > b.start.step + 3)
-        island = b.shown()
         assert b.late_worker().loads >= 1 and a.start.epoch == 0 and not a.told("merge")
     merge, start = b.told("merge")[-1], b.start
     assert start.origin["epoch"] == start.epoch == merge["epoch"] >= 1
     assert {**merge, "kind": "clone", "peer": "a", "fitness_kind": "validation"} == merge
     assert start.origin["digest"] == merge["digest"] and merge["theirs"] < merge["ours"]
-    peer, = island["peers"]
-    assert (peer["name"], peer["state"]) == ("a", "up") and peer["taken"] >= 1
     assert [entry["epoch"] for entry in b.island.epochs] == [*range(start.epoch + 1)]
     begun = snapshots.unpack(b.cfg, b.snapshot(start.step).read_bytes())
     assert (begun.step, begun.seed, digest(begun)) == (start.step, start.seed, start.origin["digest"])
@@ -289,8 +283,7 @@ def test_islands_with_noise_on_activations_forget_the_beginning_of_an_epoch(tmp_
     assert "state at step" not in b.said + again.said        # all replicas stayed equal
 
 
-@mark.parametrize("constants", [dict(MERGE="recombine"), dict(OPTIMIZER_MERGE="interpolate"),
-                                dict(MERGE="recombine", OPTIMIZER_MERGE="reset")])
+@mark.parametrize("constants", [dict(MERGE="recombine", OPTIMIZER_MERGE="reset"), dict(OPTIMIZER_MERGE="interpolate")])
 def test_a_mixed_state_is_what_the_two_parents_give(tmp_path, constants):
     with two(tmp_path, ours=GIVES, cfg=changed(**constants)) as (a, b):
         b.tells("merge")
@@ -335,21 +328,6 @@ def test_a_wrong_state_is_never_used(tmp_path, damage):
         b.tells("peer", state="refused")
         b.reaches(b.run.step + 3)
     assert "not a snapshot" in b.said or "of step" in b.said.partition("is refused: ")[2]
-
-
-STATUS = {"step": 5, "island": {"name": "x", "id": "1", "epoch": 0,
-                                "standing": Standing(1.0, "validation", "bits/byte", 1, None)._asdict()}}
-ANY = one_of(none(), integers(), floats(), text(max_size=9), sampled_from(["reward", "validation", "ab" * 32]))
-
-
-@given(dictionaries(sampled_from([*Standing._fields, "extra"]), ANY), ANY, ANY)
-def test_any_status_is_read_or_refused(standing, step, name):
-    assert read_status(dumps(STATUS).encode())[0] == "x"
-    island = STATUS["island"]
-    told = dict(step=step, island={**island, "name": name, "standing": {**island["standing"], **standing}})
-    with suppress(ValueError):
-        *_, read = read_status(dumps(told).encode("utf-8", "surrogatepass"))
-        assert read.fitness is None or math.isfinite(read.fitness)
 
 
 # --- elites and rejuvenation ------------------------------------------------------------------------------------------
@@ -399,6 +377,5 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
     with two(tmp_path) as (a, b):
         monkeypatch.setattr(history, "replacing", full)
         b.says("goes on with our state: the new state cannot be kept: No space left")
-        reached = b.run.step
-        b.reaches(reached + 3)
+        b.reaches(b.run.step + 3)
     assert b.start.epoch == 0 or b.told("merge")
