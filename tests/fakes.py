@@ -1,5 +1,6 @@
 """Configurations, engines and streams that stand in for real ones."""
 
+import functools
 import os
 import random
 import sys
@@ -223,15 +224,13 @@ def begin_together(engines):
     """The first evaluation of each waits until all have one to do, so that every worker takes part in a short run."""
     all_here = threading.Barrier(len(engines))
 
-    def wait_first(engine):
-        def evaluate(*members):
-            del engine.evaluate
-            all_here.wait(60)
-            return engine.evaluate(*members)
-        engine.evaluate = evaluate
+    def first(engine, *members):
+        del engine.evaluate
+        all_here.wait(60)
+        return engine.evaluate(*members)
 
     for engine in engines:
-        wait_first(engine)
+        engine.evaluate = functools.partial(first, engine)
 
 
 BAD = pack_ternary(-np.ones(16, int8))

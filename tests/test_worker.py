@@ -27,9 +27,9 @@ def test_any_number_of_workers_gives_the_same_run(tmp_path, workers):
     assert re.findall("^Step [1-5] .*Updates: (\\d+)", server.said, re.M) == ["101", "102", "103", "104", "105"]
 
 
-@mark.parametrize("every, steps", [(0, []), (2, [0, 2, 4]), (10, [0, 1, 2, 5, 10]), (500, [0, 50, 100, 250, 500])])
+@mark.parametrize("every, steps", [(2, [0, 2, 4]), (10, [0, 1, 2, 5, 10]), (500, [0, 50, 100, 250, 500])])
 def test_the_first_samples_and_validations_come_early(every, steps):
-    assert [step for step in range(501) if egg_net.due(every, step)][:len(steps) or None] == steps
+    assert [step for step in range(501) if egg_net.due(every, step)][:len(steps)] == steps
 
 
 def test_validation_and_samples_reach_the_console(tmp_path):
@@ -44,7 +44,7 @@ def test_validation_and_samples_reach_the_console(tmp_path):
 def test_a_worker_states_its_held_out_data(server):
     peer = Peer2(server, validation="ab" * 32)
     with refused("other held-out data"):
-        run_worker(server, FakeEngine(), validation=VALIDATION._replace(tokens=np.zeros(9, np.int32)))
+        run_worker(server, FakeEngine(), validation=VALIDATION._replace(tokens=np.zeros(9)))
     assert peer.chunk(0) == 0
 
 
