@@ -106,6 +106,12 @@ def random_config(rng, **more):
     return egg_config.make(**{**plain(settings), **more})
 
 
+def callable_by_python(inner):
+    """A function that only compiled functions of the CPU engine call, for a test."""
+    import numba
+    return numba.njit(lambda *arguments: inner(*arguments))
+
+
 def weights_of(cfg, z, seen, temp, min_p, penalty):
     """(int64 [V], float32 [V]): the weights of SPEC 10 for logits z, of which `seen` are penalised once (SPEC 11), and
     the scores that they are made of."""
