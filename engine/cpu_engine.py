@@ -402,7 +402,8 @@ def warm_up(cfg, say=print, verbs=STEP):
         try:
             use([verb for verb in verbs if verb not in apart])
             for pid in forks:
-                os.waitpid(forks.pop(), 0)
+                os.waitpid(pid, 0)
+            forks.clear()
             use(apart)
         finally:
             for pid in forks:

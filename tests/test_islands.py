@@ -379,3 +379,7 @@ def test_a_disk_without_room_keeps_the_own_state(tmp_path, monkeypatch):
         b.says("goes on with our state: the new state cannot be kept: No space left")
         b.reaches(b.run.step + 3)
     assert b.start.epoch == 0 or b.told("merge")
+
+
+def test_a_peer_whose_name_is_unknown_does_not_keep_an_island_from_starting():
+    assert gossip.Peer("no-such.invalid", 3).name == "no-such.invalid:3"

@@ -25,6 +25,7 @@ from coordinators import (Peer2, Server, asks, cluster, filled, first_step, name
                           whole)
 from fakes import ACTIVATIONS, CFG, FakeEngine, Lines, VALIDATION, any_fitness, changed, expected
 from recordings import digests
+from tools import use
 
 
 # --- digest ----------------------------------------------------------------------------------------------------------
@@ -330,3 +331,13 @@ def server(tmp_path):
     """One that wants a snapshot of every step."""
     with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
         yield server
+
+
+def test_who_reads_a_run_is_told_of_a_snapshot_without_a_head(tmp_path):
+    filled(tmp_path, 3)
+    (tmp_path / "snapshot-00000002.egg").write_bytes(b"")
+    told = []
+    with closing(history.read_run(CFG, tmp_path)) as run:
+        assert use._state(CFG, run, False, told.append).step == 0
+    line, = told
+    assert line.endswith("snapshot-00000002.egg is damaged and not used: not a snapshot, or damaged in its first bytes")
