@@ -329,9 +329,10 @@ def activation_rules(jit):
         """int32 that fits int8: the error of a logit."""
         return dithered(logit, excess(wanted, targets, weight, total), seed, number)
 
-    return SimpleNamespace(noise_of=noise_of, signed=signed, excess=excess, dithered=dithered, digit=digit, least_difference=least_difference, least_vote=least_vote,
-                           credited=credited, rounded=rounded, settled=settled, attention_share=attention_share,
-                           handed_down=handed_down, head_error=head_error)
+    return SimpleNamespace(noise_of=noise_of, signed=signed, digit=digit, least_difference=least_difference,
+                           least_vote=least_vote, credited=credited, rounded=rounded, settled=settled,
+                           attention_share=attention_share, handed_down=handed_down, excess=excess, dithered=dithered,
+                           head_error=head_error)
 
 
 def sampling_rules(jit, ops):
