@@ -246,6 +246,12 @@ def activation_rules(jit):
         return u32(u32(u32(amplitude * 0x01010101) ^ u32(minus * u32(255))) + minus)
 
     @jit
+    def signed(word, i, size):
+        """int32: size, or -size where the noise of output i of the 32 that share the hash `word` is negative."""
+        minus = i32(u32(word >> u32(8 * (i & 3) + (i >> 2))) & u32(1))
+        return i32(i32(size ^ i32(-minus)) + minus)
+
+    @jit
     def digit(difference, least):
         """int32, -7 to 7: the digit of a position whose loss is smaller by int64 `difference` than the clean one."""
         size = i32(0)
@@ -301,20 +307,32 @@ def activation_rules(jit):
         return i32(size if total > 0 else i32(-size))
 
     @jit
-    def head_error(logit, wanted, targets, weight, total, seed, number):
-        """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding 16 bits of a hash;
-        0 where the logit is at its limit and cannot follow (logit: 0 where there is none). weight: the token's EXP, of
-        their sum `total` (int64); seed: of the group; number: of this error in it."""
-        word = hash32(seed, u32(DITHER_STREAM + (number >> 1)))
-        random = u32(word >> u32(16 * (number & 1))) & u32(0xFFFF)
-        parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
+    def excess(wanted, targets, weight, total):
+        """int32: 127 (weight / total - wanted / targets) in 2^-16, rounded up. weight: a token's EXP, of their sum
+        `total` (int64)."""
         whole = i64(i64(targets) * total)
-        error = i32(i64(i64(parts * i64(127 << 16)) + whole * i64(random)) // i64(whole << i64(16)))
+        parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
+        return i32(-i64(i64(parts * i64(127 << 16)) // whole))
+
+    @jit
+    def dithered(logit, excess, seed, number):
+        """int32 that fits int8: the error of a logit whose token has this `excess`, rounded down after adding 16 bits
+        of a hash; 0 where the logit is at its limit and cannot follow (logit: 0 where there is none). seed: of the
+        group; number: of this error in it."""
+        word = hash32(seed, u32(DITHER_STREAM + (number >> 1)))
+        random = i32(u32(word >> u32(16 * (number & 1))) & u32(0xFFFF))
+        error = i32(i32(random - i32(excess)) >> i32(16))
         return i32(0) if logit == 127 and error > 0 or logit == -127 and error < 0 else error
 
-    return SimpleNamespace(noise_of=noise_of, digit=digit, least_difference=least_difference, least_vote=least_vote,
-                           credited=credited, rounded=rounded, settled=settled, attention_share=attention_share,
-                           handed_down=handed_down, head_error=head_error)
+    @jit
+    def head_error(logit, wanted, targets, weight, total, seed, number):
+        """int32 that fits int8: the error of a logit."""
+        return dithered(logit, excess(wanted, targets, weight, total), seed, number)
+
+    return SimpleNamespace(noise_of=noise_of, signed=signed, digit=digit, least_difference=least_difference,
+                           least_vote=least_vote, credited=credited, rounded=rounded, settled=settled,
+                           attention_share=attention_share, handed_down=handed_down, excess=excess, dithered=dithered,
+                           head_error=head_error)
 
 
 def sampling_rules(jit, ops):
