@@ -8,9 +8,9 @@ import numpy as np
 
 from engine import cpu_gru, cpu_transformer
 from engine.cpu_compiler import njit
-from engine.cpu_kernels import NO_NATS, WATCHED, Record, add_product, tables
-from engine.cpu_rules import credited, digit, handed_down, hash32, i32, rounded, settled, signed, u32
-from engine.simd import PANEL, ROWS
+from engine.cpu_kernels import NO_NATS, WATCHED, Record, add_product, draw_noise, tables
+from engine.cpu_rules import credited, digit, handed_down, i32, rounded, settled, u32
+from engine.simd import PANEL, ROWS, local
 from model import activations, fitness_digits, parameters
 
 ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
@@ -57,24 +57,25 @@ def attention_credits(differences, least, unit, shares, direct, attended):
 
 
 @njit
-def add_credit(credit, seed, number, layers, noise, shift, rope, bit, out):
+def add_credit(credit, seed, number, layers, watched, shift, rope, bit, out):
     """out int8 [>= groups * T, units]: the settled sums over members, the first of which has this seed and this number
-    in the step, of credit int8 [1 or heads, groups, members, T] times the signs of their noise. noise: WATCHED; shift:
+    in the step, of credit int8 [1 or heads, groups, members, T] times the signs of their noise. watched: WATCHED; shift:
     of the Phase; rope: empty, or what turns sums back, with ROPE_SCALE_BIT."""
     parts, groups, members, T = credit.shape
     units = out.shape[1]
-    totals = np.empty((T, units), i32)
+    width = units // parts
+    totals, noise = np.empty((T, units), i32), local(width, i32)
     pairs = totals.view(np.int64)
     for q in range(groups):
         totals[:] = 0
         for k in range(q * members, (q + 1) * members):
-            for t in range(T if noise.turn < 0 or (number + k) % layers == noise.turn else 0):
-                for at in range(0, units, 32):
-                    factor = i32(credit[at * parts // units, q, k - q * members, t])
+            for t in range(T if watched.turn < 0 or (number + k) % layers == watched.turn else 0):
+                for part in range(parts):
+                    factor, at = i32(credit[part, q, k - q * members, t]), part * width
                     if factor != 0:
-                        signs = hash32(u32(seed + u32(k)), u32(noise.stream + (t * units + at) // 32))
-                        for i in range(32):
-                            totals[t, at + i] = i32(totals[t, at + i] + signed(signs, i, factor))
+                        draw_noise(noise, u32(seed + u32(k)), watched.stream, t * units + at, factor)
+                        for i in range(width):
+                            totals[t, at + i] = i32(totals[t, at + i] + noise[i])
         for t in range(T):
             if rope.size:
                 cpu_transformer.rotate(pairs, t, rope, t, bit)
@@ -159,11 +160,11 @@ class ActivationVotes:
                 for t in self._tensors}
         for record, _, differences in read:
             credit_of, settled_of = self._credit_of(record, differences, least), {None: record.errors}
-            for phase, noise in self._phases.items():
+            for phase, watched in self._phases.items():
                 settled_of[phase] = np.zeros((len(record.errors), phase.units), np.int8)
                 if phase.amplitude:
                     rope = self._rope if phase.name in ("query", "key") else self._rope[:0]
-                    add_credit(credit_of(phase), record.member_seed, record.member, cfg.N_LAYERS, noise, phase.shift,
+                    add_credit(credit_of(phase), record.member_seed, record.member, cfg.N_LAYERS, watched, phase.shift,
                                rope, cfg.ROPE_SCALE_BIT, settled_of[phase])
             for tensor, phase, _ in self._matrices:
                 first = self._watched[tensor.param, tensor.layer]["inputs"]

@@ -138,20 +138,30 @@ def keep(record, param, layer, first, count, x):
             kept[i, first + r] = x[r, i]
 
 
+@inlined
+def draw_noise(noise, seed, stream, first, size):
+    """noise int32 [n] = size times the signs of n outputs, a multiple of 32, from number `first` on (SPEC 21); seed: of
+    the member."""
+    for word in range(noise.size // 32):
+        signs = hash32(seed, u32(stream + first // 32 + word))
+        for i in range(32):
+            noise[32 * word + i] = signed(signs, i, size)
+
+
 @leaf
 def disturb(c, record, param, layer, first, count, scale, before, after, out):
     """Adds the noise of the outputs of a matrix, times scale, to those of out [count, units], rows first.. of a Record,
     that belong to members; before and after, they are cut to these limits."""
-    noise, units = record.watched[param, layer], out.shape[1]
-    for r in range(max(i64(0), record.tokens.size - first), count if noise.amplitude else 0):
+    watched, units = record.watched[param, layer], out.shape[1]
+    noise = local(units, i32)
+    for r in range(max(i64(0), record.tokens.size - first), count if watched.amplitude else 0):
         k, t = divmod(first + r - record.tokens.size, record.T)
-        if noise.turn < 0 or (record.member + k) % c.N_LAYERS == noise.turn:
-            size, word = i32(scale * noise.amplitude), noise.stream + t * units // 32
-            for at in range(0, units, 32):
-                signs = hash32(u32(record.member_seed + u32(k)), u32(word + at // 32))
-                for i in range(32):
-                    y = i32(min(max(i32(out[r, at + i]), i32(-before)), before) + signed(signs, i, size))
-                    out[r, at + i] = min(max(y, i32(-after)), after)
+        if watched.turn < 0 or (record.member + k) % c.N_LAYERS == watched.turn:
+            draw_noise(noise, u32(record.member_seed + u32(k)), watched.stream, t * units,
+                       i32(scale * watched.amplitude))
+            for i in range(units):
+                y = i32(min(max(i32(out[r, i]), i32(-before)), before) + noise[i])
+                out[r, i] = min(max(y, i32(-after)), after)
 
 
 @leaf
