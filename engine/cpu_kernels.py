@@ -490,6 +490,12 @@ def largest(z, r, n):
 
 
 @inlined
+def logit_shift(c):
+    """int32: by how much a product of the head is shifted to be a logit."""
+    return i32(0 if c.gru else c.SHIFT_LOGIT)
+
+
+@inlined
 def target(c, windows, q, start, T, t, j):
     """Target number j of position t of windows[q]: targets begin at token start + 1, the drawn ones follow the
     window."""
@@ -497,45 +503,50 @@ def target(c, windows, q, start, T, t, j):
 
 
 @inlined
-def position_loss(c, z, r, windows, q, start, T, t, weights):
-    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32."""
-    top, wanted = largest(z, r, c.VOCAB_SIZE), i32(0)
-    total = exp_sum(c.exp, 0, c.short_exp, top, 0, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0)
+def position_loss(c, z, r, windows, q, start, T, t, weights, filled):
+    """int64: the loss of position t of windows[q], whose products are row r of z; its softmax goes to weights int32 if
+    `filled` is not 0."""
+    shift, wanted = logit_shift(c), i32(0)
+    top = shift_right(largest(z, r, c.VOCAB_SIZE), shift)
+    total = exp_sum(c.exp, 0, c.short_exp, top, shift, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0, filled)
     for j in range(c.TARGETS):
-        wanted += z[r, target(c, windows, q, start, T, t, j)]
+        wanted += shift_right(z[r, target(c, windows, q, start, T, t, j)], shift)
     return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
 
 
 @leaf
 def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
-    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V
+    """errors int8 [V] of position t of windows[q] (SPEC 21), of products z[r]; seed: of the group; weights int32 [V
     padded]: the softmax, overwritten."""
-    V, total, top = c.VOCAB_SIZE, i64(0), largest(z, r, c.VOCAB_SIZE)
+    V, total, shift = c.VOCAB_SIZE, i64(0), logit_shift(c)
+    top = shift_right(largest(z, r, V), shift)
     of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
     for v in range(V):
         total += weights[v]
     for d in range(c.exp.size):
         of_distance[d] = excess(0, 1, c.exp[d], total)
-    exp_sum(of_distance, 0, c.short_exp, top, 0, z, r * z.shape[1], V, weights, 0)
+    exp_sum(of_distance, 0, c.short_exp, top, shift, z, r * z.shape[1], V, weights, 0, i64(1))
     for v in range(V):
-        errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, t * V + v)
+        errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, u32(u32(t * V) + u32(v)))
     for j in range(c.TARGETS):
         v, wanted = target(c, windows, q, start, T, t, j), 0
         for other in range(c.TARGETS):
             wanted += v == target(c, windows, q, start, T, t, other)
-        of_target = excess(wanted, c.TARGETS, c.exp[min(c.exp.size - 1, i64(top - z[r, v]))], total)
+        of_target = excess(wanted, c.TARGETS, c.exp[min(c.exp.size - 1, i64(top - shift_right(z[r, v], shift)))],
+                           total)
         errors[v] = dithered(z[r, v] if c.gru else i32(0), of_target, seed, t * V + v)
 
 
 @leaf
-def logits(c, noisy, norm, sides, h, count, left, x, z):
+def logits(c, noisy, norm, sides, h, count, left, x, z, shifted=True):
     """z int32 [>= count, V padded]: the logits of `count` rows of h int8, the `left` first of which belong to the even
-    member; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies."""
+    member; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies. shifted: False leaves them
+    to be shifted by `logit_shift`."""
     layer_norm(c, h, count, left, norm, x)
     product(c, c.head, NO_LAYER, sides, noisy, x, count, left, z)
     if c.gru:
         divided(z, count, i32(c.divisor), -127, 0, z)
-    else:
+    elif shifted:
         for r in range(count):
             for v in range(c.VOCAB_SIZE):
                 z[r, v] = shift_right(z[r, v], c.SHIFT_LOGIT)
@@ -599,15 +610,16 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
     for first in range(0, rows, GROUP):
         count = min(GROUP, rows - first)
-        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
+        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z, not losses.size)
         if record is not None:
             keep(record, c.head, NO_LAYER, at + first, count, x)
         for r in range(count):
             row = first + r
             window, t = q if noisy else q + row // T, row % T
             if losses.size:
-                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights)
-                if record is not None and at + row < record.tokens.size:
+                clean = record is not None and at + row < record.tokens.size
+                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights, i64(clean))
+                if record is not None and clean:
                     head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)), weights,
                                 record.errors[at + row])
             else:
