@@ -39,7 +39,7 @@ GROUP = 32                  # rows that go through products together: their int3
 
 # Constants of the configuration that the kernels see unchanged
 FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVICE_GAUSSIAN ADAPTIVE_NOISE_MODE "
-               "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_LOGIT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
+               "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
                "ROPE_SCALE_BIT TARGETS USE_CLT")
 # The model as the kernels see it, which they call c. Its configuration, int64: the above and others of `constants`.
 # Its tables: exp int32 [256]; exp64[d] = exp(-d * unit) in float64; rope int64 [positions, H / 2], cosine in the lower
@@ -48,7 +48,7 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
 # PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
 # int8; table ROW [parameters, layers].
 Model = namedtuple("Model", FROM_CONFIG + (
-    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest "
+    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest logit_shift "
     "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # The part of a Model that draws of votes read: calls with a whole Model take 10 us longer
 Draws = namedtuple("Draws", "DEVICE_MASK DEVICE_GAUSSIAN USE_CLT")
@@ -83,9 +83,9 @@ def constants(cfg):
         exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
-        # gru: of a product over H or over 4 H inputs; least value inside the MLP
+        # gru: of a product over H or over 4 H inputs; least value inside the MLP; logit_shift: of the head's products
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-        lowest=0 if cfg.MLP_RELU else -127)
+        lowest=0 if cfg.MLP_RELU else -127, logit_shift=0 if gru else cfg.SHIFT_LOGIT)
 
 
 def tables(cfg, positions, causal):
@@ -490,12 +490,6 @@ def largest(z, r, n):
 
 
 @inlined
-def logit_shift(c):
-    """int32: by how much a product of the head is shifted to be a logit."""
-    return i32(0 if c.gru else c.SHIFT_LOGIT)
-
-
-@inlined
 def target(c, windows, q, start, T, t, j):
     """Target number j of position t of windows[q]: targets begin at token start + 1, the drawn ones follow the
     window."""
@@ -504,9 +498,9 @@ def target(c, windows, q, start, T, t, j):
 
 @inlined
 def position_loss(c, z, r, windows, q, start, T, t, weights, filled):
-    """int64: the loss of position t of windows[q], whose products are row r of z; its softmax goes to weights int32 if
+    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32 if
     `filled` is not 0."""
-    shift, wanted = logit_shift(c), i32(0)
+    shift, wanted = i32(c.logit_shift), i32(0)
     top = shift_right(largest(z, r, c.VOCAB_SIZE), shift)
     total = exp_sum(c.exp, 0, c.short_exp, top, shift, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0, filled)
     for j in range(c.TARGETS):
@@ -516,9 +510,9 @@ def position_loss(c, z, r, windows, q, start, T, t, weights, filled):
 
 @leaf
 def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
-    """errors int8 [V] of position t of windows[q] (SPEC 21), of products z[r]; seed: of the group; weights int32 [V
+    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V
     padded]: the softmax, overwritten."""
-    V, total, shift = c.VOCAB_SIZE, i64(0), logit_shift(c)
+    V, total, shift = c.VOCAB_SIZE, i64(0), i32(c.logit_shift)
     top = shift_right(largest(z, r, V), shift)
     of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
     for v in range(V):
@@ -538,18 +532,14 @@ def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
 
 
 @leaf
-def logits(c, noisy, norm, sides, h, count, left, x, z, shifted=True):
+def logits(c, noisy, norm, sides, h, count, left, x, z):
     """z int32 [>= count, V padded]: the logits of `count` rows of h int8, the `left` first of which belong to the even
-    member; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies. shifted: False leaves them
-    to be shifted by `logit_shift`."""
+    member, still to be shifted by c.logit_shift; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head
+    multiplies."""
     layer_norm(c, h, count, left, norm, x)
     product(c, c.head, NO_LAYER, sides, noisy, x, count, left, z)
     if c.gru:
         divided(z, count, i32(c.divisor), -127, 0, z)
-    elif shifted:
-        for r in range(count):
-            for v in range(c.VOCAB_SIZE):
-                z[r, v] = shift_right(z[r, v], c.SHIFT_LOGIT)
 
 
 @leaf
@@ -559,7 +549,7 @@ def chosen(c, z, present, penalty, temp, floor, random):
     V, best = c.VOCAB_SIZE, 0
     scores, weights = local(V, f32), local(V, i32)
     for v in range(V):
-        scores[v] = drawn_score(z[v], present[v], penalty)
+        scores[v] = drawn_score(shift_right(z[v], c.logit_shift), present[v], penalty)
         if scores[v] > scores[best]:
             best = v
     if temp == f32(0):
@@ -608,9 +598,9 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
     x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    for first in range(0, rows, GROUP):
-        count = min(GROUP, rows - first)
-        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z, not losses.size)
+    for first in range(0, rows, ROWS):                       # the logits of few rows fit the second-level cache
+        count = min(ROWS, rows - first)
+        logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
         if record is not None:
             keep(record, c.head, NO_LAYER, at + first, count, x)
         for r in range(count):
@@ -623,7 +613,8 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
                     head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)), weights,
                                 record.errors[at + row])
             else:
-                total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
+                total, top = 0.0, shift_right(largest(z, r, c.VOCAB_SIZE), c.logit_shift)
                 for v in range(c.VOCAB_SIZE):
-                    total += c.exp64[min(c.exp64.size - 1, top - z[r, v])]
-                nats[window] += np.log(total) + (top - z[r, target(c, windows, window, start, T, t, 0)]) * c.unit
+                    total += c.exp64[min(c.exp64.size - 1, top - shift_right(z[r, v], c.logit_shift))]
+                wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)
+                nats[window] += np.log(total) + (top - wanted) * c.unit

@@ -265,7 +265,8 @@ def _sum(builder, vector):
 def _exp_sum_in_bytes(builder, table, top, shift, z, count):
     """The same with AVX-512 VBMI, if the table is short, for a multiple of 64: each of the three bytes of 64 table
     entries is looked up at once."""
-    bytes_, words, v, sums = _vector(I8, 64), _vector(I16, 32), _vector(I32, 16), _vector(I64, 8)
+    bytes_, words = _vector(I8, 64), _vector(I16, 32)
+    v, sums = _vector(I32, 16), _vector(I64, 8)
     call = lambda result, name, *args: builder.call(
         _function(builder, result, [a.type for a in args], f"llvm.x86.avx512.{name}.512"), args)
     entries = [_load(builder, builder.gep(table, [I64(at)]), _vector(I32, 64)) for at in (0, 64)]
