@@ -44,7 +44,7 @@ def hold_against_numpy():
 
     @compiled
     def summed(table, short, top, shift, z, count, out, filled):
-        return simd.exp_sum(table, short, int32(top), int32(shift), z, 16, count, out, 16, filled)
+        return simd.exp_sum(table, 0, short, int32(top), int32(shift), z, 16, count, out, 16, filled)
 
     for count in (1, 15, 16, 63, 64, 65, 130, 8192):
         for short, shift, filled in itertools.product((0, 1), (0, 3), (0, 1)):
