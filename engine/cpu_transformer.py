@@ -83,7 +83,8 @@ def attend(c, room, layer, m, first_row, start, n, record, at):
             for r in range(count):
                 visible = start + block + r + 1
                 top = shift_right(largest(scores, r, visible), c.SHIFT_ATTN)
-                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0)
+                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0,
+                                    i64(1))
                 if record is not None and at < record.tokens.size:
                     for p in range(visible):
                         record.shares[at // record.T, layer, head, block + r, p] = attention_share(weights[p],
