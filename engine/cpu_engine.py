@@ -318,19 +318,16 @@ class CpuEngine:
         self._job(cut(len(windows), self._at_once(len(windows))), work).finish()
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
 
-    def write(self, texts, lengths, seeds, s, first_pair=None):
+    def write(self, texts, lengths, seeds, s):
         """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
-        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling. first_pair: sequences
-        2 i and 2 i + 1 are written by the members of pair first_pair + i of this step; None: by the unperturbed
-        model."""
-        noisy, room = int(first_pair is not None), texts.shape[1]
-        c, members = self._model._replace(**tables(self.cfg, room, True)), 1 + noisy
+        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling."""
+        room = texts.shape[1]
+        c = self._model._replace(**tables(self.cfg, room, True))
 
         def work(a, b):
             writing = self._writing(texts[a:b], lengths[a:b], seeds[a:b], s)
-            self._forward.write_texts(c, writing, texts[a:b].reshape(-1, members * room), 0, room, room,
-                                      self._forward.memory(self.cfg, members, b - a, room),
-                                      uint32(self.seed + (first_pair or 0) + a // 2), noisy, self._nothing)
+            self._forward.write_texts(c, writing, texts[a:b], 0, room, self._forward.memory(self.cfg, b - a, room),
+                                      self._nothing)
 
         self._job(cut(len(texts), self._at_once(len(texts))), work).finish()
 
@@ -350,13 +347,12 @@ class CpuEngine:
             if end > text.size or not memory.size:           # room for twice as much
                 shorter, text = text, np.zeros((1, min(total, 2 * end + 64)), np.int32)
                 text[:, :shorter.size] = shorter
-                smaller, memory = memory, self._forward.memory(self.cfg, 1, 1, text.size)
+                smaller, memory = memory, self._forward.memory(self.cfg, 1, text.size)
                 c = self._model._replace(**tables(self.cfg, text.size, True))
                 if smaller.size:
                     memory[tuple(map(slice, smaller.shape))] = smaller
             start = known - 1 if known > prompt.size else 0
-            self._forward.write_texts(c, writing, text, start, end, text.size, memory, np.uint32(0), 0,
-                                      self._nothing)
+            self._forward.write_texts(c, writing, text, start, end, memory, self._nothing)
             yield from text[0, known:end].tolist()
 
 
@@ -377,7 +373,7 @@ def warm_up(cfg, say=print, verbs=STEP):
     digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
     arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
                      write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
-                            sampling.settings(small), 0))
+                            sampling.settings(small)))
     verbs = [verb for verb in VERBS if verb in verbs]
     apart = [verb for verb in verbs if verb in APART]
     ready = kernel_cache.directory() / f"ready-{kernel_cache.key(vars(small), verbs, binding.get_host_cpu_name())}"

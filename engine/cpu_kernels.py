@@ -29,7 +29,6 @@ u8 = np.uint8
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
 ONE = i64(1)                # row of a member at a position
-SAME = i64(0)               # distance of the tokens of a pair's members where both read the same
 NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
@@ -254,10 +253,10 @@ def sign(m):
 
 
 @leaf
-def embed(c, S, noisy, tokens, apart, n, start, rows, h, record, at):
+def embed(c, S, noisy, tokens, n, start, rows, h, record, at):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
-    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on. record: None,
-    or a Record with these rows from `at` on."""
+    [>= start + n]; n rows a member, from position `start` on. record: None, or a Record with these rows from `at`
+    on."""
     H, T = c.HIDDEN_DIM, c.ntt.shape[0]
     tables = 4 if T else 1
     bias = local((2, H), i32)
@@ -269,15 +268,15 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, record, at):
         hidden_side(c, c.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
     for r in range(rows):
         m = member(r, n)
-        position, own, number = start + r - n * m, apart * m, i64(0)
-        for i in range(min(T, tokens.size - own - position + position % T) if T else 0):
-            number += i64(tokens[own + position - position % T + i]) * c.ntt[position % T, i]
+        position, number = start + r - n * m, i64(0)
+        for i in range(min(T, tokens.size - position + position % T) if T else 0):
+            number += i64(tokens[position - position % T + i]) * c.ntt[position % T, i]
         if c.ntt_prime:
             number %= c.ntt_prime
         for i in range(H):
             total[0, i] = i32(0) if c.gru else bias[m, i]
         for k in range(tables):
-            column = (number >> (8 * k)) & 255 if k else i64(tokens[own + position])
+            column = (number >> (8 * k)) & 255 if k else i64(tokens[position])
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
                 total[0, i] += shift_right(one[i], 2 if k else 0)
@@ -546,24 +545,21 @@ def chosen(c, z, present, penalty, temp, floor, random):
 
 
 @leaf
-def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
-    """Puts the token at position t + 1 of the sequences that share their noise, where their prompts have ended: texts
-    int32 [sequences * room], flat, the first of which is sequence q; h int8: their last hidden states at position
-    t."""
+def write_next(c, writing, q, texts, t, h, z):
+    """Puts the token at position t + 1 of texts int32 [n, room], where their prompts have ended; q: the sequence that
+    texts[0] is; h int8 [n, H]: their last hidden states at position t."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
-    draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
-    draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    sequences, x = texts.size // room, local((GROUP, c.HIDDEN_DIM), np.uint8)
-    for first in range(0, sequences, GROUP):
-        count = min(GROUP, sequences - first)
-        logits(c, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, x, z)
+    draw_norm(c, c.ln_f, NO_LAYER, u32(0), CLEAN, norm)
+    x = local((GROUP, c.HIDDEN_DIM), np.uint8)
+    for first in range(0, texts.shape[0], GROUP):
+        count = min(GROUP, texts.shape[0] - first)
+        logits(c, CLEAN, norm, sides, h[first:], count, count, x, z)
         for r in range(count):
-            s, at = q + first + r, (first + r) * room + t
-            writing.present[s, texts[at]] = 1
+            text, s = texts[first + r], q + first + r
+            writing.present[s, text[t]] = 1
             if t + 1 >= writing.lengths[s]:
                 random = hash32(u32(writing.seeds[s] + u32(999 + 555 * t)), u32(0))
-                texts[at + 1] = chosen(c, z[r], writing.present[s], writing.penalty, writing.temp, writing.floor,
-                                       random)
+                text[t + 1] = chosen(c, z[r], writing.present[s], writing.penalty, writing.temp, writing.floor, random)
 
 
 @leaf

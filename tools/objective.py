@@ -343,10 +343,10 @@ class Objective:
             return self._of_rows.part(numbers % len(self.rows))
         return _windows(self.tokens, numbers % (len(self.tokens) - PROMPT_TOKENS))
 
-    def _written(self, engine, prompts, seeds, first_pair=None):
+    def _written(self, engine, prompts, seeds):
         """The arguments of `readable` by name, as Judge.begin takes them: Prompts and what the engine writes behind
         them. seeds: int64 [n], of the draws."""
-        written = {**prompts._asdict(), "completions": self._continued(engine, prompts, seeds, first_pair)}
+        written = {**prompts._asdict(), "completions": self._continued(engine, prompts, seeds)}
         if self.turns == 1:
             return written
         known, so_far = readable(self.reader, **written), prompts
@@ -359,15 +359,15 @@ class Objective:
             so_far = _begun(prompts.rows, [
                 np.concatenate([tokens[:n], self._encoded(text + reply, int(n))])
                 for tokens, n, text, reply in zip(so_far.tokens, so_far.lengths, texts, replies)])
-            turns = self._continued(engine, so_far, hash32(seeds, turn), first_pair)
+            turns = self._continued(engine, so_far, hash32(seeds, turn))
             texts = readable(self.reader, *so_far, turns)["completions"]
             completions = ["".join(parts) for parts in zip(completions, replies, texts)]
         return {**written, "completions": completions}
 
-    def _continued(self, engine, prompts, seeds, first_pair):
+    def _continued(self, engine, prompts, seeds):
         """int32 [n, TOKENS]: what the engine writes behind Prompts."""
         texts = np.pad(prompts.tokens[:, :prompts.lengths.max()], ((0, 0), (0, self.write)))
-        engine.write(texts, prompts.lengths, seeds.astype(np.uint32), self.settings, first_pair)
+        engine.write(texts, prompts.lengths, seeds.astype(np.uint32), self.settings)
         return np.take_along_axis(texts, prompts.lengths[:, None] + np.arange(self.write), 1)
 
     def rewards(self, engine, first, pairs, check):
@@ -382,7 +382,7 @@ class Objective:
                 of_pair = engine.seed + np.arange(first + at, first + end)
                 numbers, seeds = (hash32(of_pair, stream + k) for stream in (PROMPT_STREAM, DRAW_STREAM))
                 rewards += self.judge.begin(
-                    self._written(engine, self.prompts(numbers.repeat(2)), seeds.repeat(2), first + at))
+                    self._written(engine, self.prompts(numbers.repeat(2)), seeds.repeat(2)))
                 check()
         rewards += self.judge.finish()
         return np.rint(np.array(rewards) * REWARD_UNIT).astype(np.int64).reshape(-1, pairs, 2).sum(0)
