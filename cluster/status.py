@@ -136,7 +136,7 @@ class Progress:
             for name in "distinct_texts", "distinct_words":
                 now = numbers.get(name, 0)
                 most = self._variety[name] = max(self._variety.get(name, 0), now)
-                self._advise("a lower TEMPERATURE, or reward variety", 2 * now <= most,
+                self._advise("a lower TEMPERATURE, or reward variety", 2 * now <= most > 0,
                              f"step {step}: variety has halved, {now} {name.replace('_', ' ')} after {most}")
         return noted
 

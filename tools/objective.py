@@ -38,6 +38,7 @@ from tools import processes
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # of the unperturbed model, which are measured
 SEEN_PROMPTS = 32            # after which `egg.py eval` lets it write as many
+END_SECONDS = 1.0            # for a process that judges to end its own ones
 LONGEST = 4096               # tokens of a prompt and its completion
 MOST_TURNS = 64
 REWARD_UNIT = 1 << 16        # of a reward in fixed point, in which it takes the place of a loss
@@ -99,9 +100,9 @@ def _judging(path, names):
         weights = dict(itertools.zip_longest(takes, weights))
     if not (isinstance(weights, dict) and (len(weights) == 1 or weights and "WEIGHTS" in names) and all(
             callable(names.get(key)) and isinstance(weight, Real) for key, weight in weights.items())):
-        raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns), nor one other that takes "
-                             f"completions (it has: {', '.join(takes) or 'none'}), nor WEIGHTS = {{name: weight}} of "
-                             "several that return a list of numbers")
+        raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns), which returns a list of "
+                             f"numbers, nor one other that takes completions (it has: {', '.join(takes) or 'none'}), nor "
+                             "WEIGHTS = {name: weight} of several")
     return {key: (weight, names[key]) for key, weight in weights.items()}
 
 
@@ -185,7 +186,7 @@ def judged(functions, texts, loop, state):
     def log_extra(name, values):
         if len(values) != count:
             raise ObjectiveError(f"log_extra({name!r}) got {len(values)} values for {count} completions")
-        columns[str(name)[:64]] = [float(x) if isinstance(x, Real) and math.isfinite(x) else str(x)[:100]
+        columns[str(name)[:64]] = [float(x) if isinstance(x, Real) and abs(x) < 1e300 else str(x)[:100]
                                    for x in values]
 
     def log_metric(name, value):
@@ -371,7 +372,11 @@ class Judge:
         return self.finish()
 
     def close(self):
+        for pipe in self._pipes:
+            pipe.close()
+        until = time.monotonic() + END_SECONDS
         for process in self._processes:
+            multiprocessing.connection.wait([process.sentinel], max(until - time.monotonic(), 0))
             with contextlib.suppress(ProcessLookupError):    # it has not begun
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()

@@ -22,5 +22,6 @@ def start(main, *arguments):
 
 
 def _begin(main, *arguments):
-    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pool
+    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pools
+    multiprocessing.set_start_method(None, force=True)       # which begin as in any program
     main(*arguments)
