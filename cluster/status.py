@@ -43,6 +43,7 @@ class Progress:
 
     started = loss = _completed = None
     speed = 0.0
+    _written = 0               # tokens a step, for rewards
 
     def __init__(self, cfg, run, events):
         self.cfg = cfg
@@ -85,7 +86,7 @@ class Progress:
         losses = [min(max(loss, 0), MOST_BITS / self.bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
         middle = median(losses)
         self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
-        self.speed = self.tokens_a_step / seconds
+        self.speed = (self.tokens_a_step + self._written) / seconds
         noise = {"sigma_shift": self.cfg.sigma_shift(step)} if self.cfg.SIGMA_SCHEDULE else {}
         return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
                 "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
@@ -132,6 +133,7 @@ class Progress:
         line = f"reward at step {step}: {rewards_text(texts, reward, numbers)}\n{printable(shown['news'][:LINE])}"
         noted = self._measured(self.rewards, "reward", step, reward, line.strip(), texts=texts, numbers=numbers)
         if noted:
+            self._written = numbers.get("written_a_step", 0)
             self.events.emit("completions", step=step, completions=shown.get("completions"))
             for name in "distinct_texts", "distinct_words":
                 now = numbers.get(name, 0)

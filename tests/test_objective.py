@@ -587,8 +587,8 @@ def test_what_goes_wrong_is_said_in_words(tmp_path):
         metrics = parse_metrics(ask(server, "/metrics")[2].decode())
     assert lines.count("variety has halved, 50 distinct words after 100: if that is too much, begin again with") == 1
     assert lines.count("language has become worse, ") == 1 and "since 0: if that is too much" in lines
-    assert ("reward at step 2: 0.5000, the mean of 4 texts after held-out prompts\n  distinct words 90, distinct texts 9"
-            "\n  seen: texts 8, prompts differ 0.09\n  a line\n") in lines
+    assert ("reward at step 2: 0.5000, the mean of 4 texts after held-out prompts\n  distinct words 90, distinct texts "
+            "9\n  seen: texts 8, prompts differ 0.09\n  a line\n") in lines
     assert lines.count("so that hardly anything can be learnt") == 1
     assert metrics["egg_reward_distinct_words"] == 40 and metrics["egg_reward_seen_differ"] == 0.04
     assert state["last_reward"]["numbers"]["seen_prompts_differ"] == 0.04

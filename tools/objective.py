@@ -101,8 +101,8 @@ def _judging(path, names):
     if not (isinstance(weights, dict) and (len(weights) == 1 or weights and "WEIGHTS" in names) and all(
             callable(names.get(key)) and isinstance(weight, Real) for key, weight in weights.items())):
         raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns), which returns a list of "
-                             f"numbers, nor one other that takes completions (it has: {', '.join(takes) or 'none'}), nor "
-                             "WEIGHTS = {name: weight} of several")
+                             f"numbers, nor one other that takes completions (it has: {', '.join(takes) or 'none'}), "
+                             "nor WEIGHTS = {name: weight} of several")
     return {key: (weight, names[key]) for key, weight in weights.items()}
 
 
@@ -543,7 +543,8 @@ class Objective:
             learnt = statistics(readable(self.reader, **written)["completions"], earned, each)
             numbers.update((f"seen_{name}", number) for name, number in learnt.items())
         if self.seconds:
-            numbers.update(judged=self.texts_a_step * max(engine.step - 1, 0), waiting=self.waited / self.seconds)
+            numbers.update(judged=self.texts_a_step * max(engine.step - 1, 0), waiting=self.waited / self.seconds,
+                           written_a_step=self.texts_a_step * self.write * self.turns)
         columns = dict(itertools.islice(self.judge.columns.items(), LOGGED))
         for name, column in columns.items():
             if values := [x for x in column if isinstance(x, float)]:
