@@ -15,7 +15,7 @@ from llvmlite import binding
 import numpy as np
 
 import egg_config
-from model import fitness_digits, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import fitness_digits, optimizers, parameters, rewards, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes
@@ -202,6 +202,18 @@ class CpuEngine:
         if self._activations:
             return self._activations.chunk(results, -(-len(results) // self.threads), self._job)
         return np.concatenate(results)
+
+    def vote(self, first, windows, advantages, counted, temperature):
+        """bytes: the packed digits of a chunk whose groups, from number `first` of this step on, read windows int32 [n,
+        T + 1] at a temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see rewards.windows."""
+        cfg = rewards.reading(self.cfg, counted.shape[1], temperature)
+        votes, c = ActivationVotes(cfg), self._model._replace(**constants(cfg))
+
+        def read(a, b):
+            return votes.read(c, windows[a:b], self.seed, first + a, advantages[a:b], counted[a:b])
+
+        results = self._job(cut(len(windows), votes.together), read).finish()
+        return votes.chunk(results, -(-len(results) // self.threads), self._job)[0]
 
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of

@@ -13,7 +13,7 @@ from engine import simd
 from engine.cpu_compiler import inlined, inner, leaf
 from engine.cpu_rules import (clip, dithered, divide, draw, excess, f32, factor, hash32, i32, input_coefficient,
                               input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, signed,
-                              table_term, u32)
+                              table_term, u32, weighed_excess)
 from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, exp_sum, local, noisy_tile, tile
 from model import integer_tables, parameters, transforms
@@ -62,9 +62,10 @@ Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
 # A pass with noise on activations (SPEC 21), whose rows are sequences times positions. The first sequences are clean;
 # those of members follow, the first of which is number `member` of the step. seed, member_seed: of the first group and
 # the first member. watched WATCHED [parameters, layers]. inputs uint8 [n, clean rows]: of matrices, x + 128. tokens
-# int32 [clean rows], errors int8 [clean rows, V]: the inputs, and the errors of the head. shares int16 [groups, L,
-# heads, T, T]: attention_share of positions in what a query attends to, in the transformer.
-Record = namedtuple("Record", "seed member_seed member T watched inputs tokens errors shares")
+# int32 [clean rows], errors int8 [clean rows, V]: the inputs, and the errors of the head. weights int8 [clean rows]:
+# that of the window, or 0 where the position does not vote. shares int16 [groups, L, heads, T, T]: attention_share of
+# positions in what a query attends to, in the transformer.
+Record = namedtuple("Record", "seed member_seed member T watched inputs tokens errors weights shares")
 FREE = i32(1 << 30)         # a limit that nothing reaches
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
@@ -508,16 +509,16 @@ def position_loss(c, z, r, windows, q, start, T, t, weights, filled):
 
 
 @leaf
-def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
-    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V
-    padded]: the softmax, overwritten."""
+def head_errors(c, z, r, windows, q, start, T, t, seed, of_window, weights, errors):
+    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; of_window: the weight
+    of its window; weights int32 [V padded]: the softmax, overwritten."""
     V, total, shift = c.VOCAB_SIZE, i64(0), i32(c.logit_shift)
     top = shift_right(largest(z, r, V), shift)
     of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
     for v in range(V):
         total += weights[v]
     for d in range(c.exp.size):
-        of_distance[d] = excess(0, 1, c.exp[d], total)
+        of_distance[d] = weighed_excess(excess(0, 1, c.exp[d], total), of_window)
     exp_sum(of_distance, 0, c.short_exp, top, shift, z, r * z.shape[1], V, weights, 0, i64(1))
     for v in range(V):
         errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, u32(u32(t * V) + u32(v)))
@@ -527,7 +528,7 @@ def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
             wanted += v == target(c, windows, q, start, T, t, other)
         of_target = excess(wanted, c.TARGETS, c.exp[min(c.exp.size - 1, i64(top - shift_right(z[r, v], shift)))],
                            total)
-        errors[v] = dithered(z[r, v] if c.gru else i32(0), of_target, seed, t * V + v)
+        errors[v] = dithered(z[r, v] if c.gru else i32(0), weighed_excess(of_target, of_window), seed, t * V + v)
 
 
 @leaf
@@ -605,9 +606,9 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
             if losses.size:
                 clean = record is not None and at + row < record.tokens.size
                 losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights, i64(clean))
-                if record is not None and clean:
-                    head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)), weights,
-                                record.errors[at + row])
+                if record is not None and clean and record.weights[at + row]:
+                    head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)),
+                                i32(record.weights[at + row]), weights, record.errors[at + row])
             else:
                 total, top = 0.0, shift_right(largest(z, r, c.VOCAB_SIZE), c.logit_shift)
                 for v in range(c.VOCAB_SIZE):
