@@ -139,9 +139,9 @@ MUON_NS = "quintic"              # quintic, cubic | run    | Newton-Schulz itera
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
 OBJECTIVE = ""                   #               | all     | SHA-256 of the file of --objective, which sets it
-OBJECTIVE_PROMPTS = 2            # 1 to 1024     | run     | prompts that a member answers
-TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the pairs that are judged by
-#                                                            their loss on text, so that the model keeps its language
+OBJECTIVE_TEXTS = 8              # 2 to 1024     | run     | texts that the model writes after a prompt, to compare
+TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the chunks that vote from the
+#                                                            data, so that the model keeps its language
 OBJECTIVE_SECONDS = 60.0         # 0.001 to 1e6  | local   | most seconds for which a batch of texts may be waited for
 
 # --- islands ---------------------------------------------------------------------------------------------------------
@@ -254,13 +254,15 @@ PRESETS["best-bytes"] = {
                    "5280:0.07, 7390:0.05, 9500:0.035, 11610:0.022, 14770:0.015",
     "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
 
-# What a run with --objective sets where nothing else was said: noise on weights, a window of its own for every pair,
-# few members, which write, and rates and a share of text with which a model that has learnt keeps what it knows. The
-# constant TEXT_SHARE stays what older runs have.
+# What a run with --objective sets where nothing else was said: noise on activations, few windows, and rates and a share
+# of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
-    PERTURB="weights", CHUNK_SIZE=512, POPULATION_SIZE=1024, GROUP_SIZE=2, SIGMA_SHIFT_VECTOR=8, DEVICE_GAUSSIAN=1,
-    LOSS="exact", ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
-    LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
+    PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
+    ADAPTIVE_NOISE_MODE=0, NTT_MODE=0, SEEN_VOTES=1, SIGMA_SCHEDULE=(), ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5,
+    ADAM_WEIGHT_DECAY=0.0002, LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20,
+    SAMPLE_EVERY=20)
+# ... and where the file has DATA, so that there is something right: language matters less
+DATA_SETTINGS = dict(TEXT_SHARE=0.1)
 
 SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
 
@@ -274,7 +276,7 @@ KINDS = {int: "a whole number", float: "a number", str: "text"}
 UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
          "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1,
          "CREDIT": 8, "OBJECTIVE": "",
-         "OBJECTIVE_PROMPTS": 2, "TEXT_SHARE": 0.35}
+         "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
 VERSION_OF_VOTES = 3     # of SPEC 21
 
 
@@ -488,16 +490,16 @@ def _scheduled(schedule, step, before=0):
 
 def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     """{name: (source, value)}: the constants that are set for one run, preset < OBJECTIVE_SETTINGS < EGG_* in `environ`
-    < `defines` ("NAME=VALUE" strings); source: as the user wrote it. objective: (file, its SHA-256, whether it begins a
-    run), or None. Raises ConfigError."""
+    < `defines` ("NAME=VALUE" strings); source: as the user wrote it. objective: (file, its SHA-256, the settings of a
+    run that it begins, else {}), or None. Raises ConfigError."""
     source = f"--preset {preset}" if preset else "EGG_PRESET"
     preset = preset or environ.get("EGG_PRESET")
     if preset and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
     sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
     if objective:
-        source, digest, begins = objective
-        values = {**(OBJECTIVE_SETTINGS if begins else {}), "OBJECTIVE": digest}
+        source, digest, settings = objective
+        values = {**settings, "OBJECTIVE": digest}
         sources.update((name, (f"--objective {source}", value)) for name, value in values.items())
     for key, text in environ.items():
         if key.startswith("EGG_") and key not in ("EGG_PRESET", "EGG_SECRET"):
@@ -606,7 +608,11 @@ def validate(cfg):
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
-    need(not cfg.OBJECTIVE or cfg.PERTURB == "weights", "PERTURB", "must be weights with --objective")
+    if cfg.OBJECTIVE:
+        need(cfg.PERTURB == "activations", "PERTURB", "must be activations with --objective")
+        need(cfg.CHUNK_SIZE % (cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS) == 0, "CHUNK_SIZE",
+             f"must be a multiple of GROUP_SIZE * OBJECTIVE_TEXTS = {cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS} with "
+             "--objective: the texts after a prompt are in one chunk")
     if cfg.PERTURB == "activations":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1), ("NTT_MODE", 0):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")

@@ -29,7 +29,8 @@ class Collector:
         """Whether this worker shall send its state for the shelf."""
         every, step, shelf = self.cfg.SNAPSHOT_EVERY, worker.step, self.shelf
         coming = shelf.digests.keys() - shelf.files.keys()               # to the disk
-        return (every and step and step % every == 0 and self.run.step < step + every and shelf.directory
+        due = step in shelf.figures or every and step % every == 0
+        return (step and due and self.run.step < step + every and shelf.directory
                 and step not in shelf.files and step not in coming and len(coming) < MOST_COMING
                 and not shelf.stopped and worker.digest)
 
