@@ -715,7 +715,11 @@ def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_valid
     small = "-D CHUNK_SIZE=16 -D POPULATION_SIZE=32 --objective own.py --load-dir ckpt"
     said = run(f"train {small} -D VALIDATE_EVERY=1 --save-dir a --steps 3")
     assert "reward at step 2: " in said and "val.bin is missing: no validation" in said
+    (tmp_path / "own.py").write_text("TOKENS = 6\ndef reward(completions, trainer_state):\n    done = "
+                                     "trainer_state.global_step / trainer_state.max_steps\n"
+                                     "    return [done] * len(completions)\n")
     said = run(f"train {small} -D VALIDATE_EVERY=0 --save-dir b --steps 3")
+    assert os.readlink(tmp_path / "b" / "best.egg") == "snapshot-00000003-reward-1.000000.egg"
     assert "reward at step 3: " in said and "reward at step 2: " not in said and "after, on held-out prompts" in said
 
 
