@@ -394,6 +394,8 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("def reward(completions):\n    return '5' * len(completions)\n", "returned '555555', which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
+    ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
+     "WEIGHTS = [1, 1]\n", "own.py: b raised ValueError: no, for the prompt"),
     ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
      "raised Odd, for the prompt"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),

@@ -196,9 +196,13 @@ def judged(functions, texts, loop, state):
     for name, (_, function) in functions.items():
         takes = _parameters(function)
         every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
-        answer = function(**{key: values for key, values in passed.items() if every or key in takes})
-        if inspect.isawaitable(answer):
-            answer = loop.run_until_complete(answer)
+        try:
+            answer = function(**{key: values for key, values in passed.items() if every or key in takes})
+            if inspect.isawaitable(answer):
+                answer = loop.run_until_complete(answer)
+        except BaseException as error:
+            error.add_note(name)
+            raise
         answers[name] = _checked(name, answer, count)
     if "reply" in functions:
         return answers["reply"], {}
@@ -273,7 +277,7 @@ def _judge(path, name, reader, pipe):
                 answers = call(texts)
             except BaseException as error:           # also SystemExit
                 print(printed.getvalue()[-2000:], end="", file=sys.stderr)
-                answers = f"{path}: {_blamed(call, functions, texts, error)}"
+                answers = f"{path}: {_blamed(call, texts, error)}"
     except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
@@ -286,9 +290,9 @@ def _end_with_parent():
     os.killpg(0, signal.SIGKILL)
 
 
-def _blamed(call, functions, texts, error):
+def _blamed(call, texts, error):
     """str: the error of a call, with a text for which it fails alone."""
-    why = str(error) if isinstance(error, ObjectiveError) else f"{' + '.join(functions)} raised {_said(error)}"
+    why = str(error) if isinstance(error, ObjectiveError) else f"{error.__notes__[-1]} raised {_said(error)}"
     while (count := len(texts["prompts"])) > 1:
         for part in slice(count // 2), slice(count // 2, count):
             fewer = {name: values[part] for name, values in texts.items()}
