@@ -87,13 +87,15 @@ ADAPTIVE_NOISE_INC = 5           # 0 to 127      | run     | increase per update
 ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update for one that did not
 
 # --- noise on activations --------------------------------------------------------------------------------------------
-PERTURB = "weights"              # weights, activations | all | (gru) noise on the weights of pairs, or on the outputs
-#                                                            of units: learns more from a token
-NOISE_EMBEDDING = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) largest noise of the embedding's outputs
-NOISE_GATE = 15                  # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a gate
-NOISE_CANDIDATE = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a candidate
-NOISE_UP = 7                     # 0, 1, 3, 7, 15, 31, 63 | run | (gru) inside the MLP
-NOISE_DOWN = 1                   # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the outputs of the MLP
+PERTURB = "weights"              # weights, activations | all | noise on the weights of pairs, or on the outputs of
+#                                                            units: learns far more from a token
+NOISE_EMBEDDING = 1              # 0 to 63       | run     | (gru) size of the noise of the embedding's outputs
+NOISE_GATE = 15                  # 0 to 63       | run     | (gru) of the sums of a gate
+NOISE_CANDIDATE = 1              # 0 to 63       | run     | (gru) of the sums of a candidate
+NOISE_ATTENTION = 8              # 0 to 63       | run     | (transformer) of queries, keys and values
+NOISE_OUTPUT = 4                 # 0 to 63       | run     | (transformer) of the outputs of attention
+NOISE_UP = 7                     # 0 to 63       | run     | inside an MLP
+NOISE_DOWN = 1                   # 0 to 63       | run     | of the outputs of an MLP
 CREDIT = 8                       # 0 to 15       | run     | (gru) sixteenths of a later position's digit that the noise
 #                                                            of gate, candidate and embedding is credited with
 
@@ -137,9 +139,9 @@ MUON_NS = "quintic"              # quintic, cubic | run    | Newton-Schulz itera
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
 OBJECTIVE = ""                   #               | all     | SHA-256 of the file of --objective, which sets it
-OBJECTIVE_PROMPTS = 2            # 1 to 1024     | run     | prompts that a member answers
-TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the pairs that are judged by
-#                                                            their loss on text, so that the model keeps its language
+OBJECTIVE_TEXTS = 8              # 2 to 1024     | run     | texts that the model writes after a prompt, to compare
+TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the chunks that vote from the
+#                                                            data, so that the model keeps its language
 OBJECTIVE_SECONDS = 60.0         # 0.001 to 1e6  | local   | most seconds for which a batch of texts may be waited for
 
 # --- islands ---------------------------------------------------------------------------------------------------------
@@ -252,13 +254,13 @@ PRESETS["best-bytes"] = {
                    "5280:0.07, 7390:0.05, 9500:0.035, 11610:0.022, 14770:0.015",
     "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
 
-# What a run with --objective sets where nothing else was said: noise on weights, a window of its own for every pair,
-# few members, which write, and rates and a share of text with which a model that has learnt keeps what it knows. The
-# constant TEXT_SHARE stays what older runs have.
+# What a run with --objective sets where nothing else was said: noise on activations, few windows, and rates and a share
+# of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
-    PERTURB="weights", CHUNK_SIZE=512, POPULATION_SIZE=1024, GROUP_SIZE=2, SIGMA_SHIFT_VECTOR=8, DEVICE_GAUSSIAN=1,
-    LOSS="exact", ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
-    LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
+    PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
+    ADAPTIVE_NOISE_MODE=0, NTT_MODE=0, SEEN_VOTES=1, SIGMA_SCHEDULE=(), ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5,
+    ADAM_WEIGHT_DECAY=0.0002, LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20,
+    SAMPLE_EVERY=20)
 # ... and where the file has DATA, so that there is something right: language matters less
 DATA_SETTINGS = dict(TEXT_SHARE=0.1)
 
@@ -272,9 +274,10 @@ DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
 UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
-         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
-         "OBJECTIVE_PROMPTS": 2, "TEXT_SHARE": 0.35}
-VERSION_OF_VOTES = 2     # of SPEC 21; programs that send none rounded halves up
+         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1,
+         "CREDIT": 8, "OBJECTIVE": "",
+         "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
+VERSION_OF_VOTES = 3     # of SPEC 21
 
 
 class EggError(Exception):
@@ -605,9 +608,13 @@ def validate(cfg):
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
-    need(not cfg.OBJECTIVE or cfg.PERTURB == "weights", "PERTURB", "must be weights with --objective")
+    if cfg.OBJECTIVE:
+        need(cfg.PERTURB == "activations", "PERTURB", "must be activations with --objective")
+        need(cfg.CHUNK_SIZE % (cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS) == 0, "CHUNK_SIZE",
+             f"must be a multiple of GROUP_SIZE * OBJECTIVE_TEXTS = {cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS} with "
+             "--objective: the texts after a prompt are in one chunk")
     if cfg.PERTURB == "activations":
-        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1):
+        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1), ("NTT_MODE", 0):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")
         need(cfg.CHUNK_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
              f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")
@@ -634,7 +641,9 @@ def _derive(cfg):
     # ternary digits in which a chunk, and a step, is sent: one a pair, or with noise on activations one a weight, in
     # whole bytes, so that a step is its chunks one after the other
     H = cfg.HIDDEN_DIM
-    weights = 2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H          # of the recurrent model
+    weights = (2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H if cfg.MODEL == "gru"
+               else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)
+               + cfg.N_LAYERS * (4 * H * H + 2 * H) + 3 * H)
     cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // 5) * 5
     cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit
