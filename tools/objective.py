@@ -577,10 +577,10 @@ class Objective:
             "news": "\n".join(line for judge in (self.judge, self.other) if judge for line in judge.news())}
 
     def measure_seen(self, engine):
-        """Lets `measured` tell also of what the unperturbed model writes after prompts that are not held out."""
+        """Lets `measured` tell also of what the model writes to learn from, after prompts that are not held out."""
         count, each = len(self.rows) or len(self.tokens) - PROMPT_TOKENS, HELD_OUT_TEXTS // SEEN_PROMPTS
         numbers = np.arange(SEEN_PROMPTS).repeat(each) * count // SEEN_PROMPTS
-        self.learnt = *self.judged(engine, self.prompts(numbers)), each
+        self.learnt = *self.judged(engine, self.prompts(numbers), self.settings), each
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
@@ -597,9 +597,9 @@ class Objective:
         if self.other:
             self.other.answers({**known, "texts": texts[1:] * 2})
 
-    def judged(self, engine, prompts):
+    def judged(self, engine, prompts, settings=None):
         """(the arguments of `readable` by name, rewards) of what the unperturbed model writes."""
-        texts = self._written(engine, prompts, np.arange(len(prompts.rows)), self.measuring)[0]
+        texts = self._written(engine, prompts, np.arange(len(prompts.rows)), settings or self.measuring)[0]
         return texts, self.judge.answers(texts, engine.step)
 
     def close(self):
