@@ -367,6 +367,8 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("def reward(completions):\n    return '5' * len(completions)\n", "returned '555555', which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
+    ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
+     "WEIGHTS = [1, 1]\n", "own.py: b raised ValueError: no, for the prompt"),
     ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
      "raised Odd, for the prompt"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
@@ -688,7 +690,11 @@ def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_valid
     small = "-D CHUNK_SIZE=16 -D POPULATION_SIZE=32 --objective own.py --load-dir ckpt"
     said = run(f"train {small} -D VALIDATE_EVERY=1 --save-dir a --steps 3")
     assert "reward at step 2: " in said and "val.bin is missing: no validation" in said
+    (tmp_path / "own.py").write_text("TOKENS = 6\ndef reward(completions, trainer_state):\n    done = "
+                                     "trainer_state.global_step / trainer_state.max_steps\n"
+                                     "    return [done] * len(completions)\n")
     said = run(f"train {small} -D VALIDATE_EVERY=0 --save-dir b --steps 3")
+    assert os.readlink(tmp_path / "b" / "best.egg") == "snapshot-00000003-reward-1.000000.egg"
     assert "reward at step 3: " in said and "reward at step 2: " not in said and "after, on held-out prompts" in said
 
 

@@ -261,7 +261,7 @@ def test_a_worker_without_the_state_of_the_run_has_no_final():
     """After an early Ctrl-C: step 0 of the continued run would stand in its log."""
     def child(step):
         return mock.Mock(**{"ready": "cpu", "pipe.send.side_effect": BrokenPipeError,
-                            "reports.return_value": [("final", train.Final(step, 9.6, None, None))],
+                            "reports.return_value": [("final", train.Final(step, 9.6, None, None, None))],
                             "process.is_alive.side_effect": (True, True, False)})
 
     training = train.Training.__new__(train.Training)
@@ -273,4 +273,4 @@ def test_a_worker_without_the_state_of_the_run_has_no_final():
 def test_a_worker_whose_parent_has_gone_says_nothing(monkeypatch):
     pipe = mock.Mock(**{"send.side_effect": BrokenPipeError})
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
-    train._worker_process("cpu", make(INPUT_FILE="none"), 1, 1, False, None, None, pipe)
+    train._worker_process("cpu", make(INPUT_FILE="none"), 1, 1, False, None, None, None, pipe)

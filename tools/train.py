@@ -10,7 +10,7 @@ import time
 from collections import namedtuple
 
 import egg_net
-from cluster import auth
+from cluster import auth, snapshots
 from cluster.console import Console, printable, stop_signals
 from cluster.link import check_address
 from egg_config import EggError, explained
@@ -33,8 +33,8 @@ class TrainError(EggError):
 # tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None
 Data = namedtuple("Data", "tokens validation decoding")
 # The last measurement of the first worker: step; figure: (validation, unit), sample: str, reward: what
-# Objective.measured gives, each or None
-Final = namedtuple("Final", "step figure sample reward")
+# Objective.measured gives, state: (digest, snapshots.pack), with a reward, each or None
+Final = namedtuple("Final", "step figure sample reward state")
 # The result of `train`. progress: a cluster.status.Progress; final: a Final, None if no worker was alive at the end
 Trained = namedtuple("Trained", "progress final")
 
@@ -153,7 +153,8 @@ def _worker_process(device, cfg, port, threads, first, access, steps, objective,
                 known = data.validation
                 figure = known and (known.bits(engine.validate(known.windows)[0]), known.unit)
                 text = egg_net.sample(cfg, engine, data.tokens, data.decoding, judge) if cfg.SAMPLE_EVERY else None
-                pipe.send(("final", Final(engine.step, figure, text, judge and judge.measured(engine))))
+                pipe.send(("final", Final(engine.step, figure, text, judge and judge.measured(engine),
+                                          judge and (engine.digest(), snapshots.pack(engine.state())))))
     except (EOFError, BrokenPipeError):
         pass                                        # the parent has ended, or needs no Final
     except EggError as error:
@@ -312,7 +313,8 @@ def _sum_up(coordinator, references, final):
         models, (after, unit) = {k: x for k, x in references.items() if k != "uniform"}, final.figure
         console.line(f"validation: {before[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
     if final.reward:
-        done.rewarded(final.step, *final.reward)
+        if done.rewarded(final.step, *final.reward):
+            coordinator.collector.keep_last(final.step, final.reward[1], *final.state)
         first = done.rewards[0][1] if done.rewards else final.reward[1]
         console.line(f"reward: {first:.4f} before, {final.reward[1]:.4f} after, on held-out prompts")
     if final.sample is not None:
