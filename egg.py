@@ -154,8 +154,8 @@ def of_directory(args):
     from cluster import history
     for directory in filter(None, (args.save_dir, args.load_dir)):
         if history.holds_run(directory):
-            begins = args.objective and directory != args.save_dir           # only the model goes on
-            return history.configuration(directory), None if begins else directory
+            args.begins = directory != args.save_dir         # where constants differ, a new run with that model
+            return history.configuration(directory), None if args.begins and args.objective else directory
     return {}, None
 
 
@@ -180,9 +180,9 @@ def of_directory_or_machine(args):
     return saved, run
 
 
-def with_objective(cfg, args):
+def begin(cfg, args):
     """Checks that a run with an objective has it, and tries the file before `train` begins a new run. With --load-dir
-    and an objective its --save-dir, by default a new directory, begins with that model."""
+    and an objective or other constants the --save-dir, by default a new directory, begins with that model."""
     objective = args.objective
     if cfg.OBJECTIVE and not objective:
         raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it with "
@@ -190,15 +190,14 @@ def with_objective(cfg, args):
     if objective and args.function is train and not args.run:       # a coordinator only needs its digest
         from tools import train as training
         training.try_objective(cfg, objective)
-    if objective and args.load_dir:
+    if args.begins:
         from cluster import history
         from tools import use
-        if args.run:
-            Printer(sys.stderr).line(f"egg: {args.run} holds a run already: it goes on, --load-dir is not used")
-        else:
+        source = egg_config.load(environ={}, saved=history.configuration(args.load_dir))
+        if objective or cfg.saved() != source.saved():
             args.save_dir = args.save_dir or history.beside(args.load_dir)
-            use.begin(cfg, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr))
-        args.load_dir = None
+            use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr))
+            args.load_dir = None
 
 
 def what_suits(cfg, args, presets):
@@ -223,7 +222,7 @@ def train(cfg, args):
         console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
-    with_objective(cfg, args)
+    begin(cfg, args)
     done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
                        **of_the_run(args))
     directory = done.progress.run.directory
@@ -257,7 +256,7 @@ def coordinator(cfg, args):
     """
     import egg_net
     from cluster import auth
-    with_objective(cfg, args)
+    begin(cfg, args)
     access = auth.Access(auth.whole_secret(args.secret_file),
                          auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca), args.insecure)
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
@@ -311,7 +310,7 @@ def ray(cfg, args):
     examples:
       python egg.py ray --save-dir ckpt --preset best
       ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
-    with_objective(cfg, args)
+    begin(cfg, args)
     from deploy import ray
     console, access = run_console(args), access_to_page(args)
     done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
@@ -594,7 +593,7 @@ def parsed(argv):
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
-        sub.set_defaults(function=function, saved=saved)
+        sub.set_defaults(function=function, saved=saved, begins=False)
         sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                          help="set a constant of egg_config.py; can be repeated")
         sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made configuration")
@@ -612,7 +611,8 @@ def main(argv=None):
     try:
         args = parsed(argv)
         saved, args.run = args.saved(args)
-        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args))
+        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args),
+                              begins=args.begins)
         if vars(args).get("port", 0) is None:
             args.port = cfg.PORT
         args.function(cfg, args)

@@ -507,12 +507,13 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     return sources
 
 
-def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, objective=None):
+def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, objective=None, begins=False):
     """A Config with the `overrides`. saved: the constants of a saved run, as JSON returns them, in place of
-    this file's; run: its directory if it must continue with them. Raises ConfigError."""
+    this file's; run: its directory if it must continue with them; begins: those of "run" may be others. Raises
+    ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
               **{name: _tuples(value) for name, value in dict(saved).items()}}
-    sources, differ = overrides(preset, defines, environ, objective), {}
+    sources, differ, kinds = overrides(preset, defines, environ, objective), {}, set()
     for name, (source, value) in sources.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
@@ -520,13 +521,15 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
             reason = "was begun with another file, or that one has changed" if values[name] else "has no objective"
             raise ConfigError(f"{source}: {run} {reason}: --load-dir {run} with another --save-dir begins a new run "
                               "with its model")
-        if name in DETERMINING and value != values[name]:
+        if name in DETERMINING and value != values[name] and not (begins and CONSTANTS[name].agree == "run"):
+            kinds.add(CONSTANTS[name].agree)
             differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name]) or 'unset'}")
     if differ:
         differences = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
                                 for source, texts in differ.items())
-        raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or name another "
-                          "directory")
+        advice = "name another directory" if "all" in kinds else \
+            f"begin a new run with its model: the same command with --load-dir {run} in place of --save-dir"
+        raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or {advice}")
     return make(**{**values, **{name: value for name, (_, value) in sources.items()}})
 
 

@@ -501,7 +501,7 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
     assert kept() == before
     assert history.configuration(str(tmp_path / "ckpt-2"))["TEXT_SHARE"] == 0.5
     said = run(f"train {small} --save-dir ckpt-2 --steps 3")                            # the same once more
-    assert "egg: ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
+    assert "ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
     said = run(f"coordinator {small} --steps 1 --port 0")
     assert "ckpt-3 begins with the model of ckpt, step 1; ckpt stays" in said and "kept in ckpt-3, " in said
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from unittest import mock
 
 from pytest import fixture, mark, raises
@@ -15,12 +16,13 @@ from pytest import fixture, mark, raises
 import egg
 import egg_config
 from egg_config import make
-from cluster.history import configuration, newest, open_run
 from cluster.console import Console
+from cluster.history import configuration, newest, open_run, read_run
+from cluster.snapshots import state_hash
 from engine import hardware
-from tools import train
+from tools import train, use
 from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
-from recordings import HERE, python
+from recordings import HERE, digests, python
 from readings import configured
 
 
@@ -97,6 +99,25 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop-bytes"}, [], laptop):
         cfg = egg_config.load(defines=defines, environ=environ, saved=saved, run="ckpt")
         assert cfg.saved() == make(**saved).saved()
+
+
+def test_other_constants_of_run_begin_a_new_run_with_the_state_of_another(bytes_here, compiled):
+    """Weights, moments and noise scales go on at the same step; an island gets noise of its own."""
+    succeeds(run("train --steps 3 --save-dir a", *bytes_here))
+    fails(run("train --save-dir a -D LR_SCHEDULE=0:0.05"), 2, "LR_SCHEDULE = 0:0.05, there it is ",
+          "or begin a new run with its model: the same command with --load-dir a in place of --save-dir")
+    said = run("train --load-dir a --steps 5 -D LR_SCHEDULE=0:0.05")
+    assert "egg: a-2 begins with the model of a, step 3; a stays as it is\n" in said.stderr
+    assert "steps 3 to 5: " in succeeds(said) and configuration("a-2")["LR_SCHEDULE"] == [[0, 0.05]]
+    assert " -D" not in line_with("continue it: ", said.stdout)
+    assert "steps 5 to 6: " in succeeds(run("train --save-dir a-2 --steps 6"))
+    island = "coordinator --load-dir a --save-dir b --island x --steps 1 --port 0"
+    assert ", step 3, kept in b," in succeeds(run(island, "-DISLAND_SEED=7", "-DSNAPSHOT_EVERY=9"))
+    source, island = (use.load(egg_config.load(environ={}, saved=configuration(path)), path, console=Console()).state()
+                      for path in ("a", "b"))
+    assert digests(island) == digests(source) and island.step == source.step == 3 and island.seed != source.seed
+    with closing(read_run(CFG.changed(LR_SCHEDULE=((0, 0.05),)), "a-2")) as begun:
+        assert begun.start == (3, source.seed, state_hash(source).hex(), None)
 
 
 def test_an_old_run_without_settings_works_as_before(bytes_here):

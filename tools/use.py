@@ -13,7 +13,6 @@ import numpy as np
 from model import data_files, optimizers, parameters, seeds
 from cluster import history, snapshots
 from engine import engines
-import egg_config
 from egg_config import DATA_FILES, EggError, explained
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
@@ -270,18 +269,21 @@ def evaluate_objective(cfg, engine, path, console):
                      f"{judge.sample(engine, 0)}")
 
 
-def begin(cfg, source, directory, threads, console):
-    """Makes a save directory that begins with the model of the saved run `source`, whose shape cfg has. Its optimizer
-    begins anew, as it begins to learn something else. Raises EggError."""
-    engine = load(egg_config.load(saved=history.configuration(source)), source, False, "cpu", threads, console)
-    old = engine.state()
-    state = parameters.initial_state(cfg)
-    if old.weights.size != state.weights.size:
-        raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
-    # not step 0: there a worker would begin with the random initial model
-    state.weights, state.step, state.seed = old.weights, 1, seeds.next_seed(seeds.first_seed(cfg), 0)
+def begin(cfg, old, source, directory, threads, console):
+    """Makes a save directory that begins with the state of the saved run `source`, of the Config `old`; with an
+    objective only with its weights, as it begins to learn something else. Raises EggError."""
+    engine = load(old, source, False, "cpu", threads, console)
+    state = engine.state()
+    if cfg.OBJECTIVE or not state.step:
+        weights, state = state.weights, parameters.initial_state(cfg)
+        if weights.size != state.weights.size:
+            raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
+        # not step 0: there a worker would begin with the random initial model
+        state.weights, state.step, state.seed = weights, 1, seeds.next_seed(seeds.first_seed(cfg), 0)
+    elif cfg.ISLAND_SEED != old.ISLAND_SEED:
+        state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
     _begin(cfg, state, directory)
-    console.line(f"egg: {directory} begins with the model of {source}, step {old.step}; {source} stays as it is")
+    console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}; {source} stays as it is")
 
 
 def _begin(cfg, state, directory):
