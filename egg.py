@@ -10,9 +10,11 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)         # Ctrl-C ends a command at once; a run catches it, to be kept
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import os
+import shutil
 import sys
 
 try:
@@ -150,10 +152,12 @@ def command(*options, saved=lambda args: ({}, None)):
 # --- commands --------------------------------------------------------------------------------------------------------
 
 def of_directory(args):
-    """The constants of the run that --save-dir or --load-dir continues; none if a new run begins."""
+    """The constants of the run that --save-dir or --load-dir continues; none if a new run begins, perhaps in place of
+    one without a step."""
     from cluster import history
+    says = egg_config.DETERMINING & egg_config.overrides(args.preset, args.defines).keys()
     for directory in filter(None, (args.save_dir, args.load_dir)):
-        if history.holds_run(directory):
+        if history.holds_run(directory) and not (says and directory == args.save_dir and history.is_blank(directory)):
             args.begins = directory != args.save_dir         # where constants differ, a new run with that model
             return history.configuration(directory), None if args.begins and args.objective else directory
     return {}, None
@@ -180,9 +184,11 @@ def of_directory_or_machine(args):
     return saved, run
 
 
-def begin(cfg, args):
+@contextlib.contextmanager
+def begun(cfg, args):
     """Checks that a run with an objective has it, and tries the file before `train` begins a new run. With --load-dir
-    and an objective or other constants the --save-dir, by default a new directory, begins with that model."""
+    and an objective or other constants the --save-dir, by default a new directory, begins with that model. Where the
+    block fails (a used port, too little memory) before a step is done, a new directory is gone again."""
     objective = args.objective
     if cfg.OBJECTIVE and not objective:
         raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it with "
@@ -190,14 +196,22 @@ def begin(cfg, args):
     if objective and args.function is train and not args.run:       # a coordinator only needs its digest
         from tools import train as training
         training.try_objective(cfg, objective)
-    if args.begins:
-        from cluster import history
-        from tools import use
-        source = egg_config.load(environ={}, saved=history.configuration(args.load_dir))
-        if objective or cfg.saved() != source.saved():
-            args.save_dir = args.save_dir or history.beside(args.load_dir)
+    from cluster import history
+    source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
+    begins = args.begins and (objective or cfg.saved() != source.saved())
+    if begins:
+        args.save_dir = args.save_dir or history.beside(args.load_dir)
+    new = args.save_dir and not os.path.lexists(args.save_dir)
+    try:
+        if begins:
+            from tools import use
             use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr))
             args.load_dir = None
+        yield
+    except Exception:
+        if new and history.holds_run(args.save_dir) and history.is_blank(args.save_dir, begun=True):
+            shutil.rmtree(args.save_dir)
+        raise
 
 
 def what_suits(cfg, args, presets):
@@ -222,9 +236,9 @@ def train(cfg, args):
         console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
-    begin(cfg, args)
-    done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
-                       **of_the_run(args))
+    with begun(cfg, args):
+        done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
+                           **of_the_run(args))
     directory = done.progress.run.directory
     if directory:
         objective = ["--objective", args.objective] if args.objective else []
@@ -256,7 +270,6 @@ def coordinator(cfg, args):
     """
     import egg_net
     from cluster import auth
-    begin(cfg, args)
     access = auth.Access(auth.whole_secret(args.secret_file),
                          auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca), args.insecure)
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
@@ -268,9 +281,10 @@ def coordinator(cfg, args):
     elif args.peer or args.no_accept:
         raise egg_config.ConfigError("--peer and --no-accept are for islands: give --island NAME too")
     console = run_console(args)
-    done = egg_net.run_coordinator(cfg, args.host, args.port, console=console, access=access, http=page(args, access),
-                                   island=island, **of_the_run(args),
-                                   hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
+    with begun(cfg, args):
+        done = egg_net.run_coordinator(
+            cfg, args.host, args.port, console=console, access=access, http=page(args, access), island=island,
+            **of_the_run(args), hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
     invite_to_continue(done.run.directory, console)
 
 
@@ -310,10 +324,10 @@ def ray(cfg, args):
     examples:
       python egg.py ray --save-dir ckpt --preset best
       ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
-    begin(cfg, args)
-    from deploy import ray
     console, access = run_console(args), access_to_page(args)
-    done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
+    with begun(cfg, args):
+        from deploy import ray
+        done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
     invite_to_continue(done.run.directory, console)
 
 

@@ -6,6 +6,7 @@ import pathlib
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import closing
@@ -22,6 +23,7 @@ from cluster.snapshots import state_hash
 from engine import hardware
 from tools import train, use
 from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
+from coordinators import filled
 from recordings import HERE, digests, python
 from readings import configured
 
@@ -84,7 +86,7 @@ def test_the_same_command_continues_a_coordinator(bytes_here):
 
 
 def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
-    open_run(CFG, "ckpt").close()
+    filled("ckpt", 1)
     for command in ("train", "coordinator"):
         for where in ("--save-dir", "--load-dir"):
             fails(run(f"{command} {where} ckpt -D N_LAYERS=3 -DVALIDATE_EVERY=5"), 2,
@@ -118,6 +120,37 @@ def test_other_constants_of_run_begin_a_new_run_with_the_state_of_another(bytes_
     assert digests(island) == digests(source) and island.step == source.step == 3 and island.seed != source.seed
     with closing(read_run(CFG.changed(LR_SCHEDULE=((0, 0.05),)), "a-2")) as begun:
         assert begun.start == (3, source.seed, state_hash(source).hex(), None)
+
+
+def test_a_run_without_a_step_is_replaced(bytes_here, compiled):
+    """Its constants and its data bind nobody; what is not said is as it was."""
+    open_run(CFG.changed(SEQ_LEN=16), "run").close()
+    pathlib.Path("run/data.sha256").write_text("ab" * 32)
+    said = succeeds(run("train --steps 1 --save-dir run", *bytes_here))
+    assert "run held a run without a step: this one takes its place\n" in said and "steps 0 to 1: " in said
+    fails(run("train --save-dir run -D SEQ_LEN=16"), 2, "run holds a run of another configuration")
+    open_run(CFG.changed(SEQ_LEN=16), "new").close()
+    pathlib.Path("new/data.sha256").write_text("ab" * 32)
+    said = succeeds(run("train --steps 1 --save-dir new", *bytes_here[-2:], "-DSAMPLE_EVERY=0"))
+    assert "takes its place" not in said and configuration("new")["SEQ_LEN"] == 16
+
+
+@mark.parametrize("load_dir", ["", "--load-dir ckpt -DLR_SCHEDULE=0:0.1"])
+def test_what_cannot_begin_leaves_no_directory(bytes_here, monkeypatch, load_dir, compiled):
+    def ends(words, line, *more):
+        done = run(f"{line} --save-dir new", *more, *shlex.split(load_dir))
+        assert done.returncode == 1 and words in done.stderr.splitlines()[-1], done
+
+    succeeds(run("train --steps 1 --save-dir ckpt", *bytes_here))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ends(f"port {port} is in use", f"coordinator --port {port}", *bytes_here[:-2])
+        ends(str(port), f"train --http {port}", *bytes_here)
+    monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("too little memory")))
+    ends("too little memory", "train", *bytes_here)
+    assert sorted(path.name for path in pathlib.Path().iterdir() if path.is_dir()) == ["ckpt", "my data"]
+    fails(run("train --save-dir ckpt", *bytes_here), 1, "too little memory")
+    assert configuration("ckpt")
 
 
 def test_an_old_run_without_settings_works_as_before(bytes_here):
