@@ -105,7 +105,9 @@ COMMON = dict([
     option("--steps N", "stop when the run has N steps", COUNT),
     option("--minutes N", "stop after N minutes", MINUTES),
     option("--save-dir DIR", "keep the run in DIR; if DIR holds a run, continue it"),
-    option("--load-dir DIR", "go on from the run in DIR, which stays as it is, in --save-dir (default: DIR-2, ...)"),
+    option("--load-dir DIR", "go on from the run in DIR, which stays as it is, in --save-dir (default: DIR-2, ...); "
+           "DIR@STEP, or the file of a snapshot: from that step"),
+    of_constant("--keep-every N", "keep every Nth snapshot for good", "KEEP_EVERY"),
     option("--http [HOST:]PORT", "serve a live page, and /metrics for Prometheus (default host: this machine only), "
            "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),
@@ -125,8 +127,9 @@ COMMON = dict([
 UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
-RUN = "--steps", "--minutes", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file", "--verbose"
-SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*); its configuration is used"),
+RUN = "--steps", "--minutes", "--load-dir", "--keep-every", "--http", "--log-json", "--tensorboard", "--secret-file", "--verbose"
+SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*), DIR@STEP or the file of a snapshot: "
+                    "at that step; its configuration is used"),
              option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
              "--threads", "--gpu")
 OPEN_PAGE = option("--insecure", "show the page of --http to anybody who can reach it")
@@ -198,14 +201,15 @@ def begun(cfg, args):
         training.try_objective(cfg, objective)
     from cluster import history
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
-    begins = args.begins and (objective or cfg.saved() != source.saved())
+    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved())
     if begins:
         args.save_dir = args.save_dir or history.beside(args.load_dir)
     new = args.save_dir and not os.path.lexists(args.save_dir)
     try:
         if begins:
             from tools import use
-            use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr))
+            use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr),
+                      args.step)
             args.load_dir = None
         yield
     except Exception:
@@ -481,6 +485,15 @@ def plot(cfg, args):
     plot.plot(args.runs, Printer(), args.x, args.out, args.log)
 
 
+@command(option("runs DIR", "save directories (default: all in this directory)", nargs="*"))
+def runs(cfg, args):
+    """list runs: their steps, best figures, and the constants in which they differ
+
+    example: python egg.py runs ckpt ckpt-2"""
+    from tools import plot
+    plot.runs(args.runs, Printer())
+
+
 @command()
 def arch(cfg, args):
     """print the architecture: parameters, sizes, what a step costs
@@ -555,7 +568,8 @@ def load(cfg, args):
     from tools import use
     check_size(cfg, args, args.load_dir)
     console = Printer(sys.stderr)
-    engine = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, console)
+    engine = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, console,
+                      args.step)
     console.line(f"egg: {args.load_dir}, step {engine.step}")
     return engine
 
@@ -607,7 +621,7 @@ def parsed(argv):
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
-        sub.set_defaults(function=function, saved=saved, begins=False)
+        sub.set_defaults(function=function, saved=saved, begins=False, step=None)
         sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                          help="set a constant of egg_config.py; can be repeated")
         sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made configuration")
@@ -624,6 +638,11 @@ def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use."""
     try:
         args = parsed(argv)
+        if vars(args).get("load_dir"):
+            from cluster import history
+            args.load_dir, args.step = history.at_step(args.load_dir)
+        if vars(args).get("keep_every") is not None:
+            args.defines.append(f"KEEP_EVERY={args.keep_every}")         # a run keeps that
         saved, args.run = args.saved(args)
         cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args),
                               begins=args.begins)

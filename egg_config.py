@@ -185,6 +185,7 @@ STRAGGLER_TIMEOUT = 90.0         # 0.1 to 1e6    | local   | seconds after which
 AUDIT_RATE = 0.01                # 0.0 to 1.0    | local   | share of the chunks that two workers evaluate, if there are
 #                                                            two
 SNAPSHOT_EVERY = 100             # 0 to 2^30     | local   | steps between snapshots in the save directory; 0: none
+KEEP_EVERY = 0                   # 0 to 2^30     | local   | every so many snapshots one is kept for good; 0: none
 IDLE_TIMEOUT = 600.0             # 1.0 to 1e6    | local   | seconds after which a silent connection is closed
 DEVICE = "auto"                  # auto, cpu, cuda | local | `cpu`, `cuda`, or `auto`: a GPU if there is one
 DEBUG = 0                        # 0, 1          | local   | 1: every tenth step the worker of chunk 0 prints statistics
@@ -408,7 +409,7 @@ CONSTANTS = _constants()
 DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
 # what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
 KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
-        "SNAPSHOT_EVERY"}
+        "SNAPSHOT_EVERY", "KEEP_EVERY"}
 
 
 # --- a configuration -------------------------------------------------------------------------------------------------

@@ -401,6 +401,15 @@ def open_run(cfg, save_dir=None, load_dir=None):
     return run
 
 
+def at_step(path):
+    """(directory, step) of DIR@STEP, or of the file of a snapshot; (path, None) of a directory."""
+    place, name = os.path.split(os.path.realpath(path))          # latest.egg and best.egg are links
+    if match := SNAPSHOT.fullmatch(name):
+        return os.path.relpath(place), int(match[1])
+    directory, at, step = path.rpartition("@")
+    return (directory, int(step)) if at and step.isdecimal() and not os.path.exists(path) else (path, None)
+
+
 def beside(directory):
     """The first of directory-2, directory-3, ... that is not there, for a run that begins with that of `directory`."""
     target = unused(os.path.abspath(directory))

@@ -349,7 +349,8 @@ class Shelf:
     def measured(self, step, figure):
         """The figure of a validation, with an objective of the reward alone, for the file name of the snapshot of this
         step, which may still be on its way."""
-        if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
+        every = self.cfg.SNAPSHOT_EVERY
+        if self.directory and every and (step % every == 0 or step in self.files):
             self.figures[step] = figure
             with contextlib.suppress(OSError):
                 self.arrange()
@@ -393,6 +394,8 @@ class Shelf:
                 os.symlink(self.files[step], path + ".part")
                 os.replace(path + ".part", path)
         stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
+        if every := self.cfg.KEEP_EVERY * self.cfg.SNAPSHOT_EVERY:
+            stay |= {step for step in self.files if step % every == 0}
         for step in self.files.keys() - stay:
             self.forget(step)
 

@@ -377,7 +377,7 @@ REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
 
 
 def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path):
-    with Server(tmp_path, FAKE, save=True, steps=11, stay=True) as server:
+    with Server(tmp_path, FAKE, save=True, steps=11, stay=True, drain=0) as server:
         # the validation of a FakeEngine rises
         server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Scripted())
         until(lambda: server.run.step == 11 and server.shelf.newest == 10)

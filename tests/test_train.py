@@ -180,6 +180,34 @@ def test_an_empty_newer_directory_does_not_win(here):
     assert newest() == "ckpt-empty"
 
 
+def test_the_end_has_a_snapshot_and_some_stay_for_good(bytes_here, compiled):
+    """Any step opens by its number, a snapshot by its file; `runs` compares them."""
+    def snapshots_of(directory):
+        return sorted(int(path.name[9:17]) for path in pathlib.Path(directory).glob("snapshot*"))
+
+    often = [*bytes_here, "-DSNAPSHOT_EVERY=2", "-DVALIDATE_EVERY=1"]
+    said = succeeds(run("train --steps 9 --keep-every 2 --save-dir ckpt", *often))
+    assert {4, 8, 9} <= {*snapshots_of("ckpt")}
+    last, = pathlib.Path("ckpt").glob("snapshot-00000009-*.egg")
+    after = line_with("validation: ", said).split()[3]
+    assert abs(float(last.name[18:-4]) - float(after)) < 0.001
+    succeeds(run("train --steps 14 --save-dir ckpt", "-DKEEP_EVERY=2"))
+    succeeds(run("train --steps 15 --save-dir ckpt"))
+    assert {4, 8, 12, 14, 15} <= {*snapshots_of("ckpt")} and len(snapshots_of("ckpt")) <= 6
+    eighth, = pathlib.Path("ckpt").glob("snapshot-00000008*")
+    for place, step in ("ckpt@5", 5), ("ckpt/latest.egg", 15), (eighth, 8):
+        assert run(f"generate --load-dir {place} --tokens 1").stderr == f"egg: ckpt, step {step}\n"
+    fails(run("eval --load-dir ckpt@16"), 1, "ckpt has only 15 steps")
+    assert "a new run" not in (said := run("train --load-dir ckpt@5 --steps 6")).stdout
+    assert "egg: ckpt-2 begins with the model of ckpt, step 5; ckpt stays as it is" in said.stderr
+    assert "steps 5 to 6: " in succeeds(said)
+    succeeds(run("train --load-dir ckpt@5 --steps 5 -D LR_SCHEDULE=0:0.125"))
+    table = [line.split(maxsplit=4) for line in succeeds(run("runs")).splitlines()]
+    assert [(name, steps) for name, steps, *_ in table] == [("run", "steps"), ("ckpt", "15"), ("ckpt-2", "6"),
+                                                            ("ckpt-3", "0")]
+    assert table[1][3] == "bits/byte" and "LR_SCHEDULE=0:0.125" in table[3][-1] and "N_LAYERS" not in str(table)
+
+
 # --- the clock of --minutes -------------------------------------------------------------------------------------------
 
 WARMED = """

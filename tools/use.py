@@ -25,13 +25,16 @@ class UseError(EggError):
 
 # --- a saved run ------------------------------------------------------------------------------------------------------
 
-def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
-    """An engine in the state of a saved run: the newest snapshot and a replay of the steps after it, or (best) the
-    snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError, UseError, EngineError,
-    DataError."""
+def load(cfg, directory, best=False, device="cpu", threads=None, console=None, step=None):
+    """An engine in the state of a saved run, of `step` if that is given: the newest snapshot and a replay of the steps
+    after it, or (best) the snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError,
+    UseError, EngineError, DataError."""
     with contextlib.closing(history.read_run(cfg, directory)) as run:
-        state = _state(cfg, run, best, console.line)
-        until, tokens = state.step if best else run.step, None
+        last = run.step if step is None else step
+        if last > run.step:
+            raise UseError(f"{directory} has only {run.step} steps")
+        state = _state(cfg, run, best, console.line, last)
+        until, tokens = state.step if best else last, None
         if (why := optimizers.reads_data(cfg)) and state.step < until:
             tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
             if any(run.data) and snapshots.data_digest(tokens) != run.data:
@@ -40,18 +43,20 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
         engine = engines.make(cfg, tokens, device, threads)
         engine.load(state)
         for step in range(state.step, until):
-            console.progress(f"{directory}: replaying step {step} of {run.step} ...")
+            console.progress(f"{directory}: replaying step {step} of {until} ...")
             history.replay(run, engine, step + 1)
         console.clear()
         return engine
 
 
-def _state(cfg, run, best, warn):
-    """The State to begin with: of the newest (best) readable snapshot, else the initial one; `warn` takes lines."""
+def _state(cfg, run, best, warn, last):
+    """The State to begin with: of the newest readable snapshot to step `last` (of the best), else the initial one;
+    `warn` takes lines."""
     shelf = snapshots.Shelf(cfg, run)
     for line in shelf.damaged:
         warn(line)
-    steps = shelf.ranked if best else sorted((s for s in shelf.files if s >= run.start.step), reverse=True)
+    steps = shelf.ranked if best else sorted((s for s in shelf.files if run.start.step <= s <= last or s == last),
+                                             reverse=True)
     if best and not steps:
         raise UseError(f"{run.directory} has no best snapshot: snapshots are taken every SNAPSHOT_EVERY steps, and "
                        "rated if the step is measured; leave --best out")
@@ -61,7 +66,8 @@ def _state(cfg, run, best, warn):
         except (ValueError, OSError) as error:
             warn(f"{os.path.join(run.directory, shelf.files[step])}: {error}")
     if best or run.start.step:
-        raise UseError(f"{run.directory}: the snapshot that it needs cannot be read: restore it from a copy")
+        raise UseError(f"{run.directory}: the snapshot that step {last} needs cannot be read: restore it from a copy (of "
+                       f"its {run.step} steps there are snapshots at {', '.join(map(str, sorted(shelf.files)))})")
     return parameters.initial_state(cfg)
 
 
@@ -269,10 +275,10 @@ def evaluate_objective(cfg, engine, path, console):
                      f"{judge.sample(engine, 0)}")
 
 
-def begin(cfg, old, source, directory, threads, console):
-    """Makes a save directory that begins with the state of the saved run `source`, of the Config `old`; with an
-    objective only with its weights, as it begins to learn something else. Raises EggError."""
-    engine = load(old, source, False, "cpu", threads, console)
+def begin(cfg, old, source, directory, threads, console, step):
+    """Makes a save directory that begins with the state of the saved run `source`, of the Config `old`, at `step` or
+    its end; with an objective only with its weights, as it begins to learn something else. Raises EggError."""
+    engine = load(old, source, False, "cpu", threads, console, step)
     state = engine.state()
     if cfg.OBJECTIVE or not state.step:
         weights, state = state.weights, parameters.initial_state(cfg)
