@@ -353,7 +353,8 @@ def _constants():
     constants = {}
     for name, (number, section, limits, agree, meaning) in lines_of.items():
         if not agree:
-            raise ConfigError(f"{_place(number)}{name}: {_no_such(name, [n for n in lines_of if lines_of[n][3]])}")
+            raise ConfigError(f"{_place(number)}{name}: a constant needs the comment behind its value: # allowed | "
+                              "agree | meaning" + did_you_mean(name, [n for n in lines_of if lines_of[n][3]]))
         if agree not in AGREE:
             raise ConfigError(f"{_place(number)}{name}: {agree!r} must be one of {', '.join(AGREE)}")
         value = globals()[name]

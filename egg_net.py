@@ -599,8 +599,7 @@ class Coordinator:
             worker.session.close()
 
     def drain(self, seconds):
-        """Hands out no more work, but lets the connected workers apply the completed steps, and one of them send the
-        last snapshot, for at most `seconds`."""
+        """Hands out no more work; within `seconds` workers apply what is complete, and one sends the last snapshot."""
         self.closing = self.dispatcher.changed = True
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(w.step is not None and w.step < self.run.step or self.collector.wanted(w)
@@ -673,7 +672,7 @@ class Coordinator:
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
         else:
             if self.closing:
-                self.collector.ask(worker)           # for the last snapshot
+                self.collector.ask(worker)
             self.dispatcher.hold(worker)
 
     def _catch_up(self, step, version):

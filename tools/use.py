@@ -66,8 +66,8 @@ def _state(cfg, run, best, warn, last):
         except (ValueError, OSError) as error:
             warn(f"{os.path.join(run.directory, shelf.files[step])}: {error}")
     if best or run.start.step:
-        raise UseError(f"{run.directory}: the snapshot that step {last} needs cannot be read: restore it from a copy (of "
-                       f"its {run.step} steps there are snapshots at {', '.join(map(str, sorted(shelf.files)))})")
+        raise UseError(f"{run.directory}: the snapshot that step {last} needs cannot be read: restore it from a copy "
+                       f"(there are those of the steps {sorted(shelf.files)})")
     return parameters.initial_state(cfg)
 
 
