@@ -121,14 +121,15 @@ COMMON = dict([
            "workers without a certificate"),
     option("--objective FILE", "a Python file whose function reward(prompts, completions) judges what members write "
            "(docs/OBJECTIVES.md)"),
-    option("--verbose", "print a line for every step, in the format of d-eggs, also on a terminal"),
+    option("--verbose", "print a line for every step, in the format and the unit of d-eggs"),
+    option("--quiet", "print nothing but errors"),
     option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
 UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = ("--steps", "--minutes", "--load-dir", "--keep-every", "--http", "--log-json", "--tensorboard", "--secret-file",
-       "--verbose")
+       "--verbose", "--quiet")
 SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*), DIR@STEP or the file of a snapshot: "
                     "at that step; its configuration is used"),
              option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
@@ -595,7 +596,7 @@ def numpy_threads(threads):
 
 def run_console(args):
     """The console of a run with the limits in `args`."""
-    return Console(verbose=args.verbose, steps=args.steps, minutes=args.minutes)
+    return Console(quiet=args.quiet, verbose=args.verbose, steps=args.steps, minutes=args.minutes)
 
 
 def invite_to_continue(directory, console):
