@@ -524,7 +524,8 @@ def prepare(cfg, args):
     gpu = hardware.devices(cfg) != ["cpu"]
     say = Printer().line
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
-    say("next: " + calling.command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
+    count = os.path.getsize(os.path.join(args.out, "input.bin")) // (1 if wanted == 256 else 4)
+    say("next: " + calling.command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu, count)))
 
 
 @command("--threads", "--gpu")

@@ -11,6 +11,7 @@ import numpy as np
 import egg_config
 from cluster.history import replacing, unused
 from egg_config import UsageError, explained
+from model import soft_targets
 from model.data_files import WORDS, DataError, read_text
 
 FILES = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}     # of a directory
@@ -71,8 +72,9 @@ def need_room(directory, force):
     raise UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
 
 
-def training_on(directory, n_tokens, plain, gpu):
-    """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine."""
+def training_on(directory, n_tokens, plain, gpu, count=0):
+    """[argument]: of `train`, for the files that `prepare` has made, with `count` tokens to train on, and with the
+    preset for this machine."""
     preset = ("best" if gpu else "laptop") + ("-bytes" if plain else "")
     constants = {"DETOKENIZE": 0} if plain else {}
     if not plain and n_tokens != egg_config.VOCAB_SIZE:
@@ -80,6 +82,8 @@ def training_on(directory, n_tokens, plain, gpu):
     if os.path.normpath(directory) != ".":
         constants |= {name: os.path.join(directory, file) for name, file in FILES.items()
                       if not (plain and name == "DECODING_FILE")}
+    if soft_targets.lacks_memory(egg_config.load(preset, environ={}), count):
+        constants["SOFT_TARGETS"] = ""
     kept = unused("ckpt-" + os.path.basename(os.path.abspath(directory)))
     return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
             "--save-dir", kept]
