@@ -11,7 +11,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import argparse
 import contextlib
-import hashlib
 import importlib
 import os
 import shutil
@@ -664,8 +663,8 @@ def objective_of(args):
     """(file, its SHA-256, whether it begins a run) of --objective, None without."""
     if args.function is not eval_ and (path := vars(args).get("objective")) is not None:
         advice = "give --objective the path of a Python file"
-        with egg_config.explained(EggError, path, advice), open(path, "rb") as file:
-            return path, hashlib.sha256(file.read()).hexdigest(), not args.run
+        with egg_config.explained(EggError, path, advice):
+            return path, egg_config.sha256_of(path), not args.run
 
 
 def failed(error):

@@ -177,6 +177,8 @@ VALIDATE_WINDOW = 0              # 0 to 2^20     | islands | (gru) tokens of suc
 INPUT_FILE = "input.bin"         #               | local   | training data
 VAL_FILE = "val.bin"             #               | local   | held-out data
 DECODING_FILE = "decoding.bin"   #               | local   | the bytes of each token
+DECODING_SHA256 = ""             #               | local   | of DECODING_FILE, which a saved run keeps: another one is
+#                                                            refused
 DETOKENIZE = 0                   # 0, 1          | all     | 1, with VOCAB_SIZE 256: the files hold tokens of
 #                                                            DECODING_FILE; the model reads their bytes
 PORT = 12345                     # 0 to 65535    | local   | TCP port of the coordinator
@@ -299,6 +301,12 @@ def explained(kind, place, advice=""):
         raise kind(f"{place}: {error.strerror}" + f": {advice}" * bool(advice)) from None
 
 
+def sha256_of(path):
+    """SHA-256 (hex) of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 # --- what the lines above say ----------------------------------------------------------------------------------------
 
 class Constant(namedtuple("Constant", "section value kind limits allowed agree model meaning line")):
@@ -410,7 +418,7 @@ CONSTANTS = _constants()
 DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
 # what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
 KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
-        "SNAPSHOT_EVERY", "KEEP_EVERY"}
+        "SNAPSHOT_EVERY", "KEEP_EVERY", "DECODING_SHA256"}
 
 
 # --- a configuration -------------------------------------------------------------------------------------------------

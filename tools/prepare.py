@@ -1,6 +1,7 @@
 """`python egg.py prepare`: makes the data files from texts. model.data_files reads them (SPEC 10)."""
 
 import contextlib
+import hashlib
 import itertools
 import os
 import sys
@@ -12,7 +13,7 @@ import egg_config
 from cluster.history import replacing, unused
 from egg_config import UsageError, explained
 from model import soft_targets
-from model.data_files import WORDS, DataError, read_text
+from model.data_files import MARK, WORDS, DataError, read_text
 
 FILES = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}     # of a directory
 VAL_SHARE = 0.05             # share of a text that is held out
@@ -40,6 +41,7 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
         files = {name: _encode(bpe, parts, name, say) for name, parts in files.items()}
         files["decoding.bin"] = [len(pieces).to_bytes(4, "little")]
         files["decoding.bin"] += (len(x).to_bytes(4, "little") + x for x in pieces)
+        files[MARK] = [hashlib.sha256(b"".join(files["decoding.bin"])).hexdigest().encode()]
     advice = "nothing was changed there; give --out a directory that can be written"
     with explained(DataError, out, advice), contextlib.ExitStack() as stack:     # any error leaves the old files
         os.makedirs(out, exist_ok=True)
