@@ -202,7 +202,8 @@ def begun(cfg, args):
         training.try_objective(cfg, objective)
     from cluster import history
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
-    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved())
+    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
+                              or history.has_old_votes(args.load_dir))
     if begins:
         args.save_dir = args.save_dir or history.beside(args.load_dir)
     new = args.save_dir and not os.path.lexists(args.save_dir)
