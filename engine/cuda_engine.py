@@ -30,7 +30,7 @@ from kernels import ptx, update
 from kernels.host import Kernel
 from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import integer_tables, optimizers, parameters, rewards, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
@@ -42,6 +42,8 @@ DIGESTERS = 1024            # blocks that make a digest, at most
 NOISY = (1 << 32) - 1       # mask of the noise in a job
 AHEAD = 16                  # tokens enqueued at once while generating
 ROOM = 16                   # of a text in device memory: a multiple of it
+# for which kernels are made that read texts
+LENGTHS = sorted(multiple << power for multiple in (2, 3) for power in range(3, 10) if multiple << power <= 1024)
 SHARE = 8                   # the operands of an update take at most 1 / SHARE of the free memory
 OPERANDS = 1 << 30          # and at most this number of bytes
 COMPILERS = 8               # processes that compile kernels at once, at most
@@ -383,10 +385,11 @@ Evaluation = collections.namedtuple("Evaluation", "windows result launch")
 Members = collections.namedtuple("Members", "evaluation fetched")
 
 
-def evaluating(engine):
-    """The Members of an engine. Reserves device memory for a chunk, in slices whose scratch takes at most half of what
-    is free. The result is losses or, with noise on activations, what `finish` of the votes says."""
-    cfg, forward, votes = engine.cfg, engine._forward, engine._forward.votes
+def evaluating(engine, forward, packed, cutting):
+    """The Members of a forward pass, by the matrices that `pack` has packed. Reserves device memory for a chunk, in
+    slices whose scratch takes at most half of what is free. The result is losses or, with noise on activations, what
+    `finish` of the votes says. cutting: see CudaEngine._cutting."""
+    cfg, votes = forward.cfg, forward.votes
     chunk, width = cfg.CHUNK_SIZE // 2, cfg.WINDOW
     most, scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
     all_windows = cuda.device_array(chunk * width, np.int32)
@@ -396,13 +399,14 @@ def evaluating(engine):
     def evaluation(members):
         pairs = members // 2
         windows, losses = all_windows[:pairs * width], all_losses[:all_losses.size // chunk * pairs]
-        cut = engine._cutting(windows, width)
+        cut = cutting(windows, width)
 
         def read(units, losses, *clean):
             apart, each = windows.size // units, losses.size // units
             for at in range(0, units, most):
                 end = min(units, at + most)
-                forward.evaluate(*engine._model, windows[at * apart:end * apart], engine._job, at, end - at, scratch,
+                forward.evaluate(engine.stream, engine._weights, packed, engine._overlay,
+                                 windows[at * apart:end * apart], engine._job, at, end - at, scratch,
                                  losses[at * each:end * each], *clean)
 
         def enqueue():
@@ -486,6 +490,7 @@ class CudaEngine:
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
         self._texts = None                                   # Texts of the last `write`
+        self._readers = {}                                   # see _reader
         self._update_steps = self._launches_of_update()
         self._update = Replay(self.stream, self._launch_update)
         self._add_up = Replay(self.stream, self._launch_digest)
@@ -567,7 +572,43 @@ class CudaEngine:
         values = self._begun.pop((first, count)).wait()
         return self._forward.votes.digits_of(values) if self._forward.votes else values.copy()
 
-    _members = functools.cached_property(evaluating)
+    @functools.cached_property
+    def _members(self):
+        return evaluating(self, self._forward, self._packed, self._cutting)
+
+    def vote(self, first, windows, advantages, counted, temperature):
+        """bytes: the packed digits of a chunk whose groups, from number `first` of this step on, read windows int32 [n,
+        T + 1] at a temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see rewards.windows."""
+        self._undo_update()
+        n, T = counted.shape
+        length = next(length for length in LENGTHS if length >= T)
+        forward, packed, members = self._reader(length, temperature)
+        evaluation, arrays = members.evaluation(self.cfg.CHUNK_SIZE), forward.votes.arrays
+        texts = np.zeros((forward.votes.groups, length + 1), np.int32)
+        weights, votes = np.zeros(len(texts), np.int8), np.zeros((len(texts), length), np.int8)
+        texts[:n, :T + 1], weights[:n], votes[:n, :T] = windows, advantages, advantages[:, None] * counted
+        copy_all((evaluation.windows, arrays.weights, arrays.counted),
+                 (texts.repeat(forward.cfg.READERS, axis=0).ravel(), weights, votes.ravel()), self.stream)
+        self._set_job(first * self.cfg.GROUP_SIZE)
+        forward.pack(self.stream, self._weights, packed)
+        evaluation.launch()
+        result = members.fetched[0].copy(evaluation.result, self.stream).record(self.stream)
+        return forward.votes.digits_of(result.wait())[0]
+
+    def _reader(self, length, temperature):
+        """(forward pass, its packed matrices, Members) for texts of `length` positions; the last one is kept."""
+        if (length, temperature) not in self._readers:
+            self._readers.clear()                            # frees its memory
+            cfg = rewards.reading(self.cfg, length, temperature)
+            forward = kernels(cfg, self._capability, ptx.shared_limit(cuda.get_current_device()), uint32)[0]
+            used = forward.kernels["load"] + forward.kernels["step"]
+            self.compile_seconds += compile_all(used, self._capability, f"{self.name}: texts of {length} tokens")
+            forward.tables()
+            forward.votes.reserve()
+            packed = cuda.device_array(forward.packed_bytes, np.int8)
+            members = evaluating(self, forward, packed, lambda windows, width: lambda: None)
+            self._readers[length, temperature] = forward, packed, members
+        return self._readers[length, temperature]
 
     def _enqueue(self, first, count):
         """The Fetched losses of an evaluation, which is begun."""
