@@ -490,7 +490,7 @@ class CudaEngine:
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
         self._texts = None                                   # Texts of the last `write`
-        self._readers = {}                                   # see _reader
+        self._read = None                                    # TextReader of the last `vote`
         self._update_steps = self._launches_of_update()
         self._update = Replay(self.stream, self._launch_update)
         self._add_up = Replay(self.stream, self._launch_digest)
@@ -580,35 +580,11 @@ class CudaEngine:
         """bytes: the packed digits of a chunk whose groups, from number `first` of this step on, read windows int32 [n,
         T + 1] at a temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see rewards.windows."""
         self._undo_update()
-        n, T = counted.shape
-        length = next(length for length in LENGTHS if length >= T)
-        forward, packed, members = self._reader(length, temperature)
-        evaluation, arrays = members.evaluation(self.cfg.CHUNK_SIZE), forward.votes.arrays
-        texts = np.zeros((forward.votes.groups, length + 1), np.int32)
-        weights, votes = np.zeros(len(texts), np.int8), np.zeros((len(texts), length), np.int8)
-        texts[:n, :T + 1], weights[:n], votes[:n, :T] = windows, advantages, advantages[:, None] * counted
-        copy_all((evaluation.windows, arrays.weights, arrays.counted),
-                 (texts.repeat(forward.cfg.READERS, axis=0).ravel(), weights, votes.ravel()), self.stream)
-        self._set_job(first * self.cfg.GROUP_SIZE)
-        forward.pack(self.stream, self._weights, packed)
-        evaluation.launch()
-        result = members.fetched[0].copy(evaluation.result, self.stream).record(self.stream)
-        return forward.votes.digits_of(result.wait())[0]
-
-    def _reader(self, length, temperature):
-        """(forward pass, its packed matrices, Members) for texts of `length` positions; the last one is kept."""
-        if (length, temperature) not in self._readers:
-            self._readers.clear()                            # frees its memory
-            cfg = rewards.reading(self.cfg, length, temperature)
-            forward = kernels(cfg, self._capability, ptx.shared_limit(cuda.get_current_device()), uint32)[0]
-            used = forward.kernels["load"] + forward.kernels["step"]
-            self.compile_seconds += compile_all(used, self._capability, f"{self.name}: texts of {length} tokens")
-            forward.tables()
-            forward.votes.reserve()
-            packed = cuda.device_array(forward.packed_bytes, np.int8)
-            members = evaluating(self, forward, packed, lambda windows, width: lambda: None)
-            self._readers[length, temperature] = forward, packed, members
-        return self._readers[length, temperature]
+        length = next(length for length in LENGTHS if length >= counted.shape[1])
+        if (self._read and self._read.kind) != (length, temperature):
+            self._read = None                                # frees its memory
+            self._read = TextReader(self, length, temperature)
+        return self._read.vote(first, windows, advantages, counted)
 
     def _enqueue(self, first, count):
         """The Fetched losses of an evaluation, which is begun."""
@@ -756,6 +732,36 @@ class CudaEngine:
             parts = self._texts.until(split, room)
             for written, places in zip(parts, (slice(least, split), slice(split, room))):
                 texts[at:at + most, places] = written[:count - at, places]
+
+
+class TextReader:
+    """Reads texts of up to `length` positions at a temperature, for the votes of a chunk (SPEC 22)."""
+
+    def __init__(self, engine, length, temperature):
+        self.kind, self._engine = (length, temperature), engine
+        cfg, limit = rewards.reading(engine.cfg, length, temperature), ptx.shared_limit(cuda.get_current_device())
+        self._forward = forward = kernels(cfg, engine._capability, limit, uint32)[0]
+        used = forward.kernels["load"] + forward.kernels["step"]
+        engine.compile_seconds += compile_all(used, engine._capability, f"{engine.name}: texts of {length} tokens")
+        forward.tables()
+        forward.votes.reserve()
+        self._packed = cuda.device_array(forward.packed_bytes, np.int8)
+        members = evaluating(engine, forward, self._packed, lambda windows, width: lambda: None)
+        self._evaluation, self._fetched = members.evaluation(cfg.CHUNK_SIZE), members.fetched[0]
+
+    def vote(self, first, windows, advantages, counted):
+        """See CudaEngine.vote."""
+        engine, forward, votes, (n, T) = self._engine, self._forward, self._forward.votes, counted.shape
+        texts, weights = np.zeros((votes.groups, self.kind[0] + 1), np.int32), np.zeros(votes.groups, np.int8)
+        of_positions = np.zeros((votes.groups, self.kind[0]), np.int8)
+        texts[:n, :T + 1], weights[:n], of_positions[:n, :T] = windows, advantages, advantages[:, None] * counted
+        copy_all((self._evaluation.windows, votes.arrays.weights, votes.arrays.counted),
+                 (texts.repeat(forward.cfg.READERS, axis=0).ravel(), weights, of_positions.ravel()), engine.stream)
+        engine._set_job(first * engine.cfg.GROUP_SIZE)
+        forward.pack(engine.stream, engine._weights, self._packed)
+        self._evaluation.launch()
+        result = self._fetched.copy(self._evaluation.result, engine.stream).record(engine.stream)
+        return votes.digits_of(result.wait())[0]
 
 
 class Texts:

@@ -403,6 +403,8 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
      "returned '55555555', which is no list of numbers"),
     ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 8 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
+    ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
+     "WEIGHTS = [1, 1]\n", "own.py: b raised ValueError: no, for the prompt"),
     ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
      "raised Odd, for the prompt"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
@@ -554,7 +556,7 @@ REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
 
 
 def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path):
-    with Server(tmp_path, FAKE, save=True, steps=11, stay=True) as server:
+    with Server(tmp_path, FAKE, save=True, steps=11, stay=True, drain=0) as server:
         # the validation of a FakeEngine rises
         server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Scripted())
         until(lambda: server.run.step == 11 and server.shelf.newest == 10)
@@ -724,7 +726,11 @@ def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_valid
     small = "-D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32 --objective own.py --load-dir ckpt"
     said = run(f"train {small} -D VALIDATE_EVERY=1 --save-dir a --steps 3")
     assert "reward at step 2: " in said and "val.bin is missing: no validation" in said
+    (tmp_path / "own.py").write_text("TOKENS = 6\ndef reward(completions, trainer_state):\n    done = "
+                                     "trainer_state.global_step / trainer_state.max_steps\n"
+                                     "    return [done] * len(completions)\n")
     said = run(f"train {small} -D VALIDATE_EVERY=0 --save-dir b --steps 3")
+    assert os.readlink(tmp_path / "b" / "best.egg") == "snapshot-00000003-reward-1.000000.egg"
     assert "reward at step 3: " in said and "reward at step 2: " not in said and "after, on held-out prompts" in said
 
 
@@ -740,7 +746,7 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
     assert kept() == before
     assert history.configuration(str(tmp_path / "ckpt-2"))["TEXT_SHARE"] == 0.5
     said = run(f"train {small} --save-dir ckpt-2 --steps 3")                            # the same once more
-    assert "egg: ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
+    assert "ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
     said = run(f"coordinator {small} --steps 1 --port 0")
     assert "ckpt-3 begins with the model of ckpt, step 1; ckpt stays" in said and "kept in ckpt-3, " in said
 

@@ -193,9 +193,13 @@ def judged(functions, texts, loop, state):
     for name, (_, function) in functions.items():
         takes = _parameters(function)
         every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
-        answer = function(**{key: values for key, values in passed.items() if every or key in takes})
-        if inspect.isawaitable(answer):
-            answer = loop.run_until_complete(answer)
+        try:
+            answer = function(**{key: values for key, values in passed.items() if every or key in takes})
+            if inspect.isawaitable(answer):
+                answer = loop.run_until_complete(answer)
+        except BaseException as error:
+            error.add_note(name)
+            raise
         answers[name] = _checked(name, answer, count)
     if "reply" in functions:
         return answers["reply"], {}
@@ -270,7 +274,7 @@ def _judge(path, name, reader, pipe):
                 answers = call(texts)
             except BaseException as error:           # also SystemExit
                 print(printed.getvalue()[-2000:], end="", file=sys.stderr)
-                answers = f"{path}: {_blamed(call, functions, texts, error)}"
+                answers = f"{path}: {_blamed(call, texts, error)}"
     except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
@@ -283,9 +287,9 @@ def _end_with_parent():
     os.killpg(0, signal.SIGKILL)
 
 
-def _blamed(call, functions, texts, error):
+def _blamed(call, texts, error):
     """str: the error of a call, with a text for which it fails alone."""
-    why = str(error) if isinstance(error, ObjectiveError) else f"{' + '.join(functions)} raised {_said(error)}"
+    why = str(error) if isinstance(error, ObjectiveError) else f"{error.__notes__[-1]} raised {_said(error)}"
     while (count := len(texts["prompts"])) > 1:
         for part in slice(count // 2), slice(count // 2, count):
             fewer = {name: values[part] for name, values in texts.items()}
@@ -573,10 +577,10 @@ class Objective:
             "news": "\n".join(line for judge in (self.judge, self.other) if judge for line in judge.news())}
 
     def measure_seen(self, engine):
-        """Lets `measured` tell also of what the unperturbed model writes after prompts that are not held out."""
+        """Lets `measured` tell also of what the model writes to learn from, after prompts that are not held out."""
         count, each = len(self.rows) or len(self.tokens) - PROMPT_TOKENS, HELD_OUT_TEXTS // SEEN_PROMPTS
         numbers = np.arange(SEEN_PROMPTS).repeat(each) * count // SEEN_PROMPTS
-        self.learnt = *self.judged(engine, self.prompts(numbers)), each
+        self.learnt = *self.judged(engine, self.prompts(numbers), self.settings), each
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
@@ -593,9 +597,9 @@ class Objective:
         if self.other:
             self.other.answers({**known, "texts": texts[1:] * 2})
 
-    def judged(self, engine, prompts):
+    def judged(self, engine, prompts, settings=None):
         """(the arguments of `readable` by name, rewards) of what the unperturbed model writes."""
-        texts = self._written(engine, prompts, np.arange(len(prompts.rows)), self.measuring)[0]
+        texts = self._written(engine, prompts, np.arange(len(prompts.rows)), settings or self.measuring)[0]
         return texts, self.judge.answers(texts, engine.step)
 
     def close(self):
