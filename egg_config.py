@@ -471,8 +471,9 @@ class Config(types.SimpleNamespace):
     def compiled(self):
         """The same without the constants on which no kernel depends: building one that reads such a constant fails, so
         that what is left names a kernel."""
+        others = "LR_SCHEDULE", "OBJECTIVE", "OBJECTIVE_TEXTS", "TEXT_SHARE"
         return Config(**{name: value for name, value in vars(self).items() if name not in CONSTANTS
-                         or CONSTANTS[name].agree in ("all", "run") and name != "LR_SCHEDULE"})
+                         or CONSTANTS[name].agree in ("all", "run") and name not in others})
 
     def learning_rate(self, step):
         """Learning rate (float) of the update of `step`; "ztest": share of the weights that chance would move."""

@@ -132,8 +132,8 @@ class ActivationVotes:
                       np.zeros((len(windows), cfg.N_LAYERS, cfg.N_HEADS, T, T), np.int16))
 
     def read(self, c, windows, seed, first_group, advantages=None, counted=None):
-        """A Reading of windows int32 [groups, WINDOW]. advantages int8 [groups], counted bool [groups, T]: their weights
-        and the positions that vote, all alike in a chunk of text."""
+        """A Reading of windows int32 [groups, WINDOW]. advantages int8 [groups], counted bool [groups, T]: their
+        weights and the positions that vote, all alike in a chunk of text."""
         cfg, groups, T = self.cfg, len(windows), self.cfg.SEQ_LEN
         sequences = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)])
         if advantages is None:
