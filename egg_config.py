@@ -89,7 +89,7 @@ ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update
 # --- noise on activations --------------------------------------------------------------------------------------------
 PERTURB = "weights"              # weights, activations | all | noise on the weights of pairs, or on the outputs of
 #                                                            units: learns far more from a token
-NOISE_EMBEDDING = 1              # 0 to 63       | run     | (gru) size of the noise of the embedding's outputs
+NOISE_EMBEDDING = 1              # 0 to 63       | run     | size of the noise of the embedding's outputs
 NOISE_GATE = 15                  # 0 to 63       | run     | (gru) of the sums of a gate
 NOISE_CANDIDATE = 1              # 0 to 63       | run     | (gru) of the sums of a candidate
 NOISE_ATTENTION = 8              # 0 to 63       | run     | (transformer) of queries, keys and values
@@ -179,6 +179,8 @@ VALIDATE_WINDOW = 0              # 0 to 2^20     | islands | (gru) tokens of suc
 INPUT_FILE = "input.bin"         #               | local   | training data
 VAL_FILE = "val.bin"             #               | local   | held-out data
 DECODING_FILE = "decoding.bin"   #               | local   | the bytes of each token
+DECODING_SHA256 = ""             #               | local   | of DECODING_FILE, which a saved run keeps: another one is
+#                                                            refused
 DETOKENIZE = 0                   # 0, 1          | all     | 1, with VOCAB_SIZE 256: the files hold tokens of
 #                                                            DECODING_FILE; the model reads their bytes
 PORT = 12345                     # 0 to 65535    | local   | TCP port of the coordinator
@@ -187,6 +189,7 @@ STRAGGLER_TIMEOUT = 90.0         # 0.1 to 1e6    | local   | seconds after which
 AUDIT_RATE = 0.01                # 0.0 to 1.0    | local   | share of the chunks that two workers evaluate, if there are
 #                                                            two
 SNAPSHOT_EVERY = 100             # 0 to 2^30     | local   | steps between snapshots in the save directory; 0: none
+KEEP_EVERY = 0                   # 0 to 2^30     | local   | every so many snapshots one is kept for good; 0: none
 IDLE_TIMEOUT = 600.0             # 1.0 to 1e6    | local   | seconds after which a silent connection is closed
 DEVICE = "auto"                  # auto, cpu, cuda | local | `cpu`, `cuda`, or `auto`: a GPU if there is one
 DEBUG = 0                        # 0, 1          | local   | 1: every tenth step the worker of chunk 0 prints statistics
@@ -303,6 +306,12 @@ def explained(kind, place, advice=""):
         raise kind(f"{place}: {error.strerror}" + f": {advice}" * bool(advice)) from None
 
 
+def sha256_of(path):
+    """SHA-256 (hex) of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 # --- what the lines above say ----------------------------------------------------------------------------------------
 
 class Constant(namedtuple("Constant", "section value kind limits allowed agree model meaning line")):
@@ -357,7 +366,8 @@ def _constants():
     constants = {}
     for name, (number, section, limits, agree, meaning) in lines_of.items():
         if not agree:
-            raise ConfigError(f"{_place(number)}{name}: {_no_such(name, [n for n in lines_of if lines_of[n][3]])}")
+            raise ConfigError(f"{_place(number)}{name}: a constant needs the comment behind its value: # allowed | "
+                              "agree | meaning" + did_you_mean(name, [n for n in lines_of if lines_of[n][3]]))
         if agree not in AGREE:
             raise ConfigError(f"{_place(number)}{name}: {agree!r} must be one of {', '.join(AGREE)}")
         value = globals()[name]
@@ -413,7 +423,7 @@ CONSTANTS = _constants()
 DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
 # what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
 KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
-        "SNAPSHOT_EVERY"}
+        "SNAPSHOT_EVERY", "KEEP_EVERY", "DECODING_SHA256"}
 
 
 # --- a configuration -------------------------------------------------------------------------------------------------
@@ -461,8 +471,9 @@ class Config(types.SimpleNamespace):
     def compiled(self):
         """The same without the constants on which no kernel depends: building one that reads such a constant fails, so
         that what is left names a kernel."""
+        others = "LR_SCHEDULE", "OBJECTIVE", "OBJECTIVE_TEXTS", "TEXT_SHARE"
         return Config(**{name: value for name, value in vars(self).items() if name not in CONSTANTS
-                         or CONSTANTS[name].agree in ("all", "run") and name != "LR_SCHEDULE"})
+                         or CONSTANTS[name].agree in ("all", "run") and name not in others})
 
     def learning_rate(self, step):
         """Learning rate (float) of the update of `step`; "ztest": share of the weights that chance would move."""
@@ -512,12 +523,13 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     return sources
 
 
-def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, objective=None):
+def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, objective=None, begins=False):
     """A Config with the `overrides`. saved: the constants of a saved run, as JSON returns them, in place of
-    this file's; run: its directory if it must continue with them. Raises ConfigError."""
+    this file's; run: its directory if it must continue with them; begins: those of "run" may be others. Raises
+    ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
               **{name: _tuples(value) for name, value in dict(saved).items()}}
-    sources, differ = overrides(preset, defines, environ, objective), {}
+    sources, differ, kinds = overrides(preset, defines, environ, objective), {}, set()
     for name, (source, value) in sources.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
@@ -525,13 +537,15 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
             reason = "was begun with another file, or that one has changed" if values[name] else "has no objective"
             raise ConfigError(f"{source}: {run} {reason}: --load-dir {run} with another --save-dir begins a new run "
                               "with its model")
-        if name in DETERMINING and value != values[name]:
+        if name in DETERMINING and value != values[name] and not (begins and CONSTANTS[name].agree == "run"):
+            kinds.add(CONSTANTS[name].agree)
             differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name]) or 'unset'}")
     if differ:
         differences = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
                                 for source, texts in differ.items())
-        raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or name another "
-                          "directory")
+        advice = "name another directory" if "all" in kinds else \
+            f"begin a new run with its model: the same command with --load-dir {run} in place of --save-dir"
+        raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or {advice}")
     return make(**{**values, **{name: value for name, (_, value) in sources.items()}})
 
 
@@ -618,8 +632,9 @@ def validate(cfg):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")
         need(cfg.CHUNK_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
              f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")
-        need(cfg.CHUNK_SIZE // cfg.GROUP_SIZE * cfg.SEQ_LEN <= 1 << 17, "CHUNK_SIZE",
-             f"must be at most 131072 / SEQ_LEN groups of GROUP_SIZE = {cfg.GROUP_SIZE} with PERTURB = activations: "
+        most = 1 << (17 if cfg.MODEL == "gru" else 16)
+        need(cfg.CHUNK_SIZE // cfg.GROUP_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
+             f"must be at most {most} / SEQ_LEN groups of GROUP_SIZE = {cfg.GROUP_SIZE} with PERTURB = activations: "
              "votes are sums in 32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",

@@ -25,12 +25,13 @@ class Collector:
         self.beside = hub.Beside()
         self.beside.begin(self.shelf.check(self.events.warn))
 
-    def _wanted(self, worker):
-        """Whether this worker shall send its state for the shelf."""
+    def wanted(self, worker):
+        """Whether this worker shall send its state for the shelf: every SNAPSHOT_EVERY steps, and at the end."""
         every, step, shelf = self.cfg.SNAPSHOT_EVERY, worker.step, self.shelf
         coming = shelf.digests.keys() - shelf.files.keys()               # to the disk
-        due = step in shelf.figures or every and step % every == 0
-        return (step and due and self.run.step < step + every and shelf.directory
+        due = (step in shelf.figures or every and step % every == 0
+               or self.coordinator.closing and step == self.run.step)
+        return (every and step and due and self.run.step < step + every and shelf.directory
                 and step not in shelf.files and step not in coming and len(coming) < MOST_COMING
                 and not shelf.stopped and worker.digest)
 
@@ -38,7 +39,7 @@ class Collector:
         """Asks a worker for its state, once per step, if it is wanted and no other worker has failed less often to send
         it. remember: for `Upload.state`, without a file, and whatever the step."""
         step = worker.step
-        if (self.upload or worker.state_asked == step or not (remember or self._wanted(worker))
+        if (self.upload or worker.state_asked == step or not (remember or self.wanted(worker))
                 or worker.states_failed > min(other.states_failed for other in self.dispatcher.workers)):
             return
         worker.state_asked = step
@@ -92,22 +93,6 @@ class Collector:
             if step not in shelf.files:
                 shelf.forget(step)                   # another one may be asked
             self.dispatcher.changed = True
-
-    def keep_last(self, step, reward, digest, body):
-        """Keeps the state with which a run has ended, if it has earned most so far. body: as of snapshots.pack."""
-        self.shelf.measured(step, reward)
-        if step not in self.shelf.figures or step in self.shelf.files:
-            return
-        try:
-            upload = snapshots.Upload(self.cfg, step, self.run.seed_of(step), digest, self.run.directory)
-            upload.feed(len(body), 0, body)
-            upload.check()
-            self.shelf.digests[step] = digest
-            for write in self.shelf.put(upload):
-                write()
-            self.events.emit("snapshot", step=step, bytes=upload.total)
-        except OSError as error:
-            self._stop(error)
 
     def _forget(self):
         """A task. With noise on activations the history keeps the steps since the second newest snapshot: a step is a

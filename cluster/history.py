@@ -31,6 +31,7 @@ OLD = "history-{:03d}.egg"
 OLD_NAME = re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
+VOTES = "VERSION_OF_VOTES"               # of a run with noise on activations, beside its constants
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
@@ -342,6 +343,10 @@ class Run:
     def _read_all(self):
         """Checks every record and stores its offset. An incomplete last one is ignored, and cut off by the owner."""
         config, start, size = _read_header(self._file, self._name)
+        if self._lock is not None and _has_old_votes(config):
+            raise HistoryError(f"{self._name} is of a program with other rules of noise on activations: `egg.py train "
+                               f"--load-dir {self.directory}` begins a new run with its model")
+        config.pop(VOTES, None)
         # a constant that is newer than the run counts as at its default
         if differ := difference({**egg_config.make(**egg_config.UNSET).saved(), **config}, self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
@@ -401,6 +406,15 @@ def open_run(cfg, save_dir=None, load_dir=None):
     return run
 
 
+def at_step(path):
+    """(directory, step) of DIR@STEP, or of the file of a snapshot; (path, None) of a directory."""
+    place, name = os.path.split(os.path.realpath(path))          # latest.egg and best.egg are links
+    if match := SNAPSHOT.fullmatch(name):
+        return os.path.relpath(place), int(match[1])
+    directory, at, step = path.rpartition("@")
+    return (directory, int(step)) if at and step.isdecimal() and not os.path.exists(path) else (path, None)
+
+
 def beside(directory):
     """The first of directory-2, directory-3, ... that is not there, for a run that begins with that of `directory`."""
     target = unused(os.path.abspath(directory))
@@ -429,6 +443,7 @@ def configuration(directory):
     if not _is_ours(directory):
         return {}
     config, *_ = _header_of(_file_of(directory))
+    config.pop(VOTES, None)
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
         settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT))
         config.update((name, value) for name, value in settings.items() if name in egg_config.KEPT)
@@ -437,6 +452,15 @@ def configuration(directory):
         if os.path.isfile(path):
             config[name] = path if os.path.isabs(path) else os.path.relpath(path)
     return config
+
+
+def has_old_votes(directory):
+    """Whether a run cannot go on, as the rules of its noise on activations have changed. Raises HistoryError."""
+    return _is_ours(directory) and _has_old_votes(_header_of(_file_of(directory))[0])
+
+
+def _has_old_votes(config):
+    return config.get("PERTURB") == "activations" and config.get(VOTES) != egg_config.VERSION_OF_VOTES
 
 
 def determining(config):
@@ -454,6 +478,12 @@ def _file_of(directory):
 
 def holds_run(directory):
     return os.path.isfile(_file_of(directory))
+
+
+def is_blank(directory, begun=False):
+    """Whether the run in a directory has no step; begun: also where it has a state to begin with."""
+    _, start, size = _header_of(_file_of(directory))
+    return os.path.getsize(_file_of(directory)) <= size and (begun or not start)
 
 
 def _is_ours(directory):
@@ -482,11 +512,10 @@ def epochs(directory):
 def newest(pattern="ckpt*"):
     """The directory whose run was written last, one with a step if there is any. Raises HistoryError without one."""
     def rank(directory):
-        path, trained = _file_of(directory), True
+        blank = False
         with contextlib.suppress(OSError, HistoryError):     # who opens it learns of the error
-            _, start, size = _header_of(path)
-            trained = start is not None or os.path.getsize(path) > size
-        return trained, os.path.getmtime(path)
+            blank = is_blank(directory)
+        return not blank, os.path.getmtime(_file_of(directory))
 
     directories = [name for name in glob.glob(pattern) if holds_run(name)]
     if not directories:
@@ -538,9 +567,15 @@ def open_directory(cfg, directory, start=None):
             lock = os.open(directory, os.O_RDONLY)
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.exists(path):
-                write_file(directory, FILE, _header(cfg, start or Start(0, 0)))
+            header = _header(cfg, start or Start(0, 0))
+            blank = os.path.exists(path) and is_blank(directory)
+            other = blank and read_file(path, LONGEST_TEXT) != header
+            if blank:
+                remove(os.path.join(directory, DATA_FILE))
+            if other or not os.path.exists(path):
+                write_file(directory, FILE, header)
             run = Run(cfg, open_file(path, "r+b"), directory, lock)
+            run.notices += [f"{directory} held a run without a step: this one takes its place"] * other
             run.sync()                       # a coordinator that was killed had perhaps not come to that
             sync_directory(directory)
         except BlockingIOError:
@@ -556,6 +591,8 @@ def open_directory(cfg, directory, start=None):
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):
             settings[name] = os.path.relpath(settings[name], directory)
+    if os.path.isfile(cfg.DECODING_FILE) and not cfg.DECODING_SHA256:
+        settings["DECODING_SHA256"] = egg_config.sha256_of(cfg.DECODING_FILE)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
     return run
 
@@ -629,7 +666,7 @@ def difference(there, here, where=("there", "here")):
 
 
 def _header(cfg, start):
-    fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.saved()}   # every egg reads 1
+    fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.agreed()}  # every egg reads 1
     if start.step:
         fields["start"] = start._asdict()
     text = json.dumps(fields, sort_keys=True).encode()

@@ -350,7 +350,8 @@ class Shelf:
         """The figure of a validation, with an objective of the reward alone, for the file name of the snapshot of this
         step, which may still be on its way. The best reward so far has a snapshot, whatever its step."""
         best = self.cfg.OBJECTIVE and figure > max(self.figures.values(), default=-math.inf)
-        if step and self.directory and self.cfg.SNAPSHOT_EVERY and (best or step % self.cfg.SNAPSHOT_EVERY == 0):
+        every = self.cfg.SNAPSHOT_EVERY
+        if step and self.directory and every and (best or step % every == 0 or step in self.files):
             self.figures[step] = figure
             with contextlib.suppress(OSError):
                 self.arrange()
@@ -394,6 +395,8 @@ class Shelf:
                 os.symlink(self.files[step], path + ".part")
                 os.replace(path + ".part", path)
         stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
+        if every := self.cfg.KEEP_EVERY * self.cfg.SNAPSHOT_EVERY:
+            stay |= {step for step in self.files if step % every == 0}
         for step in self.files.keys() - stay:
             self.forget(step)
 

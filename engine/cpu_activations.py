@@ -107,8 +107,9 @@ class ActivationVotes:
         self._matrices, self._biases, self._embedding = activations.votes(cfg)
         self._watched = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS), WATCHED)
         self._inputs, places = 0, {}
-        looked_up = [(*self._embedding, "")] if self._embedding else []
-        for tensor, phase, inputs in self._matrices + looked_up:
+        # a tied embedding is the head as well
+        looked_up = *self._embedding[:2], "normed_f" if self._embedding[0].product else ""
+        for tensor, phase, inputs in [*self._matrices, looked_up]:
             if (inputs, tensor.layer) not in places:
                 places[inputs, tensor.layer] = self._inputs
                 self._inputs += tensor.rows
@@ -131,8 +132,8 @@ class ActivationVotes:
                       np.zeros((len(windows), cfg.N_LAYERS, cfg.N_HEADS, T, T), np.int16))
 
     def read(self, c, windows, seed, first_group, advantages=None, counted=None):
-        """A Reading of windows int32 [groups, WINDOW]. advantages int8 [groups], counted bool [groups, T]: their weights
-        and the positions that vote, all alike in a chunk of text."""
+        """A Reading of windows int32 [groups, WINDOW]. advantages int8 [groups], counted bool [groups, T]: their
+        weights and the positions that vote, all alike in a chunk of text."""
         cfg, groups, T = self.cfg, len(windows), self.cfg.SEQ_LEN
         sequences = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)])
         if advantages is None:
@@ -156,7 +157,7 @@ class ActivationVotes:
         attended = np.empty((cfg.N_LAYERS, cfg.N_HEADS, *shape), np.int8)
         attention_credits(differences, least, activations.UNIT, record.shares, direct, attended)
         return lambda phase: (attended[phase.layer] if phase.later else
-                              direct[0 if phase.name.startswith("first") else phase.layer + 1])
+                              direct[0 if phase.outside else phase.layer + 1])
 
     def votes(self, read, least):
         """{tensor: int32 votes [rows padded to ROWS, cols padded to PANEL]} of what was read."""
@@ -176,9 +177,10 @@ class ActivationVotes:
                 add_products(record.inputs[first:first + tensor.rows], settled_of[phase], sums[tensor])
             for tensor, phase in self._biases:
                 sums[tensor][0, :tensor.cols] += settled_of[phase].sum(0, dtype=np.int32)
-            if self._embedding and self._embedding[1].amplitude:
-                tensor, phase = self._embedding
-                np.add.at(sums[tensor].T, record.tokens, settled_of[phase][:record.tokens.size])
+            tensor, phase, weight = self._embedding
+            if phase.amplitude:
+                settled_at = settled_of[phase][:record.tokens.size].astype(np.int32)
+                np.add.at(sums[tensor].T, record.tokens, weight * settled_at)
         return sums
 
     def vote_on_nothing(self):

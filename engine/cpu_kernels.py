@@ -154,14 +154,18 @@ def disturb(c, record, param, layer, first, count, scale, before, after, out):
     that belong to members; before and after, they are cut to these limits."""
     watched, units = record.watched[param, layer], out.shape[1]
     noise = local(units, i32)
-    for r in range(max(i64(0), record.tokens.size - first), count if watched.amplitude else 0):
-        k, t = divmod(first + r - record.tokens.size, record.T)
+    r = max(i64(0), record.tokens.size - first)
+    k, t = divmod(first + r - record.tokens.size, record.T)
+    for r in range(r, count if watched.amplitude else 0):
         if watched.turn < 0 or (record.member + k) % c.N_LAYERS == watched.turn:
             draw_noise(noise, u32(record.member_seed + u32(k)), watched.stream, t * units,
                        i32(scale * watched.amplitude))
             for i in range(units):
                 y = i32(min(max(i32(out[r, i]), i32(-before)), before) + noise[i])
                 out[r, i] = min(max(y, i32(-after)), after)
+        t += 1
+        if t == record.T:
+            k, t = k + 1, i64(0)
 
 
 @leaf
@@ -595,8 +599,9 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
     x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    for first in range(0, rows, ROWS):                       # the logits of few rows fit the second-level cache
-        count = min(ROWS, rows - first)
+    each = GROUP if c.VOCAB_SIZE < 1 << 10 else ROWS         # whose logits fit the second-level cache
+    for first in range(0, rows, each):
+        count = min(each, rows - first)
         logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
         if record is not None:
             keep(record, c.head, NO_LAYER, at + first, count, x)

@@ -168,7 +168,7 @@ def read(c, S, noisy, tokens, n, start, room, record, at):
     """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
     sequence, as `embed` takes them. record: None, or a Record that has the sequence from row `at` on."""
     members = 1 + noisy
-    embed(c, S, noisy, tokens, n, start, members * n, room.h, None, i64(0))
+    embed(c, S, noisy, tokens, n, start, members * n, room.h, record, at)
     mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, record, at)
     for layer in range(c.N_LAYERS):
         attention(c, layer, S, noisy, members, n, start, room, record, at)

@@ -23,7 +23,7 @@ from model import activations, integer_tables, parameters, rules, ternary
 
 BLOCK = 128
 WARPS = BLOCK // 32
-TOGETHER = 8                 # positions whose logits a thread computes, a multiple of 4
+TOGETHER = 16                # positions whose logits a thread computes, a multiple of 4
 ONES = 0x01010101
 A16 = types.Array(int16, 1, "C")
 hash32 = rules.draw_rules(device, 0).hash32
@@ -34,9 +34,12 @@ least_vote = RULES.least_vote
 credited = RULES.credited
 rounded = RULES.rounded
 settled = RULES.settled
+weighed = RULES.weighed
+weighed_excess = RULES.weighed_excess
 attention_share = RULES.attention_share
 handed_down = RULES.handed_down
-head_error = RULES.head_error
+excess = RULES.excess
+dithered = RULES.dithered
 
 
 @device
@@ -121,7 +124,7 @@ def _head_kernels(cfg):
     TARGETS, SKIP = cfg.TARGETS, cfg.STATE_TOKENS
     DIVISOR, SHIFT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
     SHIFT_ATTN = cfg.SHIFT_ATTN
-    HEAD_WORDS = TOGETHER * H // 4
+    HEAD_WORDS, QUADS = TOGETHER * H // 4, TOGETHER // 4
     row_of = row_function(cfg)
 
     @device
@@ -153,51 +156,91 @@ def _head_kernels(cfg):
             for e in range(4):
                 operand[place(rows, row + j * 4 + e, offset * PADDED + quad * 4)] = turned[e]
 
+    @device
+    def add_dots(acc, head, address, v):
+        """acc += products of column v of the head with TOGETHER positions at a shared address."""
+        at = int32(v)
+        for j in range(H // 4):
+            w = head[uint32(at)]
+            at = int32(at + int32(V))
+            for four in range(0, TOGETHER, 4):
+                x = ptx.load_shared4(int32(address + int32(four * 4)))
+                for e in range(4):
+                    acc[four + e] = ptx.dp4a(w, x[e], acc[four + e])
+            address = int32(address + int32(TOGETHER * 4))
+
+    @device
+    def logit_of(dot):
+        return max(min(dot // int32(DIVISOR), 127), -127) if PAIRED else dot >> SHIFT
+
     def errors(head: A32, normed: A32, losses: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count,
-               rows, operand: A32):
+               rows, counted: A8, operand: A32, operand_bytes: A8):
         """Operand rows from `row` on: the head's errors, of `count` groups from `offset` on. head: its canonical
-        weights; losses: as kernels.head leaves them; chunk: the job. One thread per token, TOGETHER positions per
-        block."""
-        x = cuda.shared.array(HEAD_WORDS, int32)
-        logits = cuda.shared.array((TOGETHER, BLOCK), int32)
-        first, lane = int64(cuda.blockIdx.y) * TOGETHER, cuda.threadIdx.x
+        weights; losses: as kernels.head leaves them; chunk: the job; counted: see Votes. A block TOGETHER positions:
+        first as if no token were wanted, whose error is one for every distance from the largest logit but for its
+        dither, then those that are."""
+        x = cuda.shared.array(HEAD_WORDS, int32, 16)
+        of_distance = cuda.shared.array((TOGETHER, 256), int32)
+        tops = cuda.shared.array(TOGETHER, int32)
+        first, lane = int64(cuda.blockIdx.x) * TOGETHER, cuda.threadIdx.x
         for i in range(lane, HEAD_WORDS, BLOCK):
             n = first + i % TOGETHER
             group = min(n // PADDED, count - 1)              # beyond a window any position will do
             x[i] = normed[core_word(row_of(group, min(n - group * PADDED, T - 1)), i // TOGETHER, H, H)]
+        for i in range(lane, TOGETHER * 256, BLOCK):
+            e, distance = i >> 8, i & 255
+            group = (first + e) // PADDED
+            t = first + e - group * PADDED
+            top, error = int64(SOFTMAX_TOP), int32(0)        # beyond a window: no error
+            if group < count and t < T:
+                softmax = losses[(2 * group + 1) * T + t]
+                top, error = softmax % SOFTMAX_SUM - SOFTMAX_TOP, excess(0, 1, exps[distance], softmax // SOFTMAX_SUM)
+                error = weighed_excess(error, counted[(offset + group) * T + t])
+            of_distance[e, distance] = error
+            if distance == 0:
+                tops[e] = top
         cuda.syncthreads()
-        v = cuda.blockIdx.x * BLOCK + lane
-        if v < V:
-            acc = int32s(TOGETHER)
+        address, acc, values = ptx.shared_address(x, 0), int32s(TOGETHER), int32s(4)
+        places = cuda.local.array(QUADS, int64)
+        for i in range(QUADS):
+            places[i] = place(rows, row, offset * PADDED + first + 4 * i)
+        for v in range(int32(lane), int32(V), int32(BLOCK)):
             for e in range(TOGETHER):
                 acc[e] = 0
-            for j in range(H // 4):
-                w = head[j * V + v]
-                for e in range(TOGETHER):
-                    acc[e] = ptx.dp4a(w, x[j * TOGETHER + e], acc[e])
-            for e in range(TOGETHER):
-                if PAIRED:
-                    logits[e, lane] = max(min(acc[e] // int32(DIVISOR), 127), -127)
-                else:
-                    logits[e, lane] = acc[e] >> SHIFT
+            add_dots(acc, head, address, v)
             for four in range(0, TOGETHER, 4):
                 group = (first + four) // PADDED
                 t = first + four - group * PADDED
                 if group < count:
                     seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
-                    values = int32s(4)
                     for e in range(4):
-                        values[e] = 0
-                        if t + e < T:
-                            at = group * width + SKIP + 1
-                            wanted = int32(tokens[at + t + e] == v)
-                            for k in range(TARGETS - 1):
-                                wanted += int32(tokens[at + T + (t + e) * (TARGETS - 1) + k] == v)
-                            logit, softmax = logits[four + e, lane], losses[(2 * group + 1) * T + t + e]
-                            below = min(softmax % SOFTMAX_SUM - SOFTMAX_TOP - logit, 255)
-                            values[e] = head_error(logit if PAIRED else int32(0), wanted, TARGETS, exps[below],
-                                                   softmax // SOFTMAX_SUM, seed, (t + e) * V + v)
-                    operand[place(rows, row + v, offset * PADDED + first + four)] = pack_bytes(values, 0)
+                        logit = logit_of(acc[four + e])
+                        below = uint32(min(int32(tops[four + e] - logit), int32(255)))
+                        number = uint32(uint32(t + e) * uint32(V) + uint32(v))
+                        values[e] = dithered(logit if PAIRED else int32(0), of_distance[four + e, below], seed, number)
+                    # as place says: rows in eights
+                    operand[places[four // 4] + int64((v >> 3) * int32(SPLIT * 2) + (v & 7) * 4)] = pack_bytes(values, 0)
+        cuda.syncthreads()
+        for i in range(lane, TOGETHER * TARGETS, BLOCK):
+            e, k = i // TARGETS, i % TARGETS
+            group = (first + e) // PADDED
+            t = first + e - group * PADDED
+            if group < count and t < T:
+                at = group * width + SKIP + 1
+                drawn = at + T + t * (TARGETS - 1) - 1       # the first target is the token that follows
+                v = tokens[at + t] if k == 0 else tokens[drawn + k]
+                wanted, dot = int32(tokens[at + t] == v), int32(0)
+                for other in range(1, TARGETS):
+                    wanted += int32(tokens[drawn + other] == v)
+                for j in range(H // 4):
+                    dot = ptx.dp4a(head[j * V + v], x[j * TOGETHER + e], dot)
+                logit, softmax = logit_of(dot), losses[(2 * group + 1) * T + t]
+                error = excess(wanted, TARGETS, exps[min(tops[e] - logit, 255)], softmax // SOFTMAX_SUM)
+                error = weighed_excess(error, counted[(offset + group) * T + t])
+                seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
+                error = dithered(logit if PAIRED else int32(0), error, seed, uint32(t * V + v))
+                n = offset * PADDED + first + e
+                operand_bytes[4 * place(rows, row + v, n // 4 * 4) + n % 4] = int8(error)
 
     def share(queries: A32, keys: A32, exps: A32, at, offset, shares: A16):
         """shares int16 [group][head][position][position that it sees], from shares[at] on: of the unperturbed model's
@@ -236,30 +279,33 @@ def _credit_kernels(cfg):
     BITS, CREDIT = activations.fraction_bits(cfg), cfg.CREDIT
     LEVELS, UNIT = activations.LEVELS, activations.UNIT
 
-    def measure(clean: A64, losses: A64, totals: A64):
-        """Losses become what is better than the mean of the group (SPEC 21, D). totals[0] += the sizes of all of them;
-        totals[1] += the losses of the groups' clean model. One thread per position."""
-        i, total, clean_loss = int64(cuda.grid(1)), int64(0), int64(0)
+    def measure(clean: A64, losses: A64, counted: A8, totals: A64):
+        """Losses become what is better than the mean of the group (SPEC 21, D), 0 where a position does not count.
+        totals[0] += the sizes of all of them; totals[1] += the losses of the groups' clean model; totals[2] += how many
+        count. One thread per position."""
+        i, total, clean_loss, votes = int64(cuda.grid(1)), int64(0), int64(0), int64(0)
         if i * K < losses.size:
             group = i // T
             at, gains = group * (K - 1) * T + i, int64(0)
             clean_loss = clean[group * T + i]
             for k in range(K):
                 gains += clean_loss - losses[at + k * T]
+            votes = int64(K if counted[i] != 0 else 0)
             for k in range(K):
-                better = K * (clean_loss - losses[at + k * T]) - gains
+                better = K * (clean_loss - losses[at + k * T]) - gains if votes else int64(0)
                 total += abs(better)
                 losses[at + k * T] = better
-        total, clean_loss = warp_sum(total), warp_sum(clean_loss)
+        total, clean_loss, votes = warp_sum(total), warp_sum(clean_loss), warp_sum(votes)
         if cuda.threadIdx.x & 31 == 0:
             cuda.atomic.add(totals, 0, total)
             cuda.atomic.add(totals, 1, clean_loss)
+            cuda.atomic.add(totals, 2, votes)
 
     def credit(losses: A64, totals: A64, credits: A8, later: A8):
         """credits, later int8: of positions, and in the recurrent model with later ones. One thread per member."""
         least = cuda.local.array(LEVELS, int64)
         for level in range(LEVELS):
-            least[level] = least_difference(level + 1, totals[0], losses.size)
+            least[level] = least_difference(level + 1, totals[0], totals[2])
         member = int64(cuda.grid(1))
         if member * T < losses.size:
             group = member // K
@@ -327,8 +373,8 @@ def _sums_kernel(cfg):
             sums[4 * i + e] = ptx.dp4a(by_output[e], four, sums[4 * i + e])
 
     @called
-    def settle(out, j, e, total, shift):
-        out[j] |= (settled(total, shift) & 255) << int32(8 * e)
+    def settle(out, j, e, total, weight, shift):
+        out[j] |= (weighed(total, weight, shift) & 255) << int32(8 * e)
 
     @called
     def turn_back(sums, j, cos, sin):
@@ -336,9 +382,10 @@ def _sums_kernel(cfg):
 
     @unroll
     def add_up(credits: A32, heads, job: AU32, begins, turn, shift, rotated, rope: A32, units, row, positions, rows,
-               operand: A32):
+               weights: A8, operand: A32):
         """Operand rows from `row` on. A thread has the 32 outputs of a hash at four positions; credits: a word for
-        every four members; rotated: the outputs are those of queries or keys, whose sums are turned back."""
+        every four members; rotated: the outputs are those of queries or keys, whose sums are turned back; weights: see
+        Votes."""
         words = units // 32
         b, quad, group, t = share_of(words, PADDED // 4)
         if quad * 4 < positions:
@@ -368,7 +415,7 @@ def _sums_kernel(cfg):
                     for i in range(16):
                         turn_back(sums, int32(2 * i), rope[at_angle + 2 * i], rope[at_angle + 2 * i + 1])
                 for j in range(32):
-                    settle(out, int32(j), e, sums[j], int32(shift))
+                    settle(out, int32(j), e, sums[j], int32(weights[group]), int32(shift))
             to = place(rows, row + b * 32, quad * 4)
             for j in range(32):                              # as place says: rows in eights
                 operand[to + (j >> 3) * (SPLIT * 2) + (j & 7) * 4] = out[j]
@@ -383,8 +430,8 @@ def _vote_kernels(cfg):
     WIDTH, SKIP = cfg.READERS * cfg.WINDOW, cfg.STATE_TOKENS             # between the windows of two groups
     ALPHA = activations.alpha(cfg)
 
-    def token_votes(operand: A32, row, windows: A32, positions, rows, at, votes: A32):
-        """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
+    def token_votes(operand: A32, row, windows: A32, positions, rows, at, weight, votes: A32):
+        """Adds `weight` times operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
         thread an output and four positions."""
         unit, quad, group, t = share_of(H, PADDED // 4)
         if quad * 4 < positions:
@@ -393,7 +440,7 @@ def _vote_kernels(cfg):
                 vote = ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * e))
                 if t + e < T and vote != 0:
                     token = windows[group * WIDTH + SKIP + t + e]
-                    cuda.atomic.add(votes, at + vote_index(token, unit, True, V), vote)
+                    cuda.atomic.add(votes, at + vote_index(token, unit, True, V), int32(weight * vote))
 
     def vote_sizes(votes: A32, tensors: A64, sizes: A64):
         """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size.
@@ -430,7 +477,9 @@ def _vote_kernels(cfg):
 
 class Votes:
     """The device arrays and launches of a chunk's votes; `keep`, `attended` and `head` while the clean model reads,
-    then `finish`. Arrays are reserved by `reserve`, on the device."""
+    then `finish`. Arrays are reserved by `reserve`, on the device. Of them weights int8 [groups] are those of the
+    windows and counted int8 [groups * SEQ_LEN] those of the positions, 0 where they do not count (SPEC 22): all 7
+    unless somebody sets them."""
 
     def __init__(self, cfg, pieces, wgmma):
         self.cfg, self._pieces = cfg, pieces                 # inputs of a piece of the MLP's inner values
@@ -464,15 +513,18 @@ class Votes:
                     shares=(max(1, cfg.N_LAYERS * self._attention), np.int16), digits=(cfg.CHUNK_DIGITS, np.int8),
                     kept=(2 * places * cfg.HIDDEN_DIM // 4 if self._recurrent else 1, np.int32),
                     votes=(cfg.CHUNK_DIGITS, np.int32),
-                    # the size of differences, the loss, the sizes of votes; then the packed digits
-                    result=(2 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
+                    weights=(self.groups, np.int8), counted=(places, np.int8),
+                    # the size of differences, the loss, the number of differences, the sizes of votes; then the packed
+                    # digits
+                    result=(3 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
 
     def bytes_needed(self):
         return sum(count * np.dtype(kind).itemsize for count, kind in self._sizes().values())
 
     def reserve(self):
-        """Reserves the arrays, all 0 but the operand rows of ones."""
+        """Reserves the arrays, all 0 but the operand rows of ones and the weights."""
         zeros = {name: np.zeros(count, kind) for name, (count, kind) in self._sizes().items()}
+        zeros["weights"][:] = zeros["counted"][:] = activations.LEVELS
         operand = zeros["operand"].view(np.int8).reshape(-1, self._rows // 8, SPLIT // 16, 8, 16)            # see place
         tiles, tensors = [], self._tensors
         for t, phase, name in self._products:
@@ -485,11 +537,11 @@ class Votes:
                        t.cols if t.matrix else 1, t.matrix, s)
                       for p in range(0, t.cols, TILE) for s in range(0, t.rows, TILE)]
         self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(array) for name, array in zeros.items()})
-        totals, digits = arrays.result[:2 + len(tensors)], arrays.result[2 + len(tensors):].view(np.uint8)
+        totals, digits = arrays.result[:3 + len(tensors)], arrays.result[3 + len(tensors):].view(np.uint8)
         of_tensors = np.array([x for t in tensors for x in (t.weights, t.size)], np.int64)
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
         self._args = dict(vars(arrays), rows=self._rows, positions=self.positions, start=0, totals=totals,
-                           sizes=totals[2:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
+                           sizes=totals[3:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
                            tiles=cuda.to_device(np.array(tiles, np.int32)), tensors=cuda.to_device(of_tensors),
                            rope=cuda.to_device(rope))
 
@@ -512,8 +564,9 @@ class Votes:
         """Keeps the head's inputs and errors of args["count"] groups."""
         head = self.matrices[0].tensor
         self.keep(args, "normed_f", 0, normed)
-        self._launch("errors", head.cols, args, high=blocks(args["count"] * self.padded, TOGETHER), normed=normed,
-                     head=args["weights"][head.span].view(np.int32), row=self._row[None])
+        self._launch("errors", blocks(args["count"] * self.padded, TOGETHER) * BLOCK, args, normed=normed,
+                     head=args["weights"][head.span].view(np.int32), row=self._row[None],
+                     operand_bytes=self.arrays.operand.view(np.int8))
 
     def finish(self, stream, job, windows):
         """Fills arrays.result, from the losses of all members and what was kept; windows: of all pairs."""
@@ -528,16 +581,14 @@ class Votes:
             self._add_up(self.phases, args, credits)
         for layer in () if self._recurrent else reversed(range(cfg.N_LAYERS)):
             self._launch("attend", credits.size, args, at=layer * self._attention, credits=credits, below=below)
-            self._add_up([phase for phase in self.phases if phase.turn == layer or cfg.N_LAYERS == 1
-                          and not phase.name.startswith("first")], args, credits)
+            self._add_up([phase for phase in self.phases if phase.layer == layer and not phase.outside], args, credits)
             credits, below = below, credits
         if not self._recurrent:
-            self._add_up([phase for phase in self.phases if phase.name.startswith("first")], args, credits)
+            self._add_up([phase for phase in self.phases if phase.outside], args, credits)
         self._launch("products", len(self._args["tiles"]) * self._splits * THREADS, args, THREADS)
-        if self.embedding:
-            tensor, phase = self.embedding
-            self._launch("token_votes", self.positions // 4 * phase.units, args, row=self._row[phase],
-                         at=tensor.weights)
+        tensor, phase, weight = self.embedding
+        self._launch("token_votes", self.positions // 4 * phase.units, args, row=self._row[phase], at=tensor.weights,
+                     weight=weight)
         for name in "vote_sizes", "vote_digits":
             self._launch(name, 64 * BLOCK, args, high=len(self._tensors))
         self._launch("pack_digits", self._args["packed"].size, args)
@@ -554,4 +605,4 @@ class Votes:
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
         size = ternary.packed_size(self.cfg.CHUNK_DIGITS)
-        return result[2 + len(self._tensors):].tobytes()[:size], self.cfg.GROUP_SIZE * int(result[1])
+        return result[3 + len(self._tensors):].tobytes()[:size], self.cfg.GROUP_SIZE * int(result[1])

@@ -337,15 +337,10 @@ def activation_rules(jit):
         error = i32(i32(random - i32(excess)) >> i32(16))
         return i32(0) if logit == 127 and error > 0 or logit == -127 and error < 0 else error
 
-    @jit
-    def head_error(logit, wanted, targets, weight, total, of_window, seed, number):
-        """int32 that fits int8: the error of a logit; of_window: the weight of its window, -7 to 7."""
-        return dithered(logit, weighed_excess(excess(wanted, targets, weight, total), of_window), seed, number)
-
     return SimpleNamespace(noise_of=noise_of, signed=signed, digit=digit, least_difference=least_difference,
                            least_vote=least_vote, credited=credited, rounded=rounded, settled=settled,
                            weighed=weighed, attention_share=attention_share, handed_down=handed_down, excess=excess,
-                           weighed_excess=weighed_excess, dithered=dithered, head_error=head_error)
+                           weighed_excess=weighed_excess, dithered=dithered)
 
 
 def sampling_rules(jit, ops):

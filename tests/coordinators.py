@@ -46,8 +46,8 @@ class Server:
     def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
         self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = open_run(cfg, directory if save else None)
-        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory, console=egg_net.Console(self.lines),
-                                       **options)
+        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory,
+                                       console=egg_net.Console(self.lines, verbose=True), **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.calls = queue.SimpleQueue()
         self.thread = Thread(target=self._serve)
@@ -319,7 +319,7 @@ def upload(peer, state):
 def cluster(directory, engines, steps, cfg=CFG, **options):
     """Runs these engines, no more than a step has chunks, as workers w0, w1, ... of one coordinator; the server, after
     `steps` steps."""
-    server, threads = Server(directory, cfg, steps=steps, drain=15, **options), []
+    server, threads = Server(directory, cfg, steps=steps, **{"drain": 15, **options}), []
     begin_together(engines)
 
     def serve(engine, name):

@@ -2,7 +2,6 @@
 worker: it opens the data, makes the engine, prints the references."""
 
 import contextlib
-import hashlib
 import os
 import signal
 import socket
@@ -10,10 +9,10 @@ import time
 from collections import namedtuple
 
 import egg_net
-from cluster import auth, snapshots
+from cluster import auth
 from cluster.console import Console, printable, stop_signals
 from cluster.link import check_address
-from egg_config import EggError, explained
+from egg_config import EggError, explained, sha256_of
 from engine import engines, hardware
 from model import data_files, parameters
 from tools import processes
@@ -33,8 +32,8 @@ class TrainError(EggError):
 # tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None
 Data = namedtuple("Data", "tokens validation decoding")
 # The last measurement of the first worker: step; figure: (validation, unit), sample: str, reward: what
-# Objective.measured gives, state: (digest, snapshots.pack), with a reward, each or None
-Final = namedtuple("Final", "step figure sample reward state")
+# Objective.measured gives, or None
+Final = namedtuple("Final", "step figure sample reward")
 # The result of `train`. progress: a cluster.status.Progress; final: a Final, None if no worker was alive at the end
 Trained = namedtuple("Trained", "progress final")
 
@@ -89,8 +88,8 @@ def opened_objective(cfg, path, data, processes=None, steps=None):
         return
     from tools import objective
     advice = "the file of --objective must be on the disk of this machine"
-    with explained(objective.ObjectiveError, path, advice), open(path, "rb") as file:
-        if cfg.OBJECTIVE not in ("", hashlib.file_digest(file, "sha256").hexdigest()):
+    with explained(objective.ObjectiveError, path, advice):
+        if cfg.OBJECTIVE not in ("", sha256_of(path)):
             raise objective.ObjectiveError(f"{path} is not the file with which this run began: copy that one here, or "
                                            "undo what has changed")
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
@@ -153,8 +152,7 @@ def _worker_process(device, cfg, port, threads, first, access, steps, objective,
                 known = data.validation
                 figure = known and (known.bits(engine.validate(known.windows)[0]), known.unit)
                 text = egg_net.sample(cfg, engine, data.tokens, data.decoding, judge) if cfg.SAMPLE_EVERY else None
-                pipe.send(("final", Final(engine.step, figure, text, judge and judge.measured(engine),
-                                          judge and (engine.digest(), snapshots.pack(engine.state())))))
+                pipe.send(("final", Final(engine.step, figure, text, judge and judge.measured(engine))))
     except (EOFError, BrokenPipeError):
         pass                                        # the parent has ended, or needs no Final
     except EggError as error:
@@ -306,6 +304,8 @@ def _sum_up(coordinator, references, final):
     before = done.validations[:1]                    # [(step, figure, unit)]
     if final and final.figure:
         done.validated(final.step, *final.figure)
+        if not final.reward:
+            coordinator.shelf.measured(final.step, final.figure[0])
     console.line(done.summary())
     if final is None:
         return
@@ -313,8 +313,8 @@ def _sum_up(coordinator, references, final):
         models, (after, unit) = {k: x for k, x in references.items() if k != "uniform"}, final.figure
         console.line(f"validation: {before[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
     if final.reward:
-        if done.rewarded(final.step, *final.reward):
-            coordinator.collector.keep_last(final.step, final.reward[1], *final.state)
+        done.rewarded(final.step, *final.reward)
+        coordinator.shelf.measured(final.step, final.reward[1])
         first = done.rewards[0][1] if done.rewards else final.reward[1]
         console.line(f"reward: {first:.4f} before, {final.reward[1]:.4f} after, on held-out prompts")
     if final.sample is not None:
