@@ -504,7 +504,8 @@ def arch(cfg, args):
     print(arch.describe(cfg))
 
 
-@command(option("texts TEXT", "files of text (or any bytes), read one after the other, also .zst", nargs="+"),
+@command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "
+                 ".gz, .xz, .bz2, .zst, and .jsonl with a field \"text\"", nargs="+"),
          of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
