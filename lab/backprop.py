@@ -1,6 +1,7 @@
 """Back-propagation on the shape of a configuration, as a yardstick: PyTorch, float32, AdamW, on the same text. Prints
 validations as JSON lines, which `egg.py plot` draws beside runs."""
 
+import argparse
 import json
 import math
 import time
@@ -8,7 +9,7 @@ import time
 import torch
 from torch.nn import functional
 
-import lab
+import egg_config
 from cluster.console import Console
 from model import parameters
 from tools import train as training
@@ -120,9 +121,11 @@ def model(cfg, device):
 
 
 if __name__ == "__main__":
-    options = lab.parser(__doc__)
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--preset", help="as of egg.py")
+    options.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE", help="as of egg.py")
     options.add_argument("--minutes", type=float, default=1)
     options.add_argument("--batch", type=int, default=32, help="windows of SEQ_LEN tokens in a step (default: 32)")
     options.add_argument("--rate", type=float, default=0.006, help="the highest learning rate (default: 0.006)")
     args = options.parse_args()
-    train(lab.configuration(args), args.minutes, args.batch, args.rate)
+    train(egg_config.load(args.preset, args.defines), args.minutes, args.batch, args.rate)
