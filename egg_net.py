@@ -433,7 +433,7 @@ class Hook:
         raise Refused(f"island {card.name}: this one is no island: start it with --island NAME", wire.OTHER_CONFIG)
 
     check = nothing            # (now): deadlines and whatever else is due; several times a second
-    state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
+    snapshot_kept = nothing    # (step): the shelf has a snapshot of this step
     step_completed = nothing   # (): a step is in the history and no chunk of the next one handed out
     # (step, value, unit): a worker has measured the state of this step, with an objective its reward; less is better
     validated = nothing
@@ -663,7 +663,7 @@ class Coordinator:
             self.collector.ask(worker)               # faster ones may have left it no chunk of that step
             session.send(self._catch_up(step, worker.version))
         elif self.island.handover:
-            self.collector.ask(worker, remember=True)
+            self.collector.ask(worker)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             worker.joins = False
@@ -802,12 +802,12 @@ class Coordinator:
         for worker in workers:
             worker.session.refuse(f"banned: {reason}", wire.BANNED)
 
-    def begin_epoch(self, state, origin, body=None):
-        """Goes on from another state, of this step and seed, between two steps. origin: see history.Start; body: of its
-        snapshot, if it is made already. Raises OSError, and then nothing has changed."""
+    def begin_epoch(self, state, origin):
+        """Goes on from another state, of this step and seed, between two steps. origin: see history.Start. Raises
+        OSError, and then nothing has changed."""
         self.collector.beside.drop()
         try:
-            sha256 = snapshots.save(self.cfg, state, self.run.directory, body)
+            sha256 = snapshots.save(self.cfg, state, self.run.directory)
             self.run.begin_epoch(history.Start(state.step, state.seed, sha256.hex(), origin))
         except OSError:
             self.shelf.forget(state.step)            # it may be that of the other state now

@@ -29,21 +29,21 @@ class Collector:
         """Whether this worker shall send its state for the shelf."""
         every, step, shelf = self.cfg.SNAPSHOT_EVERY, worker.step, self.shelf
         coming = shelf.digests.keys() - shelf.files.keys()               # to the disk
-        return (every and step and step % every == 0 and self.run.step < step + every and shelf.directory
+        due = every and step and step % every == 0 and self.run.step < step + every
+        return ((due or self.coordinator.island.handover and step == self.run.step) and shelf.directory
                 and step not in shelf.files and step not in coming and len(coming) < MOST_COMING
                 and not shelf.stopped and worker.digest)
 
-    def ask(self, worker, remember=False):
+    def ask(self, worker):
         """Asks a worker for its state, once per step, if it is wanted and no other worker has failed less often to send
-        it. remember: for `Upload.state`, without a file, and whatever the step."""
+        it."""
         step = worker.step
-        if (self.upload or worker.state_asked == step or not (remember or self._wanted(worker))
+        if (self.upload or worker.state_asked == step or not self._wanted(worker)
                 or worker.states_failed > min(other.states_failed for other in self.dispatcher.workers)):
             return
         worker.state_asked = step
         try:
-            self.upload = snapshots.Upload(self.cfg, step, self.run.seed_of(step), worker.digest, self.run.directory,
-                                           remember=remember)
+            self.upload = snapshots.Upload(self.cfg, step, self.run.seed_of(step), worker.digest, self.run.directory)
             self.worker = worker
             worker.session.reply(SNAPSHOT_WANTED, step)
         except OSError as error:
@@ -75,12 +75,11 @@ class Collector:
         step, shelf = upload.step, self.shelf
         try:
             yield upload.check
-            if not upload.remembered:
-                if self.coordinator.states.contradicts(step, upload.digest):
-                    raise ValueError("others have another state")
-                yield from shelf.put(upload)
-                self.events.emit("snapshot", step=step, bytes=upload.total)
-            self.coordinator.island.state_received(upload)
+            if self.coordinator.states.contradicts(step, upload.digest):
+                raise ValueError("others have another state")
+            yield from shelf.put(upload)
+            self.events.emit("snapshot", step=step, bytes=upload.total)
+            self.coordinator.island.snapshot_kept(step)
             yield from self._forget()
         except ValueError as error:
             self._warn(worker, step, error)

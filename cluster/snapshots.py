@@ -146,14 +146,13 @@ def _make_head(cfg, step, seed, sha256, fitness, size):
                                       size))
 
 
-def save(cfg, state, directory, body=None):
+def save(cfg, state, directory):
     """Writes a State as the snapshot with which a run or an epoch begins; it is on the disk when this returns. Returns
-    its SHA-256 (bytes). body: the result of `pack`, if it exists already. Raises OSError."""
+    its SHA-256 (bytes). Raises OSError."""
     sha256 = state_hash(state)
     with history.replacing(directory, history.snapshot_name(state.step)) as file:
         file.write(bytes(HEAD_SIZE))
-        for piece in [body] if body else _packed(state):
-            file.write(piece)
+        file.writelines(_packed(state))
         size = file.tell() - HEAD_SIZE
         file.seek(0)
         file.write(_make_head(cfg, state.step, state.seed, sha256, b"", size))
@@ -162,18 +161,16 @@ def save(cfg, state, directory, body=None):
 
 class Upload:
     """A snapshot that is being received: its pieces are written as they come. `whole`: all have come; then `check`.
-    digest: of its state, as the worker has stated it; sha256: set by `check`; `got`, `total`: bytes of the body;
-    remembered: it is for `state`, and for no shelf; drop: removes its file, unless that is kept. Raises ValueError for
-    data that cannot be right, OSError of the disk."""
+    digest: of its state, as the worker has stated it; sha256: set by `check`; `got`, `total`: bytes of the body; drop:
+    removes its file, unless that is kept. Raises ValueError for data that cannot be right, OSError of the disk."""
 
     got = 0
     total = sha256 = None
 
-    def __init__(self, cfg, step, seed, digest, directory, remember=False):
+    def __init__(self, cfg, step, seed, digest, directory):
         self.step = step
         self.seed = seed
         self.digest = digest
-        self.remembered = remember
         self._cfg = cfg
         self._part = history.Part(directory, "snapshot-")
         self._file = self._part.file
@@ -214,13 +211,6 @@ class Upload:
         self._file.seek(0)
         self._file.write(_make_head(self._cfg, self.step, self.seed, self.sha256, fitness, self.total))
         self._part.keep(name)
-
-    def state(self):
-        """The State, before `keep` and `drop`. Raises OSError."""
-        from model import parameters
-        self._file.seek(HEAD_SIZE)
-        raw = history.unzip(self._file.read(), sum(sizes(self._cfg)))
-        return parameters.from_raw(self._cfg, raw, self.step, self.seed)
 
 
 class Shelf:

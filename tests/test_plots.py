@@ -163,7 +163,7 @@ ISLAND = {"name": "north", "id": "1", "epoch": 3, "fitness": 3.8125, "kind": "va
     ("south", "10.0.0.2:12345", "up", 3.75, "validation", 300, 1, 0.4, 1),
     (BAD_NAME, "10.0.0.3:12345", "refused", 1.5, "reward", 0, 0, 12.5, 3),
     ("west", "10.0.0.4:12345", "down", None, None, None, None, None, 0)),
-    "epochs": table("epoch step from peer_step digest", (0, 0, "north", None, None), (1, 90, "south", 80, "aa"))}
+    "since": 90, "from": "south"}
 
 
 def test_the_page_shows_an_island(tmp_path, monkeypatch):
