@@ -15,7 +15,7 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
                   model.fitness_digits.pack_ternary     five digits a byte
                   Worker._result                    makes a RESULT of them,
                   cluster.link.Link.send            which leaves the worker with the next JOB_REQUEST
-    coordinator   cluster.session.Session.received  takes frames out of what has come
+    coordinator   cluster.admission.Session.received takes frames out of what has come
                   RemoteWorker.handle
                   cluster.wire.read_result          checks the RESULT
                   Coordinator.take_result
@@ -42,14 +42,13 @@ import socket
 import time
 
 from cluster import auth, event_log, history, snapshots, status, wire
-from cluster.admission import Admission, ERRORS
+from cluster.admission import Admission, ERRORS, Role
 from cluster.collector import Collector
 from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
 from cluster.status import Progress
-from cluster.session import Role
 from cluster.step import AGREES, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
 from model import ternary
