@@ -839,7 +839,7 @@ def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, l
     """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json,
     tensorboard: see event_log.Events; options: of Coordinator. Raises EggError."""
     with (contextlib.closing(history.open_run(cfg, save_dir, load_dir)) as run,
-          event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events,
+          event_log.Events(cfg, run, console, log_json, tensorboard) as events,
           contextlib.closing(Coordinator(cfg, run, host, port, console=console, events=events, **options)) as opened):
         yield opened
 

@@ -25,11 +25,11 @@ def of_kind(kind, told):
 
 
 @contextlib.contextmanager
-def told_to(directory, lines=None, *more, saved=None, **options):
-    """The Events of a run, which go to `lines` and to files of the directory; saved: the run's own."""
+def told_to(lines=None, *more, saved=None, **options):
+    """The Events of a run, which go to `lines` and to files; saved: the run's own."""
     console = egg_net.Console(lines or Lines())
     with contextlib.closing(history.open_run(CFG, saved)) as run, \
-            event_log.Events(CFG, run, directory, console, *more, **options) as told:
+            event_log.Events(CFG, run, console, *more, **options) as told:
         yield told
 
 

@@ -146,7 +146,7 @@ import os, sys, egg_config, egg_net
 from cluster import event_log, history
 cfg, console = egg_config.make(), egg_net.Console()
 run = history.open_run(cfg, sys.argv[1])
-events = event_log.Events(cfg, run, sys.argv[1], console)
+events = event_log.Events(cfg, run, console)
 coordinator = egg_net.Coordinator(cfg, run, "127.0.0.1", 0, console=console, events=events)
 assert coordinator.address[1]
 print(f"step {run.step},")

@@ -218,7 +218,7 @@ from cluster import auth, event_log, history; from tools import live_page
 cfg, console = egg_config.make(), egg_net.Console(quiet=True)
 where = live_page.where(('127.0.0.1', 0), auth.Access())
 run = history.open_run(cfg)
-events = event_log.Events(cfg, run, sys.argv[1], console)
+events = event_log.Events(cfg, run, console)
 coordinator = egg_net.Coordinator(cfg, run, '127.0.0.1', 0, console=console, events=events, http=where)
 coordinator.poll(0)
 coordinator.close()
