@@ -87,13 +87,15 @@ ADAPTIVE_NOISE_INC = 5           # 0 to 127      | run     | increase per update
 ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update for one that did not
 
 # --- noise on activations --------------------------------------------------------------------------------------------
-PERTURB = "weights"              # weights, activations | all | (gru) noise on the weights of pairs, or on the outputs
-#                                                            of units: learns more from a token
-NOISE_EMBEDDING = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) largest noise of the embedding's outputs
-NOISE_GATE = 15                  # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a gate
-NOISE_CANDIDATE = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a candidate
-NOISE_UP = 7                     # 0, 1, 3, 7, 15, 31, 63 | run | (gru) inside the MLP
-NOISE_DOWN = 1                   # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the outputs of the MLP
+PERTURB = "weights"              # weights, activations | all | noise on the weights of pairs, or on the outputs of
+#                                                            units: learns far more from a token
+NOISE_EMBEDDING = 1              # 0 to 63       | run     | (gru) size of the noise of the embedding's outputs
+NOISE_GATE = 15                  # 0 to 63       | run     | (gru) of the sums of a gate
+NOISE_CANDIDATE = 1              # 0 to 63       | run     | (gru) of the sums of a candidate
+NOISE_ATTENTION = 8              # 0 to 63       | run     | (transformer) of queries, keys and values
+NOISE_OUTPUT = 4                 # 0 to 63       | run     | (transformer) of the outputs of attention
+NOISE_UP = 7                     # 0 to 63       | run     | inside an MLP
+NOISE_DOWN = 1                   # 0 to 63       | run     | of the outputs of an MLP
 CREDIT = 8                       # 0 to 15       | run     | (gru) sixteenths of a later position's digit that the noise
 #                                                            of gate, candidate and embedding is credited with
 
@@ -270,9 +272,10 @@ DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
 UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
-         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
+         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1,
+         "CREDIT": 8, "OBJECTIVE": "",
          "OBJECTIVE_PROMPTS": 2, "TEXT_SHARE": 0.35}
-VERSION_OF_VOTES = 2     # of SPEC 21; programs that send none rounded halves up
+VERSION_OF_VOTES = 3     # of SPEC 21
 
 
 class EggError(Exception):
@@ -605,7 +608,7 @@ def validate(cfg):
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
     need(not cfg.OBJECTIVE or cfg.PERTURB == "weights", "PERTURB", "must be weights with --objective")
     if cfg.PERTURB == "activations":
-        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1):
+        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1), ("NTT_MODE", 0):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")
         need(cfg.CHUNK_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
              f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")
@@ -632,7 +635,9 @@ def _derive(cfg):
     # ternary digits in which a chunk, and a step, is sent: one a pair, or with noise on activations one a weight, in
     # whole bytes, so that a step is its chunks one after the other
     H = cfg.HIDDEN_DIM
-    weights = 2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H          # of the recurrent model
+    weights = (2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H if cfg.MODEL == "gru"
+               else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)
+               + cfg.N_LAYERS * (4 * H * H + 2 * H) + 3 * H)
     cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // 5) * 5
     cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit

@@ -90,6 +90,13 @@ class Forward:
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
                         "write": [self._draw, self._reader, self._logits]}
 
+    def _vote(self, down, gpu):
+        """Prepares the votes of noise on activations; down: the Shape of the product that reads the MLP's inner
+        values."""
+        if self.cfg.PERTURB == "activations":
+            self.votes = activations.Votes(self.cfg, down.KP, gpu.wgmma)
+            self.kernels["step"] = [*self.kernels["step"], *self.votes.kernels.values()]
+
     def tables(self, **of_model):
         """Uploads the constant tables, `of_model` among them."""
         exps = integer_tables.exp_table(self.cfg)
@@ -150,6 +157,7 @@ class Transformer(Forward):
 
     def __init__(self, cfg, gpu, silent):
         super().__init__(cfg, gpu, silent, transformer.Plan, transformer.Kernels, writing.transformer_kernel)
+        self._vote(self._kernels.full_width["down"].shape, gpu)
 
     def tables(self):
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
@@ -162,17 +170,26 @@ class Transformer(Forward):
         return self.scratch_bytes(windows)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self.evaluate(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats, True)
+        self._launch(count, scratch, self._kernels.clean_head, stream=stream, weights=weights, packed=packed,
+                     overlay=weights, windows=windows, job=self._tables.no_job, offset=0, losses=nats)
 
-    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, clean=False):
-        """clean: over as many windows, with job[2] = 0, so that both members of a pair are the unperturbed model."""
+    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, units, scratch, losses, clean=False):
+        """clean: see the top of this file."""
+        self._launch(units, scratch, self._kernels.head, clean, stream=stream, weights=weights, packed=packed,
+                     overlay=overlay, windows=windows, job=self._tables.no_job if clean else job, offset=offset,
+                     losses=losses, chunk=job)
+
+    def _launch(self, pairs, scratch, head, keeps=False, *, packed, windows, losses, **args):
+        """The pass over pairs, or as many windows, with job[2] = 0, so that both members of a pair are the unperturbed
+        model. keeps: self.votes keeps what the matrices multiply, and the windows are those of groups from `offset` on;
+        chunk: the job of their chunk."""
         cfg = self.cfg
         plan = self._plan
         kernels = self._kernels
         length = padded_length(cfg)
-        args = self._args(kernels.layout(pairs)[0], scratch, packed, stream=stream, weights=weights, overlay=overlay,
-                          windows=windows, width=windows.size // pairs, job=job, offset=offset, losses=losses,
-                          stride=transformer.rows_of_pairs(cfg, pairs), count=pairs)
+        args = self._args(kernels.layout(pairs)[0], scratch, packed, windows=windows, tokens=windows,
+                          width=windows.size // pairs, losses=losses,
+                          stride=transformer.rows_of_pairs(cfg, pairs), count=pairs, **args)
         rows = 2 * pairs * length
         n = args["n"]
         most = min(processors(), transformer.MOST_BLOCKS)
@@ -185,26 +202,38 @@ class Transformer(Forward):
             kernel(min(tiles, most // matrices) * matrices, THREADS, args, call=row,
                    at=kernels.matrices[matrix, layer], tiles=tiles, x=x, **out)
 
-        def mlp(rows, up, down, layer):
+        def keep(name, layer, source):
+            if keeps:
+                self.votes.keep(args, name, layer, source)
+
+        def mlp(rows, up, down, layer, inputs):
+            keep("normed" + inputs, layer, n)
             product(kernels.up, rows.up, up, layer, n)
+            keep("inner" + inputs.replace("_2", ""), layer, args["u"])
             product(kernels.full_width["down"], rows.down, down, layer, args["u"])
 
         kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), args, call=plan.embed,
                       losses=losses.view(np.int64))
         norm(plan.embed, 1)
-        mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
+        mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0, "_0")
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
+            keep("normed_1", i, n)
             product(kernels.full_width["qkv"], layer.qkv, "w_q", i, n, 3, h=args["queries"])
             kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), args, call=layer.attention,
                               a=n)
+            keep("attended", i, n)
+            if keeps:
+                self.votes.attended(args, i)
             product(kernels.full_width["o"], layer.o, "w_o", i, n)
             norm(layer.ln_2, 1)
-            mlp(layer.mlp, "w_up", "w_down", i)
+            mlp(layer.mlp, "w_up", "w_down", i, "_2")
         norm(plan.ln_f, 1)
-        head = kernels.clean_head if clean else kernels.head
+        exps = self._tables.clean_exps if head is kernels.clean_head else self._tables.exps
         head(blocks(rows, 64 * head.shape.RG), THREADS, args, call=plan.head, x=n, length=cfg.SEQ_LEN,
-             at_tiles=kernels.matrices["embedding", 0], exps=self._tables.clean_exps if clean else self._tables.exps)
+             at_tiles=kernels.matrices["embedding", 0], exps=exps)
+        if keeps:
+            self.votes.head(args, n)
 
     def _cache(self, count, room, rows):
         cfg = self.cfg
@@ -218,9 +247,7 @@ class Recurrent(Forward):
 
     def __init__(self, cfg, gpu, silent):
         super().__init__(cfg, gpu, silent, gru.Plan, gru.Kernels, writing.recurrent_kernel)
-        if cfg.PERTURB == "activations":
-            self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP, gpu.wgmma)
-            self.kernels["step"] = [*self.kernels["step"], *self.votes.kernels.values()]
+        self._vote(self._kernels.shapes["down"], gpu)
 
     def _state_bytes(self, pairs):
         """Of the states with which pairs begin, behind which the scratch memory of a pass lies."""

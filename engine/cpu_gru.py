@@ -8,9 +8,9 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 import numpy as np
 
 from engine.cpu_compiler import leaf, njit
-from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, ONE, SAME, TOGETHER, copy_row, divided, draw_norm,
-                                draw_sides, embed, i64, layer_norm, mlp, new_logits, new_sides, perturbed, product,
-                                score_rows, watch, write_next)
+from engine.cpu_kernels import (CLEAN, FREE, GROUP, ONE, SAME, TOGETHER, copy_row, disturb, divided, draw_norm,
+                                draw_sides, embed, i64, keep, layer_norm, mlp, new_logits, new_sides, perturbed,
+                                product, score_rows, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
 from engine.simd import ROWS, local
 from model import parameters
@@ -55,7 +55,8 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
             if record is not None:
-                watch(record, 5 * layer + GATE, r, ONE, state[s:], i32(1), y[s:])
+                keep(record, U_F, layer, r, ONE, state[s:])
+                disturb(c, record, U_F, layer, r, ONE, i32(1), FREE, FREE, y[s:])
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
@@ -66,7 +67,8 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
             if record is not None:
-                watch(record, 5 * layer + CANDIDATE, r, ONE, past[s:], i32(1), y[s:])
+                keep(record, U_H, layer, r, ONE, past[s:])
+                disturb(c, record, U_H, layer, r, ONE, i32(1), FREE, FREE, y[s:])
             for i in range(H):
                 new = clip(i32(candidates[r, i] + y[s, i] + bias_h[q, m, i]))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
@@ -89,7 +91,7 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, record)
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n)
         if record is not None:
-            watch(record, 5 * layer, at, count, n, i32(1), None)
+            keep(record, W_F, layer, at, count, n)
         product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, -127, 0, gates[at:])
         product(c, W_H, layer, sides_h, noisy, n, count, left, y)
@@ -111,7 +113,7 @@ def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x, record):
                      record)
         recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, record)
         for q in range(units):
-            mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], record)
+            mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], record, i64(0))
 
 
 @njit
@@ -142,7 +144,7 @@ def read_windows(c, losses, nats, windows, before, T, states, text_of, S, noisy,
         units, rows = (part.shape[0], 2 * T) if noisy else (1, n * T)            # rows that share their noise
         for q in range(units):
             score_rows(c, losses[first + q], nats, part, q, u32(S + first + q), noisy, before, T, x[q * rows:], rows,
-                       z, record)
+                       z, record, i64(0))
 
 
 def run_windows(c, losses, nats, windows, before, T, S, noisy, record):

@@ -11,17 +11,20 @@ import numpy as np
 
 from engine import simd
 from engine.cpu_compiler import inlined, inner, leaf
-from engine.cpu_rules import (clip, divide, draw, drawn, f32, factor, hash32, head_error, i32, input_coefficient,
-                              input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
-                              u32)
+from engine.cpu_rules import (clip, dithered, divide, draw, excess, f32, factor, hash32, i32, input_coefficient,
+                              input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, signed,
+                              table_term, u32)
 from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, exp_sum, local, noisy_tile, tile
-from model import activations, integer_tables, parameters, transforms
+from model import integer_tables, parameters, transforms
 
 # a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
 # two sides, its size
 ROW = np.dtype([(name, np.int64) for name in ("weights", "packed", "correction", "columns", "seed_a", "seed_b",
                                               "overlay_a", "overlay_b", "rows", "cols")])
+# of a matrix in a Record: where its inputs are kept; the first hash and the amplitude of its outputs' noise (of a table
+# that is looked up, too), and the members whose turn it is (model.activations.Phase)
+WATCHED = np.dtype([(name, np.int64) for name in ("inputs", "stream", "amplitude", "turn")])
 # int64 and not int: numba compiles a function anew for every literal int among its arguments
 i64 = np.int64
 u8 = np.uint8
@@ -58,13 +61,12 @@ Writing = namedtuple("Writing", "lengths seeds present penalty temp floor")
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
 # A pass with noise on activations (SPEC 21), whose rows are sequences times positions. The first sequences are clean;
-# those of members, of seeds from member_seed on, follow. seed: of the first group. amplitudes int64 [5 L + 1]: that of
-# phase p of layer l is number 5 l + p. inputs uint8 [8 L H + H, clean rows]: what `watch` keeps, x + 128. words uint32
-# [H], noise int8 [4 H]: memory for noise, with two names. tokens int32 [clean rows], errors int8 [clean rows, V]: the
-# inputs, and the errors of the head.
-Record = namedtuple("Record", "seed member_seed T amplitudes inputs words noise tokens errors")
-# phases of a layer; 0 is the embedding
-GATE, CANDIDATE, UP, DOWN = range(1, 5)
+# those of members follow, the first of which is number `member` of the step. seed, member_seed: of the first group and
+# the first member. watched WATCHED [parameters, layers]. inputs uint8 [n, clean rows]: of matrices, x + 128. tokens
+# int32 [clean rows], errors int8 [clean rows, V]: the inputs, and the errors of the head. shares int16 [groups, L,
+# heads, T, T]: attention_share of positions in what a query attends to, in the transformer.
+Record = namedtuple("Record", "seed member_seed member T watched inputs tokens errors shares")
+FREE = i32(1 << 30)         # a limit that nothing reaches
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
                            (numba.int32, (0, 1)), (numba.float32, (0, 1)))
@@ -128,31 +130,28 @@ def vote_draw(c, seed, i):
 
 
 @leaf
-def draw_noise(words, seed, first, amplitude):
-    """Fills words uint32 with four noise values each (SPEC 21), from hash `first` of a member's seed on."""
-    for i in range(words.size):
-        words[i] = drawn(seed, first + i, amplitude)
+def keep(record, param, layer, first, count, x):
+    """Keeps of x uint8 [count, inputs], what a matrix multiplies in rows first.. of a Record, those of clean ones."""
+    kept = record.inputs[record.watched[param, layer].inputs:]
+    for r in range(min(count, record.tokens.size - first)):
+        for i in range(x.shape[1]):
+            kept[i, first + r] = x[r, i]
 
 
 @leaf
-def watch(record, number, first, count, x, d, out):
-    """Rows first..first + count - 1 of a Record at a phase: of clean ones x uint8 [count, inputs] is kept for the
-    votes; to those of members in out int32 [count, units], cut to +-127 d before, d times their noise is added. x: the
-    input of the phase's U_f, U_h or matrix of the MLP; if `out` is None, that of W_f and W_h of layer l (number 5 l)
-    or of the head (5 L)."""
-    kept, amplitude = record.inputs[record.words.size * (number + number // 5 * 3):], record.amplitudes[number]
-    for r in range(count):
-        at = first + r
-        if at < record.tokens.size:
-            for i in range(x.shape[1]):
-                kept[i, at] = x[r, i]
-        elif out is not None:
-            if amplitude:
-                words = record.words[:out.shape[1] // 4]
-                draw_noise(words, u32(record.member_seed + u32((at - record.tokens.size) // record.T)),
-                           number * activations.WORDS_APART + at % record.T * words.size, amplitude)
-                for i in range(out.shape[1]):
-                    out[r, i] = i32(min(max(out[r, i], i32(-127 * d)), i32(127 * d)) + i32(record.noise[i] * d))
+def disturb(c, record, param, layer, first, count, scale, before, after, out):
+    """Adds the noise of the outputs of a matrix, times scale, to those of out [count, units], rows first.. of a Record,
+    that belong to members; before and after, they are cut to these limits."""
+    noise, units = record.watched[param, layer], out.shape[1]
+    for r in range(max(i64(0), record.tokens.size - first), count if noise.amplitude else 0):
+        k, t = divmod(first + r - record.tokens.size, record.T)
+        if noise.turn < 0 or (record.member + k) % c.N_LAYERS == noise.turn:
+            size, word = i32(scale * noise.amplitude), noise.stream + t * units // 32
+            for at in range(0, units, 32):
+                signs = hash32(u32(record.member_seed + u32(k)), u32(word + at // 32))
+                for i in range(32):
+                    y = i32(min(max(i32(out[r, at + i]), i32(-before)), before) + signed(signs, i, size))
+                    out[r, at + i] = min(max(y, i32(-after)), after)
 
 
 @leaf
@@ -282,7 +281,7 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, record, at):
             for i in range(H):
                 total[0, i] += shift_right(one[i], 2 if k else 0)
         if record is not None:
-            watch(record, i64(0), at + r, ONE, h[r:], i32(1), total)
+            disturb(c, record, EMBEDDING, NO_LAYER, at + r, ONE, i32(1), i32(127), FREE, total)
         for i in range(H):
             h[r, i] = clip(total[0, i])
 
@@ -420,10 +419,10 @@ def gelu(x):
 
 
 @leaf
-def mlp(c, ln, layer, S, noisy, rows, per_member, h, record):
+def mlp(c, ln, layer, S, noisy, rows, per_member, h, record, at):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
     LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. record:
-    a Record or None."""
+    None, or a Record with these rows from `at` on."""
     H = c.HIDDEN_DIM
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
@@ -437,12 +436,14 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, record):
     draw_sides(c, down, layer, S, noisy, sides_d)
     x, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
     u, wide = local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32)
+    scale_u, scale_d = i32(c.divisor if c.gru else i64(1) << c.SHIFT_MLP_UP), i32(c.divisor_down)
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
         if record is not None:
-            watch(record, 5 * layer + UP, first, count, x, i32(c.divisor), wide)
+            keep(record, up, layer, at + first, count, x)
+            disturb(c, record, up, layer, at + first, count, scale_u, i32(127 * scale_u) if c.gru else FREE, FREE, wide)
         if c.gru:
             divided(wide, count, i32(c.divisor), c.lowest, 128, u)
         else:
@@ -454,15 +455,19 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, record):
                     u[r, i] = gelu(np.int8(u[r, i]))
         product(c, down, layer, sides_d, noisy, u, count, left, y)
         if record is not None:
-            watch(record, 5 * layer + DOWN, first, count, u, i32(c.divisor_down), y)
+            keep(record, down, layer, at + first, count, u)
         if c.gru:
-            divided(y, count, i32(c.divisor_down), -127, 0, y)
+            if record is not None:
+                disturb(c, record, down, layer, at + first, count, scale_d, i32(127 * scale_d), FREE, y)
+            divided(y, count, scale_d, -127, 0, y)
             for r in range(count):
-                at = first + r
+                row = first + r
                 for i in range(H):
-                    h[at, i] = clip(i32(h[at, i] + y[r, i]))
+                    h[row, i] = clip(i32(h[row, i] + y[r, i]))
         else:
             add_residual(h[first:], count, left, y, c.SHIFT_MLP_DOWN, bias_d)
+            if record is not None:
+                disturb(c, record, down, layer, at + first, count, i32(1), i32(127), i32(127), h[first:])
 
 
 @inlined
@@ -493,17 +498,23 @@ def position_loss(c, z, r, windows, q, start, T, t, weights):
 
 @leaf
 def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
-    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V]: the
-    softmax."""
-    V, total = c.VOCAB_SIZE, i64(0)
-    wanted = local(V, i32)
+    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V
+    padded]: the softmax, overwritten."""
+    V, total, top = c.VOCAB_SIZE, i64(0), largest(z, r, c.VOCAB_SIZE)
+    of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
     for v in range(V):
         total += weights[v]
-        wanted[v] = 0
-    for j in range(c.TARGETS):
-        wanted[target(c, windows, q, start, T, t, j)] += 1
+    for d in range(c.exp.size):
+        of_distance[d] = excess(0, 1, c.exp[d], total)
+    exp_sum(of_distance, 0, c.short_exp, top, 0, z, r * z.shape[1], V, weights, 0)
     for v in range(V):
-        errors[v] = head_error(z[r, v], wanted[v], c.TARGETS, weights[v], total, seed, t * V + v)
+        errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, t * V + v)
+    for j in range(c.TARGETS):
+        v, wanted = target(c, windows, q, start, T, t, j), 0
+        for other in range(c.TARGETS):
+            wanted += v == target(c, windows, q, start, T, t, other)
+        of_target = excess(wanted, c.TARGETS, c.exp[min(c.exp.size - 1, i64(top - z[r, v]))], total)
+        errors[v] = dithered(z[r, v] if c.gru else i32(0), of_target, seed, t * V + v)
 
 
 @leaf
@@ -567,11 +578,11 @@ def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
 
 
 @leaf
-def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, record):
+def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, record, at):
     """Scores h int8 [rows, H], last hidden states that share their noise, T a member or window. noisy: they belong to
     windows[q], else to windows[q], windows[q + 1].. Their losses go to losses int64 [rows], or if that is empty, their
-    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. record: a Record
-    or None."""
+    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. record: None, or a
+    Record with these rows from `at` on."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
@@ -580,15 +591,15 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
         count = min(GROUP, rows - first)
         logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
         if record is not None:
-            watch(record, 5 * c.N_LAYERS, first, count, x, i32(1), None)
+            keep(record, c.head, NO_LAYER, at + first, count, x)
         for r in range(count):
             row = first + r
             window, t = q if noisy else q + row // T, row % T
             if losses.size:
                 losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights)
-                if record is not None and row < record.tokens.size:
+                if record is not None and at + row < record.tokens.size:
                     head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)), weights,
-                                record.errors[row])
+                                record.errors[at + row])
             else:
                 total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
                 for v in range(c.VOCAB_SIZE):

@@ -24,10 +24,11 @@ from numba import cuda, float32, int32, int64, types
 
 from kernels import gru_parts, host, ptx
 from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, noise_word, norm_kernel, row_of, rows_of_places)
+                               W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, row_of, rows_of_places)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
-from kernels.pairs import I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, pair_functions, source_of, stream_of
+from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, noise_word_function, pair_functions, source_of,
+                           stream_of)
 from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, called, clip, int32s, quad_sum, quotient_function,
                            unroll, unrolled)
 from kernels.product import (GROUPS, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
@@ -99,16 +100,17 @@ def _amplitude(cfg, kind):
 
 
 def _words_function(cfg, gpu, kind, pairs):
-    """Device function: four columns from acc[i] on as two words of two int16, with the noise of outputs from `index`
-    on."""
+    """Device function: four columns from acc[i] on as two words of two int16, with the noise `four` of hash
+    `number`."""
+    noise_word = noise_word_function(cfg)
     AMPLITUDE, LEAST = _amplitude(cfg, kind), gru_parts.both(_lowest(cfg, kind))
     plus, within = gru_parts.int16_functions(gpu.cc)
 
     @device
-    def words_of(acc, i, source, p, pair, member, index):
+    def words_of(acc, i, source, p, member, number, four):
         y, z = pairs(acc, i)
         if AMPLITUDE:
-            y, z = plus(y, z, noise_word(source, p + STREAM, pair, member, index, AMPLITUDE))
+            y, z = plus(y, z, noise_word(source, p + STREAM, member, number, four, AMPLITUDE))
             return within(y, z, LEAST, HIGHEST)
         return y, z
 
@@ -128,11 +130,11 @@ def _store_rows_function(cfg, gpu, kind, shape, words_of):
             if not RAGGED or col + 32 * j < COLUMNS:
                 for half in range(2):
                     at, new = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, int32s(2)
-                    first = position * COLUMNS + (col + 32 * j + q * 4)
+                    number = position * (COLUMNS // 32) + (col >> 5) + j
                     if DOWN:
                         old = ptx.load2(out, at)
                     for g in range(2):
-                        y, z = words_of(acc, 16 * j + 2 * half + 8 * g, source, p, pair, half, first + 16 * g)
+                        y, z = words_of(acc, 16 * j + 2 * half + 8 * g, source, p, 2 * pair + half, number, 4 * g + q)
                         new[g] = added(old[g], y, z) if DOWN else ptx.bytes4(y, z)
                     ptx.store2(out, at, new[0], new[1])
 
@@ -153,7 +155,8 @@ def _store_inner_function(cfg, gpu, shape, pieces, words_of, add):
             if not RAGGED or col + 16 * j < COLUMNS:
                 c = col + 16 * j
                 for d in range(2):
-                    y, z = words_of(acc, 8 * j + 2 * d, source, p, pair, d, position * COLUMNS + c + q * 4)
+                    y, z = words_of(acc, 8 * j + 2 * d, source, p, 2 * pair + d,
+                                    position * (COLUMNS // 32) + (c >> 5), (j & 1) * 4 + q)
                     word = ptx.bytes4(y, z)
                     out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
                     sums[d] = add(word, at_noise, j, q, sums[d])
@@ -496,7 +499,7 @@ def _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs):
     H = cut.H
     KS, RAGGED, AT_PAST = cut.each, cut.ragged, cut.at_past
     SCALED, KEEPS = cfg.ADAPTIVE_NOISE_MODE == 2, cfg.PERTURB == "activations"
-    GATE = activations.amplitude_of(cfg, "gate")
+    GATE, noise_word = activations.amplitude_of(cfg, "gate"), noise_word_function(cfg)
     gated, _, opened, _ = gru_parts.state_functions(gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
     column_of, registers = _column_function(cut), unroll_registers(gpu)
@@ -517,8 +520,9 @@ def _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs):
                         y, z = pairs(thread.acc, 8 * i + 2 * d)
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
                         if GATE:
-                            y, z = plus(y, z, noise_word(thread.source, thread.p + STREAM, thread.pair, d,
-                                                         position * H + (column + g * 16), GATE))
+                            y, z = plus(y, z, noise_word(
+                                thread.source, thread.p + STREAM, 2 * thread.pair + d,
+                                (position * H + column + g * 16) >> 5, ((column + g * 16) >> 2) & 7, GATE))
                         y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
                         thread.f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
                         past = gated(y, z, ptx.read_shared(at_h + d * (8 * H)))
@@ -540,7 +544,8 @@ def _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs):
     H = cut.H
     KS, RAGGED = cut.each, cut.ragged
     SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
-    CANDIDATE, APART = activations.amplitude_of(cfg, "candidate"), activations.WORDS_APART * 4
+    CANDIDATE, APART = activations.amplitude_of(cfg, "candidate"), activations.WORDS_APART
+    noise_word = noise_word_function(cfg)
     _, next_state, _, candidates_of = gru_parts.state_functions(gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
     added = gru_parts.added_function(gpu.cc)
@@ -564,8 +569,10 @@ def _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs):
                         at_h = int32(thread.at_word + (column - q * 4 + g * 16) * 8 + d * (8 * H))
                         y, z = pairs(thread.acc, 8 * i + 2 * d)
                         if CANDIDATE:
-                            y, z = plus(y, z, noise_word(thread.source, thread.p + STREAM, thread.pair, d,
-                                                         APART + position * H + (column + g * 16), CANDIDATE))
+                            y, z = plus(y, z, noise_word(
+                                thread.source, thread.p + STREAM, 2 * thread.pair + d,
+                                APART + ((position * H + column + g * 16) >> 5), ((column + g * 16) >> 2) & 7,
+                                CANDIDATE))
                         y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
                         y, z = next_state(thread.f[2 * (ahead * KS + i) + d], ptx.read_shared(at_h), y, z)
                         h, out[g] = ptx.bytes4(y, z), added(both_x[g], y, z)
@@ -718,20 +725,20 @@ class Plan(host.Plan):
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
         e = self._tensors["embedding", 0]
-        streams = {at: phase.stream for at, phase in activations.phases(cfg).items()}
+        noises = {at: [phase.stream, phase.turn] for at, phase in activations.phases(cfg).items()}
         self.add({TABLE: [packing.at["embedding", 0], e.seed_a, e.seed_b, e.overlay_a, e.overlay_b],
-                  STREAM: [streams["embedding", 0]]})
+                  STREAM: noises["embedding", 0]})
         self.layers = []
         for i in range(cfg.N_LAYERS):
             self.layers.append(self._norm("ln_1", i, "w_f", "w_h"))
             self.add({W_F: self.matrix("w_f", i), W_H: self.matrix("w_h", i)})
             self.add({B_F: self.vector("b_f", i), B_H: self.vector("b_h", i),
                       U_F: self.matrix("u_f", i) + self.input("u_f", i),
-                      U_H: self.matrix("u_h", i) + self.input("u_h", i), STREAM: [streams["gate", i]]})
+                      U_H: self.matrix("u_h", i) + self.input("u_h", i), STREAM: noises["gate", i]})
             self._norm("ln_2", i, "w_up")
             self.add({W_UP: self.matrix("w_up", i), W_DOWN_INPUT: self.input("w_down", i),
-                      STREAM: [streams["up", i]]})
-            self.add({0: self.matrix("w_down", i), STREAM: [streams["down", i]]})
+                      STREAM: noises["up", i]})
+            self.add({0: self.matrix("w_down", i), STREAM: noises["down", i]})
         self.ln_f = self._norm("ln_f", 0, "head")
         self.head = self.add({0: self.matrix("head", 0)})
 

@@ -9,12 +9,12 @@ from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.pairs import I_OVERLAY, I_SEED, pair_functions, source_of, stream_of
+from kernels.pairs import I_OVERLAY, I_SEED, noise_word_function, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, int32s,
                            quad_sum)
 from kernels.product import TALLEST
 from kernels.rules import device
-from model import activations, parameters, rules
+from model import activations, parameters
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
 BASE, OFFSET = 32768 + 0x4C00, 0x4C00
@@ -43,7 +43,7 @@ B_F, B_H = 0, 4
 U_F, U_H = 8, 13
 U_INPUT = 3
 B_APART, U_APART = B_H - B_F, U_H - U_F
-# of any row whose outputs have noise of their own (SPEC 21): where their hashes begin
+# of any row whose outputs have noise of their own (SPEC 21): stream and turn (kernels.pairs.noise_word_function)
 STREAM = 20
 
 
@@ -54,7 +54,6 @@ def both(x):
 
 
 HIGHEST, LOWEST = both(127), both(-127)
-drawn = rules.activation_rules(device).drawn
 
 
 def clip_function(cc, base, lowest, highest):
@@ -322,16 +321,6 @@ def embedding_functions(cfg, nz, cc):
     return fill, of_token, embedded
 
 
-@device
-def noise_word(source, at, pair, odd, index, amplitude):
-    """Four values of the noise on activations (SPEC 21), as int8: of the even or odd member of a pair, from output
-    `index` of its window on, a multiple of 4; plan[at]: the stream."""
-    job = source.job
-    member = uint32(uint32(uint32(source.seed + source.seed) - job[0]) + uint32(2 * pair + odd))
-    stream = uint32(uint32(source.plan[source.p + at]) + (uint32(index) >> uint32(2)))
-    return int32(drawn(member, stream, amplitude) & job[2])
-
-
 def norm_kernel(cfg, nz, cc, streams, embeds=False):
     """out = ln(x) as core matrices, and its sums sb with `streams` input noises; the sums of the next product begin.
     Launch [units, ceil(n / 64)], 256 threads; four lanes have both members at a position. embeds: x is the
@@ -347,7 +336,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     fill_norm = norm_table_function(cfg, nz, fill_input, streams)
     normed, added = normed_function(cfg, cc), added_function(cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
-    AMPLITUDE = activations.amplitude_of(cfg, "embedding")
+    AMPLITUDE, noise_word = activations.amplitude_of(cfg, "embedding"), noise_word_function(cfg)
 
     @cuda.jit(launch_bounds=256)
     def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
@@ -377,7 +366,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
                 if AMPLITUDE:
                     for i in range(2):
                         for m in range(2):
-                            noise = noise_word(source, STREAM, pair, m, position * H + b * 32 + i * 16 + q * 4,
+                            noise = noise_word(source, STREAM, 2 * pair + m, position * (H // 32) + b, 4 * i + q,
                                                AMPLITUDE)
                             e[2 * i + m] = added(e[2 * i + m], ptx.low2(noise), ptx.high2(noise))
                 for m in range(2):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from numba import cuda, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
-from kernels.host import CLEAN_EXPS, CLEAN_ONE, Kernel
+from kernels.host import CLEAN_EXPS, CLEAN_ONE, SOFTMAX_SUM, SOFTMAX_TOP, Kernel
 from kernels.pairs import pair_functions, source_of
 from kernels.parts import (A32, A64, A8, AF64, AU32, BITS, MAGIC, PLAN, SIGNS, exp_sizes, int32s, quad_sum,
                            quad_sum64, quotient_function)
@@ -186,9 +186,10 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
                     if EACH:
                         # both members are the unperturbed model: in place of the odd one's loss its softmax, for the
                         # errors of the head (kernels.activations)
-                        if half == 1 and job[2] == 0:
-                            loss = totals[half] * 256 + (best[half] + 128)
-                        losses[(2 * unit + half) * length + position] = loss
+                        m = half if PAIRED else odd
+                        if m == 1 and job[2] == 0:
+                            loss = totals[half] * SOFTMAX_SUM + (best[half] + SOFTMAX_TOP)
+                        losses[(2 * unit + m) * length + here] = loss
                     else:
                         cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 

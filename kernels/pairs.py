@@ -1,4 +1,5 @@
-"""Parameters as the members of a pair see them: noise of columns and inputs, perturbed vectors and tables.
+"""Parameters as the members of a pair see them: noise of columns and inputs, perturbed vectors and tables; and noise on
+activations.
 
 A row of the plan (kernels.host.Plan) has four entries of a vector (W_...), three of a matrix (M_...) and two of the
 input side of a matrix (I_...): where it begins, the seeds of its noise relative to that of the pair, and where its
@@ -11,7 +12,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.rules import device
-from model import parameters, transforms
+from model import parameters, rules, transforms
 
 W_FIRST = 0
 W_SEED_A = 1
@@ -71,6 +72,28 @@ def pair_functions(cfg, nz):
         return int32(w + (p >> SHIFT)), int32(w + (int32(-p) >> SHIFT))
 
     return SimpleNamespace(column=column, vector=vector)
+
+
+def noise_word_function(cfg):
+    """Device function: four values of the noise on activations (SPEC 21), as int8, of a member: number 2 * pair + odd of
+    a Source. They are outputs 4 four .. 4 four + 3 of the 32 of hash `number` of a phase, whose stream and turn are
+    plan[at], plan[at + 1]."""
+    LAYERS = cfg.N_LAYERS
+    hash32, noise_of = rules.draw_rules(device, 0).hash32, rules.activation_rules(device).noise_of
+
+    @device
+    def noise_word(source, at, member, number, four, amplitude):
+        first = source.job[0]
+        seed = uint32(uint32(uint32(source.seed + source.seed) - first) + uint32(member))
+        word = hash32(seed, uint32(uint32(source.plan[source.p + at]) + uint32(number)))
+        noise = int32(noise_of(word, four, amplitude) & source.job[2])
+        if LAYERS > 1:
+            turn = source.plan[source.p + at + 1]
+            if turn >= 0 and int32(uint32(seed - first) % uint32(LAYERS)) != turn:
+                noise = int32(0)
+        return noise
+
+    return noise_word
 
 
 def ntt_functions(cfg, nz, causal):

@@ -10,6 +10,7 @@ Epilogues   Noise of the columns is hashed while the tensor cores work. The accu
             columns, sums of earlier passes wait in scratch memory of the block.
 """
 
+import functools
 from types import SimpleNamespace
 
 from numba import cuda, float32, int32, int64, uint32, uint64
@@ -18,13 +19,14 @@ from kernels import host, ptx
 from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
-from kernels.pairs import I_OVERLAY, I_SEED, ntt_functions, pair_functions, source_of, stream_of
+from kernels.gru_parts import HIGHEST, LOWEST, int16_functions
+from kernels.pairs import I_OVERLAY, I_SEED, noise_word_function, ntt_functions, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A64, A8, AU32, PLAN, across, amax_scale, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              joined, members_of, padded_length, place_function, product_functions, wide_shape)
 from kernels.rules import build_noise, device, divide, loudest
-from model import parameters
+from model import activations, parameters
 
 MOST_BLOCKS = 256                           # of a persistent kernel
 # columns of a row of the plan of a norm
@@ -40,6 +42,7 @@ MATRIX = 0
 MATRIX_BIAS = 3
 INPUT = 8                                   # the input side of the matrix of the next product
 NEXT_MATRIX = 8                             # entries from one matrix of q, k, v to the next
+NOISE = 11                                  # stream and turn of the noise of the outputs (SPEC 21)
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ def _embed_kernel(cfg, nz, gpu):
 
 
 def _norm_kernel(cfg, nz, gpu, streams):
-    """out = ln(h), its sums sb with `streams` input noises, and zeros for those of the down projection. Launch
+    """out = ln(h), its sums sb with `streams` input noises, if any, and zeros for those of the down projection. Launch
     [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
     plan: LN, LN_BIAS, INPUTS of the streams; sb: [4][stride]."""
     H = cfg.HIDDEN_DIM
@@ -118,7 +121,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
     FLOAT = MODE < 2 and 127 * (128 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20
     AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
     FACTORS = streams * H if MODE == 2 else 1
-    BYTES = streams * H // 4
+    BYTES = max(1, streams * H // 4)
     THREADS_OF_H = blocks(H, 256) * 256
     noise = nz.noise
     factor = nz.factor
@@ -214,7 +217,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
                     total = quad_sum(sums[3 * half + s])
                     if (lane & 3) == 0:
                         sb[s * stride + row + half * 8] = total
-                if (lane & 3) == 0:
+                if streams > 0 and (lane & 3) == 0:
                     sb[3 * stride + row + half * 8] = 0
 
     return Kernel(norm)
@@ -337,7 +340,11 @@ def _up_kernel(cfg, nz, gpu, KP):
     plan: MATRIX, MATRIX_BIAS; INPUT of the down projection."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
-    BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
+    LENGTH = padded_length(cfg)
+    SHIFT = cfg.SHIFT_MLP_UP
+    AMPLITUDE = activations.amplitude_of(cfg, "up")
+    ON_WEIGHTS, MOST = cfg.PERTURB == "weights", 256 + AMPLITUDE
+    BLOCKS, SLOTS = H // 32, members_of(64, LENGTH)
     TABLE = UP_TABLE[MODE]
     TABLES = GROUPS * 2 * SLOTS * TABLE
     shape, COPIES = _up_shape(gpu, H, TABLES)
@@ -356,7 +363,8 @@ def _up_kernel(cfg, nz, gpu, KP):
     whole_factor = nz.whole
     job_shift = nz.shift
     as_row, as_column, begin, BASE = begin_functions(
-        cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
+        cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
+    noise_word = noise_word_function(cfg)
     begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * UP_BIAS if BASE else 0)
     prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
     unit_address = _unit_function(cfg, gpu, COPIES, BASE)
@@ -403,7 +411,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
                 to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
-                mine, last = row, ahead == PASSES - 1
+                mine, of_member, last = row, member + slot, ahead == PASSES - 1
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place_of(tile + every, t, 0)
@@ -423,16 +431,27 @@ def _up_kernel(cfg, nz, gpu, KP):
                         if whole:
                             c4 = sm[uint32(at_slot + UP_BYTES + 4 * j + q)]
                         for half in range(2):
+                            xi = int32(0)
+                            if AMPLITUDE:
+                                number = (mine % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
+                                xi = noise_word(source, NOISE, of_member, number, (j & 1) * 4 + q, AMPLITUDE)
                             for k in range(4):
                                 i = accumulator_of(j, half, k)
-                                acc[i] = ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
+                                y, offset_k = acc[i], int32(0) if BASE else b[k]
+                                if AMPLITUDE:
+                                    if BASE:
+                                        y = int32(y + (byte(xi, k) << SHIFT))
+                                    else:
+                                        offset_k = int32(offset_k + byte(xi, k))
+                                acc[i] = ptx.load_shared(unit_address(y, offset_k, at_lane))
                             i = 8 * j + half * 2
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
                             u[uint64(to + half * (2 * KP) + j // STEP * (16 * KP) + j % STEP * 32)] = word
-                            sums[half] = ptx.dp4a(word, c4, sums[half])
+                            if ON_WEIGHTS:
+                                sums[half] = ptx.dp4a(word, c4, sums[half])
                     if MODE > 0 and not whole:
                         folded(acc, smf, at_slot + q * 4, at_bytes, sums)
-                if last:
+                if last and ON_WEIGHTS:
                     for half in range(2):
                         total = quad_sum(sums[half])
                         if q == 0:
@@ -489,6 +508,7 @@ def _sum_functions(cfg, shape, kind):
     D = cfg.HEAD_DIM
     T = cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
+    ON_WEIGHTS = cfg.PERTURB == "weights"
     SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
     LENGTH = padded_length(cfg)
     N = shape.N
@@ -499,14 +519,17 @@ def _sum_functions(cfg, shape, kind):
     def add_all(acc, s, at_noise, shift, h, to, col):
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < H:
-                n = ptx.load_shared4(at_noise + j * 64)
+                if ON_WEIGHTS:
+                    n = ptx.load_shared4(at_noise + j * 64)
                 if DOWN:
                     b = ptx.load_shared4(at_noise + 512 + j * 64)
                 for half in range(2):
                     word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                     for k in range(4):
                         i = accumulator_of(j, half, k)
-                        v = int32(acc[i] + ptx.shift_right(s[half] * n[k], shift))
+                        v = acc[i]
+                        if ON_WEIGHTS:
+                            v = int32(v + ptx.shift_right(s[half] * n[k], shift))
                         if not QKV:
                             v = int32((v >> SHIFT) + byte(word, k))
                         if DOWN:
@@ -542,6 +565,36 @@ def _amax_functions(gpu, N):
             acc[i] = rounded(acc[i], scales[(i >> 1) & 1])
 
     return extremes, quantised
+
+
+def _disturb_function(cfg, gpu, shape, kind):
+    """Device function: adds the noise on activations to quantised accumulators of two rows."""
+    H = cfg.HIDDEN_DIM
+    N = shape.N
+    WIDE = N % 32 == 0                                       # then two words of noise share a hash
+    LENGTH = padded_length(cfg)
+    AMPLITUDE = activations.amplitude_of(cfg, dict(qkv="query", o="output", down="down")[kind])
+    noise_word = noise_word_function(cfg)
+    plus, within = int16_functions(gpu.cc)
+
+    @device
+    def disturb(acc, source, member, row, col, q):
+        for j in range(N // 16 if AMPLITUDE else 0):
+            block, four = (col >> 5) + (j >> 1), (j & 1) * 4
+            if not WIDE:
+                block, four = (col + 16 * j) >> 5, ((col >> 4) + j & 1) * 4
+            for half in range(2):
+                i = 8 * j + 2 * half
+                xi = noise_word(source, NOISE, member, (row % LENGTH + 8 * half) * (H // 32) + block, four + q,
+                                AMPLITUDE)
+                word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                y, z = plus(ptx.low2(word), ptx.high2(word), xi)
+                y, z = within(y, z, LOWEST, HIGHEST)
+                word = ptx.bytes4(y, z)
+                # each in its second byte again
+                acc[i], acc[i + 1], acc[i + 4], acc[i + 5] = word << 8, word, word >> 8, word >> 16
+
+    return disturb
 
 
 def _store_functions(cfg, gpu, shape):
@@ -615,6 +668,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     prepare = _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN)
     add_all, rotate = _sum_functions(cfg, shape, kind)
     extremes, quantised = _amax_functions(gpu, N)
+    disturb = _disturb_function(cfg, gpu, shape, kind)
     store, store_transposed = _store_functions(cfg, gpu, shape)
 
     # not gpu.unroll: every compiler unrolls the loops here, and unrolled before they take twice as long to compile
@@ -682,6 +736,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                             spill, at_spill + (ahead * ACC + i) * THREADS)
                 quantised(acc, scales)
                 col = ahead * (CG * N) + side * N
+                disturb(acc, source, member + slot, row, col, q)
                 if QKV and matrix == 2:
                     store_transposed(acc, values, row, col, lane)
                 else:
@@ -697,18 +752,22 @@ class Plan(host.Plan):
 
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
-        table = self._tensors["embedding", 0]
+        table, self._phases = self._tensors["embedding", 0], activations.phases(cfg)
         self.embed = self._norm("ln_init", 0, self.vector("emb_bias", 0), ["w_emb_mlp_up"],
                                 {TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b]})
-        self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0)
+        self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0,
+                                       "first_")
         self.layers, before = [], self.vector("mlp_emb_bias_down", 0)
         for i in range(cfg.N_LAYERS):
             queries = {number * NEXT_MATRIX: self.matrix(name, i) for number, name in enumerate(("w_q", "w_k", "w_v"))}
+            noises = {number * NEXT_MATRIX + NOISE: self._noise(name, i)
+                      for number, name in enumerate(("query", "key", "value"))}
             self.layers.append(SimpleNamespace(
-                ln_1=self._norm("ln_1", i, before, ["w_q", "w_k", "w_v"]), qkv=self.add(queries),
-                attention=self.add({0: self.input("w_o", i)}), o=self.add({MATRIX: self.matrix("w_o", i)}),
+                ln_1=self._norm("ln_1", i, before, ["w_q", "w_k", "w_v"]), qkv=self.add(queries | noises),
+                attention=self.add({0: self.input("w_o", i)}),
+                o=self.add({MATRIX: self.matrix("w_o", i), NOISE: self._noise("output", i)}),
                 ln_2=self._norm("ln_2", i, [], ["w_up"]),
-                mlp=self._mlp("w_up", "mlp_bias_up", "w_down", "mlp_bias_down", i)))
+                mlp=self._mlp("w_up", "mlp_bias_up", "w_down", "mlp_bias_down", i, "")))
             before = self.vector("mlp_bias_down", i)
         self.ln_f = self._norm("ln_f", 0, before, ["embedding"])
         self.head = self.add({MATRIX: self.matrix("embedding", 0)})
@@ -719,11 +778,16 @@ class Plan(host.Plan):
         return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer), BIAS: bias,
                          INPUTS: sum((self.input(matrix, layer) for matrix in matrices), []), **others})
 
-    def _mlp(self, up, bias_up, down, bias_down, layer):
+    def _mlp(self, up, bias_up, down, bias_down, layer, phases):
         return SimpleNamespace(up=self.add({MATRIX: self.matrix(up, layer), MATRIX_BIAS: self.vector(bias_up, layer),
-                                            INPUT: self.input(down, layer)}),
+                                            INPUT: self.input(down, layer), NOISE: self._noise(phases + "up", layer)}),
                                down=self.add({MATRIX: self.matrix(down, layer),
-                                              MATRIX_BIAS: self.vector(bias_down, layer)}))
+                                              MATRIX_BIAS: self.vector(bias_down, layer),
+                                              NOISE: self._noise(phases + "down", layer)}))
+
+    def _noise(self, name, layer):
+        phase = self._phases[name, layer]
+        return [phase.stream, phase.turn]
 
 
 class Kernels:
@@ -731,9 +795,10 @@ class Kernels:
     which their packed matrices begin."""
 
     def __init__(self, cfg, packing, gpu, silent):
-        self.cfg, nz = cfg, build_noise(cfg, silent)
+        self.cfg, nz = cfg, build_noise(cfg, silent or cfg.PERTURB == "activations")
         self.embed = _embed_kernel(cfg, nz, gpu)
-        self.norms = {streams: _norm_kernel(cfg, nz, gpu, streams) for streams in (1, 3)}
+        norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
+        self.norms = {streams: norm_of(streams if cfg.PERTURB == "weights" else 0) for streams in (1, 3)}
         self.full_width = {kind: _full_width_kernel(cfg, nz, gpu, kind) for kind in ("qkv", "o", "down")}
         self.up = _up_kernel(cfg, nz, gpu, self.full_width["down"].shape.KP)
         self.attention = attention_kernel(cfg, nz, gpu)

@@ -55,7 +55,7 @@ REFUSED = {                                                  # preset -> {defini
         "SOFT_TARGETS=0:8 LOSS=exact VOCAB_SIZE=256": "contexts must be from 0 to 7",
         "SOFT_TARGETS=0:4 LOSS=exact": "contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192",
         "TOKEN_MASK=50 HOST_GAUSSIAN=1": "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN",
-        "PERTURB=activations": "PERTURB = activations: has no meaning with MODEL = transformer"},
+        "PERTURB=activations ADAPTIVE_NOISE_MODE=0 NTT_MODE=1": "NTT_MODE = 1: must be 0 with PERTURB = activations"},
     "nano-egg": {
         "HEAD_DIM=32": "has no meaning with MODEL = gru", "GROUP_SIZE=3": "even",
         "GROUP_SIZE=48": "divide POPULATION_SIZE", "MODEL=lstm": "transformer, gru", "HIDDEN_DIM=100": "multiple of 32",

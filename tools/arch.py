@@ -29,7 +29,8 @@ def describe(cfg):
         evaluated = multiply_adds * (tokens + groups * cfg.SEQ_LEN)
         votes = f"{size * groups * cfg.SEQ_LEN:.3g} to vote"
         noises = ", ".join(f"{p.name} {p.amplitude}" for p in activations.phases(cfg).values() if not p.layer)
-        facts.append(("noise", f"on activations: {noises}; credit {cfg.CREDIT}/16"))
+        credit = f"{cfg.CREDIT}/16" if cfg.MODEL == "gru" else "through attention"
+        facts.append(("noise", f"on activations: {noises}; credit {credit}"))
     facts += [
         ("a token", work),
         ("a step", f"{cfg.POPULATION_SIZE:,} members ({parts}, {cfg.N_CHUNKS} chunks) x "

@@ -51,7 +51,7 @@ def trace(cfg, state, tokens):
     parts = []
 
     def see(layer, name, values):
-        if name in ("Before", "Gated", "Logits"):            # for the votes of noise on activations alone
+        if name in ("Before", "Gated", "Attended", "Logits"):            # for the votes of noise on activations alone
             return
         if name == "Weights":
             parts.extend({"layer": layer, "name": "Attn", "head": head, **attention_statistics(weights[position])}
