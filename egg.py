@@ -444,9 +444,7 @@ def import_(cfg, args):
 def debug(cfg, args):
     """print statistics of a saved run: activations of member 0, attention, weights
 
-    examples:
-      python egg.py debug --load-dir ckpt --json trace.jsonl
-      EGG_DEBUG=1 python egg.py train      the same at every tenth step; EGG_DEBUG_FILE=trace.jsonl for the lines"""
+    example: python egg.py debug --load-dir ckpt --json trace.jsonl"""
     from tools import debug
     from model import data_files
     tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)

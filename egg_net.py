@@ -65,8 +65,7 @@ BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the
 
 class Worker:
     """A replica of the model and what it needs to serve; see `run_worker`. validate_first: with the first chunk 0,
-    whatever the step; inspect(engine): called before chunk 0 of a step is evaluated; objective: by which members are
-    judged, a tools.objective.Objective."""
+    whatever the step; objective: by which members are judged, a tools.objective.Objective."""
 
     changed = 0                            # weights changed by the last update, until a result has reported it
     digest = None                          # of the present state, once it is asked for
@@ -75,8 +74,7 @@ class Worker:
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
     chunks = answers = 0
 
-    def __init__(self, cfg, engine, tokens, validation, decoding, console, validate_first=False, inspect=None,
-                 objective=None):
+    def __init__(self, cfg, engine, tokens, validation, decoding, console, validate_first=False, objective=None):
         self.cfg = cfg
         self.engine = engine
         self.console = console
@@ -84,7 +82,6 @@ class Worker:
         self.validation = validation
         self.decoding = decoding
         self.validate_next = validate_first
-        self.inspect = inspect
         self.objective = objective
         self.predictor = ChunkPredictor(cfg)
         self.done = {}                       # {first member: packed digits} of the chunks of this step done here
@@ -231,8 +228,6 @@ class Worker:
     def _report(self, link):
         """Sends a validation and a sample where they are due; the worker of chunk 0 does."""
         cfg, step = self.cfg, self.engine.step
-        if self.inspect:
-            self.inspect(self.engine)
         if self.validate_next or due(cfg.VALIDATE_EVERY, step):
             self.validate_next = False
             if self.validation:

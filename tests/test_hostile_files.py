@@ -93,7 +93,7 @@ def test_forged_histories_and_checkpoints_take_no_memory(tmp_path):
 
 
 def test_a_directory_sets_only_what_a_run_keeps_there_and_no_file_to_write(tmp_path):
-    evil = {"DEBUG": 1, "DEBUG_FILE": str(tmp_path / "victim"), "AUDIT_RATE": 0.0, "PORT": 1, "DEVICE": "cuda"}
+    evil = {"AUDIT_RATE": 0.0, "PORT": 1, "DEVICE": "cuda"}
     at = tmp_path / "run"
     open_run(CFG, at).close()
     (at / history.FILE).write_bytes(headed(dumps({"version": 1, "config": {**CFG.saved(), **evil}})))

@@ -22,7 +22,7 @@ from cluster.history import configuration, open_run, read_run
 from engine import cpu_engine, cpu_transformer
 from model import data_files, integer_tables, parameters, rules, state_digest
 from model.reading import Reading
-from tools import debug, train, use
+from tools import debug, use
 from tools.use import UseError
 from coordinators import Peer, Server, kept, refused, whole
 from fakes import CFG as NET_CFG, Lines, step_alone
@@ -463,15 +463,3 @@ def test_debug_command_and_layout(here):
     assert [*map(str.split, lines)].count(["layer", "head", "entropy", "peak", "largest", "sum", "context"]) == 1
     prints("debug --json trace.jsonl --best")
     assert [json.loads(line)["step"] for line in open("trace.jsonl")] == [STEPS, SNAPSHOT]
-
-
-def test_debugging_reports_every_tenth_step_and_changes_nothing(here, capsys):
-    ends = set()
-    for constants in ({}, {"DEBUG": 1, "DEBUG_FILE": "trace.jsonl"}):
-        cfg, engine = CFG.changed(**constants), make()
-        with Server(".", cfg, steps=12) as server:
-            thread = server.work(engine, tokens=TOKENS, inspect=train.inspector(cfg, TOKENS))
-        thread.join(60)
-        ends.add(engine.digest())
-        assert capsys.readouterr().out.count("\nEmb  ") == (2 if constants else 0)
-    assert len(ends) == 1 and [json.loads(line)["step"] for line in open("trace.jsonl")] == [0, 10]

@@ -11,7 +11,6 @@ from egg_config import EggError, explained
 from model import parameters, rules
 from model.reading import Reading
 
-EVERY = 10                 # steps between two reports
 POSITION = 32              # position of the window whose activations are shown; the last one of a shorter window
 SATURATED = 126            # a value of this size or more counts as saturated
 

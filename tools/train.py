@@ -118,18 +118,9 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
     try:
         with opened_objective(cfg, objective, data) as judge:
             egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, name=name,
-                               inspect=inspector(cfg, data.tokens), objective=judge)
+                               objective=judge)
     finally:
         console.clear()                              # a prompt, or an error, begins a line
-
-
-def inspector(cfg, tokens):
-    """A function that a worker calls with its engine before chunk 0 of a step, for the reports of DEBUG, or None."""
-    def inspect(engine):
-        from tools import debug
-        if engine.step % debug.EVERY == 0:
-            debug.report(cfg, engine, tokens, Console(), cfg.DEBUG_FILE)       # on the worker's machine
-    return inspect if cfg.DEBUG else None
 
 
 # --- the worker processes ---------------------------------------------------------------------------------------------
@@ -148,8 +139,7 @@ def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
             console = Console(quiet=True)
             console.spent = lambda pace: pipe.send(("spent", pace))      # the parent shows what a step takes
             egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
-                               name=device, console=console, inspect=inspector(cfg, data.tokens),
-                               objective=judge)
+                               name=device, console=console, objective=judge)
             if pipe.recv() == "finish":
                 known = data.validation
                 figure = known and (known.bits(engine.validate(known.windows)[0]), known.unit)
