@@ -10,6 +10,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)         # Ctrl-C ends a command at once; a run catches it, to be kept
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import os
@@ -634,11 +635,16 @@ def main(argv=None):
 
 
 def objective_of(args):
-    """(file, its SHA-256, whether it begins a run) of --objective, None without."""
+    """(file, its SHA-256, settings of a run that it begins) of --objective, None without."""
     if args.function is not eval_ and (path := vars(args).get("objective")) is not None:
         advice = "give --objective the path of a Python file"
         with egg_config.explained(EggError, path, advice), open(path, "rb") as file:
-            return path, hashlib.sha256(file.read()).hexdigest(), not args.run
+            source = file.read()
+        settings = {} if args.run else egg_config.OBJECTIVE_SETTINGS
+        with contextlib.suppress(SyntaxError, ValueError):           # tools.objective.read tells of them
+            if settings and "DATA" in compile(source, path, "exec").co_names:
+                settings = {**settings, **egg_config.DATA_SETTINGS}
+        return path, hashlib.sha256(source).hexdigest(), settings
 
 
 def failed(error):

@@ -258,6 +258,8 @@ OBJECTIVE_SETTINGS = dict(
     PERTURB="weights", CHUNK_SIZE=512, POPULATION_SIZE=1024, GROUP_SIZE=2, SIGMA_SHIFT_VECTOR=8, DEVICE_GAUSSIAN=1,
     LOSS="exact", ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
     LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
+# ... and where the file has DATA, so that there is something right: language matters less
+DATA_SETTINGS = dict(TEXT_SHARE=0.1)
 
 SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
 
@@ -485,16 +487,16 @@ def _scheduled(schedule, step, before=0):
 
 def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     """{name: (source, value)}: the constants that are set for one run, preset < OBJECTIVE_SETTINGS < EGG_* in `environ`
-    < `defines` ("NAME=VALUE" strings); source: as the user wrote it. objective: (file, its SHA-256, whether it begins a
-    run), or None. Raises ConfigError."""
+    < `defines` ("NAME=VALUE" strings); source: as the user wrote it. objective: (file, its SHA-256, the settings of a
+    run that it begins, else {}), or None. Raises ConfigError."""
     source = f"--preset {preset}" if preset else "EGG_PRESET"
     preset = preset or environ.get("EGG_PRESET")
     if preset and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
     sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
     if objective:
-        source, digest, begins = objective
-        values = {**(OBJECTIVE_SETTINGS if begins else {}), "OBJECTIVE": digest}
+        source, digest, settings = objective
+        values = {**settings, "OBJECTIVE": digest}
         sources.update((name, (f"--objective {source}", value)) for name, value in values.items())
     for key, text in environ.items():
         if key.startswith("EGG_") and key not in ("EGG_PRESET", "EGG_SECRET"):

@@ -35,6 +35,7 @@ worker is handed which chunk is up to cluster.dispatch."""
 
 import contextlib
 import functools
+import json
 import os
 import random
 import resource
@@ -141,7 +142,6 @@ class Worker:
             started = time.perf_counter()
             packed, loss = self.objective.chunk(self.engine, first, link.check)
             self.speed = self.cfg.CHUNK_SIZE / (time.perf_counter() - started)
-            self.console.spent(self.objective.pace)
             return packed, loss
         self.predictor.handed_out(self.engine.step, first)
         following = self.predictor.following()
@@ -235,7 +235,8 @@ class Worker:
                 n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
                 link.say(wire.VALIDATION, step, tokens, n_bytes, nats)
             if self.objective:
-                link.say(wire.REWARD, step, *self.objective.measured(self.engine))
+                *mean, shown = self.objective.measured(self.engine)
+                link.say(wire.REWARD, step, *mean, json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace"))
         if due(cfg.SAMPLE_EVERY, step) and (self.objective or self.tokens is not None):
             text = sample(cfg, self.engine, self.tokens, self.decoding, self.objective)
             line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                   # one line of the log
@@ -728,9 +729,9 @@ class Coordinator:
             self.shelf.measured(step, figure)
             self.island.validated(step, figure, unit)
 
-    def take_reward(self, worker, step, texts, reward):
-        self.progress.check_reward(texts, reward)
-        if worker.trusted and self.progress.rewarded(step, texts, reward):
+    def take_reward(self, worker, step, texts, reward, shown):
+        shown = self.progress.check_reward(texts, reward, shown)
+        if worker.trusted and self.progress.rewarded(step, texts, reward, shown):
             self.shelf.measured(step, reward)
             self.island.validated(step, -reward, "reward")                      # of a fitness less is better
 

@@ -29,8 +29,9 @@ class Collector:
         """Whether this worker shall send its state for the shelf."""
         every, step, shelf = self.cfg.SNAPSHOT_EVERY, worker.step, self.shelf
         coming = shelf.digests.keys() - shelf.files.keys()               # to the disk
-        due = every and step and step % every == 0 and self.run.step < step + every
-        return ((due or self.coordinator.island.handover and step == self.run.step) and shelf.directory
+        due = ((step in shelf.figures or every and step % every == 0) and self.run.step < step + every
+               or self.coordinator.island.handover and step == self.run.step)
+        return (step and due and shelf.directory
                 and step not in shelf.files and step not in coming and len(coming) < MOST_COMING
                 and not shelf.stopped and worker.digest)
 

@@ -13,6 +13,8 @@ import egg_config
 
 COLOURS = {"green": "32", "blue": "34"}
 SAMPLE, ARROW = "sample at step ", " >>> "     # what stands before the step of a sample, and between its texts
+HARDLY_ANY = 0.05          # prompts after which rewards differ
+LONGEST_NAME, LONGEST_LINES = 80, 4000         # characters of what a worker states about rewards
 OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 
 
@@ -93,7 +95,6 @@ class Console(Printer):
     _deggs = 1.0               # the unit of the loss of d-eggs
     _step = _validation = None     # the last event of a step, of a validation
     _step_at = _line_at = 0.0  # when that came, and when the next lasting line is due
-    _pace = ()
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
         super().__init__(stream)
@@ -112,9 +113,6 @@ class Console(Printer):
                 self._validation = event
                 if self.live:
                     self.line(fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}"))
-            case "reward":
-                self.line(f"reward at step {event['step']}: {event['value']:.4f}, the mean of {event['texts']} texts "
-                          "after held-out prompts")
             case "snapshot" if self.live:
                 self.line(f"snapshot of step {event['step']} kept")
             case "step" if self.live:
@@ -132,18 +130,13 @@ class Console(Printer):
             case _ if line:
                 self.line(line)
 
-    def spent(self, pace):
-        """Shows the time that a step with an objective takes. pace: versions of the text; the first that fits is shown.
-        """
-        self._pace = pace
-
     def clear(self):
-        self._step, self._pace = None, ()
+        self._step = None
         super().clear()
 
     def _parts(self):
         if self._step is None:
-            return [self._pace]
+            return []
         elapsed = self._step["elapsed"] + time.monotonic() - self._step_at
         minutes = f" of {clock(60 * self.minutes)}" if self.minutes else ""
         steps = f" of {self.steps}" if self.steps else ""
@@ -155,7 +148,7 @@ class Console(Printer):
         same = val and self._validation["unit"] == step["unit"]          # then it is said once
         losses = [f"{loss} {val}"] if same else [f"{loss} {step['unit']}", val]
         speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
-        return [*losses, self._pace, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s")]
+        return [*losses, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s")]
 
     def _step_line(self, event):
         """The line of d-eggs; its loss has the unit of d-eggs."""
@@ -183,6 +176,15 @@ class Console(Printer):
             let_go(self.stream)
             with contextlib.suppress(OSError):
                 print(f"egg: the output: {error.strerror}: lines are missing in it from now on", file=sys.stderr)
+
+
+def rewards_text(texts, mean, numbers):
+    """str: what tools.objective.Objective.measured tells."""
+    text = f"{mean:.4f}, the mean of {texts} texts after held-out prompts\n  " + ", ".join(
+        f"{one_line(name, LONGEST_NAME)} {round(number, 4):,}" for name, number in numbers.items())
+    if numbers.get("seen_prompts_differ", 1) < HARDLY_ANY:
+        text += "\n  after nearly all prompts the texts earn the same, so that hardly anything can be learnt"
+    return text.replace(", seen_texts", "\n  seen: texts").replace("seen_", "").replace("_", " ")[:LONGEST_LINES]
 
 
 def let_go(stream):

@@ -192,6 +192,7 @@ class TensorBoard:
                 values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
             case "validation" | "reward":
                 values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
+                values.update((f"reward_{name}", number) for name, number in event.get("numbers", {}).items())
             case "sample":
                 # indented: TensorBoard renders it as a code block of Markdown
                 text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")

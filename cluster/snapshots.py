@@ -338,8 +338,9 @@ class Shelf:
 
     def measured(self, step, figure):
         """The figure of a validation, with an objective of the reward alone, for the file name of the snapshot of this
-        step, which may still be on its way."""
-        if self.directory and self.cfg.SNAPSHOT_EVERY and step % self.cfg.SNAPSHOT_EVERY == 0:
+        step, which may still be on its way. The best reward so far has a snapshot, whatever its step."""
+        best = self.cfg.OBJECTIVE and figure > max(self.figures.values(), default=-math.inf)
+        if self.directory and self.cfg.SNAPSHOT_EVERY and (best or step % self.cfg.SNAPSHOT_EVERY == 0):
             self.figures[step] = figure
             with contextlib.suppress(OSError):
                 self.arrange()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import egg_config
 from cluster import auth
-from cluster.console import count_text, one_line, path_text, printable, table
+from cluster.console import count_text, one_line, path_text, printable, rewards_text, table
 from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, check_address
 from cluster.wire import FrameError, STATUS, V2, read_json
@@ -25,6 +25,7 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compare
                 "last seen": "last_seen"}
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 MUCH_WORSE = 1.15          # times the best validation so far
+RISEN = 0.15               # bits that language may lose to rewards before advice is due
 MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
 
 
@@ -51,6 +52,8 @@ class Progress:
         self.first_step = run.step
         self.validations = []
         self.rewards = []
+        self._variety = {}                                                 # most distinct texts and words
+        self._advised = set()                                              # what was advised
         self._best = math.inf, 0                                           # validation, step
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
         self.bits, self.unit = egg_config.loss_unit(cfg.constants())
@@ -101,31 +104,56 @@ class Progress:
     def validated(self, step, figure, unit):
         """Notes the figure of a step, and warns of one that is much worse. Returns whether it was noted."""
         noted = self._measured(self.validations, "validation", step, figure, unit=unit)
-        if noted and not self.cfg.OBJECTIVE:
+        if noted:
             best, at = self._best = min(self._best, (figure, step))
-            if figure > MUCH_WORSE * best:
+            if self.cfg.OBJECTIVE:
+                self._advise("a larger TEXT_SHARE, or smaller rates", figure >= best + RISEN,
+                             f"step {step}: language has become worse, {best:.3f} to {figure:.3f} {unit} since {at}")
+            elif figure > MUCH_WORSE * best:
                 self.events.warn(f"step {step}: the validation has become much worse, {figure:.4f} {unit} after "
                                  f"{best:.4f} at step {at}: a worker may compute wrongly (egg.py status lists them), "
                                  "or the learning rate is too high")
         return noted
 
-    def check_reward(self, texts, reward):
-        """Raises FrameError for a reward that no worker of this run can have."""
-        if not (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE):
-            raise FrameError(f"wrong reward: {reward} of {texts} texts")
+    def check_reward(self, texts, reward, shown):
+        """What `rewarded` takes, from the JSON of a worker. Raises FrameError for what no worker of this run can have.
+        """
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            shown = read_json(shown)
+            if (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE and type(shown["news"]) is str
+                    and all(type(x) in (int, float) for x in shown["numbers"].values())):
+                return shown
+        raise FrameError(f"wrong reward: {reward} of {texts} texts")
 
-    def rewarded(self, step, texts, reward):
-        """Notes the mean reward on held-out prompts of a step. Returns whether it was noted."""
-        return self._measured(self.rewards, "reward", step, reward, texts=texts)
+    def rewarded(self, step, texts, reward, shown):
+        """Notes the mean reward on held-out prompts of a step. shown: what tools.objective.Objective.measured tells
+        more. Returns whether it was noted."""
+        numbers = shown["numbers"]
+        line = f"reward at step {step}: {rewards_text(texts, reward, numbers)}\n{printable(shown['news'][:LINE])}"
+        noted = self._measured(self.rewards, "reward", step, reward, line.strip(), texts=texts, numbers=numbers)
+        if noted:
+            self.events.emit("completions", step=step, completions=shown.get("completions"))
+            for name in "distinct_texts", "distinct_words":
+                now = numbers.get(name, 0)
+                most = self._variety[name] = max(self._variety.get(name, 0), now)
+                self._advise("a lower TEMPERATURE, or reward variety", 2 * now <= most,
+                             f"step {step}: variety has halved, {now} {name.replace('_', ' ')} after {most}")
+        return noted
 
-    def _measured(self, known, kind, step, value, **details):
+    def _advise(self, advice, due, line):
+        """Warns with an advice, once."""
+        if due and advice not in self._advised:
+            self._advised.add(advice)
+            self.events.warn(f"{line}: if that is too much, begin again with {advice} (docs/OBJECTIVES.md)")
+
+    def _measured(self, known, kind, step, value, line=None, **details):
         """Notes a measure unless its step is too old or has one in `known`. Returns whether it was noted."""
         if (not max(self.run.step - 1, self.run.start.step) <= step <= self.run.step
                 or any(entry[0] == step for entry in known[-2:])):
             return False
         del known[1:-2]
         known.append((step, value, *details.values()))
-        self.events.emit(kind, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
+        self.events.emit(kind, line, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
         return True
 
     @property

@@ -76,7 +76,8 @@ STATUS = Frame(42, "json", 1 << 22)
 # The worker wants the coordinator to prove itself first; name: that of its key, empty if it has the secret itself
 PROVE = Frame(47, "name", 64)
 PROVED = Frame(48, "proof:32s")
-REWARD = Frame(51, "step:Q texts:Q reward:d")        # of the unperturbed model on held-out prompts, with an objective
+# of the unperturbed model on held-out prompts, with an objective; json: what else is shown, see Progress.rewarded
+REWARD = Frame(51, "step:Q texts:Q reward:d json", 1 << 17)
 NAMES = {value: name for name, value in globals().items() if type(value) is Frame}
 SECRET_WANTED = 3                        # in CHALLENGE: the coordinator has a secret, and answers PROVE
 

@@ -16,6 +16,7 @@ import pytest
 import egg_config
 import egg_net
 from cluster import admission, history, snapshots
+from cluster.console import rewards_text
 from cluster.status import describe_status
 from coordinators import Server, refused, until
 from engine import cpu_engine
@@ -121,32 +122,14 @@ def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged
     assert again.max() > 0 and again.max() % objective.REWARD_UNIT == 0
 
 
-def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
-    engine = new_engine()
-    own = judged("import time\ndef reward(completions):\n    time.sleep(0.3)\n    return [1] * len(completions)\n")
-    own.chunk(engine, 0, go_on)
-    writing, waiting = own.seconds
-    assert own.pace == () and writing > 0 and waiting > 0.25
-    engine.step += 1
-    own.chunk(engine, 0, go_on)
-    pace, short = own.pace
-    assert pace == f"a step: {short} for reward()" and short == f"writing {writing:.2f} s, waiting {waiting:.2f} s"
-    monkeypatch.setenv("COLUMNS", "80")
-    console = egg_net.Console(stream := Lines(terminal=True))
-    console.emit({"event": "step", "elapsed": 65, "step": 3, "loss": 2.5, "unit": "bits/byte", "tokens": 1,
-                  "tokens_per_second": 2.5e6}, None)
-    console.spent(own.pace)
-    console._next = 0
-    console.progress()
-    assert f"loss 2.50 bits/byte  {short}" in stream.text.split("\x1b")[-1]
-
-
 def test_equal_rewards_are_no_votes(judged):
     cfg = CFG.changed(TEXT_SHARE=0.0)
     own = judged("def reward(completions):\n    return [1] * len(completions)\n", cfg)
     packed, loss = own.chunk(new_engine(cfg), 0, go_on)
     assert not any(packed) and loss == 0
-    assert own.sample(new_engine(), 0).endswith("; the members of each pair earned the same, so nothing is learnt)")
+    _, _, shown = own.measured(new_engine())
+    assert shown["numbers"]["seen_prompts_differ"] == 0
+    assert "so that hardly anything can be learnt" in rewards_text(1, 1.0, shown["numbers"])
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -163,7 +146,7 @@ STOP = "."
     return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
 """)
     assert len(own.rows) == 18 and own.held.rows.tolist() == [18, 19] * 128    # every tenth is held out
-    assert own.measured(new_engine()) == (256, 10.0)
+    assert own.measured(new_engine())[:2] == (256, 10.0)
 
 
 GAME = """
@@ -321,7 +304,7 @@ import os, signal, sys
 sys.path.insert(0, {HERE!r})
 from tools import objective
 if __name__ == "__main__":
-    judge = objective.Judge("own.py", 1, 99.0, None)
+    judge = objective.Judge("own.py", 1, 99.0, objective.Reader(None, [], [], "", 0))
     judge.begin({{"prompts": [""], "completions": [""]}})
     os.kill(judge._processes[0].pid, signal.SIGINT)      # Ctrl-C in a terminal reaches it too
     print(judge._processes[0].pid, judge._processes[0].is_alive(), flush=True)
@@ -532,9 +515,10 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
     ("guess", "secret", "?", ["7=7=7=7", "5>7=7=7", "1>x!3>4"], 0.0, "games.txt")])
 def test_examples_judge(name, column, prompt, texts, low, written, here):
     path = os.path.join(HERE, "examples", name + ".py")
-    found, n = objective.read(path), len(texts)
-    given = {"prompts": [prompt] * n, "completions": texts, "answer": ["7"] * n, "secret": [7] * n}
-    scores = objective.judged(found["reward"], {name: given[name] for name in ("prompts", "completions", column)})
+    (names, functions), n = objective.read(path), len(texts)
+    columns = {"prompts": [prompt] * n, "completions": texts, "answer": ["7"] * n, "secret": [7] * n}
+    scores, _ = objective.judged(functions, {name: columns[name] for name in ("prompts", "completions", column)}, None,
+                                 None)
     assert scores[0] == max(scores) > max(scores[1:]) and 0.7 < scores[0] <= 1 and 0 <= min(scores) <= low
     with contextlib.closing(objective.Objective(CFG, path, BYTES, TOKENS, processes=1)) as own:
         own.try_out()
@@ -542,4 +526,4 @@ def test_examples_judge(name, column, prompt, texts, low, written, here):
         runpy.run_path(path, run_name="__main__")
         assert len((here / written).read_text()) > 100000
     if name == "guess":
-        assert found["reply"](["7", "8", "3", "x"], [7] * 4) == ["=", "<", ">", "!"]
+        assert names["reply"](["7", "8", "3", "x"], [7] * 4) == ["=", "<", ">", "!"]

@@ -56,6 +56,17 @@ egg_validation_best           best_validation  value              unit
 egg_reward                    last_reward      value
 egg_reward_step               last_reward      step
 egg_reward_best               best_reward      value
+egg_reward_deviation          last_reward      deviation
+egg_reward_lowest             last_reward      lowest
+egg_reward_highest            last_reward      highest
+egg_reward_distinct_texts     last_reward      distinct_texts
+egg_reward_distinct_words     last_reward      distinct_words
+egg_reward_seen               last_reward      seen_mean
+egg_reward_seen_deviation     last_reward      seen_deviation
+egg_reward_seen_lowest        last_reward      seen_lowest
+egg_reward_seen_highest       last_reward      seen_highest
+egg_reward_seen_differ        last_reward      seen_prompts_differ
+egg_texts_judged_total        last_reward      judged
 egg_worker_chunks_total       workers          chunks             name address device
 egg_worker_chunk_seconds      workers          chunk_seconds      name address device
 egg_worker_last_seen_seconds  workers          last_seen          name address device
@@ -118,7 +129,7 @@ class View(Curve):
         super().add(event)
         kind = event["event"]
         if kind in SHOWN:
-            self.newest[f"last_{kind}"] = event
+            self.newest[f"last_{kind}"] = {**event.get("numbers", {}), **event}          # of a reward
         if kind in BETTER:
             best = f"best_{kind}"
             self.newest[best] = BETTER[kind](self.newest.get(best, event), event, key=lambda event: event["value"])

@@ -32,8 +32,8 @@ class TrainError(EggError):
 
 # tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None
 Data = namedtuple("Data", "tokens validation decoding")
-# The last measurement of the first worker: step; figure: (validation, unit), sample: str, reward: (number of held-out
-# prompts, mean), each or None
+# The last measurement of the first worker: step; figure: (validation, unit), sample: str, reward: what
+# Objective.measured gives, each or None
 Final = namedtuple("Final", "step figure sample reward")
 # The result of `train`. progress: a cluster.status.Progress; final: a Final, None if no worker was alive at the end
 Trained = namedtuple("Trained", "progress final")
@@ -81,9 +81,9 @@ def start_engine(cfg, data, device, threads, log):
 
 
 @contextlib.contextmanager
-def opened_objective(cfg, path, data, processes=None):
-    """The Objective of the file `path`, None without one. processes: that judge. Raises ObjectiveError, also where the
-    file is not that of OBJECTIVE: of another node, or changed since the run began."""
+def opened_objective(cfg, path, data, processes=None, steps=None):
+    """The Objective of the file `path`, None without one. processes: that judge; steps: of the run, if known. Raises
+    ObjectiveError, also where the file is not that of OBJECTIVE: of another node, or changed since the run began."""
     if not path:
         yield None
         return
@@ -94,8 +94,8 @@ def opened_objective(cfg, path, data, processes=None):
             raise objective.ObjectiveError(f"{path} is not the file with which this run began: copy that one here, or "
                                            "undo what has changed")
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
-    with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out,
-                                                processes)) as opened:
+    with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out, processes,
+                                                steps)) as opened:
         yield opened
 
 
@@ -125,19 +125,18 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
 
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
-def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
+def _worker_process(device, cfg, port, threads, first, access, steps, objective, pipe):
     """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
-    name of the engine), ("spent", texts for Console.spent), ("final", Final), ("error", line). When the coordinator has
-    closed, it waits for "finish" or for the end of the pipe."""
+    name of the engine), ("final", Final), ("error", line). When the coordinator has closed, it waits for "finish" or
+    for the end of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
         data = open_data(cfg)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
-        with opened_objective(cfg, objective, data) as judge:
+        with opened_objective(cfg, objective, data, steps=steps) as judge:
             pipe.send(("ready", engine.name))
             console = Console(quiet=True)
-            console.spent = lambda pace: pipe.send(("spent", pace))      # the parent shows what a step takes
             egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
                                name=device, console=console, objective=judge)
             if pipe.recv() == "finish":
@@ -163,9 +162,7 @@ class Child:
     def start(self):
         self.ready = None
         self.started = time.monotonic()
-        # a daemon may not have processes that judge
-        self.process, self.pipe = processes.start(_worker_process, self.device, *self._arguments,
-                                                  daemon=not self._arguments[-1])
+        self.process, self.pipe = processes.start(_worker_process, self.device, *self._arguments)
 
     def reports(self):
         """Yields the (kind, value) that arrived since the last call."""
@@ -184,7 +181,7 @@ class Training:
         self.status = "the workers ..."
         console.line(f"starting: {len(devices)} worker{'s' * (len(devices) > 1)} on {', '.join(devices)} ...")
         self.children = [Child(device, coordinator.cfg, coordinator.address[1], threads, i == 0, coordinator.access,
-                               objective)
+                               coordinator.steps, objective)
                          for i, device in enumerate(devices)]
 
     def watch(self):
@@ -211,8 +208,6 @@ class Training:
             case "log":
                 self.status = value
                 self.console.line(f"starting: {value} {COMPILING}")
-            case "spent":
-                self.console.spent(value)
             case "ready":
                 child.ready = value
                 self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")

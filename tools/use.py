@@ -12,6 +12,7 @@ import numpy as np
 
 from model import data_files, optimizers, parameters, seeds
 from cluster import history, snapshots
+from cluster.console import rewards_text
 from engine import engines
 import egg_config
 from egg_config import DATA_FILES, EggError, explained
@@ -260,14 +261,16 @@ def read_config(path):
 
 
 def evaluate_objective(cfg, engine, path, console):
-    """Prints the mean reward of the model on the held-out prompts of a file of --objective, and one of its texts.
-    Raises EggError."""
+    """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, and the best of
+    its texts. Raises EggError."""
     from tools import train
     cfg = cfg.changed(VALIDATE_EVERY=0, OBJECTIVE="")            # any file will do
     with train.opened_objective(cfg, path, train.open_data(cfg, console)) as judge:
-        count, mean = judge.measured(engine)
-        console.line(f"step {engine.step}: mean reward {mean:.4f} of {count} texts after held-out prompts\n"
-                     f"{judge.sample(engine, 0)}")
+        judge.measure_seen(engine)
+        count, mean, shown = judge.measured(engine)
+        console.line(f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}\n{shown['news']}")
+        for text in shown["completions"]:
+            console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
 
 
 def begin(cfg, source, directory, threads, console):
