@@ -106,7 +106,9 @@ COMMON = dict([
     option("--steps N", "stop when the run has N steps", COUNT),
     option("--minutes N", "stop after N minutes", MINUTES),
     option("--save-dir DIR", "keep the run in DIR; if DIR holds a run, continue it"),
-    option("--load-dir DIR", "go on from the run in DIR, which stays as it is, in --save-dir (default: DIR-2, ...)"),
+    option("--load-dir DIR", "go on from the run in DIR, which stays as it is, in --save-dir (default: DIR-2, ...); "
+           "DIR@STEP, or the file of a snapshot: from that step"),
+    of_constant("--keep-every N", "keep every Nth snapshot for good", "KEEP_EVERY"),
     option("--http [HOST:]PORT", "serve a live page, and /metrics for Prometheus (default host: this machine only), "
            "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),
@@ -126,8 +128,10 @@ COMMON = dict([
 UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
-RUN = "--steps", "--minutes", "--load-dir", "--http", "--log-json", "--tensorboard", "--secret-file", "--verbose"
-SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*); its configuration is used"),
+RUN = ("--steps", "--minutes", "--load-dir", "--keep-every", "--http", "--log-json", "--tensorboard", "--secret-file",
+       "--verbose")
+SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*), DIR@STEP or the file of a snapshot: "
+                    "at that step; its configuration is used"),
              option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
              "--threads", "--gpu")
 OPEN_PAGE = option("--insecure", "show the page of --http to anybody who can reach it")
@@ -153,12 +157,14 @@ def command(*options, saved=lambda args: ({}, None)):
 # --- commands --------------------------------------------------------------------------------------------------------
 
 def of_directory(args):
-    """The constants of the run that --save-dir or --load-dir continues; none if a new run begins."""
+    """The constants of the run that --save-dir or --load-dir continues; none if a new run begins, perhaps in place of
+    one without a step."""
     from cluster import history
+    says = egg_config.DETERMINING & egg_config.overrides(args.preset, args.defines).keys()
     for directory in filter(None, (args.save_dir, args.load_dir)):
-        if history.holds_run(directory):
-            begins = args.objective and directory != args.save_dir           # only the model goes on
-            return history.configuration(directory), None if begins else directory
+        if history.holds_run(directory) and not (says and directory == args.save_dir and history.is_blank(directory)):
+            args.begins = directory != args.save_dir         # where constants differ, a new run with that model
+            return history.configuration(directory), None if args.begins and args.objective else directory
     return {}, None
 
 
@@ -183,9 +189,11 @@ def of_directory_or_machine(args):
     return saved, run
 
 
-def with_objective(cfg, args):
+@contextlib.contextmanager
+def begun(cfg, args):
     """Checks that a run with an objective has it, and tries the file before `train` begins a new run. With --load-dir
-    and an objective its --save-dir, by default a new directory, begins with that model."""
+    and an objective or other constants the --save-dir, by default a new directory, begins with that model. Where the
+    block fails (a used port, too little memory) before a step is done, a new directory is gone again."""
     objective = args.objective
     if cfg.OBJECTIVE and not objective:
         raise egg_config.UsageError(f"{args.run or 'OBJECTIVE'} is a run with an objective: continue it with "
@@ -193,15 +201,23 @@ def with_objective(cfg, args):
     if objective and args.function is train and not args.run:       # a coordinator only needs its digest
         from tools import train as training
         training.try_objective(cfg, objective)
-    if objective and args.load_dir:
-        from cluster import history
-        from tools import use
-        if args.run:
-            Printer(sys.stderr).line(f"egg: {args.run} holds a run already: it goes on, --load-dir is not used")
-        else:
-            args.save_dir = args.save_dir or history.beside(args.load_dir)
-            use.begin(cfg, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr))
-        args.load_dir = None
+    from cluster import history
+    source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
+    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved())
+    if begins:
+        args.save_dir = args.save_dir or history.beside(args.load_dir)
+    new = args.save_dir and not os.path.lexists(args.save_dir)
+    try:
+        if begins:
+            from tools import use
+            use.begin(cfg, source, args.load_dir, args.save_dir, vars(args).get("threads"), Printer(sys.stderr),
+                      args.step)
+            args.load_dir = None
+        yield
+    except Exception:
+        if new and history.holds_run(args.save_dir) and history.is_blank(args.save_dir, begun=True):
+            shutil.rmtree(args.save_dir)
+        raise
 
 
 def what_suits(cfg, args, presets):
@@ -226,9 +242,9 @@ def train(cfg, args):
         console.line(f"{where} here: taking the preset {args.preset} (--preset deggs: egg_config.py as it is)")
     if args.load_dir:
         check_size(cfg, args, args.load_dir)
-    with_objective(cfg, args)
-    done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
-                       **of_the_run(args))
+    with begun(cfg, args):
+        done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
+                           **of_the_run(args))
     directory = done.progress.run.directory
     if directory:
         objective = ["--objective", args.objective] if args.objective else []
@@ -260,7 +276,6 @@ def coordinator(cfg, args):
     """
     import egg_net
     from cluster import auth
-    with_objective(cfg, args)
     access = auth.Access(auth.whole_secret(args.secret_file),
                          auth.server_tls(args.tls_cert, args.tls_key, args.tls_ca), args.insecure)
     # an island shows its peers the certificate that workers see, and expects one signed by --tls-ca, or the same one
@@ -272,9 +287,10 @@ def coordinator(cfg, args):
     elif args.peer or args.no_accept:
         raise egg_config.ConfigError("--peer and --no-accept are for islands: give --island NAME too")
     console = run_console(args)
-    done = egg_net.run_coordinator(cfg, args.host, args.port, console=console, access=access, http=page(args, access),
-                                   island=island, **of_the_run(args),
-                                   hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
+    with begun(cfg, args):
+        done = egg_net.run_coordinator(
+            cfg, args.host, args.port, console=console, access=access, http=page(args, access), island=island,
+            **of_the_run(args), hint=what_suits(cfg, args, "--preset best suits GPUs, --preset laptop CPUs"))
     invite_to_continue(done.run.directory, console)
 
 
@@ -314,10 +330,10 @@ def ray(cfg, args):
     examples:
       python egg.py ray --save-dir ckpt --preset best
       ray job submit --working-dir . -- python egg.py ray --save-dir /data/ckpt --preset best"""
-    with_objective(cfg, args)
-    from deploy import ray
     console, access = run_console(args), access_to_page(args)
-    done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
+    with begun(cfg, args):
+        from deploy import ray
+        done = ray.train(cfg, args, access, console, http=page(args, access), **of_the_run(args))
     invite_to_continue(done.run.directory, console)
 
 
@@ -468,6 +484,15 @@ def plot(cfg, args):
     plot.plot(args.runs, Printer(), args.x, args.out, args.log)
 
 
+@command(option("runs DIR", "save directories (default: all in this directory)", nargs="*"))
+def runs(cfg, args):
+    """list runs: their steps, best figures, and the constants in which they differ
+
+    example: python egg.py runs ckpt ckpt-2"""
+    from tools import plot
+    plot.runs(args.runs, Printer())
+
+
 @command()
 def arch(cfg, args):
     """print the architecture: parameters, sizes, what a step costs
@@ -542,7 +567,8 @@ def load(cfg, args):
     from tools import use
     check_size(cfg, args, args.load_dir)
     console = Printer(sys.stderr)
-    engine = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, console)
+    engine = use.load(cfg, args.load_dir, args.best, hardware.one_device(cfg, args.gpu), args.threads, console,
+                      args.step)
     console.line(f"egg: {args.load_dir}, step {engine.step}")
     return engine
 
@@ -604,7 +630,7 @@ def parsed(argv):
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
-        sub.set_defaults(function=function, saved=saved)
+        sub.set_defaults(function=function, saved=saved, begins=False, step=None)
         sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                          help="set a constant of egg_config.py; can be repeated")
         sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made configuration")
@@ -621,8 +647,14 @@ def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use."""
     try:
         args = parsed(argv)
+        if vars(args).get("load_dir"):
+            from cluster import history
+            args.load_dir, args.step = history.at_step(args.load_dir)
+        if vars(args).get("keep_every") is not None:
+            args.defines.append(f"KEEP_EVERY={args.keep_every}")         # a run keeps that
         saved, args.run = args.saved(args)
-        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args))
+        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args),
+                              begins=args.begins)
         if vars(args).get("port", 0) is None:
             args.port = cfg.PORT
         args.function(cfg, args)

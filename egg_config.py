@@ -187,6 +187,7 @@ STRAGGLER_TIMEOUT = 90.0         # 0.1 to 1e6    | local   | seconds after which
 AUDIT_RATE = 0.01                # 0.0 to 1.0    | local   | share of the chunks that two workers evaluate, if there are
 #                                                            two
 SNAPSHOT_EVERY = 100             # 0 to 2^30     | local   | steps between snapshots in the save directory; 0: none
+KEEP_EVERY = 0                   # 0 to 2^30     | local   | every so many snapshots one is kept for good; 0: none
 IDLE_TIMEOUT = 600.0             # 1.0 to 1e6    | local   | seconds after which a silent connection is closed
 DEVICE = "auto"                  # auto, cpu, cuda | local | `cpu`, `cuda`, or `auto`: a GPU if there is one
 SIMD = "auto"                    # auto, vnni512, vnni256, madd, portable | local | int8 products of the CPU engine
@@ -354,7 +355,8 @@ def _constants():
     constants = {}
     for name, (number, section, limits, agree, meaning) in lines_of.items():
         if not agree:
-            raise ConfigError(f"{_place(number)}{name}: {_no_such(name, [n for n in lines_of if lines_of[n][3]])}")
+            raise ConfigError(f"{_place(number)}{name}: a constant needs the comment behind its value: # allowed | "
+                              "agree | meaning" + did_you_mean(name, [n for n in lines_of if lines_of[n][3]]))
         if agree not in AGREE:
             raise ConfigError(f"{_place(number)}{name}: {agree!r} must be one of {', '.join(AGREE)}")
         value = globals()[name]
@@ -410,7 +412,7 @@ CONSTANTS = _constants()
 DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
 # what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
 KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
-        "SNAPSHOT_EVERY"}
+        "SNAPSHOT_EVERY", "KEEP_EVERY"}
 
 
 # --- a configuration -------------------------------------------------------------------------------------------------
@@ -509,12 +511,13 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     return sources
 
 
-def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, objective=None):
+def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, objective=None, begins=False):
     """A Config with the `overrides`. saved: the constants of a saved run, as JSON returns them, in place of
-    this file's; run: its directory if it must continue with them. Raises ConfigError."""
+    this file's; run: its directory if it must continue with them; begins: those of "run" may be others. Raises
+    ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
               **{name: _tuples(value) for name, value in dict(saved).items()}}
-    sources, differ = overrides(preset, defines, environ, objective), {}
+    sources, differ, kinds = overrides(preset, defines, environ, objective), {}, set()
     for name, (source, value) in sources.items() if run else ():
         if name == "POPULATION_SIZE":
             value = value or 8 * values["CHUNK_SIZE"]
@@ -522,13 +525,15 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
             reason = "was begun with another file, or that one has changed" if values[name] else "has no objective"
             raise ConfigError(f"{source}: {run} {reason}: --load-dir {run} with another --save-dir begins a new run "
                               "with its model")
-        if name in DETERMINING and value != values[name]:
+        if name in DETERMINING and value != values[name] and not (begins and CONSTANTS[name].agree == "run"):
+            kinds.add(CONSTANTS[name].agree)
             differ.setdefault(source, []).append(f"{name} = {text(value)}, there it is {text(values[name]) or 'unset'}")
     if differ:
         differences = "; ".join(f"{source}: {texts[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)
                                 for source, texts in differ.items())
-        raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or name another "
-                          "directory")
+        advice = "name another directory" if "all" in kinds else \
+            f"begin a new run with its model: the same command with --load-dir {run} in place of --save-dir"
+        raise ConfigError(f"{run} holds a run of another configuration: {differences}; leave that out, or {advice}")
     return make(**{**values, **{name: value for name, (_, value) in sources.items()}})
 
 

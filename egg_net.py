@@ -594,10 +594,10 @@ class Coordinator:
             worker.session.close()
 
     def drain(self, seconds):
-        """Hands out no more work, but lets the connected workers apply the completed steps, for at most `seconds`."""
-        self.closing = True
+        """Hands out no more work; within `seconds` workers apply what is complete, and one sends the last snapshot."""
+        self.closing = self.dispatcher.changed = True
         until = time.monotonic() + seconds
-        while time.monotonic() < until and any(w.step is not None and w.step < self.run.step
+        while time.monotonic() < until and any(w.step is not None and w.step < self.run.step or self.collector.wanted(w)
                                                for w in self.dispatcher.workers):
             self.poll(0.05)
         self.collector.beside.finish()
@@ -666,6 +666,8 @@ class Coordinator:
             self.collector.ask(worker)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
         else:
+            if self.closing:
+                self.collector.ask(worker)
             self.dispatcher.hold(worker)
 
     def _catch_up(self, step, version):

@@ -25,13 +25,15 @@ class Collector:
         self.beside = hub.Beside()
         self.beside.begin(self.shelf.check(self.events.warn))
 
-    def _wanted(self, worker):
-        """Whether this worker shall send its state for the shelf."""
+    def wanted(self, worker):
+        """Whether this worker shall send its state for the shelf: every SNAPSHOT_EVERY steps, and at the end."""
         every, step, shelf = self.cfg.SNAPSHOT_EVERY, worker.step, self.shelf
         coming = shelf.digests.keys() - shelf.files.keys()               # to the disk
-        due = ((step in shelf.figures or every and step % every == 0) and self.run.step < step + every
-               or self.coordinator.island.handover and step == self.run.step)
-        return (step and due and shelf.directory
+        if not step:
+            return False
+        due = (step in shelf.figures or every and step % every == 0) and self.run.step < step + every
+        now = step == self.run.step and (self.coordinator.island.handover or every and self.coordinator.closing)
+        return ((due or now) and shelf.directory
                 and step not in shelf.files and step not in coming and len(coming) < MOST_COMING
                 and not shelf.stopped and worker.digest)
 
@@ -39,7 +41,7 @@ class Collector:
         """Asks a worker for its state, once per step, if it is wanted and no other worker has failed less often to send
         it."""
         step = worker.step
-        if (self.upload or worker.state_asked == step or not self._wanted(worker)
+        if (self.upload or worker.state_asked == step or not self.wanted(worker)
                 or worker.states_failed > min(other.states_failed for other in self.dispatcher.workers)):
             return
         worker.state_asked = step

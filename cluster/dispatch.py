@@ -16,8 +16,8 @@ AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second wo
 PROBATION = 8              # chunks of a worker that joins, or that has erred, which another one evaluates too
 AUTHORS = 4096             # whose probation is remembered
 ODD_SHARE = 0.1            # by which the share of digits that are not 0 may differ from that of the step before
-# A worker loses its chunk after LEASE_FACTOR times its usual time for one, LEAST_LEASE seconds at least; while no time is
-# known after STRAGGLER_TIMEOUT. Its result counts even then, if it comes before that of another one.
+# A worker loses its chunk after LEASE_FACTOR times its usual time for one, LEAST_LEASE seconds at least; while no time
+# is known after STRAGGLER_TIMEOUT. Its result counts even then, if it comes before that of another one.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 3.0
 
 

@@ -401,6 +401,15 @@ def open_run(cfg, save_dir=None, load_dir=None):
     return run
 
 
+def at_step(path):
+    """(directory, step) of DIR@STEP, or of the file of a snapshot; (path, None) of a directory."""
+    place, name = os.path.split(os.path.realpath(path))          # latest.egg and best.egg are links
+    if match := SNAPSHOT.fullmatch(name):
+        return os.path.relpath(place), int(match[1])
+    directory, at, step = path.rpartition("@")
+    return (directory, int(step)) if at and step.isdecimal() and not os.path.exists(path) else (path, None)
+
+
 def beside(directory):
     """The first of directory-2, directory-3, ... that is not there, for a run that begins with that of `directory`."""
     target = unused(os.path.abspath(directory))
@@ -456,6 +465,12 @@ def holds_run(directory):
     return os.path.isfile(_file_of(directory))
 
 
+def is_blank(directory, begun=False):
+    """Whether the run in a directory has no step; begun: also where it has a state to begin with."""
+    _, start, size = _header_of(_file_of(directory))
+    return os.path.getsize(_file_of(directory)) <= size and (begun or not start)
+
+
 def _is_ours(directory):
     """Whether the run in a directory is one of this program, not C++ checkpoints. Raises HistoryError without any."""
     with explained(HistoryError, directory, "give --load-dir the directory of a saved run"):
@@ -482,11 +497,10 @@ def epochs(directory):
 def newest(pattern="ckpt*"):
     """The directory whose run was written last, one with a step if there is any. Raises HistoryError without one."""
     def rank(directory):
-        path, trained = _file_of(directory), True
+        blank = False
         with contextlib.suppress(OSError, HistoryError):     # who opens it learns of the error
-            _, start, size = _header_of(path)
-            trained = start is not None or os.path.getsize(path) > size
-        return trained, os.path.getmtime(path)
+            blank = is_blank(directory)
+        return not blank, os.path.getmtime(_file_of(directory))
 
     directories = [name for name in glob.glob(pattern) if holds_run(name)]
     if not directories:
@@ -538,9 +552,15 @@ def open_directory(cfg, directory, start=None):
             lock = os.open(directory, os.O_RDONLY)
             undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.exists(path):
-                write_file(directory, FILE, _header(cfg, start or Start(0, 0)))
+            header = _header(cfg, start or Start(0, 0))
+            blank = os.path.exists(path) and is_blank(directory)
+            other = blank and read_file(path, LONGEST_TEXT) != header
+            if blank:
+                remove(os.path.join(directory, DATA_FILE))
+            if other or not os.path.exists(path):
+                write_file(directory, FILE, header)
             run = Run(cfg, open_file(path, "r+b"), directory, lock)
+            run.notices += [f"{directory} held a run without a step: this one takes its place"] * other
             run.sync()                       # a coordinator that was killed had perhaps not come to that
             sync_directory(directory)
         except BlockingIOError:

@@ -339,8 +339,9 @@ class Shelf:
     def measured(self, step, figure):
         """The figure of a validation, with an objective of the reward alone, for the file name of the snapshot of this
         step, which may still be on its way. The best reward so far has a snapshot, whatever its step."""
-        best = self.cfg.OBJECTIVE and figure > max(self.figures.values(), default=-math.inf)
-        if self.directory and self.cfg.SNAPSHOT_EVERY and (best or step % self.cfg.SNAPSHOT_EVERY == 0):
+        every, best = self.cfg.SNAPSHOT_EVERY, max(self.figures.values(), default=-math.inf)
+        best = self.cfg.OBJECTIVE and figure > best
+        if self.directory and every and (step % every == 0 or step in self.files or best):
             self.figures[step] = figure
             with contextlib.suppress(OSError):
                 self.arrange()
@@ -384,6 +385,8 @@ class Shelf:
                 os.symlink(self.files[step], path + ".part")
                 os.replace(path + ".part", path)
         stay = {*sorted(self.files)[-KEPT:], self.best, self.run.start.step}       # there is no other copy of the start
+        if every := self.cfg.KEEP_EVERY * self.cfg.SNAPSHOT_EVERY:
+            stay |= {step for step in self.files if step % every == 0}
         for step in self.files.keys() - stay:
             self.forget(step)
 

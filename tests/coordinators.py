@@ -319,7 +319,7 @@ def upload(peer, state):
 def cluster(directory, engines, steps, cfg=CFG, **options):
     """Runs these engines, no more than a step has chunks, as workers w0, w1, ... of one coordinator; the server, after
     `steps` steps."""
-    server, threads = Server(directory, cfg, steps=steps, drain=15, **options), []
+    server, threads = Server(directory, cfg, steps=steps, **{"drain": 15, **options}), []
     begin_together(engines)
 
     def serve(engine, name):

@@ -101,7 +101,7 @@ def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_sn
     server = cluster(tmp_path, workers, 12, cfg, save=True)
     assert "banned" not in server.said
     with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
-        assert run.step == 12 and run.start.step == 5        # the second newest snapshot
+        assert run.step == 12 and run.start.step == 10       # the second newest snapshot
     with Server(tmp_path, cfg, save=True, steps=13, drain=15) as server:
         thread = server.work(late, lines=(said := Lines()))
         server.reaches(13)

@@ -151,7 +151,9 @@ def edited(tmp_path, old, new):
     ('\nINPUT_FILE = "input.bin" ', "\nINPUT_FILE = 7 ", "INPUT_FILE = 7: must be text"),
     ("\nSIGMA_SCHEDULE = () ", "\nSIGMA_SCHEDULE = 5 ", "SIGMA_SCHEDULE = 5: must be pairs of a step and a shift"),
     ("\nN_LAYERS = 4 ", "\nN_LAYER = 5\nN_LAYERS = 4 ",
-     "N_LAYER: no such constant in egg_config.py; did you mean N_LAYERS?"),
+     "N_LAYER: a constant needs the comment behind its value: # allowed | agree | meaning; did you mean N_LAYERS?"),
+    ('\nPORT = 12345                     # 0 to 65535    | local   | TCP port of the coordinator\n', "\nPORT = 12346\n",
+     "PORT: a constant needs the comment behind its value: # allowed | agree | meaning"),
     ("| all     | layers", "| al      | layers", "N_LAYERS: 'al' must be one of all, run, islands, free, local")])
 def test_a_bad_edit_is_one_line_with_its_place(tmp_path, old, new, message):
     with raises(Exception) as error:

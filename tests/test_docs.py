@@ -150,7 +150,7 @@ def test_examples_of_the_help_are_understood():
     names = re.findall(r"^    (\w+)(?=  |$)", run("--help").stdout, re.M)
     texts = [run(*name, "--help").stdout for name in ([], *([name] for name in names))]
     examples = re.findall("python egg.py (?!COMMAND)(.*?)(?:`|  |$)", "\n".join(texts), re.M)
-    assert len(names) == 16 and len(examples) > 30
+    assert len(names) == 17 and len(examples) > 30
     for example in examples:
         args = egg.parsed(shlex.split(example.partition(" > ")[0]))
         configured(args.preset, *args.defines)

@@ -61,7 +61,7 @@ def test_a_run_from_before_a_constant_existed_goes_on(tmp_path, monkeypatch):
     saved = egg_config.Config.saved
     monkeypatch.setattr(egg_config.Config, "saved",
                         lambda cfg: {name: value for name, value in saved(cfg).items() if name != "NTT_MODE"})
-    open_run(CFG, tmp_path).close()
+    filled(tmp_path, 1)
     monkeypatch.undo()
     open_run(CFG, tmp_path).close()
     cannot_open("NTT_MODE = 0 there, 1 here", tmp_path, changed(NTT_MODE=1))

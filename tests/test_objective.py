@@ -360,7 +360,7 @@ REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
 
 
 def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path):
-    with Server(tmp_path, FAKE, save=True, steps=11, stay=True) as server:
+    with Server(tmp_path, FAKE, save=True, steps=11, stay=True, drain=0) as server:
         # the validation of a FakeEngine rises
         server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Scripted())
         until(lambda: server.run.step == 11 and server.shelf.newest == 10)
@@ -484,7 +484,7 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
     assert kept() == before
     assert history.configuration(str(tmp_path / "ckpt-2"))["TEXT_SHARE"] == 0.5
     said = run(f"train {small} --save-dir ckpt-2 --steps 3")                            # the same once more
-    assert "egg: ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
+    assert "ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
     said = run(f"coordinator {small} --steps 1 --port 0")
     assert "ckpt-3 begins with the model of ckpt, step 1; ckpt stays" in said and "kept in ckpt-3, " in said
 

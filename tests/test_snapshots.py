@@ -149,7 +149,7 @@ def late_worker(server, step):
 def test_a_late_worker_joins_by_a_snapshot_and_old_ones_go(tmp_path):
     cfg = changed(SNAPSHOT_EVERY=4)
     packed, digest = expected(22)
-    with Server(tmp_path, cfg, save=True, steps=22, stay=True) as server:
+    with Server(tmp_path, cfg, save=True, steps=22, stay=True, drain=0) as server:
         server.work(FakeEngine(cfg, 0.01), validation=VALIDATION)
         server.reaches(22)
         until(lambda: server.shelf.newest == 20)
@@ -178,13 +178,13 @@ def flip(path):
 @mark.parametrize("cfg", [changed(SNAPSHOT_EVERY=4), ACTIVATIONS.changed(SNAPSHOT_EVERY=4)],
                   ids=["weights", "activations"])
 def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, cfg):
-    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
-    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True, drain=0) as server:
         until(lambda: not server.shelf.doubtful)
         newest = server.shelf.path(8)
     flip(pathlib.Path(newest))
     (tmp_path / "snapshot-00000007.egg").write_bytes(b"")
-    with Server(tmp_path, cfg, save=True, steps=13, stay=True) as server:
+    with Server(tmp_path, cfg, save=True, steps=13, stay=True, drain=0) as server:
         late, lines = late_worker(server, 10)
         assert "at step 4 by a snapshot" in lines.text and "replaying" not in lines.text
         server.reaches(13)
@@ -198,8 +198,8 @@ def test_a_damaged_snapshot_is_named_once_and_the_next_older_one_used(tmp_path, 
 def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tmp_path, monkeypatch):
     """As if it had been damaged after the coordinator looked at it."""
     cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
-    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
-    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True, drain=0) as server:
         until(lambda: not server.shelf.doubtful)
         flip(pathlib.Path(server.shelf.path(8)))
         late, lines = late_worker(server, 10)
@@ -211,10 +211,10 @@ def test_a_worker_that_finds_a_snapshot_damaged_is_sent_to_the_next_older_one(tm
 
 def test_a_history_that_begins_with_a_snapshot_that_is_damaged_needs_a_newer_one(tmp_path):
     cfg = ACTIVATIONS.changed(SNAPSHOT_EVERY=4)
-    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True)
+    cluster(tmp_path, [FakeEngine(cfg, 0.003)], 10, cfg, save=True, drain=0)
     first, second = (next(tmp_path.glob(f"snapshot-0000000{step}*.egg")) for step in (4, 8))
     flip(first)
-    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True, drain=0) as server:
         late, _ = late_worker(server, 10)
         server.reaches(11)
     flip(second)
@@ -233,7 +233,7 @@ def test_a_snapshot_is_offered_once_it_is_on_the_disk_and_nobody_waits_for_that(
 
     monkeypatch.setattr(os, "fsync", synced)
     cfg = changed(SNAPSHOT_EVERY=4)
-    with Server(tmp_path, cfg, save=True, steps=23) as server:
+    with Server(tmp_path, cfg, save=True, steps=23, drain=0) as server:
         server.work(FakeEngine(cfg, 0.003))
         server.reaches(21)
         assert server.shelf.newest == 0
@@ -338,6 +338,6 @@ def test_who_reads_a_run_is_told_of_a_snapshot_without_a_head(tmp_path):
     (tmp_path / "snapshot-00000002.egg").write_bytes(b"")
     told = []
     with closing(history.read_run(CFG, tmp_path)) as run:
-        assert use._state(CFG, run, False, told.append).step == 0
+        assert use._state(CFG, run, False, told.append, 3).step == 0
     line, = told
     assert line.endswith("snapshot-00000002.egg is damaged and not used: not a snapshot, or damaged in its first bytes")

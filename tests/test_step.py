@@ -16,7 +16,7 @@ from cluster.admission import BANNED_FILE, Bans
 from cluster.dispatch import PROBATION
 from cluster.step import AGREES, Author, STATES_KEPT, States, Step, WAIT
 from cluster.wire import JOB_RESPONSE, REBUILD
-from coordinators import Peer, Peer2, Server, cluster, kept, named, refused, turned_away, until
+from coordinators import Peer, Peer2, Server, cluster, filled, kept, named, refused, turned_away, until
 from fakes import ACTIVATIONS, BAD, CFG, Drifting, FakeEngine, GOOD, GOOD_STEP, Liar, changed, expected
 from model import ternary
 
@@ -404,11 +404,12 @@ ONE, OTHER = "ab" * 32, "cd" * 32
 
 
 def test_the_first_worker_says_which_data_a_run_has(tmp_path):
+    filled(tmp_path, 1)
     with Server(tmp_path, save=True) as server:
         first = Peer2(server, data=ONE, validation=ONE)
         turned_away("other training data than this run has", server, data=OTHER)
         turned_away("other held-out data than the first worker had", server, data=ONE, validation=OTHER)
-        first.chunk(0)
+        first.chunk(1)
     with Server(tmp_path, save=True) as server:                  # training data are kept
         turned_away("other training data", server, data=OTHER)
         Peer2(server, data=ONE, validation=OTHER)

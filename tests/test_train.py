@@ -6,8 +6,10 @@ import pathlib
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import closing
 from unittest import mock
 
 from pytest import fixture, mark, raises
@@ -15,12 +17,14 @@ from pytest import fixture, mark, raises
 import egg
 import egg_config
 from egg_config import make
-from cluster.history import configuration, newest, open_run
 from cluster.console import Console
+from cluster.history import configuration, newest, open_run, read_run
+from cluster.snapshots import state_hash
 from engine import hardware
-from tools import train
+from tools import train, use
 from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
-from recordings import HERE, python
+from coordinators import filled
+from recordings import HERE, digests, python
 from readings import configured
 
 
@@ -82,7 +86,7 @@ def test_the_same_command_continues_a_coordinator(bytes_here):
 
 
 def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
-    open_run(CFG, "ckpt").close()
+    filled("ckpt", 1)
     for command in ("train", "coordinator"):
         for where in ("--save-dir", "--load-dir"):
             fails(run(f"{command} {where} ckpt -D N_LAYERS=3 -DVALIDATE_EVERY=5"), 2,
@@ -97,6 +101,56 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop-bytes"}, [], laptop):
         cfg = egg_config.load(defines=defines, environ=environ, saved=saved, run="ckpt")
         assert cfg.saved() == make(**saved).saved()
+
+
+def test_other_constants_of_run_begin_a_new_run_with_the_state_of_another(bytes_here, compiled):
+    """Weights, moments and noise scales go on at the same step; an island gets noise of its own."""
+    succeeds(run("train --steps 3 --save-dir a", *bytes_here))
+    fails(run("train --save-dir a -D LR_SCHEDULE=0:0.05"), 2, "LR_SCHEDULE = 0:0.05, there it is ",
+          "or begin a new run with its model: the same command with --load-dir a in place of --save-dir")
+    said = run("train --load-dir a --steps 5 -D LR_SCHEDULE=0:0.05")
+    assert "egg: a-2 begins with the model of a, step 3; a stays as it is\n" in said.stderr
+    assert "steps 3 to 5: " in succeeds(said) and configuration("a-2")["LR_SCHEDULE"] == [[0, 0.05]]
+    assert " -D" not in line_with("continue it: ", said.stdout)
+    assert "steps 5 to 6: " in succeeds(run("train --save-dir a-2 --steps 6"))
+    island = "coordinator --load-dir a --save-dir b --island x --steps 1 --port 0"
+    assert ", step 3, kept in b," in succeeds(run(island, "-DISLAND_SEED=7", "-DSNAPSHOT_EVERY=9"))
+    source, island = (use.load(egg_config.load(environ={}, saved=configuration(path)), path, console=Console()).state()
+                      for path in ("a", "b"))
+    assert digests(island) == digests(source) and island.step == source.step == 3 and island.seed != source.seed
+    with closing(read_run(CFG.changed(LR_SCHEDULE=((0, 0.05),)), "a-2")) as begun:
+        assert begun.start == (3, source.seed, state_hash(source).hex(), None)
+
+
+def test_a_run_without_a_step_is_replaced(bytes_here, compiled):
+    """Its constants and its data bind nobody; what is not said is as it was."""
+    open_run(CFG.changed(SEQ_LEN=16), "run").close()
+    pathlib.Path("run/data.sha256").write_text("ab" * 32)
+    said = succeeds(run("train --steps 1 --save-dir run", *bytes_here))
+    assert "run held a run without a step: this one takes its place\n" in said and "steps 0 to 1: " in said
+    fails(run("train --save-dir run -D SEQ_LEN=16"), 2, "run holds a run of another configuration")
+    open_run(CFG.changed(SEQ_LEN=16), "new").close()
+    pathlib.Path("new/data.sha256").write_text("ab" * 32)
+    said = succeeds(run("train --steps 1 --save-dir new", *bytes_here[-2:], "-DSAMPLE_EVERY=0"))
+    assert "takes its place" not in said and configuration("new")["SEQ_LEN"] == 16
+
+
+@mark.parametrize("load_dir", ["", "--load-dir ckpt -DLR_SCHEDULE=0:0.1"])
+def test_what_cannot_begin_leaves_no_directory(bytes_here, monkeypatch, load_dir, compiled):
+    def ends(words, line, *more):
+        done = run(f"{line} --save-dir new", *more, *shlex.split(load_dir))
+        assert done.returncode == 1 and words in done.stderr.splitlines()[-1], done
+
+    succeeds(run("train --steps 1 --save-dir ckpt", *bytes_here))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ends(f"port {port} is in use", f"coordinator --port {port}", *bytes_here[:-2])
+        ends(str(port), f"train --http {port}", *bytes_here)
+    monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("too little memory")))
+    ends("too little memory", "train", *bytes_here)
+    assert sorted(path.name for path in pathlib.Path().iterdir() if path.is_dir()) == ["ckpt", "my data"]
+    fails(run("train --save-dir ckpt", *bytes_here), 1, "too little memory")
+    assert configuration("ckpt")
 
 
 def test_an_old_run_without_settings_works_as_before(bytes_here):
@@ -124,6 +178,34 @@ def test_an_empty_newer_directory_does_not_win(here):
     assert newest() == "ckpt-trained"
     shutil.rmtree("ckpt-trained")
     assert newest() == "ckpt-empty"
+
+
+def test_the_end_has_a_snapshot_and_some_stay_for_good(bytes_here, compiled):
+    """Any step opens by its number, a snapshot by its file; `runs` compares them."""
+    def snapshots_of(directory):
+        return sorted(int(path.name[9:17]) for path in pathlib.Path(directory).glob("snapshot*"))
+
+    often = [*bytes_here, "-DSNAPSHOT_EVERY=2", "-DVALIDATE_EVERY=1"]
+    said = succeeds(run("train --steps 9 --keep-every 2 --save-dir ckpt", *often))
+    assert {4, 8, 9} <= {*snapshots_of("ckpt")}
+    last, = pathlib.Path("ckpt").glob("snapshot-00000009-*.egg")
+    after = line_with("validation: ", said).split()[3]
+    assert abs(float(last.name[18:-4]) - float(after)) < 0.001
+    succeeds(run("train --steps 14 --save-dir ckpt", "-DKEEP_EVERY=2"))
+    succeeds(run("train --steps 15 --save-dir ckpt"))
+    assert {4, 8, 12, 14, 15} <= {*snapshots_of("ckpt")} and len(snapshots_of("ckpt")) <= 6
+    eighth, = pathlib.Path("ckpt").glob("snapshot-00000008*")
+    for place, step in ("ckpt@5", 5), ("ckpt/latest.egg", 15), (eighth, 8):
+        assert run(f"generate --load-dir {place} --tokens 1").stderr == f"egg: ckpt, step {step}\n"
+    fails(run("eval --load-dir ckpt@16"), 1, "ckpt has only 15 steps")
+    assert "a new run" not in (said := run("train --load-dir ckpt@5 --steps 6")).stdout
+    assert "egg: ckpt-2 begins with the model of ckpt, step 5; ckpt stays as it is" in said.stderr
+    assert "steps 5 to 6: " in succeeds(said)
+    succeeds(run("train --load-dir ckpt@5 --steps 5 -D LR_SCHEDULE=0:0.125"))
+    table = [line.split(maxsplit=4) for line in succeeds(run("runs")).splitlines()]
+    assert [(name, steps) for name, steps, *_ in table] == [("run", "steps"), ("ckpt", "15"), ("ckpt-2", "6"),
+                                                            ("ckpt-3", "0")]
+    assert table[1][3] == "bits/byte" and "LR_SCHEDULE=0:0.125" in table[3][-1] and "N_LAYERS" not in str(table)
 
 
 # --- the clock of --minutes -------------------------------------------------------------------------------------------

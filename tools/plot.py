@@ -1,12 +1,17 @@
 """Draws loss, validation and reward of runs: as a picture with matplotlib, or as lines of blocks in the terminal."""
 
+import contextlib
+import glob
 import shutil
 
 import numpy as np
 
+import egg_config
+from cluster import history
+from cluster.console import table
 from cluster.event_log import WatchError
 from egg_config import explained
-from tools.curves import read_curve, thinned
+from tools.curves import Curve, read_curve, thinned
 
 # {--x: (the field of a curves.Point by its number, size of a unit, title)}
 AXES = {"steps": (0, 1, "steps"), "tokens": (1, 1e6, "million tokens"), "time": (2, 60, "minutes of training")}
@@ -29,6 +34,23 @@ def plot(runs, printer, x="tokens", out=None, log=False):
     else:
         for title, lines in charts.items():
             printer.line("\n".join([f"{title}, against {AXES[x][2]}", *sparklines(lines, log)]))
+
+
+def runs(directories, printer):
+    """Prints a table of runs; of none: all in this directory. Raises HistoryError."""
+    directories = directories or sorted(filter(history.holds_run, glob.glob("*"))) or [history.newest()]
+    constants = [egg_config.load(environ={}, saved=history.configuration(name)).constants() for name in directories]
+    rows = []
+    for name, values in zip(directories, constants):
+        curve = Curve()
+        with contextlib.suppress(WatchError):
+            read_curve(name, curve)
+        best = [f"{min(p.value for p in curve.validation):.4f} {curve.units['validation']}"] if curve.validation else []
+        best += [f"reward {max(p.value for p in curve.reward):.4f}"] if curve.reward else []
+        differ = [f"{key}={egg_config.text(value):.40}" for key, value in values.items()
+                  if any(other[key] != value for other in constants)]
+        rows.append((name, str(curve.steps), ", ".join(best), " ".join(differ)))
+    printer.line("\n".join(table(("run", "steps", "best", "constants that differ"), rows, 4)))
 
 
 def charts_of(curves, x, log):

@@ -295,6 +295,8 @@ def _sum_up(coordinator, references, final):
     before = done.validations[:1]                    # [(step, figure, unit)]
     if final and final.figure:
         done.validated(final.step, *final.figure)
+        if not final.reward:
+            coordinator.shelf.measured(final.step, final.figure[0])
     console.line(done.summary())
     if final is None:
         return
@@ -303,6 +305,7 @@ def _sum_up(coordinator, references, final):
         console.line(f"validation: {before[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
     if final.reward:
         done.rewarded(final.step, *final.reward)
+        coordinator.shelf.measured(final.step, final.reward[1])
         first = done.rewards[0][1] if done.rewards else final.reward[1]
         console.line(f"reward: {first:.4f} before, {final.reward[1]:.4f} after, on held-out prompts")
     if final.sample is not None:

@@ -14,7 +14,6 @@ from model import data_files, optimizers, parameters, seeds
 from cluster import history, snapshots
 from cluster.console import rewards_text
 from engine import engines
-import egg_config
 from egg_config import DATA_FILES, EggError, explained
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
@@ -27,13 +26,16 @@ class UseError(EggError):
 
 # --- a saved run ------------------------------------------------------------------------------------------------------
 
-def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
-    """An engine in the state of a saved run: the newest snapshot and a replay of the steps after it, or (best) the
-    snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError, UseError, EngineError,
-    DataError."""
+def load(cfg, directory, best=False, device="cpu", threads=None, console=None, step=None):
+    """An engine in the state of a saved run, of `step` if that is given: the newest snapshot and a replay of the steps
+    after it, or (best) the snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError,
+    UseError, EngineError, DataError."""
     with contextlib.closing(history.read_run(cfg, directory)) as run:
-        state = _state(cfg, run, best, console.line)
-        until, tokens = state.step if best else run.step, None
+        last = run.step if step is None else step
+        if last > run.step:
+            raise UseError(f"{directory} has only {run.step} steps")
+        state = _state(cfg, run, best, console.line, last)
+        until, tokens = state.step if best else last, None
         if (why := optimizers.reads_data(cfg)) and state.step < until:
             tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
             if any(run.data) and snapshots.data_digest(tokens) != run.data:
@@ -42,18 +44,20 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None):
         engine = engines.make(cfg, tokens, device, threads)
         engine.load(state)
         for step in range(state.step, until):
-            console.progress(f"{directory}: replaying step {step} of {run.step} ...")
+            console.progress(f"{directory}: replaying step {step} of {until} ...")
             history.replay(run, engine, step + 1)
         console.clear()
         return engine
 
 
-def _state(cfg, run, best, warn):
-    """The State to begin with: of the newest (best) readable snapshot, else the initial one; `warn` takes lines."""
+def _state(cfg, run, best, warn, last):
+    """The State to begin with: of the newest readable snapshot to step `last` (of the best), else the initial one;
+    `warn` takes lines."""
     shelf = snapshots.Shelf(cfg, run)
     for line in shelf.damaged:
         warn(line)
-    steps = shelf.ranked if best else sorted((s for s in shelf.files if s >= run.start.step), reverse=True)
+    steps = shelf.ranked if best else sorted((s for s in shelf.files if run.start.step <= s <= last or s == last),
+                                             reverse=True)
     if best and not steps:
         raise UseError(f"{run.directory} has no best snapshot: snapshots are taken every SNAPSHOT_EVERY steps, and "
                        "rated if the step is measured; leave --best out")
@@ -63,7 +67,8 @@ def _state(cfg, run, best, warn):
         except (ValueError, OSError) as error:
             warn(f"{os.path.join(run.directory, shelf.files[step])}: {error}")
     if best or run.start.step:
-        raise UseError(f"{run.directory}: the snapshot that it needs cannot be read: restore it from a copy")
+        raise UseError(f"{run.directory}: the snapshot that step {last} needs cannot be read: restore it from a copy "
+                       f"(there are those of the steps {sorted(shelf.files)})")
     return parameters.initial_state(cfg)
 
 
@@ -273,18 +278,21 @@ def evaluate_objective(cfg, engine, path, console):
             console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
 
 
-def begin(cfg, source, directory, threads, console):
-    """Makes a save directory that begins with the model of the saved run `source`, whose shape cfg has. Its optimizer
-    begins anew, as it begins to learn something else. Raises EggError."""
-    engine = load(egg_config.load(saved=history.configuration(source)), source, False, "cpu", threads, console)
-    old = engine.state()
-    state = parameters.initial_state(cfg)
-    if old.weights.size != state.weights.size:
-        raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
-    # not step 0: there a worker would begin with the random initial model
-    state.weights, state.step, state.seed = old.weights, 1, seeds.next_seed(seeds.first_seed(cfg), 0)
+def begin(cfg, old, source, directory, threads, console, step):
+    """Makes a save directory that begins with the state of the saved run `source`, of the Config `old`, at `step` or
+    its end; with an objective only with its weights, as it begins to learn something else. Raises EggError."""
+    engine = load(old, source, False, "cpu", threads, console, step)
+    state = engine.state()
+    if cfg.OBJECTIVE or not state.step:
+        weights, state = state.weights, parameters.initial_state(cfg)
+        if weights.size != state.weights.size:
+            raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
+        # not step 0: there a worker would begin with the random initial model
+        state.weights, state.step, state.seed = weights, 1, seeds.next_seed(seeds.first_seed(cfg), 0)
+    elif cfg.ISLAND_SEED != old.ISLAND_SEED:
+        state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
     _begin(cfg, state, directory)
-    console.line(f"egg: {directory} begins with the model of {source}, step {old.step}; {source} stays as it is")
+    console.line(f"egg: {directory} begins with the model of {source}, step {engine.step}; {source} stays as it is")
 
 
 def _begin(cfg, state, directory):
