@@ -355,4 +355,4 @@ def test_a_worker_without_the_state_of_the_run_has_no_final():
 def test_a_worker_whose_parent_has_gone_says_nothing(monkeypatch):
     pipe = mock.Mock(**{"send.side_effect": BrokenPipeError})
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
-    train._worker_process("cpu", make(INPUT_FILE="none"), 1, 1, False, None, None, pipe)
+    train._worker_process("cpu", make(INPUT_FILE="none"), 1, 1, False, None, None, None, pipe)
