@@ -14,7 +14,7 @@ import numpy as np
 
 from cluster.console import Console
 from cluster.history import EVENTS
-from engine import engines, hardware
+from engine import hardware
 from model import data_files, fitness_digits, parameters, rules
 from tools import train
 
@@ -36,7 +36,7 @@ def bench(cfg, device, threads):
     if device == "cpu":
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, say, cpu_engine.VERBS)
-    engine = engines.make(cfg, tokens, device, threads)
+    engine = train.make_engine(cfg, tokens, device, threads)
     members = cfg.CHUNK_SIZE
     if device == "cpu" and cfg.PERTURB == "weights":         # a whole chunk would take minutes
         members = few_members(engine, cfg)

@@ -14,9 +14,8 @@ from cluster import auth
 from cluster.console import Console, printable, stop_signals
 from cluster.link import check_address
 from egg_config import EggError, explained
-from engine import engines, hardware
+from engine import hardware
 from model import data_files, parameters
-from tools import processes
 
 RESTARTS = 3               # of a worker process, before training gives up
 APPLY_SECONDS = 10.0       # limit for the workers to apply the last update
@@ -68,12 +67,26 @@ def print_references(cfg, data, console, emit=None):
     return references
 
 
+def make_engine(cfg, tokens, device="cpu", threads=None, verbs=()):
+    """The engine for `device`: a CpuEngine or CudaEngine, which have the same verbs and are loaded only then. tokens:
+    1-D array, or None if nothing is evaluated. threads: CPU cores, default all. verbs: "digest", "validate" or "write",
+    if a GPU shall compile them now, together with those of a step. Raises EngineError."""
+    try:
+        if device == "cpu":
+            from engine import cpu_engine
+            return cpu_engine.CpuEngine(cfg, tokens, threads)
+        from engine import cuda_engine
+        return cuda_engine.CudaEngine(cfg, tokens, int(device.partition(":")[2]), verbs=verbs)
+    except ValueError as error:
+        raise hardware.EngineError(str(error)) from None
+
+
 def start_engine(cfg, data, device, threads, log):
     """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines
     about compiling. Raises EngineError."""
     verbs = ["digest"] + ["validate"] * (data.validation is not None) \
         + ["write"] * bool(cfg.OBJECTIVE or cfg.SAMPLE_EVERY)
-    engine = engines.make(cfg, data.tokens, device, threads, verbs)
+    engine = make_engine(cfg, data.tokens, device, threads, verbs)
     if device == "cpu":
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, log, ["evaluate", "update", *verbs])
@@ -162,7 +175,7 @@ class Child:
     def start(self):
         self.ready = None
         self.started = time.monotonic()
-        self.process, self.pipe = processes.start(_worker_process, self.device, *self._arguments)
+        self.process, self.pipe = hardware.start_process(_worker_process, self.device, *self._arguments)
 
     def reports(self):
         """Yields the (kind, value) that arrived since the last call."""
