@@ -44,7 +44,6 @@ import time
 
 from cluster import auth, event_log, history, snapshots, status, wire
 from cluster.admission import Admission, ERRORS, Role
-from cluster.collector import Collector
 from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
@@ -442,7 +441,7 @@ class RemoteWorker(Role):
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
     trusted = True             # no other worker contradicts its state
     rebuilt_at = None          # step at which it was last made to rebuild
-    state_asked = None         # step at which it was last asked for its state (cluster.collector)
+    state_asked = None         # step at which it was last asked for its state (snapshots.Collector)
     states_failed = 0          # how often that did not come
     lapsed = False             # it has lost a lease, and delivered nothing since
     pace = None                # seconds for a chunk
@@ -537,7 +536,7 @@ class Coordinator:
         self._undecided = set()                      # steps at which workers wait for a majority of their states
         self.hub, self.progress, self.states = Hub(), Progress(cfg, run, events), States()
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(self)
+        self.collector = snapshots.Collector(self)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
         self.admission = Admission(self, access, room_for_connections(http))
         self.island = island.attach(self) if island else Hook()
