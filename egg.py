@@ -480,8 +480,8 @@ def plot(cfg, args):
     examples:
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
-    from tools import plot
-    plot.plot(args.runs, Printer(), args.x, args.out, args.log)
+    from tools import curves
+    curves.plot(args.runs, Printer(), args.x, args.out, args.log)
 
 
 @command(option("runs DIR", "save directories (default: all in this directory)", nargs="*"))
@@ -489,8 +489,8 @@ def runs(cfg, args):
     """list runs: their steps, best figures, and the constants in which they differ
 
     example: python egg.py runs ckpt ckpt-2"""
-    from tools import plot
-    plot.runs(args.runs, Printer())
+    from tools import curves
+    curves.runs(args.runs, Printer())
 
 
 @command()

@@ -6,7 +6,7 @@ import json
 import egg_net
 from cluster import event_log, history
 from cluster.console import Printer
-from tools import plot
+from tools import curves
 from fakes import CFG, Lines
 
 
@@ -50,5 +50,5 @@ def example(path, steps=300, loss=2.0, unit="bits/byte"):
 def drawn(*paths, **options):
     """[line] of what `plot` prints of runs."""
     stream = Lines()
-    plot.plot(paths, Printer(stream), **options)
+    curves.plot(paths, Printer(stream), **options)
     return stream.text.splitlines()

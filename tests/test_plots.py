@@ -11,7 +11,7 @@ from pytest import approx, mark, raises
 import egg_net
 from cluster import event_log, history
 from cluster.status import Progress, WORKERS, describe_status
-from tools import curves, plot
+from tools import curves
 from tools.curves import read_curve
 from coordinators import Server
 from fakes import CFG, FakeEngine, Lines
@@ -95,16 +95,16 @@ def test_a_forged_log_is_a_curve_or_a_line(tmp_path, seed):
 def test_in_the_terminal_a_curve_is_a_line_of_blocks(here, monkeypatch):
     """All runs have the same axes; where one has ended its line is blank. A logarithmic axis has equal room for equal
     ratios, and none for what is at 0 s."""
-    monkeypatch.setenv("COLUMNS", str(plot.WORDS + 8))
+    monkeypatch.setenv("COLUMNS", str(curves.WORDS + 8))
     write("first", {"event": "validation", "step": 0, "tokens": 0, "seconds": 0, "value": 7})
     with raises(event_log.WatchError, match="no step has a place on a logarithmic axis yet"):
         drawn("first", log=True)
     for name, losses in ("one", (7, 6, 5, 4, 3, 2, 1, 0)), ("two", (7, 7, 0, 0)):
         write(name, *({"event": "step", "step": k, "tokens": 1e6 * k, "loss": loss, "elapsed": 10 ** k, "unit": "u"}
                       for k, loss in enumerate(losses)))
-    assert drawn("one", "two") == ["loss, u, against million tokens", f"{plot.BLOCKS[::-1]} 0  one",
+    assert drawn("one", "two") == ["loss, u, against million tokens", f"{curves.BLOCKS[::-1]} 0  one",
                                    "\u2588\u2588\u2581\u2581     0  two"]
-    assert drawn("one", x="time", log=True)[1].split()[0] == plot.BLOCKS[::-1]
+    assert drawn("one", x="time", log=True)[1].split()[0] == curves.BLOCKS[::-1]
 
 
 def test_pictures(here):
@@ -125,7 +125,7 @@ def test_units_and_references_that_hold_for_every_run(here, monkeypatch):
         example(name, unit=unit)
         write(name, {"event": "references", "values": values})
     marked = []
-    monkeypatch.setattr(plot, "add_references", lambda ax, references: marked.append(dict(references)))
+    monkeypatch.setattr(curves, "add_references", lambda ax, references: marked.append(dict(references)))
     for names, shown in ("a", {"low": 0.1, "bigram": 3.5}), ("ab", {"bigram": 3.5}), ("ac", {}):
         drawn(*names, out="a.svg")
         assert marked.pop() == shown
