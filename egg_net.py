@@ -703,10 +703,10 @@ class Coordinator:
         if not (work.complete and self.states.decided(step)):
             return
         self._conclude_step()                        # if two end in one turn
-        losses = [outcome.sum_loss for outcome in work.done.values()]
-        self.run.append(work.fitness(), sum(losses), self.progress.updates)
+        sum_loss = sum(outcome.sum_loss for outcome in work.done.values())
+        self.run.append(work.fitness(), sum_loss, self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
-        self._ended = self.progress.complete_step(step, losses)
+        self._ended = self.progress.complete_step(step, sum_loss)
         self._begin_step()
         self.island.step_completed()
         self.dispatcher.answer_waiting()

@@ -10,14 +10,14 @@ from pytest import approx, mark, raises
 
 import egg_net
 from cluster import event_log, history
-from cluster.status import Progress, WORKERS, describe_status
+from cluster.status import WORKERS, describe_status
 from tools import curves
 from tools.curves import read_curve
 from coordinators import Server
 from fakes import CFG, FakeEngine, Lines
 from fuzzing import EXAMPLES
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
-from run_logs import drawn, events, example, of_kind, told_to, write
+from run_logs import drawn, events, example, of_kind, write
 from commands import fails, run, train_here
 
 
@@ -212,17 +212,3 @@ def test_the_longest_status_fits_a_frame(tmp_path, monkeypatch):
     with Server(tmp_path) as server:
         text = describe_status(server.fetched())
     assert text.count("working") == WORKERS and f"\nand {4000 - WORKERS} more" in text
-
-
-@mark.parametrize("lie", [-(1 << 59), 1 << 59, 0, -1])
-def test_a_lie_does_not_move_the_loss(lie, tmp_path):
-    """Of four chunks one states what cannot be: the mean of the others is hardly changed."""
-    def loss(last):
-        progress = Progress(CFG, run, told)
-        progress.begin_step()
-        progress.chunk_handed_out()
-        progress.complete_step(0, [40_000, 41_000, 42_000, last])
-        return progress.loss
-
-    with contextlib.closing(history.open_run(CFG)) as run, told_to() as told:
-        assert loss(lie) == approx(loss(40_000), rel=0.3)
