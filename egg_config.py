@@ -89,7 +89,7 @@ ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update
 # --- noise on activations --------------------------------------------------------------------------------------------
 PERTURB = "weights"              # weights, activations | all | noise on the weights of pairs, or on the outputs of
 #                                                            units: learns far more from a token
-NOISE_EMBEDDING = 1              # 0 to 63       | run     | (gru) size of the noise of the embedding's outputs
+NOISE_EMBEDDING = 1              # 0 to 63       | run     | size of the noise of the embedding's outputs
 NOISE_GATE = 15                  # 0 to 63       | run     | (gru) of the sums of a gate
 NOISE_CANDIDATE = 1              # 0 to 63       | run     | (gru) of the sums of a candidate
 NOISE_ATTENTION = 8              # 0 to 63       | run     | (transformer) of queries, keys and values
@@ -616,8 +616,9 @@ def validate(cfg):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")
         need(cfg.CHUNK_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
              f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")
-        need(cfg.CHUNK_SIZE // cfg.GROUP_SIZE * cfg.SEQ_LEN <= 1 << 17, "CHUNK_SIZE",
-             f"must be at most 131072 / SEQ_LEN groups of GROUP_SIZE = {cfg.GROUP_SIZE} with PERTURB = activations: "
+        most = 1 << (17 if cfg.MODEL == "gru" else 16)
+        need(cfg.CHUNK_SIZE // cfg.GROUP_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
+             f"must be at most {most} / SEQ_LEN groups of GROUP_SIZE = {cfg.GROUP_SIZE} with PERTURB = activations: "
              "votes are sums in 32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",

@@ -8,10 +8,10 @@ import numpy as np
 
 from engine import cpu_gru, cpu_transformer
 from engine.cpu_compiler import njit
-from engine.cpu_kernels import NO_NATS, WATCHED, Record, add_product, tables
-from engine.cpu_rules import credited, digit, handed_down, hash32, i32, rounded, settled, signed, u32
-from engine.simd import PANEL, ROWS
-from model import activations, fitness_digits, parameters
+from engine.cpu_kernels import NO_NATS, WATCHED, Record, add_product, draw_noise
+from engine.cpu_rules import credited, digit, handed_down, i32, rounded, settled, u32
+from engine.simd import PANEL, ROWS, local
+from model import activations, fitness_digits, integer_tables, parameters
 
 ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
 
@@ -57,24 +57,25 @@ def attention_credits(differences, least, unit, shares, direct, attended):
 
 
 @njit
-def add_credit(credit, seed, number, layers, noise, shift, rope, bit, out):
+def add_credit(credit, seed, number, layers, turn, stream, shift, rope, bit, out):
     """out int8 [>= groups * T, units]: the settled sums over members, the first of which has this seed and this number
-    in the step, of credit int8 [1 or heads, groups, members, T] times the signs of their noise. noise: WATCHED; shift:
-    of the Phase; rope: empty, or what turns sums back, with ROPE_SCALE_BIT."""
+    in the step, of credit int8 [1 or heads, groups, members, T] times the signs of their noise. turn, stream,
+    shift: of the Phase; rope: empty, or what turns sums back, with ROPE_SCALE_BIT."""
     parts, groups, members, T = credit.shape
     units = out.shape[1]
-    totals = np.empty((T, units), i32)
+    width = units // parts
+    totals, noise = np.empty((T, units), i32), local(width, i32)
     pairs = totals.view(np.int64)
     for q in range(groups):
         totals[:] = 0
         for k in range(q * members, (q + 1) * members):
-            for t in range(T if noise.turn < 0 or (number + k) % layers == noise.turn else 0):
-                for at in range(0, units, 32):
-                    factor = i32(credit[at * parts // units, q, k - q * members, t])
+            for t in range(T if turn < 0 or (number + k) % layers == turn else 0):
+                for part in range(parts):
+                    factor, at = i32(credit[part, q, k - q * members, t]), part * width
                     if factor != 0:
-                        signs = hash32(u32(seed + u32(k)), u32(noise.stream + (t * units + at) // 32))
-                        for i in range(32):
-                            totals[t, at + i] = i32(totals[t, at + i] + signed(signs, i, factor))
+                        draw_noise(noise, u32(seed + u32(k)), stream, t * units + at, factor)
+                        for i in range(width):
+                            totals[t, at + i] = i32(totals[t, at + i] + noise[i])
         for t in range(T):
             if rope.size:
                 cpu_transformer.rotate(pairs, t, rope, t, bit)
@@ -94,38 +95,34 @@ class ActivationVotes:
     """Reads groups for CpuEngine, and votes."""
 
     def __init__(self, cfg):
-        self.cfg, self._tensors = cfg, parameters.tensors(cfg)
+        self.cfg, self._phases, self._tensors = cfg, activations.phases(cfg).values(), parameters.tensors(cfg)
         self.together = max(1, ROWS_TOGETHER // (cfg.GROUP_SIZE + 1))
         self._matrices, self._biases, self._embedding = activations.votes(cfg)
-        self._phases = {}                                    # {Phase: WATCHED of a matrix or table}
-        # of sequences without noise, of which nothing is kept: with None the model would be compiled once more
         self._watched = np.zeros((len(parameters.table(cfg)), cfg.N_LAYERS), WATCHED)
         self._inputs, places = 0, {}
-        self.nothing = self._record(np.empty((0, cfg.WINDOW), np.int32), 0, 0)
-        self._watched = self._watched.copy()
-        looked_up = [(*self._embedding, "")] if self._embedding else []
-        for tensor, phase, inputs in self._matrices + looked_up:
+        # a tied embedding is the head as well
+        looked_up = *self._embedding[:2], "normed_f" if self._embedding[0].product else ""
+        for tensor, phase, inputs in [*self._matrices, looked_up]:
             if (inputs, tensor.layer) not in places:
                 places[inputs, tensor.layer] = self._inputs
                 self._inputs += tensor.rows
-            of_noise = (phase.stream, phase.amplitude, phase.turn) if phase else (0, 0, 0)
-            self._watched[tensor.param, tensor.layer] = (places[inputs, tensor.layer], *of_noise)
-            self._phases[phase] = self._watched[tensor.param, tensor.layer]
-        del self._phases[None]                               # the head's errors
-        self._rope = tables(cfg, cfg.SEQ_LEN, True)["rope"].view(np.int32).copy()
-        self._rope[:, 1::2] *= -1
-        self._rope = self._rope.view(np.int64)
+            noise = (phase.stream, phase.amplitude, phase.turn) if phase else (0, 0, 0)
+            self._watched[tensor.param, tensor.layer] = places[inputs, tensor.layer], *noise
+        # of sequences without noise, of which nothing is kept: with None the model would be compiled once more
+        self.nothing = self._record(np.empty((0, cfg.WINDOW), np.int32), 0, 0)._replace(
+            watched=np.zeros_like(self._watched))
+        back = integer_tables.rope_table(cfg, cfg.SEQ_LEN) * np.int32([1, -1])
+        self._rope = np.tile(back.view(np.int64)[..., 0], cfg.N_HEADS)
 
     def _record(self, windows, seed, first_group):
         """The Record that the windows of groups are to fill."""
-        cfg, member = self.cfg, first_group * self.cfg.GROUP_SIZE
-        T, heads = cfg.SEQ_LEN, cfg.N_HEADS if cfg.MODEL == "transformer" else 0
+        cfg, T, member = self.cfg, self.cfg.SEQ_LEN, first_group * self.cfg.GROUP_SIZE
         rows = -(-len(windows) * T // 4) * 4
         return Record(u32(seed + first_group & 0xFFFFFFFF), u32(seed + member & 0xFFFFFFFF), member, T, self._watched,
                       np.zeros((self._inputs, rows), np.uint8),
                       windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
                       np.zeros((rows, cfg.VOCAB_SIZE), np.int8),
-                      np.zeros((len(windows), cfg.N_LAYERS, heads, T, T), np.int16))
+                      np.zeros((len(windows), cfg.N_LAYERS, cfg.N_HEADS, T, T), np.int16))
 
     def read(self, c, windows, seed, first_group):
         """(Record, losses, differences) of windows int32 [groups, WINDOW]. losses int64 [groups, T]: of the unperturbed
@@ -150,7 +147,7 @@ class ActivationVotes:
         attended = np.empty((cfg.N_LAYERS, cfg.N_HEADS, *shape), np.int8)
         attention_credits(differences, least, activations.UNIT, record.shares, direct, attended)
         return lambda phase: (attended[phase.layer] if phase.later else
-                              direct[0 if phase.name.startswith("first") else phase.layer + 1])
+                              direct[0 if phase.outside else phase.layer + 1])
 
     def votes(self, read, least):
         """{tensor: int32 votes [rows padded to ROWS, cols padded to PANEL]} of what was read."""
@@ -159,20 +156,21 @@ class ActivationVotes:
                 for t in self._tensors}
         for record, _, differences in read:
             credit_of, settled_of = self._credit_of(record, differences, least), {None: record.errors}
-            for phase, noise in self._phases.items():
+            for phase in self._phases:
                 settled_of[phase] = np.zeros((len(record.errors), phase.units), np.int8)
                 if phase.amplitude:
                     rope = self._rope if phase.name in ("query", "key") else self._rope[:0]
-                    add_credit(credit_of(phase), record.member_seed, record.member, cfg.N_LAYERS, noise, phase.shift,
-                               rope, cfg.ROPE_SCALE_BIT, settled_of[phase])
+                    add_credit(credit_of(phase), record.member_seed, record.member, cfg.N_LAYERS, phase.turn,
+                               phase.stream, phase.shift, rope, cfg.ROPE_SCALE_BIT, settled_of[phase])
             for tensor, phase, _ in self._matrices:
                 first = self._watched[tensor.param, tensor.layer]["inputs"]
                 add_products(record.inputs[first:first + tensor.rows], settled_of[phase], sums[tensor])
             for tensor, phase in self._biases:
                 sums[tensor][0, :tensor.cols] += settled_of[phase].sum(0, dtype=np.int32)
-            if self._embedding and self._embedding[1].amplitude:
-                tensor, phase = self._embedding
-                np.add.at(sums[tensor].T, record.tokens, settled_of[phase][:record.tokens.size])
+            tensor, phase, weight = self._embedding
+            if phase.amplitude:
+                settled_at = settled_of[phase][:record.tokens.size].astype(np.int32)
+                np.add.at(sums[tensor].T, record.tokens, weight * settled_at)
         return sums
 
     def vote_on_nothing(self):

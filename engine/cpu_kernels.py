@@ -39,7 +39,7 @@ GROUP = 32                  # rows that go through products together: their int3
 
 # Constants of the configuration that the kernels see unchanged
 FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVICE_GAUSSIAN ADAPTIVE_NOISE_MODE "
-               "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_LOGIT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
+               "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
                "ROPE_SCALE_BIT TARGETS USE_CLT")
 # The model as the kernels see it, which they call c. Its configuration, int64: the above and others of `constants`.
 # Its tables: exp int32 [256]; exp64[d] = exp(-d * unit) in float64; rope int64 [positions, H / 2], cosine in the lower
@@ -48,7 +48,7 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
 # PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
 # int8; table ROW [parameters, layers].
 Model = namedtuple("Model", FROM_CONFIG + (
-    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest "
+    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest logit_shift "
     "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # The part of a Model that draws of votes read: calls with a whole Model take 10 us longer
 Draws = namedtuple("Draws", "DEVICE_MASK DEVICE_GAUSSIAN USE_CLT")
@@ -83,9 +83,9 @@ def constants(cfg):
         exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
-        # gru: of a product over H or over 4 H inputs; least value inside the MLP
+        # gru: of a product over H or over 4 H inputs; least value inside the MLP; logit_shift: of the head's products
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-        lowest=0 if cfg.MLP_RELU else -127)
+        lowest=0 if cfg.MLP_RELU else -127, logit_shift=0 if gru else cfg.SHIFT_LOGIT)
 
 
 def tables(cfg, positions, causal):
@@ -138,20 +138,30 @@ def keep(record, param, layer, first, count, x):
             kept[i, first + r] = x[r, i]
 
 
+@inlined
+def draw_noise(noise, seed, stream, first, size):
+    """noise int32 [n] = size times the signs of n outputs, a multiple of 32, from number `first` on (SPEC 21); seed: of
+    the member."""
+    for word in range(noise.size // 32):
+        signs = hash32(seed, u32(stream + first // 32 + word))
+        for i in range(32):
+            noise[32 * word + i] = signed(signs, i, size)
+
+
 @leaf
 def disturb(c, record, param, layer, first, count, scale, before, after, out):
     """Adds the noise of the outputs of a matrix, times scale, to those of out [count, units], rows first.. of a Record,
     that belong to members; before and after, they are cut to these limits."""
-    noise, units = record.watched[param, layer], out.shape[1]
-    for r in range(max(i64(0), record.tokens.size - first), count if noise.amplitude else 0):
+    watched, units = record.watched[param, layer], out.shape[1]
+    noise = local(units, i32)
+    for r in range(max(i64(0), record.tokens.size - first), count if watched.amplitude else 0):
         k, t = divmod(first + r - record.tokens.size, record.T)
-        if noise.turn < 0 or (record.member + k) % c.N_LAYERS == noise.turn:
-            size, word = i32(scale * noise.amplitude), noise.stream + t * units // 32
-            for at in range(0, units, 32):
-                signs = hash32(u32(record.member_seed + u32(k)), u32(word + at // 32))
-                for i in range(32):
-                    y = i32(min(max(i32(out[r, at + i]), i32(-before)), before) + signed(signs, i, size))
-                    out[r, at + i] = min(max(y, i32(-after)), after)
+        if watched.turn < 0 or (record.member + k) % c.N_LAYERS == watched.turn:
+            draw_noise(noise, u32(record.member_seed + u32(k)), watched.stream, t * units,
+                       i32(scale * watched.amplitude))
+            for i in range(units):
+                y = i32(min(max(i32(out[r, i]), i32(-before)), before) + noise[i])
+                out[r, i] = min(max(y, i32(-after)), after)
 
 
 @leaf
@@ -487,12 +497,14 @@ def target(c, windows, q, start, T, t, j):
 
 
 @inlined
-def position_loss(c, z, r, windows, q, start, T, t, weights):
-    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32."""
-    top, wanted = largest(z, r, c.VOCAB_SIZE), i32(0)
-    total = exp_sum(c.exp, 0, c.short_exp, top, 0, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0)
+def position_loss(c, z, r, windows, q, start, T, t, weights, filled):
+    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32 if
+    `filled` is not 0."""
+    shift, wanted = i32(c.logit_shift), i32(0)
+    top = shift_right(largest(z, r, c.VOCAB_SIZE), shift)
+    total = exp_sum(c.exp, 0, c.short_exp, top, shift, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0, filled)
     for j in range(c.TARGETS):
-        wanted += z[r, target(c, windows, q, start, T, t, j)]
+        wanted += shift_right(z[r, target(c, windows, q, start, T, t, j)], shift)
     return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
 
 
@@ -500,35 +512,34 @@ def position_loss(c, z, r, windows, q, start, T, t, weights):
 def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
     """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V
     padded]: the softmax, overwritten."""
-    V, total, top = c.VOCAB_SIZE, i64(0), largest(z, r, c.VOCAB_SIZE)
+    V, total, shift = c.VOCAB_SIZE, i64(0), i32(c.logit_shift)
+    top = shift_right(largest(z, r, V), shift)
     of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
     for v in range(V):
         total += weights[v]
     for d in range(c.exp.size):
         of_distance[d] = excess(0, 1, c.exp[d], total)
-    exp_sum(of_distance, 0, c.short_exp, top, 0, z, r * z.shape[1], V, weights, 0)
+    exp_sum(of_distance, 0, c.short_exp, top, shift, z, r * z.shape[1], V, weights, 0, i64(1))
     for v in range(V):
-        errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, t * V + v)
+        errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, u32(u32(t * V) + u32(v)))
     for j in range(c.TARGETS):
         v, wanted = target(c, windows, q, start, T, t, j), 0
         for other in range(c.TARGETS):
             wanted += v == target(c, windows, q, start, T, t, other)
-        of_target = excess(wanted, c.TARGETS, c.exp[min(c.exp.size - 1, i64(top - z[r, v]))], total)
+        of_target = excess(wanted, c.TARGETS, c.exp[min(c.exp.size - 1, i64(top - shift_right(z[r, v], shift)))],
+                           total)
         errors[v] = dithered(z[r, v] if c.gru else i32(0), of_target, seed, t * V + v)
 
 
 @leaf
 def logits(c, noisy, norm, sides, h, count, left, x, z):
     """z int32 [>= count, V padded]: the logits of `count` rows of h int8, the `left` first of which belong to the even
-    member; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies."""
+    member, still to be shifted by c.logit_shift; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head
+    multiplies."""
     layer_norm(c, h, count, left, norm, x)
     product(c, c.head, NO_LAYER, sides, noisy, x, count, left, z)
     if c.gru:
         divided(z, count, i32(c.divisor), -127, 0, z)
-    else:
-        for r in range(count):
-            for v in range(c.VOCAB_SIZE):
-                z[r, v] = shift_right(z[r, v], c.SHIFT_LOGIT)
 
 
 @leaf
@@ -538,7 +549,7 @@ def chosen(c, z, present, penalty, temp, floor, random):
     V, best = c.VOCAB_SIZE, 0
     scores, weights = local(V, f32), local(V, i32)
     for v in range(V):
-        scores[v] = drawn_score(z[v], present[v], penalty)
+        scores[v] = drawn_score(shift_right(z[v], c.logit_shift), present[v], penalty)
         if scores[v] > scores[best]:
             best = v
     if temp == f32(0):
@@ -587,8 +598,8 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
     x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    for first in range(0, rows, GROUP):
-        count = min(GROUP, rows - first)
+    for first in range(0, rows, ROWS):                       # the logits of few rows fit the second-level cache
+        count = min(ROWS, rows - first)
         logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
         if record is not None:
             keep(record, c.head, NO_LAYER, at + first, count, x)
@@ -596,12 +607,14 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
             row = first + r
             window, t = q if noisy else q + row // T, row % T
             if losses.size:
-                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights)
-                if record is not None and at + row < record.tokens.size:
+                clean = record is not None and at + row < record.tokens.size
+                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights, i64(clean))
+                if record is not None and clean:
                     head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)), weights,
                                 record.errors[at + row])
             else:
-                total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
+                total, top = 0.0, shift_right(largest(z, r, c.VOCAB_SIZE), c.logit_shift)
                 for v in range(c.VOCAB_SIZE):
-                    total += c.exp64[min(c.exp64.size - 1, top - z[r, v])]
-                nats[window] += np.log(total) + (top - z[r, target(c, windows, window, start, T, t, 0)]) * c.unit
+                    total += c.exp64[min(c.exp64.size - 1, top - shift_right(z[r, v], c.logit_shift))]
+                wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)
+                nats[window] += np.log(total) + (top - wanted) * c.unit

@@ -83,7 +83,8 @@ def attend(c, room, layer, m, first_row, start, n, record, at):
             for r in range(count):
                 visible = start + block + r + 1
                 top = shift_right(largest(scores, r, visible), c.SHIFT_ATTN)
-                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0)
+                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0,
+                                    i64(1))
                 if record is not None and at < record.tokens.size:
                     for p in range(visible):
                         record.shares[at // record.T, layer, head, block + r, p] = attention_share(weights[p],
@@ -167,7 +168,7 @@ def read(c, S, noisy, tokens, apart, n, start, room, record, at):
     """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
     sequence, as `embed` takes them. record: None, or a Record that has the sequence from row `at` on."""
     members = 1 + noisy
-    embed(c, S, noisy, tokens, apart, n, start, members * n, room.h, None, i64(0))
+    embed(c, S, noisy, tokens, apart, n, start, members * n, room.h, record, at)
     mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, record, at)
     for layer in range(c.N_LAYERS):
         attention(c, layer, S, noisy, members, n, start, room, record, at)

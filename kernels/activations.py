@@ -383,8 +383,8 @@ def _vote_kernels(cfg):
     WIDTH, SKIP = cfg.READERS * cfg.WINDOW, cfg.STATE_TOKENS             # between the windows of two groups
     ALPHA = activations.alpha(cfg)
 
-    def token_votes(operand: A32, row, windows: A32, positions, rows, at, votes: A32):
-        """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
+    def token_votes(operand: A32, row, windows: A32, positions, rows, at, weight, votes: A32):
+        """Adds `weight` times operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
         thread an output and four positions."""
         unit, quad, group, t = share_of(H, PADDED // 4)
         if quad * 4 < positions:
@@ -393,7 +393,7 @@ def _vote_kernels(cfg):
                 vote = ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * e))
                 if t + e < T and vote != 0:
                     token = windows[group * WIDTH + SKIP + t + e]
-                    cuda.atomic.add(votes, at + vote_index(token, unit, True, V), vote)
+                    cuda.atomic.add(votes, at + vote_index(token, unit, True, V), int32(weight * vote))
 
     def vote_sizes(votes: A32, tensors: A64, sizes: A64):
         """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size.
@@ -528,16 +528,14 @@ class Votes:
             self._add_up(self.phases, args, credits)
         for layer in () if self._recurrent else reversed(range(cfg.N_LAYERS)):
             self._launch("attend", credits.size, args, at=layer * self._attention, credits=credits, below=below)
-            self._add_up([phase for phase in self.phases if phase.turn == layer or cfg.N_LAYERS == 1
-                          and not phase.name.startswith("first")], args, credits)
+            self._add_up([phase for phase in self.phases if phase.layer == layer and not phase.outside], args, credits)
             credits, below = below, credits
         if not self._recurrent:
-            self._add_up([phase for phase in self.phases if phase.name.startswith("first")], args, credits)
+            self._add_up([phase for phase in self.phases if phase.outside], args, credits)
         self._launch("products", len(self._args["tiles"]) * self._splits * THREADS, args, THREADS)
-        if self.embedding:
-            tensor, phase = self.embedding
-            self._launch("token_votes", self.positions // 4 * phase.units, args, row=self._row[phase],
-                         at=tensor.weights)
+        tensor, phase, weight = self.embedding
+        self._launch("token_votes", self.positions // 4 * phase.units, args, row=self._row[phase], at=tensor.weights,
+                     weight=weight)
         for name in "vote_sizes", "vote_digits":
             self._launch(name, 64 * BLOCK, args, high=len(self._tensors))
         self._launch("pack_digits", self._args["packed"].size, args)

@@ -37,6 +37,7 @@ INPUTS = 12                                 # the input sides of the matrices be
 TABLE = 20                                  # of the embedding, in the first row
 TABLE_OVERLAY_A = 21
 TABLE_OVERLAY_B = 22
+EMBEDDING_NOISE = 24                        # stream and turn (SPEC 21)
 # columns of a row of the plan of a product
 MATRIX = 0
 MATRIX_BIAS = 3
@@ -59,6 +60,7 @@ def _embed_kernel(cfg, nz, gpu):
     job_shift = nz.shift
     NTT = cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, cfg.NTT_CAUSAL)
+    AMPLITUDE, noise_word = activations.amplitude_of(cfg, "embedding"), noise_word_function(cfg)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
     @cuda.jit(launch_bounds=256)
@@ -104,6 +106,11 @@ def _embed_kernel(cfg, nz, gpu):
                         ntt_even, ntt_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
                     x[k] = clip(int32(e + (d >> shift) + even[k] + ntt_even))
                     x[4 + k] = clip(int32(e + (int32(-d) >> shift) + odd[k] + ntt_odd))
+                for m in range(2 if AMPLITUDE else 0):
+                    xi = noise_word(source, EMBEDDING_NOISE, m, position * (H // 32) + (piece >> 1),
+                                    (piece & 1) * 4 + q, AMPLITUDE)
+                    for k in range(4):
+                        x[4 * m + k] = clip(x[4 * m + k] + byte(xi, k))
                 h[uint64(at_h + piece * 32)] = pack_bytes(x, 0)
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack_bytes(x, 4)
 
@@ -754,7 +761,8 @@ class Plan(host.Plan):
         super().__init__(cfg, packing)
         table, self._phases = self._tensors["embedding", 0], activations.phases(cfg)
         self.embed = self._norm("ln_init", 0, self.vector("emb_bias", 0), ["w_emb_mlp_up"],
-                                {TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b]})
+                                {TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b],
+                                 EMBEDDING_NOISE: self._noise("embedding", 0)})
         self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0,
                                        "first_")
         self.layers, before = [], self.vector("mlp_emb_bias_down", 0)

@@ -17,6 +17,7 @@ from model.seeds import hash32
 LEVELS = 7                   # largest digit of a position
 WORDS_APART = 1 << 20        # hashes between the streams of two phases, at least SEQ_LEN * HIDDEN_DIM / 8
 UNIT = 16                    # of a digit in the credits of the transformer
+TIED_TABLE = 64              # weight of the embedding's votes as table beside those as head, where it is both
 
 
 _rules = rules.activation_rules(lambda function: function)
@@ -35,14 +36,15 @@ class Kind(NamedTuple):
 
 class Phase(NamedTuple):
     """Outputs with noise: `units` at each position, of the size `amplitude`; their hashes, one for 32, begin at
-    `stream`. turn: members whose number is that modulo N_LAYERS have the noise, -1: all have it. later: see Kind.
-    shift: of its sums."""
+    `stream`. turn: members whose number is that modulo N_LAYERS have the noise, -1: all have it. outside: the
+    layers. later: see Kind. shift: of its sums."""
     name: str
     layer: int
     units: int
     amplitude: int
     stream: int
     turn: int
+    outside: bool
     later: bool
     shift: int
 
@@ -63,7 +65,8 @@ KINDS = {
          Kind("up", 4, "NOISE_UP", False, (("w_up", "normed_2"),)),
          Kind("down", 1, "NOISE_DOWN", False, (("w_down", "inner"),)))),
     "transformer": (
-        (Kind("first_up", 4, "NOISE_UP", False, (("w_emb_mlp_up", "normed_0"),)),
+        (Kind("embedding", 1, "NOISE_EMBEDDING", False, ()),
+         Kind("first_up", 4, "NOISE_UP", False, (("w_emb_mlp_up", "normed_0"),)),
          Kind("first_down", 1, "NOISE_DOWN", False, (("w_emb_mlp_down", "inner_0"),))),
         (Kind("query", 1, "NOISE_ATTENTION", False, (("w_q", "normed_1"),)),
          Kind("key", 1, "NOISE_ATTENTION", True, (("w_k", "normed_1"),)),
@@ -80,24 +83,25 @@ def fraction_bits(cfg):
 
 
 def kinds(cfg):
-    """[(Kind, layer, turn)] in the order of the forward pass; layer: 0 outside the layers."""
+    """[(Kind, layer)] in the order of the forward pass; layer: -1 outside the layers."""
     outside, inside = KINDS[cfg.MODEL]
-    return [(kind, 0, -1) for kind in outside] + [(kind, layer, layer if cfg.N_LAYERS > 1 else -1)
-                                                  for layer in range(cfg.N_LAYERS) for kind in inside]
+    return [(kind, -1) for kind in outside] + [(kind, layer) for layer in range(cfg.N_LAYERS) for kind in inside]
 
 
 def phases(cfg):
     """{(name, layer): Phase}, in the order of the forward pass."""
     in_order = {}
-    for number, (kind, layer, turn) in enumerate(kinds(cfg)):
+    for number, (kind, layer) in enumerate(kinds(cfg)):
+        turn = layer if cfg.N_LAYERS > 1 else -1
         # the usual size of a credit, and about that of a sum
         credit = 3 << fraction_bits(cfg) if kind.later else 2
         if cfg.MODEL == "transformer":
             credit = UNIT if kind.later else 2 * UNIT
         members = cfg.GROUP_SIZE if turn < 0 else -(-cfg.GROUP_SIZE // cfg.N_LAYERS)
         shift = max(0, math.isqrt(members * credit ** 2).bit_length() - 6)
-        in_order[kind.name, layer] = Phase(kind.name, layer, kind.units * cfg.HIDDEN_DIM, getattr(cfg, kind.amplitude),
-                                           number * WORDS_APART, turn, kind.later, shift)
+        in_order[kind.name, max(0, layer)] = Phase(
+            kind.name, max(0, layer), kind.units * cfg.HIDDEN_DIM, getattr(cfg, kind.amplitude), number * WORDS_APART,
+            turn, layer < 0, kind.later, shift)
     return in_order
 
 
@@ -107,16 +111,16 @@ def amplitude_of(cfg, name):
 
 
 def votes(cfg):
-    """([Vote] on matrices that are multiplied, [(tensor, Phase)] of biases, (tensor, Phase) of the table of the tokens
-    that are read, or None: the transformer's learns as head)."""
+    """([Vote] on matrices that are multiplied, [(tensor, Phase)] of biases, (tensor, Phase, weight of its votes) of the
+    table of the tokens that are read)."""
     named, phase_of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phases(cfg)
     recurrent = cfg.MODEL == "gru"
     matrices, biases = [Vote(named["head" if recurrent else "embedding", 0], None, "normed_f")], []
-    for kind, layer, _ in kinds(cfg):
-        phase = phase_of[kind.name, layer]
-        matrices += [Vote(named[matrix, layer], phase, inputs) for matrix, inputs in kind.matrices]
-        biases += [(named[kind.bias, layer], phase)] if kind.bias else []
-    return matrices, biases, (named["embedding", 0], phase_of["embedding", 0]) if recurrent else None
+    for kind, layer in kinds(cfg):
+        phase = phase_of[kind.name, max(0, layer)]
+        matrices += [Vote(named[matrix, phase.layer], phase, inputs) for matrix, inputs in kind.matrices]
+        biases += [(named[kind.bias, phase.layer], phase)] if kind.bias else []
+    return matrices, biases, (named["embedding", 0], phase_of["embedding", 0], 1 if recurrent else TIED_TABLE)
 
 
 def least_differences(total, count):

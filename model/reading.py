@@ -96,7 +96,8 @@ class Reading:
     # the transformer (SPEC 7)
 
     def transformer(self, tokens):
-        h = self.observed(-1, "Emb", clip(self.embedded(tokens) + self.vector("emb_bias")))
+        h = clip(self.embedded(tokens) + self.vector("emb_bias"))
+        h = self.observed(-1, "Emb", self.disturbed("embedding", 0, h))
         h = self.mlp(h, 0, "ln_init", "w_emb_mlp_", "mlp_emb_bias_", ("LN_Init", "InitMLP_Exp", "InitMLP"),
                      ("first_up", "first_down"))
         rope = integer_tables.rope_table(self.cfg, len(tokens)).astype(np.int64)
@@ -177,7 +178,7 @@ class Reading:
 
     def recurrent(self, tokens):
         x = clip(self.look_up("embedding", tokens))
-        x = self.observed(-1, "Emb", clip(x + self.disturbance("embedding", 0, len(x))))
+        x = self.observed(-1, "Emb", self.disturbed("embedding", 0, x))
         for layer in range(self.cfg.N_LAYERS):
             n = self.observed(layer, "LN1", self.norm(x, "ln_1", layer))
             x = self.observed(layer, "GRU", clip(x + self.observed(layer, "State", self.states(n, layer, tokens))))

@@ -319,8 +319,9 @@ def activation_rules(jit):
         """int32 that fits int8: the error of a logit whose token has this `excess`, rounded down after adding 16 bits
         of a hash; 0 where the logit is at its limit and cannot follow (logit: 0 where there is none). seed: of the
         group; number: of this error in it."""
-        word = hash32(seed, u32(DITHER_STREAM + (number >> 1)))
-        random = i32(u32(word >> u32(16 * (number & 1))) & u32(0xFFFF))
+        number = u32(number)
+        word = hash32(seed, u32(u32(DITHER_STREAM) + u32(number >> u32(1))))
+        random = i32(u32(word >> u32(u32(number & u32(1)) * u32(16))) & u32(0xFFFF))
         error = i32(i32(random - i32(excess)) >> i32(16))
         return i32(0) if logit == 127 and error > 0 or logit == -127 and error < 0 else error
 

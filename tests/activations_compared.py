@@ -49,13 +49,13 @@ def random_configuration(seed, widest=128):
     else:
         of_model = dict(
             MODEL="gru", SEQ_LEN=int(rng.integers(8, 40)), STATE_TOKENS=one_of(0, 0, 5, 17), MLP_RELU=one_of(0, 1),
-            FIXED_POINT=one_of(4, 4, 3), NOISE_EMBEDDING=one_of(0, 1, 3), NOISE_GATE=one_of(7, 15, 63),
+            FIXED_POINT=one_of(4, 4, 3), NOISE_GATE=one_of(7, 15, 63),
             NOISE_CANDIDATE=one_of(0, 1, 7), CREDIT=int(rng.integers(0, 16)))
     cfg = egg_config.make(
         PERTURB="activations", HIDDEN_DIM=H, N_LAYERS=layers, VOCAB_SIZE=one_of(256, 256, 257, 301, 1000), **of_model,
         GROUP_SIZE=members, CHUNK_SIZE=members * groups, POPULATION_SIZE=one_of(1, 2, 3) * members * groups, LOSS=loss,
         HOST_GAUSSIAN=1, HOST_MASK=one_of(7, 15, 42), ADAPTIVE_NOISE_MODE=0, SOFTMAX_EXP_SCALE=one_of(6.0, 12.0, 23.0),
-        NOISE_UP=one_of(3, 7, 31), NOISE_DOWN=one_of(0, 1, 3),
+        NOISE_EMBEDDING=one_of(0, 1, 3), NOISE_UP=one_of(3, 7, 31), NOISE_DOWN=one_of(0, 1, 3),
         ADAPTIVE_THRESHOLD_ALPHA=one_of(0.77, 0.1, 1.5), USE_ADAPTIVE_THRESHOLD=one_of(1, 1, 0),
         LR_SCHEDULE=((0, 1.5), (1, one_of(0.3, 1.0))), ADAM_BETA1=one_of(0.5, 0.9), ADAM_WEIGHT_DECAY=one_of(0.0, 0.01),
         RARE_TOKENS=one_of(0.0, 0.0, 0.3), NOISE_REUSE=one_of(1, 1, 2), USE_SAME_DATA=one_of(0, 0, 1),
@@ -152,10 +152,9 @@ def group_votes(cfg, group, least):
     for tensor, phase, inputs in matrices:
         of_layer = -1 if inputs in OUTSIDE[:1] else 0 if inputs in OUTSIDE else phase.layer
         votes[tensor] = group.parts[SEEN_AS[inputs], of_layer].T @ settled[phase]
-    if embedding:
-        table, phase = embedding
-        votes[table] = np.zeros((table.rows, table.cols), np.int64)
-        np.add.at(votes[table].T, group.inputs, settled[phase])
+    table, phase, weight = embedding
+    votes.setdefault(table, np.zeros((table.rows, table.cols), np.int64))
+    np.add.at(votes[table].T, group.inputs, weight * settled[phase])
     return votes | {t: np.zeros((t.rows, t.cols) if t.matrix else t.cols, np.int64)
                     for t in parameters.tensors(cfg) if t not in votes}
 
@@ -195,7 +194,7 @@ def credits_of_transformer(cfg, digit, parts):
     first = due[:, None]
 
     def credit_of(phase):
-        if phase.name.startswith("first"):
+        if phase.outside:
             return first
         return (attended if phase.later else direct)[phase.layer]
     return credit_of
