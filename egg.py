@@ -245,11 +245,11 @@ def train(cfg, args):
     with begun(cfg, args):
         done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
                            **of_the_run(args))
-    directory = done.progress.run.directory
+    directory = done.run.directory
     if directory:
         objective = ["--objective", args.objective] if args.objective else []
         console.line("continue it: " + command_line("train", "--save-dir", directory, *objective))
-    if done.final is not None and directory:
+    if directory and done.loss:
         console.line("plot it: " + command_line("plot", directory))
         console.line("try it: " + command_line("generate", "--load-dir", directory))
 

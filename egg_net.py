@@ -94,7 +94,7 @@ class Worker:
         result = b""
         answers = (wire.JOB_RESPONSE,)
         if link.version == V2:
-            answers += wire.REBUILD, wire.SNAPSHOT_WANTED
+            answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.MEASURE
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
         while True:
@@ -106,6 +106,9 @@ class Worker:
             while (frame := link.any_of(answers)).opcode == wire.SNAPSHOT_WANTED:
                 self._send_state(link, link.unpack_step(frame.payload))
             self.answers += 1
+            if frame.opcode == wire.MEASURE:
+                self._report(link, True)
+                continue
             if frame.opcode == wire.REBUILD:
                 start = link.unpack_step(frame.payload)
                 self.console.line(f"worker: at step {engine.step}, told to rebuild from the state of step {start}")
@@ -224,10 +227,10 @@ class Worker:
         # grows by steps: the first slices of a device say little about the speed of large ones
         self.slice = max(2, min(int(self.speed * SLICE_SECONDS), 8 * self.slice) & ~1)
 
-    def _report(self, link):
-        """Sends a validation and a sample where they are due; the worker of chunk 0 does."""
+    def _report(self, link, at_end=False):
+        """Sends a validation and a sample where they are due; the worker of chunk 0 does, and one at the end."""
         cfg, step = self.cfg, self.engine.step
-        if self.validate_next or due(cfg.VALIDATE_EVERY, step):
+        if at_end or self.validate_next or due(cfg.VALIDATE_EVERY, step):
             self.validate_next = False
             if self.validation:
                 nats, tokens = self.engine.validate(self.validation.windows)
@@ -236,7 +239,7 @@ class Worker:
             if self.objective:
                 *mean, shown = self.objective.measured(self.engine)
                 link.say(wire.REWARD, step, *mean, json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace"))
-        if due(cfg.SAMPLE_EVERY, step) and (self.objective or self.tokens is not None):
+        if (at_end and cfg.SAMPLE_EVERY or due(cfg.SAMPLE_EVERY, step)) and (self.objective or self.tokens is not None):
             text = sample(cfg, self.engine, self.tokens, self.decoding, self.objective)
             line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                   # one line of the log
             link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
@@ -472,9 +475,9 @@ class RemoteWorker(Role):
                 coordinator.collector.goes_on(self)
                 coordinator.take_result(self, *wire.read_result(coordinator.cfg, coordinator.n_weights, payload))
             case wire.VALIDATION:
-                coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
+                self.take_validation(*wire.VALIDATION.unpack(payload))
             case wire.REWARD:
-                coordinator.take_reward(self, *wire.REWARD.unpack(payload))
+                self.take_reward(*wire.REWARD.unpack(payload))
             case wire.LOG_MESSAGE if coordinator.events.allows(len(payload)):
                 text = printable(payload.decode("utf-8", "replace"))
                 line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
@@ -482,7 +485,22 @@ class RemoteWorker(Role):
             case wire.SNAPSHOT_DATA:
                 coordinator.collector.take(self, payload)
             case wire.SNAPSHOT_REQUEST:
-                coordinator.send_block(self.session, payload)
+                coordinator.collector.give(self.session, payload)
+
+    def take_validation(self, step, *stated):
+        """stated: tokens, their bytes, nats."""
+        coordinator = self.coordinator
+        figure, unit = coordinator.progress.figure(*stated)
+        if self.trusted and coordinator.progress.validated(step, figure, unit) and not coordinator.cfg.OBJECTIVE:
+            coordinator.shelf.measured(step, figure)
+            coordinator.island.validated(step, figure, unit)
+
+    def take_reward(self, step, texts, reward, shown):
+        coordinator = self.coordinator
+        shown = coordinator.progress.check_reward(texts, reward, shown)
+        if self.trusted and coordinator.progress.rewarded(step, texts, reward, shown):
+            coordinator.shelf.measured(step, reward)
+            coordinator.island.validated(step, -reward, "reward")               # of a fitness less is better
 
     def needs_snapshot(self):
         """Whether no replay leads it to the present state, or it has just come and a snapshot is quicker."""
@@ -524,6 +542,7 @@ class Coordinator:
     EggError for an option that cannot be used."""
 
     closing, _check_at = False, 0.0
+    _measuring = None          # the worker that measures the last state; False: that is done
     _ended = None              # the event of the last step, until it is reported
     status = status.report
 
@@ -593,11 +612,17 @@ class Coordinator:
             worker.session.close()
 
     def drain(self, seconds):
-        """Hands out no more work; within `seconds` workers apply what is complete, and one sends the last snapshot."""
+        """Hands out no more work; within `seconds` workers apply what is complete, and one sends the last snapshot and
+        measures it."""
+        def owes(worker):
+            return worker.step is not None and (worker.step < self.run.step or self.collector.wanted(worker)
+                                                or self._measuring is None and worker.version == V2)
+
         self.closing = self.dispatcher.changed = True
+        if self.run.step == self.progress.first_step:
+            self._measuring = False
         until = time.monotonic() + seconds
-        while time.monotonic() < until and any(w.step is not None and w.step < self.run.step or self.collector.wanted(w)
-                                               for w in self.dispatcher.workers):
+        while time.monotonic() < until and (self._measuring or any(map(owes, self.dispatcher.workers))):
             self.poll(0.05)
         self.collector.beside.finish()
 
@@ -622,6 +647,8 @@ class Coordinator:
         if self.dispatcher.leave(worker):
             self.states.forget(worker.author)
         self.collector.leave(worker)
+        if worker is self._measuring:
+            self._measuring = None                   # another one may
 
     def _log_worker(self, kind, worker, line):
         if self.events.allows():
@@ -664,7 +691,13 @@ class Coordinator:
             self.progress.chunk_handed_out()
             self.collector.ask(worker)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
+        elif self.closing and self._measuring is None and worker.version == V2:
+            self._measuring = worker
+            self.collector.ask(worker)
+            session.reply(wire.MEASURE)
         else:
+            if worker is self._measuring:
+                self._measuring = False
             if self.closing:
                 self.collector.ask(worker)
             self.dispatcher.hold(worker)
@@ -721,26 +754,7 @@ class Coordinator:
         self.dispatcher.begin_step()
         self.progress.begin_step()
 
-    # what else workers send
-
-    def take_validation(self, worker, step, *stated):
-        """stated: tokens, their bytes, nats."""
-        figure, unit = self.progress.figure(*stated)
-        if worker.trusted and self.progress.validated(step, figure, unit) and not self.cfg.OBJECTIVE:
-            self.shelf.measured(step, figure)
-            self.island.validated(step, figure, unit)
-
-    def take_reward(self, worker, step, texts, reward, shown):
-        shown = self.progress.check_reward(texts, reward, shown)
-        if worker.trusted and self.progress.rewarded(step, texts, reward, shown):
-            self.shelf.measured(step, reward)
-            self.island.validated(step, -reward, "reward")                      # of a fitness less is better
-
-    def send_block(self, session, payload):
-        """Answers a SNAPSHOT_REQUEST."""
-        step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
-        total, data = self.shelf.block(step, offset, wire.BLOCK)
-        session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
+    # states
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, or waits."""

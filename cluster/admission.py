@@ -282,7 +282,7 @@ class Arrival(Role):
             if self.card.role == "status":
                 raise FrameError("a status was asked for, and nothing else is answered")
             if opcode == wire.SNAPSHOT_REQUEST:
-                admission.coordinator.send_block(session, payload)
+                admission.coordinator.collector.give(session, payload)
         elif session.version == V1:
             admission.let_in_version_1(session)
             session.role.handle(opcode, payload)

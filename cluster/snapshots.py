@@ -13,7 +13,7 @@ from collections import namedtuple
 
 from cluster import history, hub
 from cluster.history import most_bytes, open_file, read_file, sizes
-from cluster.wire import SNAPSHOT_DATA, SNAPSHOT_WANTED
+from cluster.wire import BLOCK, SNAPSHOT_DATA, SNAPSHOT_REQUEST, SNAPSHOT_WANTED
 
 MAGIC = b"EGGSNAP2"
 HEAD = struct.Struct("<8sQQ32s32s32sQ")
@@ -343,7 +343,7 @@ class Shelf:
         step, which may still be on its way. The best reward so far has a snapshot, whatever its step."""
         every, best = self.cfg.SNAPSHOT_EVERY, max(self.figures.values(), default=-math.inf)
         best = self.cfg.OBJECTIVE and figure > best
-        if self.directory and every and (step % every == 0 or step in self.files or best):
+        if self.directory and every and (step % every == 0 or step in {*self.files, *self.digests} or best):
             self.figures[step] = figure
             with contextlib.suppress(OSError):
                 self.arrange()
@@ -454,6 +454,12 @@ class Collector:
             worker.session.reply(SNAPSHOT_WANTED, step)
         except OSError as error:
             self._stop(error)
+
+    def give(self, session, payload):
+        """Answers a SNAPSHOT_REQUEST."""
+        step, offset = SNAPSHOT_REQUEST.unpack(payload)
+        total, data = self.shelf.block(step, offset, BLOCK)
+        session.reply(SNAPSHOT_DATA, step, total, offset, data)
 
     def goes_on(self, worker):
         """The worker has sent a request or a result: its state cannot follow."""

@@ -169,14 +169,14 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
 def test_training_on_this_machine_goes_on_where_it_stopped(small, compiled):
     lines = Lines()
     first = train_here(small, 3, lines)
-    after, unit = first.final.figure
-    assert (first.progress.run.step, first.final.step, unit) == (3, 3, "bits/byte")
+    step, after, unit = first.validations[-1]
+    assert (first.run.step, step, unit) == (3, 3, "bits/byte")
     second = train_here(small, 5, lines)
-    assert (second.progress.first_step, second.progress.run.step) == (3, 5)
-    assert second.progress.validations[0][1] == approx(after, abs=1e-12)
+    assert (second.first_step, second.run.step) == (3, 5)
+    assert second.validations[0][1] == approx(after, abs=1e-12)
     assert re.search(r"(?s)starting: 1 worker on cpu.*ready after.*Step 4 \|.*bits/byte after \(unigram", lines.text)
-    assert "steps 3 to 5:" in lines.text and "sample after 5 steps" in lines.text
-    assert train_here(small, 5, lines).final is None and "the run has its 5 steps already" in lines.text
+    assert "steps 3 to 5:" in lines.text and "sample at step 5: " in lines.text
+    assert train_here(small, 5, lines).loss is None and "the run has its 5 steps already" in lines.text
 
 
 def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, compiled):

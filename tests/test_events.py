@@ -174,9 +174,10 @@ def test_a_run_keeps_its_events(tmp_path):
                                          updates=record.updates)
     assert k == 4
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
-        [(k, approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
+        [(k, approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4, 5)]
     assert of_kind("sample", told)[0]["prompt"] == "ab\nd"
-    assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
+    assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE"),
+                                                                                        (5, "FFF")]
 
 
 def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):

@@ -218,7 +218,7 @@ def test_whatever_a_frame_raises_drops_that_peer_and_nobody_else(monkeypatch, se
     honest, hostile = named(server, "honest", "hostile")
     hostile.chunk(0)
     broken = mock.Mock(side_effect=RuntimeError("something that nobody has thought of\nin two lines"))
-    monkeypatch.setattr(server.coordinator, "take_validation", broken)
+    monkeypatch.setattr(egg_net.RemoteWorker, "take_validation", broken)
     hostile.send(VALIDATION, 0, 1, 1, 1.0)
     server.says("what it sent cannot be handled: RuntimeError: something that nobody")
     server.has_workers(1)
