@@ -11,7 +11,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import argparse
 import contextlib
-import hashlib
 import importlib
 import os
 import shlex
@@ -122,14 +121,15 @@ COMMON = dict([
            "workers without a certificate"),
     option("--objective FILE", "a Python file whose function reward(prompts, completions) judges what members write "
            "(docs/OBJECTIVES.md)"),
-    option("--verbose", "print a line for every step, in the format of d-eggs, also on a terminal"),
+    option("--verbose", "print a line for every step, in the format and the unit of d-eggs"),
+    option("--quiet", "print nothing but errors"),
     option("--gpu N", "the GPU to use (default: the first)", number(int, 0, 1023)),
 ])
 UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = ("--steps", "--minutes", "--load-dir", "--keep-every", "--http", "--log-json", "--tensorboard", "--secret-file",
-       "--verbose")
+       "--verbose", "--quiet")
 SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*), DIR@STEP or the file of a snapshot: "
                     "at that step; its configuration is used"),
              option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
@@ -521,7 +521,8 @@ def prepare(cfg, args):
     gpu = hardware.devices(cfg) != ["cpu"]
     say = Printer().line
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
-    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu)))
+    count = os.path.getsize(os.path.join(args.out, "input.bin")) // (1 if wanted == 256 else 4)
+    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu, count)))
 
 
 @command("--threads", "--gpu")
@@ -593,7 +594,7 @@ def numpy_threads(threads):
 
 def run_console(args):
     """The console of a run with the limits in `args`."""
-    return Console(verbose=args.verbose, steps=args.steps, minutes=args.minutes)
+    return Console(quiet=args.quiet, verbose=args.verbose, steps=args.steps, minutes=args.minutes)
 
 
 def command_line(*arguments):
@@ -676,7 +677,7 @@ def objective_of(args):
         with contextlib.suppress(SyntaxError, ValueError):           # tools.objective.read tells of them
             if settings and "DATA" in compile(source, path, "exec").co_names:
                 settings = {**settings, **egg_config.DATA_SETTINGS}
-        return path, hashlib.sha256(source).hexdigest(), settings
+        return path, egg_config.sha256_of(path), settings
 
 
 def failed(error):

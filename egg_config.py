@@ -139,9 +139,9 @@ MUON_NS = "quintic"              # quintic, cubic | run    | Newton-Schulz itera
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
 OBJECTIVE = ""                   #               | all     | SHA-256 of the file of --objective, which sets it
-OBJECTIVE_PROMPTS = 2            # 1 to 1024     | run     | prompts that a member answers
-TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the pairs that are judged by
-#                                                            their loss on text, so that the model keeps its language
+OBJECTIVE_TEXTS = 8              # 2 to 1024     | run     | texts that the model writes after a prompt, to compare
+TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the chunks that vote from the
+#                                                            data, so that the model keeps its language
 OBJECTIVE_SECONDS = 60.0         # 0.001 to 1e6  | local   | most seconds for which a batch of texts may be waited for
 
 # --- islands ---------------------------------------------------------------------------------------------------------
@@ -179,6 +179,8 @@ VALIDATE_WINDOW = 0              # 0 to 2^20     | islands | (gru) tokens of suc
 INPUT_FILE = "input.bin"         #               | local   | training data
 VAL_FILE = "val.bin"             #               | local   | held-out data
 DECODING_FILE = "decoding.bin"   #               | local   | the bytes of each token
+DECODING_SHA256 = ""             #               | local   | of DECODING_FILE, which a saved run keeps: another one is
+#                                                            refused
 DETOKENIZE = 0                   # 0, 1          | all     | 1, with VOCAB_SIZE 256: the files hold tokens of
 #                                                            DECODING_FILE; the model reads their bytes
 PORT = 12345                     # 0 to 65535    | local   | TCP port of the coordinator
@@ -252,13 +254,13 @@ PRESETS["best-bytes"] = {
                    "5280:0.07, 7390:0.05, 9500:0.035, 11610:0.022, 14770:0.015",
     "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
 
-# What a run with --objective sets where nothing else was said: noise on weights, a window of its own for every pair,
-# few members, which write, and rates and a share of text with which a model that has learnt keeps what it knows. The
-# constant TEXT_SHARE stays what older runs have.
+# What a run with --objective sets where nothing else was said: noise on activations, few windows, and rates and a share
+# of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
-    PERTURB="weights", CHUNK_SIZE=512, POPULATION_SIZE=1024, GROUP_SIZE=2, SIGMA_SHIFT_VECTOR=8, DEVICE_GAUSSIAN=1,
-    LOSS="exact", ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
-    LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
+    PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
+    ADAPTIVE_NOISE_MODE=0, NTT_MODE=0, SEEN_VOTES=1, SIGMA_SCHEDULE=(), ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5,
+    ADAM_WEIGHT_DECAY=0.0002, LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20,
+    SAMPLE_EVERY=20)
 # ... and where the file has DATA, so that there is something right: language matters less
 DATA_SETTINGS = dict(TEXT_SHARE=0.1)
 
@@ -274,7 +276,7 @@ KINDS = {int: "a whole number", float: "a number", str: "text"}
 UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
          "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1,
          "CREDIT": 8, "OBJECTIVE": "",
-         "OBJECTIVE_PROMPTS": 2, "TEXT_SHARE": 0.35}
+         "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
 VERSION_OF_VOTES = 3     # of SPEC 21
 
 
@@ -299,6 +301,12 @@ def explained(kind, place, advice=""):
         yield
     except OSError as error:
         raise kind(f"{place}: {error.strerror}" + f": {advice}" * bool(advice)) from None
+
+
+def sha256_of(path):
+    """SHA-256 (hex) of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # --- what the lines above say ----------------------------------------------------------------------------------------
@@ -412,7 +420,7 @@ CONSTANTS = _constants()
 DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
 # what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
 KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
-        "SNAPSHOT_EVERY", "KEEP_EVERY"}
+        "SNAPSHOT_EVERY", "KEEP_EVERY", "DECODING_SHA256"}
 
 
 # --- a configuration -------------------------------------------------------------------------------------------------
@@ -610,7 +618,11 @@ def validate(cfg):
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
-    need(not cfg.OBJECTIVE or cfg.PERTURB == "weights", "PERTURB", "must be weights with --objective")
+    if cfg.OBJECTIVE:
+        need(cfg.PERTURB == "activations", "PERTURB", "must be activations with --objective")
+        need(cfg.CHUNK_SIZE % (cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS) == 0, "CHUNK_SIZE",
+             f"must be a multiple of GROUP_SIZE * OBJECTIVE_TEXTS = {cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS} with "
+             "--objective: the texts after a prompt are in one chunk")
     if cfg.PERTURB == "activations":
         for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1), ("NTT_MODE", 0):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")

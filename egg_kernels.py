@@ -22,7 +22,7 @@ What the CUDA engine uses:
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        {verb: [kernels.host.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its
-                        first launch; "load": pack, "step": evaluate, "validate", "write": read
+                        first launch; "load": pack, "step": evaluate, "validate", "write"
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
@@ -40,13 +40,11 @@ What the CUDA engine uses:
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
         .writing_bytes(count, room)         size of the int8 device array `memory` below
-        .draw(stream, job, room, count, memory)     before the first `read`: puts the noise of the members into `memory`
-        .read(stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits)
-                        logits (None: nobody wants them; or int32 [count, V] with room for a multiple of 16 sequences)
-                        after the token at position at[0] of `count` sequences, tokens int32 [count, room], for which
-                        `memory` must hold what the positions 0..at[0] - 1 left there.
-                        Sequences 2 i and 2 i + 1 are the members of pair job[1] + i, or with job[2] = 0 without noise.
-                        rope: device copy of model.integer_tables.rope_table(cfg, room), int32, flat
+        .logit_columns                      from one row of the array `logits` below, a multiple of 32, to the next
+        .write(stream, weights, packed, tokens, at, room, count, rope, memory, logits)
+                        logits (None: nobody wants them) after the token at position at[0] of `count` sequences, tokens
+                        int32 [count, room], without noise; `memory` must hold what the positions 0..at[0] - 1 left
+                        there. rope: device copy of model.integer_tables.rope_table(cfg, room), int32, flat
 
 Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous
 device arrays.
@@ -75,20 +73,17 @@ class Forward:
 
     votes = None
 
-    def __init__(self, cfg, gpu, silent, plan, kernels, reader):
-        """plan, kernels, reader: functions that make the plan, the kernels and the reading kernel of the model."""
+    def __init__(self, cfg, gpu, silent, plan, kernels):
+        """plan, kernels: functions that make the plan and the kernels of the model."""
         self.cfg = cfg
         self._packing = packing = Packing(cfg)
         self._plan = plan(cfg, packing)
         self._kernels = kernels = kernels(cfg, packing, gpu, silent)
-        self._stride = writing.stride_words(cfg.HIDDEN_DIM, gpu, cfg.HIDDEN_DIM)
-        self._row_bytes = writing.row_bytes(self._stride)
-        self._most_tiles = gpu.shared // (16 * self._row_bytes)              # of a block
-        self._reader, self._logits = reader(cfg, gpu), writing.logits_kernel(cfg, gpu)
-        self._draw, self._drawn_words = writing.draw_kernel(cfg), writing.drawn_words(cfg)
+        self._write, self._rows = writing.kernel(cfg, gpu), writing.rows_of_block(cfg, gpu)
+        self.logit_columns = writing.logit_columns(cfg)
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
-                        "write": [self._draw, self._reader, self._logits]}
+                        "write": [self._write]}
 
     def _vote(self, down, gpu):
         """Prepares the votes of noise on activations; down: the Shape of the product that reads the MLP's inner
@@ -103,7 +98,7 @@ class Forward:
         clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
         arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
-                      streams=writing.streams_of(self.cfg),
+                      places=writing.places(self.cfg, self._packing), gelu=integer_tables.gelu_table(),
                       exps=exps[np.minimum(np.arange(256), exps.size - 1)], **of_model)
         self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
@@ -116,52 +111,32 @@ class Forward:
         return dict(vars(self._tables), packed=packed.view(np.int32), at_columns=self._kernels.at_columns, **arrays,
                     **args)
 
-    def _tiles(self, count):
-        """(blocks, tiles of 16 rows a block, tiles that have sequences) of the kernel that reads."""
-        every = blocks(count, 16)
-        tiles = min(self._most_tiles, blocks(every, processors()))
-        return blocks(every, tiles), tiles, every
-
     def _layout(self, count, room):
-        grid, tiles, _ = self._tiles(count)
-        rows = 16 * grid * tiles
-        return ranges({**self._cache(count, room, rows), "out": 4 * rows * self._stride, "sums": 4 * rows,
-                       "drawn": 4 * (rows // 16) * self._drawn_words})
+        cfg, rows = self.cfg, blocks(count, self._rows) * self._rows
+        cached = 1 if cfg.MODEL == "gru" else 2 * room
+        return ranges(dict(cache=cfg.N_LAYERS * count * cached * cfg.HIDDEN_DIM, y=12 * rows * cfg.HIDDEN_DIM))
 
     def writing_bytes(self, count, room):
-        return self._layout(count, room)[1] if count else 0
+        return self._layout(count, room)[1]
 
-    def draw(self, stream, job, room, count, memory):
-        first, end = self._layout(count, room)[0]["drawn"]
-        self._draw(blocks(count, 16), writing.THREADS, vars(self._tables), stream=stream, job=job,
-                   drawn=memory[first:end].view(np.int32))
-
-    def read(self, stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits):
-        grid, tiles, every = self._tiles(count)
-        args = self._args(self._layout(count, room)[0], memory, packed, stream=stream, weights=weights,
-                          overlay=overlay, job=job, tokens=tokens, at=at, room=room, count=count, tiles=tiles,
-                          every=every, last=self.cfg.N_LAYERS - (logits is None))
-        args["rope"] = rope                                 # not that of SEQ_LEN
-        self._reader(grid, writing.THREADS, args, shared=16 * tiles * self._row_bytes)
-        if logits is None:
-            return
-        across = blocks(self.cfg.VOCAB_SIZE, writing.LOGIT_WARPS * writing.COLUMNS)
-        twos = blocks(every, 2)
-        each = min(writing.LOGIT_TWOS, blocks(twos * across, 4 * processors()))
-        self._logits((across, blocks(twos, each)), 32 * writing.LOGIT_WARPS, args, call=self._plan.head, each=each,
-                     z=logits)
+    def write(self, stream, weights, packed, tokens, at, room, count, rope, memory, logits):
+        args = self._args(self._layout(count, room)[0], memory, packed, stream=stream, weights=weights, tokens=tokens,
+                          at=at, room=room, count=count, last=self.cfg.N_LAYERS - (logits is None),
+                          z=tokens if logits is None else logits)
+        args |= dict(rope=rope, cache=args["cache"].view(np.int8))                   # not that of SEQ_LEN
+        self._write(blocks(count, self._rows), writing.THREADS, args)
 
 
 class Transformer(Forward):
     """The embedding and its MLP; layers of attention and MLP; a norm and the head."""
 
     def __init__(self, cfg, gpu, silent):
-        super().__init__(cfg, gpu, silent, transformer.Plan, transformer.Kernels, writing.transformer_kernel)
+        super().__init__(cfg, gpu, silent, transformer.Plan, transformer.Kernels)
         self._vote(self._kernels.full_width["down"].shape, gpu)
 
     def tables(self):
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
-        super().tables(gelu=integer_tables.gelu_table(), rope=rope)
+        super().tables(rope=rope)
 
     def scratch_bytes(self, pairs):
         return self._kernels.layout(pairs)[1]
@@ -235,18 +210,13 @@ class Transformer(Forward):
         if keeps:
             self.votes.head(args, n)
 
-    def _cache(self, count, room, rows):
-        cfg = self.cfg
-        size = cfg.N_LAYERS * count * room * cfg.HIDDEN_DIM
-        return dict(keys=size, values=size, y=4 * rows * 3 * cfg.HIDDEN_DIM)
-
 
 class Recurrent(Forward):
     """The embedding; layers of recurrence and MLP; a norm and the head. A pass without noise over the tokens before the
     windows gives the states with which pairs begin."""
 
     def __init__(self, cfg, gpu, silent):
-        super().__init__(cfg, gpu, silent, gru.Plan, gru.Kernels, writing.recurrent_kernel)
+        super().__init__(cfg, gpu, silent, gru.Plan, gru.Kernels)
         self._vote(self._kernels.shapes["down"], gpu)
 
     def _state_bytes(self, pairs):
@@ -343,9 +313,6 @@ class Recurrent(Forward):
              x=normed, sb=sb, windows=args["tokens"], exps=self._tables.clean_exps if clean else self._tables.exps)
         if args["keep"] == gru.KEEP_INPUTS:
             self.votes.head(args, normed)
-
-    def _cache(self, count, room, rows):
-        return dict(states=self.cfg.N_LAYERS * count * self.cfg.HIDDEN_DIM)
 
 
 def gpu_of(cfg, cc, shared_limit):

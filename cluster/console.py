@@ -87,8 +87,8 @@ class Printer:
 
 class Console(Printer):
     """The console of a run, a sink of events. It never fails: lines that cannot be written are lost, and that is
-    reported once. On a terminal a status line is rewritten in place; a lasting line comes at each validation, snapshot
-    and sample, or every LINE_EVERY seconds. Elsewhere, and with `verbose`, every step has the line of d-eggs. steps,
+    reported once. A line comes at each validation, snapshot and sample, and every LINE_EVERY seconds; on a terminal a
+    status line below them is rewritten in place. With `verbose` every step has the line of d-eggs instead. steps,
     minutes: the end of the run, or None."""
 
     LINE_EVERY = 10.0
@@ -100,7 +100,7 @@ class Console(Printer):
         super().__init__(stream)
         self.steps = steps
         self.minutes = minutes
-        self.live = self.steered and not verbose
+        self.live = not verbose
         if quiet:
             self._out = None
 

@@ -576,6 +576,8 @@ def open_directory(cfg, directory, start=None):
     for name in egg_config.DATA_FILES:
         if not os.path.isabs(settings[name]):
             settings[name] = os.path.relpath(settings[name], directory)
+    if os.path.isfile(cfg.DECODING_FILE) and not cfg.DECODING_SHA256:
+        settings["DECODING_SHA256"] = egg_config.sha256_of(cfg.DECODING_FILE)
     _keep_text(directory, SETTINGS, json.dumps(settings, indent=1))
     return run
 

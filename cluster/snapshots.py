@@ -341,9 +341,9 @@ class Shelf:
     def measured(self, step, figure):
         """The figure of a validation, with an objective of the reward alone, for the file name of the snapshot of this
         step, which may still be on its way. The best reward so far has a snapshot, whatever its step."""
-        every, best = self.cfg.SNAPSHOT_EVERY, max(self.figures.values(), default=-math.inf)
-        best = self.cfg.OBJECTIVE and figure > best
-        if self.directory and every and (step % every == 0 or step in {*self.files, *self.digests} or best):
+        best = self.cfg.OBJECTIVE and figure > max(self.figures.values(), default=-math.inf)
+        every, kept = self.cfg.SNAPSHOT_EVERY, step in self.files or step in self.digests
+        if step and self.directory and every and (best or step % every == 0 or kept):
             self.figures[step] = figure
             with contextlib.suppress(OSError):
                 self.arrange()

@@ -38,6 +38,7 @@ class Progress:
 
     started = loss = _completed = None
     speed = 0.0
+    _written = 0               # tokens a step, for rewards
 
     def __init__(self, cfg, run, events):
         self.cfg = cfg
@@ -76,7 +77,7 @@ class Progress:
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
         self.loss = sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
-        self.speed = self.tokens_a_step / seconds
+        self.speed = (self.tokens_a_step + self._written) / seconds
         noise = {"sigma_shift": self.cfg.sigma_shift(step)} if self.cfg.SIGMA_SCHEDULE else {}
         return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
                 "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
@@ -123,11 +124,12 @@ class Progress:
         line = f"reward at step {step}: {rewards_text(texts, reward, numbers)}\n{printable(shown['news'][:LINE])}"
         noted = self._measured(self.rewards, "reward", step, reward, line.strip(), texts=texts, numbers=numbers)
         if noted:
+            self._written = numbers.get("written_a_step", 0)
             self.events.emit("completions", step=step, completions=shown.get("completions"))
             for name in "distinct_texts", "distinct_words":
                 now = numbers.get(name, 0)
                 most = self._variety[name] = max(self._variety.get(name, 0), now)
-                self._advise("a lower TEMPERATURE, or reward variety", 2 * now <= most,
+                self._advise("a lower TEMPERATURE, or reward variety", 2 * now <= most > 0,
                              f"step {step}: variety has halved, {now} {name.replace('_', ' ')} after {most}")
         return noted
 

@@ -4,16 +4,22 @@ The sequences that go through the model together are the windows of several grou
 then, group by group, those of their members: products want whole tiles of rows.
 """
 
+from collections import namedtuple
+
 import numpy as np
 
 from engine import cpu_gru, cpu_transformer
 from engine.cpu_compiler import njit
 from engine.cpu_kernels import NO_NATS, WATCHED, Record, add_product, draw_noise
-from engine.cpu_rules import credited, digit, handed_down, i32, rounded, settled, u32
+from engine.cpu_rules import credited, digit, handed_down, i32, rounded, settled, u32, weighed
 from engine.simd import PANEL, ROWS, local
 from model import activations, fitness_digits, integer_tables, parameters
 
 ROWS_TOGETHER = 68           # sequences that go through the model together, about: four groups of 17
+# What was read of groups: their Record; losses int64 [groups, T]: of the unperturbed model; differences int64 [groups,
+# members, T]: by how much smaller those of the members are, times their number, less the sum over them, 0 where a
+# position does not vote; advantages int8 [groups]: the weights of the windows; count: of differences that vote
+Reading = namedtuple("Reading", "record losses differences advantages count")
 
 
 @njit
@@ -57,10 +63,11 @@ def attention_credits(differences, least, unit, shares, direct, attended):
 
 
 @njit
-def add_credit(credit, seed, number, layers, turn, stream, shift, rope, bit, out):
+def add_credit(credit, seed, number, layers, turn, stream, shift, weights, rope, bit, out):
     """out int8 [>= groups * T, units]: the settled sums over members, the first of which has this seed and this number
     in the step, of credit int8 [1 or heads, groups, members, T] times the signs of their noise. turn, stream,
-    shift: of the Phase; rope: empty, or what turns sums back, with ROPE_SCALE_BIT."""
+    shift: of the Phase; weights int8 [groups]: of the windows; rope: empty, or what turns sums back, with
+    ROPE_SCALE_BIT."""
     parts, groups, members, T = credit.shape
     units = out.shape[1]
     width = units // parts
@@ -80,7 +87,7 @@ def add_credit(credit, seed, number, layers, turn, stream, shift, rope, bit, out
             if rope.size:
                 cpu_transformer.rotate(pairs, t, rope, t, bit)
             for i in range(units):
-                out[q * T + t, i] = settled(totals[t, i], shift)
+                out[q * T + t, i] = weighed(totals[t, i], i32(weights[q]), shift)
 
 
 @njit
@@ -109,32 +116,35 @@ class ActivationVotes:
             noise = (phase.stream, phase.amplitude, phase.turn) if phase else (0, 0, 0)
             self._watched[tensor.param, tensor.layer] = places[inputs, tensor.layer], *noise
         # of sequences without noise, of which nothing is kept: with None the model would be compiled once more
-        self.nothing = self._record(np.empty((0, cfg.WINDOW), np.int32), 0, 0)._replace(
+        self.nothing = self._record(np.empty((0, cfg.WINDOW), np.int32), 0, 0, np.empty(0, np.int8))._replace(
             watched=np.zeros_like(self._watched))
         back = integer_tables.rope_table(cfg, cfg.SEQ_LEN) * np.int32([1, -1])
         self._rope = np.tile(back.view(np.int64)[..., 0], cfg.N_HEADS)
 
-    def _record(self, windows, seed, first_group):
-        """The Record that the windows of groups are to fill."""
+    def _record(self, windows, seed, first_group, weights):
+        """The Record that the windows of groups are to fill; weights: int8, of their positions."""
         cfg, T, member = self.cfg, self.cfg.SEQ_LEN, first_group * self.cfg.GROUP_SIZE
         rows = -(-len(windows) * T // 4) * 4
         return Record(u32(seed + first_group & 0xFFFFFFFF), u32(seed + member & 0xFFFFFFFF), member, T, self._watched,
                       np.zeros((self._inputs, rows), np.uint8),
                       windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
-                      np.zeros((rows, cfg.VOCAB_SIZE), np.int8),
+                      np.zeros((rows, cfg.VOCAB_SIZE), np.int8), weights,
                       np.zeros((len(windows), cfg.N_LAYERS, cfg.N_HEADS, T, T), np.int16))
 
-    def read(self, c, windows, seed, first_group):
-        """(Record, losses, differences) of windows int32 [groups, WINDOW]. losses int64 [groups, T]: of the unperturbed
-        model; differences int64 [groups, members, T]: by how much smaller those of the members are, times their number,
-        less the sum over them."""
+    def read(self, c, windows, seed, first_group, advantages=None, counted=None):
+        """A Reading of windows int32 [groups, WINDOW]. advantages int8 [groups], counted bool [groups, T]: their weights
+        and the positions that vote, all alike in a chunk of text."""
         cfg, groups, T = self.cfg, len(windows), self.cfg.SEQ_LEN
         sequences = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)])
-        record, losses = self._record(windows, seed, first_group), np.empty((len(sequences), T), np.int64)
+        if advantages is None:
+            advantages, counted = np.full(groups, activations.LEVELS, np.int8), np.ones((groups, T), bool)
+        record = self._record(windows, seed, first_group, (advantages[:, None] * counted).ravel())
+        losses = np.empty((len(sequences), T), np.int64)
         forward, shape = (cpu_gru, (1, -1)) if cfg.MODEL == "gru" else (cpu_transformer, losses.shape)
         forward.run_windows(c, losses.reshape(shape), NO_NATS, sequences, cfg.STATE_TOKENS, T, u32(0), 0, record)
         smaller = losses[:groups, None] - losses[groups:].reshape(groups, -1, T)
-        return record, losses[:groups], cfg.GROUP_SIZE * smaller - smaller.sum(1, keepdims=True)
+        more = (cfg.GROUP_SIZE * smaller - smaller.sum(1, keepdims=True)) * counted[:, None]
+        return Reading(record, losses[:groups], more, advantages, cfg.GROUP_SIZE * int(counted.sum()))
 
     def _credit_of(self, record, differences, least):
         """A function of a Phase: int8 [1 or heads, groups, members, T]."""
@@ -154,14 +164,14 @@ class ActivationVotes:
         cfg = self.cfg
         sums = {t: np.zeros((-(-t.rows // ROWS) * ROWS, -(-t.cols // PANEL) * PANEL), np.int32)
                 for t in self._tensors}
-        for record, _, differences in read:
+        for record, _, differences, advantages, _ in read:
             credit_of, settled_of = self._credit_of(record, differences, least), {None: record.errors}
             for phase in self._phases:
                 settled_of[phase] = np.zeros((len(record.errors), phase.units), np.int8)
                 if phase.amplitude:
                     rope = self._rope if phase.name in ("query", "key") else self._rope[:0]
                     add_credit(credit_of(phase), record.member_seed, record.member, cfg.N_LAYERS, phase.turn,
-                               phase.stream, phase.shift, rope, cfg.ROPE_SCALE_BIT, settled_of[phase])
+                               phase.stream, phase.shift, advantages, rope, cfg.ROPE_SCALE_BIT, settled_of[phase])
             for tensor, phase, _ in self._matrices:
                 first = self._watched[tensor.param, tensor.layer]["inputs"]
                 add_products(record.inputs[first:first + tensor.rows], settled_of[phase], sums[tensor])
@@ -176,16 +186,17 @@ class ActivationVotes:
     def vote_on_nothing(self):
         """Compiles what `votes` calls, or loads it from the cache."""
         differences = np.empty((0, self.cfg.GROUP_SIZE, self.cfg.SEQ_LEN), np.int64)
-        self.votes([(self.nothing, None, differences)], activations.least_differences(1, 1))
+        nothing = Reading(self.nothing, None, differences, np.empty(0, np.int8), 0)
+        self.votes([nothing], activations.least_differences(1, 1))
 
     def chunk(self, read, each, job):
-        """(bytes, int): the packed digits and the loss of a chunk, of which this was read. job: CpuEngine._job, where a
-        thread sums the votes of `each` Records."""
+        """(bytes, int): the packed digits and the loss of a chunk, of which these Readings are. job: CpuEngine._job,
+        where a thread sums the votes of `each` of them."""
         cfg, digits = self.cfg, np.zeros(self.cfg.CHUNK_DIGITS, np.int8)
-        total = sum(int(np.abs(differences).sum()) for _, _, differences in read)
-        least = activations.least_differences(total, cfg.CHUNK_SIZE * cfg.SEQ_LEN)
+        total = sum(int(np.abs(part.differences).sum()) for part in read)
+        least = activations.least_differences(total, sum(part.count for part in read))
         votes = job([(read[at:at + each], least) for at in range(0, len(read), each)], self.votes).finish()
         for t in votes[0]:
             digits[t.span] = activations.voted(cfg, t, sum(part[t] for part in votes)[:t.rows, :t.cols])
-        loss = cfg.GROUP_SIZE * sum(int(losses.sum()) for _, losses, _ in read)
+        loss = cfg.GROUP_SIZE * sum(int(part.losses.sum()) for part in read)
         return fitness_digits.pack_ternary(digits), loss

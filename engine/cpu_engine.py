@@ -15,7 +15,7 @@ from llvmlite import binding
 import numpy as np
 
 import egg_config
-from model import fitness_digits, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import fitness_digits, optimizers, parameters, rewards, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes
@@ -203,6 +203,18 @@ class CpuEngine:
             return self._activations.chunk(results, -(-len(results) // self.threads), self._job)
         return np.concatenate(results)
 
+    def vote(self, first, windows, advantages, counted, temperature):
+        """bytes: the packed digits of a chunk whose groups, from number `first` of this step on, read windows int32 [n,
+        T + 1] at a temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see rewards.windows."""
+        cfg = rewards.reading(self.cfg, counted.shape[1], temperature)
+        votes, c = ActivationVotes(cfg), self._model._replace(**constants(cfg))
+
+        def read(a, b):
+            return votes.read(c, windows[a:b], self.seed, first + a, advantages[a:b], counted[a:b])
+
+        results = self._job(cut(len(windows), votes.together), read).finish()
+        return votes.chunk(results, -(-len(results) // self.threads), self._job)[0]
+
     def update(self, fitness):
         """Applies the update of this step and goes on to the next; number of weights changed. fitness: packed digits of
         the step (bytes, model.ternary)."""
@@ -318,19 +330,16 @@ class CpuEngine:
         self._job(cut(len(windows), self._at_once(len(windows))), work).finish()
         return float(nats.sum()), windows.shape[0] * (windows.shape[1] - 1)
 
-    def write(self, texts, lengths, seeds, s, first_pair=None):
+    def write(self, texts, lengths, seeds, s):
         """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
-        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling. first_pair: sequences
-        2 i and 2 i + 1 are written by the members of pair first_pair + i of this step; None: by the unperturbed
-        model."""
-        noisy, room = int(first_pair is not None), texts.shape[1]
-        c, members = self._model._replace(**tables(self.cfg, room, True)), 1 + noisy
+        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling."""
+        room = texts.shape[1]
+        c = self._model._replace(**tables(self.cfg, room, True))
 
         def work(a, b):
             writing = self._writing(texts[a:b], lengths[a:b], seeds[a:b], s)
-            self._forward.write_texts(c, writing, texts[a:b].reshape(-1, members * room), 0, room, room,
-                                      self._forward.memory(self.cfg, members, b - a, room),
-                                      uint32(self.seed + (first_pair or 0) + a // 2), noisy, self._nothing)
+            self._forward.write_texts(c, writing, texts[a:b], 0, room, self._forward.memory(self.cfg, b - a, room),
+                                      self._nothing)
 
         self._job(cut(len(texts), self._at_once(len(texts))), work).finish()
 
@@ -350,13 +359,12 @@ class CpuEngine:
             if end > text.size or not memory.size:           # room for twice as much
                 shorter, text = text, np.zeros((1, min(total, 2 * end + 64)), np.int32)
                 text[:, :shorter.size] = shorter
-                smaller, memory = memory, self._forward.memory(self.cfg, 1, 1, text.size)
+                smaller, memory = memory, self._forward.memory(self.cfg, 1, text.size)
                 c = self._model._replace(**tables(self.cfg, text.size, True))
                 if smaller.size:
                     memory[tuple(map(slice, smaller.shape))] = smaller
             start = known - 1 if known > prompt.size else 0
-            self._forward.write_texts(c, writing, text, start, end, text.size, memory, np.uint32(0), 0,
-                                      self._nothing)
+            self._forward.write_texts(c, writing, text, start, end, memory, self._nothing)
             yield from text[0, known:end].tolist()
 
 
@@ -377,7 +385,7 @@ def warm_up(cfg, say=print, verbs=STEP):
     digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
     arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
                      write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),
-                            sampling.settings(small), 0))
+                            sampling.settings(small)))
     verbs = [verb for verb in VERBS if verb in verbs]
     apart = [verb for verb in verbs if verb in APART]
     ready = kernel_cache.directory() / f"ready-{kernel_cache.key(vars(small), verbs, binding.get_host_cpu_name())}"

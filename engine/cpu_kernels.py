@@ -13,7 +13,7 @@ from engine import simd
 from engine.cpu_compiler import inlined, inner, leaf
 from engine.cpu_rules import (clip, dithered, divide, draw, excess, f32, factor, hash32, i32, input_coefficient,
                               input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, signed,
-                              table_term, u32)
+                              table_term, u32, weighed_excess)
 from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, exp_sum, local, noisy_tile, tile
 from model import integer_tables, parameters, transforms
@@ -32,7 +32,6 @@ u8 = np.uint8
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
 ONE = i64(1)                # row of a member at a position
-SAME = i64(0)               # distance of the tokens of a pair's members where both read the same
 NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
@@ -63,9 +62,10 @@ Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
 # A pass with noise on activations (SPEC 21), whose rows are sequences times positions. The first sequences are clean;
 # those of members follow, the first of which is number `member` of the step. seed, member_seed: of the first group and
 # the first member. watched WATCHED [parameters, layers]. inputs uint8 [n, clean rows]: of matrices, x + 128. tokens
-# int32 [clean rows], errors int8 [clean rows, V]: the inputs, and the errors of the head. shares int16 [groups, L,
-# heads, T, T]: attention_share of positions in what a query attends to, in the transformer.
-Record = namedtuple("Record", "seed member_seed member T watched inputs tokens errors shares")
+# int32 [clean rows], errors int8 [clean rows, V]: the inputs, and the errors of the head. weights int8 [clean rows]:
+# that of the window, or 0 where the position does not vote. shares int16 [groups, L, heads, T, T]: attention_share of
+# positions in what a query attends to, in the transformer.
+Record = namedtuple("Record", "seed member_seed member T watched inputs tokens errors weights shares")
 FREE = i32(1 << 30)         # a limit that nothing reaches
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
@@ -154,14 +154,18 @@ def disturb(c, record, param, layer, first, count, scale, before, after, out):
     that belong to members; before and after, they are cut to these limits."""
     watched, units = record.watched[param, layer], out.shape[1]
     noise = local(units, i32)
-    for r in range(max(i64(0), record.tokens.size - first), count if watched.amplitude else 0):
-        k, t = divmod(first + r - record.tokens.size, record.T)
+    r = max(i64(0), record.tokens.size - first)
+    k, t = divmod(first + r - record.tokens.size, record.T)
+    for r in range(r, count if watched.amplitude else 0):
         if watched.turn < 0 or (record.member + k) % c.N_LAYERS == watched.turn:
             draw_noise(noise, u32(record.member_seed + u32(k)), watched.stream, t * units,
                        i32(scale * watched.amplitude))
             for i in range(units):
                 y = i32(min(max(i32(out[r, i]), i32(-before)), before) + noise[i])
                 out[r, i] = min(max(y, i32(-after)), after)
+        t += 1
+        if t == record.T:
+            k, t = k + 1, i64(0)
 
 
 @leaf
@@ -263,10 +267,10 @@ def sign(m):
 
 
 @leaf
-def embed(c, S, noisy, tokens, apart, n, start, rows, h, record, at):
+def embed(c, S, noisy, tokens, n, start, rows, h, record, at):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
-    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on. record: None,
-    or a Record with these rows from `at` on."""
+    [>= start + n]; n rows a member, from position `start` on. record: None, or a Record with these rows from `at`
+    on."""
     H, T = c.HIDDEN_DIM, c.ntt.shape[0]
     tables = 4 if T else 1
     bias = local((2, H), i32)
@@ -278,15 +282,15 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, record, at):
         hidden_side(c, c.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
     for r in range(rows):
         m = member(r, n)
-        position, own, number = start + r - n * m, apart * m, i64(0)
-        for i in range(min(T, tokens.size - own - position + position % T) if T else 0):
-            number += i64(tokens[own + position - position % T + i]) * c.ntt[position % T, i]
+        position, number = start + r - n * m, i64(0)
+        for i in range(min(T, tokens.size - position + position % T) if T else 0):
+            number += i64(tokens[position - position % T + i]) * c.ntt[position % T, i]
         if c.ntt_prime:
             number %= c.ntt_prime
         for i in range(H):
             total[0, i] = i32(0) if c.gru else bias[m, i]
         for k in range(tables):
-            column = (number >> (8 * k)) & 255 if k else i64(tokens[own + position])
+            column = (number >> (8 * k)) & 255 if k else i64(tokens[position])
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
                 total[0, i] += shift_right(one[i], 2 if k else 0)
@@ -509,16 +513,16 @@ def position_loss(c, z, r, windows, q, start, T, t, weights, filled):
 
 
 @leaf
-def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
-    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V
-    padded]: the softmax, overwritten."""
+def head_errors(c, z, r, windows, q, start, T, t, seed, of_window, weights, errors):
+    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; of_window: the weight
+    of its window; weights int32 [V padded]: the softmax, overwritten."""
     V, total, shift = c.VOCAB_SIZE, i64(0), i32(c.logit_shift)
     top = shift_right(largest(z, r, V), shift)
     of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
     for v in range(V):
         total += weights[v]
     for d in range(c.exp.size):
-        of_distance[d] = excess(0, 1, c.exp[d], total)
+        of_distance[d] = weighed_excess(excess(0, 1, c.exp[d], total), of_window)
     exp_sum(of_distance, 0, c.short_exp, top, shift, z, r * z.shape[1], V, weights, 0, i64(1))
     for v in range(V):
         errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, u32(u32(t * V) + u32(v)))
@@ -528,7 +532,7 @@ def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
             wanted += v == target(c, windows, q, start, T, t, other)
         of_target = excess(wanted, c.TARGETS, c.exp[min(c.exp.size - 1, i64(top - shift_right(z[r, v], shift)))],
                            total)
-        errors[v] = dithered(z[r, v] if c.gru else i32(0), of_target, seed, t * V + v)
+        errors[v] = dithered(z[r, v] if c.gru else i32(0), weighed_excess(of_target, of_window), seed, t * V + v)
 
 
 @leaf
@@ -568,24 +572,21 @@ def chosen(c, z, present, penalty, temp, floor, random):
 
 
 @leaf
-def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
-    """Puts the token at position t + 1 of the sequences that share their noise, where their prompts have ended: texts
-    int32 [sequences * room], flat, the first of which is sequence q; h int8: their last hidden states at position
-    t."""
+def write_next(c, writing, q, texts, t, h, z):
+    """Puts the token at position t + 1 of texts int32 [n, room], where their prompts have ended; q: the sequence that
+    texts[0] is; h int8 [n, H]: their last hidden states at position t."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
-    draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
-    draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    sequences, x = texts.size // room, local((GROUP, c.HIDDEN_DIM), np.uint8)
-    for first in range(0, sequences, GROUP):
-        count = min(GROUP, sequences - first)
-        logits(c, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, x, z)
+    draw_norm(c, c.ln_f, NO_LAYER, u32(0), CLEAN, norm)
+    x = local((GROUP, c.HIDDEN_DIM), np.uint8)
+    for first in range(0, texts.shape[0], GROUP):
+        count = min(GROUP, texts.shape[0] - first)
+        logits(c, CLEAN, norm, sides, h[first:], count, count, x, z)
         for r in range(count):
-            s, at = q + first + r, (first + r) * room + t
-            writing.present[s, texts[at]] = 1
+            text, s = texts[first + r], q + first + r
+            writing.present[s, text[t]] = 1
             if t + 1 >= writing.lengths[s]:
                 random = hash32(u32(writing.seeds[s] + u32(999 + 555 * t)), u32(0))
-                texts[at + 1] = chosen(c, z[r], writing.present[s], writing.penalty, writing.temp, writing.floor,
-                                       random)
+                text[t + 1] = chosen(c, z[r], writing.present[s], writing.penalty, writing.temp, writing.floor, random)
 
 
 @leaf
@@ -598,8 +599,9 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
     x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    for first in range(0, rows, ROWS):                       # the logits of few rows fit the second-level cache
-        count = min(ROWS, rows - first)
+    each = GROUP if c.VOCAB_SIZE < 1 << 10 else ROWS         # whose logits fit the second-level cache
+    for first in range(0, rows, each):
+        count = min(each, rows - first)
         logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
         if record is not None:
             keep(record, c.head, NO_LAYER, at + first, count, x)
@@ -609,9 +611,9 @@ def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, reco
             if losses.size:
                 clean = record is not None and at + row < record.tokens.size
                 losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights, i64(clean))
-                if record is not None and clean:
-                    head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)), weights,
-                                record.errors[at + row])
+                if record is not None and clean and record.weights[at + row]:
+                    head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)),
+                                i32(record.weights[at + row]), weights, record.errors[at + row])
             else:
                 total, top = 0.0, shift_right(largest(z, r, c.VOCAB_SIZE), c.logit_shift)
                 for v in range(c.VOCAB_SIZE):

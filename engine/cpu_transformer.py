@@ -5,7 +5,7 @@ from collections import namedtuple
 import numpy as np
 
 from engine.cpu_compiler import inlined, inner, leaf, njit
-from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, add_residual, amax, copy_row, disturb, draw_norm, draw_sides,
+from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, add_residual, amax, copy_row, disturb, draw_norm, draw_sides,
                                 embed, i64, keep, largest, layer_norm, mlp, new_logits, new_sides, padded, product,
                                 score_rows, write_next)
 from engine.cpu_rules import attention_share, clip, f64, i32, shift_right, u32
@@ -164,11 +164,11 @@ def attention(c, layer, S, noisy, members, n, start, room, record, at):
 
 
 @leaf
-def read(c, S, noisy, tokens, apart, n, start, room, record, at):
+def read(c, S, noisy, tokens, n, start, room, record, at):
     """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
     sequence, as `embed` takes them. record: None, or a Record that has the sequence from row `at` on."""
     members = 1 + noisy
-    embed(c, S, noisy, tokens, apart, n, start, members * n, room.h, record, at)
+    embed(c, S, noisy, tokens, n, start, members * n, room.h, record, at)
     mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, record, at)
     for layer in range(c.N_LAYERS):
         attention(c, layer, S, noisy, members, n, start, room, record, at)
@@ -185,30 +185,27 @@ def run_windows(c, losses, nats, windows, start, T, S, noisy, record):
     z = new_logits(c)
     for q in range(windows.shape[0]):
         seed = u32(S + q)
-        read(c, seed, noisy, windows[q], SAME, T, start, room, record, q * T)
+        read(c, seed, noisy, windows[q], T, start, room, record, q * T)
         score_rows(c, losses[q], nats, windows, q, seed, noisy, start, T, room.h, members * T, z, record, q * T)
 
 
 @njit
-def write_texts(c, writing, texts, start, end, room, cache, S, noisy, record):
-    """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`,
-    one row after the other; `start` tokens of a single row may be read already. cache: of
-    `memory`; c: with tables for `room` positions. record: None."""
-    members, z = 1 + noisy, new_logits(c)
-    last = np.empty((2, c.HIDDEN_DIM), np.int8)
+def write_texts(c, writing, texts, start, end, cache, record):
+    """Fills texts int32 [sequences, room] behind their prompts, up to position `end`, one after the other; `start`
+    tokens of a single one may be read already. cache: of `memory`; c: with tables for `room` positions. record:
+    None."""
+    z, last = new_logits(c), np.empty((1, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
-        seed, t, first = u32(S + q), start, q * members
-        least = start if start else writing.lengths[first:first + members].min()
-        memory = new_room(c, members * max(i64(1), least - start), cache)
+        t, least = start, start if start else writing.lengths[q]
+        memory = new_room(c, max(i64(1), least - start), cache)
         while t + 1 < end:
             n = max(i64(1), least - t)
-            read(c, seed, noisy, texts[q], room, n, t, memory, record, i64(0))
+            read(c, u32(0), CLEAN, texts[q], n, t, memory, record, i64(0))
             t += n
-            for m in range(members):
-                copy_row(memory.h, m * n + n - 1, last, m)
-            write_next(c, writing, first, seed, noisy, texts[q], t - 1, room, last, z)
+            copy_row(memory.h, n - 1, last, 0)
+            write_next(c, writing, q, texts[q:q + 1], t - 1, last, z)
 
 
-def memory(cfg, members, sequences, room):
+def memory(cfg, sequences, room):
     """What `write_texts` keeps from position to position."""
-    return np.zeros((2, cfg.N_LAYERS, members, -(-room // PANEL) * PANEL, cfg.HIDDEN_DIM), np.int8)
+    return np.zeros((2, cfg.N_LAYERS, 1, -(-room // PANEL) * PANEL, cfg.HIDDEN_DIM), np.int8)

@@ -193,16 +193,17 @@ def _choose_kernel(cfg):
             v = residue
         return v, residue
 
-    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, at: A32, present: B1):
+    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, width, at: A32,
+               present: B1):
         """Advances all sequences by one position: marks the token at position at[0] as present and, after the prompt,
-        writes the next one as SPEC 10 draws it from logits z [sequences, V]. A block, of a power of two up to CHOOSERS
-        threads, for each of tokens [sequences, room]. exps int32: EXP; settings float32 [2]: temperature, penalty in
-        logit units; floor int64 [1]: smallest d kept; draw uint32 [sequences, 2]: prompt length, seed; present uint8
-        [sequences, V]; at[1]: number of blocks that have read at[0]."""
+        writes the next one as SPEC 10 draws it from logits z [sequences, width]. A block, of a power of two up to
+        CHOOSERS threads, for each of tokens [sequences, room]. exps int32: EXP; settings float32 [2]: temperature,
+        penalty in logit units; floor int64 [1]: smallest d kept; draw uint32 [sequences, 2]: prompt length, seed;
+        present uint8 [sequences, width]; at[1]: number of blocks that have read at[0]."""
         tops, sums = cuda.shared.array(32, int32), cuda.shared.array(32, int64)      # of warps
         best = cuda.shared.array(1, int32)
         t, threads, position = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x), at[0]
-        text, first = uint64(cuda.blockIdx.x), uint64(cuda.blockIdx.x) * uint64(V)
+        text, first = uint64(cuda.blockIdx.x), uint64(cuda.blockIdx.x) * uint64(width)
         here, lane, warp = uint64(text * uint64(room) + uint64(position)), t & uint32(31), t >> uint32(5)
         if t == 0:
             present[uint64(first + uint64(tokens[here]))] = 1
@@ -697,11 +698,9 @@ class CudaEngine:
         prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, **settings)
         yield from Texts(self, 1, len(prompt) + count).continuation(prompt, seed, s)
 
-    def write(self, texts, lengths, seeds, s, first_pair=None):
+    def write(self, texts, lengths, seeds, s):
         """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
-        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling. first_pair: sequences
-        2 i and 2 i + 1 are written by the members of pair first_pair + i of this step; None: by the unperturbed
-        model."""
+        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling."""
         count, room = texts.shape
         self._undo_update()
         most_room = blocks(room, ROOM) * ROOM                # prompts of similar lengths then share a graph
@@ -712,69 +711,64 @@ class CudaEngine:
         most, least = self._texts.count, np.min(lengths)
         split = room - (room - least) // 8                   # the host copies what is before it in the meantime
         for at in range(0, count, most):
-            pair = None if first_pair is None else first_pair + at // 2
-            self._texts.begin(texts[at:at + most], lengths[at:at + most], seeds[at:at + most], s, pair)
+            self._texts.begin(texts[at:at + most], lengths[at:at + most], seeds[at:at + most], s)
             parts = self._texts.until(split, room)
             for written, places in zip(parts, (slice(least, split), slice(split, room))):
                 texts[at:at + most, places] = written[:count - at, places]
 
 
 class Texts:
-    """`wanted` sequences, or the even number of them that fits, of up to `room` tokens that are written together, in
-    device memory. `count`: how many these are."""
+    """`wanted` sequences, or as many of them as fit, of up to `room` tokens that are written together, in device
+    memory. `count`: how many these are."""
 
     def __init__(self, engine, wanted, room):
         cfg, self._engine = engine.cfg, engine
         engine._ready("write")
         engine._undo_update()
 
+        forward, width = engine._forward, engine._forward.logit_columns
+
         def size(count):
-            return (engine._forward.writing_bytes(count, room) + count * (4 * room + cfg.VOCAB_SIZE + 8)
-                    + blocks(count, 16) * 64 * cfg.VOCAB_SIZE + 4 * room * cfg.HEAD_DIM)
+            return (forward.writing_bytes(count, room) + count * (4 * room + width + 8) + 4 * room * cfg.HEAD_DIM
+                    + blocks(count, 32) * 128 * width)
 
         count = largest(size, wanted, memory().free // 2)
-        count = count if count == wanted else count // 2 * 2
         if not count:
             raise MemoryError(f"{engine.name}: not enough free GPU memory for {room} positions")
         self.wanted, self.count, self.room = wanted, count, room
-        self._inputs = inputs = cuda.device_array(10 + 2 * count, np.uint32)     # see `begin`
+        self._inputs = inputs = cuda.device_array(6 + 2 * count, np.uint32)      # see `begin`
         floor, settings = inputs[:2].view(np.int64), inputs[2:4].view(np.float32)
-        at, job, draw = inputs[4:6].view(np.int32), inputs[6:10], inputs[10:]
+        at, draw = inputs[4:6].view(np.int32), inputs[6:]
         self._host = cuda.pinned_array(inputs.size, np.uint32)
         self._tokens = tokens = cuda.device_array(count * room, np.int32)
-        present = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
+        present = cuda.device_array(count * width, np.uint8)
+        z = cuda.device_array(blocks(count, 32) * 32 * width, np.int32)
         self._fetched = [Fetched(count * room, np.int32) for _ in range(2)]
         self._fetched[0].array[:] = 0                        # every row is read, also the unused ones
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
-        self._scratch = scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
-        z = cuda.device_array(blocks(count, 16) * 16 * cfg.VOCAB_SIZE, np.int32)
+        self._scratch = scratch = cuda.device_array(forward.writing_bytes(count, room), np.int8)
         few = 4 if count < MANY_TEXTS else 32                # tokens of the vocabulary that a thread has
         threads = min(CHOOSERS, max(32, 1 << (cfg.VOCAB_SIZE // few).bit_length() - 1))
         choose = engine._kernels["choose"][count, threads, engine.stream]
 
-        def prepare():
-            cuda.cudadrv.driver.device_memset(present, 0, present.nbytes, engine.stream)
-            engine._forward.draw(engine.stream, job, room, count, scratch)
-
         def enqueue(logits):
-            engine._forward.read(*engine._model, job, tokens, at, room, count, rope, scratch, logits)
-            choose(z, engine._exps, settings, floor, draw, tokens, room, at, present)
+            forward.write(engine.stream, engine._weights, engine._packed, tokens, at, room, count, rope, scratch,
+                          logits)
+            choose(z, engine._exps, settings, floor, draw, tokens, room, width, at, present)
 
-        self._prepare = Replay(engine.stream, prepare)
+        self._forget = functools.partial(cuda.cudadrv.driver.device_memset, present, 0, present.nbytes, engine.stream)
         # within all prompts nobody wants logits
         self._advance = [Replay(engine.stream, functools.partial(enqueue, logits)) for logits in (None, z)]
 
-    def begin(self, texts, lengths, seeds, s, first_pair=None):
+    def begin(self, texts, lengths, seeds, s):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
         engine, number = self._engine, len(texts)
-        job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
-        packed = struct.pack("q2f2i4I", s.floor, s.temp, s.penalty, 0, 0, *job)
-        self._host[:10] = np.frombuffer(packed, np.uint32)
-        draw = self._host[10:].reshape(-1, 2)
+        self._host[:6] = np.frombuffer(struct.pack("q2f2i", s.floor, s.temp, s.penalty, 0, 0), np.uint32)
+        draw = self._host[6:].reshape(-1, 2)
         draw[:number, 0], draw[:number, 1] = lengths, seeds
         draw[number:] = self.room                            # nothing is drawn for the unused rows
         self._inputs.copy_to_device(self._host, engine.stream)
-        self._prepare()
+        self._forget()
         longest, tokens = np.max(lengths), self._fetched[0].array
         tokens.reshape(self.count, self.room)[:number, :longest] = texts[:, :longest]
         self._tokens.copy_to_device(tokens, engine.stream)

@@ -101,5 +101,6 @@ def start_process(main, *arguments):
 
 def _begin(main, *arguments):
     import multiprocessing
-    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pool
+    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pools
+    multiprocessing.set_start_method(None, force=True)       # which begin as in any program
     main(*arguments)

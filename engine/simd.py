@@ -291,7 +291,8 @@ def exp_sum(builder, table: "array", short, top: types.int32, shift: types.int32
     total = cgutils.alloca_once_value(builder, _all(_vector(I64, 16), 0))
     done = cgutils.alloca_once_value(builder, I64(0))
     if KIND == "vnni512" and llvm.get_host_cpu_features().get("avx512vbmi"):
-        with builder.if_then(builder.icmp_signed(">", short, filled)):
+        enough = builder.icmp_signed(">", count, I64(1000))      # for the tables' bytes to pay
+        with builder.if_then(builder.and_(enough, builder.icmp_signed(">", short, filled))):
             whole = builder.sdiv(count, I64(64))
             builder.store(_exp_sum_by_bytes(builder, table, top, shift, z, whole), total)
             builder.store(builder.mul(whole, I64(4)), done)

@@ -23,7 +23,7 @@ from model import activations, integer_tables, parameters, rules, ternary
 
 BLOCK = 128
 WARPS = BLOCK // 32
-TOGETHER = 8                 # positions whose logits a thread computes, a multiple of 4
+TOGETHER = 16                # positions whose logits a thread computes, a multiple of 4
 ONES = 0x01010101
 A16 = types.Array(int16, 1, "C")
 hash32 = rules.draw_rules(device, 0).hash32
@@ -36,7 +36,8 @@ rounded = RULES.rounded
 settled = RULES.settled
 attention_share = RULES.attention_share
 handed_down = RULES.handed_down
-head_error = RULES.head_error
+excess = RULES.excess
+dithered = RULES.dithered
 
 
 @device
@@ -121,7 +122,7 @@ def _head_kernels(cfg):
     TARGETS, SKIP = cfg.TARGETS, cfg.STATE_TOKENS
     DIVISOR, SHIFT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
     SHIFT_ATTN = cfg.SHIFT_ATTN
-    HEAD_WORDS = TOGETHER * H // 4
+    HEAD_WORDS, QUADS = TOGETHER * H // 4, TOGETHER // 4
     row_of = row_function(cfg)
 
     @device
@@ -153,51 +154,89 @@ def _head_kernels(cfg):
             for e in range(4):
                 operand[place(rows, row + j * 4 + e, offset * PADDED + quad * 4)] = turned[e]
 
+    @device
+    def add_dots(acc, head, address, v):
+        """acc += products of column v of the head with TOGETHER positions at a shared address."""
+        at = int32(v)
+        for j in range(H // 4):
+            w = head[uint32(at)]
+            at = int32(at + int32(V))
+            for four in range(0, TOGETHER, 4):
+                x = ptx.load_shared4(int32(address + int32(four * 4)))
+                for e in range(4):
+                    acc[four + e] = ptx.dp4a(w, x[e], acc[four + e])
+            address = int32(address + int32(TOGETHER * 4))
+
+    @device
+    def logit_of(dot):
+        return max(min(dot // int32(DIVISOR), 127), -127) if PAIRED else dot >> SHIFT
+
     def errors(head: A32, normed: A32, losses: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count,
-               rows, operand: A32):
+               rows, operand: A32, operand_bytes: A8):
         """Operand rows from `row` on: the head's errors, of `count` groups from `offset` on. head: its canonical
-        weights; losses: as kernels.head leaves them; chunk: the job. One thread per token, TOGETHER positions per
-        block."""
-        x = cuda.shared.array(HEAD_WORDS, int32)
-        logits = cuda.shared.array((TOGETHER, BLOCK), int32)
-        first, lane = int64(cuda.blockIdx.y) * TOGETHER, cuda.threadIdx.x
+        weights; losses: as kernels.head leaves them; chunk: the job. A block TOGETHER positions: first as if no token
+        were wanted, whose error is one for every distance from the largest logit but for its dither, then those that
+        are."""
+        x = cuda.shared.array(HEAD_WORDS, int32, 16)
+        of_distance = cuda.shared.array((TOGETHER, 256), int32)
+        tops = cuda.shared.array(TOGETHER, int32)
+        first, lane = int64(cuda.blockIdx.x) * TOGETHER, cuda.threadIdx.x
         for i in range(lane, HEAD_WORDS, BLOCK):
             n = first + i % TOGETHER
             group = min(n // PADDED, count - 1)              # beyond a window any position will do
             x[i] = normed[core_word(row_of(group, min(n - group * PADDED, T - 1)), i // TOGETHER, H, H)]
+        for i in range(lane, TOGETHER * 256, BLOCK):
+            e, distance = i >> 8, i & 255
+            group = (first + e) // PADDED
+            t = first + e - group * PADDED
+            top, error = int64(SOFTMAX_TOP), int32(0)        # beyond a window: no error
+            if group < count and t < T:
+                softmax = losses[(2 * group + 1) * T + t]
+                top, error = softmax % SOFTMAX_SUM - SOFTMAX_TOP, excess(0, 1, exps[distance], softmax // SOFTMAX_SUM)
+            of_distance[e, distance] = error
+            if distance == 0:
+                tops[e] = top
         cuda.syncthreads()
-        v = cuda.blockIdx.x * BLOCK + lane
-        if v < V:
-            acc = int32s(TOGETHER)
+        address, acc, values = ptx.shared_address(x, 0), int32s(TOGETHER), int32s(4)
+        places = cuda.local.array(QUADS, int64)
+        for i in range(QUADS):
+            places[i] = place(rows, row, offset * PADDED + first + 4 * i)
+        for v in range(int32(lane), int32(V), int32(BLOCK)):
             for e in range(TOGETHER):
                 acc[e] = 0
-            for j in range(H // 4):
-                w = head[j * V + v]
-                for e in range(TOGETHER):
-                    acc[e] = ptx.dp4a(w, x[j * TOGETHER + e], acc[e])
-            for e in range(TOGETHER):
-                if PAIRED:
-                    logits[e, lane] = max(min(acc[e] // int32(DIVISOR), 127), -127)
-                else:
-                    logits[e, lane] = acc[e] >> SHIFT
+            add_dots(acc, head, address, v)
             for four in range(0, TOGETHER, 4):
                 group = (first + four) // PADDED
                 t = first + four - group * PADDED
                 if group < count:
                     seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
-                    values = int32s(4)
                     for e in range(4):
-                        values[e] = 0
-                        if t + e < T:
-                            at = group * width + SKIP + 1
-                            wanted = int32(tokens[at + t + e] == v)
-                            for k in range(TARGETS - 1):
-                                wanted += int32(tokens[at + T + (t + e) * (TARGETS - 1) + k] == v)
-                            logit, softmax = logits[four + e, lane], losses[(2 * group + 1) * T + t + e]
-                            below = min(softmax % SOFTMAX_SUM - SOFTMAX_TOP - logit, 255)
-                            values[e] = head_error(logit if PAIRED else int32(0), wanted, TARGETS, exps[below],
-                                                   softmax // SOFTMAX_SUM, seed, (t + e) * V + v)
-                    operand[place(rows, row + v, offset * PADDED + first + four)] = pack_bytes(values, 0)
+                        logit = logit_of(acc[four + e])
+                        below = uint32(min(int32(tops[four + e] - logit), int32(255)))
+                        number = uint32(uint32(t + e) * uint32(V) + uint32(v))
+                        values[e] = dithered(logit if PAIRED else int32(0), of_distance[four + e, below], seed, number)
+                    # as place says: rows in eights
+                    operand[places[four // 4] + int64((v >> 3) * int32(SPLIT * 2) + (v & 7) * 4)] = pack_bytes(values, 0)
+        cuda.syncthreads()
+        for i in range(lane, TOGETHER * TARGETS, BLOCK):
+            e, k = i // TARGETS, i % TARGETS
+            group = (first + e) // PADDED
+            t = first + e - group * PADDED
+            if group < count and t < T:
+                at = group * width + SKIP + 1
+                drawn = at + T + t * (TARGETS - 1) - 1       # the first target is the token that follows
+                v = tokens[at + t] if k == 0 else tokens[drawn + k]
+                wanted, dot = int32(tokens[at + t] == v), int32(0)
+                for other in range(1, TARGETS):
+                    wanted += int32(tokens[drawn + other] == v)
+                for j in range(H // 4):
+                    dot = ptx.dp4a(head[j * V + v], x[j * TOGETHER + e], dot)
+                logit, softmax = logit_of(dot), losses[(2 * group + 1) * T + t]
+                error = excess(wanted, TARGETS, exps[min(tops[e] - logit, 255)], softmax // SOFTMAX_SUM)
+                seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
+                error = dithered(logit if PAIRED else int32(0), error, seed, uint32(t * V + v))
+                n = offset * PADDED + first + e
+                operand_bytes[4 * place(rows, row + v, n // 4 * 4) + n % 4] = int8(error)
 
     def share(queries: A32, keys: A32, exps: A32, at, offset, shares: A16):
         """shares int16 [group][head][position][position that it sees], from shares[at] on: of the unperturbed model's
@@ -512,8 +551,9 @@ class Votes:
         """Keeps the head's inputs and errors of args["count"] groups."""
         head = self.matrices[0].tensor
         self.keep(args, "normed_f", 0, normed)
-        self._launch("errors", head.cols, args, high=blocks(args["count"] * self.padded, TOGETHER), normed=normed,
-                     head=args["weights"][head.span].view(np.int32), row=self._row[None])
+        self._launch("errors", blocks(args["count"] * self.padded, TOGETHER) * BLOCK, args, normed=normed,
+                     head=args["weights"][head.span].view(np.int32), row=self._row[None],
+                     operand_bytes=self.arrays.operand.view(np.int8))
 
     def finish(self, stream, job, windows):
         """Fills arrays.result, from the losses of all members and what was kept; windows: of all pairs."""

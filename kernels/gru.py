@@ -23,8 +23,8 @@ from typing import NamedTuple
 from numba import cuda, float32, int32, int64, types
 
 from kernels import gru_parts, host, ptx
-from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, STREAM, TABLE, U_APART, U_F, U_H, U_INPUT,
-                               W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, row_of, rows_of_places)
+from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, STREAM, TABLE_SEED_A, U_APART, U_F, U_H,
+                               U_INPUT, W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, row_of, rows_of_places)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
 from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, noise_word_function, pair_functions, source_of,
@@ -726,8 +726,7 @@ class Plan(host.Plan):
         super().__init__(cfg, packing)
         e = self._tensors["embedding", 0]
         noises = {at: [phase.stream, phase.turn] for at, phase in activations.phases(cfg).items()}
-        self.add({TABLE: [packing.at["embedding", 0], e.seed_a, e.seed_b, e.overlay_a, e.overlay_b],
-                  STREAM: noises["embedding", 0]})
+        self.add({TABLE_SEED_A: [e.seed_a, e.seed_b, e.overlay_a, e.overlay_b], STREAM: noises["embedding", 0]})
         self.layers = []
         for i in range(cfg.N_LAYERS):
             self.layers.append(self._norm("ln_1", i, "w_f", "w_h"))

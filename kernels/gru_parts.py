@@ -29,11 +29,7 @@ INNER = 4
 DOWN = 5
 LAYER = 6                                   # rows of a layer
 # columns of these rows (kernels.pairs). Of the embedding:
-TABLE = 0
-TABLE_SEED_A = 1
-TABLE_SEED_B = 2
-TABLE_OVERLAY_A = 3
-TABLE_OVERLAY_B = 4
+TABLE_SEED_A, TABLE_SEED_B, TABLE_OVERLAY_A, TABLE_OVERLAY_B = range(4)
 # of a norm, with the input sides of the matrices behind it; of GATES; of INNER
 LN, INPUTS = 0, 4
 W_F, W_H = 0, 4

@@ -256,7 +256,6 @@ def mma_tile(columns, steps, stride):
 # f(address, source, index): 16 bytes from source[index...] (global memory, aligned) to a shared address
 copy_async16 = _instruction("cp.async.cg.shared.global [$0], [$1], 16;", void, (int32, POINTER))
 copy_commit = _instruction("cp.async.commit_group;", void)
-copy_wait_all = _instruction("cp.async.wait_group 0;", void)          # this thread's committed groups landed
 copy_wait_but_one = _instruction("cp.async.wait_group 1;", void)      # all but the newest
 
 # f(address, count): a barrier at a shared address (8 bytes) for `count` arrivals

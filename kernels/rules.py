@@ -40,11 +40,9 @@ def build_noise(cfg, silent=False):
     noise(seed, i) -> int32                  fits int8
     factor(overlay, seed, i) -> float32      SPEC 4; seed: of the stream that is scaled (used in mode 2 only)
     scaled(p, overlay, seed, i) -> int32     trunc(p * factor), p an integer below 2^24 in size
-    coefficient(n, overlay) -> int32         the noise n of an input as the next two want it
-    input_coefficient(overlay, seed, i) -> int32    the same of input i
+    input_coefficient(overlay, seed, i) -> int32    the noise of input i as the next one wants it
     input_term(x, c, f) -> int32             a term of sb: trunc(x * noise * factor); c: input_coefficient; f: the
                                              factor (mode 2)
-    table_term(a, f, b, g) -> int32          trunc(a * b * f * g), of tables that are looked up; f, g: factors
     input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
     whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
     shift(job) -> int32                      NOISE_SHIFT of the job's step; with SIGMA_SCHEDULE it is job[3]
@@ -82,7 +80,7 @@ def build_noise(cfg, silent=False):
     def whole(overlay):
         return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
 
-    vars(scale).update(hash32=hash32, noise=noise, coefficient=coefficient, input_coefficient=input_coefficient,
+    vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient,
                        whole=whole, shift=shift, unit=unit, silent=silent)
     return scale
 

@@ -755,7 +755,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 class Plan(host.Plan):
-    """The calls of the transformer in order, which kernels.writing follows: numbers of rows."""
+    """The calls of the transformer in order: numbers of rows."""
 
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)

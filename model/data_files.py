@@ -9,8 +9,9 @@ from collections import namedtuple
 
 import numpy as np
 
-from egg_config import EggError, explained
+from egg_config import EggError, explained, sha256_of
 
+MARK = "decoding.sha256"     # beside tokens: that of the decoding.bin with which they were made
 LONGEST_TOKEN = 1 << 16      # bytes; a longer token in decoding.bin is an error
 BLOCK = 1 << 22              # tokens that are checked at once, so that a file may be larger than the memory
 REFERENCE_TOKENS = 1 << 24   # most training tokens that the references count, in runs spread evenly over the file
@@ -35,7 +36,13 @@ def open_tokens(cfg, path):
     size = _size(path)
     if size == 0:
         raise DataError(f"{path} is empty: make it again with `python egg.py prepare TEXT`")
-    wide = cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE
+    wide, mark = cfg.VOCAB_SIZE != 256 or cfg.DETOKENIZE, os.path.join(os.path.dirname(path), MARK)
+    if wide and os.path.exists(mark) and os.path.exists(cfg.DECODING_FILE):
+        with explained(DataError, mark), open(mark) as file:
+            if file.read(64) != sha256_of(cfg.DECODING_FILE):
+                raise DataError(f"{path} was made with another vocabulary than {cfg.DECODING_FILE}: give the three "
+                                "files of one `python egg.py prepare`, -D INPUT_FILE=... -D VAL_FILE=... "
+                                "-D DECODING_FILE=...")
     with explained(DataError, path):
         tokens = np.memmap(path, "u1", "r")
     if not wide:
@@ -203,6 +210,9 @@ def load_decoding(cfg, warn=warn):
     if not os.path.exists(cfg.DECODING_FILE):
         warn(f"{cfg.DECODING_FILE} is missing: samples show token ids, validation is in bits per token")
         return None
+    if cfg.DECODING_SHA256 not in ("", sha256_of(cfg.DECODING_FILE)):
+        raise DataError(f"{cfg.DECODING_FILE} is not the decoding.bin of this run, whose tokens are others: name that "
+                        "one with -D DECODING_FILE=...")
     return Decoding.read(cfg.DECODING_FILE)
 
 

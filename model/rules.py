@@ -292,6 +292,13 @@ def activation_rules(jit):
         return max(min(rounded(total, shift), i32(127)), i32(-127))
 
     @jit
+    def weighed(total, weight, shift):
+        """int32 that fits int8: the same times weight / 7, -7 to 7, rounded once. weight: of the window."""
+        size = i32(i32(i32(abs(i32(total * weight))) + i32(i32(i32(7) << i32(shift)) >> i32(1))) // i32(7))
+        size = min(i32(size >> i32(shift)), i32(127))
+        return i32(size if i32(total * weight) > 0 else i32(-size))
+
+    @jit
     def attention_share(weight, total):
         """int32: the share of an attention weight (int32) in the sum `total` (int64) of its query's, in 2^-12,
         rounded."""
@@ -315,6 +322,11 @@ def activation_rules(jit):
         return i32(-i64(i64(parts * i64(127 << 16)) // whole))
 
     @jit
+    def weighed_excess(excess, weight):
+        """int32: an excess times weight / 7, rounded up."""
+        return i32(-i32(i32(i32(-excess) * i32(weight)) // i32(7)))
+
+    @jit
     def dithered(logit, excess, seed, number):
         """int32 that fits int8: the error of a logit whose token has this `excess`, rounded down after adding 16 bits
         of a hash; 0 where the logit is at its limit and cannot follow (logit: 0 where there is none). seed: of the
@@ -325,15 +337,10 @@ def activation_rules(jit):
         error = i32(i32(random - i32(excess)) >> i32(16))
         return i32(0) if logit == 127 and error > 0 or logit == -127 and error < 0 else error
 
-    @jit
-    def head_error(logit, wanted, targets, weight, total, seed, number):
-        """int32 that fits int8: the error of a logit."""
-        return dithered(logit, excess(wanted, targets, weight, total), seed, number)
-
     return SimpleNamespace(noise_of=noise_of, signed=signed, digit=digit, least_difference=least_difference,
                            least_vote=least_vote, credited=credited, rounded=rounded, settled=settled,
-                           attention_share=attention_share, handed_down=handed_down, excess=excess, dithered=dithered,
-                           head_error=head_error)
+                           weighed=weighed, attention_share=attention_share, handed_down=handed_down, excess=excess,
+                           weighed_excess=weighed_excess, dithered=dithered)
 
 
 def sampling_rules(jit, ops):

@@ -15,26 +15,53 @@ from model.seeds import hash32
 # The tokens that follow every context: first, size uint32 [n], tokens as the data. Those that follow the context before
 # place p are tokens[first[p]:first[p] + size[p]], one or more, in ascending order.
 Followers = namedtuple("Followers", "first size tokens")
+PIECE = 1 << 20            # places that are sorted at a time
 
 
 def followers(cfg, tokens, context):
-    """The Followers of the contexts of `context` tokens before every place of the data, which are a ring."""
-    bits = max(1, (cfg.VOCAB_SIZE - 1).bit_length())
+    """The Followers of the contexts of `context` tokens before every place of the data, which are a ring. Places are
+    put in order by the first bits of their contexts, and then sorted in pieces, so that little memory is taken."""
+    bits, n = max(1, (cfg.VOCAB_SIZE - 1).bit_length()), len(tokens)
     width = np.uint32 if bits * (context + 1) <= 32 else np.uint64
-    key = np.zeros(len(tokens), width)                      # the context, then the token
-    for back in range(context, -1, -1):
-        key <<= width(bits)
-        key |= np.roll(tokens, back)
-    places = np.arange(key.size)
-    for shift in range(0, bits * (context + 1), 16):         # sorting 16 bits is quick, and equal keys are alike
-        places = places[np.argsort((key >> width(shift)).astype(np.uint16)[places], kind="stable")]
-    key = key[places]
-    before = key >> width(bits)
-    starts = np.flatnonzero(np.append(True, before[1:] != before[:-1])).astype(np.uint32)
-    sizes = np.diff(starts, append=np.uint32(key.size))
-    number = np.empty(key.size, np.uint32)                  # of the context before a place
-    number[places] = np.repeat(np.arange(starts.size, dtype=np.uint32), sizes)
-    return Followers(starts[number], sizes[number], (key & width((1 << bits) - 1)).astype(tokens.dtype))
+
+    def keys(places):
+        """The context of each place, then its token."""
+        key = np.zeros(places.size, width)
+        for back in range(context, -1, -1):
+            key <<= width(bits)
+            key |= np.take(tokens, places - back, mode="wrap")
+        return key
+
+    heads, total = np.empty(n, np.uint16), 0
+    for at in range(0, n, PIECE):
+        head = heads[at:at + PIECE]
+        head[:] = keys(np.arange(at, at + head.size)) >> width(max(bits, bits * (context + 1) - 16))
+        total += np.bincount(head, minlength=1 << 16)
+    ends = np.cumsum(total)
+    free, places = ends - total, np.empty(n, np.uint32)      # where the next place of a head goes
+    for at in range(0, n, PIECE):
+        head = heads[at:at + PIECE]
+        count = np.bincount(head, minlength=1 << 16)
+        to = np.repeat(free - np.cumsum(count) + count, count) + np.arange(head.size)
+        places[to] = at + np.argsort(head, kind="stable")
+        free += count
+    del heads
+    first, size, sorted_tokens = np.empty(n, np.uint32), np.empty(n, np.uint32), np.empty(n, tokens.dtype)
+    start = 0
+    while start < n:                                         # whole contexts, PIECE places or one head of them
+        end = max(ends[np.searchsorted(ends, start, "right")], ends[np.searchsorted(ends, start + PIECE, "right") - 1])
+        place = places[start:end].astype(np.int64)
+        key = keys(place)
+        for low in range(0, bits * (context + 1), 16):       # sorting 16 bits is quick, and equal keys are alike
+            order = np.argsort((key >> width(low)).astype(np.uint16), kind="stable")
+            key, place = key[order], place[order]
+        before = key >> width(bits)
+        starts = np.flatnonzero(np.append(True, before[1:] != before[:-1]))
+        sizes = np.diff(starts, append=key.size)
+        first[place], size[place] = np.repeat(start + starts, sizes), np.repeat(sizes, sizes)
+        sorted_tokens[start:end] = key & width((1 << bits) - 1)
+        start = end
+    return Followers(first, size, sorted_tokens)
 
 
 def windows(cfg, tokens, known, step, seed, first, count):
@@ -55,6 +82,13 @@ def windows(cfg, tokens, known, step, seed, first, count):
     return np.concatenate([cut, np.take(known.tokens, random % size + followed)], 1, dtype=np.int32)
 
 
+def lacks_memory(cfg, count):
+    """Whether the memory of this machine is too small for Followers of so many tokens: up to 20 bytes each while they
+    are made, and 12 of those that serve meanwhile."""
+    each = 32 if len(cfg.SOFT_TARGETS) > 1 else 20
+    return bool(cfg.SOFT_TARGETS) and each * count > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 class Tables:
     """The Followers of the steps of a run. A thread makes those of step 0 while an engine is loaded or compiled, and
     those of the next context of SOFT_TARGETS while the present ones serve. Raises ValueError if the memory is too
@@ -63,10 +97,9 @@ class Tables:
     def __init__(self, cfg, tokens):
         self._cfg, self._tokens = cfg, tokens
         self._made = {}                      # context: Future of its Followers
-        need = 50 * len(tokens) if cfg.SOFT_TARGETS and tokens is not None else 0
-        if need > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-            raise ValueError(f"SOFT_TARGETS: {len(tokens):,} tokens of training data take {need / 2**30:.0f} GiB of "
-                             "memory, more than this machine has: use less data or no SOFT_TARGETS")
+        if tokens is not None and lacks_memory(cfg, len(tokens)):
+            raise ValueError(f"SOFT_TARGETS: the memory of this machine is too small for {len(tokens):,} tokens of "
+                             "training data: use less data, or train without, with -D SOFT_TARGETS=")
         if tokens is not None:
             self._begin(0)
 

@@ -92,14 +92,20 @@ Group = namedtuple("Group", "seed inputs targets parts losses members difference
 def chunk_votes(cfg, state, tokens, known, first):
     """(int8 [weights], int): the digits of the chunk that begins with member `first`, and its loss. tokens: the data;
     known: their soft_targets.Followers, or None."""
-    first_group = first // cfg.GROUP_SIZE
-    windows = soft_targets.windows(cfg, tokens, known, state.step, state.seed, first_group,
-                                   cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+    first_group, groups = first // cfg.GROUP_SIZE, cfg.CHUNK_SIZE // cfg.GROUP_SIZE
+    windows = soft_targets.windows(cfg, tokens, known, state.step, state.seed, first_group, groups)
+    return votes_of_windows(cfg, state, windows, first_group, np.full(groups, 7), np.ones((groups, cfg.SEQ_LEN), int))
+
+
+def votes_of_windows(cfg, state, windows, first_group, weights, counted):
+    """The same of windows that groups from number first_group on read. weights int [n]; counted int [n, SEQ_LEN]: 1 for
+    positions that vote, else 0 (SPEC 22)."""
     groups = [read_group(cfg, state, window, number) for number, window in enumerate(windows, first_group)]
+    groups = [group._replace(differences=group.differences * votes) for group, votes in zip(groups, counted)]
     total = sum(int(np.abs(group.differences).sum()) for group in groups)
-    count = 7 * cfg.CHUNK_SIZE * cfg.SEQ_LEN
+    count = 7 * cfg.GROUP_SIZE * int(counted.sum())
     least = [max(1, -((2 * level - 1) * -2 * total // count)) for level in range(1, activations.LEVELS + 1)]
-    votes = [group_votes(cfg, group, least) for group in groups]
+    votes = [group_votes(cfg, group, least, int(weight), votes) for group, weight, votes in zip(groups, weights, counted)]
     digits = np.zeros(cfg.CHUNK_DIGITS, np.int8)
     for tensor in votes[0]:
         voted = large(cfg, sum(of_group[tensor] for of_group in votes))
@@ -133,10 +139,11 @@ def read_group(cfg, state, window, number):
     return Group(state.seed + number, inputs, targets, parts, losses, members, differences)
 
 
-def group_votes(cfg, group, least):
-    """{tensor: int64 votes of a group}; least: the least sizes of differences for the digits of the chunk."""
+def group_votes(cfg, group, least, weight, counted):
+    """{tensor: int64 votes of a group}; least: the least sizes of differences for the digits of the chunk; weight: of
+    its window; counted int [positions]: which vote."""
     matrices, biases, embedding = activations.votes(cfg)
-    settled = {None: head_errors(cfg, group.seed, group.parts["Logits", -1], group.targets)}
+    settled = {None: head_errors(cfg, group.seed, group.parts["Logits", -1], group.targets, weight * counted[:, None])}
     digits = np.sign(group.differences) * (np.abs(group.differences)[:, :, None] >= least).sum(2)
     credits = [(credits_of_gru if cfg.MODEL == "gru" else credits_of_transformer)(cfg, digit, group.parts)
                for digit in digits]
@@ -147,7 +154,8 @@ def group_votes(cfg, group, least):
                 total += of_member(phase) * activations.signs(phase, seed, cfg.SEQ_LEN)
         if phase.name in ("query", "key"):
             total = turned_back(cfg, total)
-        settled[phase] = clip(halves_away(total, phase.shift)) * (phase.amplitude > 0)
+        size = (2 * np.abs(weight * total) + (7 << phase.shift)) // (14 << phase.shift)
+        settled[phase] = clip(np.sign(weight * total) * size) * (phase.amplitude > 0)
     votes = {tensor: settled[phase].sum(0) for tensor, phase in biases}
     for tensor, phase, inputs in matrices:
         of_layer = -1 if inputs in OUTSIDE[:1] else 0 if inputs in OUTSIDE else phase.layer
@@ -208,9 +216,9 @@ def credit(cfg, digit):
     return credits
 
 
-def head_errors(cfg, seed, z, targets):
-    """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, rounded down after a hashed dither; 0
-    where a logit is at its limit and cannot follow."""
+def head_errors(cfg, seed, z, targets, weight):
+    """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, times weight [positions, 1] / 7, rounded
+    down after a hashed dither; 0 where a logit is at its limit and cannot follow."""
     exp = integer_tables.exp_table(cfg).astype(np.int64)
     weights = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
     wanted = (targets[:, :, None] == np.arange(cfg.VOCAB_SIZE)).sum(1)
@@ -218,7 +226,7 @@ def head_errors(cfg, seed, z, targets):
     random = words.astype("<u4").view("<u2")[:z.size].reshape(z.shape).astype(np.int64)
     whole = weights.sum(1, keepdims=True) * targets.shape[1]
     parts = wanted * weights.sum(1, keepdims=True) - targets.shape[1] * weights
-    errors = (parts * (127 << 16) + whole * random) // (whole << 16)
+    errors = (parts * (127 << 16) // whole * weight // 7 + random) >> 16
     stuck = (np.abs(z) == 127) & (np.sign(z) == np.sign(errors)) & (cfg.MODEL == "gru")
     return np.where(stuck, 0, errors)
 

@@ -73,7 +73,8 @@ def paste(line, label, **more):
 
 def train_here(cfg, steps, lines, save_dir="run", **options):
     """What tools.train.train returns; `lines` gets what it prints."""
-    return train.train(cfg, steps=steps, save_dir=save_dir, threads=1, console=egg_net.Console(lines), **options)
+    return train.train(cfg, steps=steps, save_dir=save_dir, threads=1, console=egg_net.Console(lines, verbose=True),
+                       **options)
 
 
 def line_with(label, text):

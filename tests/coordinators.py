@@ -46,8 +46,8 @@ class Server:
     def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
         self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = open_run(cfg, directory if save else None)
-        self.coordinator = Coordinator(cfg, self.run, port, console=egg_net.Console(self.lines),
-                                       **options)
+        console = egg_net.Console(self.lines, verbose=True)
+        self.coordinator = Coordinator(cfg, self.run, port, console=console, **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.calls = queue.SimpleQueue()
         self.thread = Thread(target=self._serve)

@@ -59,8 +59,7 @@ def every_verb(engine, tokens, rng):
     assert engine.validate(rules.windows(cfg, tokens, 0, 0, 3)[:, cfg.STATE_TOKENS:])[1] == 3 * cfg.SEQ_LEN
     assert len(list(engine.generate([1, 2, 3], 20, 1))) == 20
     texts = rng.integers(0, cfg.VOCAB_SIZE, (34, 12)).astype(np.int32)
-    for pair in None, 2:
-        engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), sampling.settings(cfg), pair)
+    engine.write(texts, rng.integers(1, 9, 34), np.zeros(34, np.uint32), sampling.settings(cfg))
     engine.load(engine.state())
     return texts
 

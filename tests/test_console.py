@@ -128,16 +128,20 @@ def test_a_terminal_has_one_status_line_that_fits(columns, monkeypatch):
     assert screen(console.stream.text, columns)[-1] == ""
 
 
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
+@mark.parametrize("terminal", [True, False])
+def test_a_dumb_terminal_and_a_pipe_get_plain_lines(monkeypatch, terminal):
+    monkeypatch.setenv("TERM", "dumb" if terminal else "xterm")
     monkeypatch.setattr(Console, "PROGRESS_EVERY", 0.0)
-    console = Console(Lines(terminal=True))
-    console.emit(STEP_EVENT, None)
+    console = Console(Lines(terminal))
+    for step in range(99):
+        console.emit({**STEP_EVENT, "step": step}, None)
+    console.emit({"event": "validation", "step": 99, "value": 4.2, "unit": "bits/byte"}, None)
     console.progress("1/8 chunks")
     console.line("a\x1b[2Jb")
     console.clear()
-    text = console.stream.text
-    assert text.startswith("Step 7 | ") and text.count("\n") == 2 and "\x1b" not in text
+    first, validation, line = console.stream.text.splitlines()
+    assert re.match(r"\d+:\d\d  ?step 0  loss [\d.]+ bits/", first) and "\x1b" not in console.stream.text
+    assert (validation, line) == ("validation at step 99: 4.200 bits/byte", "a[2Jb")
 
 
 @mark.parametrize("hostile", ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\u202e", "\r"])

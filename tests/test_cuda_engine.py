@@ -424,19 +424,19 @@ def test_recorded_generation(step):
     engine = CudaEngine(*golden("E")[:2])
     recorded, prompt = recorded_generation(engine, step)
     cfg, s = engine.cfg, sampling.settings(engine.cfg)._replace(penalty=np.float32(0))
-    z, read = cuda.device_array(16 * cfg.VOCAB_SIZE, int32), engine._forward.read
+    z, write = cuda.device_array(32 * cfg.VOCAB_SIZE, int32), engine._forward.write
 
     def penalised(*arguments):
         """Instead of a reading: its logits, penalised."""
         if arguments[-1] is None:
-            return read(*arguments)
-        read(*arguments[:-1], z)
+            return write(*arguments)
+        write(*arguments[:-1], z)
         engine.stream.synchronize()
-        at, logits = int(arguments[6].copy_to_host()[0]), z.copy_to_host()
+        at, logits = int(arguments[4].copy_to_host()[0]), z.copy_to_host()
         np.subtract.at(logits, recorded[:at + 1], 51)
         arguments[-1].copy_to_device(logits, engine.stream)
 
-    engine._forward.read = penalised
+    engine._forward.write = penalised
     texts = cuda_engine.Texts(engine, 1, len(recorded))
     texts._advance = [advance._enqueue for advance in texts._advance]            # no graph has this function
     texts.begin(recorded[None, :prompt], prompt, engine.seed & 0xFFFFFFFF, s)

@@ -282,10 +282,12 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
     with told_to(tensorboard=tmp_path / "tb") as told:
         told.emit("step", **A_STEP)
         told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
+        told.emit("reward", step=8, tokens=80, value=0.5, texts=4, numbers={"lowest": 0.25, "logged_mine": 2})
         told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
     assert records(tmp_path / "tb") == {
         "loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
         "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
+        "reward": (8, 0.5), "reward_lowest": (8, 0.25), "reward_logged_mine": (8, 2.0),
         "sample/text_summary": (9, "    To be, >>> or\n    not")}
 
 

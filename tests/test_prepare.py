@@ -4,6 +4,7 @@ import itertools
 import os
 import pathlib
 import shlex
+import shutil
 import sys
 from unittest import mock
 
@@ -75,6 +76,27 @@ def test_prepare_asks_before_it_replaces(here, monkeypatch):
         assert run(line).returncode == status and (old.read_bytes() == b"old") == bool(status)
 
 
+def test_files_of_two_prepares_do_not_mix_and_a_run_knows_its_own(here, compiled_activations):
+    """By what is in them, not by their names."""
+    for name, text in ("a", TEXT), ("b", TEXT.upper()):
+        (here / name).mkdir()
+        (here / f"{name}.txt").write_bytes(text * 2)
+        succeeds(run(f"prepare {name}.txt --vocab-size 300 --out {name}"))
+    size = len(data_files.Decoding.read("a/decoding.bin"))
+    line = f"train --preset laptop -D VOCAB_SIZE={max(size, 300)} --steps 1 --save-dir ckpt -D SOFT_TARGETS="
+    for files in "aab", "aba", "baa":
+        names = [f"-D{name}={at}/{file}" for (name, file), at in zip(prepare.FILES.items(), files)]
+        fails(run(line, *names), 1, "was made with another vocabulary than ", "the three files of one `python egg.py")
+    succeeds(run(line, *(f"-D{name}=a/{file}" for name, file in prepare.FILES.items())))
+    ask = "generate --load-dir ckpt --prompt the --tokens 3"
+    succeeds(run(ask))
+    os.rename("a/decoding.bin", "mine.bin")
+    shutil.copy("b/decoding.bin", ".")                           # it would be found here
+    done = run(ask)
+    assert (done.returncode, done.stdout) == (1, "") and "decoding.bin is not the decoding.bin of this run" in done.stderr
+    succeeds(run(ask + " -D DECODING_FILE=mine.bin"))
+
+
 # --- preparing a text -------------------------------------------------------------------------------------------------
 
 def read_back(vocab):
@@ -109,7 +131,7 @@ def test_any_bytes_come_back(here, monkeypatch, vocab, piece):
             + b"\r\n \r\n" * 500 + bytes(range(256)) * 20)
     assert prepared(data, vocab) == vocab
     assert read_back(vocab) == [b"".join(part) for part in prepare.split(data)]
-    assert sorted(os.listdir()) == ["decoding.bin"] * (vocab > 256) + ["input.bin", "t", "val.bin"]
+    assert sorted(os.listdir()) == ["decoding.bin", "decoding.sha256"] * (vocab > 256) + ["input.bin", "t", "val.bin"]
     if vocab > 256:
         decoding = data_files.Decoding.read("decoding.bin")
         assert decoding.decode(range(256)) == bytes(range(256))

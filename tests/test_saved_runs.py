@@ -61,7 +61,7 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
     engine, exp = cpu_engine.CpuEngine(cfg), integer_tables.exp_table(cfg)
     below = max(range(1, 100), key=lambda d: exp[d] & 255)  # the difference whose weight has the largest lowest byte
     assert (int(exp[below]) & 255) * 127 * n > 2 ** 31
-    cache = cpu_transformer.memory(cfg, 1, 1, n)
+    cache = cpu_transformer.memory(cfg, 1, n)
     keys, values = np.zeros((cache.shape[3], 64), int8), np.full((cache.shape[3], 64), 127, int8)
     keys[:, ::32] = 63 - 2 * below if below < 64 else -64
     keys[0, ::32] = 63

@@ -1,6 +1,7 @@
 """Soft targets (SPEC 7): what follows a context, which of it is drawn, and what that makes of the losses."""
 
 import functools
+import tracemalloc
 
 import numpy as np
 from pytest import mark, raises
@@ -10,6 +11,7 @@ from coordinators import until
 from engine.cpu_engine import CpuEngine
 from model import fitness_digits, rules, seeds, soft_targets
 from readings import equal, plain_losses
+from tools import prepare
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 BASE = readings.BASE.changed(HEAD_DIM=64, LOSS="exact")
@@ -98,5 +100,25 @@ def test_tables_are_made_once_and_ahead(monkeypatch):
 def test_a_table_that_the_memory_cannot_hold_is_refused():
     cfg = BASE.changed(SOFT_TARGETS=((0, 2),))
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (1 << 42,), (0,))
-    with raises(ValueError, match="SOFT_TARGETS: 4,398,046,511,104 tokens .* less data or no SOFT_TARGETS"):
+    with raises(ValueError, match="SOFT_TARGETS: .* 4,398,046,511,104 tokens .* with -D SOFT_TARGETS=$"):
         soft_targets.Tables(cfg, huge)
+    for count, word in (huge.size, "SOFT_TARGETS="), (1000, None):               # `prepare` does not lead there
+        assert (word in prepare.training_on("x", 8192, False, False, count)) == bool(word)
+
+
+@of_every_kind
+@mark.parametrize("context, piece", [(1, 7), (4, 7), (6, 300)])
+def test_a_table_is_the_same_in_pieces_of_any_size_and_takes_little_memory(values, context, piece, monkeypatch):
+    cfg = BASE.changed(**values)
+    tokens = data(cfg)
+    whole = soft_targets.followers(cfg, tokens, context)
+    monkeypatch.setattr(soft_targets, "PIECE", piece)
+    for one, other in zip(whole, soft_targets.followers(cfg, tokens, context)):
+        equal(one, other)
+        assert one.dtype == other.dtype
+    many = np.random.default_rng(1).integers(0, cfg.VOCAB_SIZE, 1 << 20).astype(tokens.dtype)
+    monkeypatch.setattr(soft_targets, "PIECE", 1 << 15)
+    tracemalloc.start()
+    soft_targets.followers(cfg, many, context)
+    assert tracemalloc.get_traced_memory()[1] < 20 * many.size + (1 << 22)
+    tracemalloc.stop()

@@ -265,7 +265,10 @@ def test_nothing_is_compiled_that_the_run_does_not_use(compiled_activations):
 
 def test_without_samples_the_end_has_none(bytes_here, compiled):
     said = succeeds(run("train --steps 1", *bytes_here, "-DSAMPLE_EVERY=0"))
-    assert "sample" not in said and "validation: " in said
+    assert "sample" not in said and "validation: " in said and "Step 0 |" not in said
+    assert "Step 0 |" in succeeds(run("train --steps 1 --verbose", *bytes_here))
+    quiet = run("train --steps 1 --quiet", *bytes_here)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     assert "nothing of this run is kept: --save-dir DIR keeps it" in said.splitlines()
 
 

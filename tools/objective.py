@@ -31,15 +31,15 @@ import numpy as np
 
 from egg_config import EggError, explained
 from engine import hardware
-from model import data_files, fitness_digits, sampling
+from model import data_files, fitness_digits, rewards as reward_votes, sampling
 from model.seeds import hash32
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # of the unperturbed model, which are measured
 SEEN_PROMPTS = 32            # after which `egg.py eval` lets it write as many
-LONGEST = 4096               # tokens of a prompt and its completion
+END_SECONDS = 1.0            # for a process that judges to end its own ones
+LONGEST = 1024               # tokens of a prompt and all that follows
 MOST_TURNS = 64
-REWARD_UNIT = 1 << 16        # of a reward in fixed point, in which it takes the place of a loss
 MOST_REWARD = 1 << 30
 NO_END = (1 << 31) - 1       # max_steps of a run without --steps
 LOGGED = 16                  # most columns of the texts of a measurement that are kept
@@ -48,8 +48,6 @@ SHOWN = 4                    # of the best of these texts, and of others
 Reader = namedtuple("Reader", "decoding rows columns stop max_steps")
 # what a reward function gets beside the columns of DATA, as of TRL
 OURS = {"prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-# first hashes of a pair's choice of prompts and of its seeds of draws: behind those of noise, before those of targets
-PROMPT_STREAM, DRAW_STREAM = 1 << 28, 1 << 29
 
 
 class ObjectiveError(EggError):
@@ -98,9 +96,9 @@ def _judging(path, names):
         weights = dict(itertools.zip_longest(takes, weights))
     if not (isinstance(weights, dict) and (len(weights) == 1 or weights and "WEIGHTS" in names) and all(
             callable(names.get(key)) and isinstance(weight, Real) for key, weight in weights.items())):
-        raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns), nor one other that takes "
-                             f"completions (it has: {', '.join(takes) or 'none'}), nor WEIGHTS = {{name: weight}} of "
-                             "several that return a list of numbers")
+        raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns), which returns a list of "
+                             f"numbers, nor one other that takes completions (it has: {', '.join(takes) or 'none'}), "
+                             "nor WEIGHTS = {name: weight} of several")
     return {key: (weight, names[key]) for key, weight in weights.items()}
 
 
@@ -184,7 +182,7 @@ def judged(functions, texts, loop, state):
     def log_extra(name, values):
         if len(values) != count:
             raise ObjectiveError(f"log_extra({name!r}) got {len(values)} values for {count} completions")
-        columns[str(name)[:64]] = [float(x) if isinstance(x, Real) and math.isfinite(x) else str(x)[:100]
+        columns[str(name)[:64]] = [float(x) if isinstance(x, Real) and abs(x) < 1e300 else str(x)[:100]
                                    for x in values]
 
     def log_metric(name, value):
@@ -194,9 +192,13 @@ def judged(functions, texts, loop, state):
     for name, (_, function) in functions.items():
         takes = _parameters(function)
         every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
-        answer = function(**{key: values for key, values in passed.items() if every or key in takes})
-        if inspect.isawaitable(answer):
-            answer = loop.run_until_complete(answer)
+        try:
+            answer = function(**{key: values for key, values in passed.items() if every or key in takes})
+            if inspect.isawaitable(answer):
+                answer = loop.run_until_complete(answer)
+        except BaseException as error:
+            error.add_note(name)
+            raise
         answers[name] = _checked(name, answer, count)
     if "reply" in functions:
         return answers["reply"], {}
@@ -237,13 +239,13 @@ def readable(reader, rows, tokens, lengths, completions):
             **{name: [row.get(name) for row in rows] for name in reader.columns}}
 
 
-def _ended(reader, tokens):
-    """(tokens, text) of a completion, to where it ends."""
+def _ended(reader, tokens, through=False):
+    """(tokens, text) of a completion, to where it ends; through: with the tokens of STOP."""
     data = reader.decoding.decode(tokens)
     if reader.stop:
-        data = data.partition(reader.stop.encode())[0]
+        data, stop, _ = data.partition(reader.stop.encode())
         ends = np.cumsum(lengths := reader.decoding.lengths[tokens])
-        tokens = tokens[ends - lengths < len(data)]
+        tokens = tokens[ends - lengths < len(data) + len(stop) * through]
     return tokens, data.decode("utf-8", "replace")
 
 
@@ -271,7 +273,7 @@ def _judge(path, name, reader, pipe):
                 answers = call(texts)
             except BaseException as error:           # also SystemExit
                 print(printed.getvalue()[-2000:], end="", file=sys.stderr)
-                answers = f"{path}: {_blamed(call, functions, texts, error)}"
+                answers = f"{path}: {_blamed(call, texts, error)}"
     except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
@@ -284,9 +286,9 @@ def _end_with_parent():
     os.killpg(0, signal.SIGKILL)
 
 
-def _blamed(call, functions, texts, error):
+def _blamed(call, texts, error):
     """str: the error of a call, with a text for which it fails alone."""
-    why = str(error) if isinstance(error, ObjectiveError) else f"{' + '.join(functions)} raised {_said(error)}"
+    why = str(error) if isinstance(error, ObjectiveError) else f"{error.__notes__[-1]} raised {_said(error)}"
     while (count := len(texts["prompts"])) > 1:
         for part in slice(count // 2), slice(count // 2, count):
             fewer = {name: values[part] for name, values in texts.items()}
@@ -370,7 +372,11 @@ class Judge:
         return self.finish()
 
     def close(self):
+        for pipe in self._pipes:
+            pipe.close()
+        until = time.monotonic() + END_SECONDS
         for process in self._processes:
+            multiprocessing.connection.wait([process.sentinel], max(until - time.monotonic(), 0))
             with contextlib.suppress(ProcessLookupError):    # it has not begun
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
@@ -408,8 +414,15 @@ class Objective:
         self.turns = _number(path, names, "TURNS", 1, 1, MOST_TURNS)
         if callable(names.get("reply")) != (self.turns > 1):
             raise ObjectiveError(f"{path}: TURNS of 2 or more and a function reply(prompts, texts) need each other")
-        temperature = _number(path, names, "TEMPERATURE", 1.0, 0.0, 100.0)
-        self.settings = sampling.settings(cfg, temperature, 0.0, 0.0)
+        self.temperature = _number(path, names, "TEMPERATURE", 1.0, 0.0, 100.0)
+        scale = cfg.SOFTMAX_EXP_SCALE
+        if not 0.5 <= self.temperature * scale <= 64:
+            raise ObjectiveError(f"{path}: TEMPERATURE = {self.temperature:g}: must be from {0.5 / scale:.2g} to "
+                                 f"{64 / scale:.2g}: equal texts teach nothing; MEASURE_TEMPERATURE = 0 measures the "
+                                 "likeliest")
+        measured = _number(path, names, "MEASURE_TEMPERATURE", self.temperature, 0.0, 100.0)
+        self.settings, self.measuring = (sampling.settings(cfg, value, 0.0, 0.0)
+                                         for value in (self.temperature, measured))
         if decoding is None:
             raise ObjectiveError(f"{cfg.DECODING_FILE} is missing, and without it tokens are no text")
         rows, kept_out = (_rows(path, names, name) for name in ("DATA", "HELD_OUT"))
@@ -419,7 +432,7 @@ class Objective:
         self.reader = Reader(decoding, self.rows + kept_out, columns, stop, max_steps or NO_END)
         encoded = [self._encoded(row["prompt"]) for row in self.reader.rows]
         self._of_rows = _begun(np.arange(len(encoded)), encoded)
-        self.held = self._held(len(kept_out), tokens if held_out is None else held_out, temperature > 0)
+        self.held = self._held(len(kept_out), tokens if held_out is None else held_out, measured > 0)
         judge = functools.partial(Judge, path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS, self.reader)
         self.judge = judge()
         self.other = judge("reply") if self.turns > 1 else None
@@ -447,15 +460,25 @@ class Objective:
             return self._of_rows.part(numbers % len(self.rows))
         return _windows(self.tokens, numbers % (len(self.tokens) - PROMPT_TOKENS))
 
-    def _written(self, engine, prompts, seeds, first_pair=None):
-        """The arguments of `readable` by name, as Judge.begin takes them: Prompts and what the engine writes behind
-        them. seeds: int64 [n], of the draws."""
-        written = {**prompts._asdict(), "completions": self._continued(engine, prompts, seeds, first_pair)}
-        if self.turns == 1:
-            return written
-        known = readable(self.reader, **written)
-        dialogues, texts = [*known["prompts"]], known["completions"]
+    def _written(self, engine, prompts, seeds, settings):
+        """(the arguments of `readable` by name, as Judge.begin takes them: Prompts and what the engine writes behind
+        them; [int32 [n]]: each prompt and what follows; [bool [n]]: what of that the engine wrote). seeds: int64 [n],
+        of the draws."""
+        completions = self._continued(engine, prompts, seeds, settings)
+        arguments = {**prompts._asdict(), "completions": completions}
         begun = [tokens[:n] for tokens, n in zip(prompts.tokens, prompts.lengths)]
+        own = [np.zeros(n, bool) for n in prompts.lengths]
+        if self.turns > 1:
+            arguments["completions"] = self._dialogues(engine, prompts, seeds, settings, completions, begun, own)
+        ends = [_ended(self.reader, tokens, True)[0] for tokens in completions]
+        return (arguments, list(map(np.append, begun, ends)),
+                [np.append(before, np.ones(len(end), bool)) for before, end in zip(own, ends)])
+
+    def _dialogues(self, engine, prompts, seeds, settings, completions, begun, own):
+        """[str]: all that follows the prompts. completions: the first texts, and then the last ones; begun, own: go on
+        to what is before these (see `_written`)."""
+        known = readable(self.reader, **prompts._asdict(), completions=completions)
+        dialogues, texts = [*known["prompts"]], known["completions"]
         live = range(len(begun))                     # dialogues that go on; the others are written on, but not used
         for turn in range(1, self.turns):
             replies = self.other.answers({**{name: [known[name][i] for i in live] for name in self.reader.columns},
@@ -465,65 +488,66 @@ class Objective:
             if not (live := list(replies)):
                 break
             for i, reply in replies.items():
-                begun[i] = np.concatenate([begun[i], self._encoded(texts[i] + reply, len(begun[i]))])
+                text = _ended(self.reader, completions[i])[0]
+                heard = self._encoded(reply, len(begun[i]) + len(text))
+                begun[i] = np.concatenate([begun[i], text, heard])
+                own[i] = np.concatenate([own[i], np.ones(len(text), bool), np.zeros(len(heard), bool)])
                 dialogues[i] += texts[i] + reply
             so_far = _begun(prompts.rows, begun)
-            now = readable(self.reader, *so_far, self._continued(engine, so_far, hash32(seeds, turn), first_pair))
+            continued = self._continued(engine, so_far, hash32(seeds, turn), settings)
+            now = readable(self.reader, *so_far, continued)
             for i in live:
-                texts[i] = now["completions"][i]
-        return {**written, "completions": [(dialogue + text).removeprefix(prompt) for prompt, dialogue, text in
-                                           zip(known["prompts"], dialogues, texts)]}
+                texts[i], completions[i] = now["completions"][i], continued[i]
+        return [(dialogue + text).removeprefix(prompt) for prompt, dialogue, text in
+                zip(known["prompts"], dialogues, texts)]
 
-    def _continued(self, engine, prompts, seeds, first_pair):
+    def _continued(self, engine, prompts, seeds, settings):
         """int32 [n, TOKENS]: what the engine writes behind Prompts."""
         texts = np.pad(prompts.tokens[:, :prompts.lengths.max()], ((0, 0), (0, self.write)))
-        engine.write(texts, prompts.lengths, seeds.astype(np.uint32), self.settings, first_pair)
+        engine.write(texts, prompts.lengths, seeds.astype(np.uint32), settings)
         return np.take_along_axis(texts, prompts.lengths[:, None] + np.arange(self.write), 1)
 
-    def rewards(self, engine, first, pairs, check):
-        """int64 [pairs, 2]: the rewards of the members of pairs first.. of this step in fixed point, summed over their
-        OBJECTIVE_PROMPTS prompts. Both members of a pair have the same prompts and the same draws. check(): called
-        between slices."""
+    def texts(self, engine, first, check):
+        """([int32 [n]], [bool [n]], [float or None]): the texts of a chunk, a text for each of its groups from number
+        `first` of this step on, as `_written` gives them, and their rewards. check(): called between slices."""
+        cfg = self.cfg
         self.judge.finish()                          # what is left of a chunk that was given up
-        rewards = []
-        for k in range(self.cfg.OBJECTIVE_PROMPTS):
-            slices = -(-2 * pairs // engine.TEXTS_AT_ONCE)
-            for at, end in itertools.pairwise(pairs * i // slices for i in range(slices + 1)):
-                of_pair = engine.seed + np.arange(first + at, first + end)
-                numbers, seeds = (hash32(of_pair, stream + k) for stream in (PROMPT_STREAM, DRAW_STREAM))
-                written = self._written(engine, self.prompts(numbers.repeat(2)), seeds.repeat(2), first + at)
-                rewards += self.judge.begin(written, engine.step)
-                check()
+        choices, seeds = reward_votes.draws(cfg, engine.seed, first, cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+        each = max(1, engine.TEXTS_AT_ONCE // cfg.OBJECTIVE_TEXTS) * cfg.OBJECTIVE_TEXTS
+        sequences, own, earned = [], [], []
+        for at in range(0, len(seeds), each):
+            arguments, begun, written = self._written(engine, self.prompts(choices[at:at + each]), seeds[at:at + each],
+                                                      self.settings)
+            earned += self.judge.begin(arguments, engine.step)
+            sequences, own = sequences + begun, own + written
+            check()
         last = self.judge.finish()
-        self.learnt = written, last, 2
-        rewards = np.array(rewards + last, float).reshape(-1, pairs, 2)
-        rewards[np.isnan(rewards).any(2)] = 0        # not judged: no vote
-        return np.rint(rewards * REWARD_UNIT).astype(np.int64).sum(0)
+        self.learnt = arguments, last, cfg.OBJECTIVE_TEXTS
+        return sequences, own, earned + last
 
     def chunk(self, engine, first, check):
-        """(packed digits, sum of losses) of the chunk that begins with member `first`: the first TEXT_SHARE of its
-        pairs are judged by their losses on text, the others by their rewards."""
+        """(packed digits, sum of losses) of the chunk that begins with member `first`: it votes from the data or from
+        the rewards of texts."""
         cfg, started, waited = self.cfg, time.perf_counter(), self.judge.waited
-        pairs = cfg.CHUNK_SIZE // 2
-        on_text = round(cfg.TEXT_SHARE * pairs)
-        loss, parts = 0, []
-        if on_text:
-            losses = engine.evaluate(first, 2 * on_text)
-            loss = int(losses.sum()) * pairs // on_text
-            parts.append(fitness_digits.chunk_fitness(losses, cfg))
-        if on_text < pairs:
-            rewards = self.rewards(engine, first // 2 + on_text, pairs - on_text, check)
-            # equal rewards are no vote, whatever the threshold
-            parts.append(fitness_digits.chunk_fitness(-rewards.ravel(), cfg) * (rewards[:, 0] != rewards[:, 1]))
+        if reward_votes.is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
+            packed, loss = engine.evaluate(first, cfg.CHUNK_SIZE)
+            loss = reward_votes.text_loss(cfg, engine.step, loss)
+        else:
+            group, loss = first // cfg.GROUP_SIZE, 0
+            sequences, own, earned = self.texts(engine, group, check)
+            windows = reward_votes.windows(sequences, own, reward_votes.advantages(cfg, earned))
+            if len(windows[0]):
+                packed = engine.vote(group, *windows, self.temperature)
+            else:                                    # equal rewards are no votes
+                packed = fitness_digits.pack_ternary(np.zeros(cfg.CHUNK_DIGITS, np.int8))
         self.seconds += time.perf_counter() - started
         self.waited += self.judge.waited - waited
-        return fitness_digits.pack_ternary(np.concatenate(parts).astype(np.int8)), loss
+        return packed, loss
 
     @property
     def texts_a_step(self):
-        """That are judged, of all workers."""
-        pairs = self.cfg.CHUNK_SIZE // 2
-        return 2 * self.cfg.N_CHUNKS * (pairs - round(self.cfg.TEXT_SHARE * pairs)) * self.cfg.OBJECTIVE_PROMPTS
+        """That are judged, of all workers, in the mean."""
+        return round(self.cfg.POPULATION_SIZE // self.cfg.GROUP_SIZE * (1 - self.cfg.TEXT_SHARE))
 
     def measured(self, engine):
         """(number of texts after held-out prompts, their mean reward, what Progress.rewarded shows beside it) of the
@@ -537,7 +561,8 @@ class Objective:
             learnt = statistics(readable(self.reader, **written)["completions"], earned, each)
             numbers.update((f"seen_{name}", number) for name, number in learnt.items())
         if self.seconds:
-            numbers.update(judged=self.texts_a_step * max(engine.step - 1, 0), waiting=self.waited / self.seconds)
+            numbers.update(judged=self.texts_a_step * max(engine.step - 1, 0), waiting=self.waited / self.seconds,
+                           written_a_step=self.texts_a_step * self.write * self.turns)
         columns = dict(itertools.islice(self.judge.columns.items(), LOGGED))
         for name, column in columns.items():
             if values := [x for x in column if isinstance(x, float)]:
@@ -551,10 +576,10 @@ class Objective:
             "news": "\n".join(line for judge in (self.judge, self.other) if judge for line in judge.news())}
 
     def measure_seen(self, engine):
-        """Lets `measured` tell also of what the unperturbed model writes after prompts that are not held out."""
+        """Lets `measured` tell also of what the model writes to learn from, after prompts that are not held out."""
         count, each = len(self.rows) or len(self.tokens) - PROMPT_TOKENS, HELD_OUT_TEXTS // SEEN_PROMPTS
         numbers = np.arange(SEEN_PROMPTS).repeat(each) * count // SEEN_PROMPTS
-        self.learnt = *self.judged(engine, self.prompts(numbers)), each
+        self.learnt = *self.judged(engine, self.prompts(numbers), self.settings), each
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
@@ -571,9 +596,9 @@ class Objective:
         if self.other:
             self.other.answers({**known, "texts": texts[1:] * 2})
 
-    def judged(self, engine, prompts):
+    def judged(self, engine, prompts, settings=None):
         """(the arguments of `readable` by name, rewards) of what the unperturbed model writes."""
-        texts = self._written(engine, prompts, np.arange(len(prompts.rows)))
+        texts = self._written(engine, prompts, np.arange(len(prompts.rows)), settings or self.measuring)[0]
         return texts, self.judge.answers(texts, engine.step)
 
     def close(self):

@@ -1,6 +1,7 @@
 """`python egg.py prepare`: makes the data files from texts. model.data_files reads them (SPEC 10)."""
 
 import contextlib
+import hashlib
 import itertools
 import os
 import sys
@@ -11,7 +12,8 @@ import numpy as np
 import egg_config
 from cluster.history import replacing, unused
 from egg_config import UsageError, explained
-from model.data_files import WORDS, DataError, read_text
+from model import soft_targets
+from model.data_files import MARK, WORDS, DataError, read_text
 
 FILES = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "decoding.bin"}     # of a directory
 VAL_SHARE = 0.05             # share of a text that is held out
@@ -39,6 +41,7 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
         files = {name: _encode(bpe, parts, name, say) for name, parts in files.items()}
         files["decoding.bin"] = [len(pieces).to_bytes(4, "little")]
         files["decoding.bin"] += (len(x).to_bytes(4, "little") + x for x in pieces)
+        files[MARK] = [hashlib.sha256(b"".join(files["decoding.bin"])).hexdigest().encode()]
     advice = "nothing was changed there; give --out a directory that can be written"
     with explained(DataError, out, advice), contextlib.ExitStack() as stack:     # any error leaves the old files
         os.makedirs(out, exist_ok=True)
@@ -71,8 +74,9 @@ def need_room(directory, force):
     raise UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
 
 
-def training_on(directory, n_tokens, plain, gpu):
-    """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine."""
+def training_on(directory, n_tokens, plain, gpu, count=0):
+    """[argument]: of `train`, for the files that `prepare` has made, with `count` tokens to train on, and with the
+    preset for this machine."""
     preset = ("best" if gpu else "laptop") + ("-bytes" if plain else "")
     constants = {"DETOKENIZE": 0} if plain else {}
     if not plain and n_tokens != egg_config.VOCAB_SIZE:
@@ -80,6 +84,8 @@ def training_on(directory, n_tokens, plain, gpu):
     if os.path.normpath(directory) != ".":
         constants |= {name: os.path.join(directory, file) for name, file in FILES.items()
                       if not (plain and name == "DECODING_FILE")}
+    if soft_targets.lacks_memory(egg_config.load(preset, environ={}), count):
+        constants["SOFT_TARGETS"] = ""
     kept = unused("ckpt-" + os.path.basename(os.path.abspath(directory)))
     return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),
             "--save-dir", kept]

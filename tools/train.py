@@ -2,7 +2,6 @@
 worker: it opens the data, makes the engine, prints the references."""
 
 import contextlib
-import hashlib
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ import egg_net
 from cluster import auth
 from cluster.console import Console, stop_signals
 from cluster.link import check_address
-from egg_config import EggError, explained
+from egg_config import EggError, explained, sha256_of
 from engine import hardware
 from model import data_files, parameters
 
@@ -96,8 +95,8 @@ def opened_objective(cfg, path, data, processes=None, steps=None):
         return
     from tools import objective
     advice = "the file of --objective must be on the disk of this machine"
-    with explained(objective.ObjectiveError, path, advice), open(path, "rb") as file:
-        if cfg.OBJECTIVE not in ("", hashlib.file_digest(file, "sha256").hexdigest()):
+    with explained(objective.ObjectiveError, path, advice):
+        if cfg.OBJECTIVE not in ("", sha256_of(path)):
             raise objective.ObjectiveError(f"{path} is not the file with which this run began: copy that one here, or "
                                            "undo what has changed")
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
