@@ -33,7 +33,6 @@ from egg_config import EggError, explained
 from engine import hardware
 from model import data_files, fitness_digits, rewards as reward_votes, sampling
 from model.seeds import hash32
-from tools import processes
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # of the unperturbed model, which are measured
@@ -314,7 +313,7 @@ class Judge:
     def __init__(self, path, count, seconds, reader, name="reward"):
         self._path, self._seconds, self._name = path, seconds, name
         try:
-            started = [processes.start(_judge, path, name, reader) for _ in range(count)]
+            started = [hardware.start_process(_judge, path, name, reader) for _ in range(count)]
         except (pickle.PicklingError, AttributeError, TypeError) as error:       # at the first one, if at all
             raise ObjectiveError(f"{path}: a column of DATA cannot be passed to another process ({_said(error)}): give "
                                  "numbers and texts") from None
