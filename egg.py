@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import shlex
 import shutil
 import sys
 
@@ -235,7 +236,7 @@ def train(cfg, args):
       python egg.py train --minutes 1 --save-dir ckpt
       python egg.py train --save-dir ckpt --http 8080       continue that run, with a live page
       python egg.py train --objective examples/words.py --load-dir ckpt --save-dir ckpt-words"""
-    from tools import calling, train
+    from tools import train
     console = run_console(args)
     if args.taken:
         where = "no GPU" if args.preset == "laptop" else "a GPU"
@@ -245,13 +246,13 @@ def train(cfg, args):
     with begun(cfg, args):
         done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
                            **of_the_run(args))
-    directory = done.progress.run.directory
+    directory = done.run.directory
     if directory:
         objective = ["--objective", args.objective] if args.objective else []
-        console.line("continue it: " + calling.command_line("train", "--save-dir", directory, *objective))
-    if done.final is not None and directory:
-        console.line("plot it: " + calling.command_line("plot", directory))
-        console.line("try it: " + calling.command_line("generate", "--load-dir", directory))
+        console.line("continue it: " + command_line("train", "--save-dir", directory, *objective))
+    if directory and done.loss:
+        console.line("plot it: " + command_line("plot", directory))
+        console.line("try it: " + command_line("generate", "--load-dir", directory))
 
 
 @command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
@@ -344,10 +345,9 @@ def sweep(cfg, args):
 
     example: python egg.py sweep settings.toml --address local"""
     from deploy import sweep
-    from tools import calling
     runs = sweep.sweep(args.file, args.preset, args.defines, args.save_dir, args.address)
     if runs:
-        print("plot them: " + calling.command_line("plot", *map(os.path.relpath, runs)))
+        print("plot them: " + command_line("plot", *map(os.path.relpath, runs)))
 
 
 @command(option("host HOST", "the coordinator (default: localhost)", nargs="?", default="localhost"), "--port",
@@ -450,12 +450,12 @@ def import_(cfg, args):
     """begin a run from the weights in a safetensors file
 
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
-    from tools import calling, use
+    from tools import use
     check_size(cfg, args, args.file)
     Printer().line(use.import_(cfg, args.file, args.save_dir))
     files = [f"{name}={file}" for name in egg_config.DATA_FILES
              if (file := getattr(cfg, name)) != egg_config.CONSTANTS[name].value]
-    Printer().line("next: " + calling.command_line("train", "--save-dir", args.save_dir,
+    Printer().line("next: " + command_line("train", "--save-dir", args.save_dir,
                                                    *(word for file in files for word in ("-D", file))))
 
 
@@ -463,9 +463,7 @@ def import_(cfg, args):
 def debug(cfg, args):
     """print statistics of a saved run: activations of member 0, attention, weights
 
-    examples:
-      python egg.py debug --load-dir ckpt --json trace.jsonl
-      EGG_DEBUG=1 python egg.py train      the same at every tenth step; EGG_DEBUG_FILE=trace.jsonl for the lines"""
+    example: python egg.py debug --load-dir ckpt --json trace.jsonl"""
     from tools import debug
     from model import data_files
     tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
@@ -483,8 +481,8 @@ def plot(cfg, args):
     examples:
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
-    from tools import plot
-    plot.plot(args.runs, Printer(), args.x, args.out, args.log)
+    from tools import curves
+    curves.plot(args.runs, Printer(), args.x, args.out, args.log)
 
 
 @command(option("runs DIR", "save directories (default: all in this directory)", nargs="*"))
@@ -492,8 +490,8 @@ def runs(cfg, args):
     """list runs: their steps, best figures, and the constants in which they differ
 
     example: python egg.py runs ckpt ckpt-2"""
-    from tools import plot
-    plot.runs(args.runs, Printer())
+    from tools import curves
+    curves.runs(args.runs, Printer())
 
 
 @command()
@@ -505,7 +503,8 @@ def arch(cfg, args):
     print(arch.describe(cfg))
 
 
-@command(option("texts TEXT", "files of text (or any bytes), read one after the other, also .zst", nargs="+"),
+@command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "
+                 ".gz, .xz, .bz2, .zst, and .jsonl with a field \"text\"", nargs="+"),
          of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
@@ -517,7 +516,7 @@ def prepare(cfg, args):
       python egg.py prepare book1.txt book2.txt.zst --out books
       python egg.py prepare corpus.txt --vocab-size 256 --out bytes
       python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
-    from tools import calling, prepare
+    from tools import prepare
     prepare.need_room(args.out, args.force)
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
@@ -525,7 +524,7 @@ def prepare(cfg, args):
     say = Printer().line
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
     count = os.path.getsize(os.path.join(args.out, "input.bin")) // (1 if wanted == 256 else 4)
-    say("next: " + calling.command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu, count)))
+    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu, count)))
 
 
 @command("--threads", "--gpu")
@@ -600,6 +599,16 @@ def run_console(args):
     return Console(quiet=args.quiet, verbose=args.verbose, steps=args.steps, minutes=args.minutes)
 
 
+def command_line(*arguments):
+    """A command line that calls this program with the present Python, to be pasted in this directory."""
+    def from_here(path):
+        return min(os.path.relpath(path), os.path.abspath(path), key=len)
+
+    name = os.path.basename(sys.executable)
+    python = name if sys.executable == shutil.which(name) else from_here(sys.executable)
+    return shlex.join([python, from_here(os.path.join(ROOT, "egg.py")), *map(str, arguments)])
+
+
 def invite_to_continue(directory, console):
     """Says how the run in `directory` goes on, if it is kept."""
     if directory:
@@ -637,8 +646,19 @@ def parsed(argv):
     return main.parse_args(argv)
 
 
+def open_streams():
+    """Opens the standard streams that cron or a service has closed, before a file or socket gets their numbers."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode))
+
+
 def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use."""
+    open_streams()
+    os.environ.pop("NUMBA_DISABLE_JIT", None)                # of the debugging of another program: here is no other way
     try:
         args = parsed(argv)
         if vars(args).get("load_dir"):
@@ -679,13 +699,17 @@ def failed(error):
     if isinstance(error, ModuleNotFoundError) and error.name.partition(".")[0] in LIBRARIES:
         message = (f"{sys.executable} has no {error.name}: install it with `make install` in {ROOT}, and call "
                    ".venv/bin/python there")
+    elif isinstance(error, ModuleNotFoundError) and error.name in ("fcntl", "resource"):
+        message = "egg needs Linux or another Unix; on Windows use WSL"
     elif isinstance(error, BrokenPipeError):
         let_go(sys.stdout)
         return 1
     elif isinstance(error, MemoryError):
         message = "not enough memory: take a smaller configuration, or a shorter text"
     elif isinstance(error, OSError):
-        message = f"{error.filename}: {error.strerror}" if error.filename else error
+        if not error.filename:
+            let_go(sys.stdout)
+        message = f"{error.filename or 'the output'}: {error.strerror}"
     elif not isinstance(error, EggError):
         raise error
     Printer(sys.stderr).line("egg: " + " ".join(str(message).split()))

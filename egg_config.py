@@ -192,9 +192,6 @@ SNAPSHOT_EVERY = 100             # 0 to 2^30     | local   | steps between snaps
 KEEP_EVERY = 0                   # 0 to 2^30     | local   | every so many snapshots one is kept for good; 0: none
 IDLE_TIMEOUT = 600.0             # 1.0 to 1e6    | local   | seconds after which a silent connection is closed
 DEVICE = "auto"                  # auto, cpu, cuda | local | `cpu`, `cuda`, or `auto`: a GPU if there is one
-DEBUG = 0                        # 0, 1          | local   | 1: every tenth step the worker of chunk 0 prints statistics
-#                                                            of activations and weights
-DEBUG_FILE = ""                  #               | local   | file to which DEBUG appends them, one JSON object per line
 SIMD = "auto"                    # auto, vnni512, vnni256, madd, portable | local | int8 products of the CPU engine
 TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of the CUDA engine: `wgmma` (only H100 and
 #                                                            H200), `mma`, or `auto`: the better one

@@ -11,8 +11,7 @@ import time
 
 import egg_config
 
-COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
-           "white": "37", "grey": "90"}
+COLOURS = {"green": "32", "blue": "34"}
 SAMPLE, ARROW = "sample at step ", " >>> "     # what stands before the step of a sample, and between its texts
 HARDLY_ANY = 0.05          # prompts after which rewards differ
 LONGEST_NAME, LONGEST_LINES = 80, 4000         # characters of what a worker states about rewards

@@ -26,15 +26,10 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compare
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 MUCH_WORSE = 1.15          # times the best validation so far
 RISEN = 0.15               # bits that language may lose to rewards before advice is due
-MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
+MOST_BITS = 64             # of a validation, a token or byte: more cannot be right
 
 
 # --- measures ---------------------------------------------------------------------------------------------------------
-
-def median(values):
-    values = sorted(values)
-    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
-
 
 class Progress:
     """started: when the first chunk was handed out (time.monotonic), None before; loss, speed (tokens/s): of the last
@@ -77,15 +72,11 @@ class Progress:
     def updates(self):
         return max(self._updates, default=0)
 
-    def complete_step(self, step, chunk_losses):
-        """The fields of the event of a completed step. chunk_losses: the sum of losses of every chunk. A lie hardly
-        moves the loss that is shown: a chunk counts with half the median at least, and twice the median at most."""
+    def complete_step(self, step, sum_loss):
+        """The fields of the event of a completed step."""
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
-        a_unit = self.tokens_a_step * 16 * self.cfg.LOSS_SCALE
-        losses = [min(max(loss, 0), MOST_BITS / self.bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
-        middle = median(losses)
-        self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
+        self.loss = sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
         self.speed = (self.tokens_a_step + self._written) / seconds
         noise = {"sigma_shift": self.cfg.sigma_shift(step)} if self.cfg.SIGMA_SCHEDULE else {}
         return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),

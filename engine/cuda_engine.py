@@ -428,7 +428,7 @@ class CudaEngine:
 
     tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
     where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. verbs: see
-    engine.engines.make. Raises ValueError (one line) where the device is missing or too small."""
+    tools.train.make_engine. Raises ValueError (one line) where the device is missing or too small."""
 
     TEXTS_AT_ONCE = 4096         # as in CpuEngine: 16 or 32 a multiprocessor
 

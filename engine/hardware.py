@@ -1,8 +1,10 @@
-"""The devices of this machine, "cpu" or "cuda:N", and the choice among them; with the standard library alone."""
+"""The devices of this machine, "cpu" or "cuda:N", and the choice among them; the processes of workers and of judges of
+rewards. With the standard library alone."""
 
 import functools
 import importlib.util
 import os
+import signal
 import sys
 
 from egg_config import EggError
@@ -14,9 +16,28 @@ class EngineError(EggError):
     """One line that names the device that cannot be used here, and a remedy."""
 
 
-def cores():
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
+    """Processor cores that this process may use, also by a CPU quota (of a container) in its control groups (version 1
+    or 2) below the directory `groups`; own: the file that lists them."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    lines = _read(own).splitlines()
+    for kinds, path in (line.split(":", 2)[1:] for line in lines):
+        at = groups + "/cpu" * bool(kinds) + path.rstrip("/")
+        while (not kinds or "cpu" in kinds.split(",")) and at.startswith(groups):
+            quota, period = [*(_read(f"{at}/cpu.max") or _read(f"{at}/cpu.cfs_quota_us") + " " +
+                               _read(f"{at}/cpu.cfs_period_us")).split(), "", ""][:2]
+            if quota.isdecimal() and period.isdecimal():         # "max" or -1: none
+                count = min(count, max(1, int(quota) // int(period)))
+            at = os.path.dirname(at)
+    return count
+
+
+def _read(path):
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def driver():
@@ -78,3 +99,27 @@ def one_device(cfg, gpu=None):
     if gpu is not None and f"cuda:{gpu}" not in usable:
         raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
     return usable[0] if gpu is None else f"cuda:{gpu}"
+
+
+def start_process(main, *arguments):
+    """(process, our end of its pipe). The new process calls main(*arguments, the other end); it gets no Ctrl-C, and
+    ends with this one."""
+    import multiprocessing.resource_tracker          # a coordinator has no use for it
+    context = multiprocessing.get_context("spawn")                       # a GPU's driver does not survive fork
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_begin, args=(main, *arguments, theirs), daemon=True)
+    multiprocessing.resource_tracker.ensure_running()                    # which would unblock SIGINT later
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})   # inherited
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+    return process, ours
+
+
+def _begin(main, *arguments):
+    import multiprocessing
+    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pools
+    multiprocessing.set_start_method(None, force=True)       # which begin as in any program
+    main(*arguments)

@@ -251,11 +251,11 @@ def test_no_configuration_by_import():
     """Nothing is chosen or set when the engines are loaded; EGG_SIMD reaches the engine by the configuration."""
     code = ("import os, sys, numba, egg_config\nos.environ['EGG_SIMD'] = 'portable'\n"
             "before = dict(os.environ), numba.config.CACHE_DIR\n"
-            "from engine import cpu_engine, cuda_engine, engines, hardware, simd\n"
+            "from engine import cpu_engine, cuda_engine, hardware, simd\nfrom tools import train\n"
             "assert simd.KIND is None and (dict(os.environ), numba.config.CACHE_DIR) == before\n"
             "shape = ['CHUNK_SIZE=2', 'VOCAB_SIZE=256', 'N_LAYERS=1', 'HIDDEN_DIM=64']\n"
-            "print(engines.make(egg_config.load(defines=shape), None, 'cpu', 1).name)\n"
-            "try:\n    engines.make(egg_config.load(defines=[*shape, 'SIMD=' + sys.argv[1]]), None)\n"
+            "print(train.make_engine(egg_config.load(defines=shape), None, 'cpu', 1).name)\n"
+            "try:\n    train.make_engine(egg_config.load(defines=[*shape, 'SIMD=' + sys.argv[1]]), None)\n"
             "except hardware.EngineError as error:\n    print(error)\n")
     first = simd.available()[0]
     refused = f"SIMD = {first}: this process has compiled for portable already; start another one\n"

@@ -630,7 +630,7 @@ def test_a_file_with_data_needs_less_text(tmp_path, text, share):
 
 
 def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
-    with Server(tmp_path, FAKE, save=True, steps=5, stay=True, http=EVERYBODY) as server:
+    with Server(tmp_path, FAKE, save=True, steps=5, stay=True, drain=0, http=EVERYBODY) as server:
         server.work(FakeEngine(FAKE, 0.003), objective=Scripted())
         page_shows(server, 4)
         server.reaches(5)

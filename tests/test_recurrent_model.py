@@ -206,7 +206,7 @@ def test_drawn_configurations_are_good():
 
 def test_a_trace_shows_the_recurrent_model():
     """Every part of member 0 at one position, from the state that the tokens before the window make."""
-    cfg, rng = BASE.changed(DEBUG=1), default_rng(4)
+    cfg, rng = BASE, default_rng(4)
     state, tokens = parameters.initial_state(cfg), rng.integers(0, 4, 300).astype(uint8)
     told = debug.trace(cfg, state, tokens)
     layer = ["LN1", "State", "GRU", "LN2", "MLP_Exp", "MLP"]

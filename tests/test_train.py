@@ -342,19 +342,6 @@ def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpu
     assert ("3 GPUs, but a step has 2 of the chunks" in said) == (gpus == 3)
 
 
-def test_a_worker_without_the_state_of_the_run_has_no_final():
-    """After an early Ctrl-C: step 0 of the continued run would stand in its log."""
-    def child(step):
-        return mock.Mock(**{"ready": "cpu", "pipe.send.side_effect": BrokenPipeError,
-                            "reports.return_value": [("final", train.Final(step, 9.6, None, None, None))],
-                            "process.is_alive.side_effect": (True, True, False)})
-
-    training = train.Training.__new__(train.Training)
-    training.coordinator = mock.Mock(**{"progress.first_step": 1300})
-    training.children = [child(0), child(1300)]
-    assert training.final().step == 1300
-
-
 def test_a_worker_whose_parent_has_gone_says_nothing(monkeypatch):
     pipe = mock.Mock(**{"send.side_effect": BrokenPipeError})
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)

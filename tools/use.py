@@ -13,8 +13,8 @@ import numpy as np
 from model import data_files, optimizers, parameters, seeds
 from cluster import history, snapshots
 from cluster.console import rewards_text
-from engine import engines
 from egg_config import DATA_FILES, EggError, explained
+from tools import train
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
@@ -41,7 +41,7 @@ def load(cfg, directory, best=False, device="cpu", threads=None, console=None, s
             if any(run.data) and snapshots.data_digest(tokens) != run.data:
                 raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with {why} its last "
                                "steps cannot be repeated without that: name it with -D INPUT_FILE=...")
-        engine = engines.make(cfg, tokens, device, threads)
+        engine = train.make_engine(cfg, tokens, device, threads)
         engine.load(state)
         for step in range(state.step, until):
             console.progress(f"{directory}: replaying step {step} of {until} ...")
@@ -268,12 +268,12 @@ def read_config(path):
 def evaluate_objective(cfg, engine, path, console):
     """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, and the best of
     its texts. Raises EggError."""
-    from tools import train
     cfg = cfg.changed(VALIDATE_EVERY=0, OBJECTIVE="")            # any file will do
     with train.opened_objective(cfg, path, train.open_data(cfg, console)) as judge:
         judge.measure_seen(engine)
         count, mean, shown = judge.measured(engine)
-        console.line(f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}\n{shown['news']}")
+        text = f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}\n{shown['news']}"
+        console.line(text.strip())
         for text in shown["completions"]:
             console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
 
