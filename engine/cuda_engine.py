@@ -757,7 +757,8 @@ class TextReader:
 
     def vote(self, first, windows, advantages, counted):
         """See CudaEngine.vote."""
-        engine, forward, votes, (n, T) = self._engine, self._forward, self._forward.votes, counted.shape
+        engine, forward, (n, T) = self._engine, self._forward, counted.shape
+        votes = forward.votes
         texts, weights = np.zeros((votes.groups, self.kind[0] + 1), np.int32), np.zeros(votes.groups, np.int8)
         of_positions = np.zeros((votes.groups, self.kind[0]), np.int8)
         texts[:n, :T + 1], weights[:n], of_positions[:n, :T] = windows, advantages, advantages[:, None] * counted

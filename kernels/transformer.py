@@ -32,7 +32,7 @@ MOST_BLOCKS = 256                           # of a persistent kernel
 # columns of a row of the plan of a norm
 LN = 0
 LN_BIAS = 4
-BIAS = 8                                    # of the product or embedding before it
+BIAS = 8                                    # of the embedding before it
 INPUTS = 12                                 # the input sides of the matrices behind it, two entries each
 TABLE = 20                                  # of the embedding, in the first row
 TABLE_OVERLAY_A = 21
@@ -768,30 +768,28 @@ class Plan(host.Plan):
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
         table, self._phases = self._tensors["embedding", 0], activations.phases(cfg)
-        self.embed = self._norm("ln_init", 0, self.vector("emb_bias", 0), ["w_emb_mlp_up"],
-                                {TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b],
-                                 EMBEDDING_NOISE: self._noise("embedding", 0)})
+        self.embed = self._norm("ln_init", 0, ["w_emb_mlp_up"],
+                                {BIAS: self.vector("emb_bias", 0), EMBEDDING_NOISE: self._noise("embedding", 0),
+                                 TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b]})
         self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0,
                                        "first_")
-        self.layers, before = [], self.vector("mlp_emb_bias_down", 0)
+        self.layers = []
         for i in range(cfg.N_LAYERS):
             queries = {number * NEXT_MATRIX: self.matrix(name, i) for number, name in enumerate(("w_q", "w_k", "w_v"))}
             noises = {number * NEXT_MATRIX + NOISE: self._noise(name, i)
                       for number, name in enumerate(("query", "key", "value"))}
             self.layers.append(SimpleNamespace(
-                ln_1=self._norm("ln_1", i, before, ["w_q", "w_k", "w_v"]), qkv=self.add(queries | noises),
+                ln_1=self._norm("ln_1", i, ["w_q", "w_k", "w_v"]), qkv=self.add(queries | noises),
                 attention=self.add({0: self.input("w_o", i)}),
                 o=self.add({MATRIX: self.matrix("w_o", i), NOISE: self._noise("output", i)}),
-                ln_2=self._norm("ln_2", i, [], ["w_up"]),
+                ln_2=self._norm("ln_2", i, ["w_up"]),
                 mlp=self._mlp("w_up", "mlp_bias_up", "w_down", "mlp_bias_down", i, "")))
-            before = self.vector("mlp_bias_down", i)
-        self.ln_f = self._norm("ln_f", 0, before, ["embedding"])
+        self.ln_f = self._norm("ln_f", 0, ["embedding"])
         self.head = self.add({MATRIX: self.matrix("embedding", 0)})
 
-    def _norm(self, name, layer, bias, matrices, others={}):
-        """A norm before products with matrices; bias: of the product before it, or of the embedding, which generation
-        adds here."""
-        return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer), BIAS: bias,
+    def _norm(self, name, layer, matrices, others={}):
+        """A norm before products with matrices."""
+        return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer),
                          INPUTS: sum((self.input(matrix, layer) for matrix in matrices), []), **others})
 
     def _mlp(self, up, bias_up, down, bias_down, layer, phases):

@@ -129,7 +129,7 @@ examples() (
     sed 's/^HELD_OUT = .*/HELD_OUT = DATA/' "$root/examples/sums.py" >seen.py
     example 2000 sums "sums, the seen ones" seen.py 1000 20 -D SOFT_TARGETS=0:7 -D SEQ_LEN=16 -D CREDIT=14
     example 1000 arrays "arrays of three" "$root/examples/json_array.py" 200 5 -D SOFT_TARGETS=
-    more="-D OBJECTIVE_PROMPTS=8" example 800 games "guesses" "$root/examples/guess.py" 100 2 -D SOFT_TARGETS=0:7
+    example 800 games "guesses" "$root/examples/guess.py" 100 2 -D SOFT_TARGETS=0:7
     "${egg[@]}" plot "sums, the seen ones.jsonl" "arrays of three.jsonl" guesses.jsonl --x steps --log \
         --out "$root/docs/rewards-examples.svg"
 )

@@ -280,15 +280,17 @@ def evaluate_objective(cfg, engine, path, console):
 
 def begin(cfg, old, source, directory, threads, console, step):
     """Makes a save directory that begins with the state of the saved run `source`, of the Config `old`, at `step` or
-    its end; with an objective only with its weights, as it begins to learn something else. Raises EggError."""
+    its end; with an objective only with its weights and accumulators, as it begins to learn something else. Raises
+    EggError."""
     engine = load(old, source, False, "cpu", threads, console, step)
     state = engine.state()
     if cfg.OBJECTIVE or not state.step:
-        weights, state = state.weights, parameters.initial_state(cfg)
-        if weights.size != state.weights.size:
+        model, state = state, parameters.initial_state(cfg)
+        if model.weights.size != state.weights.size:
             raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
+        state.weights, state.moments[:, 2] = model.weights, model.moments[:, 2]
         # not step 0: there a worker would begin with the random initial model
-        state.weights, state.step, state.seed = weights, 1, seeds.next_seed(seeds.first_seed(cfg), 0)
+        state.step, state.seed = 1, seeds.next_seed(seeds.first_seed(cfg), 0)
     elif cfg.ISLAND_SEED != old.ISLAND_SEED:
         state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
     _begin(cfg, state, directory)
