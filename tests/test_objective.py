@@ -574,9 +574,8 @@ def test_the_best_reward_so_far_has_a_snapshot_whatever_its_step(tmp_path):
     cfg = FAKE.changed(SNAPSHOT_EVERY=1000)
     with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
         server.work(FakeEngine(cfg, 0.003), objective=Scripted())
-        until(lambda: server.run.step == 11 and server.shelf.newest == 4)
-    assert sorted(path.name for path in tmp_path.glob("snapshot*")) == [
-        "snapshot-00000002-reward--0.250000.egg", "snapshot-00000004-reward--0.125000.egg"]
+        until(lambda: server.run.step == 11 and sorted(server.shelf.files) == [2, 4])
+    assert os.readlink(tmp_path / "best.egg") == "snapshot-00000004-reward--0.125000.egg"
 
 
 class Collapsing(FakeObjective):
