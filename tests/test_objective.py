@@ -575,7 +575,7 @@ def test_the_best_reward_so_far_has_a_snapshot_whatever_its_step(tmp_path):
     with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
         server.work(FakeEngine(cfg, 0.003), objective=Scripted())
         until(lambda: server.run.step == 11 and sorted(server.shelf.files) == [2, 4])
-    assert os.readlink(tmp_path / "best.egg") == "snapshot-00000004-reward--0.125000.egg"
+    assert os.readlink(tmp_path / "best.egg") == "snapshot-00000011-reward-0.000000.egg"            # the end counts
 
 
 class Collapsing(FakeObjective):
