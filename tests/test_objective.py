@@ -710,7 +710,8 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     assert samples and all(re.search(r" \(reward \S+\)$", one["text"]) for one in samples)      # also at the end
     said = run("eval --load-dir new --objective own.py")
     assert re.search(r"mean reward [\d.]+, the mean of 256 texts after held-out prompts\n  distinct|deviation ", said)
-    assert re.search(r"\n  seen: texts 256, mean .*, prompts differ [\d.]+\n", said) and said.count(" >>> ") == 8
+    assert re.search(r"\n  seen: texts 256, mean .*, prompts differ [\d.]+\n  [\d.]+ bits/byte on val.bin\n", said)
+    assert said.count(" >>> ") == 8
     run("generate --load-dir new --prompt the --tokens 3")
     run("eval --load-dir new --objective", os.path.join(HERE, "examples", "words.py"))
     (tmp_path / "own.py").write_text(LETTERS + "# changed\n")
