@@ -423,6 +423,17 @@ def evaluating(engine, forward, packed, cutting):
     return Members(evaluation, [Fetched(size, np.int64) for _ in range(2)])
 
 
+def checked_memory(cfg, forward, name):
+    """Bytes of free memory of the current GPU. Raises ValueError where a model does not fit."""
+    need = 13 * parameters.n_weights(cfg) + forward.packed_bytes + update.Update.bytes_needed(cfg)
+    need += forward.votes.bytes_needed() if forward.votes else 0
+    free = memory().free
+    if need > free:
+        raise ValueError(f"{name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
+                         f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+    return free
+
+
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
@@ -463,12 +474,7 @@ class CudaEngine:
         """Reserves device memory for everything but evaluation, whose slices are sized at the first call by the memory
         that is then free."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
-        need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
-        need += self._forward.votes.bytes_needed() if self._forward.votes else 0
-        free = memory().free
-        if need > free:
-            raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
-                             f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+        free = checked_memory(cfg, self._forward, self.name)
         if self._forward.votes:
             self._forward.votes.reserve()
         self._weights = cuda.device_array(n, np.int8)

@@ -105,7 +105,8 @@ def share_of(units, quads):
 
 def build(cfg):
     """{name: Kernel} of a configuration; `products` is that of the update. Blocks have BLOCK threads."""
-    made = [*_head_kernels(cfg), *_credit_kernels(cfg), _sums_kernel(cfg), *_vote_kernels(cfg)]
+    made = [_keep_kernel(cfg), _errors_kernel(cfg), *_credit_kernels(cfg), _sums_kernel(cfg), *_vote_kernels(cfg)]
+    made += [_share_kernel(cfg)] if cfg.MODEL == "transformer" else []
     return {function.__name__: Kernel(cuda.jit(launch_bounds=BLOCK)(function)) for function in made}
 
 
@@ -114,17 +115,10 @@ def padded(cfg):
     return 4 * blocks(cfg.SEQ_LEN, 4)
 
 
-def _head_kernels(cfg):
-    """What is kept of the unperturbed model: the inputs of matrices, the head's errors and the attention."""
-    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
-    T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
-    D, HEADS = cfg.HEAD_DIM, cfg.N_HEADS
-    PAIRED, LENGTH = cfg.MODEL == "gru", padded_length(cfg)
-    PADDED = padded(cfg)
-    TARGETS, SKIP = cfg.TARGETS, cfg.STATE_TOKENS
-    DIVISOR, SHIFT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
-    SHIFT_ATTN = cfg.SHIFT_ATTN
-    HEAD_WORDS, QUADS = TOGETHER * H // 4, TOGETHER // 4
+def _keep_kernel(cfg):
+    """What is kept of the unperturbed model: the inputs of matrices."""
+    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
+    PAIRED, PADDED = cfg.MODEL == "gru", padded(cfg)
     row_of = row_function(cfg)
 
     @device
@@ -155,6 +149,19 @@ def _head_kernels(cfg):
             turned = turn4(words_of)
             for e in range(4):
                 operand[place(rows, row + j * 4 + e, offset * PADDED + quad * 4)] = turned[e]
+
+    return keep
+
+
+def _errors_kernel(cfg):
+    """The errors of the head."""
+    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
+    T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
+    PAIRED, PADDED = cfg.MODEL == "gru", padded(cfg)
+    TARGETS, SKIP = cfg.TARGETS, cfg.STATE_TOKENS
+    DIVISOR, SHIFT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
+    HEAD_WORDS, QUADS = TOGETHER * H // 4, TOGETHER // 4
+    row_of = row_function(cfg)
 
     @device
     def add_dots(acc, head, address, v):
@@ -218,8 +225,8 @@ def _head_kernels(cfg):
                         below = uint32(min(int32(tops[four + e] - logit), int32(255)))
                         number = uint32(uint32(t + e) * uint32(V) + uint32(v))
                         values[e] = dithered(logit if PAIRED else int32(0), of_distance[four + e, below], seed, number)
-                    # as place says: rows in eights
-                    operand[places[four // 4] + int64((v >> 3) * int32(SPLIT * 2) + (v & 7) * 4)] = pack_bytes(values, 0)
+                    to = int64((v >> 3) * int32(SPLIT * 2) + (v & 7) * 4)    # as place says: rows in eights
+                    operand[places[four // 4] + to] = pack_bytes(values, 0)
         cuda.syncthreads()
         for i in range(lane, TOGETHER * TARGETS, BLOCK):
             e, k = i // TARGETS, i % TARGETS
@@ -241,6 +248,16 @@ def _head_kernels(cfg):
                 error = dithered(logit if PAIRED else int32(0), error, seed, uint32(t * V + v))
                 n = offset * PADDED + first + e
                 operand_bytes[4 * place(rows, row + v, n // 4 * 4) + n % 4] = int8(error)
+
+    return errors
+
+
+def _share_kernel(cfg):
+    """The attention of the transformer."""
+    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
+    D, HEADS = cfg.HEAD_DIM, cfg.N_HEADS
+    SHIFT_ATTN = cfg.SHIFT_ATTN
+    row_of = row_function(cfg)
 
     def share(queries: A32, keys: A32, exps: A32, at, offset, shares: A16):
         """shares int16 [group][head][position][position that it sees], from shares[at] on: of the unperturbed model's
@@ -267,7 +284,7 @@ def _head_kernels(cfg):
             for s in range(lane, t + 1, 32):
                 shares[first + s] = attention_share(scores[warp, s], total)
 
-    return (keep, errors) if PAIRED else (keep, errors, share)
+    return share
 
 
 def _credit_kernels(cfg):
@@ -431,8 +448,8 @@ def _vote_kernels(cfg):
     ALPHA = activations.alpha(cfg)
 
     def token_votes(operand: A32, row, windows: A32, positions, rows, at, weight, votes: A32):
-        """Adds `weight` times operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
-        thread an output and four positions."""
+        """Adds `weight` times operand rows from `row` on to the votes of the embedding's columns, canonical from
+        votes[at] on. A thread an output and four positions."""
         unit, quad, group, t = share_of(H, PADDED // 4)
         if quad * 4 < positions:
             word = operand[place(rows, row + unit, quad * 4)]
