@@ -266,14 +266,18 @@ def read_config(path):
 
 
 def evaluate_objective(cfg, engine, path, console):
-    """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, and the best of
-    its texts. Raises EggError."""
-    cfg = cfg.changed(VALIDATE_EVERY=0, OBJECTIVE="")            # any file will do
-    with train.opened_objective(cfg, path, train.open_data(cfg, console)) as judge:
+    """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, its loss on text,
+    and the best of its texts. Raises EggError."""
+    cfg = cfg.changed(OBJECTIVE="")                  # any file will do
+    data = train.open_data(cfg, console)
+    with train.opened_objective(cfg, path, data) as judge:
         judge.measure_seen(engine)
         count, mean, shown = judge.measured(engine)
-        text = f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}\n{shown['news']}"
-        console.line(text.strip())
+        console.line(f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}")
+        if known := data.validation:
+            console.line(f"  {known.bits(engine.validate(known.windows)[0]):.4f} {known.unit} on {cfg.VAL_FILE}")
+        if shown["news"]:
+            console.line(shown["news"])
         for text in shown["completions"]:
             console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
 
