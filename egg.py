@@ -203,7 +203,8 @@ def begun(cfg, args):
         training.try_objective(cfg, objective)
     from cluster import history
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
-    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved())
+    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
+                              or history.has_old_votes(args.load_dir))
     if begins:
         args.save_dir = args.save_dir or history.beside(args.load_dir)
     new = args.save_dir and not os.path.lexists(args.save_dir)
@@ -502,7 +503,8 @@ def arch(cfg, args):
     print(arch.describe(cfg))
 
 
-@command(option("texts TEXT", "files of text (or any bytes), read one after the other, also .zst", nargs="+"),
+@command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "
+                 ".gz, .xz, .bz2, .zst, and .jsonl with a field \"text\"", nargs="+"),
          of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
@@ -644,8 +646,19 @@ def parsed(argv):
     return main.parse_args(argv)
 
 
+def open_streams():
+    """Opens the standard streams that cron or a service has closed, before a file or socket gets their numbers."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode))
+
+
 def main(argv=None):
     """Runs a command; the exit status: 0, 1 for a failure, 2 for a wrong use."""
+    open_streams()
+    os.environ.pop("NUMBA_DISABLE_JIT", None)                # of the debugging of another program: here is no other way
     try:
         args = parsed(argv)
         if vars(args).get("load_dir"):
@@ -686,13 +699,17 @@ def failed(error):
     if isinstance(error, ModuleNotFoundError) and error.name.partition(".")[0] in LIBRARIES:
         message = (f"{sys.executable} has no {error.name}: install it with `make install` in {ROOT}, and call "
                    ".venv/bin/python there")
+    elif isinstance(error, ModuleNotFoundError) and error.name in ("fcntl", "resource"):
+        message = "egg needs Linux or another Unix; on Windows use WSL"
     elif isinstance(error, BrokenPipeError):
         let_go(sys.stdout)
         return 1
     elif isinstance(error, MemoryError):
         message = "not enough memory: take a smaller configuration, or a shorter text"
     elif isinstance(error, OSError):
-        message = f"{error.filename}: {error.strerror}" if error.filename else error
+        if not error.filename:
+            let_go(sys.stdout)
+        message = f"{error.filename or 'the output'}: {error.strerror}"
     elif not isinstance(error, EggError):
         raise error
     Printer(sys.stderr).line("egg: " + " ".join(str(message).split()))

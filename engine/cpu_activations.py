@@ -126,14 +126,14 @@ class ActivationVotes:
         cfg, T, member = self.cfg, self.cfg.SEQ_LEN, first_group * self.cfg.GROUP_SIZE
         rows = -(-len(windows) * T // 4) * 4
         return Record(u32(seed + first_group & 0xFFFFFFFF), u32(seed + member & 0xFFFFFFFF), member, T, self._watched,
-                      np.zeros((self._inputs, rows), np.uint8),
+                      np.zeros((self._inputs, rows), np.uint8), np.empty(4 * cfg.HIDDEN_DIM, np.int32),
                       windows[:, cfg.STATE_TOKENS:cfg.STATE_TOKENS + T].ravel(),
                       np.zeros((rows, cfg.VOCAB_SIZE), np.int8), weights,
                       np.zeros((len(windows), cfg.N_LAYERS, cfg.N_HEADS, T, T), np.int16))
 
     def read(self, c, windows, seed, first_group, advantages=None, counted=None):
-        """A Reading of windows int32 [groups, WINDOW]. advantages int8 [groups], counted bool [groups, T]: their weights
-        and the positions that vote, all alike in a chunk of text."""
+        """A Reading of windows int32 [groups, WINDOW]. advantages int8 [groups], counted bool [groups, T]: their
+        weights and the positions that vote, all alike in a chunk of text."""
         cfg, groups, T = self.cfg, len(windows), self.cfg.SEQ_LEN
         sequences = np.concatenate([windows, windows.repeat(cfg.GROUP_SIZE, 0)])
         if advantages is None:

@@ -61,11 +61,11 @@ Writing = namedtuple("Writing", "lengths seeds present penalty temp floor")
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
 # A pass with noise on activations (SPEC 21), whose rows are sequences times positions. The first sequences are clean;
 # those of members follow, the first of which is number `member` of the step. seed, member_seed: of the first group and
-# the first member. watched WATCHED [parameters, layers]. inputs uint8 [n, clean rows]: of matrices, x + 128. tokens
-# int32 [clean rows], errors int8 [clean rows, V]: the inputs, and the errors of the head. weights int8 [clean rows]:
-# that of the window, or 0 where the position does not vote. shares int16 [groups, L, heads, T, T]: attention_share of
-# positions in what a query attends to, in the transformer.
-Record = namedtuple("Record", "seed member_seed member T watched inputs tokens errors weights shares")
+# the first member. watched WATCHED [parameters, layers]. inputs uint8 [n, clean rows]: of matrices, x + 128. noise
+# int32 [4 H]: memory. tokens int32 [clean rows], errors int8 [clean rows, V]: the inputs, and the errors of the head.
+# weights int8 [clean rows]: that of the window, or 0 where the position does not vote. shares int16 [groups, L, heads,
+# T, T]: attention_share of positions in what a query attends to, in the transformer.
+Record = namedtuple("Record", "seed member_seed member T watched inputs noise tokens errors weights shares")
 FREE = i32(1 << 30)         # a limit that nothing reaches
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
@@ -153,10 +153,12 @@ def disturb(c, record, param, layer, first, count, scale, before, after, out):
     """Adds the noise of the outputs of a matrix, times scale, to those of out [count, units], rows first.. of a Record,
     that belong to members; before and after, they are cut to these limits."""
     watched, units = record.watched[param, layer], out.shape[1]
-    noise = local(units, i32)
+    noise = record.noise[:units]
     r = max(i64(0), record.tokens.size - first)
+    if r >= count or watched.amplitude == 0:
+        return
     k, t = divmod(first + r - record.tokens.size, record.T)
-    for r in range(r, count if watched.amplitude else 0):
+    for r in range(r, count):
         if watched.turn < 0 or (record.member + k) % c.N_LAYERS == watched.turn:
             draw_noise(noise, u32(record.member_seed + u32(k)), watched.stream, t * units,
                        i32(scale * watched.amplitude))
@@ -521,7 +523,7 @@ def head_errors(c, z, r, windows, q, start, T, t, seed, of_window, weights, erro
     of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
     for v in range(V):
         total += weights[v]
-    for d in range(c.exp.size):
+    for d in range(96 if c.short_exp else c.exp.size):
         of_distance[d] = weighed_excess(excess(0, 1, c.exp[d], total), of_window)
     exp_sum(of_distance, 0, c.short_exp, top, shift, z, r * z.shape[1], V, weights, 0, i64(1))
     for v in range(V):

@@ -30,7 +30,7 @@ from kernels import ptx, update
 from kernels.host import Kernel
 from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import integer_tables, optimizers, parameters, rewards, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
@@ -42,6 +42,8 @@ DIGESTERS = 1024            # blocks that make a digest, at most
 NOISY = (1 << 32) - 1       # mask of the noise in a job
 AHEAD = 16                  # tokens enqueued at once while generating
 ROOM = 16                   # of a text in device memory: a multiple of it
+# for which kernels are made that read texts
+LENGTHS = sorted(multiple << power for multiple in (2, 3) for power in range(3, 10) if multiple << power <= 1024)
 SHARE = 8                   # the operands of an update take at most 1 / SHARE of the free memory
 OPERANDS = 1 << 30          # and at most this number of bytes
 COMPILERS = 8               # processes that compile kernels at once, at most
@@ -381,10 +383,11 @@ Evaluation = collections.namedtuple("Evaluation", "windows result launch")
 Members = collections.namedtuple("Members", "evaluation fetched")
 
 
-def evaluating(engine):
-    """The Members of an engine. Reserves device memory for a chunk, in slices whose scratch takes at most half of what
-    is free. The result is losses or, with noise on activations, what `finish` of the votes says."""
-    cfg, forward, votes = engine.cfg, engine._forward, engine._forward.votes
+def evaluating(engine, forward, packed, cutting):
+    """The Members of a forward pass, by the matrices that `pack` has packed. Reserves device memory for a chunk, in
+    slices whose scratch takes at most half of what is free. The result is losses or, with noise on activations, what
+    `finish` of the votes says. cutting: see CudaEngine._cutting."""
+    cfg, votes = forward.cfg, forward.votes
     chunk, width = cfg.CHUNK_SIZE // 2, cfg.WINDOW
     most, scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
     all_windows = cuda.device_array(chunk * width, np.int32)
@@ -394,13 +397,14 @@ def evaluating(engine):
     def evaluation(members):
         pairs = members // 2
         windows, losses = all_windows[:pairs * width], all_losses[:all_losses.size // chunk * pairs]
-        cut = engine._cutting(windows, width)
+        cut = cutting(windows, width)
 
         def read(units, losses, *clean):
             apart, each = windows.size // units, losses.size // units
             for at in range(0, units, most):
                 end = min(units, at + most)
-                forward.evaluate(*engine._model, windows[at * apart:end * apart], engine._job, at, end - at, scratch,
+                forward.evaluate(engine.stream, engine._weights, packed, engine._overlay,
+                                 windows[at * apart:end * apart], engine._job, at, end - at, scratch,
                                  losses[at * each:end * each], *clean)
 
         def enqueue():
@@ -415,6 +419,17 @@ def evaluating(engine):
 
     size = evaluation(cfg.CHUNK_SIZE).result.size
     return Members(evaluation, [Fetched(size, np.int64) for _ in range(2)])
+
+
+def checked_memory(cfg, forward, name):
+    """Bytes of free memory of the current GPU. Raises ValueError where a model does not fit."""
+    need = 13 * parameters.n_weights(cfg) + forward.packed_bytes + update.Update.bytes_needed(cfg)
+    need += forward.votes.bytes_needed() if forward.votes else 0
+    free = memory().free
+    if need > free:
+        raise ValueError(f"{name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
+                         f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+    return free
 
 
 class CudaEngine:
@@ -456,12 +471,7 @@ class CudaEngine:
         """Reserves device memory for everything but evaluation, whose slices are sized at the first call by the memory
         that is then free."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
-        need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
-        need += self._forward.votes.bytes_needed() if self._forward.votes else 0
-        free = memory().free
-        if need > free:
-            raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
-                             f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+        free = checked_memory(cfg, self._forward, self.name)
         if self._forward.votes:
             self._forward.votes.reserve()
         self._weights = cuda.device_array(n, np.int8)
@@ -483,6 +493,7 @@ class CudaEngine:
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
         self._texts = None                                   # Texts of the last `write`
+        self._read = None                                    # TextReader of the last `vote`
         self._update_steps = self._launches_of_update()
         self._update = Replay(self.stream, self._launch_update)
         self._add_up = Replay(self.stream, self._launch_digest)
@@ -564,7 +575,19 @@ class CudaEngine:
         values = self._begun.pop((first, count)).wait()
         return self._forward.votes.digits_of(values) if self._forward.votes else values.copy()
 
-    _members = functools.cached_property(evaluating)
+    @functools.cached_property
+    def _members(self):
+        return evaluating(self, self._forward, self._packed, self._cutting)
+
+    def vote(self, first, windows, advantages, counted, temperature):
+        """bytes: the packed digits of a chunk whose groups, from number `first` of this step on, read windows int32 [n,
+        T + 1] at a temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see rewards.windows."""
+        self._undo_update()
+        length = next(length for length in LENGTHS if length >= counted.shape[1])
+        if (self._read and self._read.kind) != (length, temperature):
+            self._read = None                                # frees its memory
+            self._read = TextReader(self, length, temperature)
+        return self._read.vote(first, windows, advantages, counted)
 
     def _enqueue(self, first, count):
         """The Fetched losses of an evaluation, which is begun."""
@@ -712,6 +735,36 @@ class CudaEngine:
             parts = self._texts.until(split, room)
             for written, places in zip(parts, (slice(least, split), slice(split, room))):
                 texts[at:at + most, places] = written[:count - at, places]
+
+
+class TextReader:
+    """Reads texts of up to `length` positions at a temperature, for the votes of a chunk (SPEC 22)."""
+
+    def __init__(self, engine, length, temperature):
+        self.kind, self._engine = (length, temperature), engine
+        cfg, limit = rewards.reading(engine.cfg, length, temperature), ptx.shared_limit(cuda.get_current_device())
+        self._forward = forward = kernels(cfg, engine._capability, limit, uint32)[0]
+        used = forward.kernels["load"] + forward.kernels["step"]
+        engine.compile_seconds += compile_all(used, engine._capability, f"{engine.name}: texts of {length} tokens")
+        forward.tables()
+        forward.votes.reserve()
+        self._packed = cuda.device_array(forward.packed_bytes, np.int8)
+        members = evaluating(engine, forward, self._packed, lambda windows, width: lambda: None)
+        self._evaluation, self._fetched = members.evaluation(cfg.CHUNK_SIZE), members.fetched[0]
+
+    def vote(self, first, windows, advantages, counted):
+        """See CudaEngine.vote."""
+        engine, forward, votes, (n, T) = self._engine, self._forward, self._forward.votes, counted.shape
+        texts, weights = np.zeros((votes.groups, self.kind[0] + 1), np.int32), np.zeros(votes.groups, np.int8)
+        of_positions = np.zeros((votes.groups, self.kind[0]), np.int8)
+        texts[:n, :T + 1], weights[:n], of_positions[:n, :T] = windows, advantages, advantages[:, None] * counted
+        copy_all((self._evaluation.windows, votes.arrays.weights, votes.arrays.counted),
+                 (texts.repeat(forward.cfg.READERS, axis=0).ravel(), weights, of_positions.ravel()), engine.stream)
+        engine._set_job(first * engine.cfg.GROUP_SIZE)
+        forward.pack(engine.stream, engine._weights, self._packed)
+        self._evaluation.launch()
+        result = self._fetched.copy(self._evaluation.result, engine.stream).record(engine.stream)
+        return votes.digits_of(result.wait())[0]
 
 
 class Texts:

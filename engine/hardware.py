@@ -16,9 +16,28 @@ class EngineError(EggError):
     """One line that names the device that cannot be used here, and a remedy."""
 
 
-def cores():
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(groups="/sys/fs/cgroup", own="/proc/self/cgroup"):
+    """Processor cores that this process may use, also by a CPU quota (of a container) in its control groups (version 1
+    or 2) below the directory `groups`; own: the file that lists them."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    lines = _read(own).splitlines()
+    for kinds, path in (line.split(":", 2)[1:] for line in lines):
+        at = groups + "/cpu" * bool(kinds) + path.rstrip("/")
+        while (not kinds or "cpu" in kinds.split(",")) and at.startswith(groups):
+            quota, period = [*(_read(f"{at}/cpu.max") or _read(f"{at}/cpu.cfs_quota_us") + " " +
+                               _read(f"{at}/cpu.cfs_period_us")).split(), "", ""][:2]
+            if quota.isdecimal() and period.isdecimal():         # "max" or -1: none
+                count = min(count, max(1, int(quota) // int(period)))
+            at = os.path.dirname(at)
+    return count
+
+
+def _read(path):
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def driver():

@@ -34,6 +34,8 @@ least_vote = RULES.least_vote
 credited = RULES.credited
 rounded = RULES.rounded
 settled = RULES.settled
+weighed = RULES.weighed
+weighed_excess = RULES.weighed_excess
 attention_share = RULES.attention_share
 handed_down = RULES.handed_down
 excess = RULES.excess
@@ -103,7 +105,8 @@ def share_of(units, quads):
 
 def build(cfg):
     """{name: Kernel} of a configuration; `products` is that of the update. Blocks have BLOCK threads."""
-    made = [*_head_kernels(cfg), *_credit_kernels(cfg), _sums_kernel(cfg), *_vote_kernels(cfg)]
+    made = [_keep_kernel(cfg), _errors_kernel(cfg), *_credit_kernels(cfg), _sums_kernel(cfg), *_vote_kernels(cfg)]
+    made += [_share_kernel(cfg)] if cfg.MODEL == "transformer" else []
     return {function.__name__: Kernel(cuda.jit(launch_bounds=BLOCK)(function)) for function in made}
 
 
@@ -112,17 +115,10 @@ def padded(cfg):
     return 4 * blocks(cfg.SEQ_LEN, 4)
 
 
-def _head_kernels(cfg):
-    """What is kept of the unperturbed model: the inputs of matrices, the head's errors and the attention."""
-    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
-    T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
-    D, HEADS = cfg.HEAD_DIM, cfg.N_HEADS
-    PAIRED, LENGTH = cfg.MODEL == "gru", padded_length(cfg)
-    PADDED = padded(cfg)
-    TARGETS, SKIP = cfg.TARGETS, cfg.STATE_TOKENS
-    DIVISOR, SHIFT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
-    SHIFT_ATTN = cfg.SHIFT_ATTN
-    HEAD_WORDS, QUADS = TOGETHER * H // 4, TOGETHER // 4
+def _keep_kernel(cfg):
+    """What is kept of the unperturbed model: the inputs of matrices."""
+    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
+    PAIRED, PADDED = cfg.MODEL == "gru", padded(cfg)
     row_of = row_function(cfg)
 
     @device
@@ -154,6 +150,19 @@ def _head_kernels(cfg):
             for e in range(4):
                 operand[place(rows, row + j * 4 + e, offset * PADDED + quad * 4)] = turned[e]
 
+    return keep
+
+
+def _errors_kernel(cfg):
+    """The errors of the head."""
+    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
+    T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
+    PAIRED, PADDED = cfg.MODEL == "gru", padded(cfg)
+    TARGETS, SKIP = cfg.TARGETS, cfg.STATE_TOKENS
+    DIVISOR, SHIFT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
+    HEAD_WORDS, QUADS = TOGETHER * H // 4, TOGETHER // 4
+    row_of = row_function(cfg)
+
     @device
     def add_dots(acc, head, address, v):
         """acc += products of column v of the head with TOGETHER positions at a shared address."""
@@ -172,11 +181,11 @@ def _head_kernels(cfg):
         return max(min(dot // int32(DIVISOR), 127), -127) if PAIRED else dot >> SHIFT
 
     def errors(head: A32, normed: A32, losses: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count,
-               rows, operand: A32, operand_bytes: A8):
+               rows, counted: A8, operand: A32, operand_bytes: A8):
         """Operand rows from `row` on: the head's errors, of `count` groups from `offset` on. head: its canonical
-        weights; losses: as kernels.head leaves them; chunk: the job. A block TOGETHER positions: first as if no token
-        were wanted, whose error is one for every distance from the largest logit but for its dither, then those that
-        are."""
+        weights; losses: as kernels.head leaves them; chunk: the job; counted: see Votes. A block TOGETHER positions:
+        first as if no token were wanted, whose error is one for every distance from the largest logit but for its
+        dither, then those that are."""
         x = cuda.shared.array(HEAD_WORDS, int32, 16)
         of_distance = cuda.shared.array((TOGETHER, 256), int32)
         tops = cuda.shared.array(TOGETHER, int32)
@@ -193,6 +202,7 @@ def _head_kernels(cfg):
             if group < count and t < T:
                 softmax = losses[(2 * group + 1) * T + t]
                 top, error = softmax % SOFTMAX_SUM - SOFTMAX_TOP, excess(0, 1, exps[distance], softmax // SOFTMAX_SUM)
+                error = weighed_excess(error, counted[(offset + group) * T + t])
             of_distance[e, distance] = error
             if distance == 0:
                 tops[e] = top
@@ -215,8 +225,8 @@ def _head_kernels(cfg):
                         below = uint32(min(int32(tops[four + e] - logit), int32(255)))
                         number = uint32(uint32(t + e) * uint32(V) + uint32(v))
                         values[e] = dithered(logit if PAIRED else int32(0), of_distance[four + e, below], seed, number)
-                    # as place says: rows in eights
-                    operand[places[four // 4] + int64((v >> 3) * int32(SPLIT * 2) + (v & 7) * 4)] = pack_bytes(values, 0)
+                    to = int64((v >> 3) * int32(SPLIT * 2) + (v & 7) * 4)    # as place says: rows in eights
+                    operand[places[four // 4] + to] = pack_bytes(values, 0)
         cuda.syncthreads()
         for i in range(lane, TOGETHER * TARGETS, BLOCK):
             e, k = i // TARGETS, i % TARGETS
@@ -233,10 +243,21 @@ def _head_kernels(cfg):
                     dot = ptx.dp4a(head[j * V + v], x[j * TOGETHER + e], dot)
                 logit, softmax = logit_of(dot), losses[(2 * group + 1) * T + t]
                 error = excess(wanted, TARGETS, exps[min(tops[e] - logit, 255)], softmax // SOFTMAX_SUM)
+                error = weighed_excess(error, counted[(offset + group) * T + t])
                 seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
                 error = dithered(logit if PAIRED else int32(0), error, seed, uint32(t * V + v))
                 n = offset * PADDED + first + e
                 operand_bytes[4 * place(rows, row + v, n // 4 * 4) + n % 4] = int8(error)
+
+    return errors
+
+
+def _share_kernel(cfg):
+    """The attention of the transformer."""
+    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
+    D, HEADS = cfg.HEAD_DIM, cfg.N_HEADS
+    SHIFT_ATTN = cfg.SHIFT_ATTN
+    row_of = row_function(cfg)
 
     def share(queries: A32, keys: A32, exps: A32, at, offset, shares: A16):
         """shares int16 [group][head][position][position that it sees], from shares[at] on: of the unperturbed model's
@@ -263,7 +284,7 @@ def _head_kernels(cfg):
             for s in range(lane, t + 1, 32):
                 shares[first + s] = attention_share(scores[warp, s], total)
 
-    return (keep, errors) if PAIRED else (keep, errors, share)
+    return share
 
 
 def _credit_kernels(cfg):
@@ -275,30 +296,33 @@ def _credit_kernels(cfg):
     BITS, CREDIT = activations.fraction_bits(cfg), cfg.CREDIT
     LEVELS, UNIT = activations.LEVELS, activations.UNIT
 
-    def measure(clean: A64, losses: A64, totals: A64):
-        """Losses become what is better than the mean of the group (SPEC 21, D). totals[0] += the sizes of all of them;
-        totals[1] += the losses of the groups' clean model. One thread per position."""
-        i, total, clean_loss = int64(cuda.grid(1)), int64(0), int64(0)
+    def measure(clean: A64, losses: A64, counted: A8, totals: A64):
+        """Losses become what is better than the mean of the group (SPEC 21, D), 0 where a position does not count.
+        totals[0] += the sizes of all of them; totals[1] += the losses of the groups' clean model; totals[2] += how many
+        count. One thread per position."""
+        i, total, clean_loss, votes = int64(cuda.grid(1)), int64(0), int64(0), int64(0)
         if i * K < losses.size:
             group = i // T
             at, gains = group * (K - 1) * T + i, int64(0)
             clean_loss = clean[group * T + i]
             for k in range(K):
                 gains += clean_loss - losses[at + k * T]
+            votes = int64(K if counted[i] != 0 else 0)
             for k in range(K):
-                better = K * (clean_loss - losses[at + k * T]) - gains
+                better = K * (clean_loss - losses[at + k * T]) - gains if votes else int64(0)
                 total += abs(better)
                 losses[at + k * T] = better
-        total, clean_loss = warp_sum(total), warp_sum(clean_loss)
+        total, clean_loss, votes = warp_sum(total), warp_sum(clean_loss), warp_sum(votes)
         if cuda.threadIdx.x & 31 == 0:
             cuda.atomic.add(totals, 0, total)
             cuda.atomic.add(totals, 1, clean_loss)
+            cuda.atomic.add(totals, 2, votes)
 
     def credit(losses: A64, totals: A64, credits: A8, later: A8):
         """credits, later int8: of positions, and in the recurrent model with later ones. One thread per member."""
         least = cuda.local.array(LEVELS, int64)
         for level in range(LEVELS):
-            least[level] = least_difference(level + 1, totals[0], losses.size)
+            least[level] = least_difference(level + 1, totals[0], totals[2])
         member = int64(cuda.grid(1))
         if member * T < losses.size:
             group = member // K
@@ -366,8 +390,8 @@ def _sums_kernel(cfg):
             sums[4 * i + e] = ptx.dp4a(by_output[e], four, sums[4 * i + e])
 
     @called
-    def settle(out, j, e, total, shift):
-        out[j] |= (settled(total, shift) & 255) << int32(8 * e)
+    def settle(out, j, e, total, weight, shift):
+        out[j] |= (weighed(total, weight, shift) & 255) << int32(8 * e)
 
     @called
     def turn_back(sums, j, cos, sin):
@@ -375,9 +399,10 @@ def _sums_kernel(cfg):
 
     @unroll
     def add_up(credits: A32, heads, job: AU32, begins, turn, shift, rotated, rope: A32, units, row, positions, rows,
-               operand: A32):
+               weights: A8, operand: A32):
         """Operand rows from `row` on. A thread has the 32 outputs of a hash at four positions; credits: a word for
-        every four members; rotated: the outputs are those of queries or keys, whose sums are turned back."""
+        every four members; rotated: the outputs are those of queries or keys, whose sums are turned back; weights: see
+        Votes."""
         words = units // 32
         b, quad, group, t = share_of(words, PADDED // 4)
         if quad * 4 < positions:
@@ -407,7 +432,7 @@ def _sums_kernel(cfg):
                     for i in range(16):
                         turn_back(sums, int32(2 * i), rope[at_angle + 2 * i], rope[at_angle + 2 * i + 1])
                 for j in range(32):
-                    settle(out, int32(j), e, sums[j], int32(shift))
+                    settle(out, int32(j), e, sums[j], int32(weights[group]), int32(shift))
             to = place(rows, row + b * 32, quad * 4)
             for j in range(32):                              # as place says: rows in eights
                 operand[to + (j >> 3) * (SPLIT * 2) + (j & 7) * 4] = out[j]
@@ -423,8 +448,8 @@ def _vote_kernels(cfg):
     ALPHA = activations.alpha(cfg)
 
     def token_votes(operand: A32, row, windows: A32, positions, rows, at, weight, votes: A32):
-        """Adds `weight` times operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
-        thread an output and four positions."""
+        """Adds `weight` times operand rows from `row` on to the votes of the embedding's columns, canonical from
+        votes[at] on. A thread an output and four positions."""
         unit, quad, group, t = share_of(H, PADDED // 4)
         if quad * 4 < positions:
             word = operand[place(rows, row + unit, quad * 4)]
@@ -469,7 +494,9 @@ def _vote_kernels(cfg):
 
 class Votes:
     """The device arrays and launches of a chunk's votes; `keep`, `attended` and `head` while the clean model reads,
-    then `finish`. Arrays are reserved by `reserve`, on the device."""
+    then `finish`. Arrays are reserved by `reserve`, on the device. Of them weights int8 [groups] are those of the
+    windows and counted int8 [groups * SEQ_LEN] those of the positions, 0 where they do not count (SPEC 22): all 7
+    unless somebody sets them."""
 
     def __init__(self, cfg, pieces, wgmma):
         self.cfg, self._pieces = cfg, pieces                 # inputs of a piece of the MLP's inner values
@@ -503,15 +530,18 @@ class Votes:
                     shares=(max(1, cfg.N_LAYERS * self._attention), np.int16), digits=(cfg.CHUNK_DIGITS, np.int8),
                     kept=(2 * places * cfg.HIDDEN_DIM // 4 if self._recurrent else 1, np.int32),
                     votes=(cfg.CHUNK_DIGITS, np.int32),
-                    # the size of differences, the loss, the sizes of votes; then the packed digits
-                    result=(2 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
+                    weights=(self.groups, np.int8), counted=(places, np.int8),
+                    # the size of differences, the loss, the number of differences, the sizes of votes; then the packed
+                    # digits
+                    result=(3 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
 
     def bytes_needed(self):
         return sum(count * np.dtype(kind).itemsize for count, kind in self._sizes().values())
 
     def reserve(self):
-        """Reserves the arrays, all 0 but the operand rows of ones."""
+        """Reserves the arrays, all 0 but the operand rows of ones and the weights."""
         zeros = {name: np.zeros(count, kind) for name, (count, kind) in self._sizes().items()}
+        zeros["weights"][:] = zeros["counted"][:] = activations.LEVELS
         operand = zeros["operand"].view(np.int8).reshape(-1, self._rows // 8, SPLIT // 16, 8, 16)            # see place
         tiles, tensors = [], self._tensors
         for t, phase, name in self._products:
@@ -524,11 +554,11 @@ class Votes:
                        t.cols if t.matrix else 1, t.matrix, s)
                       for p in range(0, t.cols, TILE) for s in range(0, t.rows, TILE)]
         self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(array) for name, array in zeros.items()})
-        totals, digits = arrays.result[:2 + len(tensors)], arrays.result[2 + len(tensors):].view(np.uint8)
+        totals, digits = arrays.result[:3 + len(tensors)], arrays.result[3 + len(tensors):].view(np.uint8)
         of_tensors = np.array([x for t in tensors for x in (t.weights, t.size)], np.int64)
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
         self._args = dict(vars(arrays), rows=self._rows, positions=self.positions, start=0, totals=totals,
-                           sizes=totals[2:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
+                           sizes=totals[3:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
                            tiles=cuda.to_device(np.array(tiles, np.int32)), tensors=cuda.to_device(of_tensors),
                            rope=cuda.to_device(rope))
 
@@ -592,4 +622,4 @@ class Votes:
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
         size = ternary.packed_size(self.cfg.CHUNK_DIGITS)
-        return result[2 + len(self._tensors):].tobytes()[:size], self.cfg.GROUP_SIZE * int(result[1])
+        return result[3 + len(self._tensors):].tobytes()[:size], self.cfg.GROUP_SIZE * int(result[1])

@@ -74,8 +74,8 @@ def _pack_kernel(H):
 
 
 class Packing:
-    """The packed array: first the matrices of kernels.writing, `at` these words; then what `add` appends. And the kernel
-    that packs them."""
+    """The packed array: first the matrices of kernels.writing, `at` these words; then what `add` appends. And the
+    kernel that packs them."""
 
     def __init__(self, cfg):
         self.at = {}

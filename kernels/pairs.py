@@ -75,8 +75,8 @@ def pair_functions(cfg, nz):
 
 
 def noise_word_function(cfg):
-    """Device function: four values of the noise on activations (SPEC 21), as int8, of a member: number 2 * pair + odd of
-    a Source. They are outputs 4 four .. 4 four + 3 of the 32 of hash `number` of a phase, whose stream and turn are
+    """Device function: four values of the noise on activations (SPEC 21), as int8, of a member: number 2 * pair + odd
+    of a Source. They are outputs 4 four .. 4 four + 3 of the 32 of hash `number` of a phase, whose stream and turn are
     plan[at], plan[at + 1]."""
     LAYERS = cfg.N_LAYERS
     hash32, noise_of = rules.draw_rules(device, 0).hash32, rules.activation_rules(device).noise_of

@@ -310,6 +310,26 @@ def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
     return prepare
 
 
+def _unit_noise_function(cfg, gpu):
+    """Device function: adds the noise on activations to four accumulators of a row."""
+    H = cfg.HIDDEN_DIM
+    SHIFT = cfg.SHIFT_MLP_UP
+    LENGTH = padded_length(cfg)
+    AMPLITUDE = activations.amplitude_of(cfg, "up")
+    noise_word = noise_word_function(cfg)
+
+    @gpu.called
+    def disturb(acc, j, half, source, member, row, block, q):
+        if AMPLITUDE:
+            number = (row % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
+            xi = noise_word(source, NOISE, member, number, (j & 1) * 4 + q, AMPLITUDE)
+            for k in range(4):
+                i = accumulator_of(j, half, k)
+                acc[i] = int32(acc[i] + (byte(xi, k) << SHIFT))
+
+    return disturb
+
+
 def _fold_function(cfg, nz, gpu):
     """Device function that sums for the down projection where its noise is not whole."""
     MODE = cfg.ADAPTIVE_NOISE_MODE
@@ -347,11 +367,8 @@ def _up_kernel(cfg, nz, gpu, KP):
     plan: MATRIX, MATRIX_BIAS; INPUT of the down projection."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
-    LENGTH = padded_length(cfg)
-    SHIFT = cfg.SHIFT_MLP_UP
-    AMPLITUDE = activations.amplitude_of(cfg, "up")
-    ON_WEIGHTS, MOST = cfg.PERTURB == "weights", 256 + AMPLITUDE
-    BLOCKS, SLOTS = H // 32, members_of(64, LENGTH)
+    ON_WEIGHTS, MOST = cfg.PERTURB == "weights", 256 + activations.amplitude_of(cfg, "up")
+    BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
     TABLE = UP_TABLE[MODE]
     TABLES = GROUPS * 2 * SLOTS * TABLE
     shape, COPIES = _up_shape(gpu, H, TABLES)
@@ -370,8 +387,8 @@ def _up_kernel(cfg, nz, gpu, KP):
     whole_factor = nz.whole
     job_shift = nz.shift
     as_row, as_column, begin, BASE = begin_functions(
-        cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
-    noise_word = noise_word_function(cfg)
+        cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
+    disturb = _unit_noise_function(cfg, gpu)
     begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * UP_BIAS if BASE else 0)
     prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
     unit_address = _unit_function(cfg, gpu, COPIES, BASE)
@@ -438,19 +455,10 @@ def _up_kernel(cfg, nz, gpu, KP):
                         if whole:
                             c4 = sm[uint32(at_slot + UP_BYTES + 4 * j + q)]
                         for half in range(2):
-                            xi = int32(0)
-                            if AMPLITUDE:
-                                number = (mine % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
-                                xi = noise_word(source, NOISE, of_member, number, (j & 1) * 4 + q, AMPLITUDE)
+                            disturb(acc, j, half, source, of_member, mine, block, q)
                             for k in range(4):
                                 i = accumulator_of(j, half, k)
-                                y, offset_k = acc[i], int32(0) if BASE else b[k]
-                                if AMPLITUDE:
-                                    if BASE:
-                                        y = int32(y + (byte(xi, k) << SHIFT))
-                                    else:
-                                        offset_k = int32(offset_k + byte(xi, k))
-                                acc[i] = ptx.load_shared(unit_address(y, offset_k, at_lane))
+                                acc[i] = ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
                             i = 8 * j + half * 2
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
                             u[uint64(to + half * (2 * KP) + j // STEP * (16 * KP) + j % STEP * 32)] = word

@@ -23,8 +23,8 @@ WARPS = 16
 THREADS = 32 * WARPS
 COLUMNS = 32                 # of a product that a warp makes at a time
 AHEAD = 4                    # steps of 32 inputs whose columns are on their way, at most
-# regions: activations X, whose number is 0; N, what a norm or attention makes of them; the inner vector of an MLP, or of
-# the recurrent model gates, candidates, gated states and states, of the transformer queries
+# regions: activations X, whose number is 0; N, what a norm or attention makes of them; the inner vector of an MLP, or
+# of the recurrent model gates, candidates, gated states and states, of the transformer queries
 N, INSIDE = 1, 2
 GATE, CANDIDATE, GATED, STATE, REGIONS = range(2, 7)
 # What the phases of a block share: shared memory; where a thread is; the block's sequences, `rows` from `first` on; the

@@ -1,6 +1,8 @@
 """Data files (SPEC 10): tokens, the bytes of a token, held-out windows, reference figures. `tools.prepare` makes the
 files. One that is missing or damaged raises DataError, a line that says what to do."""
 
+import importlib
+import json
 import math
 import os
 import re
@@ -20,6 +22,17 @@ REFERENCE_TOKENS = 1 << 24   # most training tokens that the references count, i
 # its bytes as characters of Latin-1. Bytes of 128 and above count as letters, so that no UTF-8 character is split here.
 WORDS = (r" ?[A-Za-z\x80-\xff]+| ?[0-9]+| ?[^A-Za-z0-9\x80-\xff \t\n\r\x0b\x0c]+"
          r"|[ \t\n\r\x0b\x0c]+(?![^ \t\n\r\x0b\x0c])|[ \t\n\r\x0b\x0c]+")
+
+
+# {first bytes: the module that unpacks such a file}, {first bytes: what other files are}
+PACKED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "pyzstd", b"BZh91AY&SY": "bz2"}
+FOREIGN = {b"PK\3\4": "a zip archive", b"%PDF": "a PDF", b"PAR1": "a parquet file", b"\x93NUMPY": "a .npy array",
+           b"\xff\xfe\0\0": "UTF-32 text", b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UTF-16 text",
+           (20240520).to_bytes(4, "little"): "tokens of llm.c", (20240801).to_bytes(4, "little"): "tokens of llm.c"}
+TOKENS, SHORT = "tokens (uint32)", "tokens (uint16, as of nanoGPT)"
+ADVICE = {SHORT: "numpy.fromfile(FILE, '<u2').astype('<u4').tofile(NEW) makes uint32 of them",
+          "UTF-16 text": "`iconv -f UTF-16 -t UTF-8` makes text of it",
+          "UTF-32 text": "`iconv -f UTF-32 -t UTF-8` makes text of it"}
 
 
 class DataError(EggError):
@@ -48,9 +61,11 @@ def open_tokens(cfg, path):
     if not wide:
         _need_bytes(tokens, path, "name files of bytes with -D INPUT_FILE=... -D VAL_FILE=..., or begin a run with "
                     "DETOKENIZE=1, which reads the bytes of tokens")
-    elif size % 4 or not _fits_tokens(tokens):
-        raise DataError(f"{path} is damaged or plain bytes, not uint32 tokens: make tokens of a text with "
-                        "`python egg.py prepare TEXT`, or read its bytes with --preset laptop-bytes -D DETOKENIZE=0")
+    elif size % 4 or not _fits_tokens(tokens) or _signature(tokens):
+        kind = _format(tokens)
+        raise DataError(f"{path} {f'holds {kind}' if kind else 'is damaged or plain bytes'}, not uint32 tokens: " +
+                        ADVICE.get(kind, "make tokens of a text with `python egg.py prepare TEXT`, or read its bytes "
+                                   "with --preset laptop-bytes -D DETOKENIZE=0"))
     else:
         tokens = tokens.view("<u4")
     if cfg.DETOKENIZE:
@@ -86,10 +101,33 @@ def _fits_tokens(data):
     return start.size > 3 and not start[3::4].any() and (start[2::4] < 4).all()
 
 
+def _signature(data):
+    """What data are by their first bytes, None of others."""
+    head = data[:16].tobytes()
+    return next((name for first, name in {**PACKED, **FOREIGN}.items() if head.startswith(first)), None)
+
+
+def _format(data):
+    """What data (uint8) are that are not to be read as bytes, in words; None of others."""
+    start = data[:min(BLOCK, data.size // 4 * 4)]
+    if (name := _signature(data)) or not start.any():
+        return name
+
+    def are_letters(numbers):
+        return np.isin(numbers, [9, 10, 13, *range(32, 127)]).mean() > 0.9
+
+    if _fits_tokens(data):
+        return "UTF-32 text" if are_letters(start.view("<u4")) else TOKENS
+    control = np.isin(start, [*range(9), 11, 12, *range(14, 32)])           # rare in a text, usual for a high byte
+    if start.size >= 64 and control[1::2].mean() > control[::2].mean() + 0.3:
+        return "UTF-16 text" if are_letters(start.view("<u2")) else SHORT
+    return None
+
+
 def _need_bytes(data, path, advice):
-    """Raises DataError for data (uint8) that are uint32 tokens."""
-    if _fits_tokens(data) and data[:BLOCK].any():
-        raise DataError(f"{path} holds tokens (uint32), not bytes: {advice}")
+    """Raises DataError for data (uint8) that are something else than a text or other bytes to learn."""
+    if kind := _format(data):
+        raise DataError(f"{path} holds {kind}, not bytes: {ADVICE.get(kind, advice)}")
 
 
 def _largest(tokens):
@@ -103,16 +141,25 @@ def _need_decodable(tokens, path, decoding, decoding_file):
 
 
 def read_text(path):
-    """bytes of a file; a .zst file unpacked. Raises DataError, also for a file of tokens."""
+    """bytes of a file, one that is packed unpacked, of JSON lines (.jsonl) the field "text". Raises DataError, also for
+    a file of another format."""
     with explained(DataError, path, "give the path of a text file"), open(path, "rb") as file:
         data = file.read()
-    if path.endswith(".zst"):
-        import pyzstd
+    names = [name for first, name in PACKED.items() if data.startswith(first)] or ["pyzstd"] * path.endswith(".zst")
+    for name in names:
         try:
-            data = pyzstd.decompress(data)
-        except (pyzstd.ZstdError, EOFError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"{path}: no whole zstd file ({reason}): fetch or pack it again") from None
+            data = importlib.import_module(name).decompress(data)
+        except Exception as error:                       # each library has its own
+            raise DataError(f"{path}: no whole {name.removeprefix('py')} file ({' '.join(str(error).split())}): fetch "
+                            "or pack it again") from None
+    if ".jsonl" in os.path.basename(path):
+        number, texts = 0, []
+        try:
+            for number, line in enumerate(data.splitlines(), 1):
+                texts.append(json.loads(line)["text"])
+            data = "\n".join(texts).encode("utf-8", "replace")
+        except (ValueError, LookupError, TypeError):
+            raise DataError(f"{path}: line {number} is no JSON object with a text in its field \"text\"") from None
     _need_bytes(np.frombuffer(data, np.uint8), path, "give the text that they were made from")
     return data
 

@@ -105,7 +105,8 @@ def votes_of_windows(cfg, state, windows, first_group, weights, counted):
     total = sum(int(np.abs(group.differences).sum()) for group in groups)
     count = 7 * cfg.GROUP_SIZE * int(counted.sum())
     least = [max(1, -((2 * level - 1) * -2 * total // count)) for level in range(1, activations.LEVELS + 1)]
-    votes = [group_votes(cfg, group, least, int(weight), votes) for group, weight, votes in zip(groups, weights, counted)]
+    votes = [group_votes(cfg, group, least, int(weight), of_group)
+             for group, weight, of_group in zip(groups, weights, counted)]
     digits = np.zeros(cfg.CHUNK_DIGITS, np.int8)
     for tensor in votes[0]:
         voted = large(cfg, sum(of_group[tensor] for of_group in votes))
@@ -217,8 +218,8 @@ def credit(cfg, digit):
 
 
 def head_errors(cfg, seed, z, targets, weight):
-    """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, times weight [positions, 1] / 7, rounded
-    down after a hashed dither; 0 where a logit is at its limit and cannot follow."""
+    """int64 [positions, VOCAB_SIZE]: 127 times what is wanted less the softmax, times weight [positions, 1] / 7,
+    rounded down after a hashed dither; 0 where a logit is at its limit and cannot follow."""
     exp = integer_tables.exp_table(cfg).astype(np.int64)
     weights = exp[np.minimum(len(exp) - 1, z.max(1, keepdims=True) - z)]
     wanted = (targets[:, :, None] == np.arange(cfg.VOCAB_SIZE)).sum(1)

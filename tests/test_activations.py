@@ -112,6 +112,21 @@ def test_workers_with_audits_train_as_one_engine_and_a_late_one_begins_with_a_sn
     assert "by a snapshot" in said.text
 
 
+def test_a_run_with_older_rules_gives_its_model_to_a_new_run(tmp_path, monkeypatch):
+    directory = str(tmp_path / "old")
+    with monkeypatch.context() as older:
+        older.setattr(egg_config, "VERSION_OF_VOTES", 2)
+        with contextlib.closing(history.open_run(CFG, directory)) as run:
+            run.append(any_fitness(CFG, 1), 1, 1)
+    assert history.has_old_votes(directory)
+    with pytest.raises(history.HistoryError, match="egg.py train --load-dir .*old` begins a new run with its model"):
+        history.open_run(CFG, directory)
+    with contextlib.closing(history.read_run(CFG, directory)) as run:        # all else reads it
+        assert run.step == 1 and history.configuration(directory)["PERTURB"] == "activations"
+    with contextlib.closing(history.open_run(CFG, str(tmp_path / "new"))):
+        assert not history.has_old_votes(str(tmp_path / "new"))
+
+
 def test_protocol_1_is_refused_by_name(tmp_path):
     with Server(tmp_path, CFG, stay=True) as server:
         peer = Peer(server)

@@ -43,6 +43,24 @@ def test_choice_of_a_gpu(monkeypatch):
         hardware.one_device(cfg, 0)
 
 
+@mark.parametrize("own, files, cores", [
+    ("0::/\n", {"cpu.max": "200000 100000"}, 2), ("0::/\n", {"cpu.max": "max 100000"}, 64),
+    ("0::/a/b\n", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "300000 100000"}, 1),
+    ("3:cpu,cpuacct:/docker/x\n1:cpuset:/\n0::/\n",
+     {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+    ("3:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "300000", "cpu/x/cpu.cfs_period_us": "100000"}, 3),
+    ("3:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, 64), ("", {}, 64)])
+def test_a_cpu_quota_counts_as_cores(tmp_path, monkeypatch, own, files, cores):
+    """As docker --cpus and limits.cpu of Kubernetes set it; an outer group bounds an inner one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert hardware.cores(str(tmp_path / "groups"), tmp_path / "own") == cores
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 @mark.parametrize("args, words", {

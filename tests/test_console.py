@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pytest import fixture, mark
 import egg
 from cluster import auth, history
 from cluster.console import Console
-from commands import CFG, DEFINES, begin, fails, process
+from commands import CFG, DEFINES, DEGGS, begin, fails, process
 from fakes import Lines
 from recordings import HERE, python
 from run_logs import A_STEP, write
@@ -179,6 +180,32 @@ def test_a_full_disk_under_the_output_ends_no_run(here):
         assert process.wait(60) == 0 and process.stderr.read() == ""
     told = [json.loads(line)["event"] for line in open("ckpt/events.jsonl")]
     assert told[-1] == "stop" and "error" not in told
+
+
+def test_a_training_does_not_need_its_standard_streams(here, compiled):
+    """As of cron or a service; also a prompt and a question that find no input, and a full output."""
+    def shell(line):
+        return subprocess.run(f"{shlex.join([sys.executable, str(HERE / 'egg.py')])} {line}", shell=True, text=True,
+                              stderr=subprocess.PIPE, timeout=120, env={**os.environ, **DEGGS})
+
+    (here / "input.bin").write_bytes(b"the quick brown fox " * 99)
+    done = shell(f"train --steps 1 --save-dir ckpt {shlex.join(DEFINES)} <&- >&-")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = [json.loads(line)["event"] for line in open("ckpt/events.jsonl")]
+    assert told[-1] == "stop" and "error" not in told
+    fails(shell("generate --prompt - <&-"), 2, "the prompt is empty")
+    fails(shell("prepare input.bin --vocab-size 256 <&-"), 2, "input.bin would be replaced")
+    assert shell("arch >&-").stderr == ""
+    fails(shell("arch >/dev/full"), 1, "the output: No space left on device")
+
+
+def test_what_the_platform_lacks_is_one_line(here, compiled):
+    (here / "sitecustomize.py").write_text("import sys; sys.modules['fcntl'] = None")
+    for command in "train --save-dir x", "coordinator", "generate":
+        fails(process(command, env={"PYTHONPATH": here}), 1, "needs Linux or another Unix; on Windows use WSL")
+    (here / "input.bin").write_bytes(b"the quick brown fox " * 99)
+    done = process("train --steps 1", *DEFINES, env={"NUMBA_DISABLE_JIT": "1"})
+    assert done.returncode == 0 and "steps 0 to 1: " in done.stdout, done
 
 
 def test_closed_streams_are_no_error(tmp_path):

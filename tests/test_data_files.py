@@ -1,16 +1,22 @@
 """Data files: tokens, decoding, validation and reference figures."""
 
+import bz2
 import functools
+import gzip
+import json
+import lzma
 import math
 import re
 
 import numpy as np
 from numpy import uint32, int32, uint8
 from pytest import approx, mark
+import pyzstd
 
 import egg_config
 from model import data_files
 from model.data_files import DataError, Decoding, load_decoding, open_tokens, open_validation, references, Validation
+from commands import TEXT
 from coordinators import refused
 from recordings import HERE, write_decoding
 
@@ -76,11 +82,49 @@ def test_tokens_are_not_read_as_bytes(tmp_path):
         for read in functools.partial(open_tokens, BYTES), data_files.read_text:
             with refused(rf"{path}.* holds tokens \(uint32\), not bytes: ", DataError):
                 read(path)
-    for data in ("plain text".encode("utf-16-le") * 4, bytes(64), rng.integers(0, 256, 64, uint8).tobytes(),
+    for data in (bytes(64), rng.integers(0, 256, 64, uint8).tobytes(),
                  np.arange(1 << 20, (1 << 20) + 64).astype("<u4").tobytes(), b"", b"ab", b"a\0\0"):
         (tmp_path / "bytes").write_bytes(data)
         assert data_files.read_text(str(tmp_path / "bytes")) == data
     assert open_tokens(BYTES, write_tokens(tmp_path / "bytes", bytearray(64), "u1")).tobytes() == bytes(64)
+
+
+@mark.parametrize("words, data", {
+    "tokens (uint16": np.random.default_rng(1).integers(0, 65, 9000).astype("<u2").tobytes(),
+    "holds tokens (uint16": np.random.default_rng(1).exponential(4000, 9000).astype("<u2").tobytes(),
+    "UTF-16 text": ("the king said " * 9).encode("utf-16-le"), "holds UTF-16 text": "\u6625\u7720".encode("utf-16") * 9,
+    "UTF-32 text": ("the king said " * 9).encode("utf-32-le"), "holds UTF-32 text": "the king".encode("utf-32"),
+    "a zip archive": b"PK\3\4" + bytes(range(99)), "a PDF": b"%PDF-1.7 " * 9, "a parquet file": b"PAR1" * 30,
+    "a .npy array": b"\x93NUMPY\1\0v" + bytes(range(99)), "gzip": gzip.compress(TEXT), "lzma": lzma.compress(TEXT),
+    "tokens of llm.c": np.r_[20240520, 1, 9000, np.zeros(253)].astype("<u4").tobytes() + bytes(range(200)),
+}.items())
+def test_a_foreign_format_is_named(tmp_path, words, data):
+    """By what is in it, for bytes and for tokens; no size of a vocabulary is advised."""
+    path = tmp_path / "data.bin"
+    path.write_bytes(data)
+    for cfg in BYTES, BASE.changed(VOCAB_SIZE=262144):
+        if not (cfg is not BYTES and words == "UTF-32 text"):            # they could be tokens
+            with refused(re.escape(words), DataError) as error:
+                open_tokens(cfg, str(path))
+            assert "VOCAB_SIZE" not in str(error.value)
+    if "gzip" not in words and "lzma" not in words:
+        with refused(re.escape(words), DataError):
+            data_files.read_text(str(path))
+
+
+def test_packed_texts_and_json_lines_are_read(tmp_path):
+    lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in ("Caf\u00e9", "two\nlines")).encode()
+    for name, data, text in (("a", gzip.compress(TEXT), TEXT), ("b.xz", lzma.compress(TEXT), TEXT),
+                             ("c.bz2", bz2.compress(TEXT), TEXT), ("d", pyzstd.compress(TEXT), TEXT),
+                             ("e.jsonl", lines, "Caf\u00e9\ntwo\nlines".encode()),
+                             ("f.jsonl.gz", gzip.compress(lines), "Caf\u00e9\ntwo\nlines".encode())):
+        (tmp_path / name).write_bytes(data)
+        assert data_files.read_text(str(tmp_path / name)) == text
+    for name, data, words in (("g", gzip.compress(TEXT)[:-9], "no whole gzip file"),
+                              ("h.jsonl", lines + b'{"txt": 1}', "line 3 is no JSON object with a text")):
+        (tmp_path / name).write_bytes(data)
+        with refused(words, DataError):
+            data_files.read_text(str(tmp_path / name))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from islands.gossip import Elites
 from model import seeds, state_digest
 from model.parameters import initial_state
 from coordinators import Server, free_port, turned_away, until
-from fakes import ACTIVATIONS, CFG, FakeEngine, FakeObjective, SECRET, VALIDATION, full
+from fakes import ACTIVATIONS, CFG, FakeEngine, FakeObjective, REWARDED, SECRET, VALIDATION, full
 from commands import fails, run
 
 ISLE = CFG.changed(VALIDATE_EVERY=5, SNAPSHOT_EVERY=5, SAMPLE_EVERY=0, GOSSIP_RATE=1.0, AUDIT_RATE=0.0)
@@ -166,7 +166,7 @@ class Rewarded(Learner, FakeObjective):
 
 
 def test_islands_with_an_objective_compare_rewards_and_refuse_another_one(tmp_path):
-    cfg = changed(OBJECTIVE="a" * 64)
+    cfg = changed(**REWARDED)
     ours, theirs = (dict(engine=Rewarded(cfg.changed(ISLAND_SEED=seed), rate)) for seed, rate in RATES.items())
     with two(tmp_path, ours=ours, theirs=theirs, cfg=cfg) as (a, b):
         merge = b.tells("merge")

@@ -1,4 +1,4 @@
-"""Rewards: members write texts together, a file judges them, and runs learn from that (docs/OBJECTIVES.md)."""
+"""Rewards: the model writes texts, a file judges them, and runs learn from that (docs/OBJECTIVES.md)."""
 
 import contextlib
 import hashlib
@@ -23,10 +23,10 @@ from cluster.status import Progress, describe_status
 from cluster.wire import FrameError
 from coordinators import Server, refused, until
 from engine import cpu_engine
-from fakes import FakeEngine, FakeObjective, Lines, VALIDATION, changed
+from fakes import FakeEngine, FakeObjective, Lines, REWARDED, VALIDATION, changed
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import events, of_kind
-from model import data_files, fitness_digits, sampling
+from model import data_files, rewards, sampling
 from readings import equal, hold_text_against_the_reading, random_config
 from tools import objective, train
 from commands import succeeds
@@ -36,8 +36,8 @@ COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 HERE = egg_config.ROOT
 CFG = egg_config.make(
     MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=16, POPULATION_SIZE=32,
-    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
-    OBJECTIVE="x", OBJECTIVE_SECONDS=60.0)
+    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, PERTURB="activations", VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
+    OBJECTIVE="x", OBJECTIVE_TEXTS=4, OBJECTIVE_SECONDS=60.0)
 TOKENS = np.frombuffer(b"the king said that the queen was here. " * 20, np.uint8)
 BYTES = data_files.Decoding([bytes([b]) for b in range(256)])
 LETTERS = """
@@ -64,7 +64,7 @@ def test_texts_written_together_are_those_of_the_plain_reading(model, seed):
     rng = np.random.default_rng(seed)
     cfg = random_config(rng) if model == "transformer" else CFG.changed(
         N_LAYERS=1 + seed % 2, HIDDEN_DIM=64 + 32 * seed, VOCAB_SIZE=256 + 45 * seed, MLP_RELU=seed % 2, OBJECTIVE="",
-        ADAPTIVE_NOISE_MODE=seed % 3)
+        PERTURB="weights", ADAPTIVE_NOISE_MODE=seed % 3)
     engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint32) % 256, threads=1 + seed % 2)
     count, room = int(rng.integers(1, 24)), int(rng.integers(9, 14))
     settings = dict(temp=float(rng.choice([0.0, 0.7, 5.0])), min_p=float(rng.choice([0.0, 0.2])), penalty=0.3)
@@ -81,8 +81,8 @@ def go_on():
     """Whether the coordinator is still there: it is."""
 
 
-def rewards_of(own, engine=None, first=0, pairs=3):
-    return own.rewards(engine or new_engine(), first, pairs, go_on)
+def rewards_of(own, engine=None, first=0):
+    return np.array(own.texts(engine or new_engine(), first, go_on)[2])
 
 
 @pytest.fixture
@@ -97,6 +97,37 @@ def judged(tmp_path, monkeypatch):
         yield make
 
 
+def test_a_chunk_votes_from_the_data_or_from_texts(judged):
+    cfg = CFG.changed(TEXT_SHARE=0.5)
+    own, engine = judged(LETTERS, cfg), new_engine(cfg)
+    text, other = sorted(range(2), key=lambda chunk: not rewards.is_text(cfg, 0, chunk))
+    digits, loss = engine.evaluate(16 * text, 16)
+    assert rewards.is_text(cfg, 0, text) and own.chunk(engine, 16 * text, go_on) == (digits, 2 * loss)
+    assert not rewards.is_text(cfg, 0, other)
+    packed, loss = own.chunk(engine, 16 * other, go_on)
+    sequences, written, earned = own.texts(engine, 8 * other, go_on)
+    windows = rewards.windows(sequences, written, rewards.advantages(cfg, earned))
+    assert loss == 0 and any(packed) and packed == engine.vote(8 * other, *windows, 1.0)
+    begun = [tuple(tokens[:16]) for tokens in sequences]
+    assert len(set(begun[:4])) == len(set(begun[4:])) == 1 < len({tuple(tokens) for tokens in sequences[:4]})
+    assert all(tokens.size == 22 and own.sum() == own[16:].sum() == 6 for tokens, own in zip(sequences, written))
+
+
+def test_a_text_votes_up_to_the_token_with_which_it_ends():
+    reader = objective.Reader(data_files.Decoding([b"x", b"a", b"ba", b"bab"]), [], [], "ab", 0)
+    for tokens, known, voting in ([0, 1, 2, 0], [0], [0, 1, 2]), ([0, 2, 3, 0], [0, 2], [0, 2, 3]), \
+            ([3, 0], [3], [3]), ([0, 2], [0, 2], [0, 2]):
+        tokens = np.array(tokens, np.int32)
+        assert objective._ended(reader, tokens)[0].tolist() == known
+        assert objective._ended(reader, tokens, True)[0].tolist() == voting
+
+
+def test_draws_without_chance_teach_nothing(judged):
+    with refused("TEMPERATURE = 0: must be from 0.083 to 11: equal texts teach nothing; MEASURE_TEMPERATURE = 0",
+                 objective.ObjectiveError):
+        judged(LETTERS + "TEMPERATURE = 0\n")
+    own = judged(LETTERS + "TEMPERATURE, MEASURE_TEMPERATURE = 0.5, 0\n")
+    assert (own.settings.temp, own.measuring.temp) == (0.5, 0)
 
 
 def test_equal_rewards_are_no_votes(judged):
@@ -160,7 +191,7 @@ def test_functions_of_which_nobody_knows_whether_they_judge_are_one_line(judged,
 
 
 def test_a_text_that_no_function_judges_has_no_reward_no_vote_and_no_part_in_the_figures(judged):
-    cfg = CFG.changed(TEXT_SHARE=0.0, OBJECTIVE_PROMPTS=1)
+    cfg = CFG.changed(TEXT_SHARE=0.0)
     own = judged("""
 TOKENS, WEIGHTS = 6, {"long": 2.0, "short": 1.0}
 def long(completions):
@@ -284,7 +315,7 @@ def reward(completions):
 
 GAME = """
 DATA = [{"prompt": "ab", "secret": "x"}, {"prompt": "abcd", "secret": "y"}]
-HELD_OUT, TOKENS, TURNS, TEMPERATURE = DATA, 2, 3, 0
+HELD_OUT, TOKENS, TURNS, MEASURE_TEMPERATURE = DATA, 2, 3, 0
 def reply(prompts, texts, secret, **columns):
     return [f"<{hidden}{len(prompt + text)}>" for prompt, text, hidden in zip(prompts, texts, secret)]
 def reward(prompts, completions):
@@ -301,20 +332,24 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
         writes.append((seeds, [bytes(text[:n].astype(np.uint8)).decode() for text, n in zip(texts, lengths)]))
     engine.write = write
     own = judged(GAME)
-    texts, rewards = own.judged(engine, objective.Prompts(*(np.concatenate([of, of]) for of in own.held)))
+    texts, earned = own.judged(engine, objective.Prompts(*(np.concatenate([of, of]) for of in own.held)))
     texts = objective.readable(own.reader, **texts)
-    assert texts["prompts"] == ["ab", "abcd"] * 2 and rewards == [1.0] * 4
+    assert texts["prompts"] == ["ab", "abcd"] * 2 and earned == [1.0] * 4
     letter = "AB"
     later = [objective.hash32(np.arange(4, dtype=np.uint32), np.full(4, turn, np.uint32)) % 2 for turn in (1, 2)]
     assert texts["completions"][1] == f"BB<y6>{letter[later[0][1]]}C<y12>{letter[later[1][1]]}D"
     assert writes[2][1][0] == "abAB<x4>" + letter[later[0][0]] + "C<x10>"
     writes.clear()
-    assert rewards_of(own, engine).all()
-    assert len(writes) == 2 * 3
-    for seeds, prompts in writes:
-        equal(seeds[::2], seeds[1::2])
-        assert prompts[::2] == prompts[1::2]
-    assert len({int(seeds[0]) for seeds, _ in writes}) == 6
+    sequences, own_tokens, earned = own.texts(engine, 0, go_on)
+    assert len(writes) == 3 and earned == [1.0] * 8
+    assert all(len(set(seeds.tolist())) == 8 for seeds, _ in writes)
+    assert len(set(writes[0][1][:4])) == len(set(writes[0][1][4:])) == 1
+    for tokens, written in zip(sequences, own_tokens):       # what the other side says has no vote
+        text, prompt = bytes(tokens.astype(np.uint8)).decode(), 2 if tokens[2] in (65, 66) and tokens[3] == 66 else 4
+        said = "".join(letter for letter, here in zip(text, written) if here)
+        assert re.fullmatch("[AB]B[AB]C[AB]D", said) and not written[:prompt].any()
+        assert text == f"{text[:prompt]}{said[:2]}<{text[prompt + 3]}{prompt + 2}>{said[2:4]}" + \
+            f"<{text[prompt + 3]}{prompt + 8 + len(str(prompt + 2)) - 1}>{said[4:]}"
 
 
 def test_a_dialogue_ends_where_the_other_side_replies_none(judged):
@@ -358,14 +393,15 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     (LETTERS + "DATA = [{'prompt': '\\ud83d'}]\n", "row 1 of DATA is .*ud83d"),
     (LETTERS + "HELD_OUT = []\n", "HELD_OUT is to be a list of dicts"),
     (LETTERS + "DATA = 'nowhere.jsonl'\n", "nowhere.jsonl: No such file"),
-    (LETTERS + "DATA = [{'prompt': 'x' * 5000}]\n", "has 5000 tokens, with TOKENS = 6 more than 4096"),
+    (LETTERS + "DATA = [{'prompt': 'x' * 5000}]\n", "has 5000 tokens, with TOKENS = 6 more than 1024"),
     ("def reward(completions):\n    return [float('nan')] * len(completions)\n", "returned nan for"),
     (LETTERS + "DATA = [{'prompt': [{'role': 'user', 'content': 'x'}]}]\n", r"not empty as .* \(join the messages"),
     ("def reward(completions, log_extra):\n    log_extra('n', [1])\n    return [1]\n",
-     r"log_extra\('n'\) got 1 values for 6 completions"),
+     r"log_extra\('n'\) got 1 values for 8 completions"),
     ("def reward(completions):\n    return 3\n", "returned '3', which is no list of numbers"),
-    ("def reward(completions):\n    return '5' * len(completions)\n", "returned '555555', which is no list of numbers"),
-    ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
+    ("def reward(completions):\n    return '5' * len(completions)\n",
+     "returned '55555555', which is no list of numbers"),
+    ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 8 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
     ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
      "WEIGHTS = [1, 1]\n", "own.py: b raised ValueError: no, for the prompt"),
@@ -374,8 +410,8 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
     (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
     (GAME + "def reply(texts):\n    return 'a'\n", "reply returned 'a', which is no list of texts"),
-    (GAME + "def reply(texts):\n    return texts[:1]\n", "reply returned 1 texts for 6 completions"),
-    (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n", "tokens, with TOKENS = 6 more than 4096"),
+    (GAME + "def reply(texts):\n    return texts[:1]\n", "reply returned 1 texts for 8 completions"),
+    (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n", "tokens, with TOKENS = 6 more than 1024"),
     ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s: give it longer"),
 ])
 def test_what_a_file_does_wrong_is_one_line(judged, text, words):
@@ -450,10 +486,10 @@ def test_answers_about_a_chunk_that_was_given_up_are_not_taken_for_another(judge
         raise ConnectionError
 
     own, engine = judged(LETTERS), new_engine()
-    want = rewards_of(own, engine, 4, 4)
+    want = rewards_of(own, engine, 8)
     with pytest.raises(ConnectionError):             # the coordinator, while the texts are judged
-        own.rewards(engine, 0, 4, gone)
-    equal(rewards_of(own, engine, 4, 4), want)
+        own.texts(engine, 0, gone)
+    equal(rewards_of(own, engine, 8), want)
     assert want.any()
 
 
@@ -515,7 +551,7 @@ class Scripted(FakeObjective):
         return f"a prompt >>> a text (reward {self.reward(engine):.4f})"
 
 
-FAKE = changed(OBJECTIVE="x", SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=2)
+FAKE = changed(**REWARDED, SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=2)
 REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
 
 
@@ -660,7 +696,7 @@ def run(place, here):
 def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     old = tmp_path / "ckpt" / "history.egg"
     before = old.read_bytes()
-    small = "-D CHUNK_SIZE=16 -D POPULATION_SIZE=32 -D VALIDATE_EVERY=1 -D TEXT_SHARE=0.35"
+    small = "-D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32 -D VALIDATE_EVERY=1 -D TEXT_SHARE=0.35"
     said = run(f"train --objective own.py --load-dir ckpt --save-dir new --steps 3 {small}")
     assert "new begins with the model of ckpt, step 1" in said and "before, " in said and "on held-out prompts" in said
     assert old.read_bytes() == before
@@ -687,7 +723,7 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
 
 def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_validations(run, tmp_path):
     (tmp_path / "val.bin").unlink()
-    small = "-D CHUNK_SIZE=16 -D POPULATION_SIZE=32 --objective own.py --load-dir ckpt"
+    small = "-D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32 --objective own.py --load-dir ckpt"
     said = run(f"train {small} -D VALIDATE_EVERY=1 --save-dir a --steps 3")
     assert "reward at step 2: " in said and "val.bin is missing: no validation" in said
     (tmp_path / "own.py").write_text("TOKENS = 6\ndef reward(completions, trainer_state):\n    done = "
@@ -703,7 +739,7 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
         return {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
 
     before = kept()
-    small = "--objective own.py --load-dir ckpt -D CHUNK_SIZE=16 -D POPULATION_SIZE=32"
+    small = "--objective own.py --load-dir ckpt -D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32"
     said = run(f"train {small} --steps 2")
     assert "egg: ckpt-2 begins with the model of ckpt, step 1; ckpt stays as it is\n" in said
     assert "kept in ckpt-2\n" in said and "--save-dir ckpt-2 --objective own.py" in said

@@ -6,7 +6,7 @@ import pytest
 
 from activations_compared import random_configuration, votes_of_windows
 from engine import cpu_engine
-from model import fitness_digits, parameters, rewards, seeds
+from model import fitness_digits, parameters, rewards, seeds, soft_targets
 from readings import equal
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
@@ -69,35 +69,45 @@ def test_texts_of_a_prompt_have_its_number_and_draws_of_their_own():
     assert draws.tolist() == [int(seeds.hash32((1 << 32) - 3 + g & 0xFFFFFFFF, 1 << 29)) for g in range(8, 16)]
 
 
-@pytest.mark.parametrize("seed", [1000, 1001, 1002, 1005, 1007])
-def test_votes_of_texts_are_those_of_the_plain_reading(seed):
+def some_texts(seed):
+    """(Config, training tokens, arguments of an engine's `vote`): texts and advantages drawn by a seed."""
     cfg, data = random_configuration(seed)
     rng, n = np.random.default_rng(seed), cfg.CHUNK_SIZE // cfg.GROUP_SIZE
     texts = [rng.integers(0, cfg.VOCAB_SIZE, rng.integers(3, 15)) for _ in range(n)]
     own = [rng.random(len(text)) < 0.7 for text in texts]
     own[0][-1] = True
-    advantages = rng.integers(-7, 8, n)
+    advantages = rng.integers(-7, 8, n).astype(np.int8)
     advantages[0] = rng.choice([-7, -2, 3])
-    windows, weights, counted = rewards.windows(texts, own, advantages.astype(np.int8))
+    windows, weights, counted = rewards.windows(texts, own, advantages)
     assert len(windows) == np.count_nonzero(advantages) and windows.shape[1] % 8 == 1
-    engine, temperature = cpu_engine.CpuEngine(cfg, data, threads=1), float(rng.choice([0.25, 1.0, 1.5]))
-    packed = engine.vote(n, windows, weights, counted, temperature)
+    return cfg, data, (n, windows, weights, counted, float(rng.choice([0.25, 1.0, 1.5])))
+
+
+@pytest.mark.parametrize("seed", [1000, 1001, 1002, 1005, 1007])
+def test_votes_of_texts_are_those_of_the_plain_reading(seed):
+    cfg, data, (first, windows, weights, counted, temperature) = some_texts(seed)
+    engine = cpu_engine.CpuEngine(cfg, data, threads=1)
+    got = fitness_digits.unpack_ternary(engine.vote(first, windows, weights, counted, temperature), cfg.CHUNK_DIGITS)
     reading = rewards.reading(cfg, counted.shape[1], temperature)
-    state = parameters.initial_state(cfg)
-    want, _ = votes_of_windows(reading, state, windows, n, weights, counted.astype(int))
-    got = fitness_digits.unpack_ternary(packed, cfg.CHUNK_DIGITS)
+    want, _ = votes_of_windows(reading, parameters.initial_state(cfg), windows, first, weights, counted.astype(int))
     equal(got, want)
     assert len(np.unique(got)) == 3
-    if len(windows) > 1:                                     # one text more does not change where others lie
-        again = engine.vote(n, windows[:1], weights[:1], counted[:1], temperature)
-        assert again != packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(1000, 1008))
+def test_votes_of_texts_on_the_gpu(seed):
+    from engine import cuda_engine
+    cfg, data, arguments = some_texts(seed)
+    gpu, cpu = cuda_engine.CudaEngine(cfg, data), cpu_engine.CpuEngine(cfg, data, threads=1)
+    for _ in range(2):                                       # launches, then a graph of them
+        assert gpu.vote(*arguments) == cpu.vote(*arguments)
+        assert gpu.evaluate(0, cfg.CHUNK_SIZE) == cpu.evaluate(0, cfg.CHUNK_SIZE)
 
 
 def test_text_is_a_window_of_full_weight():
     cfg, data = random_configuration(1002)
-    cfg = cfg.changed(STATE_TOKENS=0, SOFT_TARGETS=(), LOSS="exact", USE_SAME_DATA=0) if cfg.MODEL == "gru" else cfg.changed(
-        SOFT_TARGETS=(), LOSS="exact", USE_SAME_DATA=0)
-    from model import soft_targets
+    cfg = rewards.reading(cfg, cfg.SEQ_LEN, 1.0)
     n = cfg.CHUNK_SIZE // cfg.GROUP_SIZE
     engine = cpu_engine.CpuEngine(cfg, data, threads=1)
     windows = soft_targets.windows(cfg, data, None, 0, engine.seed, 0, n)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import types
-from collections import namedtuple
+from collections import deque, namedtuple
 from numbers import Real
 
 import numpy as np
@@ -36,7 +36,8 @@ from model.seeds import hash32
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # of the unperturbed model, which are measured
-SEEN_PROMPTS = 32            # after which `egg.py eval` lets it write as many
+SEEN_PROMPTS = 32            # after which `egg.py eval` lets it write OBJECTIVE_TEXTS
+CHUNKS_SHOWN = 8             # of which a measurement shows what they have learnt from
 END_SECONDS = 1.0            # for a process that judges to end its own ones
 LONGEST = 1024               # tokens of a prompt and all that follows
 MOST_TURNS = 64
@@ -399,7 +400,6 @@ class Objective:
     """The file of --objective at a worker. decoding: data_files.Decoding; tokens: the training data, held_out: tokens
     of VAL_FILE or None. Raises ObjectiveError."""
 
-    learnt = None              # of the last chunk: arguments of `readable`, rewards, texts a prompt
     seconds = waited = 0.0     # that chunks have taken, and of these the wait for the judge
 
     def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None, max_steps=None):
@@ -436,6 +436,7 @@ class Objective:
         judge = functools.partial(Judge, path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS, self.reader)
         self.judge = judge()
         self.other = judge("reply") if self.turns > 1 else None
+        self.learnt = deque(maxlen=CHUNKS_SHOWN)                 # (arguments of `readable`, rewards) of the last chunks
 
     def _encoded(self, text, before=0):
         """int32: the tokens of a prompt, or of its part behind `before` tokens. Raises ObjectiveError for one that is
@@ -522,7 +523,7 @@ class Objective:
             sequences, own = sequences + begun, own + written
             check()
         last = self.judge.finish()
-        self.learnt = arguments, last, cfg.OBJECTIVE_TEXTS
+        self.learnt.append((arguments, last))
         return sequences, own, earned + last
 
     def chunk(self, engine, first, check):
@@ -557,8 +558,9 @@ class Objective:
         prompts, completions = texts["prompts"], texts["completions"]
         numbers = statistics(completions, rewards)
         if self.learnt:
-            written, earned, each = self.learnt
-            learnt = statistics(readable(self.reader, **written)["completions"], earned, each)
+            written = [text for part, _ in self.learnt for text in readable(self.reader, **part)["completions"]]
+            earned = [reward for _, part in self.learnt for reward in part]
+            learnt = statistics(written, earned, self.cfg.OBJECTIVE_TEXTS)
             numbers.update((f"seen_{name}", number) for name, number in learnt.items())
         if self.seconds:
             numbers.update(judged=self.texts_a_step * max(engine.step - 1, 0), waiting=self.waited / self.seconds,
@@ -577,9 +579,9 @@ class Objective:
 
     def measure_seen(self, engine):
         """Lets `measured` tell also of what the model writes to learn from, after prompts that are not held out."""
-        count, each = len(self.rows) or len(self.tokens) - PROMPT_TOKENS, HELD_OUT_TEXTS // SEEN_PROMPTS
+        count, each = len(self.rows) or len(self.tokens) - PROMPT_TOKENS, self.cfg.OBJECTIVE_TEXTS
         numbers = np.arange(SEEN_PROMPTS).repeat(each) * count // SEEN_PROMPTS
-        self.learnt = *self.judged(engine, self.prompts(numbers), self.settings), each
+        self.learnt.append(self.judged(engine, self.prompts(numbers), self.settings))
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""

@@ -1,6 +1,7 @@
 """`python egg.py prepare`: makes the data files from texts. model.data_files reads them (SPEC 10)."""
 
 import contextlib
+import glob
 import hashlib
 import itertools
 import os
@@ -24,9 +25,9 @@ ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the toke
 
 def prepare(texts, vocab_size, val=None, out=".", say=print):
     """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
-    texts: paths, read as bytes one after the other, .zst files unpacked; val: path of the held-out text, None: see
-    `split`. The BPE learns from the training part alone. `say` takes progress lines. Returns the number of tokens in
-    the vocabulary. Raises DataError and then leaves old files."""
+    texts: paths of files and directories, read one after the other, see data_files.read_text; val: path of the held-out
+    text, None: see `split`. The BPE learns from the training part alone. `say` takes progress lines. Returns the number
+    of tokens in the vocabulary. Raises DataError and then leaves old files."""
     text = _text(texts, "prepare")
     train, held_out = ([text], [_text([val], "hold out")]) if val else split(text)
     if not any(train) or not any(held_out):
@@ -56,8 +57,13 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
 
 
 def _text(paths, purpose):
-    """bytes of files, one after the other. Raises DataError where there are none."""
-    if text := b"".join(map(read_text, paths)):
+    """bytes of files, one after the other, of a directory all that are not hidden. Raises DataError where there are
+    none."""
+    files = []
+    for path in paths:
+        files += sorted(file for file in glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)
+                        if os.path.isfile(file)) if os.path.isdir(path) else [path]
+    if text := b"".join(map(read_text, files)):
         return text
     raise DataError(f"{', '.join(paths)}: no text there, nothing to {purpose}")
 
@@ -120,6 +126,17 @@ def _blocks(parts):
             at = after
 
 
+def _told(parts, what, say):
+    """The same; `say` takes a line every two seconds."""
+    total, done, due = sum(map(len, parts)), 0, time.monotonic() + 2
+    for block in _blocks(parts):
+        yield block
+        done += len(block)
+        if time.monotonic() > due:
+            due = time.monotonic() + 2
+            say(f"{what} {done:,} of {total:,} bytes ({done / total:.0%})")
+
+
 def _train_bpe(parts, vocab_size, say):
     """(tokenizer, [bytes of token 0, 1, ...]): a byte-level BPE over `parts`. Tokens 0 to 255 are the single bytes."""
     try:
@@ -133,7 +150,7 @@ def _train_bpe(parts, vocab_size, say):
                                              initial_alphabet=[chr(b) for b in range(256)])
     say(f"BPE: learning {vocab_size:,} tokens ...")
     started = time.monotonic()
-    bpe.train_from_iterator(_blocks(parts), trainer)
+    bpe.train_from_iterator(_told(parts, "BPE: read", say), trainer)
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     say(f"BPE: {len(vocabulary):,} tokens in {time.monotonic() - started:.1f} s")
     if missing := vocab_size - len(vocabulary):
@@ -143,15 +160,7 @@ def _train_bpe(parts, vocab_size, say):
 
 def _encode(bpe, parts, name, say):
     """[little-endian uint32 bytes]: the tokens of `parts`, encoded on all cores."""
-    total = sum(map(len, parts))
-    done = 0
-    out = []
-    reported = time.monotonic()
-    blocks = _blocks(parts)
+    out, blocks = [], _told(parts, f"{name}: encoded", say)
     while group := list(itertools.islice(blocks, 32)):
         out.extend(np.array(e.ids, "<u4").tobytes() for e in bpe.encode_batch_fast(group, add_special_tokens=False))
-        done += sum(map(len, group))
-        if time.monotonic() - reported > 2:
-            reported = time.monotonic()
-            say(f"{name}: encoded {done:,} of {total:,} bytes ({done / total:.0%})")
     return out

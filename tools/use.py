@@ -272,7 +272,8 @@ def evaluate_objective(cfg, engine, path, console):
     with train.opened_objective(cfg, path, train.open_data(cfg, console)) as judge:
         judge.measure_seen(engine)
         count, mean, shown = judge.measured(engine)
-        console.line(f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}\n{shown['news']}")
+        text = f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}\n{shown['news']}"
+        console.line(text.strip())
         for text in shown["completions"]:
             console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
 
