@@ -750,10 +750,10 @@ class Kernels:
     """The kernels of the recurrent model, for every width: `noisy`, those of pairs; `clean`, those of windows without
     noise; `matrices`, the words at which packed matrices begin."""
 
-    def __init__(self, cfg, packing, gpu, silent):
+    def __init__(self, cfg, packing, gpu):
         self.cfg = cfg
         self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
-        nz, self.shapes = build_noise(cfg, silent or cfg.PERTURB == "activations"), _shapes(cfg, gpu)
+        nz, self.shapes = build_noise(cfg, cfg.PERTURB == "activations"), _shapes(cfg, gpu)
         shape, self.state_rows, self.resident = _recurrence(cfg, gpu)
         self.table_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]

@@ -808,8 +808,8 @@ class Kernels:
     """The kernels of a configuration: `noisy` of members, `clean` of windows without noise. `matrices`: the words at
     which their packed matrices begin."""
 
-    def __init__(self, cfg, packing, gpu, silent):
-        self.cfg, nz = cfg, build_noise(cfg, silent or cfg.PERTURB == "activations")
+    def __init__(self, cfg, packing, gpu):
+        self.cfg, nz = cfg, build_noise(cfg, cfg.PERTURB == "activations")
         self.embed = _embed_kernel(cfg, nz, gpu)
         norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
         self.norms = {streams: norm_of(streams if cfg.PERTURB == "weights" else 0) for streams in (1, 3)}
