@@ -177,8 +177,12 @@ def write_tensors(path, arrays, metadata):
     """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError, UseError."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     data = library().numpy.save(arrays, metadata)
+    # the library writes the metadata in an order of chance: the same state shall be the same bytes
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)
     with history.replacing(*os.path.split(os.path.abspath(path))) as file:
-        file.write(data)
+        file.writelines((len(header).to_bytes(8, "little"), header, memoryview(data)[end:]))
 
 
 def open_tensors(path):
