@@ -311,8 +311,8 @@ def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
 
 
 def _unit_noise_functions(cfg, gpu):
-    """Device functions: what makes the noise on activations of a member, and disturb, which adds it to four accumulators
-    of a row."""
+    """Device functions: what makes the noise on activations of a member, and disturb, which adds it to four
+    accumulators of a row."""
     H = cfg.HIDDEN_DIM
     SHIFT = cfg.SHIFT_MLP_UP
     LENGTH = padded_length(cfg)
