@@ -259,7 +259,7 @@ PRESETS["best-bytes"] = {
 # of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
     PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
-    ADAPTIVE_NOISE_MODE=0, NTT_MODE=0, SEEN_VOTES=1, SIGMA_SCHEDULE=(), ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5,
+    ADAPTIVE_NOISE_MODE=0, SEEN_VOTES=1, SIGMA_SCHEDULE=(), ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5,
     ADAM_WEIGHT_DECAY=0.0002, LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20,
     SAMPLE_EVERY=20)
 # ... and where the file has DATA, so that there is something right: language matters less
