@@ -410,8 +410,17 @@ def did_you_mean(word, words, otherwise=""):
     return f"; did you mean {near[0]}?" if near else otherwise
 
 
+# {a name of nanoGPT and others, also of an option: what it is here}
+ELSEWHERE = {
+    "LEARNING_RATE": "-D LR_SCHEDULE=0:RATE", "LR": "-D LR_SCHEDULE=0:RATE", "BLOCK_SIZE": "-D SEQ_LEN=N",
+    "N_EMBD": "-D HIDDEN_DIM=N", "N_HEAD": "-D HEAD_DIM=N, the width of a head", "N_LAYER": "-D N_LAYERS=N",
+    "BATCH_SIZE": "-D POPULATION_SIZE=N", "DROPOUT": "nothing, as there is none", "TOP_K": "--min-p P",
+    "MAX_ITERS": "--steps N", "OUT_DIR": "--save-dir DIR", "SEED": "-D ISLAND_SEED=N"}
+
+
 def _no_such(name, names):
-    return "no such constant in egg_config.py" + did_you_mean(name.upper(), names)
+    here = f": here that is {ELSEWHERE[name.upper()]}" if name.upper() in ELSEWHERE else ""
+    return "no such constant in egg_config.py" + (here or did_you_mean(name.upper(), names))
 
 
 CONSTANTS = _constants()

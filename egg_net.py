@@ -408,7 +408,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 if connected:
                     return worker.chunks
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
-            problem = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
+            problem = ("the coordinator is gone" if connected else
+                       f"no coordinator at {host}:{port} yet" if error.errno else f"{host}:{port}: {error}")
         if worker.answers > answers:
             pause = BACK_OFF[0]
             logged.clear()
@@ -853,7 +854,7 @@ def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, l
     """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json,
     tensorboard: see event_log.Events; options: of Coordinator. Raises EggError."""
     with (contextlib.closing(history.open_run(cfg, save_dir, load_dir)) as run,
-          event_log.Events(cfg, run, run.directory or ".", console, log_json, tensorboard) as events,
+          event_log.Events(cfg, run, run.directory, console, log_json, tensorboard) as events,
           contextlib.closing(Coordinator(cfg, run, host, port, console=console, events=events, **options)) as opened):
         yield opened
 

@@ -29,7 +29,7 @@ class WatchError(EggError):
 
 class Events(contextlib.AbstractContextManager):
     """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
-    kind) and the fields of that kind; line: for the console, or None. directory: of coordinator.log; log_json: a file,
+    kind) and the fields of that kind; line: for the console, or None. directory: of coordinator.log, log_json: a file,
     tensorboard: a directory, or None. As a context manager it logs the error that ends the block. Raises WatchError for
     a file that cannot be written or a library that is missing."""
 
@@ -43,7 +43,8 @@ class Events(contextlib.AbstractContextManager):
         advice = "give a --save-dir that can be written"
         self.files = []
         try:
-            self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))
+            if directory:
+                self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))
             if run.directory:
                 self.files.append(JsonLog(os.path.join(run.directory, EVENTS), advice, warn))
             if log_json is not None:

@@ -90,8 +90,10 @@ def _size(path):
     with explained(DataError, path):
         if os.path.isfile(path):
             return os.path.getsize(path)
-    raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}: start in its directory, "
-                    "or make it with `python egg.py prepare TEXT`")
+    where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+    raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}{where}: start in its directory, "
+                    "name it with -D INPUT_FILE=..., -D VAL_FILE=... or -D DECODING_FILE=..., or make it with "
+                    "`python egg.py prepare TEXT`")
 
 
 def _fits_tokens(data):
@@ -302,6 +304,9 @@ def open_validation(cfg, decoding, warn=warn):
     if not os.path.exists(cfg.VAL_FILE):
         warn(f"{cfg.VAL_FILE} is missing: no validation")
         return None
+    if os.path.exists(cfg.INPUT_FILE) and os.path.samefile(cfg.INPUT_FILE, cfg.VAL_FILE):
+        raise DataError(f"{cfg.VAL_FILE} is both INPUT_FILE and VAL_FILE: give a file of held-out data with "
+                        "-D VAL_FILE=..., or -D VALIDATE_EVERY=0")
     return held_out(cfg, open_tokens(cfg, cfg.VAL_FILE), cfg.VAL_FILE, decoding, cfg.VALIDATE_TOKENS)
 
 
