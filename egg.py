@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import shlex
 import shutil
 import sys
 
@@ -630,10 +631,10 @@ def invite_to_continue(directory, console):
 class Version(argparse.Action):
     def __call__(self, parser, *_):
         import subprocess
-        git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
-        with contextlib.suppress(OSError):
-            done = subprocess.run(git, capture_output=True, text=True)
-        parser.exit(0, f"egg, commit {done.stdout.strip() or 'unknown'}, Python {sys.version.split()[0]}\n")
+        git = f"git -C {shlex.quote(ROOT)} describe --always --dirty --abbrev=12"
+        done = subprocess.run(git, shell=True, capture_output=True, text=True)               # git may be missing
+        print(f"egg, commit {done.stdout.strip() or 'unknown'}, Python {sys.version.split()[0]}")
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):

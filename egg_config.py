@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import textwrap
 import types
@@ -511,6 +512,8 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     if preset and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
     sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
+    for name in sources.keys() - CONSTANTS.keys():
+        raise ConfigError(f"{line_of(__file__, name)}{name}: {_no_such(name, CONSTANTS)}")
     if objective:
         source, digest, begins = objective
         values = {**(OBJECTIVE_SETTINGS if begins else {}), "OBJECTIVE": digest}
@@ -691,6 +694,13 @@ def _parse(name, text, source):
     except ValueError:
         wanted = KINDS.get(constant.kind) or "step:{0},step:{0},...".format(constant.limits.partition("s ")[0])
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
+
+
+def line_of(path, word):
+    """NAME:LINE: of the first line of a file that has a word, for a message about it."""
+    with open(path, encoding="utf-8") as file:
+        number = next((number for number, line in enumerate(file, 1) if re.search(rf"\b{word}\b", line)), 1)
+    return f"{os.path.basename(path)}:{number}: "
 
 
 for _preset in *PRESETS.values(), OBJECTIVE_SETTINGS:
