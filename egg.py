@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import os
 import shlex
-import shutil
 import sys
 
 try:
@@ -44,6 +43,7 @@ use a run:
   python egg.py generate --prompt 'The king said'     let the newest saved run write
   python egg.py eval --load-dir ckpt                  measure it on held-out text
   python egg.py plot ckpt                             draw its curves
+  python egg.py runs                                  compare the runs here
 a Python function judges what the models write (docs/OBJECTIVES.md):
   python egg.py train --objective examples/words.py --load-dir ckpt --save-dir ckpt-words
 your own text, your own configuration:
@@ -224,8 +224,8 @@ def begun(cfg, args):
             args.load_dir = None
         yield
     except Exception:
-        if new and history.holds_run(args.save_dir) and history.is_blank(args.save_dir, begun=True):
-            shutil.rmtree(args.save_dir)
+        if new:
+            history.discard(args.save_dir)
         raise
 
 

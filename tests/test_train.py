@@ -19,7 +19,7 @@ import egg
 import egg_config
 from egg_config import make
 from cluster.console import Console, stop_signals
-from cluster.history import configuration, newest, open_run, read_run
+from cluster.history import configuration, discard, newest, open_run, read_run
 from cluster.snapshots import state_hash
 from engine import hardware
 from tools import train, use
@@ -150,7 +150,13 @@ def test_what_cannot_begin_leaves_no_directory(bytes_here, monkeypatch, load_dir
     monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("too little memory")))
     ends("too little memory", "train", *bytes_here)
     assert sorted(path.name for path in pathlib.Path().iterdir() if path.is_dir()) == ["ckpt", "my data"]
+    with closing(open_run(CFG, "new")):                          # of a process that was quicker, and has it in use
+        discard("new")
+        assert os.path.exists("new/history.egg")
+    discard("new")
+    discard("ckpt")
     fails(run("train --save-dir ckpt", *bytes_here), 1, "too little memory")
+    assert not os.path.exists("new")
     assert configuration("ckpt")
 
 
