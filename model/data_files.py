@@ -62,10 +62,11 @@ def open_tokens(cfg, path):
         _need_bytes(tokens, path, "name files of bytes with -D INPUT_FILE=... -D VAL_FILE=..., or begin a run with "
                     "DETOKENIZE=1, which reads the bytes of tokens")
     elif size % 4 or not _fits_tokens(tokens) or _signature(tokens):
-        kind = _format(tokens)
-        raise DataError(f"{path} {f'holds {kind}' if kind else 'is damaged or plain bytes'}, not uint32 tokens: " +
-                        ADVICE.get(kind, "make tokens of a text with `python egg.py prepare TEXT`, or read its bytes "
-                                   "with --preset laptop-bytes -D DETOKENIZE=0"))
+        prepare = "make tokens of a text with `python egg.py prepare TEXT`"
+        if (kind := _format(tokens)) not in (None, TOKENS):
+            raise DataError(f"{path} holds {kind}, not uint32 tokens: {ADVICE.get(kind, prepare)}")
+        raise DataError(f"{path} is damaged or plain bytes, not uint32 tokens: {prepare}, or read its bytes with "
+                        "--preset laptop-bytes -D DETOKENIZE=0")
     else:
         tokens = tokens.view("<u4")
     if cfg.DETOKENIZE:
