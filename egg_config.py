@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import textwrap
 import types
@@ -414,8 +415,17 @@ def did_you_mean(word, words, otherwise=""):
     return f"; did you mean {near[0]}?" if near else otherwise
 
 
+# {a name of nanoGPT and others, also of an option: what it is here}
+ELSEWHERE = {
+    "LEARNING_RATE": "-D LR_SCHEDULE=0:RATE", "LR": "-D LR_SCHEDULE=0:RATE", "BLOCK_SIZE": "-D SEQ_LEN=N",
+    "N_EMBD": "-D HIDDEN_DIM=N", "N_HEAD": "-D HEAD_DIM=N, the width of a head", "N_LAYER": "-D N_LAYERS=N",
+    "BATCH_SIZE": "-D POPULATION_SIZE=N", "DROPOUT": "nothing, as there is none", "TOP_K": "--min-p P",
+    "MAX_ITERS": "--steps N", "OUT_DIR": "--save-dir DIR", "SEED": "-D ISLAND_SEED=N"}
+
+
 def _no_such(name, names):
-    return "no such constant in egg_config.py" + did_you_mean(name.upper(), names)
+    here = f": here that is {ELSEWHERE[name.upper()]}" if name.upper() in ELSEWHERE else ""
+    return "no such constant in egg_config.py" + (here or did_you_mean(name.upper(), names))
 
 
 CONSTANTS = _constants()
@@ -507,6 +517,8 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     if preset and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
     sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
+    for name in sources.keys() - CONSTANTS.keys():
+        raise ConfigError(f"{line_of(__file__, name)}{name}: {_no_such(name, CONSTANTS)}")
     if objective:
         source, digest, settings = objective
         values = {**settings, "OBJECTIVE": digest}
@@ -694,6 +706,13 @@ def _parse(name, text, source):
     except ValueError:
         wanted = KINDS.get(constant.kind) or "step:{0},step:{0},...".format(constant.limits.partition("s ")[0])
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
+
+
+def line_of(path, word):
+    """NAME:LINE: of the first line of a file that has a word, for a message about it."""
+    with open(path, encoding="utf-8") as file:
+        number = next((number for number, line in enumerate(file, 1) if re.search(rf"\b{word}\b", line)), 1)
+    return f"{os.path.basename(path)}:{number}: "
 
 
 for _preset in *PRESETS.values(), OBJECTIVE_SETTINGS:
