@@ -54,8 +54,6 @@ FIXED_POINT = 4                  # 0 to 15       | all     | fractional bits of 
 #                                                            `gru`
 SIGMA_SHIFT = 3                  # 0 to 15       | run     | matrix noise is shifted right by FIXED_POINT + SIGMA_SHIFT:
 #                                                            a larger value is quieter
-SIGMA_SCHEDULE = ()              # shifts 0 to 15 | run    | first step:shift, ...; SIGMA_SHIFT from that step on, so
-#                                                            that noise can begin loud and end quiet
 SIGMA_SHIFT_VECTOR = 4           # 0 to 15       | run     | right shift of the noise of biases and norm weights
 SHIFT_ATTN = 8                   # 0 to 24       | all     | (transformer) right shift of attention scores: a larger
 #                                                            value is softer
@@ -259,9 +257,8 @@ PRESETS["best-bytes"] = {
 # of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
     PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
-    ADAPTIVE_NOISE_MODE=0, NTT_MODE=0, SEEN_VOTES=1, SIGMA_SCHEDULE=(), ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5,
-    ADAM_WEIGHT_DECAY=0.0002, LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20,
-    SAMPLE_EVERY=20)
+    ADAPTIVE_NOISE_MODE=0, NTT_MODE=0, SEEN_VOTES=1, ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.0002,
+    LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
 # ... and where the file has DATA, so that there is something right: language matters less
 DATA_SETTINGS = dict(TEXT_SHARE=0.1)
 
@@ -274,7 +271,7 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
+UNSET = {"SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
          "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7,
          "NOISE_DOWN": 1,
          "CREDIT": 8, "OBJECTIVE": "",
@@ -480,22 +477,14 @@ class Config(types.SimpleNamespace):
             return 1 / ((2 ** self.ZTEST_ALPHA - 1) * step / 1000 + 1) if self.ZTEST_ALPHA > 1 else self.ZTEST_ALPHA
         return _scheduled(self.LR_SCHEDULE, step)
 
-    def sigma_shift(self, step):
-        """SIGMA_SHIFT (int) of the members of `step`."""
-        return _scheduled(self.SIGMA_SCHEDULE, step, self.SIGMA_SHIFT)
-
     def soft_context(self, step):
         """Tokens of context (int) of the soft targets of `step`, 0: none are drawn."""
         return _scheduled(self.SOFT_TARGETS, step)
 
-    def noise_shift(self, step):
-        """Right shift (int) of the matrix noise of the members of `step`."""
-        return self.FIXED_POINT + self.sigma_shift(step)
 
-
-def _scheduled(schedule, step, before=0):
-    """The value of a schedule at `step`; `before` its first entry."""
-    return [before, *(value for first, value in schedule if first <= step)][-1]
+def _scheduled(schedule, step):
+    """The value of a schedule at `step`; 0 before its first entry."""
+    return [0, *(value for first, value in schedule if first <= step)][-1]
 
 
 def overrides(preset=None, defines=(), environ=os.environ, objective=None):
@@ -528,6 +517,9 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
               **{name: _tuples(value) for name, value in dict(saved).items()}}
+    if unknown := values.keys() - CONSTANTS.keys():
+        raise ConfigError(f"{run or 'the saved run'} has {min(unknown)}, which this program does not know: use the egg "
+                          "that made it")
     sources, differ, kinds = overrides(preset, defines, environ, objective), {}, set()
     for name, (source, value) in sources.items() if run else ():
         if name == "POPULATION_SIZE":
@@ -650,8 +642,7 @@ def _derive(cfg):
     # pairs that read a window together, with the same targets: with noise on activations those of a group
     cfg.READERS = 1 if cfg.PERTURB == "weights" else cfg.GROUP_SIZE // 2
     cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that a pair reads
-    # all shifts of the noise in a run: tables and kernels are exact for each of them
-    cfg.NOISE_SHIFTS = sorted({cfg.noise_shift(step) for step in (0, *(first for first, _ in cfg.SIGMA_SCHEDULE))})
+    cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT         # right shift of the noise of matrices
     # ternary digits in which a chunk, and a step, is sent: one a pair, or with noise on activations one a weight, in
     # whole bytes, so that a step is its chunks one after the other
     H = cfg.HIDDEN_DIM

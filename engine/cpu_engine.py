@@ -105,16 +105,12 @@ class CpuEngine:
         self._stop()
         packed, corrections, columns = self._sizes
         self._model = Model(
-            **constants(self.cfg), matrix_shift=0, weights=state.weights.copy(),
+            **constants(self.cfg), weights=state.weights.copy(),
             columns=np.empty((columns, self.cfg.HIDDEN_DIM), np.int8), packed=np.zeros(packed, np.int8),
             correction=np.zeros(corrections, np.int32), overlay=state.overlay.copy(), table=self._table)
         self._moments = state.moments.copy()
-        self._begin_step(state.step, state.seed)
+        self.step, self.seed = state.step, state.seed
         self._pack()
-
-    def _begin_step(self, step, seed):
-        self.step, self.seed = step, seed
-        self._model = self._model._replace(matrix_shift=self.cfg.noise_shift(step))
 
     def _spread(self, n, cost, kernel, *arguments):
         """The results of kernel(*arguments, first, end) on a part of 0..n - 1 for each thread, in parallel unless the
@@ -241,7 +237,8 @@ class CpuEngine:
             return sum(self._update_tensor(t, votes_on(t)) for t in job)
 
         changed = sum(self._job([(job,) for job in jobs], work).finish())
-        self._begin_step(self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
+        self.seed = next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.step += 1
         return changed
 
     def _votes(self, t, seeds, signs, windows):

@@ -19,7 +19,7 @@ from model.parameters import initial_state, tensors
 from compiling import kernels_for
 from coordinators import cluster, replayed
 from fakes import any_fitness, step_alone
-from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
+from readings import BASE, SMALL, configured, equal, votes_on
 from recordings import simulated
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
@@ -30,15 +30,14 @@ TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
 
 @mark.parametrize("values", [
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
-    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), NTT_MODE=2, AUDIT_RATE=1.0),
-    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4, LOSS="exact",
+    dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4, LOSS="exact", AUDIT_RATE=1.0,
          SOFT_TARGETS=((1, 2), (4, 1))),
     dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02)),
          RARE_TOKENS=0.01),
     dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
          ADAPTIVE_NOISE_MODE=2,
          RARE_TOKENS=0.02, TOKEN_MASK=1)],
-    ids="muon-ntt3 falling-noise falling-noise-gru ntt1-sgd-rare muon-cubic-ntt2-gaussian-tails-rare".split())
+    ids="muon-ntt3 gru-soft-targets ntt1-sgd-rare muon-cubic-ntt2-gaussian-tails-rare".split())
 def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
@@ -50,7 +49,6 @@ def test_distributed_and_resumed(tmp_path, values):
         workers = [engine(), engine()]
         server = cluster(tmp_path, workers, steps, cfg, save=True)
         assert "not that of others" not in server.said
-        assert ("| Noise: 5 | Net" in server.said) == ("SIGMA_SCHEDULE" in values)
     assert {one.digest() for one in (*workers, replayed(tmp_path, engine()))} == {alone.digest()}
 
 
@@ -59,37 +57,18 @@ def test_the_schedule_is_that_of_the_specification_and_data():
     assert {step: make().learning_rate(step) for step in rates} == rates
 
 
-@mark.parametrize("rest", [dict(NTT_MODE=3), dict(MODEL="gru", HEAD_DIM=64)], ids=["transformer", "gru"])
-def test_noise_is_as_loud_as_its_schedule_says(rest):
-    """The losses of a step are those of SIGMA_SHIFT alone, and of a plain reading of the rules; what is without noise
-    does not change."""
-    cfg = BASE.changed(**rest, SIGMA_SCHEDULE=((2, 5), (4, 0)))
-    assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
-    engine, found = CpuEngine(cfg, TOKENS, threads=1), []
-    for step, shift in (3, 5), (1, 3), (9, 0):
-        state, windows = engine.state(), rules.windows(cfg, TOKENS, step, 0, 4)
-        state.step = step
-        alone = CpuEngine(BASE.changed(**rest, SIGMA_SHIFT=shift), TOKENS, threads=1)
-        for one in engine, alone:
-            one.load(state)
-        losses = engine.evaluate(0, 8).tolist()
-        assert losses == alone.evaluate(0, 8).tolist() == plain_losses(cfg, state, windows, 8)
-        assert engine.validate(windows) == alone.validate(windows)
-        found.append(losses)
-    assert found[0] not in found[1:]
-
-
 def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
-    assert "SIGMA_SCHEDULE" not in {**BASE.shared(), **BASE.saved()}
-    open_run(BASE, tmp_path).close()
-    constants, name = egg_config.CONSTANTS, "SIGMA_SCHEDULE"
-    monkeypatch.setitem(constants, name, constants[name]._replace(value=((0, 7),)))
-    falling, again = make(**SMALL), egg_config.load(environ={}, saved=history.configuration(tmp_path))
-    assert "SIGMA_SCHEDULE" in falling.shared() and again.SIGMA_SCHEDULE == ()
+    values = {**SMALL, "LOSS": "exact"}
+    open_run(cfg := make(**values), tmp_path).close()
+    assert "SOFT_TARGETS" not in {**cfg.shared(), **cfg.saved()}
+    constants, name = egg_config.CONSTANTS, "SOFT_TARGETS"
+    monkeypatch.setitem(constants, name, constants[name]._replace(value=((0, 3),)))
+    changed, again = make(**values), egg_config.load(environ={}, saved=history.configuration(tmp_path))
+    assert "SOFT_TARGETS" in changed.shared() and again.SOFT_TARGETS == ()
     open_run(again, tmp_path).close()
-    with raises(history.HistoryError, match=r"SIGMA_SCHEDULE = \[\] there, \[\[0, 7\]\] here"):
-        open_run(falling, tmp_path)
+    with raises(history.HistoryError, match=r"SOFT_TARGETS = \[\] there, \[\[0, 3\]\] here"):
+        open_run(changed, tmp_path)
 
 
 @mark.parametrize("preset", egg_config.PRESETS)
