@@ -118,8 +118,6 @@ LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))     # rates 0.0 to 1000.0 | 
 #                                                            `ztest`
 RARE_TOKENS = 0.0                # 0.0 to 1.0    | run     | tokens rarer than this share of the data learn more slowly;
 #                                                            0: all learn alike
-SEEN_VOTES = 1                   # 1 to 127      | run     | weight of a pair's vote on the embedding of a token that
-#                                                            its window holds; 1: as of all other votes
 ADAM_BETA1 = 0.9                 # 0.0 to 1.0    | run     | decay of the first moment
 ADAM_BETA2 = 0.95                # 0.0 to 1.0    | run     | decay of the second moment
 ADAM_EPS = 1e-8                  # 0.0 to 1.0    | run     | added to the root of the second moment
@@ -257,7 +255,7 @@ PRESETS["best-bytes"] = {
 # of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
     PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
-    ADAPTIVE_NOISE_MODE=0, NTT_MODE=0, SEEN_VOTES=1, ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.0002,
+    ADAPTIVE_NOISE_MODE=0, NTT_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.0002,
     LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
 # ... and where the file has DATA, so that there is something right: language matters less
 DATA_SETTINGS = dict(TEXT_SHARE=0.1)
@@ -271,10 +269,8 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
-         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7,
-         "NOISE_DOWN": 1,
-         "CREDIT": 8, "OBJECTIVE": "",
+UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1, "NOISE_GATE": 15, "NOISE_CANDIDATE": 1,
+         "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
          "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
 VERSION_OF_VOTES = 3     # of SPEC 21
 
@@ -603,8 +599,6 @@ def validate(cfg):
     need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
     need(not cfg.RARE_TOKENS or cfg.OPTIMIZER != "ztest", "RARE_TOKENS",
          "needs OPTIMIZER adamw or sgd: the z-test has no learning rate")
-    need(cfg.SEEN_VOTES == 1 or cfg.OPTIMIZER != "ztest", "SEEN_VOTES",
-         "needs OPTIMIZER adamw or sgd: the z-test is made for votes of equal weight")
     need(not cfg.SOFT_TARGETS or cfg.LOSS == "exact", "SOFT_TARGETS",
          "needs LOSS exact: the mean over 8 targets is a fraction of a logit unit")
     need(not cfg.USE_MUON or cfg.OPTIMIZER == "adamw", "USE_MUON",
@@ -619,7 +613,7 @@ def validate(cfg):
              f"must be a multiple of GROUP_SIZE * OBJECTIVE_TEXTS = {cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS} with "
              "--objective: the texts after a prompt are in one chunk")
     if cfg.PERTURB == "activations":
-        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1), ("NTT_MODE", 0):
+        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")
         need(cfg.CHUNK_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
              f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")

@@ -11,7 +11,6 @@ from model import state_digest
 from model.optimizers import MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 
 mixed, halves = cpu_rules.rule(state_digest.mixed), cpu_rules.rule(state_digest.halves)
-SEEN_ROWS = 64              # rows whose votes on seen tokens are summed at once
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
 
 
@@ -54,29 +53,6 @@ def panel_votes(c, t, seeds, x, votes, first, end):
             for j in range(noise.shape[1]):
                 noise[q, j] = vote_draw(c, u32(seeds[q] + t.seed_a), p * PANEL + j)
         add_product(x, noise, votes, p)
-
-
-@njit
-def seen_votes(c, t, seeds, signs, windows, times, votes, first, end):
-    """Adds the votes of pairs on the tokens in their windows (int32 [pairs, tokens]) `times` more times to rows
-    SEEN_ROWS * first..SEEN_ROWS * end - 1 of votes int32 [rows padded, cols padded]."""
-    cols, b = t.cols, np.empty(SEEN_ROWS, i32)
-    for row in range(SEEN_ROWS * first, min(SEEN_ROWS * end, t.rows), SEEN_ROWS):
-        n = min(SEEN_ROWS, t.rows - row)
-        sums, counted = np.zeros((cols, SEEN_ROWS), i32), np.zeros(cols, i32)
-        for q in range(seeds.size):
-            for r in range(SEEN_ROWS):
-                b[r] = vote_draw(c, u32(seeds[q] + t.seed_b), row + r) * signs[q] * times
-            for i in range(windows.shape[1]):
-                token = windows[q, i]
-                if counted[token] != q + 1:                  # once a pair
-                    counted[token] = q + 1
-                    a = vote_draw(c, u32(seeds[q] + t.seed_a), token)
-                    for r in range(SEEN_ROWS):
-                        sums[token, r] += a * b[r]
-        for r in range(n):
-            for token in range(cols):
-                votes[row + r, token] += sums[token, r]
 
 
 @njit

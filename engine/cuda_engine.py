@@ -503,12 +503,9 @@ class CudaEngine:
 
     def _launches_of_update(self):
         """[(name, launch)] of an update."""
-        cfg, votes = self.cfg, self._votes
-        launches = [("fitness", lambda: votes.packed.copy_to_device(self._given_fitness, self.stream))]
-        if cfg.SEEN_VOTES > 1 and self._tokens is not None:
-            launches.append(("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
-        launches += votes.launches(self.stream, self._job, *self._state)
-        return [*launches, ("pack", self._pack)]
+        packed = self._votes.packed
+        return [("fitness", lambda: packed.copy_to_device(self._given_fitness, self.stream)),
+                *self._votes.launches(self.stream, self._job, *self._state), ("pack", self._pack)]
 
     def _pack(self):
         self._forward.pack(self.stream, self._weights, self._packed)
@@ -691,11 +688,6 @@ class CudaEngine:
             rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
-        if cfg.SEEN_VOTES > 1:
-            optimizers.need_data(cfg, self.tokens)
-            if self._tokens is None:
-                cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
-                votes.windows.copy_to_device(cut.ravel(), self.stream)
         self._set_job()
 
     def validate(self, windows):

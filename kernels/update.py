@@ -419,45 +419,6 @@ def unpack_kernel(cfg):
     return unpack
 
 
-def seen_kernel(cfg):
-    """The kernel that adds the further votes of pairs on the tokens in their windows."""
-    T, H, V = cfg.SEQ_LEN + 1, cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
-    first, others = cfg.STATE_TOKENS, cfg.SEEN_VOTES - 1
-    noise, signs = build_noise(cfg).noise, not cfg.USE_CLT
-
-    @device
-    def vote_draw(seed, i):
-        n = noise(seed, i)
-        return int32(int32(n > 0) - int32(n < 0)) if signs else n
-
-    def seen_votes(windows: A32, tables: A2, fit: A8, seed: AU32, votes: A32):
-        """Adds the votes of a pair on the tokens in its window another SEEN_VOTES - 1 times. windows int32, flat:
-        those of all pairs; tables [tables, 3]: first of the weights, seed of the tokens' noise, of the hidden units';
-        fit int8. Grid: pairs * tables."""
-        tokens = cuda.shared.array(T, int32)
-        draws = cuda.shared.array(T, int32)                  # on another line: the simulator tells arrays apart by it
-        t, pair = cuda.threadIdx.x, int32(cuda.blockIdx.x // tables.shape[0])
-        table, vote = int32(cuda.blockIdx.x - pair * tables.shape[0]), int32(fit[FIT_PAD + pair])
-        if vote == 0:
-            return
-        own, at = uint32(seed[0] + uint32(pair)), pair * int32(first + T) + first
-        for i in range(t, T, THREADS):
-            token, again = windows[at + i], False
-            for j in range(i):
-                again |= windows[at + j] == token
-            tokens[i] = int32(-1) if again else token
-            draws[i] = vote_draw(uint32(own + uint32(tables[table, 1])), token)
-        cuda.syncthreads()
-        for r in range(t, H, THREADS):
-            b = int32(vote_draw(uint32(own + uint32(tables[table, 2])), r) * int32(vote * others))
-            for i in range(T):
-                if tokens[i] >= 0:
-                    to = tables[table, 0] + vote_index(tokens[i], r, True, V)
-                    cuda.atomic.add(votes, to, int32(draws[i] * b))
-
-    return seen_votes
-
-
 def rescale_kernel(cfg):
     """The kernel of the noise-scale overlay."""
     increase, decrease = cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC
@@ -477,22 +438,15 @@ def build(cfg, wgmma):
     own = [unpack_kernel(cfg), optimize_kernel(cfg)]
     if cfg.PERTURB == "weights":
         own += [operands_kernel(cfg), products_kernel(wgmma), vector_products, rescale_kernel(cfg)]
-    if cfg.SEEN_VOTES > 1:
-        own.append(seen_kernel(cfg))
     return own + muon.build(cfg)
-
-
-def window_bytes(cfg):
-    """Size of the windows of all pairs; of a single number where they are not needed."""
-    return 4 * cfg.N_PAIRS * (cfg.STATE_TOKENS + cfg.SEQ_LEN + 1) if cfg.SEEN_VOTES > 1 else 4
 
 
 class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
-    values of n). Set `rates`, `token_rates` (with RARE_TOKENS), `windows` (of all pairs, with SEEN_VOTES),
-    `packed` (the digits of the step), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
+    values of n). Set `rates`, `token_rates` (with RARE_TOKENS), `packed` (the digits of the step), `changed`
+    (to 0) and the seed, enqueue `launches`, read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         w = work(cfg)
@@ -510,9 +464,6 @@ class Update:
         self.rates = cuda.device_array(len(w.tensors), np.float32)
         self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
-        self.windows = cuda.device_array(window_bytes(cfg) // 4, np.int32)
-        self.seen_tables = cuda.to_device(np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg)
-                                             if t.seen_votes], np.int32))
         self.muon = muon.Direction(cfg, kernels)
         self.pairs = cfg.N_PAIRS
         self.adapt = cfg.ADAPTIVE_NOISE_MODE != 0
@@ -523,7 +474,7 @@ class Update:
         w = work(cfg)
         rows = len(w.rows) if cfg.PERTURB == "weights" else 0
         return (rows * 2 * SPLIT + sum(a.nbytes for a in w[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
-                + ternary.packed_size(cfg.STEP_DIGITS) + window_bytes(cfg) + muon.Direction.bytes_needed(cfg))
+                + ternary.packed_size(cfg.STEP_DIGITS) + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
         """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8
@@ -544,9 +495,6 @@ class Update:
                 self.votes, shared=SHARED)
             add("vector_products", blocks(len(tables.vectors) * splits, THREADS // 32), tables.vectors, self.operands,
                 fit, rows, start, splits, np.int32(self.pairs), self.votes)
-        if "seen_votes" in self.kernels:
-            add("seen_votes", self.pairs * len(self.seen_tables), self.windows, self.seen_tables, self.fit, seed,
-                self.votes)
         out += self.muon.launches(stream, self.votes, moments)
         add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.token_rates, self.votes,
             self.muon.x, weights, moments, self.touched, self.changed)

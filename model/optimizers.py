@@ -52,7 +52,7 @@ def constants(cfg, lr, t):
 
 def reads_data(cfg):
     """The constant for which an update needs the training data, or None."""
-    return "RARE_TOKENS" if cfg.RARE_TOKENS else "SEEN_VOTES" if cfg.SEEN_VOTES > 1 else None
+    return "RARE_TOKENS" if cfg.RARE_TOKENS else None
 
 
 def need_data(cfg, tokens):

@@ -96,7 +96,6 @@ class Tensor(NamedTuple):
     product: bool           # activations are multiplied by it
     hidden: bool            # a matrix from hidden units to hidden units, which Muon moves
     by_token: bool          # a table with a column for every token
-    seen_votes: bool        # SEEN_VOTES applies: not to the recurrent model's head, as every window teaches all of it
 
     @property
     def span(self):
@@ -131,7 +130,7 @@ def tensors(cfg):
                 seed_b=p.a + (cfg.HIDDEN_DIM if p.by_row else 1) + LAYER_SEED * layer,
                 overlay_a=before if p.by_row else after, overlay_b=before if matrix and not p.by_row else after,
                 lr_scale=p.lr_scale, per_layer=p.per_layer, looked_up=p.by_row or not p.multiplied, product=product,
-                hidden=product and V not in p.shape, by_token=V in p.shape, seen_votes=p.name == "embedding"))
+                hidden=product and V not in p.shape, by_token=V in p.shape))
             weights += rows * cols
         overlay += layers * (first + second)
     return all_tensors

@@ -290,7 +290,7 @@ def test_load_and_pieces_of_a_chunk():
 @mark.parametrize("on_device", [True, False])
 @mark.parametrize("constants", [
     dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256),
-    dict(LOSS="exact", VOCAB_SIZE=256, SOFT_TARGETS=((0, 1), (1, 2), (2, 0)), SEEN_VOTES=2)], ids=str)
+    dict(LOSS="exact", VOCAB_SIZE=256, SOFT_TARGETS=((0, 1), (1, 2), (2, 0)))], ids=str)
 def test_evaluations_begun_ahead(constants, on_device):
     """Right and wrong expectations, of evaluations and updates, tokens on the device and on the host: the same losses,
     changes and states as without, in three steps."""
@@ -354,11 +354,11 @@ EXTREMES = (
 SWITCHES = (
     dict(USE_MUON=1, RARE_TOKENS=0.005, TOKEN_MASK=1),
     dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3),
-    dict(NTT_MODE=1, SEEN_VOTES=6), dict(SEEN_VOTES=127, USE_CLT=0, USE_SAME_DATA=1),
+    dict(NTT_MODE=1), dict(USE_CLT=0, USE_SAME_DATA=1),
     dict(NTT_MODE=2, NTT_CAUSAL=0, LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))),
     dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2),
     dict(OPTIMIZER="sgd", USE_SAME_DATA=1, RARE_TOKENS=0.005),
-    dict(SOFT_TARGETS=((0, 2), (1, 0), (2, 1)), LOSS="exact", SEEN_VOTES=5),
+    dict(SOFT_TARGETS=((0, 2), (1, 0), (2, 1)), LOSS="exact"),
     dict(SOFT_TARGETS=((1, 1),), LOSS="exact", NTT_MODE=2, DEVICE_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=2, USE_SAME_DATA=1),
 )
 # in the shape of the default configuration or in a small one

@@ -1,7 +1,6 @@
-"""Switches that change from step to step or by token: schedules, rates, initial values, seen votes."""
+"""Switches that change from step to step or by token: schedules, rates, initial values."""
 
 import functools
-import json
 
 import numpy as np
 from numpy import float32, uint32, uint8
@@ -13,14 +12,12 @@ from egg_config import make
 from cluster import history
 from cluster.history import open_run
 from engine.cpu_engine import CpuEngine
-from model import optimizers, rules
-from model.fitness_digits import pack_ternary
+from model import optimizers
 from model.parameters import initial_state, tensors
 from compiling import kernels_for
 from coordinators import cluster, replayed
 from fakes import any_fitness, step_alone
-from readings import BASE, SMALL, configured, equal, votes_on
-from recordings import simulated
+from readings import BASE, SMALL, configured, equal
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
@@ -30,7 +27,7 @@ TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
 
 @mark.parametrize("values", [
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
-    dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4, LOSS="exact", AUDIT_RATE=1.0,
+    dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, LOSS="exact", AUDIT_RATE=1.0,
          SOFT_TARGETS=((1, 2), (4, 1))),
     dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02)),
          RARE_TOKENS=0.01),
@@ -111,80 +108,10 @@ def test_rare_tokens_learn_more_slowly(rest):
         equal(got[where, 2], (without[:, 2] * scale)[where])
 
 
-@mark.parametrize("name, value", [("RARE_TOKENS", 0.01), ("SEEN_VOTES", 2)])
-def test_what_reads_the_data_needs_them(name, value):
-    engine = CpuEngine(BASE.changed(**{name: value}), threads=1)
-    with raises(ValueError, match=f"{name} needs the training data"):
+def test_what_reads_the_data_needs_them():
+    engine = CpuEngine(BASE.changed(RARE_TOKENS=0.01), threads=1)
+    with raises(ValueError, match="RARE_TOKENS needs the training data"):
         engine.update(any_fitness(BASE, 1))
-
-
-def seen_by_hand(cfg, state, t, fitness, often):
-    """int64, canonical: the votes of SPEC 9 for a table by token, in plain NumPy; those on tokens in a pair's window of
-    SEEN_TOKENS count `often` times, the others once."""
-    windows = rules.windows(cfg, SEEN_TOKENS, state.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
-    return votes_on(cfg, state, t, fitness,
-                    lambda q, a: a * np.where(np.isin(np.arange(t.cols), windows[q]), often, 1))
-
-
-SEEN_TOKENS = default_rng(5).integers(0, 40, 500).astype(uint32)
-of_every_kind = mark.parametrize("values", (
-    dict(), dict(USE_CLT=0, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, GROUP_SIZE=4),
-    dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, USE_SAME_DATA=1)), ids=("transformer", "signs", "gru"))
-
-
-@mark.parametrize("threads", (1, 2))
-@of_every_kind
-def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
-    """A step of sgd with a rate that rounds nothing, held against plain NumPy. Tokens come more than once in a window,
-    and most never come."""
-    cfg = BASE.changed(CHUNK_SIZE=64, POPULATION_SIZE=32 * 64, **values, SEEN_VOTES=5, OPTIMIZER="sgd",
-                       LR_SCHEDULE=((0, 2.0 ** -12),))
-    fitness = any_fitness(cfg, 5)
-    engine = CpuEngine(cfg, SEEN_TOKENS, threads=threads)
-    before = engine.state()
-    engine.update(fitness)
-    after = engine.state()
-    for t in [t for t in tensors(cfg) if t.by_token]:
-        votes = seen_by_hand(cfg, before, t, fitness, 5 if t.name == "embedding" else 1)
-        moved = after.weights[t.span].astype(float) - before.weights[t.span] + after.moments[t.span, 2]
-        equal(moved, votes * (2.0 ** -12 / 2 ** 5), t.name)
-        assert votes.any(), t.name
-
-
-SIMULATED_SEEN = """
-import json, sys
-import numpy as np
-from numba import cuda
-import egg_config
-from kernels import update
-from model import parameters, rules
-cfg = egg_config.make(**json.loads(sys.argv[1]))
-tokens, fitness = np.load("tokens.npy"), np.load("fitness.npy")
-fit, votes = np.pad(fitness, update.FIT_PAD), np.zeros(parameters.n_weights(cfg), np.int32)
-tables = np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg) if t.seen_votes], np.int32)
-windows = rules.windows(cfg, tokens, 3, 0, cfg.N_PAIRS).ravel()
-kernel = cuda.jit(update.seen_kernel(cfg))
-kernel[cfg.N_PAIRS * len(tables), update.THREADS](windows, tables, fit, np.array([77], np.uint32), votes)
-np.save("votes.npy", votes)
-"""
-
-
-@of_every_kind
-def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
-    """Thread by thread in Python: what the tokens of a window count more than once, in every bit."""
-    values = {**SMALL, "CHUNK_SIZE": 8, "POPULATION_SIZE": 8, **values, "SEEN_VOTES": 4}
-    cfg, fitness = make(**values), np.array([1, 0, -1, 1], np.int8)
-    np.save(tmp_path / "tokens.npy", SEEN_TOKENS)
-    np.save(tmp_path / "fitness.npy", fitness)
-    simulated(SIMULATED_SEEN, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
-    state, votes = initial_state(cfg), np.load(tmp_path / "votes.npy")
-    state.step, state.seed = 3, 77
-    for t in tensors(cfg):
-        once, want = (seen_by_hand(cfg, state, t, pack_ternary(fitness), often)
-                      for often in (1, 4 if t.seen_votes else 1))
-        want -= once                                             # the kernel adds what is more than once
-        equal(votes[t.span], want, t.name)
-        assert want.any() == t.seen_votes, t.name
 
 
 def test_shares_are_of_all_the_data():
