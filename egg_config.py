@@ -116,8 +116,6 @@ OPTIMIZER = "adamw"              # adamw, sgd, ztest | all | `adamw`, `sgd` (the
 #                                                            (significant votes move weights)
 LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))     # rates 0.0 to 1000.0 | run | first step:rate, ...; not used by
 #                                                            `ztest`
-RARE_TOKENS = 0.0                # 0.0 to 1.0    | run     | tokens rarer than this share of the data learn more slowly;
-#                                                            0: all learn alike
 ADAM_BETA1 = 0.9                 # 0.0 to 1.0    | run     | decay of the first moment
 ADAM_BETA2 = 0.95                # 0.0 to 1.0    | run     | decay of the second moment
 ADAM_EPS = 1e-8                  # 0.0 to 1.0    | run     | added to the root of the second moment
@@ -272,6 +270,8 @@ KINDS = {int: "a whole number", float: "a number", str: "text"}
 UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1, "NOISE_GATE": 15, "NOISE_CANDIDATE": 1,
          "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
          "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
+# constants that are gone, with the value that every run has: older programs store and send it
+GONE = {"RARE_TOKENS": 0.0}
 VERSION_OF_VOTES = 3     # of SPEC 21
 
 
@@ -412,7 +412,8 @@ def _no_such(name, names):
 
 
 CONSTANTS = _constants()
-DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
+# the model
+DETERMINING = {*GONE, *(name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run"))}
 # what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
 KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
         "SNAPSHOT_EVERY", "KEEP_EVERY", "DECODING_SHA256"}
@@ -439,9 +440,10 @@ class Config(types.SimpleNamespace):
         return make(**{**self.constants(), **values})
 
     def shared(self):
-        """The constants in the fingerprint, without those that are unset, because older programs lack them."""
-        return {name: value for name, value in self.constants().items()
-                if CONSTANTS[name].agree != "local" and value != UNSET.get(name)}
+        """The constants in the fingerprint, without those that are unset, because older programs lack them, and with
+        those that are gone, because older programs have them."""
+        return GONE | {name: value for name, value in self.constants().items()
+                       if CONSTANTS[name].agree != "local" and value != UNSET.get(name)}
 
     def saved(self):
         """Those of them that determine the model, and with it a saved run, as JSON returns them."""
@@ -512,7 +514,7 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     this file's; run: its directory if it must continue with them; begins: those of "run" may be others. Raises
     ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
-              **{name: _tuples(value) for name, value in dict(saved).items()}}
+              **{name: _tuples(value) for name, value in dict(saved).items() if (name, value) not in GONE.items()}}
     if unknown := values.keys() - CONSTANTS.keys():
         raise ConfigError(f"{run or 'the saved run'} has {min(unknown)}, which this program does not know: use the egg "
                           "that made it")
@@ -597,8 +599,6 @@ def validate(cfg):
         for mask in masks if getattr(cfg, gaussian) else ():
             need(getattr(cfg, mask) <= 42, mask, f"must be at most 42 with {gaussian}: three draws must fit int8")
     need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
-    need(not cfg.RARE_TOKENS or cfg.OPTIMIZER != "ztest", "RARE_TOKENS",
-         "needs OPTIMIZER adamw or sgd: the z-test has no learning rate")
     need(not cfg.SOFT_TARGETS or cfg.LOSS == "exact", "SOFT_TARGETS",
          "needs LOSS exact: the mean over 8 targets is a fraction of a logit unit")
     need(not cfg.USE_MUON or cfg.OPTIMIZER == "adamw", "USE_MUON",

@@ -254,10 +254,9 @@ class CpuEngine:
         changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
         group = 4 if t.matrix else 1
         o = optimizers.constants(cfg, cfg.learning_rate(self.step), t)
-        rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
         x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
-        changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, rates, self._model.weights, row,
-                                   group, votes, x, self._moments, changed_rows, changed_cols))
+        changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, self._model.weights, row, group,
+                                   votes, x, self._moments, changed_rows, changed_cols))
         sides = [(t.overlay_a, changed_cols)] + [(t.overlay_b, changed_rows)] * t.matrix
         for at, moved in sides if cfg.ADAPTIVE_NOISE_MODE else ():                   # the overlay rule of SPEC 9
             part = self._model.overlay[at:at + moved.size]
@@ -265,10 +264,6 @@ class CpuEngine:
             part[:] = np.clip(part + by, -127, 127)
         self._pack(t)
         return int(changed)
-
-    @functools.cached_property
-    def _token_rates(self):
-        return optimizers.token_rates(self.cfg, self.tokens)
 
     def _matrix_votes(self, t, row, seeds, signs):
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over

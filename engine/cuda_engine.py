@@ -682,8 +682,6 @@ class CudaEngine:
         votes, cfg = self._votes, self.cfg
         self._given_fitness[:] = np.frombuffer(fitness, np.uint8)
         lr = cfg.learning_rate(self.step)
-        if cfg.RARE_TOKENS and self._rate is None:
-            votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)
         if lr != self._rate:
             rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)

@@ -39,7 +39,7 @@ FIT_PAD = 128               # zeros before and after the fitness
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
 ELEMENT, OFFSET, AHEAD, VOTE = range(4)
-WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, BY_TOKEN, DIRECTION = range(8)
+WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, DIRECTION = range(7)
 
 
 class Work(NamedTuple):
@@ -49,7 +49,7 @@ class Work(NamedTuple):
     HIGH: range of n that is used. tiles [tiles, 10]: first PLAIN and SIGNED operand row, number of each, range of n,
     where the VOTES of the matrix begin, its COLS, whether the signed side is its rows, and the first of them. vectors
     [groups, 4]: first ELEMENT, OFFSET of the earlier stream, distance AHEAD of the other, where the VOTE goes. tensors
-    [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Work.directions). blocks [blocks,
+    [tensors, 7], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Work.directions). blocks [blocks,
     2]: a tensor, the first of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
@@ -83,7 +83,7 @@ def work(cfg):
         signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)] + [(0,) * 5] * (-few % 8)
         tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
                   for p in range(0, many, TILE) for s in range(0, few, TILE)]
-    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, t.by_token, direction)
+    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, direction)
              for t, direction in zip(tensors, muon.work(cfg).directions)]
     parts = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
     rows = np.concatenate([plain, np.array(signed, np.int32)])
@@ -327,7 +327,7 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
 
 def optimize_kernel(cfg):
     """The kernel that moves the weights."""
-    rare, adapt = cfg.RARE_TOKENS > 0, cfg.ADAPTIVE_NOISE_MODE != 0
+    adapt = cfg.ADAPTIVE_NOISE_MODE != 0
     with_muon = bool(cfg.USE_MUON)
     by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
     muon_size = float32(np.float32(optimizers.MUON_SIZE))
@@ -340,15 +340,15 @@ def optimize_kernel(cfg):
     muon_step = rule.muon
     sgd, ztest = rule.sgd, rule.ztest
 
-    def optimize(blocks: A2, tensors: A2, rates: F1, token_rates: F1, votes: A32, directions: F1, weights: A8,
-                 moments: F2, touched: B1, changed: A32):
+    def optimize(blocks: A2, tensors: A2, rates: F1, votes: A32, directions: F1, weights: A8, moments: F2, touched: B1,
+                 changed: A32):
         """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. rates float32
-        [tensors]; token_rates float32 [tokens], with RARE_TOKENS; moments float32 [weights, 3]; touched uint8
-        [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did. Grid: blocks."""
+        [tensors]; moments float32 [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column
+        changed; changed int32 [1]: how many did. Grid: blocks."""
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
-        rate, by_token = rates[tensor], tensors[tensor, BY_TOKEN]
+        rate = rates[tensor]
         direction = tensors[tensor, DIRECTION] if with_muon else int32(-1)
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
@@ -357,8 +357,6 @@ def optimize_kernel(cfg):
                 at = int64(base) + i
                 vote, weight = votes[at], int32(weights[at])
                 acc = moments[at, 2]
-                if rare and by_token != 0:
-                    rate = libdevice.fmul_rn(rates[tensor], token_rates[(i >> 2) % cols])
                 votes[at] = 0
                 if by_ztest:
                     move = ztest(vote, weight, int32(rate))
@@ -445,8 +443,8 @@ class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
-    values of n). Set `rates`, `token_rates` (with RARE_TOKENS), `packed` (the digits of the step), `changed`
-    (to 0) and the seed, enqueue `launches`, read `changed`."""
+    values of n). Set `rates`, `packed` (the digits of the step), `changed` (to 0) and the seed, enqueue `launches`,
+    read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         w = work(cfg)
@@ -462,7 +460,6 @@ class Update:
         self.packed = cuda.device_array(ternary.packed_size(cfg.STEP_DIGITS), np.uint8)
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
         self.rates = cuda.device_array(len(w.tensors), np.float32)
-        self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
         self.muon = muon.Direction(cfg, kernels)
         self.pairs = cfg.N_PAIRS
@@ -496,8 +493,8 @@ class Update:
             add("vector_products", blocks(len(tables.vectors) * splits, THREADS // 32), tables.vectors, self.operands,
                 fit, rows, start, splits, np.int32(self.pairs), self.votes)
         out += self.muon.launches(stream, self.votes, moments)
-        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.token_rates, self.votes,
-            self.muon.x, weights, moments, self.touched, self.changed)
+        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.votes, self.muon.x,
+            weights, moments, self.touched, self.changed)
         if self.adapt:
             add("rescale", blocks(overlay.size, THREADS), self.touched, overlay)
         return out

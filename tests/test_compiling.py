@@ -13,7 +13,7 @@ GRU = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, C
 MODELS = {
     "transformer": {},
     "wide rows": dict(TINY, HIDDEN_DIM=608, SEQ_LEN=72, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=2),
-    "transforms and Muon": dict(TINY, USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, NTT_MODE=3),
+    "transforms and Muon": dict(TINY, USE_MUON=1, ADAPTIVE_NOISE_MODE=2, NTT_MODE=3),
     "mma": dict(TENSOR_CORES="mma"),
     "gru": GRU,
     "wide gru": dict(GRU, HIDDEN_DIM=288),

@@ -195,7 +195,7 @@ def random_configurations(count):
         c = random_config(rng, CHUNK_SIZE=chunk, POPULATION_SIZE=4 * chunk, GROUP_SIZE=int(rng.choice([2, 4, 8])),
                           SEQ_LEN=int(rng.integers(8, 90)), HIDDEN_DIM=64 + 32 * (i % 7))
         c.update(EXTREMES[i] if i < len(EXTREMES) else {})
-        out.append({**c, "RARE_TOKENS": 0.02 * (c["OPTIMIZER"] != "ztest" and i % 2)})
+        out.append(c)
     return out
 
 

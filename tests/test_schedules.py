@@ -1,9 +1,9 @@
-"""Switches that change from step to step or by token: schedules, rates, initial values."""
+"""Switches that change from step to step or by token: schedules, initial values."""
 
 import functools
 
 import numpy as np
-from numpy import float32, uint32, uint8
+from numpy import uint8
 from numpy.random import default_rng
 from pytest import mark, raises
 
@@ -12,11 +12,10 @@ from egg_config import make
 from cluster import history
 from cluster.history import open_run
 from engine.cpu_engine import CpuEngine
-from model import optimizers
 from model.parameters import initial_state, tensors
 from compiling import kernels_for
 from coordinators import cluster, replayed
-from fakes import any_fitness, step_alone
+from fakes import step_alone
 from readings import BASE, SMALL, configured, equal
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
@@ -29,12 +28,10 @@ TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
     dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, LOSS="exact", AUDIT_RATE=1.0,
          SOFT_TARGETS=((1, 2), (4, 1))),
-    dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02)),
-         RARE_TOKENS=0.01),
+    dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02))),
     dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
-         ADAPTIVE_NOISE_MODE=2,
-         RARE_TOKENS=0.02, TOKEN_MASK=1)],
-    ids="muon-ntt3 gru-soft-targets ntt1-sgd-rare muon-cubic-ntt2-gaussian-tails-rare".split())
+         ADAPTIVE_NOISE_MODE=2, TOKEN_MASK=1)],
+    ids="muon-ntt3 gru-soft-targets ntt1-sgd muon-cubic-ntt2-gaussian-tails".split())
 def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
@@ -73,53 +70,7 @@ def test_presets_are_good(preset):
     kernels_for(configured(preset))
 
 
-# --- rates and initial values by token --------------------------------------------------------------------------------
-
-@mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)],
-                  ids="adamw sgd muon gru".split())
-def test_rare_tokens_learn_more_slowly(rest):
-    """The first update's accumulators, bit for bit: beside a run without the switch only the columns of rare tokens
-    differ, by their factor."""
-    tokens = np.repeat(np.arange(200), np.arange(200) ** 2 // 50 + 1).astype(uint8)
-    tokens = np.concatenate([tokens, np.full(3 * tokens.size, 5, uint8)])
-    # powers of two, so that nothing is rounded twice
-    learning = 2 ** -13 if rest.get("OPTIMIZER") == "sgd" else 0.25
-    plain = BASE.changed(**rest, LR_SCHEDULE=((0, learning),))
-    cfg = plain.changed(RARE_TOKENS=0.004)
-    states = []
-    for one in plain, cfg:
-        engine = CpuEngine(one, tokens, threads=1)
-        engine.update(any_fitness(cfg, 1))
-        states.append(engine.state())
-    share = np.bincount(tokens, minlength=256) / tokens.size
-    factor = np.sqrt(np.minimum(1, share / 0.004)).astype(float32)
-    assert factor[5] == 1 and factor[250] == 0 and 0 < factor[20] < factor[190] < 1
-    assert [t.name for t in tensors(cfg) if t.by_token] == ["embedding", "head"][:1 + (cfg.MODEL == "gru")]
-    for t in tensors(cfg):
-        (without, weights_without), (got, weights) = ((one.moments[t.span], one.weights[t.span]) for one in states)
-        if not t.by_token:
-            equal(got, without)
-            equal(weights, weights_without)
-            continue
-        equal(got[:, :2], without[:, :2])
-        scale = np.tile(np.repeat(factor, 4), t.rows // 4)
-        where = (scale < 1) & (np.abs(without[:, 2]) < 1) & (weights == weights_without)
-        assert where.sum() > t.size // 4
-        equal(got[where, 2], (without[:, 2] * scale)[where])
-
-
-def test_what_reads_the_data_needs_them():
-    engine = CpuEngine(BASE.changed(RARE_TOKENS=0.01), threads=1)
-    with raises(ValueError, match="RARE_TOKENS needs the training data"):
-        engine.update(any_fitness(BASE, 1))
-
-
-def test_shares_are_of_all_the_data():
-    tokens = np.zeros((1 << 24) + 100, uint32)               # more than are counted at a time
-    tokens[-25:] = 299
-    rates = optimizers.token_rates(make(RARE_TOKENS=0.5, VOCAB_SIZE=300), tokens)
-    assert rates[0] == 1 and rates[299] == float32(np.sqrt(50 / tokens.size))
-
+# --- initial values by token ------------------------------------------------------------------------------------------
 
 @mark.parametrize("model", ["transformer", "gru"])
 def test_initial_values_of_tables_by_token(model):
