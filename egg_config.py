@@ -74,8 +74,6 @@ HOST_GAUSSIAN = 0                # 0, 1          | run     | 1: an initial weigh
 DEVICE_GAUSSIAN = 0              # 0, 1          | run     | 1: a noise value is the sum of three uniform draws
 HOST_MASK = 15                   # 0 to 127      | run     | magnitude mask of an initial weight; at most 42 with
 #                                                            HOST_GAUSSIAN
-TOKEN_MASK = -1                  # -1 to 127     | run     | HOST_MASK of tables with one column per token;
-#                                                            -1: HOST_MASK
 DEVICE_MASK = 15                 # 0 to 127      | run     | magnitude mask of the noise; at most 42 with
 #                                                            DEVICE_GAUSSIAN
 NOISE_REUSE = 1                  # 0 to 2^30     | run     | steps for which every member keeps its noise; 0: for ever
@@ -271,7 +269,7 @@ UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1, "NOISE_
          "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
          "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
 # constants that are gone, with the value that every run has: older programs store and send it
-GONE = {"RARE_TOKENS": 0.0}
+GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
 VERSION_OF_VOTES = 3     # of SPEC 21
 
 
@@ -595,9 +593,9 @@ def validate(cfg):
          f"must be a multiple of CHUNK_SIZE = {cfg.CHUNK_SIZE}")
     need(cfg.GROUP_SIZE % 2 == 0 and cfg.POPULATION_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
          f"must be even, as antithetic pairs read the same tokens, and divide POPULATION_SIZE = {cfg.POPULATION_SIZE}")
-    for gaussian, *masks in ("HOST_GAUSSIAN", "HOST_MASK", "TOKEN_MASK"), ("DEVICE_GAUSSIAN", "DEVICE_MASK"):
-        for mask in masks if getattr(cfg, gaussian) else ():
-            need(getattr(cfg, mask) <= 42, mask, f"must be at most 42 with {gaussian}: three draws must fit int8")
+    for gaussian, mask in ("HOST_GAUSSIAN", "HOST_MASK"), ("DEVICE_GAUSSIAN", "DEVICE_MASK"):
+        need(not getattr(cfg, gaussian) or getattr(cfg, mask) <= 42, mask,
+             f"must be at most 42 with {gaussian}: three draws must fit int8")
     need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
     need(not cfg.SOFT_TARGETS or cfg.LOSS == "exact", "SOFT_TARGETS",
          "needs LOSS exact: the mean over 8 targets is a fraction of a logit unit")

@@ -52,7 +52,7 @@ REFUSED = {                                                  # preset -> {defini
         "SOFT_TARGETS=0:2": "SOFT_TARGETS = ((0, 2),): needs LOSS exact",
         "SOFT_TARGETS=0:8 LOSS=exact VOCAB_SIZE=256": "contexts must be from 0 to 7",
         "SOFT_TARGETS=0:4 LOSS=exact": "contexts must be from 0 to 3 tokens with VOCAB_SIZE = 8192",
-        "TOKEN_MASK=50 HOST_GAUSSIAN=1": "TOKEN_MASK = 50: must be at most 42 with HOST_GAUSSIAN",
+        "HOST_MASK=50 HOST_GAUSSIAN=1": "HOST_MASK = 50: must be at most 42 with HOST_GAUSSIAN",
         "PERTURB=activations ADAPTIVE_NOISE_MODE=0 NTT_MODE=1": "NTT_MODE = 1: must be 0 with PERTURB = activations"},
     "nano-egg": {
         "HEAD_DIM=32": "has no meaning with MODEL = gru", "GROUP_SIZE=3": "even",
@@ -84,7 +84,10 @@ def test_the_fingerprint_covers_what_must_agree():
 
 
 def test_a_saved_run_with_a_constant_that_is_gone_is_refused():
-    for name, value in ("SIGMA_SCHEDULE", [[0, 5]]), ("SEEN_VOTES", 4), ("RARE_TOKENS", 0.1):
+    """And one that has it at the value of all runs goes on."""
+    assert egg_config.load(environ={}, saved=make(N_LAYERS=2).saved()).saved() == make(N_LAYERS=2).saved()
+    assert egg_config.GONE.items() <= make().saved().items()
+    for name, value in ("SIGMA_SCHEDULE", [[0, 5]]), ("SEEN_VOTES", 4), ("RARE_TOKENS", 0.1), ("TOKEN_MASK", 1):
         with refused(f"ckpt has {name}, which this program does not know: use the egg that made it", ConfigError):
             egg_config.load(environ={}, saved={**make().saved(), name: value}, run="ckpt")
 

@@ -1,8 +1,7 @@
-"""Switches that change from step to step or by token: schedules, initial values."""
+"""Switches in distributed and resumed runs; schedules."""
 
 import functools
 
-import numpy as np
 from numpy import uint8
 from numpy.random import default_rng
 from pytest import mark, raises
@@ -12,11 +11,10 @@ from egg_config import make
 from cluster import history
 from cluster.history import open_run
 from engine.cpu_engine import CpuEngine
-from model.parameters import initial_state, tensors
 from compiling import kernels_for
 from coordinators import cluster, replayed
 from fakes import step_alone
-from readings import BASE, SMALL, configured, equal
+from readings import BASE, SMALL, configured
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
@@ -30,7 +28,7 @@ TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
          SOFT_TARGETS=((1, 2), (4, 1))),
     dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02))),
     dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
-         ADAPTIVE_NOISE_MODE=2, TOKEN_MASK=1)],
+         ADAPTIVE_NOISE_MODE=2)],
     ids="muon-ntt3 gru-soft-targets ntt1-sgd muon-cubic-ntt2-gaussian-tails".split())
 def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
@@ -68,16 +66,3 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
 @mark.parametrize("preset", egg_config.PRESETS)
 def test_presets_are_good(preset):
     kernels_for(configured(preset))
-
-
-# --- initial values by token ------------------------------------------------------------------------------------------
-
-@mark.parametrize("model", ["transformer", "gru"])
-def test_initial_values_of_tables_by_token(model):
-    cfg = BASE.changed(HEAD_DIM=64, MODEL=model, HOST_MASK=7)
-    weights = {mask: initial_state(cfg.changed(TOKEN_MASK=mask)).weights for mask in (-1, 7, 1, 0)}
-    equal(weights[-1], weights[7])
-    for t in tensors(cfg):
-        as_others, own = weights[7][t.span], weights[1][t.span]
-        equal(own, np.sign(as_others) * (np.abs(as_others) & 1) if t.by_token else as_others)
-        assert not (t.by_token and weights[0][t.span].any())
