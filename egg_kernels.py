@@ -73,12 +73,12 @@ class Forward:
 
     votes = None
 
-    def __init__(self, cfg, gpu, silent, plan, kernels):
+    def __init__(self, cfg, gpu, plan, kernels):
         """plan, kernels: functions that make the plan and the kernels of the model."""
         self.cfg = cfg
         self._packing = packing = Packing(cfg)
         self._plan = plan(cfg, packing)
-        self._kernels = kernels = kernels(cfg, packing, gpu, silent)
+        self._kernels = kernels = kernels(cfg, packing, gpu)
         self._write, self._rows = writing.kernel(cfg, gpu), writing.rows_of_block(cfg, gpu)
         self.logit_columns = writing.logit_columns(cfg)
         self.packed_bytes = packing.bytes
@@ -130,8 +130,8 @@ class Forward:
 class Transformer(Forward):
     """The embedding and its MLP; layers of attention and MLP; a norm and the head."""
 
-    def __init__(self, cfg, gpu, silent):
-        super().__init__(cfg, gpu, silent, transformer.Plan, transformer.Kernels)
+    def __init__(self, cfg, gpu):
+        super().__init__(cfg, gpu, transformer.Plan, transformer.Kernels)
         self._vote(self._kernels.full_width["down"].shape, gpu)
 
     def tables(self):
@@ -215,8 +215,8 @@ class Recurrent(Forward):
     """The embedding; layers of recurrence and MLP; a norm and the head. A pass without noise over the tokens before the
     windows gives the states with which pairs begin."""
 
-    def __init__(self, cfg, gpu, silent):
-        super().__init__(cfg, gpu, silent, gru.Plan, gru.Kernels)
+    def __init__(self, cfg, gpu):
+        super().__init__(cfg, gpu, gru.Plan, gru.Kernels)
         self._vote(self._kernels.shapes["down"], gpu)
 
     def _state_bytes(self, pairs):
@@ -323,6 +323,6 @@ def gpu_of(cfg, cc, shared_limit):
     return Gpu(tuple(cc), shared_limit, newest and cfg.TENSOR_CORES != "mma")
 
 
-def build_forward(cfg, gpu, silent=False):
-    """The forward pass of a configuration on a Gpu: see the top of this file. silent: as build_noise."""
-    return (Recurrent if cfg.MODEL == "gru" else Transformer)(cfg, gpu, silent)
+def build_forward(cfg, gpu):
+    """The forward pass of a configuration on a Gpu: see the top of this file."""
+    return (Recurrent if cfg.MODEL == "gru" else Transformer)(cfg, gpu)

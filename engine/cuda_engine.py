@@ -51,14 +51,12 @@ COMPILERS = 8               # processes that compile kernels at once, at most
 
 # --- compiling -------------------------------------------------------------------------------------------------------
 
-def kernels(cfg, cc, shared_limit, token_type, silent=False):
+def kernels(cfg, cc, shared_limit, token_type):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): the last are the kernels that a verb
     launches; each has a `file`, in the cache. Verbs: "load", "step" (evaluate and update), "validate", "write" and
-    "digest".
-
-    silent: evaluation without noise (kernels.rules.build_noise)."""
+    "digest"."""
     gpu, cfg = egg_kernels.gpu_of(cfg, cc, shared_limit), cfg.compiled()
-    forward = egg_kernels.build_forward(cfg, gpu, silent)
+    forward = egg_kernels.build_forward(cfg, gpu)
     of_pass = {id(kernel) for some in forward.kernels.values() for kernel in some}
     made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
     for function in update.build(cfg, cc[0] == 9) + build(cfg, token_type):
@@ -67,7 +65,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "write"}.get(name, "step")].append(kernel)
     made_of = numba_cuda.__version__, vars(cfg), cc
-    of_forward, others = kernel_cache.key(made_of, gpu, silent), kernel_cache.key(made_of, str(token_type))
+    of_forward, others = kernel_cache.key(made_of, gpu), kernel_cache.key(made_of, str(token_type))
     for number, kernel in enumerate(kernel for verb in sorted(every) for kernel in every[verb]):
         kernel.file = f"cuda-{kernel.name}-{number}-{of_forward if id(kernel) in of_pass else others}"
     return forward, made, every
@@ -438,12 +436,12 @@ class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
     tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
-    where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. verbs: see
-    tools.train.make_engine. Raises ValueError (one line) where the device is missing or too small."""
+    where it fits easily, else windows are cut on the host. verbs: see tools.train.make_engine. Raises ValueError (one
+    line) where the device is missing or too small."""
 
     TEXTS_AT_ONCE = 4096         # as in CpuEngine: 16 or 32 a multiprocessor
 
-    def __init__(self, cfg, tokens=None, device=0, silent=False, verbs=()):
+    def __init__(self, cfg, tokens=None, device=0, verbs=()):
         try:
             cuda.select_device(device)
         except (CudaSupportError, IndexError) as error:
@@ -454,8 +452,7 @@ class CudaEngine:
         self.stream = cuda.stream()
         self._capability = gpu.compute_capability
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type,
-                                                              silent)
+        self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type)
         self.compile_seconds = 0.0
         self._tables = soft_targets.Tables(cfg, tokens)
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
@@ -502,17 +499,17 @@ class CudaEngine:
         self._add_up = Replay(self.stream, self._launch_digest)
 
     def _launches_of_update(self):
-        """[(name, launch)] of an update."""
+        """[launch] of an update."""
         packed = self._votes.packed
-        return [("fitness", lambda: packed.copy_to_device(self._given_fitness, self.stream)),
-                *self._votes.launches(self.stream, self._job, *self._state), ("pack", self._pack)]
+        return [lambda: packed.copy_to_device(self._given_fitness, self.stream),
+                *self._votes.launches(self.stream, self._job, *self._state), self._pack]
 
     def _pack(self):
         self._forward.pack(self.stream, self._weights, self._packed)
 
     def _launch_update(self):
         self._votes.changed.copy_to_device(self._zeros.view(np.int32)[:1], self.stream)
-        for _, launch in self._update_steps:
+        for launch in self._update_steps:
             launch()
         self._changed.copy(self._votes.changed, self.stream)
 
@@ -747,7 +744,8 @@ class TextReader:
 
     def vote(self, first, windows, advantages, counted):
         """See CudaEngine.vote."""
-        engine, forward, votes, (n, T) = self._engine, self._forward, self._forward.votes, counted.shape
+        engine, forward, (n, T) = self._engine, self._forward, counted.shape
+        votes = forward.votes
         texts, weights = np.zeros((votes.groups, self.kind[0] + 1), np.int32), np.zeros(votes.groups, np.int8)
         of_positions = np.zeros((votes.groups, self.kind[0]), np.int8)
         texts[:n, :T + 1], weights[:n], of_positions[:n, :T] = windows, advantages, advantages[:, None] * counted
@@ -890,21 +888,3 @@ def card(device):
     gpu = cuda.get_current_device()
     operations = OPERATIONS.get(gpu.compute_capability, 2048)
     return gpu.compute_capability == (9, 0), operations * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
-
-
-def update_times(engine, fitness):
-    """{kernel: milliseconds} of one update, the least of five by CUDA events (the weights move on as by real
-    updates)."""
-    best = {}
-    for _ in range(5):
-        engine._set_update(fitness)
-        events, spent = [cuda.event() for _ in range(len(engine._update_steps) + 1)], collections.Counter()
-        events[0].record(engine.stream)
-        for (_, launch), event in zip(engine._update_steps, events[1:]):
-            launch()
-            event.record(engine.stream)
-        engine.stream.synchronize()
-        for (name, _), start, end in zip(engine._update_steps, events, events[1:]):
-            spent[name] += cuda.event_elapsed_time(start, end)
-        best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
-    return best

@@ -27,7 +27,7 @@ from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, ST
                                U_INPUT, W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, row_of, rows_of_places)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
-from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, noise_word_function, pair_functions, source_of,
+from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, activation_functions, pair_functions, source_of,
                            stream_of)
 from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, called, clip, int32s, quad_sum, quotient_function,
                            unroll, unrolled)
@@ -102,7 +102,7 @@ def _amplitude(cfg, kind):
 def _words_function(cfg, gpu, kind, pairs):
     """Device function: four columns from acc[i] on as two words of two int16, with the noise `four` of hash
     `number`."""
-    noise_word = noise_word_function(cfg)
+    noisy_member, noise_word = activation_functions(cfg)
     AMPLITUDE, LEAST = _amplitude(cfg, kind), gru_parts.both(_lowest(cfg, kind))
     plus, within = gru_parts.int16_functions(gpu.cc)
 
@@ -110,7 +110,7 @@ def _words_function(cfg, gpu, kind, pairs):
     def words_of(acc, i, source, p, member, number, four):
         y, z = pairs(acc, i)
         if AMPLITUDE:
-            y, z = plus(y, z, noise_word(source, p + STREAM, member, number, four, AMPLITUDE))
+            y, z = plus(y, z, noise_word(noisy_member(source, p + STREAM, member), number, four, AMPLITUDE))
             return within(y, z, LEAST, HIGHEST)
         return y, z
 
@@ -497,7 +497,7 @@ def _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs):
     H = cut.H
     KS, RAGGED, AT_PAST = cut.each, cut.ragged, cut.at_past
     SCALED, KEEPS = cfg.ADAPTIVE_NOISE_MODE == 2, cfg.PERTURB == "activations"
-    GATE, noise_word = activations.amplitude_of(cfg, "gate"), noise_word_function(cfg)
+    GATE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "gate"), activation_functions(cfg)
     gated, _, opened, _ = gru_parts.state_functions(gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
     column_of, registers = _column_function(cut), unroll_registers(gpu)
@@ -519,7 +519,7 @@ def _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs):
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
                         if GATE:
                             y, z = plus(y, z, noise_word(
-                                thread.source, thread.p + STREAM, 2 * thread.pair + d,
+                                noisy_member(thread.source, thread.p + STREAM, 2 * thread.pair + d),
                                 (position * H + column + g * 16) >> 5, ((column + g * 16) >> 2) & 7, GATE))
                         y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
                         thread.f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
@@ -543,7 +543,7 @@ def _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs):
     KS, RAGGED = cut.each, cut.ragged
     SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     CANDIDATE, APART = activations.amplitude_of(cfg, "candidate"), activations.WORDS_APART
-    noise_word = noise_word_function(cfg)
+    noisy_member, noise_word = activation_functions(cfg)
     _, next_state, _, candidates_of = gru_parts.state_functions(gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
     added = gru_parts.added_function(gpu.cc)
@@ -568,7 +568,7 @@ def _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs):
                         y, z = pairs(thread.acc, 8 * i + 2 * d)
                         if CANDIDATE:
                             y, z = plus(y, z, noise_word(
-                                thread.source, thread.p + STREAM, 2 * thread.pair + d,
+                                noisy_member(thread.source, thread.p + STREAM, 2 * thread.pair + d),
                                 APART + ((position * H + column + g * 16) >> 5), ((column + g * 16) >> 2) & 7,
                                 CANDIDATE))
                         y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
@@ -746,10 +746,10 @@ class Kernels:
     """The kernels of the recurrent model, for every width: `noisy`, those of pairs; `clean`, those of windows without
     noise; `matrices`, the words at which packed matrices begin."""
 
-    def __init__(self, cfg, packing, gpu, silent):
+    def __init__(self, cfg, packing, gpu):
         self.cfg = cfg
         self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
-        nz, self.shapes = build_noise(cfg, silent or cfg.PERTURB == "activations"), _shapes(cfg, gpu)
+        nz, self.shapes = build_noise(cfg, cfg.PERTURB == "activations"), _shapes(cfg, gpu)
         shape, self.state_rows, self.resident = _recurrence(cfg, gpu)
         self.table_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]

@@ -9,7 +9,7 @@ from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.pairs import I_OVERLAY, I_SEED, noise_word_function, pair_functions, source_of, stream_of
+from kernels.pairs import I_OVERLAY, I_SEED, activation_functions, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, int32s,
                            quad_sum)
 from kernels.product import TALLEST
@@ -39,7 +39,7 @@ B_F, B_H = 0, 4
 U_F, U_H = 8, 13
 U_INPUT = 3
 B_APART, U_APART = B_H - B_F, U_H - U_F
-# of any row whose outputs have noise of their own (SPEC 21): stream and turn (kernels.pairs.noise_word_function)
+# of any row whose outputs have noise of their own (SPEC 21): stream and turn (kernels.pairs.activation_functions)
 STREAM = 20
 
 
@@ -331,7 +331,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     fill_norm = norm_table_function(cfg, nz, fill_input, streams)
     normed, added = normed_function(cfg, cc), added_function(cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
-    AMPLITUDE, noise_word = activations.amplitude_of(cfg, "embedding"), noise_word_function(cfg)
+    AMPLITUDE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "embedding"), activation_functions(cfg)
 
     @cuda.jit(launch_bounds=256)
     def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
@@ -360,8 +360,8 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
                 if AMPLITUDE:
                     for i in range(2):
                         for m in range(2):
-                            noise = noise_word(source, STREAM, 2 * pair + m, position * (H // 32) + b, 4 * i + q,
-                                               AMPLITUDE)
+                            noise = noise_word(noisy_member(source, STREAM, 2 * pair + m), position * (H // 32) + b,
+                                               4 * i + q, AMPLITUDE)
                             e[2 * i + m] = added(e[2 * i + m], ptx.low2(noise), ptx.high2(noise))
                 for m in range(2):
                     ptx.store2(x, at_x + m * (2 * H) + b * 8, e[m], e[2 + m])

@@ -74,26 +74,31 @@ def pair_functions(cfg, nz):
     return SimpleNamespace(column=column, vector=vector)
 
 
-def noise_word_function(cfg):
-    """Device function: four values of the noise on activations (SPEC 21), as int8, of a member: number 2 * pair + odd
-    of a Source. They are outputs 4 four .. 4 four + 3 of the 32 of hash `number` of a phase, whose stream and turn are
-    plan[at], plan[at + 1]."""
+def activation_functions(cfg):
+    """Device functions of the noise on activations (SPEC 21):
+
+    noisy_member(source, at, member)            what the noise of a phase, whose stream and turn are plan[at],
+                                                plan[at + 1], is made of: of member number 2 * pair + odd of a Source
+    noise_word(noisy, number, four, amplitude)  four values as int8: outputs 4 four .. 4 four + 3 of the 32 of hash
+                                                `number`
+    """
     LAYERS = cfg.N_LAYERS
     hash32, noise_of = rules.draw_rules(device, 0).hash32, rules.activation_rules(device).noise_of
 
     @device
-    def noise_word(source, at, member, number, four, amplitude):
-        first = source.job[0]
-        seed = uint32(uint32(uint32(source.seed + source.seed) - first) + uint32(member))
-        word = hash32(seed, uint32(uint32(source.plan[source.p + at]) + uint32(number)))
-        noise = int32(noise_of(word, four, amplitude) & source.job[2])
-        if LAYERS > 1:
-            turn = source.plan[source.p + at + 1]
-            if turn >= 0 and int32(uint32(seed - first) % uint32(LAYERS)) != turn:
-                noise = int32(0)
-        return noise
+    def noisy_member(source, at, member):
+        number = uint32(uint32(source.seed - source.job[0]) * uint32(2) + uint32(member))
+        plan, at, mask = source.plan, source.p + at, uint32(source.job[2])
+        if LAYERS > 1 and plan[at + 1] >= 0 and int32(number % uint32(LAYERS)) != plan[at + 1]:
+            mask = uint32(0)
+        return uint32(source.job[0] + number), uint32(plan[at]), mask
 
-    return noise_word
+    @device
+    def noise_word(noisy, number, four, amplitude):
+        word = hash32(noisy[0], uint32(noisy[1] + uint32(number)))
+        return int32(noise_of(word, four, amplitude) & noisy[2])
+
+    return noisy_member, noise_word
 
 
 def ntt_functions(cfg, nz, causal):

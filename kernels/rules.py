@@ -33,8 +33,8 @@ def loudest(cfg):
 
 
 def build_noise(cfg, silent=False):
-    """Device functions of the noise streams, constants frozen; silent: all noise is 0 and nothing is hashed, to measure
-    what noise costs.
+    """Device functions of the noise streams, constants frozen; silent: all noise is 0 and nothing is hashed, for
+    passes without noise on weights.
 
     hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
     noise(seed, i) -> int32                  fits int8

@@ -20,7 +20,7 @@ from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
 from kernels.gru_parts import HIGHEST, LOWEST, int16_functions
-from kernels.pairs import I_OVERLAY, I_SEED, noise_word_function, ntt_functions, pair_functions, source_of, stream_of
+from kernels.pairs import I_OVERLAY, I_SEED, activation_functions, ntt_functions, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A64, A8, AU32, PLAN, across, amax_scale, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
@@ -32,7 +32,7 @@ MOST_BLOCKS = 256                           # of a persistent kernel
 # columns of a row of the plan of a norm
 LN = 0
 LN_BIAS = 4
-BIAS = 8                                    # of the product or embedding before it
+BIAS = 8                                    # of the embedding before it
 INPUTS = 12                                 # the input sides of the matrices behind it, two entries each
 TABLE = 20                                  # of the embedding, in the first row
 TABLE_OVERLAY_A = 21
@@ -60,7 +60,7 @@ def _embed_kernel(cfg, nz, gpu):
     SHIFT = cfg.NOISE_SHIFT
     NTT = cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, cfg.NTT_CAUSAL)
-    AMPLITUDE, noise_word = activations.amplitude_of(cfg, "embedding"), noise_word_function(cfg)
+    AMPLITUDE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "embedding"), activation_functions(cfg)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
     @cuda.jit(launch_bounds=256)
@@ -106,7 +106,7 @@ def _embed_kernel(cfg, nz, gpu):
                     x[k] = clip(int32(e + (d >> SHIFT) + even[k] + ntt_even))
                     x[4 + k] = clip(int32(e + (int32(-d) >> SHIFT) + odd[k] + ntt_odd))
                 for m in range(2 if AMPLITUDE else 0):
-                    xi = noise_word(source, EMBEDDING_NOISE, m, position * (H // 32) + (piece >> 1),
+                    xi = noise_word(noisy_member(source, EMBEDDING_NOISE, m), position * (H // 32) + (piece >> 1),
                                     (piece & 1) * 4 + q, AMPLITUDE)
                     for k in range(4):
                         x[4 * m + k] = clip(x[4 * m + k] + byte(xi, k))
@@ -309,24 +309,25 @@ def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
     return prepare
 
 
-def _unit_noise_function(cfg, gpu):
-    """Device function: adds the noise on activations to four accumulators of a row."""
+def _unit_noise_functions(cfg, gpu):
+    """Device functions: what makes the noise on activations of a member, and disturb, which adds it to four
+    accumulators of a row."""
     H = cfg.HIDDEN_DIM
     SHIFT = cfg.SHIFT_MLP_UP
     LENGTH = padded_length(cfg)
     AMPLITUDE = activations.amplitude_of(cfg, "up")
-    noise_word = noise_word_function(cfg)
+    noisy_member, noise_word = activation_functions(cfg)
 
     @gpu.called
-    def disturb(acc, j, half, source, member, row, block, q):
+    def disturb(acc, j, half, noisy, row, block, q):
         if AMPLITUDE:
             number = (row % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
-            xi = noise_word(source, NOISE, member, number, (j & 1) * 4 + q, AMPLITUDE)
+            xi = noise_word(noisy, number, (j & 1) * 4 + q, AMPLITUDE)
             for k in range(4):
                 i = accumulator_of(j, half, k)
                 acc[i] = int32(acc[i] + (byte(xi, k) << SHIFT))
 
-    return disturb
+    return noisy_member, disturb
 
 
 def _fold_function(cfg, nz, gpu):
@@ -386,7 +387,7 @@ def _up_kernel(cfg, nz, gpu, KP):
     whole_factor = nz.whole
     as_row, as_column, begin, BASE = begin_functions(
         cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
-    disturb = _unit_noise_function(cfg, gpu)
+    noisy_member, disturb = _unit_noise_functions(cfg, gpu)
     begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * UP_BIAS if BASE else 0)
     prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
     unit_address = _unit_function(cfg, gpu, COPIES, BASE)
@@ -432,7 +433,8 @@ def _up_kernel(cfg, nz, gpu, KP):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
                 to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
-                mine, of_member, last = row, member + slot, ahead == PASSES - 1
+                mine, last = row, ahead == PASSES - 1
+                noisy = noisy_member(source, NOISE, member + slot)
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place_of(tile + every, t, 0)
@@ -452,7 +454,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                         if whole:
                             c4 = sm[uint32(at_slot + UP_BYTES + 4 * j + q)]
                         for half in range(2):
-                            disturb(acc, j, half, source, of_member, mine, block, q)
+                            disturb(acc, j, half, noisy, mine, block, q)
                             for k in range(4):
                                 i = accumulator_of(j, half, k)
                                 acc[i] = ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
@@ -586,19 +588,19 @@ def _disturb_function(cfg, gpu, shape, kind):
     WIDE = N % 32 == 0                                       # then two words of noise share a hash
     LENGTH = padded_length(cfg)
     AMPLITUDE = activations.amplitude_of(cfg, dict(qkv="query", o="output", down="down")[kind])
-    noise_word = noise_word_function(cfg)
+    noisy_member, noise_word = activation_functions(cfg)
     plus, within = int16_functions(gpu.cc)
 
     @device
     def disturb(acc, source, member, row, col, q):
+        noisy = noisy_member(source, NOISE, member)
         for j in range(N // 16 if AMPLITUDE else 0):
             block, four = (col >> 5) + (j >> 1), (j & 1) * 4
             if not WIDE:
                 block, four = (col + 16 * j) >> 5, ((col >> 4) + j & 1) * 4
             for half in range(2):
                 i = 8 * j + 2 * half
-                xi = noise_word(source, NOISE, member, (row % LENGTH + 8 * half) * (H // 32) + block, four + q,
-                                AMPLITUDE)
+                xi = noise_word(noisy, (row % LENGTH + 8 * half) * (H // 32) + block, four + q, AMPLITUDE)
                 word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
                 y, z = plus(ptx.low2(word), ptx.high2(word), xi)
                 y, z = within(y, z, LOWEST, HIGHEST)
@@ -764,30 +766,28 @@ class Plan(host.Plan):
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
         table, self._phases = self._tensors["embedding", 0], activations.phases(cfg)
-        self.embed = self._norm("ln_init", 0, self.vector("emb_bias", 0), ["w_emb_mlp_up"],
-                                {TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b],
-                                 EMBEDDING_NOISE: self._noise("embedding", 0)})
+        self.embed = self._norm("ln_init", 0, ["w_emb_mlp_up"],
+                                {BIAS: self.vector("emb_bias", 0), EMBEDDING_NOISE: self._noise("embedding", 0),
+                                 TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b]})
         self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0,
                                        "first_")
-        self.layers, before = [], self.vector("mlp_emb_bias_down", 0)
+        self.layers = []
         for i in range(cfg.N_LAYERS):
             queries = {number * NEXT_MATRIX: self.matrix(name, i) for number, name in enumerate(("w_q", "w_k", "w_v"))}
             noises = {number * NEXT_MATRIX + NOISE: self._noise(name, i)
                       for number, name in enumerate(("query", "key", "value"))}
             self.layers.append(SimpleNamespace(
-                ln_1=self._norm("ln_1", i, before, ["w_q", "w_k", "w_v"]), qkv=self.add(queries | noises),
+                ln_1=self._norm("ln_1", i, ["w_q", "w_k", "w_v"]), qkv=self.add(queries | noises),
                 attention=self.add({0: self.input("w_o", i)}),
                 o=self.add({MATRIX: self.matrix("w_o", i), NOISE: self._noise("output", i)}),
-                ln_2=self._norm("ln_2", i, [], ["w_up"]),
+                ln_2=self._norm("ln_2", i, ["w_up"]),
                 mlp=self._mlp("w_up", "mlp_bias_up", "w_down", "mlp_bias_down", i, "")))
-            before = self.vector("mlp_bias_down", i)
-        self.ln_f = self._norm("ln_f", 0, before, ["embedding"])
+        self.ln_f = self._norm("ln_f", 0, ["embedding"])
         self.head = self.add({MATRIX: self.matrix("embedding", 0)})
 
-    def _norm(self, name, layer, bias, matrices, others={}):
-        """A norm before products with matrices; bias: of the product before it, or of the embedding, which generation
-        adds here."""
-        return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer), BIAS: bias,
+    def _norm(self, name, layer, matrices, others={}):
+        """A norm before products with matrices."""
+        return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer),
                          INPUTS: sum((self.input(matrix, layer) for matrix in matrices), []), **others})
 
     def _mlp(self, up, bias_up, down, bias_down, layer, phases):
@@ -806,8 +806,8 @@ class Kernels:
     """The kernels of a configuration: `noisy` of members, `clean` of windows without noise. `matrices`: the words at
     which their packed matrices begin."""
 
-    def __init__(self, cfg, packing, gpu, silent):
-        self.cfg, nz = cfg, build_noise(cfg, silent or cfg.PERTURB == "activations")
+    def __init__(self, cfg, packing, gpu):
+        self.cfg, nz = cfg, build_noise(cfg, cfg.PERTURB == "activations")
         self.embed = _embed_kernel(cfg, nz, gpu)
         norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
         self.norms = {streams: norm_of(streams if cfg.PERTURB == "weights" else 0) for streams in (1, 3)}

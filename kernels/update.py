@@ -474,7 +474,7 @@ class Update:
                 + ternary.packed_size(cfg.STEP_DIGITS) + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
-        """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8
+        """[function that enqueues a kernel] of an update. On the device: seed uint32 [>= 1], weights int8
         [n], moments float32 [n, 3], overlay int8."""
         tables, out = self.tables, []
         fit, rows = self.fit.view(np.int32), np.int32(len(tables.rows))
@@ -482,7 +482,7 @@ class Update:
         splits = np.int32(self.width // VECTOR_SPLIT)
 
         def add(name, grid, *args, shared=0):
-            out.append((name, lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args)))
+            out.append(lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args))
 
         add("unpack", blocks(self.packed.size, THREADS), self.packed, digits)
         for start in map(np.int32, self.starts):

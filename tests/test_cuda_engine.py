@@ -43,7 +43,7 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
             cfg = make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
             for wgmma in {kib == CARDS[9, 0], False}:
                 gpu = parts.Gpu((9, 0), kib * 1024, wgmma)
-                kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu, False)
+                kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu)
                 for kernel in kernels.noisy + kernels.clean:
                     assert kernel.shared <= (kib - 1) * 1024, (H, T)
                 for kernel in kernels.full_width.values():
@@ -152,7 +152,7 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
     cfg = make(**{"N_LAYERS": 2, "VOCAB_SIZE": 512, "CHUNK_SIZE": 8, "POPULATION_SIZE": 16, **constants})
     tokens = np.arange(2000, dtype=uint32) % cfg.VOCAB_SIZE
     for trains in True, False:
-        engine = CudaEngine(cfg, tokens if trains else None, silent=not trains)
+        engine = CudaEngine(cfg, tokens if trains else None)
         later = {"validate", "write", "digest"}           # compiled at their first use
         assert set(engine._waiting) == (later if trains else later | {"step"})
         if trains:

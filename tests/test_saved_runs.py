@@ -326,6 +326,13 @@ def test_export_is_a_safetensors_file(here):
         equal(arrays[name], parameters.from_canonical(flat, t.cols) if t.matrix else flat)
 
 
+def test_the_same_state_is_the_same_bytes(here):
+    for name in "abcd":                                          # the library orders metadata by chance
+        prints(f"export {name} --full")
+    first, *others = [Path(name).read_bytes() for name in "abcd"]
+    assert set(others) == {first} and int.from_bytes(first[:8], "little") % 8 == 0
+
+
 def test_weights_alone_begin_a_run_with_a_fresh_optimizer(here):
     prints("export w.safetensors --best")
     assert prints("import w.safetensors --save-dir new").startswith(

@@ -88,13 +88,13 @@ class Update:
             overlay[0] += 1
             self.changed[0] = digest % 1000
 
-        return [("optimize", optimize)]
+        return [optimize]
 
 
 @fixture
 def engine_of(monkeypatch):
     """Makes engines of cfg. memory: of the device; evaluated, of an engine: [(seed, first, count)]."""
-    def kernels(cfg, cc, limit, token_type, silent):
+    def kernels(cfg, cc, limit, token_type):
         def cut_windows(tokens, place, job, first, size, followers, length, windows):
             assert place[0] == steps[int(place[0])] * cfg.SEQ_LEN % (tokens.size - cfg.SEQ_LEN)
             n = windows.size // length

@@ -113,8 +113,8 @@ def try_objective(cfg, path):
 
 def work(cfg, host, port, device, threads=None, console=None, access=auth.Access(), name=None,
          objective=None):
-    """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port for
-    ever. access, name: see egg_net.run_worker. objective: the file of --objective."""
+    """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port to the end
+    of its run. access, name: see egg_net.run_worker. objective: the file of --objective."""
     console = console or Console()
     check_address(host, port)
     data = open_data(cfg, console)

@@ -172,8 +172,12 @@ def write_tensors(path, arrays, metadata):
     """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError, UseError."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     data = library().numpy.save(arrays, metadata)
+    # the library writes the metadata in an order of chance: the same state shall be the same bytes
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)
     with history.replacing(*os.path.split(os.path.abspath(path))) as file:
-        file.write(data)
+        file.writelines((len(header).to_bytes(8, "little"), header, memoryview(data)[end:]))
 
 
 def open_tensors(path):
@@ -261,29 +265,35 @@ def read_config(path):
 
 
 def evaluate_objective(cfg, engine, path, console):
-    """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, and the best of
-    its texts. Raises EggError."""
-    cfg = cfg.changed(VALIDATE_EVERY=0, OBJECTIVE="")            # any file will do
-    with train.opened_objective(cfg, path, train.open_data(cfg, console)) as judge:
+    """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, its loss on text,
+    and the best of its texts. Raises EggError."""
+    cfg = cfg.changed(OBJECTIVE="")                  # any file will do
+    data = train.open_data(cfg, console)
+    with train.opened_objective(cfg, path, data) as judge:
         judge.measure_seen(engine)
         count, mean, shown = judge.measured(engine)
-        text = f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}\n{shown['news']}"
-        console.line(text.strip())
+        console.line(f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}")
+        if known := data.validation:
+            console.line(f"  {known.bits(engine.validate(known.windows)[0]):.4f} {known.unit} on {cfg.VAL_FILE}")
+        if shown["news"]:
+            console.line(shown["news"])
         for text in shown["completions"]:
             console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
 
 
 def begin(cfg, old, source, directory, threads, console, step):
     """Makes a save directory that begins with the state of the saved run `source`, of the Config `old`, at `step` or
-    its end; with an objective only with its weights, as it begins to learn something else. Raises EggError."""
+    its end; with an objective only with its weights and accumulators, as it begins to learn something else. Raises
+    EggError."""
     engine = load(old, source, False, "cpu", threads, console, step)
     state = engine.state()
     if cfg.OBJECTIVE or not state.step:
-        weights, state = state.weights, parameters.initial_state(cfg)
-        if weights.size != state.weights.size:
+        model, state = state, parameters.initial_state(cfg)
+        if model.weights.size != state.weights.size:
             raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
+        state.weights, state.moments[:, 2] = model.weights, model.moments[:, 2]
         # not step 0: there a worker would begin with the random initial model
-        state.weights, state.step, state.seed = weights, 1, seeds.next_seed(seeds.first_seed(cfg), 0)
+        state.step, state.seed = 1, seeds.next_seed(seeds.first_seed(cfg), 0)
     elif cfg.ISLAND_SEED != old.ISLAND_SEED:
         state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
     _begin(cfg, state, directory)
