@@ -154,13 +154,12 @@ class Console(Printer):
 
     def _step_line(self, event):
         """The line of d-eggs; its loss has the unit of d-eggs."""
-        noise = f"Noise: {event['sigma_shift']} | " if "sigma_shift" in event else ""
         sent, received = event["sent"], event["received"]
         # the tokens are those that trained the model whose loss this is
         line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | "
                 f"Loss: {event['loss'] / self._deggs:.4f} | Time: {1e3 * event['seconds']:.2f} ms | "
                 f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | "
-                f"Speed: {event['tokens_per_second']:.2f} tok/s | LR: {event['learning_rate']:g} | {noise}"
+                f"Speed: {event['tokens_per_second']:.2f} tok/s | LR: {event['learning_rate']:g} | "
                 f"Net: {(sent + received) / event['seconds'] / (1 << 20):.2f} MB/s "
                 f"(Tx: {_bytes_text(sent)}, Rx: {_bytes_text(received)})")
         validation = self._validation

@@ -481,8 +481,8 @@ class CudaEngine:
         self._state = self._weights, self._moments, self._overlay
         self._model = self.stream, self._weights, self._packed, self._overlay
         self._saved = None                                   # a copy of the state, see _save
-        self._inputs = cuda.device_array(32, np.uint8)       # job and place, see _set_job
-        self._job, self._place = self._inputs[:16].view(np.uint32), self._inputs[16:].view(np.int64)
+        self._inputs = cuda.device_array(28, np.uint8)       # place and job, see _set_job
+        self._place, self._job = self._inputs[:16].view(np.int64), self._inputs[16:].view(np.uint32)
         self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
@@ -499,12 +499,9 @@ class CudaEngine:
 
     def _launches_of_update(self):
         """[launch] of an update."""
-        cfg, votes = self.cfg, self._votes
-        launches = [lambda: votes.packed.copy_to_device(self._given_fitness, self.stream)]
-        if cfg.SEEN_VOTES > 1 and self._tokens is not None:
-            launches.append(self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1))
-        launches += votes.launches(self.stream, self._job, *self._state)
-        return [*launches, self._pack]
+        packed = self._votes.packed
+        return [lambda: packed.copy_to_device(self._given_fitness, self.stream),
+                *self._votes.launches(self.stream, self._job, *self._state), self._pack]
 
     def _pack(self):
         self._forward.pack(self.stream, self._weights, self._packed)
@@ -603,12 +600,12 @@ class CudaEngine:
         return free.copy(evaluation.result, self.stream).record(self.stream)
 
     def _set_job(self, first=0):
-        """Sends what an evaluation of members first.., or an update, reads: the job (seed, first pair, mask and shift
-        of the noise) and the place of the windows (start of the step's first window, first pair)."""
+        """Sends what an evaluation of members first.., or an update, reads: the place of the windows (start of the
+        step's first window, first pair) and the job (seed, first pair, mask of the noise)."""
         cfg, pair = self.cfg, first // 2
         step, seed = self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
+        job = struct.pack("2q3I", start, pair, seed, pair, NOISY)
         # copy_to_device takes 80 us longer, for which the GPU waits at the end of a step
         cuda.cudadrv.driver.host_to_device(self._inputs, np.frombuffer(job, np.uint8), len(job), self.stream)
 
@@ -674,17 +671,10 @@ class CudaEngine:
         votes, cfg = self._votes, self.cfg
         self._given_fitness[:] = np.frombuffer(fitness, np.uint8)
         lr = cfg.learning_rate(self.step)
-        if cfg.RARE_TOKENS and self._rate is None:
-            votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)
         if lr != self._rate:
             rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
-        if cfg.SEEN_VOTES > 1:
-            optimizers.need_data(cfg, self.tokens)
-            if self._tokens is None:
-                cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
-                votes.windows.copy_to_device(cut.ravel(), self.stream)
         self._set_job()
 
     def validate(self, windows):

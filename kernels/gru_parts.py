@@ -264,16 +264,15 @@ def embedding_functions(cfg, nz, cc):
 
     fill(words, at, source, pair, i)        sets the noise of column i in the table that begins at word `at`, H words or
                                             with adaptive noise 2 H
-    of_token(source, pair, token, shift)    a token's noise, and its factor
-    embedded(x, to, packed, at, address, token_noise, token_factor, shift, q)
+    of_token(source, pair, token)           a token's noise, and its factor
+    embedded(x, to, packed, at, address, token_noise, token_factor, q)
                                             x[to...] = four words [16 columns][row] of 32 columns of x, from packed word
                                             `at` on; their noise: a shared address
     """
     H = cfg.HIDDEN_DIM
-    MODE = cfg.ADAPTIVE_NOISE_MODE
+    MODE, SHIFT, UNIT = cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
     noise = nz.noise
     factor = nz.factor
-    unit = nz.unit
     clipped = clip_function(cc, MAGIC, 1, 255)
 
     @device
@@ -285,24 +284,24 @@ def embedding_functions(cfg, nz, cc):
             words[at + H + i] = ptx.float_bits(factor(source.overlay[source.plan[TABLE_OVERLAY_B] + i], stream, i))
 
     @device
-    def of_token(source, pair, token, shift):
+    def of_token(source, pair, token):
         stream = stream_of(source, TABLE_SEED_A, pair)
         n = noise(stream, token)
         return n, (factor(source.overlay[source.plan[TABLE_OVERLAY_A] + token], stream, token) if MODE
-                   else float32(float32(n) * unit(shift)))
+                   else float32(float32(n) * float32(UNIT)))
 
     @device
-    def disturbed(word, j, other, f, token_noise, token_factor, sign, shift):
+    def disturbed(word, j, other, f, token_noise, token_factor, sign):
         """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
         if MODE == 0:
             return ptx.fma_down(token_factor, ptx.bits_float(other),
                                 ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
         d = ptx.trunc_f32(float32(float32(float32(int32(token_noise * other)) * token_factor) * ptx.bits_float(f)))
-        v = int32(byte(int32(word ^ SIGNS), j) + (int32(d * sign) >> shift))
+        v = int32(byte(int32(word ^ SIGNS), j) + (int32(d * sign) >> SHIFT))
         return ptx.bits_float(int32(clip(v) + (BITS + 128)))
 
     @device
-    def embedded(x, to, packed, at, address, token_noise, token_factor, shift, q):
+    def embedded(x, to, packed, at, address, token_noise, token_factor, q):
         e = ptx.load2(packed, at + q * 2)
         for i in range(2):
             other = ptx.load_shared4(address + i * 64 + q * 16)
@@ -310,7 +309,7 @@ def embedding_functions(cfg, nz, cc):
             for m in range(2):
                 u, signed = cuda.local.array(4, float32), float32(-token_factor) if m and MODE == 0 else token_factor
                 for j in range(4):
-                    u[j] = disturbed(e[i], j, other[j], f[j], token_noise, signed, int32(1 - 2 * m), shift)
+                    u[j] = disturbed(e[i], j, other[j], f[j], token_noise, signed, int32(1 - 2 * m))
                 y, z = clipped(u[0], u[1], u[2], u[3])
                 x[to + 2 * i + m] = ptx.bytes4(y, z)
 
@@ -327,7 +326,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     H = cfg.HIDDEN_DIM
     STEPS = H // 32
     SIZE = input_bytes(cfg, H)
-    AT_NOISE, job_shift = 16 * H + streams * SIZE, nz.shift
+    AT_NOISE = 16 * H + streams * SIZE
     fill_input, add = input_functions(cfg, nz, H)
     fill_norm = norm_table_function(cfg, nz, fill_input, streams)
     normed, added = normed_function(cfg, cc), added_function(cc)
@@ -353,12 +352,11 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
         at_x = to * (H // 4) + q * 2
         if embeds:
             token = tokens[pair * width + skip + position]
-            shift = job_shift(job)
             e = int32s(4)
-            token_noise, token_factor = of_token(source, pair, token, shift)
+            token_noise, token_factor = of_token(source, pair, token)
             for b in range(STEPS):
                 embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
-                         token_noise, token_factor, shift, q)
+                         token_noise, token_factor, q)
                 if AMPLITUDE:
                     for i in range(2):
                         for m in range(2):

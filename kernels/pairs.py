@@ -105,14 +105,14 @@ def ntt_functions(cfg, nz, causal):
     """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
 
     coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
-    look_up(weights, overlay, seed, shift, mask, c, i) -> (even, odd)   what the tables of bytes add to hidden unit i of
-                                                            the members for a coefficient; mask: of the noise, -1 or 0;
-                                                            shift: nz.shift
+    look_up(weights, overlay, seed, mask, c, i) -> (even, odd)   what the tables of bytes add to hidden unit i of the
+                                                            members for a coefficient; mask: of the noise, -1 or 0
     """
     if not cfg.NTT_MODE:
         return None, None
     H = cfg.HIDDEN_DIM
     T = cfg.SEQ_LEN
+    SHIFT = cfg.NOISE_SHIFT
     P = transforms.PRIME[cfg.NTT_MODE]
     ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
     one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]     # alike, evenly spaced
@@ -150,7 +150,7 @@ def ntt_functions(cfg, nz, causal):
         return int32(c)
 
     @device
-    def look_up(weights, overlay, seed, shift, mask, c, i):
+    def look_up(weights, overlay, seed, mask, c, i):
         even, odd = int32(0), int32(0)
         for k in range(3):
             value = int32((c >> int32(8 * k + 8)) & 255)
@@ -160,8 +160,8 @@ def ntt_functions(cfg, nz, causal):
             p = float32(int32((noise(stream, value) * noise(other, i)) & mask))
             p *= factor(overlay[OVER_A + k * OVERS + value], stream, value)
             d = ptx.trunc_f32(p * factor(overlay[OVER_B + k * OVERS + i], other, i))
-            even = int32(even + (int32(w + (d >> shift)) >> 2))
-            odd = int32(odd + (int32(w + (int32(-d) >> shift)) >> 2))
+            even = int32(even + (int32(w + (d >> SHIFT)) >> 2))
+            odd = int32(odd + (int32(w + (int32(-d) >> SHIFT)) >> 2))
         return even, odd
 
     return coefficient, look_up

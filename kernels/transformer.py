@@ -57,7 +57,7 @@ def _embed_kernel(cfg, nz, gpu):
     vector = pair_functions(cfg, nz).vector
     noise = nz.noise
     factor = nz.factor
-    job_shift = nz.shift
+    SHIFT = cfg.NOISE_SHIFT
     NTT = cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, cfg.NTT_CAUSAL)
     AMPLITUDE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "embedding"), activation_functions(cfg)
@@ -72,7 +72,6 @@ def _embed_kernel(cfg, nz, gpu):
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
         p = call * PLAN
         mask = int32(job[2])
-        shift = job_shift(job)
         source = source_of(plan, p, weights, overlay, job, offset + unit)
         seed = source.seed
         if t < 2 and cuda.blockIdx.y == 0:
@@ -103,9 +102,9 @@ def _embed_kernel(cfg, nz, gpu):
                     ntt_even = int32(0)
                     ntt_odd = int32(0)
                     if NTT:
-                        ntt_even, ntt_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
-                    x[k] = clip(int32(e + (d >> shift) + even[k] + ntt_even))
-                    x[4 + k] = clip(int32(e + (int32(-d) >> shift) + odd[k] + ntt_odd))
+                        ntt_even, ntt_odd = look_up(weights, overlay, seed, mask, coef, i)
+                    x[k] = clip(int32(e + (d >> SHIFT) + even[k] + ntt_even))
+                    x[4 + k] = clip(int32(e + (int32(-d) >> SHIFT) + odd[k] + ntt_odd))
                 for m in range(2 if AMPLITUDE else 0):
                     xi = noise_word(noisy_member(source, EMBEDDING_NOISE, m), position * (H // 32) + (piece >> 1),
                                     (piece & 1) * 4 + q, AMPLITUDE)
@@ -386,7 +385,6 @@ def _up_kernel(cfg, nz, gpu, KP):
     place_of = place_function(cfg, shape.RG)
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     whole_factor = nz.whole
-    job_shift = nz.shift
     as_row, as_column, begin, BASE = begin_functions(
         cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
     noisy_member, disturb = _unit_noise_functions(cfg, gpu)
@@ -422,11 +420,10 @@ def _up_kernel(cfg, nz, gpu, KP):
         sums = int32s(2)
         row, member, slot, sign = place_of(first, t, 0)
         prepare(sm, smf, here, c, side, member, source)
-        shift = job_shift(job)
         for half in range(2):
-            s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign), shift)
+            s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign))
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s, shift)
+        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s)
         step, odd = int32(side * APART), 0
         for turn in range(count):
             tile = first + turn * every
@@ -445,7 +442,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                         source)
                 if last:
                     for half in range(2):
-                        s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign), shift)
+                        s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign))
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, last, turn + 1 < count, turn, tile + every)
                 at_bytes = base + 4 * at_slot + q * 16
@@ -475,7 +472,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                             cuda.atomic.add(sb, 3 * stride + mine + 8 * half, total)
                 ptx.named_barrier(1 + group, 128)            # the tables just read are the next to be overwritten
                 odd = 1 - odd
-                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s, shift)
+                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s)
 
     return Kernel(up, 4 * (AT_TABLES + TABLES), shape)
 
@@ -519,21 +516,21 @@ def _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN):
 
 
 def _sum_functions(cfg, shape, kind):
-    """Device functions on the accumulators of two rows, before amax: add_all(acc, s, at_noise, shift, h, to, col) adds
+    """Device functions on the accumulators of two rows, before amax: add_all(acc, s, at_noise, h, to, col) adds
     the noise and, as `kind` has them, h and the bias; rotate(acc, rope, row, col, q) turns q or k."""
     H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
     T = cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
     ON_WEIGHTS = cfg.PERTURB == "weights"
-    SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
+    SHIFT, NOISE_SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT, cfg.NOISE_SHIFT
     LENGTH = padded_length(cfg)
     N = shape.N
     RAGGED = shape.columns() != H
     turned = turned_function(cfg)
 
     @device
-    def add_all(acc, s, at_noise, shift, h, to, col):
+    def add_all(acc, s, at_noise, h, to, col):
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < H:
                 if ON_WEIGHTS:
@@ -546,7 +543,7 @@ def _sum_functions(cfg, shape, kind):
                         i = accumulator_of(j, half, k)
                         v = acc[i]
                         if ON_WEIGHTS:
-                            v = int32(v + ptx.shift_right(s[half] * n[k], shift))
+                            v = int32(v + (int32(s[half] * n[k]) >> NOISE_SHIFT))
                         if not QKV:
                             v = int32((v >> SHIFT) + byte(word, k))
                         if DOWN:
@@ -681,7 +678,6 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     AT_TOPS = AT_TABLES + TABLES
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
-    job_shift = nz.shift
     prepare = _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN)
     add_all, rotate = _sum_functions(cfg, shape, kind)
     extremes, quantised = _amax_functions(gpu, N)
@@ -731,7 +727,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, ahead == PASSES - 1, turn + 1 < count, turn, tile + every)
-                add_all(acc, s, base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job), h, to, col)
+                add_all(acc, s, base + 4 * (buffer + slot * TABLE) + q * 16, h, to, col)
                 if QKV and matrix < 2:
                     rotate(acc, rope, row, col, q)
                 extremes(acc, most, least)

@@ -17,8 +17,7 @@ from model import fitness_digits, rules, sampling
 # blocks, so that few members give each a second tile.
 CONFIGURATIONS = {
     "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
-    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2,
-                     RARE_TOKENS=0.01, SEEN_VOTES=4),
+    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2),
     "default": dict(VOCAB_SIZE=300, CHUNK_SIZE=24),
     "default, mma": dict(VOCAB_SIZE=300, CHUNK_SIZE=24, TENSOR_CORES="mma"),
     "mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact",

@@ -211,24 +211,6 @@ def test_a_run_is_loaded_by_snapshot_and_replay(here):
     assert digests(load().state()) == digests(here[STEPS])
 
 
-@mark.parametrize("values", [dict(RARE_TOKENS=0.02), dict(SEEN_VOTES=3)], ids=lambda values: next(iter(values)))
-def test_where_updates_read_the_data_a_run_is_replayed_on_its_own(here, values):
-    cfg = CFG.changed(**values)
-    engine = make(cfg)
-    run = open_run(cfg, "ckpt-rare")
-    for _ in range(3):
-        step_once(engine, run)
-    run.keep_data(snapshots.data_digest(TOKENS))
-    run.close()
-    assert load("ckpt-rare", cfg=cfg).digest() == engine.digest()
-    Path("input.bin").write_bytes(TEXT[1:])
-    with refused("input.bin is not what ckpt-rare was trained on", UseError):
-        load("ckpt-rare", cfg=cfg)
-    os.unlink("input.bin")
-    with refused("input.bin", data_files.DataError):
-        load("ckpt-rare", cfg=cfg)
-
-
 def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here):
     ask = "generate --prompt 'the qu' --tokens 12 --seed 9"
     out = prints(f"{ask} --load-dir ckpt --temp 9")

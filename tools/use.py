@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from model import data_files, optimizers, parameters, seeds
+from model import data_files, parameters, seeds
 from cluster import history, snapshots
 from cluster.console import rewards_text
 from egg_config import DATA_FILES, EggError, explained
@@ -29,19 +29,14 @@ class UseError(EggError):
 def load(cfg, directory, best=False, device="cpu", threads=None, console=None, step=None):
     """An engine in the state of a saved run, of `step` if that is given: the newest snapshot and a replay of the steps
     after it, or (best) the snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError,
-    UseError, EngineError, DataError."""
+    UseError, EngineError."""
     with contextlib.closing(history.read_run(cfg, directory)) as run:
         last = run.step if step is None else step
         if last > run.step:
             raise UseError(f"{directory} has only {run.step} steps")
         state = _state(cfg, run, best, console.line, last)
-        until, tokens = state.step if best else last, None
-        if (why := optimizers.reads_data(cfg)) and state.step < until:
-            tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
-            if any(run.data) and snapshots.data_digest(tokens) != run.data:
-                raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with {why} its last "
-                               "steps cannot be repeated without that: name it with -D INPUT_FILE=...")
-        engine = train.make_engine(cfg, tokens, device, threads)
+        until = state.step if best else last
+        engine = train.make_engine(cfg, None, device, threads)
         engine.load(state)
         for step in range(state.step, until):
             console.progress(f"{directory}: replaying step {step} of {until} ...")
