@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import textwrap
 import types
@@ -251,7 +252,7 @@ PRESETS["best-bytes"] = {
 # of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
     PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
-    ADAPTIVE_NOISE_MODE=0, NTT_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.0002,
+    ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.0002,
     LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
 # ... and where the file has DATA, so that there is something right: language matters less
 DATA_SETTINGS = dict(TEXT_SHARE=0.1)
@@ -405,8 +406,17 @@ def did_you_mean(word, words, otherwise=""):
     return f"; did you mean {near[0]}?" if near else otherwise
 
 
+# {a name of nanoGPT and others, also of an option: what it is here}
+ELSEWHERE = {
+    "LEARNING_RATE": "-D LR_SCHEDULE=0:RATE", "LR": "-D LR_SCHEDULE=0:RATE", "BLOCK_SIZE": "-D SEQ_LEN=N",
+    "N_EMBD": "-D HIDDEN_DIM=N", "N_HEAD": "-D HEAD_DIM=N, the width of a head", "N_LAYER": "-D N_LAYERS=N",
+    "BATCH_SIZE": "-D POPULATION_SIZE=N", "DROPOUT": "nothing, as there is none", "TOP_K": "--min-p P",
+    "MAX_ITERS": "--steps N", "OUT_DIR": "--save-dir DIR", "SEED": "-D ISLAND_SEED=N"}
+
+
 def _no_such(name, names):
-    return "no such constant in egg_config.py" + did_you_mean(name.upper(), names)
+    here = f": here that is {ELSEWHERE[name.upper()]}" if name.upper() in ELSEWHERE else ""
+    return "no such constant in egg_config.py" + (here or did_you_mean(name.upper(), names))
 
 
 CONSTANTS = _constants()
@@ -492,6 +502,8 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     if preset and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
     sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
+    for name in sources.keys() - CONSTANTS.keys():
+        raise ConfigError(f"{line_of(__file__, name)}{name}: {_no_such(name, CONSTANTS)}")
     if objective:
         source, digest, settings = objective
         values = {**settings, "OBJECTIVE": digest}
@@ -677,6 +689,13 @@ def _parse(name, text, source):
     except ValueError:
         wanted = KINDS.get(constant.kind) or "step:{0},step:{0},...".format(constant.limits.partition("s ")[0])
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
+
+
+def line_of(path, word):
+    """NAME:LINE: of the first line of a file that has a word, for a message about it."""
+    with open(path, encoding="utf-8") as file:
+        number = next((number for number, line in enumerate(file, 1) if re.search(rf"\b{word}\b", line)), 1)
+    return f"{os.path.basename(path)}:{number}: "
 
 
 for _preset in *PRESETS.values(), OBJECTIVE_SETTINGS:

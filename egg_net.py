@@ -405,7 +405,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 if connected:
                     return worker.chunks
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
-            problem = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
+            problem = ("the coordinator is gone" if connected else
+                       f"no coordinator at {host}:{port} yet" if error.errno else f"{host}:{port}: {error}")
         if worker.answers > answers:
             pause = BACK_OFF[0]
             logged.clear()

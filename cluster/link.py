@@ -129,7 +129,7 @@ class Link:
             except FrameError as error:
                 raise NetError(f"{self.name}: {error}") from None
             if (left := until - time.monotonic()) <= 0:
-                raise TimeoutError(f"{self.name} does not answer")
+                raise TimeoutError("it does not answer, so it may be another program")
             self.check(min(HEARTBEAT_EVERY, left))
 
     def fetch_snapshot(self, step, most, bandwidth=0):

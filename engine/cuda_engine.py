@@ -492,8 +492,7 @@ class CudaEngine:
         # page-locked. A begun update may read the fitness of the next one; it is undone in that case
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
-        self._texts = None                                   # Texts of the last `write`
-        self._read = None                                    # TextReader of the last `vote`
+        self._texts = self._read = None                      # Texts of the last `write`, TextReader of the last `vote`
         self._update_steps = self._launches_of_update()
         self._update = Replay(self.stream, self._launch_update)
         self._add_up = Replay(self.stream, self._launch_digest)
@@ -572,19 +571,12 @@ class CudaEngine:
         values = self._begun.pop((first, count)).wait()
         return self._forward.votes.digits_of(values) if self._forward.votes else values.copy()
 
-    @functools.cached_property
-    def _members(self):
-        return evaluating(self, self._forward, self._packed, self._cutting)
+    _members = functools.cached_property(lambda self: evaluating(self, self._forward, self._packed, self._cutting))
 
     def vote(self, first, windows, advantages, counted, temperature):
-        """bytes: the packed digits of a chunk whose groups, from number `first` of this step on, read windows int32 [n,
-        T + 1] at a temperature (SPEC 22): advantages int8 [n], counted bool [n, T], see rewards.windows."""
+        """See engine.cpu_engine.CpuEngine."""
         self._undo_update()
-        length = next(length for length in LENGTHS if length >= counted.shape[1])
-        if (self._read and self._read.kind) != (length, temperature):
-            self._read = None                                # frees its memory
-            self._read = TextReader(self, length, temperature)
-        return self._read.vote(first, windows, advantages, counted)
+        return text_reader(self, counted.shape[1], temperature).vote(first, windows, advantages, counted)
 
     def _enqueue(self, first, count):
         """The Fetched losses of an evaluation, which is begun."""
@@ -756,6 +748,15 @@ class TextReader:
         self._evaluation.launch()
         result = self._fetched.copy(self._evaluation.result, engine.stream).record(engine.stream)
         return votes.digits_of(result.wait())[0]
+
+
+def text_reader(engine, positions, temperature):
+    """A TextReader of an engine for so many positions or more; the last one is kept."""
+    kind = next(length for length in LENGTHS if length >= positions), temperature
+    if (engine._read and engine._read.kind) != kind:
+        engine._read = None                                  # frees its memory
+        engine._read = TextReader(engine, *kind)
+    return engine._read
 
 
 class Texts:

@@ -179,6 +179,13 @@ def test_a_bad_edit_ends_every_command_with_one_line(tmp_path, old, new, message
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"egg: egg_config.py:{line}: {message}\n")
 
 
+def test_a_typo_in_a_preset_has_its_place(tmp_path):
+    mine = edited(tmp_path, "\nPRESETS = {\n", "\nPRESETS = {'mine': dict(HIDEN_DIM=64),\n")
+    line = inspect.getsource(egg_config).partition("\nPRESETS = {\n")[0].count("\n") + 2
+    with raises(mine.ConfigError, match=f"egg_config.py:{line}: HIDEN_DIM: no such .* did you mean HIDDEN_DIM"):
+        mine.load("mine", environ={})
+
+
 def test_good_edits(tmp_path):
     """True and False are 1 and 0; a constant that is assigned again has its last value; what it means may be left
     out; a misspelt one is missed."""

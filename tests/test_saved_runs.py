@@ -76,7 +76,7 @@ def test_attention_over_more_positions_than_one_sum_of_bytes_can_hold():
         room = cpu_transformer.new_room(model, 1, cache)
         for i in range(64):
             room.q[0, i] = 128 if i % 32 else 255
-        cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1)
+        cpu_transformer.attend(model, room, 0, 0, 0, n - 1, 1, None, 0)
         return room.x
 
     want = [(weights * values[:n, d]).sum() / weights.sum() for d in range(32)]

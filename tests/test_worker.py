@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from time import sleep
 
 import numpy as np
 from pytest import mark
@@ -82,7 +83,7 @@ def test_workers_end_with_the_run_as_it_was_planned(here, limit, compiled):
             until(lambda: history.exists() and history.stat().st_size > 5000)
             coordinator.terminate()
             coordinator.communicate()
-        assert worker.poll() is None
+        assert worker.poll() is None                  # it has another name than others of this host
         end = len(kept("ckpt", commands.CFG)) + 5 if limit == "--steps" else 0.05
         with begin(f"{line} {limit} {end}", stdout=subprocess.PIPE) as coordinator:
             said, _ = worker.communicate(timeout=60)
@@ -161,6 +162,17 @@ def test_unreachable_hosts_are_one_line():
                         ("localhost:12345", "cannot be reached: .*: write localhost --port 12345")):
         with refused(words):
             egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))
+
+
+def test_another_program_on_the_port_is_said_to_be_that(monkeypatch):
+    """One that says nothing, as a server that waits for the end of a line."""
+    monkeypatch.setattr("cluster.link.CONNECT_TIMEOUT", 0.2)
+    with listening(lambda sock: sock.settimeout(9) or [*iter(lambda: sock.recv(99), b"")]) as port:
+        work_in_thread(port, FakeEngine(), retry=True, lines=(lines := Lines()))
+        until(lambda: f"127.0.0.1:{port}: it does not answer, so it may be another program, trying" in lines.text)
+    with listening(lambda sock: sock.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian\r\n") or sleep(0.5)) as port:
+        with refused("wrong magic: not an egg peer"):
+            run_worker(port, FakeEngine(), retry=True)
 
 
 def test_a_worker_looks_at_its_socket_between_slices(server):
