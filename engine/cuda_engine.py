@@ -135,7 +135,7 @@ def build(cfg, token_type):
 
 def _windows_kernel(cfg, TOKENS):
     T, before = cfg.SEQ_LEN, cfg.STATE_TOKENS
-    width, drawn = before + T + 1, cfg.TARGETS - 1
+    width, drawn, length = before + T + 1, cfg.TARGETS - 1, cfg.WINDOW
     same = cfg.USE_SAME_DATA != 0
     groups, per_group = cfg.N_GROUPS, cfg.GROUP_SIZE // 2
     readers = cfg.READERS                                    # pairs that have the same targets, too
@@ -148,11 +148,10 @@ def _windows_kernel(cfg, TOKENS):
         start = window_start(place[0], place[1] + row, per_group, stride, size - T)
         return (start + k - before) % size
 
-    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, length,
-                    windows: A32):
-        """windows int32, flat, `length` numbers of each of the pairs place[1] on, in a step whose first window starts
-        at place[0]: model.rules.windows, then the drawn targets (model.soft_targets.windows). job[0]: the step's seed;
-        first, size, followers: soft_targets.Followers."""
+    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, windows: A32):
+        """windows int32, flat, of the pairs place[1] on, in a step whose first window starts at place[0]:
+        model.rules.windows, then the drawn targets (model.soft_targets.windows). job[0]: the step's seed; first, size,
+        followers: soft_targets.Followers."""
         i = cuda.grid(1)
         if i < windows.size:
             row = i // length
@@ -397,7 +396,7 @@ def evaluating(engine, forward, packed, cutting):
     def evaluation(members):
         pairs = members // 2
         windows, losses = all_windows[:pairs * width], all_losses[:all_losses.size // chunk * pairs]
-        cut = cutting(windows, width)
+        cut = cutting(windows)
 
         def read(units, losses, *clean):
             apart, each = windows.size // units, losses.size // units
@@ -608,13 +607,13 @@ class CudaEngine:
         # copy_to_device takes 80 us longer, for which the GPU waits at the end of a step
         cuda.cudadrv.driver.host_to_device(self._inputs, np.frombuffer(job, np.uint8), len(job), self.stream)
 
-    def _cutting(self, windows, length):
-        """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job."""
+    def _cutting(self, windows):
+        """A launch that fills int32 `windows`, flat, of the pairs of the job."""
         if self._tokens is None:
             return lambda: None                              # the host cuts them
         followers = self._followers or (self._job, self._job, self._tokens)          # without SOFT_TARGETS not read
         return functools.partial(self._kernels["cut_windows"][blocks(windows.size, BLOCK), BLOCK, self.stream],
-                                 self._tokens, self._place, self._job, *followers, length, windows)
+                                 self._tokens, self._place, self._job, *followers, windows)
 
     def _slices(self, size, count, name):
         """(n, scratch): the number, at most `count`, whose scratch of size(n) bytes fits half of the free memory."""
@@ -730,7 +729,7 @@ class TextReader:
         forward.tables()
         forward.votes.reserve()
         self._packed = cuda.device_array(forward.packed_bytes, np.int8)
-        members = evaluating(engine, forward, self._packed, lambda windows, width: lambda: None)
+        members = evaluating(engine, forward, self._packed, lambda windows: lambda: None)
         self._evaluation, self._fetched = members.evaluation(cfg.CHUNK_SIZE), members.fetched[0]
 
     def vote(self, first, windows, advantages, counted):

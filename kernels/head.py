@@ -293,10 +293,8 @@ def head_kernel(cfg, nz, gpu, clean=False):
             tops[half], totals[half] = -2 ** 31, 0
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
         # a loop over this much would not be unrolled
-        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s,
-                             q)
-        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s,
-                             q)
+        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q)
+        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q)
         s[0], s[1] = as_row(s[0]), as_row(s[1])
         here = AT_TABLES + group * (2 * SLOTS * 128)
         my_slot = slot_of(c)

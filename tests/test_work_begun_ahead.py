@@ -95,9 +95,9 @@ class Update:
 def engine_of(monkeypatch):
     """Makes engines of cfg. memory: of the device; evaluated, of an engine: [(seed, first, count)]."""
     def kernels(cfg, cc, limit, token_type):
-        def cut_windows(tokens, place, job, first, size, followers, length, windows):
+        def cut_windows(tokens, place, job, first, size, followers, windows):
             assert place[0] == steps[int(place[0])] * cfg.SEQ_LEN % (tokens.size - cfg.SEQ_LEN)
-            n = windows.size // length
+            n = windows.size // cfg.WINDOW
             windows[:] = rules.windows(cfg, np.asarray(tokens), steps[int(place[0])], int(place[1]), n).ravel()
 
         def digest(weights, moments, overlay, out):
