@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import os
 import shlex
+import shutil
 import sys
 
 try:
@@ -212,7 +213,8 @@ def begun(cfg, args):
         training.try_objective(cfg, objective)
     from cluster import history
     source = egg_config.load(environ={}, saved=history.configuration(args.load_dir)) if args.begins else cfg
-    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved())
+    begins = args.begins and (objective or args.step is not None or cfg.saved() != source.saved()
+                              or history.has_old_votes(args.load_dir))
     if begins:
         args.save_dir = args.save_dir or history.beside(args.load_dir)
     new = args.save_dir and not os.path.lexists(args.save_dir)
@@ -244,7 +246,7 @@ def train(cfg, args):
       python egg.py train --minutes 1 --save-dir ckpt
       python egg.py train --save-dir ckpt --http 8080       continue that run, with a live page
       python egg.py train --objective examples/words.py --load-dir ckpt --save-dir ckpt-words"""
-    from tools import calling, train
+    from tools import train
     console = run_console(args)
     if args.taken:
         where = "no GPU" if args.preset == "laptop" else "a GPU"
@@ -254,13 +256,13 @@ def train(cfg, args):
     with begun(cfg, args):
         done = train.train(cfg, args.threads, console, args.objective, http=page(args, access_to_page(args)),
                            **of_the_run(args))
-    directory = done.progress.run.directory
+    directory = done.run.directory
     if directory:
         objective = ["--objective", args.objective] if args.objective else []
-        console.line("continue it: " + calling.command_line("train", "--save-dir", directory, *objective))
-    if done.final is not None and directory:
-        console.line("plot it: " + calling.command_line("plot", directory))
-        console.line("try it: " + calling.command_line("generate", "--load-dir", directory))
+        console.line("continue it: " + command_line("train", "--save-dir", directory, *objective))
+    if directory and done.loss:
+        console.line("plot it: " + command_line("plot", directory))
+        console.line("try it: " + command_line("generate", "--load-dir", directory))
 
 
 @command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
@@ -353,10 +355,9 @@ def sweep(cfg, args):
 
     example: python egg.py sweep settings.toml --address local"""
     from deploy import sweep
-    from tools import calling
     runs = sweep.sweep(args.file, args.preset, args.defines, args.save_dir, args.address)
     if runs:
-        print("plot them: " + calling.command_line("plot", *map(os.path.relpath, runs)))
+        print("plot them: " + command_line("plot", *map(os.path.relpath, runs)))
 
 
 @command(option("host HOST", "the coordinator (default: localhost)", lambda text: text.strip("[]"), nargs="?",
@@ -468,12 +469,12 @@ def import_(cfg, args):
     """begin a run from the weights in a safetensors file
 
     example: python egg.py import weights.safetensors --save-dir ckpt-new"""
-    from tools import calling, use
+    from tools import use
     check_size(cfg, args, args.file)
     Printer().line(use.import_(cfg, args.file, args.save_dir))
     files = [f"{name}={file}" for name in egg_config.DATA_FILES
              if (file := getattr(cfg, name)) != egg_config.CONSTANTS[name].value]
-    Printer().line("next: " + calling.command_line("train", "--save-dir", args.save_dir,
+    Printer().line("next: " + command_line("train", "--save-dir", args.save_dir,
                                                    *(word for file in files for word in ("-D", file))))
 
 
@@ -481,9 +482,7 @@ def import_(cfg, args):
 def debug(cfg, args):
     """print statistics of a saved run: activations of member 0, attention, weights
 
-    examples:
-      python egg.py debug --load-dir ckpt --json trace.jsonl
-      EGG_DEBUG=1 python egg.py train      the same at every tenth step; EGG_DEBUG_FILE=trace.jsonl for the lines"""
+    example: python egg.py debug --load-dir ckpt --json trace.jsonl"""
     from tools import debug
     from model import data_files
     tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
@@ -501,8 +500,8 @@ def plot(cfg, args):
     examples:
       python egg.py plot ckpt
       python egg.py plot ckpt-1 ckpt-2 --x time --out runs.png"""
-    from tools import plot
-    plot.plot(args.runs, Printer(), args.x, args.out, args.log)
+    from tools import curves
+    curves.plot(args.runs, Printer(), args.x, args.out, args.log)
 
 
 @command(option("runs DIR", "save directories (default: all in this directory)", nargs="*"))
@@ -510,8 +509,8 @@ def runs(cfg, args):
     """list runs: their steps, best figures, and the constants in which they differ
 
     example: python egg.py runs ckpt ckpt-2"""
-    from tools import plot
-    plot.runs(args.runs, Printer())
+    from tools import curves
+    curves.runs(args.runs, Printer())
 
 
 @command()
@@ -536,7 +535,7 @@ def prepare(cfg, args):
       python egg.py prepare book1.txt book2.txt.zst --out books
       python egg.py prepare corpus.txt --vocab-size 256 --out bytes
       python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
-    from tools import calling, prepare
+    from tools import prepare
     prepare.need_room(args.out, args.force)
     # a preset that reads the tokens as bytes still wants tokens in the file
     wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
@@ -545,7 +544,7 @@ def prepare(cfg, args):
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
     counts = [os.path.getsize(os.path.join(args.out, name)) // (1 if wanted == 256 else 4)
               for name in ("input.bin", "val.bin")]
-    say("next: " + calling.command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu, counts)))
+    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu, counts)))
 
 
 @command("--threads", "--gpu")
@@ -618,6 +617,16 @@ def numpy_threads(threads):
 def run_console(args):
     """The console of a run with the limits in `args`."""
     return Console(quiet=args.quiet, verbose=args.verbose, steps=args.steps, minutes=args.minutes)
+
+
+def command_line(*arguments):
+    """A command line that calls this program with the present Python, to be pasted in this directory."""
+    def from_here(path):
+        return min(os.path.relpath(path), os.path.abspath(path), key=len)
+
+    name = os.path.basename(sys.executable)
+    python = name if sys.executable == shutil.which(name) else from_here(sys.executable)
+    return shlex.join([python, from_here(os.path.join(ROOT, "egg.py")), *map(str, arguments)])
 
 
 def invite_to_continue(directory, console):
@@ -706,11 +715,16 @@ def main(argv=None):
 
 
 def objective_of(args):
-    """(file, its SHA-256, whether it begins a run) of --objective, None without."""
+    """(file, its SHA-256, settings of a run that it begins) of --objective, None without."""
     if args.function is not eval_ and (path := vars(args).get("objective")) is not None:
         advice = "give --objective the path of a Python file"
-        with egg_config.explained(EggError, path, advice):
-            return path, egg_config.sha256_of(path), not args.run
+        with egg_config.explained(EggError, path, advice), open(path, "rb") as file:
+            source = file.read()
+        settings = {} if args.run else egg_config.OBJECTIVE_SETTINGS
+        with contextlib.suppress(SyntaxError, ValueError):           # tools.objective.read tells of them
+            if settings and "DATA" in compile(source, path, "exec").co_names:
+                settings = {**settings, **egg_config.DATA_SETTINGS}
+        return path, egg_config.sha256_of(path), settings
 
 
 def failed(error):

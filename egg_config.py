@@ -55,8 +55,6 @@ FIXED_POINT = 4                  # 0 to 15       | all     | fractional bits of 
 #                                                            `gru`
 SIGMA_SHIFT = 3                  # 0 to 15       | run     | matrix noise is shifted right by FIXED_POINT + SIGMA_SHIFT:
 #                                                            a larger value is quieter
-SIGMA_SCHEDULE = ()              # shifts 0 to 15 | run    | first step:shift, ...; SIGMA_SHIFT from that step on, so
-#                                                            that noise can begin loud and end quiet
 SIGMA_SHIFT_VECTOR = 4           # 0 to 15       | run     | right shift of the noise of biases and norm weights
 SHIFT_ATTN = 8                   # 0 to 24       | all     | (transformer) right shift of attention scores: a larger
 #                                                            value is softer
@@ -77,8 +75,6 @@ HOST_GAUSSIAN = 0                # 0, 1          | run     | 1: an initial weigh
 DEVICE_GAUSSIAN = 0              # 0, 1          | run     | 1: a noise value is the sum of three uniform draws
 HOST_MASK = 15                   # 0 to 127      | run     | magnitude mask of an initial weight; at most 42 with
 #                                                            HOST_GAUSSIAN
-TOKEN_MASK = -1                  # -1 to 127     | run     | HOST_MASK of tables with one column per token;
-#                                                            -1: HOST_MASK
 DEVICE_MASK = 15                 # 0 to 127      | run     | magnitude mask of the noise; at most 42 with
 #                                                            DEVICE_GAUSSIAN
 NOISE_REUSE = 1                  # 0 to 2^30     | run     | steps for which every member keeps its noise; 0: for ever
@@ -88,13 +84,15 @@ ADAPTIVE_NOISE_INC = 5           # 0 to 127      | run     | increase per update
 ADAPTIVE_NOISE_DEC = 1           # 0 to 127      | run     | decrease per update for one that did not
 
 # --- noise on activations --------------------------------------------------------------------------------------------
-PERTURB = "weights"              # weights, activations | all | (gru) noise on the weights of pairs, or on the outputs
-#                                                            of units: learns more from a token
-NOISE_EMBEDDING = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) largest noise of the embedding's outputs
-NOISE_GATE = 15                  # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a gate
-NOISE_CANDIDATE = 1              # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the sums of a candidate
-NOISE_UP = 7                     # 0, 1, 3, 7, 15, 31, 63 | run | (gru) inside the MLP
-NOISE_DOWN = 1                   # 0, 1, 3, 7, 15, 31, 63 | run | (gru) of the outputs of the MLP
+PERTURB = "weights"              # weights, activations | all | noise on the weights of pairs, or on the outputs of
+#                                                            units: learns far more from a token
+NOISE_EMBEDDING = 1              # 0 to 63       | run     | size of the noise of the embedding's outputs
+NOISE_GATE = 15                  # 0 to 63       | run     | (gru) of the sums of a gate
+NOISE_CANDIDATE = 1              # 0 to 63       | run     | (gru) of the sums of a candidate
+NOISE_ATTENTION = 8              # 0 to 63       | run     | (transformer) of queries, keys and values
+NOISE_OUTPUT = 4                 # 0 to 63       | run     | (transformer) of the outputs of attention
+NOISE_UP = 7                     # 0 to 63       | run     | inside an MLP
+NOISE_DOWN = 1                   # 0 to 63       | run     | of the outputs of an MLP
 CREDIT = 8                       # 0 to 15       | run     | (gru) sixteenths of a later position's digit that the noise
 #                                                            of gate, candidate and embedding is credited with
 
@@ -117,10 +115,6 @@ OPTIMIZER = "adamw"              # adamw, sgd, ztest | all | `adamw`, `sgd` (the
 #                                                            (significant votes move weights)
 LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))     # rates 0.0 to 1000.0 | run | first step:rate, ...; not used by
 #                                                            `ztest`
-RARE_TOKENS = 0.0                # 0.0 to 1.0    | run     | tokens rarer than this share of the data learn more slowly;
-#                                                            0: all learn alike
-SEEN_VOTES = 1                   # 1 to 127      | run     | weight of a pair's vote on the embedding of a token that
-#                                                            its window holds; 1: as of all other votes
 ADAM_BETA1 = 0.9                 # 0.0 to 1.0    | run     | decay of the first moment
 ADAM_BETA2 = 0.95                # 0.0 to 1.0    | run     | decay of the second moment
 ADAM_EPS = 1e-8                  # 0.0 to 1.0    | run     | added to the root of the second moment
@@ -138,9 +132,9 @@ MUON_NS = "quintic"              # quintic, cubic | run    | Newton-Schulz itera
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
 OBJECTIVE = ""                   #               | all     | SHA-256 of the file of --objective, which sets it
-OBJECTIVE_PROMPTS = 2            # 1 to 1024     | run     | prompts that a member answers
-TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the pairs that are judged by
-#                                                            their loss on text, so that the model keeps its language
+OBJECTIVE_TEXTS = 8              # 2 to 1024     | run     | texts that the model writes after a prompt, to compare
+TEXT_SHARE = 0.35                # 0.0 to 1.0    | run     | with an objective: share of the chunks that vote from the
+#                                                            data, so that the model keeps its language
 OBJECTIVE_SECONDS = 60.0         # 0.001 to 1e6  | local   | most seconds for which a batch of texts may be waited for
 
 # --- islands ---------------------------------------------------------------------------------------------------------
@@ -191,9 +185,6 @@ SNAPSHOT_EVERY = 100             # 0 to 2^30     | local   | steps between snaps
 KEEP_EVERY = 0                   # 0 to 2^30     | local   | every so many snapshots one is kept for good; 0: none
 IDLE_TIMEOUT = 600.0             # 1.0 to 1e6    | local   | seconds after which a silent connection is closed
 DEVICE = "auto"                  # auto, cpu, cuda | local | `cpu`, `cuda`, or `auto`: a GPU if there is one
-DEBUG = 0                        # 0, 1          | local   | 1: every tenth step the worker of chunk 0 prints statistics
-#                                                            of activations and weights
-DEBUG_FILE = ""                  #               | local   | file to which DEBUG appends them, one JSON object per line
 SIMD = "auto"                    # auto, vnni512, vnni256, madd, portable | local | int8 products of the CPU engine
 TENSOR_CORES = "auto"            # auto, wgmma, mma | local | int8 products of the CUDA engine: `wgmma` (only H100 and
 #                                                            H200), `mma`, or `auto`: the better one
@@ -216,17 +207,17 @@ PRESETS = {
         LR_SCHEDULE="0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1200:0.2, 1600:0.14, 2000:0.1, "
                     "4000:0.075, 8000:0.055, 16000:0.04, 32000:0.03",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
-    # The best found for minutes on one large GPU. One layer learns as much from a token as four and sees twice as many.
-    # Many steps with falling rates. With the default shifts an MLP would add almost nothing to the residual stream.
-    # Norms and biases have little noise; the overlay is off, as in "laptop-bytes"; rare tokens begin small and learn
-    # slowly.
-    # A step has four chunks, so that up to four GPUs can share it; one chunk of 32768 would be 1.3 % faster on one GPU.
+    # For minutes on one large GPU, with noise on activations: 512 windows a step, read by 16 members each. With the
+    # default shifts an MLP would add almost nothing to the residual stream. The rate falls with the root of the steps.
+    # N GPUs share a step of N chunks: POPULATION_SIZE = N * 8192.
     "best": dict(
-        N_LAYERS=1, LOSS="exact", HOST_MASK=7, TOKEN_MASK=1, RARE_TOKENS=0.0005, SIGMA_SHIFT=2, SIGMA_SHIFT_VECTOR=7,
-        ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
-        SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, CHUNK_SIZE=8192, POPULATION_SIZE=32768,
-        SOFT_TARGETS="0:1", LR_SCHEDULE="0:0.5, 500:0.25, 2000:0.12, 5000:0.06, 8500:0.03, 10500:0.015",
-        VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=1000),
+        PERTURB="activations", N_LAYERS=1, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
+        ADAPTIVE_THRESHOLD_ALPHA=0.4, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, GROUP_SIZE=16, CHUNK_SIZE=8192,
+        POPULATION_SIZE=8192, NOISE_EMBEDDING=2, NOISE_ATTENTION=4, NOISE_OUTPUT=2, NOISE_UP=4, NOISE_DOWN=2,
+        SOFT_TARGETS="0:1", ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0005,
+        LR_SCHEDULE="0:0.25, 50:0.24, 100:0.231, 200:0.217, 350:0.199, 600:0.177, 900:0.158, 1300:0.14, 1900:0.123, "
+                    "2700:0.107, 3800:0.093, 5300:0.08, 7500:0.068, 9500:0.04, 10500:0.02",
+        VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=500),
     # nano-egg's model, population, windows and validation. Three draws of 4 bits have a standard deviation of 15.2;
     # nano-egg's normal draws, cut to integers, have 15.6. 16 logit units are a bit. AdamW, louder noise and a threshold
     # learn more than nano-egg's own settings, which are OPTIMIZER=ztest SIGMA_SHIFT=4 FAST_FITNESS=1.
@@ -240,9 +231,10 @@ PRESETS = {
         SNAPSHOT_EVERY=1000),
 }
 # A model of tokens that writes words after a minute on two cores. Many windows of few members: they cost the clean pass
-# and its votes, and win. The errors of the head are exact, so louder noise and little credit serve the rest.
+# and its votes, and win.
 PRESETS["laptop"] = {
-    **PRESETS["laptop-bytes"], "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "GROUP_SIZE": 8, "NOISE_EMBEDDING": 7, "CREDIT": 8,
+    **PRESETS["laptop-bytes"], "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "GROUP_SIZE": 8, "NOISE_EMBEDDING": 4,
+    "NOISE_GATE": 4, "NOISE_CANDIDATE": 2, "NOISE_UP": 2, "NOISE_DOWN": 2, "CREDIT": 8,
     "SOFTMAX_EXP_SCALE": 14.0, "ADAPTIVE_THRESHOLD_ALPHA": 0.8, "SOFT_TARGETS": "0:1, 400:2",
     "ADAM_WEIGHT_DECAY": 0.001, "VALIDATE_EVERY": 50, "SAMPLE_EVERY": 100}
 # The best found for bytes on a large GPU, with noise on activations: a larger model, and 512 windows a step. Finer
@@ -256,13 +248,14 @@ PRESETS["best-bytes"] = {
                    "5280:0.07, 7390:0.05, 9500:0.035, 11610:0.022, 14770:0.015",
     "VALIDATE_EVERY": 100, "VALIDATE_TOKENS": 0, "SNAPSHOT_EVERY": 1000}
 
-# What a run with --objective sets where nothing else was said: noise on weights, a window of its own for every pair,
-# few members, which write, and rates and a share of text with which a model that has learnt keeps what it knows. The
-# constant TEXT_SHARE stays what older runs have.
+# What a run with --objective sets where nothing else was said: noise on activations, few windows, and rates and a share
+# of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
-    PERTURB="weights", CHUNK_SIZE=512, POPULATION_SIZE=1024, GROUP_SIZE=2, SIGMA_SHIFT_VECTOR=8, DEVICE_GAUSSIAN=1,
-    LOSS="exact", ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
+    PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
+    ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.0002,
     LR_SCHEDULE="0:0.1, 200:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.5, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
+# ... and where the file has DATA, so that there is something right: language matters less
+DATA_SETTINGS = dict(TEXT_SHARE=0.1)
 
 SHIPPED = "cc6018665ccdeed5cbd0bc4bc282092a6729bba180e3655be8692ed10b533da9"     # fingerprint of this file unedited
 
@@ -273,10 +266,12 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
-         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
-         "OBJECTIVE_PROMPTS": 2, "TEXT_SHARE": 0.35}
-VERSION_OF_VOTES = 2     # of SPEC 21; programs that send none rounded halves up
+UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1, "NOISE_GATE": 15, "NOISE_CANDIDATE": 1,
+         "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
+         "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
+# constants that are gone, with the value that every run has: older programs store and send it
+GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
+VERSION_OF_VOTES = 3     # of SPEC 21
 
 
 class EggError(Exception):
@@ -425,7 +420,8 @@ def _no_such(name, names):
 
 
 CONSTANTS = _constants()
-DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
+# the model
+DETERMINING = {*GONE, *(name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run"))}
 # what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
 KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
         "SNAPSHOT_EVERY", "KEEP_EVERY", "DECODING_SHA256"}
@@ -452,9 +448,10 @@ class Config(types.SimpleNamespace):
         return make(**{**self.constants(), **values})
 
     def shared(self):
-        """The constants in the fingerprint, without those that are unset, because older programs lack them."""
-        return {name: value for name, value in self.constants().items()
-                if CONSTANTS[name].agree != "local" and value != UNSET.get(name)}
+        """The constants in the fingerprint, without those that are unset, because older programs lack them, and with
+        those that are gone, because older programs have them."""
+        return GONE | {name: value for name, value in self.constants().items()
+                       if CONSTANTS[name].agree != "local" and value != UNSET.get(name)}
 
     def saved(self):
         """Those of them that determine the model, and with it a saved run, as JSON returns them."""
@@ -476,8 +473,9 @@ class Config(types.SimpleNamespace):
     def compiled(self):
         """The same without the constants on which no kernel depends: building one that reads such a constant fails, so
         that what is left names a kernel."""
+        others = "LR_SCHEDULE", "OBJECTIVE", "OBJECTIVE_TEXTS", "TEXT_SHARE"
         return Config(**{name: value for name, value in vars(self).items() if name not in CONSTANTS
-                         or CONSTANTS[name].agree in ("all", "run") and name != "LR_SCHEDULE"})
+                         or CONSTANTS[name].agree in ("all", "run") and name not in others})
 
     def learning_rate(self, step):
         """Learning rate (float) of the update of `step`; "ztest": share of the weights that chance would move."""
@@ -485,28 +483,20 @@ class Config(types.SimpleNamespace):
             return 1 / ((2 ** self.ZTEST_ALPHA - 1) * step / 1000 + 1) if self.ZTEST_ALPHA > 1 else self.ZTEST_ALPHA
         return _scheduled(self.LR_SCHEDULE, step)
 
-    def sigma_shift(self, step):
-        """SIGMA_SHIFT (int) of the members of `step`."""
-        return _scheduled(self.SIGMA_SCHEDULE, step, self.SIGMA_SHIFT)
-
     def soft_context(self, step):
         """Tokens of context (int) of the soft targets of `step`, 0: none are drawn."""
         return _scheduled(self.SOFT_TARGETS, step)
 
-    def noise_shift(self, step):
-        """Right shift (int) of the matrix noise of the members of `step`."""
-        return self.FIXED_POINT + self.sigma_shift(step)
 
-
-def _scheduled(schedule, step, before=0):
-    """The value of a schedule at `step`; `before` its first entry."""
-    return [before, *(value for first, value in schedule if first <= step)][-1]
+def _scheduled(schedule, step):
+    """The value of a schedule at `step`; 0 before its first entry."""
+    return [0, *(value for first, value in schedule if first <= step)][-1]
 
 
 def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     """{name: (source, value)}: the constants that are set for one run, preset < OBJECTIVE_SETTINGS < EGG_* in `environ`
-    < `defines` ("NAME=VALUE" strings); source: as the user wrote it. objective: (file, its SHA-256, whether it begins a
-    run), or None. Raises ConfigError."""
+    < `defines` ("NAME=VALUE" strings); source: as the user wrote it. objective: (file, its SHA-256, the settings of a
+    run that it begins, else {}), or None. Raises ConfigError."""
     source = f"--preset {preset}" if preset else "EGG_PRESET"
     preset = preset or environ.get("EGG_PRESET")
     if preset and preset not in PRESETS:
@@ -515,8 +505,8 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     for name in sources.keys() - CONSTANTS.keys():
         raise ConfigError(f"{line_of(__file__, name)}{name}: {_no_such(name, CONSTANTS)}")
     if objective:
-        source, digest, begins = objective
-        values = {**(OBJECTIVE_SETTINGS if begins else {}), "OBJECTIVE": digest}
+        source, digest, settings = objective
+        values = {**settings, "OBJECTIVE": digest}
         sources.update((name, (f"--objective {source}", value)) for name, value in values.items())
     for key, text in environ.items():
         if key.startswith("EGG_") and key not in ("EGG_PRESET", "EGG_SECRET"):
@@ -534,7 +524,10 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     this file's; run: its directory if it must continue with them; begins: those of "run" may be others. Raises
     ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
-              **{name: _tuples(value) for name, value in dict(saved).items()}}
+              **{name: _tuples(value) for name, value in dict(saved).items() if (name, value) not in GONE.items()}}
+    if unknown := values.keys() - CONSTANTS.keys():
+        raise ConfigError(f"{run or 'the saved run'} has {min(unknown)}, which this program does not know: use the egg "
+                          "that made it")
     sources, differ, kinds = overrides(preset, defines, environ, objective), {}, set()
     for name, (source, value) in sources.items() if run else ():
         if name == "POPULATION_SIZE":
@@ -612,14 +605,10 @@ def validate(cfg):
          f"must be a multiple of CHUNK_SIZE = {cfg.CHUNK_SIZE}")
     need(cfg.GROUP_SIZE % 2 == 0 and cfg.POPULATION_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
          f"must be even, as antithetic pairs read the same tokens, and divide POPULATION_SIZE = {cfg.POPULATION_SIZE}")
-    for gaussian, *masks in ("HOST_GAUSSIAN", "HOST_MASK", "TOKEN_MASK"), ("DEVICE_GAUSSIAN", "DEVICE_MASK"):
-        for mask in masks if getattr(cfg, gaussian) else ():
-            need(getattr(cfg, mask) <= 42, mask, f"must be at most 42 with {gaussian}: three draws must fit int8")
+    for gaussian, mask in ("HOST_GAUSSIAN", "HOST_MASK"), ("DEVICE_GAUSSIAN", "DEVICE_MASK"):
+        need(not getattr(cfg, gaussian) or getattr(cfg, mask) <= 42, mask,
+             f"must be at most 42 with {gaussian}: three draws must fit int8")
     need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
-    need(not cfg.RARE_TOKENS or cfg.OPTIMIZER != "ztest", "RARE_TOKENS",
-         "needs OPTIMIZER adamw or sgd: the z-test has no learning rate")
-    need(cfg.SEEN_VOTES == 1 or cfg.OPTIMIZER != "ztest", "SEEN_VOTES",
-         "needs OPTIMIZER adamw or sgd: the z-test is made for votes of equal weight")
     need(not cfg.SOFT_TARGETS or cfg.LOSS == "exact", "SOFT_TARGETS",
          "needs LOSS exact: the mean over 8 targets is a fraction of a logit unit")
     need(not cfg.USE_MUON or cfg.OPTIMIZER == "adamw", "USE_MUON",
@@ -628,14 +617,19 @@ def validate(cfg):
          f"needs a SEQ_LEN that is a power of two, not {cfg.SEQ_LEN}")
     need(cfg.NTT_MODE != 2 or cfg.SEQ_LEN <= 256, "NTT_MODE",
          f"needs SEQ_LEN of 256 at most, not {cfg.SEQ_LEN}: 257 has no root of that order")
-    need(not cfg.OBJECTIVE or cfg.PERTURB == "weights", "PERTURB", "must be weights with --objective")
+    if cfg.OBJECTIVE:
+        need(cfg.PERTURB == "activations", "PERTURB", "must be activations with --objective")
+        need(cfg.CHUNK_SIZE % (cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS) == 0, "CHUNK_SIZE",
+             f"must be a multiple of GROUP_SIZE * OBJECTIVE_TEXTS = {cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS} with "
+             "--objective: the texts after a prompt are in one chunk")
     if cfg.PERTURB == "activations":
-        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1):
+        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")
         need(cfg.CHUNK_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
              f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")
-        need(cfg.CHUNK_SIZE // cfg.GROUP_SIZE * cfg.SEQ_LEN <= 1 << 17, "CHUNK_SIZE",
-             f"must be at most 131072 / SEQ_LEN groups of GROUP_SIZE = {cfg.GROUP_SIZE} with PERTURB = activations: "
+        most = 1 << (17 if cfg.MODEL == "gru" else 16)
+        need(cfg.CHUNK_SIZE // cfg.GROUP_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
+             f"must be at most {most} / SEQ_LEN groups of GROUP_SIZE = {cfg.GROUP_SIZE} with PERTURB = activations: "
              "votes are sums in 32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
@@ -652,12 +646,13 @@ def _derive(cfg):
     # pairs that read a window together, with the same targets: with noise on activations those of a group
     cfg.READERS = 1 if cfg.PERTURB == "weights" else cfg.GROUP_SIZE // 2
     cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that a pair reads
-    # all shifts of the noise in a run: tables and kernels are exact for each of them
-    cfg.NOISE_SHIFTS = sorted({cfg.noise_shift(step) for step in (0, *(first for first, _ in cfg.SIGMA_SCHEDULE))})
+    cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT         # right shift of the noise of matrices
     # ternary digits in which a chunk, and a step, is sent: one a pair, or with noise on activations one a weight, in
     # whole bytes, so that a step is its chunks one after the other
     H = cfg.HIDDEN_DIM
-    weights = 2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H          # of the recurrent model
+    weights = (2 * H * cfg.VOCAB_SIZE + cfg.N_LAYERS * (12 * H * H + 4 * H) + H if cfg.MODEL == "gru"
+               else H * cfg.VOCAB_SIZE + (cfg.N_LAYERS + 1) * (8 * H * H + 7 * H)
+               + cfg.N_LAYERS * (4 * H * H + 2 * H) + 3 * H)
     cfg.CHUNK_DIGITS = cfg.CHUNK_SIZE // 2 if cfg.PERTURB == "weights" else -(-weights // 5) * 5
     cfg.STEP_DIGITS = cfg.N_CHUNKS * cfg.CHUNK_DIGITS
     cfg.LOSS_SCALE = 256 if cfg.LOSS == "exact" else 1         # units of an evaluated loss in one logit unit

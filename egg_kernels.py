@@ -22,7 +22,7 @@ What the CUDA engine uses:
         cc              (major, minor) of the device; shared_limit: bytes of dynamic shared memory a block may have
         .packed_bytes   size of the int8 device array that holds the matrices in the order the tensor cores want
         .kernels        {verb: [kernels.host.Kernel]}: compile those of a verb (kernels.ptx.allow_shared) before its
-                        first launch; "load": pack, "step": evaluate, "validate", "write": read
+                        first launch; "load": pack, "step": evaluate, "validate", "write"
         .tables()       uploads the constant tables; call once on the device, before the launches below
         .scratch_bytes(pairs), .clean_scratch_bytes(windows, T)    size of the int8 device array `scratch` of a call
         .pack(stream, weights, packed)
@@ -40,13 +40,11 @@ What the CUDA engine uses:
                         nats[i T + t] (float64): cross-entropy of token t + 1 of window i, without noise; windows: int32
                         [count, T + 1]
         .writing_bytes(count, room)         size of the int8 device array `memory` below
-        .draw(stream, job, room, count, memory)     before the first `read`: puts the noise of the members into `memory`
-        .read(stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits)
-                        logits (None: nobody wants them; or int32 [count, V] with room for a multiple of 16 sequences)
-                        after the token at position at[0] of `count` sequences, tokens int32 [count, room], for which
-                        `memory` must hold what the positions 0..at[0] - 1 left there.
-                        Sequences 2 i and 2 i + 1 are the members of pair job[1] + i, or with job[2] = 0 without noise.
-                        rope: device copy of model.integer_tables.rope_table(cfg, room), int32, flat
+        .logit_columns                      from one row of the array `logits` below, a multiple of 32, to the next
+        .write(stream, weights, packed, tokens, at, room, count, rope, memory, logits)
+                        logits (None: nobody wants them) after the token at position at[0] of `count` sequences, tokens
+                        int32 [count, room], without noise; `memory` must hold what the positions 0..at[0] - 1 left
+                        there. rope: device copy of model.integer_tables.rope_table(cfg, room), int32, flat
 
 Launches only enqueue work on `stream`, allocate nothing and can be captured in a graph. All arrays are 1-D contiguous
 device arrays.
@@ -75,20 +73,24 @@ class Forward:
 
     votes = None
 
-    def __init__(self, cfg, gpu, silent, plan, kernels, reader):
-        """plan, kernels, reader: functions that make the plan, the kernels and the reading kernel of the model."""
+    def __init__(self, cfg, gpu, plan, kernels):
+        """plan, kernels: functions that make the plan and the kernels of the model."""
         self.cfg = cfg
         self._packing = packing = Packing(cfg)
         self._plan = plan(cfg, packing)
-        self._kernels = kernels = kernels(cfg, packing, gpu, silent)
-        self._stride = writing.stride_words(cfg.HIDDEN_DIM, gpu, cfg.HIDDEN_DIM)
-        self._row_bytes = writing.row_bytes(self._stride)
-        self._most_tiles = gpu.shared // (16 * self._row_bytes)              # of a block
-        self._reader, self._logits = reader(cfg, gpu), writing.logits_kernel(cfg, gpu)
-        self._draw, self._drawn_words = writing.draw_kernel(cfg), writing.drawn_words(cfg)
+        self._kernels = kernels = kernels(cfg, packing, gpu)
+        self._write, self._rows = writing.kernel(cfg, gpu), writing.rows_of_block(cfg, gpu)
+        self.logit_columns = writing.logit_columns(cfg)
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
-                        "write": [self._draw, self._reader, self._logits]}
+                        "write": [self._write]}
+
+    def _vote(self, down, gpu):
+        """Prepares the votes of noise on activations; down: the Shape of the product that reads the MLP's inner
+        values."""
+        if self.cfg.PERTURB == "activations":
+            self.votes = activations.Votes(self.cfg, down.KP, gpu.wgmma)
+            self.kernels["step"] = [*self.kernels["step"], *self.votes.kernels.values()]
 
     def tables(self, **of_model):
         """Uploads the constant tables, `of_model` among them."""
@@ -96,7 +98,7 @@ class Forward:
         clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
         arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
-                      streams=writing.streams_of(self.cfg),
+                      places=writing.places(self.cfg, self._packing), gelu=integer_tables.gelu_table(),
                       exps=exps[np.minimum(np.arange(256), exps.size - 1)], **of_model)
         self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
@@ -109,51 +111,32 @@ class Forward:
         return dict(vars(self._tables), packed=packed.view(np.int32), at_columns=self._kernels.at_columns, **arrays,
                     **args)
 
-    def _tiles(self, count):
-        """(blocks, tiles of 16 rows a block, tiles that have sequences) of the kernel that reads."""
-        every = blocks(count, 16)
-        tiles = min(self._most_tiles, blocks(every, processors()))
-        return blocks(every, tiles), tiles, every
-
     def _layout(self, count, room):
-        grid, tiles, _ = self._tiles(count)
-        rows = 16 * grid * tiles
-        return ranges({**self._cache(count, room, rows), "out": 4 * rows * self._stride, "sums": 4 * rows,
-                       "drawn": 4 * (rows // 16) * self._drawn_words})
+        cfg, rows = self.cfg, blocks(count, self._rows) * self._rows
+        cached = 1 if cfg.MODEL == "gru" else 2 * room
+        return ranges(dict(cache=cfg.N_LAYERS * count * cached * cfg.HIDDEN_DIM, y=12 * rows * cfg.HIDDEN_DIM))
 
     def writing_bytes(self, count, room):
-        return self._layout(count, room)[1] if count else 0
+        return self._layout(count, room)[1]
 
-    def draw(self, stream, job, room, count, memory):
-        first, end = self._layout(count, room)[0]["drawn"]
-        self._draw(blocks(count, 16), writing.THREADS, vars(self._tables), stream=stream, job=job,
-                   drawn=memory[first:end].view(np.int32))
-
-    def read(self, stream, weights, packed, overlay, job, tokens, at, room, count, rope, memory, logits):
-        grid, tiles, every = self._tiles(count)
-        args = self._args(self._layout(count, room)[0], memory, packed, stream=stream, weights=weights,
-                          overlay=overlay, job=job, tokens=tokens, at=at, room=room, count=count, tiles=tiles,
-                          every=every, last=self.cfg.N_LAYERS - (logits is None))
-        args["rope"] = rope                                 # not that of SEQ_LEN
-        self._reader(grid, writing.THREADS, args, shared=16 * tiles * self._row_bytes)
-        if logits is None:
-            return
-        across = blocks(self.cfg.VOCAB_SIZE, writing.LOGIT_WARPS * writing.COLUMNS)
-        twos = blocks(every, 2)
-        each = min(writing.LOGIT_TWOS, blocks(twos * across, 4 * processors()))
-        self._logits((across, blocks(twos, each)), 32 * writing.LOGIT_WARPS, args, call=self._plan.head, each=each,
-                     z=logits)
+    def write(self, stream, weights, packed, tokens, at, room, count, rope, memory, logits):
+        args = self._args(self._layout(count, room)[0], memory, packed, stream=stream, weights=weights, tokens=tokens,
+                          at=at, room=room, count=count, last=self.cfg.N_LAYERS - (logits is None),
+                          z=tokens if logits is None else logits)
+        args |= dict(rope=rope, cache=args["cache"].view(np.int8))                   # not that of SEQ_LEN
+        self._write(blocks(count, self._rows), writing.THREADS, args)
 
 
 class Transformer(Forward):
     """The embedding and its MLP; layers of attention and MLP; a norm and the head."""
 
-    def __init__(self, cfg, gpu, silent):
-        super().__init__(cfg, gpu, silent, transformer.Plan, transformer.Kernels, writing.transformer_kernel)
+    def __init__(self, cfg, gpu):
+        super().__init__(cfg, gpu, transformer.Plan, transformer.Kernels)
+        self._vote(self._kernels.full_width["down"].shape, gpu)
 
     def tables(self):
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
-        super().tables(gelu=integer_tables.gelu_table(), rope=rope)
+        super().tables(rope=rope)
 
     def scratch_bytes(self, pairs):
         return self._kernels.layout(pairs)[1]
@@ -162,17 +145,26 @@ class Transformer(Forward):
         return self.scratch_bytes(windows)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self.evaluate(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats, True)
+        self._launch(count, scratch, self._kernels.clean_head, stream=stream, weights=weights, packed=packed,
+                     overlay=weights, windows=windows, job=self._tables.no_job, offset=0, losses=nats)
 
-    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, clean=False):
-        """clean: over as many windows, with job[2] = 0, so that both members of a pair are the unperturbed model."""
+    def evaluate(self, stream, weights, packed, overlay, windows, job, offset, units, scratch, losses, clean=False):
+        """clean: see the top of this file."""
+        self._launch(units, scratch, self._kernels.head, clean, stream=stream, weights=weights, packed=packed,
+                     overlay=overlay, windows=windows, job=self._tables.no_job if clean else job, offset=offset,
+                     losses=losses, chunk=job)
+
+    def _launch(self, pairs, scratch, head, keeps=False, *, packed, windows, losses, **args):
+        """The pass over pairs, or as many windows, with job[2] = 0, so that both members of a pair are the unperturbed
+        model. keeps: self.votes keeps what the matrices multiply, and the windows are those of groups from `offset` on;
+        chunk: the job of their chunk."""
         cfg = self.cfg
         plan = self._plan
         kernels = self._kernels
         length = padded_length(cfg)
-        args = self._args(kernels.layout(pairs)[0], scratch, packed, stream=stream, weights=weights, overlay=overlay,
-                          windows=windows, width=windows.size // pairs, job=job, offset=offset, losses=losses,
-                          stride=transformer.rows_of_pairs(cfg, pairs), count=pairs)
+        args = self._args(kernels.layout(pairs)[0], scratch, packed, windows=windows, tokens=windows,
+                          width=windows.size // pairs, losses=losses,
+                          stride=transformer.rows_of_pairs(cfg, pairs), count=pairs, **args)
         rows = 2 * pairs * length
         n = args["n"]
         most = min(processors(), transformer.MOST_BLOCKS)
@@ -185,42 +177,47 @@ class Transformer(Forward):
             kernel(min(tiles, most // matrices) * matrices, THREADS, args, call=row,
                    at=kernels.matrices[matrix, layer], tiles=tiles, x=x, **out)
 
-        def mlp(rows, up, down, layer):
+        def keep(name, layer, source):
+            if keeps:
+                self.votes.keep(args, name, layer, source)
+
+        def mlp(rows, up, down, layer, inputs):
+            keep("normed" + inputs, layer, n)
             product(kernels.up, rows.up, up, layer, n)
+            keep("inner" + inputs.replace("_2", ""), layer, args["u"])
             product(kernels.full_width["down"], rows.down, down, layer, args["u"])
 
         kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), args, call=plan.embed,
                       losses=losses.view(np.int64))
         norm(plan.embed, 1)
-        mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0)
+        mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0, "_0")
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
+            keep("normed_1", i, n)
             product(kernels.full_width["qkv"], layer.qkv, "w_q", i, n, 3, h=args["queries"])
             kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), args, call=layer.attention,
                               a=n)
+            keep("attended", i, n)
+            if keeps:
+                self.votes.attended(args, i)
             product(kernels.full_width["o"], layer.o, "w_o", i, n)
             norm(layer.ln_2, 1)
-            mlp(layer.mlp, "w_up", "w_down", i)
+            mlp(layer.mlp, "w_up", "w_down", i, "_2")
         norm(plan.ln_f, 1)
-        head = kernels.clean_head if clean else kernels.head
+        exps = self._tables.clean_exps if head is kernels.clean_head else self._tables.exps
         head(blocks(rows, 64 * head.shape.RG), THREADS, args, call=plan.head, x=n, length=cfg.SEQ_LEN,
-             at_tiles=kernels.matrices["embedding", 0], exps=self._tables.clean_exps if clean else self._tables.exps)
-
-    def _cache(self, count, room, rows):
-        cfg = self.cfg
-        size = cfg.N_LAYERS * count * room * cfg.HIDDEN_DIM
-        return dict(keys=size, values=size, y=4 * rows * 3 * cfg.HIDDEN_DIM)
+             at_tiles=kernels.matrices["embedding", 0], exps=exps)
+        if keeps:
+            self.votes.head(args, n)
 
 
 class Recurrent(Forward):
     """The embedding; layers of recurrence and MLP; a norm and the head. A pass without noise over the tokens before the
     windows gives the states with which pairs begin."""
 
-    def __init__(self, cfg, gpu, silent):
-        super().__init__(cfg, gpu, silent, gru.Plan, gru.Kernels, writing.recurrent_kernel)
-        if cfg.PERTURB == "activations":
-            self.votes = activations.Votes(cfg, self._kernels.shapes["down"].KP, gpu.wgmma)
-            self.kernels["step"] = [*self.kernels["step"], *self.votes.kernels.values()]
+    def __init__(self, cfg, gpu):
+        super().__init__(cfg, gpu, gru.Plan, gru.Kernels)
+        self._vote(self._kernels.shapes["down"], gpu)
 
     def _state_bytes(self, pairs):
         """Of the states with which pairs begin, behind which the scratch memory of a pass lies."""
@@ -317,9 +314,6 @@ class Recurrent(Forward):
         if args["keep"] == gru.KEEP_INPUTS:
             self.votes.head(args, normed)
 
-    def _cache(self, count, room, rows):
-        return dict(states=self.cfg.N_LAYERS * count * self.cfg.HIDDEN_DIM)
-
 
 def gpu_of(cfg, cc, shared_limit):
     """The Gpu for which the kernels of a configuration are made. Raises ValueError where it lacks what is wanted."""
@@ -329,6 +323,6 @@ def gpu_of(cfg, cc, shared_limit):
     return Gpu(tuple(cc), shared_limit, newest and cfg.TENSOR_CORES != "mma")
 
 
-def build_forward(cfg, gpu, silent=False):
-    """The forward pass of a configuration on a Gpu: see the top of this file. silent: as build_noise."""
-    return (Recurrent if cfg.MODEL == "gru" else Transformer)(cfg, gpu, silent)
+def build_forward(cfg, gpu):
+    """The forward pass of a configuration on a Gpu: see the top of this file."""
+    return (Recurrent if cfg.MODEL == "gru" else Transformer)(cfg, gpu)

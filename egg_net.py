@@ -15,7 +15,7 @@ replays the steps after it. The calls, in order; the frames are in capitals, and
                   model.fitness_digits.pack_ternary     five digits a byte
                   Worker._result                    makes a RESULT of them,
                   cluster.link.Link.send            which leaves the worker with the next JOB_REQUEST
-    coordinator   cluster.session.Session.received  takes frames out of what has come
+    coordinator   cluster.admission.Session.received takes frames out of what has come
                   RemoteWorker.handle
                   cluster.wire.read_result          checks the RESULT
                   Coordinator.take_result
@@ -35,6 +35,7 @@ worker is handed which chunk is up to cluster.dispatch."""
 
 import contextlib
 import functools
+import json
 import os
 import random
 import resource
@@ -42,14 +43,12 @@ import socket
 import time
 
 from cluster import auth, event_log, history, snapshots, status, wire
-from cluster.admission import Admission, ERRORS
-from cluster.collector import Collector
+from cluster.admission import Admission, ERRORS, Role
 from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
 from cluster.link import WHICH_HOST, Link, OldCoordinator, RunEnded, check_address
 from cluster.status import Progress
-from cluster.session import Role
 from cluster.step import AGREES, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
 from model import ternary
@@ -66,8 +65,7 @@ BACK_OFF = (0.1, 5.0)      # seconds between attempts to connect: the first, the
 
 class Worker:
     """A replica of the model and what it needs to serve; see `run_worker`. validate_first: with the first chunk 0,
-    whatever the step; inspect(engine): called before chunk 0 of a step is evaluated; objective: by which members are
-    judged, a tools.objective.Objective."""
+    whatever the step; objective: by which members are judged, a tools.objective.Objective."""
 
     changed = 0                            # weights changed by the last update, until a result has reported it
     digest = None                          # of the present state, once it is asked for
@@ -76,8 +74,7 @@ class Worker:
     speed, slice = 0.0, FIRST_SLICE        # members a second, at a time
     chunks = answers = 0
 
-    def __init__(self, cfg, engine, tokens, validation, decoding, console, validate_first=False, inspect=None,
-                 objective=None):
+    def __init__(self, cfg, engine, tokens, validation, decoding, console, validate_first=False, objective=None):
         self.cfg = cfg
         self.engine = engine
         self.console = console
@@ -85,7 +82,6 @@ class Worker:
         self.validation = validation
         self.decoding = decoding
         self.validate_next = validate_first
-        self.inspect = inspect
         self.objective = objective
         self.predictor = ChunkPredictor(cfg)
         self.done = {}                       # {first member: packed digits} of the chunks of this step done here
@@ -98,7 +94,7 @@ class Worker:
         result = b""
         answers = (wire.JOB_RESPONSE,)
         if link.version == V2:
-            answers += wire.REBUILD, wire.SNAPSHOT_WANTED
+            answers += wire.REBUILD, wire.SNAPSHOT_WANTED, wire.MEASURE
         if link.snapshot > engine.step:
             self._fetch_snapshot(link, link.snapshot)
         while True:
@@ -110,6 +106,9 @@ class Worker:
             while (frame := link.any_of(answers)).opcode == wire.SNAPSHOT_WANTED:
                 self._send_state(link, link.unpack_step(frame.payload))
             self.answers += 1
+            if frame.opcode == wire.MEASURE:
+                self._report(link, True)
+                continue
             if frame.opcode == wire.REBUILD:
                 start = link.unpack_step(frame.payload)
                 self.console.line(f"worker: at step {engine.step}, told to rebuild from the state of step {start}")
@@ -145,7 +144,6 @@ class Worker:
             started = time.perf_counter()
             packed, loss = self.objective.chunk(self.engine, first, link.check)
             self.speed = self.cfg.CHUNK_SIZE / (time.perf_counter() - started)
-            self.console.spent(self.objective.pace)
             return packed, loss
         self.predictor.handed_out(self.engine.step, first)
         following = self.predictor.following()
@@ -229,20 +227,19 @@ class Worker:
         # grows by steps: the first slices of a device say little about the speed of large ones
         self.slice = max(2, min(int(self.speed * SLICE_SECONDS), 8 * self.slice) & ~1)
 
-    def _report(self, link):
-        """Sends a validation and a sample where they are due; the worker of chunk 0 does."""
+    def _report(self, link, at_end=False):
+        """Sends a validation and a sample where they are due; the worker of chunk 0 does, and one at the end."""
         cfg, step = self.cfg, self.engine.step
-        if self.inspect:
-            self.inspect(self.engine)
-        if self.validate_next or due(cfg.VALIDATE_EVERY, step):
+        if at_end or self.validate_next or due(cfg.VALIDATE_EVERY, step):
             self.validate_next = False
             if self.validation:
                 nats, tokens = self.engine.validate(self.validation.windows)
                 n_bytes = self.validation.n_bytes if self.validation.unit == "bits/byte" else 0
                 link.say(wire.VALIDATION, step, tokens, n_bytes, nats)
             if self.objective:
-                link.say(wire.REWARD, step, *self.objective.measured(self.engine))
-        if due(cfg.SAMPLE_EVERY, step) and (self.objective or self.tokens is not None):
+                *mean, shown = self.objective.measured(self.engine)
+                link.say(wire.REWARD, step, *mean, json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace"))
+        if (at_end and cfg.SAMPLE_EVERY or due(cfg.SAMPLE_EVERY, step)) and (self.objective or self.tokens is not None):
             text = sample(cfg, self.engine, self.tokens, self.decoding, self.objective)
             line = f"sample at step {step}: " + text.replace("\n", "\u23ce")                   # one line of the log
             link.say(wire.LOG_MESSAGE, line.encode()[:wire.LOG_MESSAGE.most])
@@ -438,7 +435,7 @@ class Hook:
         raise Refused(f"island {card.name}: this one is no island: start it with --island NAME", wire.OTHER_CONFIG)
 
     check = nothing            # (now): deadlines and whatever else is due; several times a second
-    state_received = nothing   # (upload): there is a snapshot, or the awaited state: a finished snapshots.Upload
+    snapshot_kept = nothing    # (step): the shelf has a snapshot of this step
     step_completed = nothing   # (): a step is in the history and no chunk of the next one handed out
     # (step, value, unit): a worker has measured the state of this step, with an objective its reward; less is better
     validated = nothing
@@ -452,7 +449,7 @@ class RemoteWorker(Role):
     step = digest = None       # of its last request: steps that it has applied; its state (None with protocol 1)
     trusted = True             # no other worker contradicts its state
     rebuilt_at = None          # step at which it was last made to rebuild
-    state_asked = None         # step at which it was last asked for its state (cluster.collector)
+    state_asked = None         # step at which it was last asked for its state (snapshots.Collector)
     states_failed = 0          # how often that did not come
     lapsed = False             # it has lost a lease, and delivered nothing since
     pace = None                # seconds for a chunk
@@ -483,9 +480,9 @@ class RemoteWorker(Role):
                 coordinator.collector.goes_on(self)
                 coordinator.take_result(self, *wire.read_result(coordinator.cfg, coordinator.n_weights, payload))
             case wire.VALIDATION:
-                coordinator.take_validation(self, *wire.VALIDATION.unpack(payload))
+                self.take_validation(*wire.VALIDATION.unpack(payload))
             case wire.REWARD:
-                coordinator.take_reward(self, *wire.REWARD.unpack(payload))
+                self.take_reward(*wire.REWARD.unpack(payload))
             case wire.LOG_MESSAGE if coordinator.events.allows(len(payload)):
                 text = printable(payload.decode("utf-8", "replace"))
                 line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
@@ -493,7 +490,22 @@ class RemoteWorker(Role):
             case wire.SNAPSHOT_DATA:
                 coordinator.collector.take(self, payload)
             case wire.SNAPSHOT_REQUEST:
-                coordinator.send_block(self.session, payload)
+                coordinator.collector.give(self.session, payload)
+
+    def take_validation(self, step, *stated):
+        """stated: tokens, their bytes, nats."""
+        coordinator = self.coordinator
+        figure, unit = coordinator.progress.figure(*stated)
+        if self.trusted and coordinator.progress.validated(step, figure, unit) and not coordinator.cfg.OBJECTIVE:
+            coordinator.shelf.measured(step, figure)
+            coordinator.island.validated(step, figure, unit)
+
+    def take_reward(self, step, texts, reward, shown):
+        coordinator = self.coordinator
+        shown = coordinator.progress.check_reward(texts, reward, shown)
+        if self.trusted and coordinator.progress.rewarded(step, texts, reward, shown):
+            coordinator.shelf.measured(step, reward)
+            coordinator.island.validated(step, -reward, "reward")               # of a fitness less is better
 
     def needs_snapshot(self):
         """Whether no replay leads it to the present state, or it has just come and a snapshot is quicker."""
@@ -542,6 +554,7 @@ class Coordinator:
     EggError for an option that cannot be used."""
 
     closing, _check_at = False, 0.0
+    _measuring = None          # the worker that measures the last state; False: that is done
     _ended = None              # the event of the last step, until it is reported
     status = status.report
 
@@ -554,7 +567,7 @@ class Coordinator:
         self._undecided = set()                      # steps at which workers wait for a majority of their states
         self.hub, self.progress, self.states = Hub(), Progress(cfg, run, events), States()
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
-        self.collector = Collector(self)
+        self.collector = snapshots.Collector(self)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
         self.admission = Admission(self, access, room_for_connections(http))
         self.island = island.attach(self) if island else Hook()
@@ -611,11 +624,17 @@ class Coordinator:
             worker.dismiss()
 
     def drain(self, seconds):
-        """Hands out no more work; within `seconds` workers apply what is complete, and one sends the last snapshot."""
+        """Hands out no more work; within `seconds` workers apply what is complete, and one sends the last snapshot and
+        measures it."""
+        def owes(worker):
+            return worker.step is not None and (worker.step < self.run.step or self.collector.wanted(worker)
+                                                or self._measuring is None and worker.version == V2)
+
         self.closing = self.dispatcher.changed = True
+        if self.run.step == self.progress.first_step:
+            self._measuring = False
         until = time.monotonic() + seconds
-        while time.monotonic() < until and any(w.step is not None and w.step < self.run.step or self.collector.wanted(w)
-                                               for w in self.dispatcher.workers):
+        while time.monotonic() < until and (self._measuring or any(map(owes, self.dispatcher.workers))):
             self.poll(0.05)
         self.collector.beside.finish()
 
@@ -640,6 +659,8 @@ class Coordinator:
         if self.dispatcher.leave(worker):
             self.states.forget(worker.author)
         self.collector.leave(worker)
+        if worker is self._measuring:
+            self._measuring = None                   # another one may
 
     def _log_worker(self, kind, worker, line):
         if self.events.allows():
@@ -675,14 +696,20 @@ class Coordinator:
             self.collector.ask(worker)               # faster ones may have left it no chunk of that step
             session.send(self._catch_up(step, worker.version))
         elif self.island.handover:
-            self.collector.ask(worker, remember=True)
+            self.collector.ask(worker)
             self.dispatcher.hold(worker)
         elif (chunk := None if self.closing or self.finished else self.dispatcher.hand_out(worker)) is not None:
             worker.joins = False
             self.progress.chunk_handed_out()
             self.collector.ask(worker)
             session.reply(wire.JOB_RESPONSE, run.seed, run.step, chunk * self.cfg.CHUNK_SIZE, 0)
+        elif self.closing and self._measuring is None and worker.version == V2:
+            self._measuring = worker
+            self.collector.ask(worker)
+            session.reply(wire.MEASURE)
         else:
+            if worker is self._measuring:
+                self._measuring = False
             if self.closing:
                 self.collector.ask(worker)
             self.dispatcher.hold(worker)
@@ -721,10 +748,10 @@ class Coordinator:
         if not (work.complete and self.states.decided(step)):
             return
         self._conclude_step()                        # if two end in one turn
-        losses = [outcome.sum_loss for outcome in work.done.values()]
-        self.run.append(work.fitness(), sum(losses), self.progress.updates)
+        sum_loss = sum(outcome.sum_loss for outcome in work.done.values())
+        self.run.append(work.fitness(), sum_loss, self.progress.updates)
         self.run.sync()                              # before any worker sees the next step
-        self._ended = self.progress.complete_step(step, losses)
+        self._ended = self.progress.complete_step(step, sum_loss)
         self._begin_step()
         self.island.step_completed()
         self.dispatcher.answer_waiting()
@@ -739,26 +766,7 @@ class Coordinator:
         self.dispatcher.begin_step()
         self.progress.begin_step()
 
-    # what else workers send
-
-    def take_validation(self, worker, step, *stated):
-        """stated: tokens, their bytes, nats."""
-        figure, unit = self.progress.figure(*stated)
-        if worker.trusted and self.progress.validated(step, figure, unit) and not self.cfg.OBJECTIVE:
-            self.shelf.measured(step, figure)
-            self.island.validated(step, figure, unit)
-
-    def take_reward(self, worker, step, texts, reward):
-        self.progress.check_reward(texts, reward)
-        if worker.trusted and self.progress.rewarded(step, texts, reward):
-            self.shelf.measured(step, reward)
-            self.island.validated(step, -reward, "reward")                      # of a fitness less is better
-
-    def send_block(self, session, payload):
-        """Answers a SNAPSHOT_REQUEST."""
-        step, offset = wire.SNAPSHOT_REQUEST.unpack(payload)
-        total, data = self.shelf.block(step, offset, wire.BLOCK)
-        session.reply(wire.SNAPSHOT_DATA, step, total, offset, data)
+    # states
 
     def _agrees(self, worker):
         """Whether the state of this worker is right; if not, the worker has to rebuild it, or waits."""
@@ -816,12 +824,12 @@ class Coordinator:
         for worker in workers:
             worker.session.refuse(f"banned: {reason}", wire.BANNED)
 
-    def begin_epoch(self, state, origin, body=None):
-        """Goes on from another state, of this step and seed, between two steps. origin: see history.Start; body: of its
-        snapshot, if it is made already. Raises OSError, and then nothing has changed."""
+    def begin_epoch(self, state, origin):
+        """Goes on from another state, of this step and seed, between two steps. origin: see history.Start. Raises
+        OSError, and then nothing has changed."""
         self.collector.beside.drop()
         try:
-            sha256 = snapshots.save(self.cfg, state, self.run.directory, body)
+            sha256 = snapshots.save(self.cfg, state, self.run.directory)
             self.run.begin_epoch(history.Start(state.step, state.seed, sha256.hex(), origin))
         except OSError:
             self.shelf.forget(state.step)            # it may be that of the other state now
@@ -854,7 +862,7 @@ def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, l
     """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json,
     tensorboard: see event_log.Events; options: of Coordinator. Raises EggError."""
     with (contextlib.closing(history.open_run(cfg, save_dir, load_dir)) as run,
-          event_log.Events(cfg, run, run.directory, console, log_json, tensorboard) as events,
+          event_log.Events(cfg, run, console, log_json, tensorboard) as events,
           contextlib.closing(Coordinator(cfg, run, host, port, console=console, events=events, **options)) as opened):
         yield opened
 

@@ -1,5 +1,8 @@
-"""Who comes in: limits on connections, bans, and the checks that a peer passes before it may take part."""
+"""Who comes in: connections that speak frames (cluster.wire), limits, bans, and the checks that a peer passes before it
+may take part. What the frames mean is up to the role of a session: that of a greeting (Arrival) until the peer is let
+in, and then worker (egg_net.RemoteWorker) or reader of the status."""
 
+import contextlib
 import errno
 import functools
 import json
@@ -7,19 +10,102 @@ import os
 import time
 
 import egg_config
-from cluster import auth, history, snapshots, wire
+from cluster import auth, history, hub, snapshots, wire
 from cluster.console import one_line
 from cluster.hub import NetError, Newest, reason
-from cluster.session import FRAME_SECONDS, Role, Session
 from cluster.step import Author
-from cluster.wire import BANNED, FULL, OTHER_CONFIG, OTHER_DATA, Refused, V1, V2
+from cluster.wire import BAD_FRAME, BANNED, FULL, OTHER_CONFIG, OTHER_DATA, FrameError, Refused, V1, V2
 
+FRAME_SECONDS = 30.0       # the longest time for a frame that has begun, and for reading an answer
+FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
 BACKLOG = 1024                                 # connections that the system holds until they are accepted
 ARRIVALS = 256                                 # connections at a time that have proved nothing yet
 REFUSALS, REFUSED_SECONDS = 1024, 600.0        # that are remembered, and not logged again meanwhile
 ERRORS = 3                                     # wrong results and states of a worker, after which it is banned
 BANNED_FILE = "banned.txt"                     # in the save directory: a name a line, perhaps a tab and the reason
 MOST_BANNED = 1 << 20                          # bytes of that file
+
+
+class Role:
+    """What a peer is to this process. handle(opcode, payload) takes a frame, or raises."""
+
+    waiting = False            # its request is held
+
+    def __init__(self, session):
+        self.session = session
+
+    # check: deadlines, several times a second. closed: the connection has ended
+    check = closed = hub.nothing
+
+
+class Session(hub.Connection):
+    """admission: the admission.Admission that reports its refusal; frames: see `take`; others: see hub.Connection."""
+
+    role = None
+    version = None             # that of its last frame, V1 or V2
+    idle = None                # seconds for which it may be silent, None for ever
+    frame_since = None         # since when it has begun a frame that is not complete
+    _whole_frame = False       # one may have come that is not taken yet
+
+    def __init__(self, admission, sock, address, frames, tls=None):
+        self.admission = admission
+        self.take(frames)
+        super().__init__(admission.coordinator.hub, sock, address, admission.coordinator.progress.traffic, tls)
+        self.title = self.address          # with its name, once that is known
+
+    def take(self, frames):
+        """From now on takes these frames, {version: opcodes}; others are ignored."""
+        self.limits = wire.only(self.admission.limits, frames)
+
+    def received(self):
+        self._whole_frame = True                         # there may be one, unless none is seen below
+        for _ in range(FRAMES_A_TURN):
+            if not self.open or self.outbox:
+                break
+            if not (frame := wire.next_frame(self.inbox, self.limits)):
+                self._whole_frame = False
+                break
+            self.frame_since = None
+            self.version = frame.version
+            self.role.handle(frame.opcode, frame.payload)
+        if self.open:
+            if self._whole_frame:
+                self.hub.again.add(self)
+            self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
+
+    def full(self):
+        return self._whole_frame
+
+    def reply(self, opcode, *fields):
+        self.send(wire.frame(opcode, *fields, version=self.version))
+
+    def refuse(self, why, code=BAD_FRAME):
+        """Closes the connection with a line in the log, and with an ERROR if the peer understands that."""
+        if self.open:
+            self.admission.report(self.title, why)
+            if self.version == V2 and not self.outbox:
+                text = why.encode("utf-8", "replace")[:wire.ERROR.most]           # `why` may quote the peer
+                with contextlib.suppress(OSError):
+                    self.sock.send(wire.frame(wire.ERROR, code, text, version=V2))
+            self.close()
+
+    failed = refuse
+
+    def broken(self, error):
+        place = "" if isinstance(error, FrameError) else f"what it sent cannot be handled: {type(error).__name__}: "
+        self.refuse(f"{place}{error}", getattr(error, "code", BAD_FRAME))
+
+    def check(self, now):
+        self.role.check(now)
+        if self.idle and now - self.heard > self.idle and not (self.version == V1 and self.role.waiting):
+            self.refuse(f"said nothing for {self.idle:g} s")
+        if self.frame_since and now - self.frame_since > FRAME_SECONDS:
+            self.refuse("stopped in the middle of a frame")
+
+    def closed(self):
+        self.admission.leave(self)
+        if self.role:
+            self.role.closed()
 
 
 class Bans:
@@ -122,9 +208,9 @@ class Admission:
         self._enter(session, V1)
         self.coordinator.worker_joined(session, Author("a version 1 peer", session.title), auth.UNKNOWN)
 
-    def let_in(self, session, host):
-        """The peer of a finished auth.Host. Raises Refused."""
-        coordinator, card = self.coordinator, host.card
+    def let_in(self, session, card, key, proof):
+        """The peer of a finished introduction, see auth.host. Raises Refused."""
+        coordinator = self.coordinator
         if card.role == "worker":
             self._check_worker(card)
         elif card.role == "island":
@@ -132,9 +218,9 @@ class Admission:
         self._enter(session, V2)
         if card.role == "worker":
             session.title = f"{card.name} ({session.title}, {card.device})"
-            coordinator.worker_joined(session, Author(card.name, host.key or card.id), card)
+            coordinator.worker_joined(session, Author(card.name, key or card.id), card)
         run = coordinator.run
-        session.reply(*host.welcome(self.config_digest, run.data, run.step, coordinator.shelf.newest))
+        session.reply(wire.WELCOME, proof, self.config_digest, run.data, run.step, coordinator.shelf.newest)
         if card.role != "worker":
             session.reply(wire.STATUS, json.dumps(coordinator.status()).encode())
 
@@ -181,37 +267,40 @@ def other_constants(ours, theirs):
 
 class Arrival(Role):
     """The role of a session until its peer is let in, and after that of one that reads the status, once, or of an
-    island, which may fetch a snapshot as well."""
+    island, which may fetch a snapshot as well. card: its auth.Card, once it is proved."""
+
+    card = proved = None
 
     def __init__(self, session):
         super().__init__(session)
-        self.host = auth.Host(session.admission.access.secret)
+        self._host = auth.host(session.admission.access.secret)
+        next(self._host)
 
     def handle(self, opcode, payload):
-        session = self.session
-        if self.host.card:
-            if self.host.card.role == "status":
-                raise wire.FrameError("a status was asked for, and nothing else is answered")
+        session, admission = self.session, self.session.admission
+        if self.card:
+            if self.card.role == "status":
+                raise FrameError("a status was asked for, and nothing else is answered")
             if opcode == wire.SNAPSHOT_REQUEST:
-                session.admission.coordinator.send_block(session, payload)
-            return
-        if session.version == V1:
-            session.admission.let_in_version_1(session)
+                admission.coordinator.collector.give(session, payload)
+        elif session.version == V1:
+            admission.let_in_version_1(session)
             session.role.handle(opcode, payload)
-            return
-        if answer := self.host.handle(opcode, payload):
-            session.reply(*answer)
-        if self.host.card:
-            session.admission.let_in(session, self.host)
+        else:
+            try:
+                answer = self._host.send((opcode, payload))
+                self.proved = answer[0] == wire.PROVED
+                session.reply(*answer)
+            except StopIteration as end:
+                self.card, key, proof = end.value
+                admission.let_in(session, self.card, key, proof)
 
     def check(self, now):
-        if not self.host.card and now - self.session.born > auth.HANDSHAKE_SECONDS:
+        if not self.card and now - self.session.born > auth.HANDSHAKE_SECONDS:
             self.session.refuse(f"did not complete the introduction within {auth.HANDSHAKE_SECONDS:g} s")
         elif now - self.session.heard > auth.HANDSHAKE_SECONDS + FRAME_SECONDS:
             self.session.close()                     # it has not read its answer
 
     def closed(self):
-        if self.host.proved and not self.host.card:
+        if self.proved and not self.card:
             self.session.admission.report(self.session.title, "it does not believe our proof: has it another secret?")
-
-

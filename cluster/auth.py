@@ -1,7 +1,7 @@
 """Secrets and keys, the introduction by which both sides prove them, TLS, and the addresses that are safe to listen on
-(docs/SECURITY.md, docs/PROTOCOL.md). The introduction has no sockets: a worker, a reader of the status and an island
-that calls another are the Caller, the coordinator is the Host. Each takes the frames of the other side and returns its
-answer, (wire.Frame, fields ...)."""
+(docs/SECURITY.md, docs/PROTOCOL.md). The introduction has no sockets: `caller` is the side of a worker, a reader of the
+status and an island that calls another, `host` that of the coordinator. Both are generators, which yield their frames,
+(wire.Frame, fields ...), and are sent the answers, (opcode, payload)."""
 
 import functools
 import hashlib
@@ -119,104 +119,71 @@ def read_error(payload):
     return code, one_line(text.decode("utf-8", "replace"))
 
 
-class _Side:
-    _hello = _challenge = None         # random bytes of the caller, of the host
-
-    def _proof(self, side):
-        """32 bytes that only who knows the secret can make. side: b"worker" or b"coordinator"."""
-        text = hashlib.sha256(self._text).digest()
-        return hmac.digest(self._secret, b"egg 2 " + side + b"\0" + self._hello + self._challenge + text, "sha256")
-
-    def _first_proof(self, name):
-        """32 bytes by which the coordinator proves itself before the caller does. A key is no guess, so it needs no
-        stretching."""
-        secret = self._secret if name else stretched(self._secret)
-        return hmac.digest(secret, b"egg 2 coordinator first\0" + self._hello + self._challenge, "sha256")
+def _proof(secret, side, randoms, text):
+    """32 bytes that only who knows the secret can make. side: b"worker" or b"coordinator"; randoms: bytes of the
+    caller and of the host; text: of JOIN."""
+    return hmac.digest(secret, b"egg 2 " + side + b"\0" + randoms + hashlib.sha256(text).digest(), "sha256")
 
 
-class Caller(_Side):
-    """card: a dict for JSON, see Card. welcome: the fields of WELCOME, once the host has let us in and proved itself; a
-    host with a secret proves itself before we do."""
+def _first_proof(secret, name, randoms):
+    """32 bytes by which the coordinator proves itself before the caller does. A key is no guess, so it needs no
+    stretching."""
+    return hmac.digest(secret if name else stretched(secret), b"egg 2 coordinator first\0" + randoms, "sha256")
 
-    welcome = None
 
-    def __init__(self, access, card):
-        self._secret = access.secret
-        self._name = access.name
-        self._text = json.dumps({**card, "name": access.name} if access.name else card).encode()
-        self._hello = os.urandom(HELLO.head.size)
-
-    def begin(self):
-        return HELLO, self._hello
-
-    def handle(self, opcode, payload):
-        """Takes a frame of the host; the answer, None without one. Raises FrameError where the host wants a secret or
-        does not know it, and for a frame out of order."""
-        if opcode == CHALLENGE and not self._challenge:
-            self._challenge, flags = CHALLENGE.unpack(payload)
-            if flags and not self._secret:
-                raise FrameError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
-            if self._secret and not flags:
-                raise FrameError("it has no secret, and here is one: give both sides the same one, or leave "
-                                    "--secret-file and EGG_SECRET out")
-            return (PROVE, self._name.encode()) if self._secret else self._join()
-        if opcode == PROVED and self._secret and self._challenge:
-            if not compare_digest(payload, self._first_proof(self._name)):
-                raise FrameError(IMPOSTOR)
-            return self._join()
-        if opcode == WELCOME and self._challenge and not self.welcome:
-            fields = WELCOME.unpack(payload)
-            if not compare_digest(fields.proof, self._proof(b"coordinator")):
-                raise FrameError(IMPOSTOR)
-            self.welcome = fields
-            return None
+def _fields(kind, received):
+    """The fields of a frame that was sent to a generator, which must be of this kind. Raises FrameError."""
+    opcode, payload = received
+    if opcode != kind:
         raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
-
-    def _join(self):
-        return JOIN, self._proof(b"worker"), self._text
+    return kind.unpack(payload)
 
 
-class Host(_Side):
-    """card: the Card of the caller, once it is there and proved; proved: the host has proved itself first; key: the
-    name whose key the caller has, "" where it has the secret itself."""
+def caller(access, card):
+    """The side of a caller; returns the fields of WELCOME. A host with a secret proves itself before we do. card: a
+    dict for JSON, see Card. Raises FrameError where the host wants a secret or does not know it, and for a frame out of
+    order."""
+    secret, name = access.secret, access.name
+    text = json.dumps({**card, "name": name} if name else card).encode()
+    hello = os.urandom(HELLO.head.size)
+    challenge, flags = _fields(CHALLENGE, (yield HELLO, hello))
+    randoms = hello + challenge
+    if flags and not secret:
+        raise FrameError("it wants a secret: give both sides the same --secret-file FILE or EGG_SECRET")
+    if secret and not flags:
+        raise FrameError("it has no secret, and here is one: give both sides the same one, or leave --secret-file and "
+                         "EGG_SECRET out")
+    if secret:
+        proved = _fields(PROVED, (yield PROVE, name.encode()))
+        if not compare_digest(proved.proof, _first_proof(secret, name, randoms)):
+            raise FrameError(IMPOSTOR)
+    welcome = _fields(WELCOME, (yield JOIN, _proof(secret, b"worker", randoms, text), text))
+    if not compare_digest(welcome.proof, _proof(secret, b"coordinator", randoms, text)):
+        raise FrameError(IMPOSTOR)
+    return welcome
 
-    card, proved, key = None, False, ""
 
-    def __init__(self, secret):
-        self._secret = secret
-        self._challenge = os.urandom(HELLO.head.size)
-
-    def handle(self, opcode, payload):
-        """Takes a frame of the caller; the answer, None without one. Raises FrameError."""
-        if opcode == HELLO and not self._hello:
-            self._hello = payload
-            return CHALLENGE, self._challenge, SECRET_WANTED if self._secret else 0
-        if opcode == PROVE and self._hello and self._secret and not self.proved:
-            self.proved = True
-            if payload:
-                self._take_key(payload.decode("ascii", "replace"))
-            return PROVED, self._first_proof(self.key)
-        if opcode == JOIN and self._hello:
-            proof, self._text = JOIN.unpack(payload)
-            if not compare_digest(proof, self._proof(b"worker")):
-                raise Refused("wrong secret", wire.NO_ACCESS)
-            card = read_card(self._text)
-            if self.key and (card.name != self.key or card.role == "island"):
-                raise Refused(f"the key of {self.key} lets in a worker of that name", wire.NO_ACCESS)
-            self.card = card
-            return None
-        raise FrameError(f"{wire.name(opcode)} before the introduction is complete")
-
-    def _take_key(self, name):
-        try:
-            self._secret = key_of(self._secret, name)
-        except AuthError as error:
-            raise FrameError(str(error)) from None
-        self.key = name
-
-    def welcome(self, *fields):
-        """The WELCOME with these fields behind the proof."""
-        return WELCOME, self._proof(b"coordinator"), *fields
+def host(secret):
+    """The side of a coordinator, which is sent the first frame; returns (the Card of the caller, whose key it has, ""
+    for the secret itself, the proof for WELCOME). Raises FrameError."""
+    hello, = _fields(HELLO, (yield))
+    challenge, name = os.urandom(HELLO.head.size), ""
+    randoms = hello + challenge
+    came = yield CHALLENGE, challenge, SECRET_WANTED if secret else 0
+    if came[0] == PROVE and secret:
+        if name := came[1].decode("ascii", "replace"):
+            try:
+                secret = key_of(secret, name)
+            except AuthError as error:
+                raise FrameError(str(error)) from None
+        came = yield PROVED, _first_proof(secret, name, randoms)
+    proof, text = _fields(JOIN, came)
+    if not compare_digest(proof, _proof(secret, b"worker", randoms, text)):
+        raise Refused("wrong secret", wire.NO_ACCESS)
+    card = read_card(text)
+    if name and (card.name != name or card.role == "island"):
+        raise Refused(f"the key of {name} lets in a worker of that name", wire.NO_ACCESS)
+    return card, name, _proof(secret, b"coordinator", randoms, text)
 
 
 # --- this machine: addresses, TLS -------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ import time
 
 import egg_config
 
-COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
-           "white": "37", "grey": "90"}
+COLOURS = {"green": "32", "blue": "34"}
 # a run stops by these as by Ctrl-C: a terminal that is closed, a job system that gives notice
 STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 SAMPLE, ARROW = "sample at step ", " >>> "     # what stands before the step of a sample, and between its texts
+HARDLY_ANY = 0.05          # prompts after which rewards differ
+LONGEST_NAME, LONGEST_LINES = 80, 4000         # characters of what a worker states about rewards
 OWN_CODES = re.compile("(\x1b\\[(?:%s)m)" % "|".join(["0", *COLOURS.values()]))
 
 
@@ -96,7 +97,6 @@ class Console(Printer):
     _deggs = 1.0               # the unit of the loss of d-eggs
     _step = _validation = None     # the last event of a step, of a validation
     _step_at = _line_at = 0.0  # when that came, and when the next lasting line is due
-    _pace = ()
 
     def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
         super().__init__(stream)
@@ -115,9 +115,6 @@ class Console(Printer):
                 self._validation = event
                 if self.live:
                     self.line(fit(f"validation at step {event['step']}: {event['value']:.3f} {event['unit']}"))
-            case "reward":
-                self.line(f"reward at step {event['step']}: {event['value']:.4f}, the mean of {event['texts']} texts "
-                          "after held-out prompts")
             case "snapshot" if self.live:
                 self.line(f"snapshot of step {event['step']} kept")
             case "step" if self.live:
@@ -135,18 +132,13 @@ class Console(Printer):
             case _ if line:
                 self.line(line)
 
-    def spent(self, pace):
-        """Shows the time that a step with an objective takes. pace: versions of the text; the first that fits is shown.
-        """
-        self._pace = pace
-
     def clear(self):
-        self._step, self._pace = None, ()
+        self._step = None
         super().clear()
 
     def _parts(self):
         if self._step is None:
-            return [self._pace]
+            return []
         elapsed = self._step["elapsed"] + time.monotonic() - self._step_at
         minutes = f" of {clock(60 * self.minutes)}" if self.minutes else ""
         steps = f" of {self.steps}" if self.steps else ""
@@ -158,17 +150,16 @@ class Console(Printer):
         same = val and self._validation["unit"] == step["unit"]          # then it is said once
         losses = [f"{loss} {val}"] if same else [f"{loss} {step['unit']}", val]
         speed = f"{step['tokens_per_second'] / 1e3:,.0f} k"
-        return [*losses, self._pace, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s")]
+        return [*losses, (f"{count_text(step['tokens'])} tokens, {speed} tokens/s", f"{speed}/s")]
 
     def _step_line(self, event):
         """The line of d-eggs; its loss has the unit of d-eggs."""
-        noise = f"Noise: {event['sigma_shift']} | " if "sigma_shift" in event else ""
         sent, received = event["sent"], event["received"]
         # the tokens are those that trained the model whose loss this is
         line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | "
                 f"Loss: {event['loss'] / self._deggs:.4f} | Time: {1e3 * event['seconds']:.2f} ms | "
                 f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | "
-                f"Speed: {event['tokens_per_second']:.2f} tok/s | LR: {event['learning_rate']:g} | {noise}"
+                f"Speed: {event['tokens_per_second']:.2f} tok/s | LR: {event['learning_rate']:g} | "
                 f"Net: {(sent + received) / event['seconds'] / (1 << 20):.2f} MB/s "
                 f"(Tx: {_bytes_text(sent)}, Rx: {_bytes_text(received)})")
         validation = self._validation
@@ -186,6 +177,15 @@ class Console(Printer):
             let_go(self.stream)
             with contextlib.suppress(OSError):
                 print(f"egg: the output: {error.strerror}: lines are missing in it from now on", file=sys.stderr)
+
+
+def rewards_text(texts, mean, numbers):
+    """str: what tools.objective.Objective.measured tells."""
+    text = f"{mean:.4f}, the mean of {texts} texts after held-out prompts\n  " + ", ".join(
+        f"{one_line(name, LONGEST_NAME)} {round(number, 4):,}" for name, number in numbers.items())
+    if numbers.get("seen_prompts_differ", 1) < HARDLY_ANY:
+        text += "\n  after nearly all prompts the texts earn the same, so that hardly anything can be learnt"
+    return text.replace(", seen_texts", "\n  seen: texts").replace("seen_", "").replace("_", " ")[:LONGEST_LINES]
 
 
 def let_go(stream):

@@ -4,7 +4,6 @@ import math
 import os
 import time
 from array import array
-from collections import deque
 
 from cluster.hub import Newest
 from cluster.step import Step
@@ -12,15 +11,13 @@ from model import ternary
 
 CHUNKS_HELD = 2            # by one worker: it may ask for the next before the last is done
 CHUNKS_OWED = 16           # results that may still come, whatever became of the lease
-ANSWERS_IN_A_ROW = 16      # held requests that are answered before sockets are read again
 ACTIVE_SECONDS = 8.0       # a worker that was silent for longer is not expected to do anything
 AUDIT_PATIENCE = 5.0       # seconds that an audited chunk waits for a second worker to come back after a restart
 PROBATION = 8              # chunks of a worker that joins, or that has erred, which another one evaluates too
 AUTHORS = 4096             # whose probation is remembered
 ODD_SHARE = 0.1            # by which the share of digits that are not 0 may differ from that of the step before
-# A silent worker loses its chunk after LEASE_FACTOR times its usual time for one, LEAST_LEASE seconds at least: longer
-# than from one heartbeat to the next. A worker that sends heartbeats keeps it LEASE_FACTOR times as long, and
-# STRAGGLER_TIMEOUT at least. While no time is known, both leases last STRAGGLER_TIMEOUT.
+# A worker loses its chunk after LEASE_FACTOR times its usual time for one, LEAST_LEASE seconds at least; while no time
+# is known after STRAGGLER_TIMEOUT. Its result counts even then, if it comes before that of another one.
 LEASE_FACTOR, LEAST_LEASE = 4.0, 3.0
 
 
@@ -35,7 +32,6 @@ class Dispatcher:
     changed = several = alone = False
     known = 0                  # workers that have asked for work
     probation = PROBATION
-    _due = 0                   # how many of those that wait are to be answered since `changed`
 
     def __init__(self, cfg, run, events, answer, patience):
         self.cfg = cfg
@@ -43,7 +39,7 @@ class Dispatcher:
         self.events = events
         self._answer = answer
         self.workers = set()
-        self.waiting = deque()
+        self.waiting = []
         self.authors = frozenset()                   # at work
         self._patience = patience
         # when there was last more than one author; a run that goes on may have had some that will come back
@@ -55,7 +51,7 @@ class Dispatcher:
 
     @property
     def busy(self):
-        return bool(self._due or self.changed and self.waiting)
+        return bool(self.changed and self.waiting)
 
     def begin_step(self):
         draws = array("I", os.urandom(4 * self.cfg.N_CHUNKS))        # nobody can know what will be audited
@@ -76,16 +72,12 @@ class Dispatcher:
         self.waiting.append(worker)
 
     def answer_waiting(self):
-        """Answers those that wait when something has changed. Not all at once, so that the next request of the first
-        worker does not wait for a thousand others."""
+        """Answers those that wait when something has changed."""
         if self.changed:
-            self.changed = False
-            self._due = len(self.waiting)
-        for _ in range(min(self._due, ANSWERS_IN_A_ROW)):
-            self._due -= 1
-            worker = self.waiting.popleft()
-            worker.waiting = False
-            worker.session.hub.guard(worker.session, self._answer, worker)
+            self.changed, waiting, self.waiting = False, self.waiting, []
+            for worker in waiting:
+                worker.waiting = False
+                worker.session.hub.guard(worker.session, self._answer, worker)
 
     def hand_out(self, worker):
         """The chunk that this worker does next, None where there is none for it now."""
@@ -176,9 +168,11 @@ class Dispatcher:
     def check(self, now):
         """Leases, late chunks, the authors at work; several times a second."""
         for worker, leases in list(self.work.leases.items()):
-            for reason, seconds, chunks in self._expired(worker, leases, now) if leases else ():
-                self.events.warn(f"worker {worker.session.title} {reason} {seconds:.2g} s, its {chunks_text(chunks)} "
-                                 "handed out again", peer=True)
+            pace = worker.pace or self.usual
+            lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else self.cfg.STRAGGLER_TIMEOUT
+            if chunks := [chunk for chunk, since in leases.items() if now - since > lease]:
+                self.events.warn(f"worker {worker.session.title} has not delivered for {lease:.2g} s, its "
+                                 f"{chunks_text(chunks)} handed out again", peer=True)
                 worker.lapsed = True
                 self.give_back(worker, chunks)
         self._count_authors(now)
@@ -187,18 +181,6 @@ class Dispatcher:
         if self.waiting and self.usual and not self.work.queue:
             self._late = self.work.late(now, self.usual)
             self.changed |= bool(self._late)
-
-    def _expired(self, worker, leases, now):
-        """[(why, seconds, chunks)]: the chunks of this worker whose lease has expired; seconds: of the lease; why: the
-        start of a message. leases: {chunk: when it was handed out}, not empty."""
-        longest = self.cfg.STRAGGLER_TIMEOUT
-        pace = worker.pace or self.usual
-        lease = max(LEAST_LEASE, LEASE_FACTOR * pace) if pace else longest
-        longest = max(longest, LEASE_FACTOR * lease) if pace else longest
-        silent = [chunk for chunk, since in leases.items() if now - max(since, worker.session.heard) > lease]
-        stuck = [chunk for chunk, since in leases.items() if now - since > longest and chunk not in silent]
-        expired = ("silent for", lease, silent), ("has not delivered for", longest, stuck)
-        return [entry for entry in expired if entry[2]]
 
     def arrived(self, worker):
         """A worker asks for the first time. Authors are counted where that makes a difference: thousands may arrive."""

@@ -1,4 +1,4 @@
-"""The event log of a run. Console, coordinator.log, JSON logs, TensorBoard and the live page (tools.live_page) are
+"""The event log of a run. Console, JSON logs, TensorBoard and the live page (tools.live_page) are
 sinks of events. docs/EVENTS.md lists the events. Every saved run has a JSON log of its own, which tools.curves reads.
 """
 
@@ -9,9 +9,8 @@ import os
 import stat
 import time
 
-import egg_config
 from cluster.console import sample_parts
-from cluster.history import EVENTS
+from cluster.history import EVENTS, WRITABLE
 from cluster.hub import Budget
 from egg_config import EggError, explained
 
@@ -29,24 +28,21 @@ class WatchError(EggError):
 
 class Events(contextlib.AbstractContextManager):
     """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
-    kind) and the fields of that kind; line: for the console, or None. directory: of coordinator.log, log_json: a file,
-    tensorboard: a directory, or None. As a context manager it logs the error that ends the block. Raises WatchError for
-    a file that cannot be written or a library that is missing."""
+    kind) and the fields of that kind; line: for the console, or None. log_json: a file, tensorboard: a directory, or
+    None. As a context manager it logs the error that ends the block. Raises WatchError for a file that cannot be
+    written or a library that is missing."""
 
     _left_out = 0              # events of peers since the last report about that
     _sampled = None            # (step, texts) of the last sample
 
-    def __init__(self, cfg, run, directory, console, log_json=None, tensorboard=None):
+    def __init__(self, cfg, run, console, log_json=None, tensorboard=None):
         self._of_peers = Budget(*OF_PEERS)
         self._reports = Budget(0.1, 1)               # lines about events that were left out
         warn = console.line
-        advice = "give a --save-dir that can be written"
         self.files = []
         try:
-            if directory:
-                self.files.append(CoordinatorLog(os.path.join(directory, "coordinator.log"), advice, warn))
             if run.directory:
-                self.files.append(JsonLog(os.path.join(run.directory, EVENTS), advice, warn))
+                self.files.append(JsonLog(os.path.join(run.directory, EVENTS), WRITABLE, warn))
             if log_json is not None:
                 self.files.append(JsonLog(log_json, "give --log-json a file that can be written", warn, links=True))
             if tensorboard is not None:
@@ -170,21 +166,6 @@ class JsonLog(Lines):
         self.add(json.dumps(event))
 
 
-class CoordinatorLog(Lines):
-    """The log of d-eggs: the constants, then one line of figures per step, the loss in the unit of d-eggs."""
-
-    def emit(self, event, _):
-        if event["event"] == "start":
-            config = event["config"]
-            self._bits, _ = egg_config.loss_unit(config)
-            constants = "".join(f"# {name} = {value}\n" for name, value in config.items())
-            self.add(f"# egg, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}, from step {event['step']}\n{constants}"
-                     "Step,RelTime,Loss,Updates,LR")
-        elif event["event"] == "step":
-            self.add(f"{event['step']},{event['elapsed']:.3f},{event['loss'] / self._bits:.6f},{event['updates']},"
-                     f"{event['learning_rate']:g}")
-
-
 class TensorBoard:
     """Scalars and samples for TensorBoard, by the SummaryWriter of tensorboardX, on whose queue nothing waits: it has
     no limit, and a full disk, which would end the thread that empties it, gets nothing more."""
@@ -215,6 +196,7 @@ class TensorBoard:
                 self._known = event["step"] or None
             case "validation" | "reward" if event["step"] != self._known:
                 values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
+                values.update((f"reward_{name}", number) for name, number in event.get("numbers", {}).items())
             case "sample":
                 # indented: TensorBoard renders it as a code block of Markdown
                 text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")

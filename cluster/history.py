@@ -31,6 +31,7 @@ OLD = "history-{:03d}.egg"
 OLD_NAME = re.compile(r"history-\d{3,15}\.egg")
 EVENTS = "events.jsonl"                  # the events of the run (cluster.event_log)
 DATA_FILE = "data.sha256"                # digest of the training data, once a worker has sent it
+VOTES = "VERSION_OF_VOTES"               # of a run with noise on activations, beside its constants
 SETTINGS = "settings.json"               # egg_config.Config.settings; names of files are relative to the directory
 MAGIC = b"EGGHIST1"
 RECORD = struct.Struct("<IQqQI")
@@ -342,6 +343,10 @@ class Run:
     def _read_all(self):
         """Checks every record and stores its offset. An incomplete last one is ignored, and cut off by the owner."""
         config, start, size = _read_header(self._file, self._name)
+        if self._lock is not None and _has_old_votes(config):
+            raise HistoryError(f"{self._name} is of a program with other rules of noise on activations: `egg.py train "
+                               f"--load-dir {self.directory}` begins a new run with its model")
+        config.pop(VOTES, None)
         # a constant that is newer than the run counts as at its default
         if differ := difference({**egg_config.make(**egg_config.UNSET).saved(), **config}, self.cfg.saved()):
             raise HistoryError(f"{self._name} holds a run of another configuration: {differ}; set these as there, or "
@@ -438,6 +443,7 @@ def configuration(directory):
     if not _is_ours(directory):
         return {}
     config, *_ = _header_of(_file_of(directory))
+    config.pop(VOTES, None)
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):       # an older run has no SETTINGS
         settings = json.loads(read_file(os.path.join(directory, SETTINGS), LONGEST_TEXT))
         config.update((name, value) for name, value in settings.items() if name in egg_config.KEPT)
@@ -446,6 +452,15 @@ def configuration(directory):
         if os.path.isfile(path):
             config[name] = path if os.path.isabs(path) else os.path.relpath(path)
     return config
+
+
+def has_old_votes(directory):
+    """Whether a run cannot go on, as the rules of its noise on activations have changed. Raises HistoryError."""
+    return _is_ours(directory) and _has_old_votes(_header_of(_file_of(directory))[0])
+
+
+def _has_old_votes(config):
+    return config.get("PERTURB") == "activations" and config.get(VOTES) != egg_config.VERSION_OF_VOTES
 
 
 def determining(config):
@@ -661,7 +676,7 @@ def difference(there, here, where=("there", "here")):
 
 
 def _header(cfg, start):
-    fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.saved()}   # every egg reads 1
+    fields = {"version": 3 if start.origin else 2 if start.step else 1, "config": cfg.agreed()}  # every egg reads 1
     if start.step:
         fields["start"] = start._asdict()
     text = json.dumps(fields, sort_keys=True).encode()

@@ -1,5 +1,5 @@
 """The event loop: non-blocking sockets, TLS, bytes in and out, and no knowledge of what the bytes mean. A Hub listens,
-accepts and calls. A Connection holds the bytes of one peer; cluster.session.Session gives them a meaning. Beside has
+accepts and calls. A Connection holds the bytes of one peer; cluster.admission.Session gives them a meaning. Beside has
 the only thread, for what waits for the disk."""
 
 import collections

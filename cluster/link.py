@@ -76,13 +76,15 @@ class Link:
             raise NetError(f"{self.name}: no TLS: {error.reason}: is the coordinator given --tls-cert?") from None
 
     def _greet(self, cfg, access):
-        caller = auth.Caller(access, self.card)
-        answer = caller.begin()
+        caller = auth.caller(access, self.card)
+        answer = next(caller)
         try:
-            while answer:
+            while True:
                 self.say(*answer)
                 came = self.any_of(auth.FROM_HOST, CONNECT_TIMEOUT)
-                answer = caller.handle(came.opcode, came.payload)
+                answer = caller.send((came.opcode, came.payload))
+        except StopIteration as end:
+            welcome = end.value
         except ConnectionError:
             if answer[0] != wire.HELLO:
                 raise
@@ -91,9 +93,9 @@ class Link:
                                  f"coordinator of protocol 2{hint}") from None
         except FrameError as error:
             raise RefusedForGood(f"{self.name}: {error}") from None
-        if self.card["role"] == "worker" and caller.welcome.config != snapshots.config_digest(cfg):
+        if self.card["role"] == "worker" and welcome.config != snapshots.config_digest(cfg):
             raise RefusedForGood(f"{self.name}: it has another configuration: is it the same version of egg?")
-        self.snapshot = self._checked_step(caller.welcome.snapshot)
+        self.snapshot = self._checked_step(welcome.snapshot)
 
     def send(self, data):
         self.sock.settimeout(SEND_TIMEOUT)

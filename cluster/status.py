@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import egg_config
 from cluster import auth
-from cluster.console import count_text, one_line, path_text, printable, table
+from cluster.console import count_text, one_line, path_text, printable, rewards_text, table
 from cluster.hub import NetError, reason
 from cluster.link import CONNECT_TIMEOUT, Link, check_address
 from cluster.wire import FrameError, STATUS, V2, read_json
@@ -25,15 +25,11 @@ PEER_COLUMNS = {"peer": "name", "address": "address", "state": "state", "compare
                 "last seen": "last_seen"}
 FORMATS = {"chunk_seconds": "{:.3g}", "fitness": "{:.4f}", "last_seen": "{:.1f} s"}
 MUCH_WORSE = 1.15          # times the best validation so far
-MOST_BITS = 64             # of a loss or a validation, a token or byte: more cannot be right
+RISEN = 0.15               # bits that language may lose to rewards before advice is due
+MOST_BITS = 64             # of a validation, a token or byte: more cannot be right
 
 
 # --- measures ---------------------------------------------------------------------------------------------------------
-
-def median(values):
-    values = sorted(values)
-    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
-
 
 class Progress:
     """started: when the first chunk was handed out (time.monotonic), None before; loss, speed (tokens/s): of the last
@@ -42,6 +38,7 @@ class Progress:
 
     started = loss = _completed = None
     speed = 0.0
+    _written = 0               # tokens a step, for rewards
 
     def __init__(self, cfg, run, events):
         self.cfg = cfg
@@ -51,6 +48,8 @@ class Progress:
         self.first_step = run.step
         self.validations = []
         self.rewards = []
+        self._variety = {}                                                 # most distinct texts and words
+        self._advised = set()                                              # what was advised
         self._best = math.inf, 0                                           # validation, step
         self.traffic = SimpleNamespace(sent=0, received=0)                 # bytes
         self.bits, self.unit = egg_config.loss_unit(cfg.constants())
@@ -73,20 +72,15 @@ class Progress:
     def updates(self):
         return max(self._updates, default=0)
 
-    def complete_step(self, step, chunk_losses):
-        """The fields of the event of a completed step. chunk_losses: the sum of losses of every chunk. A lie hardly
-        moves the loss that is shown: a chunk counts with half the median at least, and twice the median at most."""
+    def complete_step(self, step, sum_loss):
+        """The fields of the event of a completed step."""
         now = self._completed = time.monotonic()
         seconds = max(now - self._step_started, 1e-6)
-        a_unit = self.tokens_a_step * 16 * self.cfg.LOSS_SCALE
-        losses = [min(max(loss, 0), MOST_BITS / self.bits * a_unit / len(chunk_losses)) for loss in chunk_losses]
-        middle = median(losses)
-        self.loss = sum(min(max(loss, middle / 2), 2 * middle) for loss in losses) / a_unit
-        self.speed = self.tokens_a_step / seconds
-        noise = {"sigma_shift": self.cfg.sigma_shift(step)} if self.cfg.SIGMA_SCHEDULE else {}
+        self.loss = sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
+        self.speed = (self.tokens_a_step + self._written) / seconds
         return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
                 "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
-                "learning_rate": self.cfg.learning_rate(step), **noise, "seconds": round(seconds, 6),
+                "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
 
@@ -101,31 +95,57 @@ class Progress:
     def validated(self, step, figure, unit):
         """Notes the figure of a step, and warns of one that is much worse. Returns whether it was noted."""
         noted = self._measured(self.validations, "validation", step, figure, unit=unit)
-        if noted and not self.cfg.OBJECTIVE:
+        if noted:
             best, at = self._best = min(self._best, (figure, step))
-            if figure > MUCH_WORSE * best:
+            if self.cfg.OBJECTIVE:
+                self._advise("a larger TEXT_SHARE, or smaller rates", figure >= best + RISEN,
+                             f"step {step}: language has become worse, {best:.3f} to {figure:.3f} {unit} since {at}")
+            elif figure > MUCH_WORSE * best:
                 self.events.warn(f"step {step}: the validation has become much worse, {figure:.4f} {unit} after "
                                  f"{best:.4f} at step {at}: a worker may compute wrongly (egg.py status lists them), "
                                  "or the learning rate is too high")
         return noted
 
-    def check_reward(self, texts, reward):
-        """Raises FrameError for a reward that no worker of this run can have."""
-        if not (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE):
-            raise FrameError(f"wrong reward: {reward} of {texts} texts")
+    def check_reward(self, texts, reward, shown):
+        """What `rewarded` takes, from the JSON of a worker. Raises FrameError for what no worker of this run can have.
+        """
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            shown = read_json(shown)
+            if (texts and abs(reward) <= 1 << 30 and self.cfg.OBJECTIVE and type(shown["news"]) is str
+                    and all(type(x) in (int, float) for x in shown["numbers"].values())):
+                return shown
+        raise FrameError(f"wrong reward: {reward} of {texts} texts")
 
-    def rewarded(self, step, texts, reward):
-        """Notes the mean reward on held-out prompts of a step. Returns whether it was noted."""
-        return self._measured(self.rewards, "reward", step, reward, texts=texts)
+    def rewarded(self, step, texts, reward, shown):
+        """Notes the mean reward on held-out prompts of a step. shown: what tools.objective.Objective.measured tells
+        more. Returns whether it was noted."""
+        numbers = shown["numbers"]
+        line = f"reward at step {step}: {rewards_text(texts, reward, numbers)}\n{printable(shown['news'][:LINE])}"
+        noted = self._measured(self.rewards, "reward", step, reward, line.strip(), texts=texts, numbers=numbers)
+        if noted:
+            self._written = numbers.get("written_a_step", 0)
+            self.events.emit("completions", step=step, completions=shown.get("completions"))
+            for name in "distinct_texts", "distinct_words":
+                now = numbers.get(name, 0)
+                most = self._variety[name] = max(self._variety.get(name, 0), now)
+                self._advise("a lower TEMPERATURE, or reward variety", 2 * now <= most > 0,
+                             f"step {step}: variety has halved, {now} {name.replace('_', ' ')} after {most}")
+        return noted
 
-    def _measured(self, known, kind, step, value, **details):
+    def _advise(self, advice, due, line):
+        """Warns with an advice, once."""
+        if due and advice not in self._advised:
+            self._advised.add(advice)
+            self.events.warn(f"{line}: if that is too much, begin again with {advice} (docs/OBJECTIVES.md)")
+
+    def _measured(self, known, kind, step, value, line=None, **details):
         """Notes a measure unless its step is too old or has one in `known`. Returns whether it was noted."""
         if (not max(self.run.step - 1, self.run.start.step) <= step <= self.run.step
                 or any(entry[0] == step for entry in known[-2:])):
             return False
         del known[1:-2]
         known.append((step, value, *details.values()))
-        self.events.emit(kind, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
+        self.events.emit(kind, line, step=step, tokens=step * self.tokens_a_step, value=round(value, 6), **details)
         return True
 
     @property

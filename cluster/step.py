@@ -36,7 +36,6 @@ class Step:
         self.cfg = cfg
         self.audited = set(audited)
         self.queue = deque([*range(cfg.N_CHUNKS), *sorted(self.audited)])
-        self._queued = Counter(self.queue)
         self.holders = {}
         self.leases = defaultdict(dict)
         self.results = {}
@@ -65,17 +64,15 @@ class Step:
         for chunk in islice(self.queue, LOOK_AHEAD if known else 0):
             if chunk in known and chunk not in self.done and not self._excluded(chunk, worker):
                 self.queue.remove(chunk)
-                self._queued[chunk] -= 1
                 return self._hand_out(chunk, worker, now)
         skipped, taken = [], None
         while self.queue and taken is None:
             chunk = self.queue.popleft()
-            if chunk not in self.done and self._excluded(chunk, worker):
-                skipped.append(chunk)
-                continue
-            self._queued[chunk] -= 1
             if chunk not in self.done:
-                taken = chunk
+                if self._excluded(chunk, worker):
+                    skipped.append(chunk)
+                else:
+                    taken = chunk
         self.queue.extendleft(reversed(skipped))
         return None if taken is None else self._hand_out(taken, worker, now)
 
@@ -112,7 +109,6 @@ class Step:
             return False
         self.audited.add(chunk)
         self.queue.append(chunk)
-        self._queued[chunk] += 1
         return True
 
     def result(self, worker, chunk, packed, sum_loss):
@@ -174,9 +170,8 @@ class Step:
 
     def _wanted(self, chunk):
         """Puts a chunk that is not done into the queue, unless it is there or somebody holds it."""
-        if chunk not in self.done and chunk not in self.holders and not self._queued[chunk]:
+        if chunk not in self.done and chunk not in self.holders and chunk not in self.queue:
             self.queue.appendleft(chunk)
-            self._queued[chunk] += 1
 
     def _excluded(self, chunk, worker):
         """Whether this worker must not get the chunk: its author holds it, or has done it and others can decide."""

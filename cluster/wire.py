@@ -76,7 +76,9 @@ STATUS = Frame(42, "json", 1 << 22)
 # The worker wants the coordinator to prove itself first; name: that of its key, empty if it has the secret itself
 PROVE = Frame(47, "name", 64)
 PROVED = Frame(48, "proof:32s")
-REWARD = Frame(51, "step:Q texts:Q reward:d")        # of the unperturbed model on held-out prompts, with an objective
+# of the unperturbed model on held-out prompts, with an objective; json: what else is shown, see Progress.rewarded
+REWARD = Frame(51, "step:Q texts:Q reward:d json", 1 << 17)
+MEASURE = Frame(52)                                  # validate, sample: the run ends with this state
 NAMES = {value: name for name, value in globals().items() if type(value) is Frame}
 SECRET_WANTED = 3                        # in CHALLENGE: the coordinator has a secret, and answers PROVE
 
@@ -145,7 +147,7 @@ def limits(cfg):
 
 # the frames that a worker or a reader of the status takes
 FROM_COORDINATOR = {V1: (JOB_RESPONSE,), V2: (JOB_RESPONSE, CHALLENGE, PROVED, WELCOME, ERROR, REBUILD, SNAPSHOT_WANTED,
-                                              SNAPSHOT_DATA, STATUS)}
+                                              SNAPSHOT_DATA, STATUS, MEASURE)}
 # the frames that a coordinator takes, from a peer that it does not know yet and from those that it does
 FROM_WORKERS = (JOB_REQUEST, RESULT, LOG_MESSAGE, VALIDATION)
 FROM_ARRIVAL = {V1: FROM_WORKERS, V2: (HELLO, PROVE, JOIN)}

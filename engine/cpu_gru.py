@@ -8,9 +8,9 @@ sequences 2 i and 2 i + 1 are the even and the odd member of pair i; without noi
 import numpy as np
 
 from engine.cpu_compiler import leaf, njit
-from engine.cpu_kernels import (CANDIDATE, CLEAN, GATE, GROUP, ONE, SAME, TOGETHER, copy_row, divided, draw_norm,
-                                draw_sides, embed, i64, layer_norm, mlp, new_logits, new_sides, perturbed, product,
-                                score_rows, watch, write_next)
+from engine.cpu_kernels import (CLEAN, FREE, GROUP, ONE, TOGETHER, copy_row, disturb, divided, draw_norm, draw_sides,
+                                embed, i64, keep, layer_norm, mlp, new_logits, new_sides, perturbed, product,
+                                score_rows, write_next)
 from engine.cpu_rules import clip, gate, gated, i32, next_state, u32
 from engine.simd import ROWS, local
 from model import parameters
@@ -27,7 +27,7 @@ LN_2 = _numbers["ln_2"]
 
 
 @leaf
-def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x, record):
+def recur(c, layer, S, noisy, tokens, members, n, gates, candidates, h, x, record):
     """The layer's state through n positions: x[s * n + t] = clip(x + h after t), and h int8 [sequences padded to ROWS,
     H] goes on. gates, candidates int8 [sequences * n, H]: W_f n and W_h n. record: a Record or None."""
     H, d = c.HIDDEN_DIM, i32(c.divisor)
@@ -44,7 +44,7 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
     open_, y = local((padded, H), i32), local((padded, H), i32)
     for t in range(n):
         for s in range(sequences):
-            if tokens[s // members, s % members * apart + t] == 0:
+            if tokens[s // members, t] == 0:
                 for i in range(H):
                     h[s, i] = 0
             for i in range(H):
@@ -55,7 +55,8 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
             if record is not None:
-                watch(record, 5 * layer + GATE, r, ONE, state[s:], i32(1), y[s:])
+                keep(record, U_F, layer, r, ONE, state[s:])
+                disturb(c, record, U_F, layer, r, ONE, i32(1), FREE, FREE, y[s:])
             for i in range(H):
                 f = gate(i32(gates[r, i]), i32(y[s, i] + bias_f[q, m, i]))
                 open_[s, i] = f
@@ -66,7 +67,8 @@ def recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, h, x
             q, m = (s // 2, s & 1) if noisy else (0, 0)
             r = s * n + t
             if record is not None:
-                watch(record, 5 * layer + CANDIDATE, r, ONE, past[s:], i32(1), y[s:])
+                keep(record, U_H, layer, r, ONE, past[s:])
+                disturb(c, record, U_H, layer, r, ONE, i32(1), FREE, FREE, y[s:])
             for i in range(H):
                 new = clip(i32(candidates[r, i] + y[s, i] + bias_h[q, m, i]))
                 after = next_state(open_[s, i], i32(h[s, i]), new)
@@ -89,7 +91,7 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, record)
         count, left = min(GROUP, rows - at), per_member - at
         layer_norm(c, x[at:], count, left, norm, n)
         if record is not None:
-            watch(record, 5 * layer, at, count, n, i32(1), None)
+            keep(record, W_F, layer, at, count, n)
         product(c, W_F, layer, sides_f, noisy, n, count, left, y)
         divided(y, count, d, -127, 0, gates[at:])
         product(c, W_H, layer, sides_h, noisy, n, count, left, y)
@@ -97,21 +99,21 @@ def gates_of(c, layer, S, noisy, rows, per_member, x, gates, candidates, record)
 
 
 @leaf
-def read(c, S, noisy, tokens, apart, n, state, gates, candidates, x, record):
+def read(c, S, noisy, tokens, n, state, gates, candidates, x, record):
     """x int8 [sequences * n, H]: the last layer's output for the first n of tokens int32 [sequences, or pairs with
-    noise, >= n], those of the odd members `apart` behind; state int8 [L, sequences padded to ROWS, H] goes on; gates
-    and candidates, as large as x, are overwritten. S: seed of the first pair. record: a Record or None."""
+    noise, >= n]; state int8 [L, sequences padded to ROWS, H] goes on; gates and candidates, as large as x, are
+    overwritten. S: seed of the first pair. record: a Record or None."""
     members = 1 + noisy
     units, rows = (tokens.shape[0], 2 * n) if noisy else (1, tokens.shape[0] * n)    # rows that share their noise
     for q in range(tokens.shape[0]):
-        embed(c, u32(S + q), noisy, tokens[q], apart, n, 0, members * n, x[q * members * n:], record, q * n)
+        embed(c, u32(S + q), noisy, tokens[q], n, 0, members * n, x[q * members * n:], record, q * n)
     for layer in range(c.N_LAYERS):
         for q in range(units):
             gates_of(c, layer, u32(S + q), noisy, rows, n, x[q * rows:], gates[q * rows:], candidates[q * rows:],
                      record)
-        recur(c, layer, S, noisy, tokens, apart, members, n, gates, candidates, state[layer], x, record)
+        recur(c, layer, S, noisy, tokens, members, n, gates, candidates, state[layer], x, record)
         for q in range(units):
-            mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], record)
+            mlp(c, LN_2, layer, u32(S + q), noisy, rows, n, x[q * rows:], record, i64(0))
 
 
 @njit
@@ -119,7 +121,7 @@ def read_before(c, tokens, states):
     """Moves states int8 [L, sequences padded to ROWS, H] by tokens int32 [sequences, n], which the unperturbed model
     reads."""
     size = (tokens.size, c.HIDDEN_DIM)
-    read(c, u32(0), CLEAN, tokens[:, 0:], SAME, tokens.shape[1], states, np.empty(size, np.int8),
+    read(c, u32(0), CLEAN, tokens[:, 0:], tokens.shape[1], states, np.empty(size, np.int8),
          np.empty(size, np.int8), np.empty(size, np.int8), None)
 
 
@@ -138,11 +140,11 @@ def read_windows(c, losses, nats, windows, before, T, states, text_of, S, noisy,
         for s in range(part.shape[0] * members):
             for layer in range(c.N_LAYERS):
                 copy_row(states[layer], text_of[first + s // members], state[layer], s)
-        read(c, u32(S + first), noisy, part[:, before:], SAME, T, state, gates, candidates, x, record)
+        read(c, u32(S + first), noisy, part[:, before:], T, state, gates, candidates, x, record)
         units, rows = (part.shape[0], 2 * T) if noisy else (1, n * T)            # rows that share their noise
         for q in range(units):
             score_rows(c, losses[first + q], nats, part, q, u32(S + first + q), noisy, before, T, x[q * rows:], rows,
-                       z, record)
+                       z, record, i64(0))
 
 
 def run_windows(c, losses, nats, windows, before, T, S, noisy, record):
@@ -153,35 +155,30 @@ def run_windows(c, losses, nats, windows, before, T, S, noisy, record):
     texts, text_of = windows[:1, :0], np.zeros(len(windows), np.int64)
     if before:
         texts, text_of = np.unique(windows[:, :before], axis=0, return_inverse=True)
-    states = memory(c, 1, len(texts), before)
+    states = memory(c, len(texts), before)
     if before:
         read_before(c, texts, states)
     read_windows(c, losses, nats, windows, before, T, states, text_of, S, noisy, record)
 
 
 @njit
-def write_texts(c, writing, texts, start, end, room, state, S, noisy, record):
-    """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`;
-    `start` of their tokens are read already. state int8 [L, sequences padded to ROWS, H] goes on from zeros. record:
-    as in `run_windows`."""
-    members = 1 + noisy
-    sequences, t = texts.shape[0] * members, start
+def write_texts(c, writing, texts, start, end, state, record):
+    """Fills texts int32 [sequences, room] behind their prompts, up to position `end`; `start` of their tokens are read
+    already. state int8 [L, sequences padded to ROWS, H] goes on from zeros. record: as in `run_windows`."""
+    sequences, t = texts.shape[0], start
     least = start if start else writing.lengths.min()
     size = (sequences * max(i64(1), least - start), c.HIDDEN_DIM)
     x, gates, candidates = np.empty(size, np.int8), np.empty(size, np.int8), np.empty(size, np.int8)
     h, z = np.empty((sequences, c.HIDDEN_DIM), np.int8), new_logits(c)
-    flat, each = texts.reshape(texts.size), members if noisy else sequences                # sequences that share noise
     while t + 1 < end:
         n = max(i64(1), least - t)
-        read(c, S, noisy, texts[:, t:], room, n, state, gates, candidates, x, record)
+        read(c, u32(0), CLEAN, texts[:, t:], n, state, gates, candidates, x, record)
         t += n
         for s in range(sequences):
             copy_row(x, s * n + n - 1, h, s)
-        for q in range(0, sequences, each):
-            write_next(c, writing, q, u32(S + q // each), noisy, flat[q * room:(q + each) * room], t - 1, room,
-                       h[q:], z)
+        write_next(c, writing, i64(0), texts, t - 1, h, z)
 
 
-def memory(c, members, sequences, room):
+def memory(c, sequences, room):
     """What `write_texts` keeps from position to position. c: a Model or Config."""
     return np.zeros((c.N_LAYERS, -(-sequences // ROWS) * ROWS, c.HIDDEN_DIM), np.int8)

@@ -11,17 +11,20 @@ import numpy as np
 
 from engine import simd
 from engine.cpu_compiler import inlined, inner, leaf
-from engine.cpu_rules import (clip, divide, draw, drawn, f32, factor, hash32, head_error, i32, input_coefficient,
-                              input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, table_term,
-                              u32)
+from engine.cpu_rules import (clip, dithered, divide, draw, excess, f32, factor, hash32, i32, input_coefficient,
+                              input_fold, input_term, loss, normed, quotient, scaled, share, shift_right, signed,
+                              table_term, u32, weighed_excess)
 from engine.cpu_rules import score as drawn_score
 from engine.simd import PANEL, ROWS, exp_sum, local, noisy_tile, tile
-from model import activations, integer_tables, parameters, transforms
+from model import integer_tables, parameters, transforms
 
 # a row of Model.table: where a parameter of a layer begins in the arrays of Model and in the overlay, the seeds of its
 # two sides, its size
 ROW = np.dtype([(name, np.int64) for name in ("weights", "packed", "correction", "columns", "seed_a", "seed_b",
                                               "overlay_a", "overlay_b", "rows", "cols")])
+# of a matrix in a Record: where its inputs are kept; the first hash and the amplitude of its outputs' noise (of a table
+# that is looked up, too), and the members whose turn it is (model.activations.Phase)
+WATCHED = np.dtype([(name, np.int64) for name in ("inputs", "stream", "amplitude", "turn")])
 # int64 and not int: numba compiles a function anew for every literal int among its arguments
 i64 = np.int64
 u8 = np.uint8
@@ -29,15 +32,14 @@ u8 = np.uint8
 NO_LAYER = CLEAN = i64(0)
 EMBEDDING, EMB_BIAS = i64(0), i64(1)           # of the transformer's table, in which those of NTT_MODE follow
 ONE = i64(1)                # row of a member at a position
-SAME = i64(0)               # distance of the tokens of a pair's members where both read the same
 NO_LOSSES, NO_NATS = np.empty((0, 0), i64), np.empty(0)
 TOGETHER = 8                # pairs that go to a kernel together: in the recurrent model their members fill two tiles
 GROUP = 32                  # rows that go through products together: their int32 results fit the second-level cache
 
 # Constants of the configuration that the kernels see unchanged
 FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVICE_GAUSSIAN ADAPTIVE_NOISE_MODE "
-               "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_LOGIT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
-               "ROPE_SCALE_BIT TARGETS USE_CLT")
+               "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
+               "ROPE_SCALE_BIT TARGETS USE_CLT NOISE_SHIFT")
 # The model as the kernels see it, which they call c. Its configuration, int64: the above and others of `constants`.
 # Its tables: exp int32 [256]; exp64[d] = exp(-d * unit) in float64; rope int64 [positions, H / 2], cosine in the lower
 # half, sine in the upper one; ntt int64 [T, T]: model.transforms.basis, empty without NTT_MODE. Its weights: weights
@@ -45,7 +47,7 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
 # PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
 # int8; table ROW [parameters, layers].
 Model = namedtuple("Model", FROM_CONFIG + (
-    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest "
+    " short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest logit_shift "
     "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # The part of a Model that draws of votes read: calls with a whole Model take 10 us longer
 Draws = namedtuple("Draws", "DEVICE_MASK DEVICE_GAUSSIAN USE_CLT")
@@ -58,13 +60,13 @@ Writing = namedtuple("Writing", "lengths seeds present penalty temp floor")
 # rows] as `input_term` takes them, filled in modes 1 and 2 only.
 Sides = namedtuple("Sides", "columns inputs offset coefficients scale")
 # A pass with noise on activations (SPEC 21), whose rows are sequences times positions. The first sequences are clean;
-# those of members, of seeds from member_seed on, follow. seed: of the first group. amplitudes int64 [5 L + 1]: that of
-# phase p of layer l is number 5 l + p. inputs uint8 [8 L H + H, clean rows]: what `watch` keeps, x + 128. words uint32
-# [H], noise int8 [4 H]: memory for noise, with two names. tokens int32 [clean rows], errors int8 [clean rows, V]: the
-# inputs, and the errors of the head.
-Record = namedtuple("Record", "seed member_seed T amplitudes inputs words noise tokens errors")
-# phases of a layer; 0 is the embedding
-GATE, CANDIDATE, UP, DOWN = range(1, 5)
+# those of members follow, the first of which is number `member` of the step. seed, member_seed: of the first group and
+# the first member. watched WATCHED [parameters, layers]. inputs uint8 [n, clean rows]: of matrices, x + 128. noise
+# int32 [4 H]: memory. tokens int32 [clean rows], errors int8 [clean rows, V]: the inputs, and the errors of the head.
+# weights int8 [clean rows]: that of the window, or 0 where the position does not vote. shares int16 [groups, L, heads,
+# T, T]: attention_share of positions in what a query attends to, in the transformer.
+Record = namedtuple("Record", "seed member_seed member T watched inputs noise tokens errors weights shares")
+FREE = i32(1 << 30)         # a limit that nothing reaches
 # (pairs, rows, cols)
 new_sides = simd.locals_of(Sides, (numba.int32, (0, 2)), (numba.int8, (0, 1)), (numba.int32, (0,)),
                            (numba.int32, (0, 1)), (numba.float32, (0, 1)))
@@ -81,9 +83,9 @@ def constants(cfg):
         exact=int(cfg.LOSS == "exact"),
         log_unit=integer_tables.log_unit(cfg), ntt_prime=transforms.PRIME.get(cfg.NTT_MODE, 0), gru=gru,
         head=names.index("head" if gru else "embedding"), ln_f=names.index("ln_f"),
-        # gru: of a product over H or over 4 H inputs; least value inside the MLP
+        # gru: of a product over H or over 4 H inputs; least value inside the MLP; logit_shift: of the head's products
         divisor=parameters.divisor(cfg, cfg.HIDDEN_DIM), divisor_down=parameters.divisor(cfg, 4 * cfg.HIDDEN_DIM),
-        lowest=0 if cfg.MLP_RELU else -127)
+        lowest=0 if cfg.MLP_RELU else -127, logit_shift=0 if gru else cfg.SHIFT_LOGIT)
 
 
 def tables(cfg, positions, causal):
@@ -128,31 +130,44 @@ def vote_draw(c, seed, i):
 
 
 @leaf
-def draw_noise(words, seed, first, amplitude):
-    """Fills words uint32 with four noise values each (SPEC 21), from hash `first` of a member's seed on."""
-    for i in range(words.size):
-        words[i] = drawn(seed, first + i, amplitude)
+def keep(record, param, layer, first, count, x):
+    """Keeps of x uint8 [count, inputs], what a matrix multiplies in rows first.. of a Record, those of clean ones."""
+    kept = record.inputs[record.watched[param, layer].inputs:]
+    for r in range(min(count, record.tokens.size - first)):
+        for i in range(x.shape[1]):
+            kept[i, first + r] = x[r, i]
+
+
+@inlined
+def draw_noise(noise, seed, stream, first, size):
+    """noise int32 [n] = size times the signs of n outputs, a multiple of 32, from number `first` on (SPEC 21); seed: of
+    the member."""
+    for word in range(noise.size // 32):
+        signs = hash32(seed, u32(stream + first // 32 + word))
+        for i in range(32):
+            noise[32 * word + i] = signed(signs, i, size)
 
 
 @leaf
-def watch(record, number, first, count, x, d, out):
-    """Rows first..first + count - 1 of a Record at a phase: of clean ones x uint8 [count, inputs] is kept for the
-    votes; to those of members in out int32 [count, units], cut to +-127 d before, d times their noise is added. x: the
-    input of the phase's U_f, U_h or matrix of the MLP; if `out` is None, that of W_f and W_h of layer l (number 5 l)
-    or of the head (5 L)."""
-    kept, amplitude = record.inputs[record.words.size * (number + number // 5 * 3):], record.amplitudes[number]
-    for r in range(count):
-        at = first + r
-        if at < record.tokens.size:
-            for i in range(x.shape[1]):
-                kept[i, at] = x[r, i]
-        elif out is not None:
-            if amplitude:
-                words = record.words[:out.shape[1] // 4]
-                draw_noise(words, u32(record.member_seed + u32((at - record.tokens.size) // record.T)),
-                           number * activations.WORDS_APART + at % record.T * words.size, amplitude)
-                for i in range(out.shape[1]):
-                    out[r, i] = i32(min(max(out[r, i], i32(-127 * d)), i32(127 * d)) + i32(record.noise[i] * d))
+def disturb(c, record, param, layer, first, count, scale, before, after, out):
+    """Adds the noise of the outputs of a matrix, times scale, to those of out [count, units], rows first.. of a Record,
+    that belong to members; before and after, they are cut to these limits."""
+    watched, units = record.watched[param, layer], out.shape[1]
+    noise = record.noise[:units]
+    r = max(i64(0), record.tokens.size - first)
+    if r >= count or watched.amplitude == 0:
+        return
+    k, t = divmod(first + r - record.tokens.size, record.T)
+    for r in range(r, count):
+        if watched.turn < 0 or (record.member + k) % c.N_LAYERS == watched.turn:
+            draw_noise(noise, u32(record.member_seed + u32(k)), watched.stream, t * units,
+                       i32(scale * watched.amplitude))
+            for i in range(units):
+                y = i32(min(max(i32(out[r, i]), i32(-before)), before) + noise[i])
+                out[r, i] = min(max(y, i32(-after)), after)
+        t += 1
+        if t == record.T:
+            k, t = k + 1, i64(0)
 
 
 @leaf
@@ -196,7 +211,7 @@ def look_up(c, t, S, m, k, unit, scale, out):
     its_scale = factor(c.ADAPTIVE_NOISE_MODE, c.overlay[t.overlay_a + k], seed, k)
     for i in range(c.HIDDEN_DIM):
         p = table_term(of_column, its_scale, unit[i], scale[i]) * sign(m)
-        out[i] = c.columns[t.columns + k, i] + shift_right(p, c.matrix_shift)
+        out[i] = c.columns[t.columns + k, i] + shift_right(p, c.NOISE_SHIFT)
 
 
 @inlined
@@ -254,10 +269,10 @@ def sign(m):
 
 
 @leaf
-def embed(c, S, noisy, tokens, apart, n, start, rows, h, record, at):
+def embed(c, S, noisy, tokens, n, start, rows, h, record, at):
     """h int8 [rows, H]: item 1 of SPEC 7, with the coefficients of SPEC 14, or the embedding of SPEC 13. tokens int32
-    [>= start + n], those of the odd member `apart` behind; n rows a member, from position `start` on. record: None,
-    or a Record with these rows from `at` on."""
+    [>= start + n]; n rows a member, from position `start` on. record: None, or a Record with these rows from `at`
+    on."""
     H, T = c.HIDDEN_DIM, c.ntt.shape[0]
     tables = 4 if T else 1
     bias = local((2, H), i32)
@@ -269,20 +284,20 @@ def embed(c, S, noisy, tokens, apart, n, start, rows, h, record, at):
         hidden_side(c, c.table[k + 1 if k else EMBEDDING, 0], S, noisy, units[k], scales[k])
     for r in range(rows):
         m = member(r, n)
-        position, own, number = start + r - n * m, apart * m, i64(0)
-        for i in range(min(T, tokens.size - own - position + position % T) if T else 0):
-            number += i64(tokens[own + position - position % T + i]) * c.ntt[position % T, i]
+        position, number = start + r - n * m, i64(0)
+        for i in range(min(T, tokens.size - position + position % T) if T else 0):
+            number += i64(tokens[position - position % T + i]) * c.ntt[position % T, i]
         if c.ntt_prime:
             number %= c.ntt_prime
         for i in range(H):
             total[0, i] = i32(0) if c.gru else bias[m, i]
         for k in range(tables):
-            column = (number >> (8 * k)) & 255 if k else i64(tokens[own + position])
+            column = (number >> (8 * k)) & 255 if k else i64(tokens[position])
             look_up(c, c.table[k + 1 if k else EMBEDDING, 0], S, m, column, units[k], scales[k], one)
             for i in range(H):
                 total[0, i] += shift_right(one[i], 2 if k else 0)
         if record is not None:
-            watch(record, i64(0), at + r, ONE, h[r:], i32(1), total)
+            disturb(c, record, EMBEDDING, NO_LAYER, at + r, ONE, i32(1), i32(127), FREE, total)
         for i in range(H):
             h[r, i] = clip(total[0, i])
 
@@ -311,7 +326,7 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
             stride, at = several * noise.shape[1], r * out.shape[1] + p * PANEL
             if noisy:
                 noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
-                           (r >> 1) * stride + p * PANEL, stride, c.matrix_shift, out, at, out.shape[1], k4)
+                           (r >> 1) * stride + p * PANEL, stride, c.NOISE_SHIFT, out, at, out.shape[1], k4)
             else:
                 tile(x, r * t.rows, t.rows, c.packed, weights, PANEL, c.correction, correction, 0, out, at,
                      out.shape[1], k4)
@@ -420,10 +435,10 @@ def gelu(x):
 
 
 @leaf
-def mlp(c, ln, layer, S, noisy, rows, per_member, h, record):
+def mlp(c, ln, layer, S, noisy, rows, per_member, h, record, at):
     """h = h + MLP(ln(h)) for all rows, in place: items 2 and the second half of 3 of SPEC 7, or the MLP of SPEC 13. ln:
     LN_INIT or LN_2; the parameters of the MLP follow in the table, in the transformer each with its bias. record:
-    a Record or None."""
+    None, or a Record with these rows from `at` on."""
     H = c.HIDDEN_DIM
     up, down = ln + (1 if c.gru else 2), ln + (2 if c.gru else 4)
     norm = local((2, 2, H), i32)
@@ -437,12 +452,14 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, record):
     draw_sides(c, down, layer, S, noisy, sides_d)
     x, y = local((GROUP, H), np.uint8), local((GROUP, H), i32)
     u, wide = local((GROUP, 4 * H), np.uint8), local((GROUP, 4 * H), i32)
+    scale_u, scale_d = i32(c.divisor if c.gru else i64(1) << c.SHIFT_MLP_UP), i32(c.divisor_down)
     for first in range(0, rows, GROUP):
         count, left = min(GROUP, rows - first), per_member - first
         layer_norm(c, h[first:], count, left, norm, x)
         product(c, up, layer, sides_u, noisy, x, count, left, wide)
         if record is not None:
-            watch(record, 5 * layer + UP, first, count, x, i32(c.divisor), wide)
+            keep(record, up, layer, at + first, count, x)
+            disturb(c, record, up, layer, at + first, count, scale_u, i32(127 * scale_u) if c.gru else FREE, FREE, wide)
         if c.gru:
             divided(wide, count, i32(c.divisor), c.lowest, 128, u)
         else:
@@ -454,15 +471,19 @@ def mlp(c, ln, layer, S, noisy, rows, per_member, h, record):
                     u[r, i] = gelu(np.int8(u[r, i]))
         product(c, down, layer, sides_d, noisy, u, count, left, y)
         if record is not None:
-            watch(record, 5 * layer + DOWN, first, count, u, i32(c.divisor_down), y)
+            keep(record, down, layer, at + first, count, u)
         if c.gru:
-            divided(y, count, i32(c.divisor_down), -127, 0, y)
+            if record is not None:
+                disturb(c, record, down, layer, at + first, count, scale_d, i32(127 * scale_d), FREE, y)
+            divided(y, count, scale_d, -127, 0, y)
             for r in range(count):
-                at = first + r
+                row = first + r
                 for i in range(H):
-                    h[at, i] = clip(i32(h[at, i] + y[r, i]))
+                    h[row, i] = clip(i32(h[row, i] + y[r, i]))
         else:
             add_residual(h[first:], count, left, y, c.SHIFT_MLP_DOWN, bias_d)
+            if record is not None:
+                disturb(c, record, down, layer, at + first, count, i32(1), i32(127), i32(127), h[first:])
 
 
 @inlined
@@ -482,42 +503,49 @@ def target(c, windows, q, start, T, t, j):
 
 
 @inlined
-def position_loss(c, z, r, windows, q, start, T, t, weights):
-    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32."""
-    top, wanted = largest(z, r, c.VOCAB_SIZE), i32(0)
-    total = exp_sum(c.exp, 0, c.short_exp, top, 0, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0)
+def position_loss(c, z, r, windows, q, start, T, t, weights, filled):
+    """int64: the loss of position t of windows[q], whose logits are row r of z; its softmax goes to weights int32 if
+    `filled` is not 0."""
+    shift, wanted = i32(c.logit_shift), i32(0)
+    top = shift_right(largest(z, r, c.VOCAB_SIZE), shift)
+    total = exp_sum(c.exp, 0, c.short_exp, top, shift, z, r * z.shape[1], c.VOCAB_SIZE, weights, 0, filled)
     for j in range(c.TARGETS):
-        wanted += z[r, target(c, windows, q, start, T, t, j)]
+        wanted += shift_right(z[r, target(c, windows, q, start, T, t, j)], shift)
     return loss(c.exact, total, top * c.TARGETS, wanted, c.SOFTMAX_SCALE_BIT, c.log_unit, 256 // c.TARGETS)
 
 
 @leaf
-def head_errors(c, z, r, windows, q, start, T, t, seed, weights, errors):
-    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; weights int32 [V]: the
-    softmax."""
-    V, total = c.VOCAB_SIZE, i64(0)
-    wanted = local(V, i32)
+def head_errors(c, z, r, windows, q, start, T, t, seed, of_window, weights, errors):
+    """errors int8 [V] of position t of windows[q] (SPEC 21), of logits z[r]; seed: of the group; of_window: the weight
+    of its window; weights int32 [V padded]: the softmax, overwritten."""
+    V, total, shift = c.VOCAB_SIZE, i64(0), i32(c.logit_shift)
+    top = shift_right(largest(z, r, V), shift)
+    of_distance = local(c.exp.size, i32)                     # what `excess` says of tokens that are not wanted
     for v in range(V):
         total += weights[v]
-        wanted[v] = 0
-    for j in range(c.TARGETS):
-        wanted[target(c, windows, q, start, T, t, j)] += 1
+    for d in range(96 if c.short_exp else c.exp.size):
+        of_distance[d] = weighed_excess(excess(0, 1, c.exp[d], total), of_window)
+    exp_sum(of_distance, 0, c.short_exp, top, shift, z, r * z.shape[1], V, weights, 0, i64(1))
     for v in range(V):
-        errors[v] = head_error(z[r, v], wanted[v], c.TARGETS, weights[v], total, seed, t * V + v)
+        errors[v] = dithered(z[r, v] if c.gru else i32(0), weights[v], seed, u32(u32(t * V) + u32(v)))
+    for j in range(c.TARGETS):
+        v, wanted = target(c, windows, q, start, T, t, j), 0
+        for other in range(c.TARGETS):
+            wanted += v == target(c, windows, q, start, T, t, other)
+        of_target = excess(wanted, c.TARGETS, c.exp[min(c.exp.size - 1, i64(top - shift_right(z[r, v], shift)))],
+                           total)
+        errors[v] = dithered(z[r, v] if c.gru else i32(0), weighed_excess(of_target, of_window), seed, t * V + v)
 
 
 @leaf
 def logits(c, noisy, norm, sides, h, count, left, x, z):
     """z int32 [>= count, V padded]: the logits of `count` rows of h int8, the `left` first of which belong to the even
-    member; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head multiplies."""
+    member, still to be shifted by c.logit_shift; norm, sides: of ln_f and the head. x uint8 [GROUP, H]: what the head
+    multiplies."""
     layer_norm(c, h, count, left, norm, x)
     product(c, c.head, NO_LAYER, sides, noisy, x, count, left, z)
     if c.gru:
         divided(z, count, i32(c.divisor), -127, 0, z)
-    else:
-        for r in range(count):
-            for v in range(c.VOCAB_SIZE):
-                z[r, v] = shift_right(z[r, v], c.SHIFT_LOGIT)
 
 
 @leaf
@@ -527,7 +555,7 @@ def chosen(c, z, present, penalty, temp, floor, random):
     V, best = c.VOCAB_SIZE, 0
     scores, weights = local(V, f32), local(V, i32)
     for v in range(V):
-        scores[v] = drawn_score(z[v], present[v], penalty)
+        scores[v] = drawn_score(shift_right(z[v], c.logit_shift), present[v], penalty)
         if scores[v] > scores[best]:
             best = v
     if temp == f32(0):
@@ -546,51 +574,51 @@ def chosen(c, z, present, penalty, temp, floor, random):
 
 
 @leaf
-def write_next(c, writing, q, S, noisy, texts, t, room, h, z):
-    """Puts the token at position t + 1 of the sequences that share their noise, where their prompts have ended: texts
-    int32 [sequences * room], flat, the first of which is sequence q; h int8: their last hidden states at position
-    t."""
+def write_next(c, writing, q, texts, t, h, z):
+    """Puts the token at position t + 1 of texts int32 [n, room], where their prompts have ended; q: the sequence that
+    texts[0] is; h int8 [n, H]: their last hidden states at position t."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
-    draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
-    draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    sequences, x = texts.size // room, local((GROUP, c.HIDDEN_DIM), np.uint8)
-    for first in range(0, sequences, GROUP):
-        count = min(GROUP, sequences - first)
-        logits(c, noisy, norm, sides, h[first:], count, 1 - first if noisy else count, x, z)
+    draw_norm(c, c.ln_f, NO_LAYER, u32(0), CLEAN, norm)
+    x = local((GROUP, c.HIDDEN_DIM), np.uint8)
+    for first in range(0, texts.shape[0], GROUP):
+        count = min(GROUP, texts.shape[0] - first)
+        logits(c, CLEAN, norm, sides, h[first:], count, count, x, z)
         for r in range(count):
-            s, at = q + first + r, (first + r) * room + t
-            writing.present[s, texts[at]] = 1
+            text, s = texts[first + r], q + first + r
+            writing.present[s, text[t]] = 1
             if t + 1 >= writing.lengths[s]:
                 random = hash32(u32(writing.seeds[s] + u32(999 + 555 * t)), u32(0))
-                texts[at + 1] = chosen(c, z[r], writing.present[s], writing.penalty, writing.temp, writing.floor,
-                                       random)
+                text[t + 1] = chosen(c, z[r], writing.present[s], writing.penalty, writing.temp, writing.floor, random)
 
 
 @leaf
-def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, record):
+def score_rows(c, losses, nats, windows, q, S, noisy, start, T, h, rows, z, record, at):
     """Scores h int8 [rows, H], last hidden states that share their noise, T a member or window. noisy: they belong to
     windows[q], else to windows[q], windows[q + 1].. Their losses go to losses int64 [rows], or if that is empty, their
-    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. record: a Record
-    or None."""
+    cross-entropies are added to nats float64 [windows]. z int32 [GROUP, V padded]: overwritten. record: None, or a
+    Record with these rows from `at` on."""
     norm, sides = local((2, 2, c.HIDDEN_DIM), i32), new_sides(1, c.HIDDEN_DIM, z.shape[1])
     x, weights = local((GROUP, c.HIDDEN_DIM), np.uint8), local(z.shape[1], i32)
     draw_norm(c, c.ln_f, NO_LAYER, S, noisy, norm)
     draw_sides(c, c.head, NO_LAYER, S, noisy, sides)
-    for first in range(0, rows, GROUP):
-        count = min(GROUP, rows - first)
+    each = GROUP if c.VOCAB_SIZE < 1 << 10 else ROWS         # whose logits fit the second-level cache
+    for first in range(0, rows, each):
+        count = min(each, rows - first)
         logits(c, noisy, norm, sides, h[first:], count, T - first, x, z)
         if record is not None:
-            watch(record, 5 * c.N_LAYERS, first, count, x, i32(1), None)
+            keep(record, c.head, NO_LAYER, at + first, count, x)
         for r in range(count):
             row = first + r
             window, t = q if noisy else q + row // T, row % T
             if losses.size:
-                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights)
-                if record is not None and row < record.tokens.size:
-                    head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)), weights,
-                                record.errors[row])
+                clean = record is not None and at + row < record.tokens.size
+                losses[row] = position_loss(c, z, r, windows, window, start, T, t, weights, i64(clean))
+                if record is not None and clean and record.weights[at + row]:
+                    head_errors(c, z, r, windows, window, start, T, t, u32(record.seed + u32(window)),
+                                i32(record.weights[at + row]), weights, record.errors[at + row])
             else:
-                total, top = 0.0, largest(z, r, c.VOCAB_SIZE)
+                total, top = 0.0, shift_right(largest(z, r, c.VOCAB_SIZE), c.logit_shift)
                 for v in range(c.VOCAB_SIZE):
-                    total += c.exp64[min(c.exp64.size - 1, top - z[r, v])]
-                nats[window] += np.log(total) + (top - z[r, target(c, windows, window, start, T, t, 0)]) * c.unit
+                    total += c.exp64[min(c.exp64.size - 1, top - shift_right(z[r, v], c.logit_shift))]
+                wanted = shift_right(z[r, target(c, windows, window, start, T, t, 0)], c.logit_shift)
+                nats[window] += np.log(total) + (top - wanted) * c.unit

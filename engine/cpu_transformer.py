@@ -5,10 +5,10 @@ from collections import namedtuple
 import numpy as np
 
 from engine.cpu_compiler import inlined, inner, leaf, njit
-from engine.cpu_kernels import (GROUP, NO_LAYER, SAME, add_residual, amax, copy_row, draw_norm, draw_sides, embed,
-                                i64, largest, layer_norm, mlp, new_logits, new_sides, padded, product, score_rows,
-                                write_next)
-from engine.cpu_rules import clip, f64, i32, shift_right, u32
+from engine.cpu_kernels import (CLEAN, GROUP, NO_LAYER, add_residual, amax, copy_row, disturb, draw_norm, draw_sides,
+                                embed, i64, keep, largest, layer_norm, mlp, new_logits, new_sides, padded, product,
+                                score_rows, write_next)
+from engine.cpu_rules import attention_share, clip, f64, i32, shift_right, u32
 from engine.simd import PANEL, ROWS, exp_sum, local, tile
 from model import parameters
 
@@ -52,10 +52,12 @@ def rotate(pairs, r, rope, t, bit):
 
 
 @leaf
-def attend(c, room, slot, m, first_row, start, n):
+def attend(c, room, layer, m, first_row, start, n, record, at):
     """Causal attention of member m: its queries room.q (+ 128) from first_row on stand at positions start..start + n -
-    1; room.x (+ 128) is filled. The weights (up to 19 bits) times the values are three exact products of bytes."""
+    1; room.x (+ 128) is filled. The weights (up to 19 bits) times the values are three exact products of bytes. record:
+    None, or a Record with these queries from row `at` on."""
     D, H, columns = c.HEAD_DIM, c.HIDDEN_DIM, room.weights.size
+    slot = layer % room.keys.shape[0]
     keys, values = room.keys[slot, m], room.values[slot, m]
     scores, offset = room.scores, room.offset
     weights, limbs = room.weights, room.limbs
@@ -81,7 +83,12 @@ def attend(c, room, slot, m, first_row, start, n):
             for r in range(count):
                 visible = start + block + r + 1
                 top = shift_right(largest(scores, r, visible), c.SHIFT_ATTN)
-                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0)
+                totals[r] = exp_sum(c.exp, 0, c.short_exp, top, c.SHIFT_ATTN, scores, r * columns, visible, weights, 0,
+                                    i64(1))
+                if record is not None and at < record.tokens.size:
+                    for p in range(visible):
+                        record.shares[at // record.T, layer, head, block + r, p] = attention_share(weights[p],
+                                                                                                   totals[r])
                 for p in range(visible, wide):
                     weights[p] = 0
                 for p in range(wide):
@@ -107,9 +114,9 @@ def attend(c, room, slot, m, first_row, start, n):
 
 
 @leaf
-def attention(c, layer, S, noisy, members, n, start, room):
+def attention(c, layer, S, noisy, members, n, start, room, record, at):
     """h = amax(h + attention block(h)) in place. This call's keys and values are put at positions start..start + n - 1
-    of each member's cache."""
+    of each member's cache. record: as `read` takes it."""
     H, rows = c.HIDDEN_DIM, members * n
     slot = layer % room.keys.shape[0]
     x, y = room.x, room.y
@@ -117,6 +124,8 @@ def attention(c, layer, S, noisy, members, n, start, room):
     draw_norm(c, LN_1, layer, S, noisy, norm)
     for first in range(0, rows, GROUP):
         layer_norm(c, room.h[first:], min(GROUP, rows - first), n - first, norm, x[first:])
+    if record is not None:
+        keep(record, W_Q, layer, at, rows, x)
     for param in range(W_Q, W_O):
         draw_sides(c, param, layer, S, noisy, sides)
         product(c, param, layer, sides, noisy, x, rows, n, y)
@@ -125,74 +134,78 @@ def attention(c, layer, S, noisy, members, n, start, room):
                 count, first = min(GROUP, n - t), m * n + t
                 for r in range(count if param != W_V else 0):
                     rotate(room.pairs, first + r, c.rope, start + t + r, c.ROPE_SCALE_BIT)
-                if param == W_Q:
-                    amax(y, first, count, room.q, first, 128)
-                else:
-                    amax(y, first, count, one, 0, 0)
-                    for r in range(count):
-                        p = start + t + r
-                        if param == W_K:
-                            key = room.keys[slot, m, p // PANEL, :, p % PANEL]
-                            for i in range(H // 4):
-                                for k in range(4):
-                                    key[i, k] = one[r, 4 * i + k]
-                        else:
-                            value = room.values[slot, m, p // 4, :, p % 4]
-                            for i in range(H):
-                                value[i] = one[r, i]
+                amax(y, first, count, one, 0, 0)
+                if record is not None:
+                    disturb(c, record, param, layer, at + first, count, i32(1), i32(127), i32(127), one)
+                for r in range(count):
+                    p = start + t + r
+                    if param == W_Q:
+                        for i in range(H):
+                            room.q[first + r, i] = one[r, i] + 128
+                    elif param == W_K:
+                        key = room.keys[slot, m, p // PANEL, :, p % PANEL]
+                        for i in range(H // 4):
+                            for k in range(4):
+                                key[i, k] = one[r, 4 * i + k]
+                    else:
+                        value = room.values[slot, m, p // 4, :, p % 4]
+                        for i in range(H):
+                            value[i] = one[r, i]
     for m in range(members):
-        attend(c, room, slot, m, m * n, start, n)
+        attend(c, room, layer, m, m * n, start, n, record, at)
+    if record is not None:
+        keep(record, W_O, layer, at, rows, x)
     draw_sides(c, W_O, layer, S, noisy, sides)
     product(c, W_O, layer, sides, noisy, x, rows, n, y)
     for first in range(0, rows, GROUP):
         add_residual(room.h[first:], min(GROUP, rows - first), n - first, y[first:], c.SHIFT_OUT, None)
+    if record is not None:
+        disturb(c, record, W_O, layer, at, rows, i32(1), i32(127), i32(127), room.h)
 
 
 @leaf
-def read(c, S, noisy, tokens, apart, n, start, room):
+def read(c, S, noisy, tokens, n, start, room, record, at):
     """Fills room.h with the last hidden states of positions start..start + n - 1 of both members of a pair, or of one
-    sequence, as `embed` takes them."""
+    sequence, as `embed` takes them. record: None, or a Record that has the sequence from row `at` on."""
     members = 1 + noisy
-    embed(c, S, noisy, tokens, apart, n, start, members * n, room.h, None, i64(0))
-    mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, None)
+    embed(c, S, noisy, tokens, n, start, members * n, room.h, record, at)
+    mlp(c, LN_INIT, NO_LAYER, S, noisy, members * n, n, room.h, record, at)
     for layer in range(c.N_LAYERS):
-        attention(c, layer, S, noisy, members, n, start, room)
-        mlp(c, LN_2, layer, S, noisy, members * n, n, room.h, None)
+        attention(c, layer, S, noisy, members, n, start, room, record, at)
+        mlp(c, LN_2, layer, S, noisy, members * n, n, room.h, record, at)
 
 
 @njit
 def run_windows(c, losses, nats, windows, start, T, S, noisy, record):
     """Evaluates windows int32 [n, >= start + T + 1] with `score_rows`, one after the other, from position `start` on.
-    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. record: None."""
+    noisy: window i is read by the two members of pair seed S + i, else by the unperturbed model. record: None, or a
+    Record that these sequences fill."""
     members = 1 + noisy
     room = new_room(c, members * T, np.empty((2, 1, members, padded(start + T, PANEL), c.HIDDEN_DIM), np.int8))
     z = new_logits(c)
     for q in range(windows.shape[0]):
         seed = u32(S + q)
-        read(c, seed, noisy, windows[q], SAME, T, start, room)
-        score_rows(c, losses[q], nats, windows, q, seed, noisy, start, T, room.h, members * T, z, record)
+        read(c, seed, noisy, windows[q], T, start, room, record, q * T)
+        score_rows(c, losses[q], nats, windows, q, seed, noisy, start, T, room.h, members * T, z, record, q * T)
 
 
 @njit
-def write_texts(c, writing, texts, start, end, room, cache, S, noisy, record):
-    """Fills texts int32 [sequences, room], or with noise [pairs, 2 * room], behind their prompts, up to position `end`,
-    one row after the other; `start` tokens of a single row may be read already. cache: of
-    `memory`; c: with tables for `room` positions. record: None."""
-    members, z = 1 + noisy, new_logits(c)
-    last = np.empty((2, c.HIDDEN_DIM), np.int8)
+def write_texts(c, writing, texts, start, end, cache, record):
+    """Fills texts int32 [sequences, room] behind their prompts, up to position `end`, one after the other; `start`
+    tokens of a single one may be read already. cache: of `memory`; c: with tables for `room` positions. record:
+    None."""
+    z, last = new_logits(c), np.empty((1, c.HIDDEN_DIM), np.int8)
     for q in range(texts.shape[0]):
-        seed, t, first = u32(S + q), start, q * members
-        least = start if start else writing.lengths[first:first + members].min()
-        memory = new_room(c, members * max(i64(1), least - start), cache)
+        t, least = start, start if start else writing.lengths[q]
+        memory = new_room(c, max(i64(1), least - start), cache)
         while t + 1 < end:
             n = max(i64(1), least - t)
-            read(c, seed, noisy, texts[q], room, n, t, memory)
+            read(c, u32(0), CLEAN, texts[q], n, t, memory, record, i64(0))
             t += n
-            for m in range(members):
-                copy_row(memory.h, m * n + n - 1, last, m)
-            write_next(c, writing, first, seed, noisy, texts[q], t - 1, room, last, z)
+            copy_row(memory.h, n - 1, last, 0)
+            write_next(c, writing, q, texts[q:q + 1], t - 1, last, z)
 
 
-def memory(cfg, members, sequences, room):
+def memory(cfg, sequences, room):
     """What `write_texts` keeps from position to position."""
-    return np.zeros((2, cfg.N_LAYERS, members, -(-room // PANEL) * PANEL, cfg.HIDDEN_DIM), np.int8)
+    return np.zeros((2, cfg.N_LAYERS, 1, -(-room // PANEL) * PANEL, cfg.HIDDEN_DIM), np.int8)

@@ -30,7 +30,7 @@ from kernels import ptx, update
 from kernels.host import Kernel
 from kernels.parts import A8, A32, A64, AU32, B1, F1, blocks
 from kernels.rules import TARGET, device
-from model import integer_tables, optimizers, parameters, rules, sampling, soft_targets, state_digest
+from model import integer_tables, optimizers, parameters, rewards, rules, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 
 numba_config.CUDA_LOW_OCCUPANCY_WARNINGS = 0      # small configurations have small grids
@@ -42,6 +42,8 @@ DIGESTERS = 1024            # blocks that make a digest, at most
 NOISY = (1 << 32) - 1       # mask of the noise in a job
 AHEAD = 16                  # tokens enqueued at once while generating
 ROOM = 16                   # of a text in device memory: a multiple of it
+# for which kernels are made that read texts
+LENGTHS = sorted(multiple << power for multiple in (2, 3) for power in range(3, 10) if multiple << power <= 1024)
 SHARE = 8                   # the operands of an update take at most 1 / SHARE of the free memory
 OPERANDS = 1 << 30          # and at most this number of bytes
 COMPILERS = 8               # processes that compile kernels at once, at most
@@ -49,14 +51,12 @@ COMPILERS = 8               # processes that compile kernels at once, at most
 
 # --- compiling -------------------------------------------------------------------------------------------------------
 
-def kernels(cfg, cc, shared_limit, token_type, silent=False):
+def kernels(cfg, cc, shared_limit, token_type):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): the last are the kernels that a verb
     launches; each has a `file`, in the cache. Verbs: "load", "step" (evaluate and update), "validate", "write" and
-    "digest".
-
-    silent: evaluation without noise (kernels.rules.build_noise)."""
+    "digest"."""
     gpu, cfg = egg_kernels.gpu_of(cfg, cc, shared_limit), cfg.compiled()
-    forward = egg_kernels.build_forward(cfg, gpu, silent)
+    forward = egg_kernels.build_forward(cfg, gpu)
     of_pass = {id(kernel) for some in forward.kernels.values() for kernel in some}
     made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
     for function in update.build(cfg, cc[0] == 9) + build(cfg, token_type):
@@ -65,7 +65,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "write"}.get(name, "step")].append(kernel)
     made_of = numba_cuda.__version__, vars(cfg), cc
-    of_forward, others = kernel_cache.key(made_of, gpu, silent), kernel_cache.key(made_of, str(token_type))
+    of_forward, others = kernel_cache.key(made_of, gpu), kernel_cache.key(made_of, str(token_type))
     for number, kernel in enumerate(kernel for verb in sorted(every) for kernel in every[verb]):
         kernel.file = f"cuda-{kernel.name}-{number}-{of_forward if id(kernel) in of_pass else others}"
     return forward, made, every
@@ -193,16 +193,17 @@ def _choose_kernel(cfg):
             v = residue
         return v, residue
 
-    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, at: A32, present: B1):
+    def choose(z: A32, exps: A32, settings: F1, floor: A64, draw: AU32, tokens: A32, room, width, at: A32,
+               present: B1):
         """Advances all sequences by one position: marks the token at position at[0] as present and, after the prompt,
-        writes the next one as SPEC 10 draws it from logits z [sequences, V]. A block, of a power of two up to CHOOSERS
-        threads, for each of tokens [sequences, room]. exps int32: EXP; settings float32 [2]: temperature, penalty in
-        logit units; floor int64 [1]: smallest d kept; draw uint32 [sequences, 2]: prompt length, seed; present uint8
-        [sequences, V]; at[1]: number of blocks that have read at[0]."""
+        writes the next one as SPEC 10 draws it from logits z [sequences, width]. A block, of a power of two up to
+        CHOOSERS threads, for each of tokens [sequences, room]. exps int32: EXP; settings float32 [2]: temperature,
+        penalty in logit units; floor int64 [1]: smallest d kept; draw uint32 [sequences, 2]: prompt length, seed;
+        present uint8 [sequences, width]; at[1]: number of blocks that have read at[0]."""
         tops, sums = cuda.shared.array(32, int32), cuda.shared.array(32, int64)      # of warps
         best = cuda.shared.array(1, int32)
         t, threads, position = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x), at[0]
-        text, first = uint64(cuda.blockIdx.x), uint64(cuda.blockIdx.x) * uint64(V)
+        text, first = uint64(cuda.blockIdx.x), uint64(cuda.blockIdx.x) * uint64(width)
         here, lane, warp = uint64(text * uint64(room) + uint64(position)), t & uint32(31), t >> uint32(5)
         if t == 0:
             present[uint64(first + uint64(tokens[here]))] = 1
@@ -382,10 +383,11 @@ Evaluation = collections.namedtuple("Evaluation", "windows result launch")
 Members = collections.namedtuple("Members", "evaluation fetched")
 
 
-def evaluating(engine):
-    """The Members of an engine. Reserves device memory for a chunk, in slices whose scratch takes at most half of what
-    is free. The result is losses or, with noise on activations, what `finish` of the votes says."""
-    cfg, forward, votes = engine.cfg, engine._forward, engine._forward.votes
+def evaluating(engine, forward, packed, cutting):
+    """The Members of a forward pass, by the matrices that `pack` has packed. Reserves device memory for a chunk, in
+    slices whose scratch takes at most half of what is free. The result is losses or, with noise on activations, what
+    `finish` of the votes says. cutting: see CudaEngine._cutting."""
+    cfg, votes = forward.cfg, forward.votes
     chunk, width = cfg.CHUNK_SIZE // 2, cfg.WINDOW
     most, scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
     all_windows = cuda.device_array(chunk * width, np.int32)
@@ -395,13 +397,14 @@ def evaluating(engine):
     def evaluation(members):
         pairs = members // 2
         windows, losses = all_windows[:pairs * width], all_losses[:all_losses.size // chunk * pairs]
-        cut = engine._cutting(windows, width)
+        cut = cutting(windows, width)
 
         def read(units, losses, *clean):
             apart, each = windows.size // units, losses.size // units
             for at in range(0, units, most):
                 end = min(units, at + most)
-                forward.evaluate(*engine._model, windows[at * apart:end * apart], engine._job, at, end - at, scratch,
+                forward.evaluate(engine.stream, engine._weights, packed, engine._overlay,
+                                 windows[at * apart:end * apart], engine._job, at, end - at, scratch,
                                  losses[at * each:end * each], *clean)
 
         def enqueue():
@@ -418,16 +421,27 @@ def evaluating(engine):
     return Members(evaluation, [Fetched(size, np.int64) for _ in range(2)])
 
 
+def checked_memory(cfg, forward, name):
+    """Bytes of free memory of the current GPU. Raises ValueError where a model does not fit."""
+    need = 13 * parameters.n_weights(cfg) + forward.packed_bytes + update.Update.bytes_needed(cfg)
+    need += forward.votes.bytes_needed() if forward.votes else 0
+    free = memory().free
+    if need > free:
+        raise ValueError(f"{name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
+                         f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+    return free
+
+
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
     tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
-    where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. verbs: see
-    engine.engines.make. Raises ValueError (one line) where the device is missing or too small."""
+    where it fits easily, else windows are cut on the host. verbs: see tools.train.make_engine. Raises ValueError (one
+    line) where the device is missing or too small."""
 
     TEXTS_AT_ONCE = 4096         # as in CpuEngine: 16 or 32 a multiprocessor
 
-    def __init__(self, cfg, tokens=None, device=0, silent=False, verbs=()):
+    def __init__(self, cfg, tokens=None, device=0, verbs=()):
         try:
             cuda.select_device(device)
         except (CudaSupportError, IndexError) as error:
@@ -438,8 +452,7 @@ class CudaEngine:
         self.stream = cuda.stream()
         self._capability = gpu.compute_capability
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type,
-                                                              silent)
+        self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type)
         self.compile_seconds = 0.0
         self._tables = soft_targets.Tables(cfg, tokens)
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
@@ -458,12 +471,7 @@ class CudaEngine:
         """Reserves device memory for everything but evaluation, whose slices are sized at the first call by the memory
         that is then free."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
-        need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
-        need += self._forward.votes.bytes_needed() if self._forward.votes else 0
-        free = memory().free
-        if need > free:
-            raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
-                             f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+        free = checked_memory(cfg, self._forward, self.name)
         if self._forward.votes:
             self._forward.votes.reserve()
         self._weights = cuda.device_array(n, np.int8)
@@ -473,8 +481,8 @@ class CudaEngine:
         self._state = self._weights, self._moments, self._overlay
         self._model = self.stream, self._weights, self._packed, self._overlay
         self._saved = None                                   # a copy of the state, see _save
-        self._inputs = cuda.device_array(32, np.uint8)       # job and place, see _set_job
-        self._job, self._place = self._inputs[:16].view(np.uint32), self._inputs[16:].view(np.int64)
+        self._inputs = cuda.device_array(28, np.uint8)       # place and job, see _set_job
+        self._place, self._job = self._inputs[:16].view(np.int64), self._inputs[16:].view(np.uint32)
         self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
@@ -484,26 +492,23 @@ class CudaEngine:
         # page-locked. A begun update may read the fitness of the next one; it is undone in that case
         self._given_fitness = cuda.pinned_array(self._votes.packed.size, np.uint8)
         self._rate = None                                    # the learning rate that is on the device
-        self._texts = None                                   # Texts of the last `write`
+        self._texts = self._read = None                      # Texts of the last `write`, TextReader of the last `vote`
         self._update_steps = self._launches_of_update()
         self._update = Replay(self.stream, self._launch_update)
         self._add_up = Replay(self.stream, self._launch_digest)
 
     def _launches_of_update(self):
-        """[(name, launch)] of an update."""
-        cfg, votes = self.cfg, self._votes
-        launches = [("fitness", lambda: votes.packed.copy_to_device(self._given_fitness, self.stream))]
-        if cfg.SEEN_VOTES > 1 and self._tokens is not None:
-            launches.append(("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
-        launches += votes.launches(self.stream, self._job, *self._state)
-        return [*launches, ("pack", self._pack)]
+        """[launch] of an update."""
+        packed = self._votes.packed
+        return [lambda: packed.copy_to_device(self._given_fitness, self.stream),
+                *self._votes.launches(self.stream, self._job, *self._state), self._pack]
 
     def _pack(self):
         self._forward.pack(self.stream, self._weights, self._packed)
 
     def _launch_update(self):
         self._votes.changed.copy_to_device(self._zeros.view(np.int32)[:1], self.stream)
-        for _, launch in self._update_steps:
+        for launch in self._update_steps:
             launch()
         self._changed.copy(self._votes.changed, self.stream)
 
@@ -566,7 +571,12 @@ class CudaEngine:
         values = self._begun.pop((first, count)).wait()
         return self._forward.votes.digits_of(values) if self._forward.votes else values.copy()
 
-    _members = functools.cached_property(evaluating)
+    _members = functools.cached_property(lambda self: evaluating(self, self._forward, self._packed, self._cutting))
+
+    def vote(self, first, windows, advantages, counted, temperature):
+        """See engine.cpu_engine.CpuEngine."""
+        self._undo_update()
+        return text_reader(self, counted.shape[1], temperature).vote(first, windows, advantages, counted)
 
     def _enqueue(self, first, count):
         """The Fetched losses of an evaluation, which is begun."""
@@ -590,12 +600,12 @@ class CudaEngine:
         return free.copy(evaluation.result, self.stream).record(self.stream)
 
     def _set_job(self, first=0):
-        """Sends what an evaluation of members first.., or an update, reads: the job (seed, first pair, mask and shift
-        of the noise) and the place of the windows (start of the step's first window, first pair)."""
+        """Sends what an evaluation of members first.., or an update, reads: the place of the windows (start of the
+        step's first window, first pair) and the job (seed, first pair, mask of the noise)."""
         cfg, pair = self.cfg, first // 2
         step, seed = self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
+        job = struct.pack("2q3I", start, pair, seed, pair, NOISY)
         # copy_to_device takes 80 us longer, for which the GPU waits at the end of a step
         cuda.cudadrv.driver.host_to_device(self._inputs, np.frombuffer(job, np.uint8), len(job), self.stream)
 
@@ -661,17 +671,10 @@ class CudaEngine:
         votes, cfg = self._votes, self.cfg
         self._given_fitness[:] = np.frombuffer(fitness, np.uint8)
         lr = cfg.learning_rate(self.step)
-        if cfg.RARE_TOKENS and self._rate is None:
-            votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)
         if lr != self._rate:
             rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
-        if cfg.SEEN_VOTES > 1:
-            optimizers.need_data(cfg, self.tokens)
-            if self._tokens is None:
-                cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
-                votes.windows.copy_to_device(cut.ravel(), self.stream)
         self._set_job()
 
     def validate(self, windows):
@@ -697,11 +700,9 @@ class CudaEngine:
         prompt, s = sampling.checked_prompt(self.cfg, prompt), sampling.settings(self.cfg, **settings)
         yield from Texts(self, 1, len(prompt) + count).continuation(prompt, seed, s)
 
-    def write(self, texts, lengths, seeds, s, first_pair=None):
+    def write(self, texts, lengths, seeds, s):
         """Fills texts int32 [sequences, room] behind their prompts, whose lengths (int64 [sequences]) are at least 1
-        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling. first_pair: sequences
-        2 i and 2 i + 1 are written by the members of pair first_pair + i of this step; None: by the unperturbed
-        model."""
+        and below room. seeds uint32 [sequences]: of the draws (SPEC 10); s: sampling.Sampling."""
         count, room = texts.shape
         self._undo_update()
         most_room = blocks(room, ROOM) * ROOM                # prompts of similar lengths then share a graph
@@ -712,69 +713,104 @@ class CudaEngine:
         most, least = self._texts.count, np.min(lengths)
         split = room - (room - least) // 8                   # the host copies what is before it in the meantime
         for at in range(0, count, most):
-            pair = None if first_pair is None else first_pair + at // 2
-            self._texts.begin(texts[at:at + most], lengths[at:at + most], seeds[at:at + most], s, pair)
+            self._texts.begin(texts[at:at + most], lengths[at:at + most], seeds[at:at + most], s)
             parts = self._texts.until(split, room)
             for written, places in zip(parts, (slice(least, split), slice(split, room))):
                 texts[at:at + most, places] = written[:count - at, places]
 
 
+class TextReader:
+    """Reads texts of up to `length` positions at a temperature, for the votes of a chunk (SPEC 22)."""
+
+    def __init__(self, engine, length, temperature):
+        self.kind, self._engine = (length, temperature), engine
+        cfg, limit = rewards.reading(engine.cfg, length, temperature), ptx.shared_limit(cuda.get_current_device())
+        self._forward = forward = kernels(cfg, engine._capability, limit, uint32)[0]
+        used = forward.kernels["load"] + forward.kernels["step"]
+        engine.compile_seconds += compile_all(used, engine._capability, f"{engine.name}: texts of {length} tokens")
+        forward.tables()
+        forward.votes.reserve()
+        self._packed = cuda.device_array(forward.packed_bytes, np.int8)
+        members = evaluating(engine, forward, self._packed, lambda windows, width: lambda: None)
+        self._evaluation, self._fetched = members.evaluation(cfg.CHUNK_SIZE), members.fetched[0]
+
+    def vote(self, first, windows, advantages, counted):
+        """See CudaEngine.vote."""
+        engine, forward, (n, T) = self._engine, self._forward, counted.shape
+        votes = forward.votes
+        texts, weights = np.zeros((votes.groups, self.kind[0] + 1), np.int32), np.zeros(votes.groups, np.int8)
+        of_positions = np.zeros((votes.groups, self.kind[0]), np.int8)
+        texts[:n, :T + 1], weights[:n], of_positions[:n, :T] = windows, advantages, advantages[:, None] * counted
+        copy_all((self._evaluation.windows, votes.arrays.weights, votes.arrays.counted),
+                 (texts.repeat(forward.cfg.READERS, axis=0).ravel(), weights, of_positions.ravel()), engine.stream)
+        engine._set_job(first * engine.cfg.GROUP_SIZE)
+        forward.pack(engine.stream, engine._weights, self._packed)
+        self._evaluation.launch()
+        result = self._fetched.copy(self._evaluation.result, engine.stream).record(engine.stream)
+        return votes.digits_of(result.wait())[0]
+
+
+def text_reader(engine, positions, temperature):
+    """A TextReader of an engine for so many positions or more; the last one is kept."""
+    kind = next(length for length in LENGTHS if length >= positions), temperature
+    if (engine._read and engine._read.kind) != kind:
+        engine._read = None                                  # frees its memory
+        engine._read = TextReader(engine, *kind)
+    return engine._read
+
+
 class Texts:
-    """`wanted` sequences, or the even number of them that fits, of up to `room` tokens that are written together, in
-    device memory. `count`: how many these are."""
+    """`wanted` sequences, or as many of them as fit, of up to `room` tokens that are written together, in device
+    memory. `count`: how many these are."""
 
     def __init__(self, engine, wanted, room):
         cfg, self._engine = engine.cfg, engine
         engine._ready("write")
         engine._undo_update()
 
+        forward, width = engine._forward, engine._forward.logit_columns
+
         def size(count):
-            return (engine._forward.writing_bytes(count, room) + count * (4 * room + cfg.VOCAB_SIZE + 8)
-                    + blocks(count, 16) * 64 * cfg.VOCAB_SIZE + 4 * room * cfg.HEAD_DIM)
+            return (forward.writing_bytes(count, room) + count * (4 * room + width + 8) + 4 * room * cfg.HEAD_DIM
+                    + blocks(count, 32) * 128 * width)
 
         count = largest(size, wanted, memory().free // 2)
-        count = count if count == wanted else count // 2 * 2
         if not count:
             raise MemoryError(f"{engine.name}: not enough free GPU memory for {room} positions")
         self.wanted, self.count, self.room = wanted, count, room
-        self._inputs = inputs = cuda.device_array(10 + 2 * count, np.uint32)     # see `begin`
+        self._inputs = inputs = cuda.device_array(6 + 2 * count, np.uint32)      # see `begin`
         floor, settings = inputs[:2].view(np.int64), inputs[2:4].view(np.float32)
-        at, job, draw = inputs[4:6].view(np.int32), inputs[6:10], inputs[10:]
+        at, draw = inputs[4:6].view(np.int32), inputs[6:]
         self._host = cuda.pinned_array(inputs.size, np.uint32)
         self._tokens = tokens = cuda.device_array(count * room, np.int32)
-        present = cuda.device_array(count * cfg.VOCAB_SIZE, np.uint8)
+        present = cuda.device_array(count * width, np.uint8)
+        z = cuda.device_array(blocks(count, 32) * 32 * width, np.int32)
         self._fetched = [Fetched(count * room, np.int32) for _ in range(2)]
         self._fetched[0].array[:] = 0                        # every row is read, also the unused ones
         rope = cuda.to_device(integer_tables.rope_table(cfg, room).ravel())
-        self._scratch = scratch = cuda.device_array(engine._forward.writing_bytes(count, room), np.int8)
-        z = cuda.device_array(blocks(count, 16) * 16 * cfg.VOCAB_SIZE, np.int32)
+        self._scratch = scratch = cuda.device_array(forward.writing_bytes(count, room), np.int8)
         few = 4 if count < MANY_TEXTS else 32                # tokens of the vocabulary that a thread has
         threads = min(CHOOSERS, max(32, 1 << (cfg.VOCAB_SIZE // few).bit_length() - 1))
         choose = engine._kernels["choose"][count, threads, engine.stream]
 
-        def prepare():
-            cuda.cudadrv.driver.device_memset(present, 0, present.nbytes, engine.stream)
-            engine._forward.draw(engine.stream, job, room, count, scratch)
-
         def enqueue(logits):
-            engine._forward.read(*engine._model, job, tokens, at, room, count, rope, scratch, logits)
-            choose(z, engine._exps, settings, floor, draw, tokens, room, at, present)
+            forward.write(engine.stream, engine._weights, engine._packed, tokens, at, room, count, rope, scratch,
+                          logits)
+            choose(z, engine._exps, settings, floor, draw, tokens, room, width, at, present)
 
-        self._prepare = Replay(engine.stream, prepare)
+        self._forget = functools.partial(cuda.cudadrv.driver.device_memset, present, 0, present.nbytes, engine.stream)
         # within all prompts nobody wants logits
         self._advance = [Replay(engine.stream, functools.partial(enqueue, logits)) for logits in (None, z)]
 
-    def begin(self, texts, lengths, seeds, s, first_pair=None):
+    def begin(self, texts, lengths, seeds, s):
         """The arguments are those of CudaEngine.write, of `count` sequences or fewer."""
         engine, number = self._engine, len(texts)
-        job = engine.seed, first_pair or 0, NOISY * (first_pair is not None), engine.cfg.noise_shift(engine.step)
-        packed = struct.pack("q2f2i4I", s.floor, s.temp, s.penalty, 0, 0, *job)
-        self._host[:10] = np.frombuffer(packed, np.uint32)
-        draw = self._host[10:].reshape(-1, 2)
+        self._host[:6] = np.frombuffer(struct.pack("q2f2i", s.floor, s.temp, s.penalty, 0, 0), np.uint32)
+        draw = self._host[6:].reshape(-1, 2)
         draw[:number, 0], draw[:number, 1] = lengths, seeds
         draw[number:] = self.room                            # nothing is drawn for the unused rows
         self._inputs.copy_to_device(self._host, engine.stream)
-        self._prepare()
+        self._forget()
         longest, tokens = np.max(lengths), self._fetched[0].array
         tokens.reshape(self.count, self.room)[:number, :longest] = texts[:, :longest]
         self._tokens.copy_to_device(tokens, engine.stream)
@@ -853,21 +889,3 @@ def card(device):
     gpu = cuda.get_current_device()
     operations = OPERATIONS.get(gpu.compute_capability, 2048)
     return gpu.compute_capability == (9, 0), operations * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
-
-
-def update_times(engine, fitness):
-    """{kernel: milliseconds} of one update, the least of five by CUDA events (the weights move on as by real
-    updates)."""
-    best = {}
-    for _ in range(5):
-        engine._set_update(fitness)
-        events, spent = [cuda.event() for _ in range(len(engine._update_steps) + 1)], collections.Counter()
-        events[0].record(engine.stream)
-        for (_, launch), event in zip(engine._update_steps, events[1:]):
-            launch()
-            event.record(engine.stream)
-        engine.stream.synchronize()
-        for (name, _), start, end in zip(engine._update_steps, events, events[1:]):
-            spent[name] += cuda.event_elapsed_time(start, end)
-        best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
-    return best

@@ -1,8 +1,10 @@
-"""The devices of this machine, "cpu" or "cuda:N", and the choice among them; with the standard library alone."""
+"""The devices of this machine, "cpu" or "cuda:N", and the choice among them; the processes of workers and of judges of
+rewards. With the standard library alone."""
 
 import functools
 import importlib.util
 import os
+import signal
 import sys
 
 from egg_config import EggError
@@ -97,3 +99,27 @@ def one_device(cfg, gpu=None):
     if gpu is not None and f"cuda:{gpu}" not in usable:
         raise EngineError(f"GPU {gpu} cannot be used: there is {', '.join(usable)}")
     return usable[0] if gpu is None else f"cuda:{gpu}"
+
+
+def start_process(main, *arguments):
+    """(process, our end of its pipe). The new process calls main(*arguments, the other end); it gets no Ctrl-C, and
+    ends with this one."""
+    import multiprocessing.resource_tracker          # a coordinator has no use for it
+    context = multiprocessing.get_context("spawn")                       # a GPU's driver does not survive fork
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_begin, args=(main, *arguments, theirs), daemon=True)
+    multiprocessing.resource_tracker.ensure_running()                    # which would unblock SIGINT later
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})   # inherited
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+    return process, ours
+
+
+def _begin(main, *arguments):
+    import multiprocessing
+    multiprocessing.current_process().daemon = False         # it may have processes of its own: judges, a user's pools
+    multiprocessing.set_start_method(None, force=True)       # which begin as in any program
+    main(*arguments)

@@ -3,15 +3,17 @@
 import random
 
 DATA = HELD_OUT = [{"prompt": "?", "secret": n} for n in range(10)]
-TOKENS, TURNS, TEMPERATURE = 1, 4, 0                   # of a guess; guesses in a game; members try by their noise
+TOKENS, TURNS = 1, 4                                   # of a guess; guesses in a game
+MEASURE_TEMPERATURE = 0                                # in a game that is measured it makes the likeliest guesses
+
+
+def reply(texts, secret, **columns):
+    """A hint; None after a hit, which ends the game."""
+    return [None if guess == str(number) else hint(guess, number) for guess, number in zip(texts, secret)]
 
 
 def hint(guess, secret):
     return "!" if guess not in "0123456789" else "<" if secret < int(guess) else ">" if secret > int(guess) else "="
-
-
-def reply(texts, secret, **columns):
-    return [hint(guess, number) for guess, number in zip(texts, secret)]
 
 
 def reward(completions, secret, **columns):

@@ -6,7 +6,7 @@ import re
 
 DATA = [{"prompt": f"[{n}, "} for n in range(100)]
 TOKENS = 28                                            # to write after a prompt
-STOP, TEMPERATURE = "\n", 0                            # only the noise of the members explores
+STOP, MEASURE_TEMPERATURE = "\n", 0                    # held out, the likeliest array counts
 
 
 def reward(prompts, completions, **columns):

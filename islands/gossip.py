@@ -29,7 +29,6 @@ WEIGHT = 0.8               # of the newest measure in the exponential mean
 HANDOVER_SECONDS = 30.0    # limit for a worker to send our state; the next step waits for it
 PATIENCE = 30.0            # seconds within which a peer must answer
 PAUSE = (0.5, 30.0)        # seconds between two calls of an address that does not answer: the first, the longest
-EPOCHS = 200               # in `status`, at most
 BANDWIDTH = 16e6           # bytes of states that an island fetches per second
 
 
@@ -168,52 +167,43 @@ class Peer:
 class Call:
     """A call to a peer, in a thread of its own. ours: the Standing with which its state is compared, or None: only the
     status is asked for. Afterwards, when `done`: status, see read_status, or None; error: why the call failed, refused:
-    for good; theirs: the Standing whose state was fetched, None if it was not better; made: the merged state, or theirs
-    if ours is needed for that, and its body as a snapshot, or None."""
+    for good; state: that of the peer, None if it was not better."""
 
     done = refused = False
-    status = error = theirs = made = None
+    status = error = state = None
 
     def __init__(self, island, peer, ours):
         self.peer = peer
         self.ours = ours
-        self._island = island
         self.since = time.monotonic()
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._run, args=(island,), daemon=True).start()
 
-    def _run(self):
-        island, cfg, peer = self._island, self._island.cfg, self.peer
+    def _run(self, island):
+        cfg, peer, ours = island.cfg, self.peer, self.ours
         access = auth.Access(island.coordinator.access.secret, island.settings.tls)
         try:
             with contextlib.closing(Link(cfg, peer.host, peer.port, V2, access, island.card)) as link:
                 self.status = read_status(link.next(STATUS, PATIENCE))
                 *_, theirs = self.status
-                if self.ours and theirs.sha256 and compares(self.ours, theirs) and theirs.fitness < self.ours.fitness:
-                    self._fetch(link, theirs)
+                if ours and theirs.sha256 and compares(ours, theirs) and theirs.fitness < ours.fitness:
+                    data = link.fetch_snapshot(theirs.snapshot, snapshots.most_bytes(cfg), BANDWIDTH)
+                    self.state = snapshots.unpack(cfg, data, bytes.fromhex(theirs.sha256))
         except (EggError, ValueError) as error:
             self.error, self.refused = str(error), True
         except OSError as error:
             self.error = error.strerror or str(error)
         self.done = True
 
-    def _fetch(self, link, theirs):
-        cfg = self._island.cfg
-        data = link.fetch_snapshot(theirs.snapshot, snapshots.most_bytes(cfg), BANDWIDTH)
-        state, body = snapshots.unpack(cfg, data, bytes.fromhex(theirs.sha256)), None
-        if not merging.needs_ours(cfg):
-            state = merging.merge(cfg, None, state, self.ours.fitness, theirs.fitness)
-            body = snapshots.pack(state)
-        self.theirs, self.made = theirs, (state, body)
-
 
 # --- the island -------------------------------------------------------------------------------------------------------
 
-# A change to another state, which needs ours. kind: MERGE or "rejuvenate"; call: a Call or None; since: when it began
-Handover = namedtuple("Handover", "kind call since")
+# A change to another state, which waits for ours. call: the Call with that of a peer, None to rejuvenate; since: when
+# it began
+Handover = namedtuple("Handover", "call since")
 
 
 class Island(Hook):
-    """The island of an egg_net.Coordinator. epochs: [dict for JSON]. Raises NetError, UsageError."""
+    """The island of an egg_net.Coordinator. Raises NetError, UsageError."""
 
     takes_version_1 = False
     call = None                # the present Call
@@ -234,7 +224,6 @@ class Island(Hook):
         self.fitness = Fitness(cfg)
         self.elites = Elites(run.directory, cfg.ELITES)
         self.idle_since = run.step                   # step from which REJUVENATE_AFTER counts
-        self.epochs = [_epoch(start, settings.name) for start in history.epochs(run.directory)]
         titles = [peer.title for peer in self.peers]
         self.events.emit("island", f"island {settings.name}; addresses to call: {', '.join(titles) or 'none'}",
                          name=settings.name, peers=titles)
@@ -258,7 +247,7 @@ class Island(Hook):
             raise Refused(f"island {card.name}: {reason}", OTHER_CONFIG)
 
     def check(self, now):
-        if self.call and self.call.done and not self.call.made:
+        if self.call and self.call.done and not self.call.state:
             self._take_answer()                      # with a state it waits for the end of the step
         if self.handover and now - self.handover.since > HANDOVER_SECONDS:
             self._give_up(f"no worker sent our state within {HANDOVER_SECONDS:g} s")
@@ -277,16 +266,16 @@ class Island(Hook):
         if self.call and self.call.done:
             self._take_answer()
         if not self.handover and self._rejuvenation_is_due():
-            self.handover = Handover("rejuvenate", None, time.monotonic())
+            self.handover = Handover(None, time.monotonic())
         up = [peer for peer in self.peers if peer.state == "up"]
         if up and not (self.handover or self.call) and random.random() < self.cfg.GOSSIP_RATE:
             self.call = Call(self, random.choice(up), self.standing() if self.settings.accept else None)
 
-    def state_received(self, upload):
-        if not upload.remembered:
-            self._offer_elite(upload.step)
-        elif self.handover and upload.step == self.run.step:
-            self._hand_over(self.handover, upload.state())
+    def snapshot_kept(self, step):
+        if self.handover and step == self.run.step:
+            self._hand_over(self.handover.call)
+        else:
+            self._offer_elite(step)
 
     def status(self):
         peers = [{"name": peer.name, "address": peer.title, "state": peer.state or "down",
@@ -297,7 +286,8 @@ class Island(Hook):
                  for peer in self.peers if peer.state != "itself"]
         return {"name": self.settings.name, "id": self.card["id"], "epoch": self.run.start.epoch,
                 "kind": self.fitness.kind, "fitness": self._shown(self.fitness.fitness, self.fitness.kind),
-                "standing": self.standing()._asdict(), "peers": peers, "epochs": self.epochs[-EPOCHS:]}
+                "standing": self.standing()._asdict(), "peers": peers, "since": self.run.start.step,
+                "from": self.run.start.origin and self.run.start.origin["from"]}
 
     def standing(self):
         shelf, fitness = self.coordinator.shelf, self.fitness
@@ -321,17 +311,13 @@ class Island(Hook):
         if not (call.ours and call.status):
             return
         ours, theirs = self.standing(), call.status[-1]
-        better = call.made and compares(ours, call.theirs) and call.theirs.fitness < ours.fitness
-        outcome = ("take" if better and call.theirs.sha256 != self.last_taken else
+        better = call.state and compares(ours, theirs) and theirs.fitness < ours.fitness
+        outcome = ("take" if better and theirs.sha256 != self.last_taken else
                    "keep" if compares(ours, theirs) else "other kind")
         self.events.emit("gossip", None, peer=peer.name, ours=_rounded(ours.fitness), theirs=_rounded(theirs.fitness),
                          kind=ours.kind, outcome=outcome)
         if outcome == "take":
-            handover = Handover(self.cfg.MERGE, call, time.monotonic())
-            if call.made[1] is None:
-                self.handover = handover             # until a worker has sent our state
-            else:
-                self._hand_over(handover, None)
+            self.handover = Handover(call, time.monotonic())
 
     def _offer_elite(self, step):
         """Keeps the snapshot of this step as an elite if it is one of the best."""
@@ -354,45 +340,41 @@ class Island(Hook):
         self.idle_since = max(self.idle_since, self.fitness.best_step)
         return self.cfg.REJUVENATE_AFTER and self.run.step - self.idle_since >= self.cfg.REJUVENATE_AFTER
 
-    def _hand_over(self, handover, ours):
-        """Begins the next epoch. ours: our State if it is needed."""
-        cfg, run = self.cfg, self.run
-        call, fitness = handover.call, self.fitness
-        origin = {"epoch": run.start.epoch + 1, "kind": handover.kind, "island": self.settings.name,
-                  "from": call.peer.name if call else self.settings.name, "peer_step": None,
-                  "fitness_kind": fitness.kind, "ours": _rounded(fitness.fitness), "theirs": None}
+    def _hand_over(self, call):
+        """Begins the next epoch, now that our state is on the shelf. call: see Handover."""
+        cfg, run, fitness = self.cfg, self.run, self.fitness
+        origin = {"epoch": run.start.epoch + 1, "kind": cfg.MERGE if call else "rejuvenate",
+                  "island": self.settings.name, "from": call.peer.name if call else self.settings.name,
+                  "peer_step": None, "fitness_kind": fitness.kind, "ours": _rounded(fitness.fitness), "theirs": None}
         try:
+            state = self.coordinator.shelf.state(run.step)
             if call:
-                theirs, (state, body) = call.theirs, call.made
+                theirs = call.status[-1]
                 origin |= {"peer_step": theirs.snapshot, "theirs": _rounded(theirs.fitness)}
-                if not body:
-                    state = merging.merge(cfg, ours, state, fitness.fitness, theirs.fitness)
+                state = merging.merge(cfg, state, call.state, fitness.fitness, theirs.fitness)
             else:
-                state, body = merging.rejuvenate(cfg, ours), None
-            state.step, state.seed = run.step, run.seed
+                state = merging.rejuvenate(cfg, state)
             origin["digest"] = state_digest.of_state(state).hex()
-            self.coordinator.begin_epoch(state, origin, body)
+            self.coordinator.begin_epoch(state, origin)
         except ValueError as error:                  # a peer's state
-            self._give_up(f"the state of {call.peer.name} is not used: {error}")
+            self._give_up(f"the state of {origin['from']} is not used: {error}")
         except OSError as error:
             self._give_up(f"the new state cannot be kept: {error.strerror}")
         else:
-            self._epoch_begun(handover, origin)
+            self._epoch_begun(call, origin)
 
-    def _epoch_begun(self, handover, origin):
-        step, epoch, seconds = self.run.step, origin["epoch"], time.monotonic() - handover.since
-        self.epochs.append(_epoch(self.run.start, self.settings.name))
+    def _epoch_begun(self, call, origin):
+        step, epoch, since = self.run.step, origin["epoch"], self.handover.since
         event = {"step": step, "epoch": epoch, "digest": origin["digest"]}
-        if handover.call:
-            theirs, peer = handover.call.theirs, handover.call.peer
+        if call:
+            peer, theirs = call.peer, call.status[-1]
             peer.taken += 1
             self.last_taken = theirs.sha256
             figures = "{:.4f} against {:.4f}".format(*(self._shown(x, theirs.kind) for x in (theirs.fitness,
                                                                                           self.fitness.fitness)))
-            line = (f"island: step {step} begins epoch {epoch}: {handover.kind} of the state of {peer.name} of step "
-                    f"{theirs.snapshot}, {figures} {theirs.unit}, fetched in "
-                    f"{handover.since - handover.call.since:.1f} s")
-            self.events.emit("merge", line, **event, peer=peer.name, seconds=round(seconds, 3),
+            line = (f"island: step {step} begins epoch {epoch}: {origin['kind']} of the state of {peer.name} of step "
+                    f"{theirs.snapshot}, {figures} {theirs.unit}, fetched in {since - call.since:.1f} s")
+            self.events.emit("merge", line, **event, peer=peer.name, seconds=round(time.monotonic() - since, 3),
                              **{k: origin[k] for k in ("ours", "theirs", "fitness_kind", "peer_step", "kind")})
         else:
             line = (f"island: no better for {self.cfg.REJUVENATE_AFTER} steps: moments begin anew and the noise is "
@@ -409,13 +391,6 @@ class Island(Hook):
         self.idle_since = self.run.step
         self.handover = None
         self.coordinator.dispatcher.changed = True
-
-
-def _epoch(start, name):
-    """The entry of `epochs` for one that begins with a history.Start. name: of the island."""
-    origin = start.origin or {}
-    return {"epoch": start.epoch, "step": start.step, "from": origin.get("from", name),
-            "peer_step": origin.get("peer_step"), "digest": origin.get("digest")}
 
 
 def _rounded(x):

@@ -17,20 +17,13 @@ MOST = 1 << 15             # accumulators are clipped to this, so that sums fit 
 PIECE = 1 << 16            # weights that are mixed at a time, so that they stay in the cache
 
 
-def needs_ours(cfg):
-    """Whether `merge` needs our own state as well."""
-    return cfg.MERGE == "recombine" or cfg.OPTIMIZER_MERGE == "interpolate"
-
-
 def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
     """The State with which an island continues, with the step and seed of `ours`. The arguments are neither changed nor
-    kept. ours may be None if `needs_ours` is False: the result then has the step and seed of `theirs`. The fitnesses
-    are of one kind, less is better; if they are equal, ours counts as the better. Raises ValueError (one line) for a
-    fitness or a state that no training produces: a state may come from a stranger."""
+    kept. The fitnesses are of one kind, less is better; if they are equal, ours counts as the better. Raises ValueError
+    (one line) for a fitness or a state that no training produces: a state may come from a stranger."""
     share = worse_share(cfg.RECOMBINE_ALPHA, fitness_ours, fitness_theirs)
-    for state in (ours, theirs):
-        if state:
-            parameters.check_state(state)
+    for state in ours, theirs:
+        parameters.check_state(state)
     better, worse = (ours, theirs) if fitness_ours <= fitness_theirs else (theirs, ours)
     moments = np.zeros(theirs.moments.shape, np.float32)
     if cfg.OPTIMIZER_MERGE == "copy":
@@ -50,8 +43,7 @@ def merge(cfg, ours, theirs, fitness_ours, fitness_theirs):
             weights[piece], moments[piece, 2] = _mix(better, worse, piece, share)
         base = better.overlay.astype(np.int64)
         overlay = (base + _round((worse.overlay - base) * share)).astype(np.int8)
-    place = ours or theirs
-    return parameters.State(weights, moments, overlay, place.step, place.seed)
+    return parameters.State(weights, moments, overlay, ours.step, ours.seed)
 
 
 def worse_share(alpha, fitness_ours, fitness_theirs):

@@ -1,32 +1,45 @@
-"""The votes of a chunk with noise on activations (SPEC 21) on a GPU, for egg_kernels.Recurrent.
+"""The votes of a chunk with noise on activations (SPEC 21) on a GPU, for both models of egg_kernels.
 
 The matrices' votes are int8 products over the positions of all groups, by the kernel of the update (kernels.update.
 products_kernel) with its operand layout: a row for every input of a matrix and for every output with noise, contiguous
 over n = group * PADDED + position, PADDED = SEQ_LEN rounded up to 4. Positions beyond SEQ_LEN are 0.
+
+Credits are int8 [n][heads][4 QUADS]: of the members of a group, in words of four; heads is 1 but for keys and values.
 """
 
 from types import SimpleNamespace
 
 import numpy as np
-from numba import cuda, float64, int8, int32, int64, uint32
+from numba import cuda, float64, int8, int16, int32, int64, types, uint32
 
 from kernels import ptx
-from kernels.host import Kernel
-from kernels.parts import A8, A32, A64, AU32, B1, across, blocks, int32s, pack_bytes
+from kernels.host import SOFTMAX_SUM, SOFTMAX_TOP, Kernel
+from kernels.parts import A8, A32, A64, AU32, B1, across, blocks, called, int32s, pack_bytes, unroll
+from kernels.product import padded_length
 from kernels.rules import device
+from kernels.transformer import turned_function
 from kernels.update import DEPTH, SHARED, SPLIT, THREADS, TILE, place, products_kernel, vote_index
-from model import activations, parameters, rules, ternary
+from model import activations, integer_tables, parameters, rules, ternary
 
 BLOCK = 128
-TOGETHER = 8                 # positions whose logits a thread computes, a multiple of 4
+WARPS = BLOCK // 32
+TOGETHER = 16                # positions whose logits a thread computes, a multiple of 4
+ONES = 0x01010101
+A16 = types.Array(int16, 1, "C")
+hash32 = rules.draw_rules(device, 0).hash32
 RULES = rules.activation_rules(device)
-drawn = RULES.drawn
 digit = RULES.digit
 least_difference = RULES.least_difference
 least_vote = RULES.least_vote
 credited = RULES.credited
+rounded = RULES.rounded
 settled = RULES.settled
-head_error = RULES.head_error
+weighed = RULES.weighed
+weighed_excess = RULES.weighed_excess
+attention_share = RULES.attention_share
+handed_down = RULES.handed_down
+excess = RULES.excess
+dithered = RULES.dithered
 
 
 @device
@@ -50,12 +63,34 @@ def warp_sum(x):
 
 
 @device
-def core_word(p, j, inputs, width):
-    """Where word j of position p lies: of the even member of a pair, in core matrices of `inputs` inputs, in pieces of
-    `width` (kernels.gru)."""
-    block, piece = p >> 3, uint32(4 * j) // uint32(width)    # of eight positions: 16 rows, of which these are the first
-    return ((block >> 2) * (16 * inputs) + (block & 3) * (4 * width) + (p & 7) * 4 + (j & 3)
+def warp_max(x):
+    """int32 maximum over the warp."""
+    for d in range(5):
+        x = max(x, across(x, 16 >> d))
+    return x
+
+
+@device
+def core_word(row, j, inputs, width):
+    """Where word j of a row lies in core matrices of `inputs` inputs, in pieces of `width`."""
+    piece = uint32(4 * j) // uint32(width)
+    return ((row >> 6) * (16 * inputs) + ((row >> 3) & 7) * (2 * width) + (row & 7) * 4 + (j & 3)
             + piece * (16 * width) + ((j >> 2) - piece * (width >> 4)) * 32)
+
+
+def row_function(cfg):
+    """Device function: the row of the even member of a pair at a position."""
+    T, LENGTH = cfg.SEQ_LEN, padded_length(cfg)
+    PAIRED = cfg.MODEL == "gru"
+
+    @device
+    def row_of(pair, t):
+        if PAIRED:                                           # see kernels.gru
+            p = int64(pair) * T + t
+            return (p >> 3) * 16 + (p & 7)
+        return int64(pair) * (2 * LENGTH) + t
+
+    return row_of
 
 
 @device
@@ -70,7 +105,8 @@ def share_of(units, quads):
 
 def build(cfg):
     """{name: Kernel} of a configuration; `products` is that of the update. Blocks have BLOCK threads."""
-    made = [*_head_kernels(cfg), *_credit_kernels(cfg), *_vote_kernels(cfg)]
+    made = [_keep_kernel(cfg), _errors_kernel(cfg), *_credit_kernels(cfg), _sums_kernel(cfg), *_vote_kernels(cfg)]
+    made += [_share_kernel(cfg)] if cfg.MODEL == "transformer" else []
     return {function.__name__: Kernel(cuda.jit(launch_bounds=BLOCK)(function)) for function in made}
 
 
@@ -79,14 +115,21 @@ def padded(cfg):
     return 4 * blocks(cfg.SEQ_LEN, 4)
 
 
-def _head_kernels(cfg):
-    """What is kept of the unperturbed model: the inputs of matrices, and the head's errors."""
-    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
-    T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
-    PADDED = padded(cfg)
-    TARGETS, SKIP = cfg.TARGETS, cfg.STATE_TOKENS
-    DIVISOR = parameters.divisor(cfg, H)
-    HEAD_WORDS = TOGETHER * H // 4
+def _keep_kernel(cfg):
+    """What is kept of the unperturbed model: the inputs of matrices."""
+    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
+    PAIRED, PADDED = cfg.MODEL == "gru", padded(cfg)
+    row_of = row_function(cfg)
+
+    @device
+    def unit_word(j, inputs):
+        """Where word j of an MLP's inner values lies in the order of kernels.transformer's u."""
+        if PAIRED or inputs == H:
+            return j
+        unit = 4 * j
+        sub = unit // H
+        i = unit - sub * H
+        return ((i >> 5) * 128 + sub * 32 + (i & 31)) >> 2
 
     def keep(source: A32, inputs, pieces, row, offset, count, rows, operand: A32):
         """Operand rows from `row` on of what a pass left: `inputs` bytes a position of the even members of `count`
@@ -99,121 +142,302 @@ def _head_kernels(cfg):
             for e in range(4):
                 words_of[e] = 0
                 if t + e < T:
-                    p = group * T + t + e
-                    words_of[e] = source[core_word(p, j, inputs, pieces) if pieces else p * words + j]
+                    at = (group * T + t + e) * words + j
+                    if pieces > 0:
+                        at = core_word(row_of(group, t + e), unit_word(j, inputs), inputs, pieces)
+                    words_of[e] = source[at]
             turned = turn4(words_of)
             for e in range(4):
                 operand[place(rows, row + j * 4 + e, offset * PADDED + quad * 4)] = turned[e]
 
+    return keep
+
+
+def _errors_kernel(cfg):
+    """The errors of the head."""
+    H, V = cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
+    T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
+    PAIRED, PADDED = cfg.MODEL == "gru", padded(cfg)
+    TARGETS, SKIP = cfg.TARGETS, cfg.STATE_TOKENS
+    DIVISOR, SHIFT = parameters.divisor(cfg, H), cfg.SHIFT_LOGIT
+    HEAD_WORDS, QUADS = TOGETHER * H // 4, TOGETHER // 4
+    row_of = row_function(cfg)
+
+    @device
+    def add_dots(acc, head, address, v):
+        """acc += products of column v of the head with TOGETHER positions at a shared address."""
+        at = int32(v)
+        for j in range(H // 4):
+            w = head[uint32(at)]
+            at = int32(at + int32(V))
+            for four in range(0, TOGETHER, 4):
+                x = ptx.load_shared4(int32(address + int32(four * 4)))
+                for e in range(4):
+                    acc[four + e] = ptx.dp4a(w, x[e], acc[four + e])
+            address = int32(address + int32(TOGETHER * 4))
+
+    @device
+    def logit_of(dot):
+        return max(min(dot // int32(DIVISOR), 127), -127) if PAIRED else dot >> SHIFT
+
     def errors(head: A32, normed: A32, losses: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count,
-               rows, operand: A32):
+               rows, counted: A8, operand: A32, operand_bytes: A8):
         """Operand rows from `row` on: the head's errors, of `count` groups from `offset` on. head: its canonical
-        weights; losses: as kernels.head leaves them; chunk: the job. One thread per token, TOGETHER positions per
-        block."""
-        x = cuda.shared.array(HEAD_WORDS, int32)
-        logits = cuda.shared.array((TOGETHER, BLOCK), int32)
-        first, lane = int64(cuda.blockIdx.y) * TOGETHER, cuda.threadIdx.x
+        weights; losses: as kernels.head leaves them; chunk: the job; counted: see Votes. A block TOGETHER positions:
+        first as if no token were wanted, whose error is one for every distance from the largest logit but for its
+        dither, then those that are."""
+        x = cuda.shared.array(HEAD_WORDS, int32, 16)
+        of_distance = cuda.shared.array((TOGETHER, 256), int32)
+        tops = cuda.shared.array(TOGETHER, int32)
+        first, lane = int64(cuda.blockIdx.x) * TOGETHER, cuda.threadIdx.x
         for i in range(lane, HEAD_WORDS, BLOCK):
             n = first + i % TOGETHER
-            p = min(n - n // PADDED * (PADDED - T), count * T - 1)           # beyond a window any position will do
-            x[i] = normed[core_word(p, i // TOGETHER, H, H)]
+            group = min(n // PADDED, count - 1)              # beyond a window any position will do
+            x[i] = normed[core_word(row_of(group, min(n - group * PADDED, T - 1)), i // TOGETHER, H, H)]
+        for i in range(lane, TOGETHER * 256, BLOCK):
+            e, distance = i >> 8, i & 255
+            group = (first + e) // PADDED
+            t = first + e - group * PADDED
+            top, error = int64(SOFTMAX_TOP), int32(0)        # beyond a window: no error
+            if group < count and t < T:
+                softmax = losses[(2 * group + 1) * T + t]
+                top, error = softmax % SOFTMAX_SUM - SOFTMAX_TOP, excess(0, 1, exps[distance], softmax // SOFTMAX_SUM)
+                error = weighed_excess(error, counted[(offset + group) * T + t])
+            of_distance[e, distance] = error
+            if distance == 0:
+                tops[e] = top
         cuda.syncthreads()
-        v = cuda.blockIdx.x * BLOCK + lane
-        if v < V:
-            acc = int32s(TOGETHER)
+        address, acc, values = ptx.shared_address(x, 0), int32s(TOGETHER), int32s(4)
+        places = cuda.local.array(QUADS, int64)
+        for i in range(QUADS):
+            places[i] = place(rows, row, offset * PADDED + first + 4 * i)
+        for v in range(int32(lane), int32(V), int32(BLOCK)):
             for e in range(TOGETHER):
                 acc[e] = 0
-            for j in range(H // 4):
-                w = head[j * V + v]
-                for e in range(TOGETHER):
-                    acc[e] = ptx.dp4a(w, x[j * TOGETHER + e], acc[e])
-            for e in range(TOGETHER):
-                logits[e, lane] = max(min(acc[e] // int32(DIVISOR), 127), -127)
+            add_dots(acc, head, address, v)
             for four in range(0, TOGETHER, 4):
                 group = (first + four) // PADDED
                 t = first + four - group * PADDED
                 if group < count:
                     seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
-                    values = int32s(4)
                     for e in range(4):
-                        values[e] = 0
-                        if t + e < T:
-                            at = group * width + SKIP + 1
-                            wanted = int32(tokens[at + t + e] == v)
-                            for k in range(TARGETS - 1):
-                                wanted += int32(tokens[at + T + (t + e) * (TARGETS - 1) + k] == v)
-                            logit, softmax = logits[four + e, lane], losses[(2 * group + 1) * T + t + e]
-                            values[e] = head_error(logit, wanted, TARGETS, exps[softmax % 256 - 128 - logit],
-                                                  softmax // 256, seed, (t + e) * V + v)
-                    operand[place(rows, row + v, offset * PADDED + first + four)] = pack_bytes(values, 0)
+                        logit = logit_of(acc[four + e])
+                        below = uint32(min(int32(tops[four + e] - logit), int32(255)))
+                        number = uint32(uint32(t + e) * uint32(V) + uint32(v))
+                        values[e] = dithered(logit if PAIRED else int32(0), of_distance[four + e, below], seed, number)
+                    to = int64((v >> 3) * int32(SPLIT * 2) + (v & 7) * 4)    # as place says: rows in eights
+                    operand[places[four // 4] + to] = pack_bytes(values, 0)
+        cuda.syncthreads()
+        for i in range(lane, TOGETHER * TARGETS, BLOCK):
+            e, k = i // TARGETS, i % TARGETS
+            group = (first + e) // PADDED
+            t = first + e - group * PADDED
+            if group < count and t < T:
+                at = group * width + SKIP + 1
+                drawn = at + T + t * (TARGETS - 1) - 1       # the first target is the token that follows
+                v = tokens[at + t] if k == 0 else tokens[drawn + k]
+                wanted, dot = int32(tokens[at + t] == v), int32(0)
+                for other in range(1, TARGETS):
+                    wanted += int32(tokens[drawn + other] == v)
+                for j in range(H // 4):
+                    dot = ptx.dp4a(head[j * V + v], x[j * TOGETHER + e], dot)
+                logit, softmax = logit_of(dot), losses[(2 * group + 1) * T + t]
+                error = excess(wanted, TARGETS, exps[min(tops[e] - logit, 255)], softmax // SOFTMAX_SUM)
+                error = weighed_excess(error, counted[(offset + group) * T + t])
+                seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
+                error = dithered(logit if PAIRED else int32(0), error, seed, uint32(t * V + v))
+                n = offset * PADDED + first + e
+                operand_bytes[4 * place(rows, row + v, n // 4 * 4) + n % 4] = int8(error)
 
-    return keep, errors
+    return errors
+
+
+def _share_kernel(cfg):
+    """The attention of the transformer."""
+    H, T = cfg.HIDDEN_DIM, cfg.SEQ_LEN
+    D, HEADS = cfg.HEAD_DIM, cfg.N_HEADS
+    SHIFT_ATTN = cfg.SHIFT_ATTN
+    row_of = row_function(cfg)
+
+    def share(queries: A32, keys: A32, exps: A32, at, offset, shares: A16):
+        """shares int16 [group][head][position][position that it sees], from shares[at] on: of the unperturbed model's
+        attention, in 2^-12. Launch [groups, heads], a warp for every fourth position."""
+        scores = cuda.shared.array((WARPS, T), int32)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        pair, head = cuda.blockIdx.x, cuda.blockIdx.y
+        for t in range(warp, T, WARPS):
+            row, top = row_of(pair, t), int32(-2 ** 31)
+            for s in range(lane, t + 1, 32):
+                other, score = row_of(pair, s), int32(0)
+                for j in range(D // 4):
+                    word = head * (D // 4) + j
+                    score = ptx.dp4a(queries[core_word(row, word, H, H)], keys[core_word(other, word, H, H)], score)
+                scores[warp, s] = score >> SHIFT_ATTN
+                top = max(top, score >> SHIFT_ATTN)
+            top, total = warp_max(top), int64(0)
+            for s in range(lane, t + 1, 32):
+                weight = exps[min(top - scores[warp, s], 255)]
+                scores[warp, s] = weight
+                total += weight
+            total = warp_sum(total)
+            first = at + (((offset + pair) * HEADS + head) * T + t) * T
+            for s in range(lane, t + 1, 32):
+                shares[first + s] = attention_share(scores[warp, s], total)
+
+    return share
 
 
 def _credit_kernels(cfg):
-    """From losses to settled sums of credit times noise."""
+    """From losses to credits."""
     T, K = cfg.SEQ_LEN, cfg.GROUP_SIZE
-    PADDED, QUADS = padded(cfg), blocks(K, 4)
+    HEADS = cfg.N_HEADS
+    PAIRED = cfg.MODEL == "gru"
+    PADDED, MEMBERS = padded(cfg), 4 * blocks(K, 4)
     BITS, CREDIT = activations.fraction_bits(cfg), cfg.CREDIT
-    LEVELS = activations.LEVELS
+    LEVELS, UNIT = activations.LEVELS, activations.UNIT
 
-    def measure(clean: A64, losses: A64, totals: A64):
-        """totals[0] += the sizes of all differences of losses; totals[1] += the losses of the groups' clean model."""
-        total, clean_loss = int64(0), int64(0)
-        for i in range(cuda.grid(1), losses.size, cuda.gridsize(1)):
-            member = i // T
-            t = i - member * T
-            before = clean[member // K * (2 * T) + t]
-            total += abs(before - losses[i])
-            clean_loss += before if member % K == 0 else int64(0)
-        total, clean_loss = warp_sum(total), warp_sum(clean_loss)
+    def measure(clean: A64, losses: A64, counted: A8, totals: A64):
+        """Losses become what is better than the mean of the group (SPEC 21, D), 0 where a position does not count.
+        totals[0] += the sizes of all of them; totals[1] += the losses of the groups' clean model; totals[2] += how many
+        count. One thread per position."""
+        i, total, clean_loss, votes = int64(cuda.grid(1)), int64(0), int64(0), int64(0)
+        if i * K < losses.size:
+            group = i // T
+            at, gains = group * (K - 1) * T + i, int64(0)
+            clean_loss = clean[group * T + i]
+            for k in range(K):
+                gains += clean_loss - losses[at + k * T]
+            votes = int64(K if counted[i] != 0 else 0)
+            for k in range(K):
+                better = K * (clean_loss - losses[at + k * T]) - gains if votes else int64(0)
+                total += abs(better)
+                losses[at + k * T] = better
+        total, clean_loss, votes = warp_sum(total), warp_sum(clean_loss), warp_sum(votes)
         if cuda.threadIdx.x & 31 == 0:
             cuda.atomic.add(totals, 0, total)
             cuda.atomic.add(totals, 1, clean_loss)
+            cuda.atomic.add(totals, 2, votes)
 
-    def credit(clean: A64, losses: A64, totals: A64, position_digits: A8, later: A8):
-        """position_digits, later int8 [groups * PADDED, 4 QUADS]: digits and credits. One thread per member."""
+    def credit(losses: A64, totals: A64, credits: A8, later: A8):
+        """credits, later int8: of positions, and in the recurrent model with later ones. One thread per member."""
         least = cuda.local.array(LEVELS, int64)
         for level in range(LEVELS):
-            least[level] = least_difference(level + 1, totals[0], losses.size)
+            least[level] = least_difference(level + 1, totals[0], totals[2])
         member = int64(cuda.grid(1))
         if member * T < losses.size:
             group = member // K
             k, after = member - group * K, int32(0)
             for back in range(T):
                 t = T - 1 - back
-                e = digit(clean[group * (2 * T) + t] - losses[member * T + t], least)
-                after = credited(e, after, BITS, CREDIT)
-                at = (group * PADDED + t) * (4 * QUADS) + k
-                position_digits[at], later[at] = e, after
+                e = digit(losses[member * T + t], least)
+                at = (group * PADDED + t) * MEMBERS + k
+                if PAIRED:
+                    after = credited(e, after, BITS, CREDIT)
+                    credits[at], later[at] = e, after
+                else:
+                    credits[at] = e * UNIT
 
-    def add_up(credits: A32, job: AU32, begins, amplitude, shift, units, row, positions, rows, operand: A32):
-        """Operand rows from `row` on: settled sums over the members of credit times noise. A thread four outputs of
-        four positions; credits: a word for every four members."""
-        words = units // 4
-        j, quad, group, t = share_of(words, PADDED // 4)
-        if quad * 4 < positions:
-            member = uint32(job[0] + uint32(2) * job[1] + uint32(group * K))
-            first = uint32(uint32(begins) + uint32(int32(t) * int32(words) + int32(j)))
-            acc, words_of = cuda.local.array((4, 4), int32), int32s(4)
-            for e in range(4):
-                for u in range(4):
-                    acc[e, u] = 0
-            for k in range(QUADS):
-                for e in range(4):
-                    four_credits = credits[(quad * 4 + e) * QUADS + k]
-                    here = uint32(first + uint32(e * int32(words)))
-                    for u in range(4):
-                        words_of[u] = int32(drawn(uint32(member + uint32(4 * k + u)), here, amplitude))
-                    turned = turn4(words_of)
-                    for u in range(4):
-                        acc[e, u] = ptx.dp4a(turned[u], four_credits, acc[e, u])
+    def attend(shares: A16, at, credits: A8, later: A8, below: A8):
+        """later int8 [n][heads][members]: the credits of keys and values of a layer; below: those of what lies below
+        it. credits: of its outputs; shares[at...]: its attention. One thread per position and member."""
+        i = int64(cuda.grid(1))
+        k, n = i % MEMBERS, i // MEMBERS
+        group = n // PADDED
+        s = n - group * PADDED
+        if i < below.size and s < T and k < K:
+            attended = int32(0)
+            for head in range(HEADS):
+                total, here = int32(0), at + (group * HEADS + head) * (T * T) + s
+                for t in range(s, T):
+                    total += int32(shares[here + t * T]) * int32(credits[i + (t - s) * MEMBERS])
+                later[(n * HEADS + head) * MEMBERS + k] = settled(total, 12)
+                attended += rounded(total, 8)
+            below[i] = handed_down(int32(credits[i]), attended, HEADS)
+
+    return (measure, credit) if PAIRED else (measure, credit, attend)
+
+
+def _sums_kernel(cfg):
+    """Settled sums of credit times the sign of the noise."""
+    H, D, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.SEQ_LEN
+    K, LAYERS = cfg.GROUP_SIZE, cfg.N_LAYERS
+    PADDED, QUADS = padded(cfg), blocks(cfg.GROUP_SIZE, 4)
+    turned = turned_function(cfg)
+
+    @device
+    def whose_turn(first, turn):
+        """A mask of bytes: which of the members from number `first` on have the noise of layer `turn`."""
+        mask = int32(-1)
+        if LAYERS > 1 and turn >= 0:
+            mask = int32(0)
             for u in range(4):
-                for e in range(4):
-                    words_of[e] = settled(acc[e, u], int32(shift))
-                operand[place(rows, row + j * 4 + u, quad * 4)] = pack_bytes(words_of, 0)
+                if int32(uint32(first + uint32(u)) % uint32(LAYERS)) == turn:
+                    mask |= int32(255) << int32(8 * u)
+        return mask
 
-    return measure, credit, add_up
+    @called
+    def hashed(seed, number):
+        return hash32(seed, number)
+
+    @called
+    def add4(sums, i, draws, four):
+        """sums[4 i ...] += the credits of the four members whose noise of outputs 4 i .. 4 i + 3 has a minus."""
+        signs = int32s(4)
+        for e in range(4):
+            signs[e] = int32(uint32(draws[e] >> uint32(i)) & uint32(ONES))
+        by_output = turn4(signs)
+        for e in range(4):
+            sums[4 * i + e] = ptx.dp4a(by_output[e], four, sums[4 * i + e])
+
+    @called
+    def settle(out, j, e, total, weight, shift):
+        out[j] |= (weighed(total, weight, shift) & 255) << int32(8 * e)
+
+    @called
+    def turn_back(sums, j, cos, sin):
+        sums[j], sums[j + 1] = turned(sums[j], sums[j + 1], cos, int32(-sin))
+
+    @unroll
+    def add_up(credits: A32, heads, job: AU32, begins, turn, shift, rotated, rope: A32, units, row, positions, rows,
+               weights: A8, operand: A32):
+        """Operand rows from `row` on. A thread has the 32 outputs of a hash at four positions; credits: a word for
+        every four members; rotated: the outputs are those of queries or keys, whose sums are turned back; weights: see
+        Votes."""
+        words = units // 32
+        b, quad, group, t = share_of(words, PADDED // 4)
+        if quad * 4 < positions:
+            number = uint32(uint32(2) * job[1] + uint32(group * K))
+            head = b * 32 // D if heads > 1 else int64(0)
+            sums, out, draws = int32s(32), int32s(32), cuda.local.array(4, uint32)
+            for j in range(32):
+                out[j] = 0
+            for e in range(4):
+                for j in range(32):
+                    sums[j] = 0
+                all_credits, at = int32(0), ((quad * 4 + e) * heads + head) * QUADS
+                here = uint32(uint32(begins) + uint32(int32(t + e) * int32(words) + int32(b)))
+                for k in range(QUADS):
+                    first = uint32(number + uint32(4 * k))
+                    four = int32(credits[at + k] & whose_turn(first, turn))
+                    if four != 0:
+                        all_credits = ptx.dp4a(four, ONES, all_credits)
+                        for d in range(4):
+                            draws[d] = hashed(uint32(job[0] + first + uint32(d)), here)
+                        for i in range(8):
+                            add4(sums, int32(i), draws, four)
+                for j in range(32):                          # a set bit is a minus
+                    sums[j] = int32(all_credits - 2 * sums[j])
+                if rotated:
+                    at_angle = min(t + e, T - 1) * D + (b * 32) % D
+                    for i in range(16):
+                        turn_back(sums, int32(2 * i), rope[at_angle + 2 * i], rope[at_angle + 2 * i + 1])
+                for j in range(32):
+                    settle(out, int32(j), e, sums[j], int32(weights[group]), int32(shift))
+            to = place(rows, row + b * 32, quad * 4)
+            for j in range(32):                              # as place says: rows in eights
+                operand[to + (j >> 3) * (SPLIT * 2) + (j & 7) * 4] = out[j]
+
+    return add_up
 
 
 def _vote_kernels(cfg):
@@ -223,9 +447,9 @@ def _vote_kernels(cfg):
     WIDTH, SKIP = cfg.READERS * cfg.WINDOW, cfg.STATE_TOKENS             # between the windows of two groups
     ALPHA = activations.alpha(cfg)
 
-    def token_votes(operand: A32, row, windows: A32, positions, rows, at, votes: A32):
-        """Adds operand rows from `row` on to the votes of the embedding's columns, canonical from votes[at] on. A
-        thread an output and four positions."""
+    def token_votes(operand: A32, row, windows: A32, positions, rows, at, weight, votes: A32):
+        """Adds `weight` times operand rows from `row` on to the votes of the embedding's columns, canonical from
+        votes[at] on. A thread an output and four positions."""
         unit, quad, group, t = share_of(H, PADDED // 4)
         if quad * 4 < positions:
             word = operand[place(rows, row + unit, quad * 4)]
@@ -233,7 +457,7 @@ def _vote_kernels(cfg):
                 vote = ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * e))
                 if t + e < T and vote != 0:
                     token = windows[group * WIDTH + SKIP + t + e]
-                    cuda.atomic.add(votes, at + vote_index(token, unit, True, V), vote)
+                    cuda.atomic.add(votes, at + vote_index(token, unit, True, V), int32(weight * vote))
 
     def vote_sizes(votes: A32, tensors: A64, sizes: A64):
         """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size.
@@ -269,8 +493,10 @@ def _vote_kernels(cfg):
 
 
 class Votes:
-    """The device arrays and launches of a chunk's votes; `keep` and `head` while the clean model reads, then `finish`.
-    Arrays are reserved by `reserve`, on the device."""
+    """The device arrays and launches of a chunk's votes; `keep`, `attended` and `head` while the clean model reads,
+    then `finish`. Arrays are reserved by `reserve`, on the device. Of them weights int8 [groups] are those of the
+    windows and counted int8 [groups * SEQ_LEN] those of the positions, 0 where they do not count (SPEC 22): all 7
+    unless somebody sets them."""
 
     def __init__(self, cfg, pieces, wgmma):
         self.cfg, self._pieces = cfg, pieces                 # inputs of a piece of the MLP's inner values
@@ -290,24 +516,32 @@ class Votes:
             self._row[kind], end = end, end + 8 * blocks(count, 8)
         self._rows, self._splits = end, blocks(self.positions, SPLIT)
         self._tensors = parameters.tensors(cfg)
+        self._recurrent = cfg.MODEL == "gru"
+        self._heads = 1 if self._recurrent else cfg.N_HEADS  # of credits of keys and values
+        self._attention = 0 if self._recurrent else self.groups * cfg.N_HEADS * cfg.SEQ_LEN ** 2       # of a layer
 
     def _sizes(self):
         """{name: (numbers, dtype)} of the arrays."""
         cfg, places = self.cfg, self.groups * self.cfg.SEQ_LEN
-        credits = self.positions * 4 * blocks(cfg.GROUP_SIZE, 4), np.int8
+        credits = self.positions * 4 * blocks(cfg.GROUP_SIZE, 4)
         return dict(operand=(self._rows * (self._splits + 1) * SPLIT // 4, np.int32),
                     clean=(2 * places, np.int64), losses=(cfg.CHUNK_SIZE * cfg.SEQ_LEN, np.int64),
-                    position_digits=credits, later=credits, digits=(cfg.CHUNK_DIGITS, np.int8),
-                    kept=(2 * places * cfg.HIDDEN_DIM // 4, np.int32), votes=(cfg.CHUNK_DIGITS, np.int32),
-                    # the size of differences, the loss, the sizes of votes; then the packed digits
-                    result=(2 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
+                    credits=(credits, np.int8), below=(credits, np.int8), later=(credits * self._heads, np.int8),
+                    shares=(max(1, cfg.N_LAYERS * self._attention), np.int16), digits=(cfg.CHUNK_DIGITS, np.int8),
+                    kept=(2 * places * cfg.HIDDEN_DIM // 4 if self._recurrent else 1, np.int32),
+                    votes=(cfg.CHUNK_DIGITS, np.int32),
+                    weights=(self.groups, np.int8), counted=(places, np.int8),
+                    # the size of differences, the loss, the number of differences, the sizes of votes; then the packed
+                    # digits
+                    result=(3 + len(self._tensors) + blocks(cfg.CHUNK_DIGITS, 40), np.int64))
 
     def bytes_needed(self):
         return sum(count * np.dtype(kind).itemsize for count, kind in self._sizes().values())
 
     def reserve(self):
-        """Reserves the arrays, all 0 but the operand rows of ones."""
+        """Reserves the arrays, all 0 but the operand rows of ones and the weights."""
         zeros = {name: np.zeros(count, kind) for name, (count, kind) in self._sizes().items()}
+        zeros["weights"][:] = zeros["counted"][:] = activations.LEVELS
         operand = zeros["operand"].view(np.int8).reshape(-1, self._rows // 8, SPLIT // 16, 8, 16)            # see place
         tiles, tensors = [], self._tensors
         for t, phase, name in self._products:
@@ -320,11 +554,13 @@ class Votes:
                        t.cols if t.matrix else 1, t.matrix, s)
                       for p in range(0, t.cols, TILE) for s in range(0, t.rows, TILE)]
         self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(array) for name, array in zeros.items()})
-        totals, digits = arrays.result[:2 + len(tensors)], arrays.result[2 + len(tensors):].view(np.uint8)
+        totals, digits = arrays.result[:3 + len(tensors)], arrays.result[3 + len(tensors):].view(np.uint8)
         of_tensors = np.array([x for t in tensors for x in (t.weights, t.size)], np.int64)
+        rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
         self._args = dict(vars(arrays), rows=self._rows, positions=self.positions, start=0, totals=totals,
-                           sizes=totals[2:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
-                           tiles=cuda.to_device(np.array(tiles, np.int32)), tensors=cuda.to_device(of_tensors))
+                           sizes=totals[3:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
+                           tiles=cuda.to_device(np.array(tiles, np.int32)), tensors=cuda.to_device(of_tensors),
+                           rope=cuda.to_device(rope))
 
     def _launch(self, name, work, args, threads=BLOCK, high=1, **others):
         """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
@@ -333,16 +569,21 @@ class Votes:
     def keep(self, args, name, layer, source):
         """Keeps what the clean model of args["count"] groups has as the input `name`."""
         inputs = self._counts[name, layer]
-        pieces = 0 if name in ("state", "gated") else self._pieces if name == "inner" else inputs
+        pieces = 0 if name in ("state", "gated") else self._pieces if name.startswith("inner") else inputs
         self._launch("keep", args["count"] * self.padded // 4 * inputs // 4, args, source=source, inputs=inputs,
                      pieces=pieces, row=self._row[name, layer])
+
+    def attended(self, args, layer):
+        """Keeps the attention of the clean model of args["count"] groups in a layer."""
+        self._launch("share", args["count"] * BLOCK, args, high=self.cfg.N_HEADS, at=layer * self._attention)
 
     def head(self, args, normed):
         """Keeps the head's inputs and errors of args["count"] groups."""
         head = self.matrices[0].tensor
         self.keep(args, "normed_f", 0, normed)
-        self._launch("errors", head.cols, args, high=blocks(args["count"] * self.padded, TOGETHER), normed=normed,
-                     head=args["weights"][head.span].view(np.int32), row=self._row[None])
+        self._launch("errors", blocks(args["count"] * self.padded, TOGETHER) * BLOCK, args, normed=normed,
+                     head=args["weights"][head.span].view(np.int32), row=self._row[None],
+                     operand_bytes=self.arrays.operand.view(np.int8))
 
     def finish(self, stream, job, windows):
         """Fills arrays.result, from the losses of all members and what was kept; windows: of all pairs."""
@@ -350,21 +591,35 @@ class Votes:
         args = dict(stream=stream, job=job, windows=windows)
         for sums in self._args["totals"], arrays.votes:
             cuda.cudadrv.driver.device_memset(sums, 0, sums.nbytes, stream)
-        self._launch("measure", min(1024 * BLOCK, arrays.losses.size), args)
+        self._launch("measure", self.groups * cfg.SEQ_LEN, args)
         self._launch("credit", cfg.CHUNK_SIZE, args, 32)
-        for phase in self.phases:
-            credits = arrays.later if phase.later else arrays.position_digits
-            self._launch("add_up", self.positions // 4 * phase.units // 4, args, credits=credits.view(np.int32),
-                         begins=phase.stream, amplitude=phase.amplitude, shift=phase.shift, units=phase.units,
-                         row=self._row[phase])
+        credits, below = arrays.credits, arrays.below
+        if self._recurrent:
+            self._add_up(self.phases, args, credits)
+        for layer in () if self._recurrent else reversed(range(cfg.N_LAYERS)):
+            self._launch("attend", credits.size, args, at=layer * self._attention, credits=credits, below=below)
+            self._add_up([phase for phase in self.phases if phase.layer == layer and not phase.outside], args, credits)
+            credits, below = below, credits
+        if not self._recurrent:
+            self._add_up([phase for phase in self.phases if phase.outside], args, credits)
         self._launch("products", len(self._args["tiles"]) * self._splits * THREADS, args, THREADS)
-        tensor, phase = self.embedding
-        self._launch("token_votes", self.positions // 4 * phase.units, args, row=self._row[phase], at=tensor.weights)
+        tensor, phase, weight = self.embedding
+        self._launch("token_votes", self.positions // 4 * phase.units, args, row=self._row[phase], at=tensor.weights,
+                     weight=weight)
         for name in "vote_sizes", "vote_digits":
             self._launch(name, 64 * BLOCK, args, high=len(self._tensors))
         self._launch("pack_digits", self._args["packed"].size, args)
 
+    def _add_up(self, phases, args, credits):
+        """Sums credit times noise of some phases; credits: of those that are not "later"."""
+        for phase in (phase for phase in phases if phase.amplitude):         # the others have rows of 0
+            self._launch("add_up", self.positions // 4 * phase.units // 32, args,
+                         credits=(self.arrays.later if phase.later else credits).view(np.int32),
+                         heads=self._heads if phase.later else 1, begins=phase.stream, turn=phase.turn,
+                         shift=phase.shift, rotated=phase.name in ("query", "key"), units=phase.units,
+                         row=self._row[phase])
+
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""
         size = ternary.packed_size(self.cfg.CHUNK_DIGITS)
-        return result[2 + len(self._tensors):].tobytes()[:size], self.cfg.GROUP_SIZE * int(result[1])
+        return result[3 + len(self._tensors):].tobytes()[:size], self.cfg.GROUP_SIZE * int(result[1])

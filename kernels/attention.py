@@ -161,6 +161,7 @@ def _finish_function(cfg, nz, gpu):
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
     MANY = padded_length(cfg) > KEYS                         # more than one tile
+    ON_WEIGHTS = cfg.PERTURB == "weights"
     input_term = nz.input_term
 
     @gpu.device
@@ -168,7 +169,8 @@ def _finish_function(cfg, nz, gpu):
         """Divides the sums of 16 channels in high, low [at...], 2^16 high + low, toward zero (at most 127 in size),
         stores their words and adds to the sums sb of the two rows. A reciprocal is a little small, so that an estimate
         is right or one less."""
-        c = ptx.load_shared4(at_c)
+        if ON_WEIGHTS:
+            c = ptx.load_shared4(at_c)
         x = int32s(4)
         for half in range(2):
             den = dens[half]
@@ -183,8 +185,9 @@ def _finish_function(cfg, nz, gpu):
                           - int32(0x4B000000))
                 q = int32(q + 1) if int32(size - q * den) >= den else q
                 x[k] = q if total >= float32(0) else -q
-                f = factors[at_f + k] if MODE == 2 else float32(0)
-                sums[half] += input_term(x[k], c[k], f)
+                if ON_WEIGHTS:
+                    f = factors[at_f + k] if MODE == 2 else float32(0)
+                    sums[half] += input_term(x[k], c[k], f)
             a[uint64(to + half * (2 * H))] = pack_bytes(x, 0)
 
     return finish
@@ -203,6 +206,7 @@ def attention_kernel(cfg, nz, gpu):
     HEADS = cfg.N_HEADS
     SHIFT = cfg.SHIFT_ATTN
     MODE = cfg.ADAPTIVE_NOISE_MODE
+    ON_WEIGHTS = cfg.PERTURB == "weights"
     LENGTH = padded_length(cfg)
     MOST, COPIES = exp_sizes(cfg)
     EXPS = (MOST + 1) * COPIES
@@ -241,7 +245,7 @@ def attention_kernel(cfg, nz, gpu):
             exp[i] = exps[i // COPIES]
         source = source_of(plan, call * PLAN, overlay, overlay, job, offset + (member >> 1))
         stream = stream_of(source, I_SEED, 0)
-        for i in range(t, H, ALL):
+        for i in range(t, H if ON_WEIGHTS else 0, ALL):
             entry = overlay[plan[source.p + I_OVERLAY] + i]
             coefficient[i] = input_coefficient(entry, stream, i)
             if MODE == 2:
@@ -303,7 +307,7 @@ def attention_kernel(cfg, nz, gpu):
             cuda.syncthreads()
         for half in range(2):
             total = quad_sum(sums[half])
-            if works and (lane & 3) == 0:
+            if ON_WEIGHTS and works and (lane & 3) == 0:
                 sb[row + 8 * half] = total
 
     return Kernel(attention, 2 * STAGE)

@@ -10,6 +10,9 @@ from model import parameters
 
 # entries of the exponential table of validation, the last 0; its int64 for 1: a sum of 2^18 fits
 CLEAN_EXPS, CLEAN_ONE = 4096, 2.0 ** 44
+# a softmax in an int64: SOFTMAX_SUM times the sum of the weights, and the largest logit + SOFTMAX_TOP
+SOFTMAX_TOP = 1 << 24
+SOFTMAX_SUM = 2 * SOFTMAX_TOP
 
 
 class Kernel:
@@ -42,7 +45,7 @@ QUADS = 1
 UP = 2
 DOWN = 3
 ROWS = 4
-PLAIN_COLUMNS = 128                         # validation and generation pad a matrix to a multiple of it
+PLAIN_COLUMNS = 128                         # validation and writing pad a matrix to a multiple of it
 
 
 def _pack_kernel(H):
@@ -71,8 +74,8 @@ def _pack_kernel(H):
 
 
 class Packing:
-    """The packed array: first the matrices of generation, `at` these words; then what `add` appends. And the kernel
-    that packs them."""
+    """The packed array: first the matrices of kernels.writing, `at` these words; then what `add` appends. And the
+    kernel that packs them."""
 
     def __init__(self, cfg):
         self.at = {}
@@ -81,7 +84,7 @@ class Packing:
         self._added = {}
         self.kernel = _pack_kernel(cfg.HIDDEN_DIM)
         for t in parameters.tensors(cfg):
-            if t.product or t.name == "embedding":           # whose columns are looked up there too
+            if t.product:
                 self.at[t.name, t.layer] = self.add(t, PLAIN, blocks(t.cols, PLAIN_COLUMNS) * PLAIN_COLUMNS, t.rows)
 
     def add(self, t, order, columns, width):

@@ -92,12 +92,6 @@ def _instruction(text, result=int32, operands=None, effect="", sets=0):
     return intrinsic(emit)
 
 
-@intrinsic
-def shift_right(ctx, a, n):
-    """a >> n of int32, n below 32: numba's shift has 64 bits, which the compiler narrows only where it knows n."""
-    return int32(int32, int32), lambda context, builder, sig, args: builder.ashr(*args)
-
-
 # --- scalars, every supported card -----------------------------------------------------------------------------------
 
 trunc_f32 = _instruction("cvt.rzi.s32.f32 $0, $1;", int32, (float32,))                  # toward zero, saturating
@@ -256,7 +250,6 @@ def mma_tile(columns, steps, stride):
 # f(address, source, index): 16 bytes from source[index...] (global memory, aligned) to a shared address
 copy_async16 = _instruction("cp.async.cg.shared.global [$0], [$1], 16;", void, (int32, POINTER))
 copy_commit = _instruction("cp.async.commit_group;", void)
-copy_wait_all = _instruction("cp.async.wait_group 0;", void)          # this thread's committed groups landed
 copy_wait_but_one = _instruction("cp.async.wait_group 1;", void)      # all but the newest
 
 # f(address, count): a barrier at a shared address (8 bytes) for `count` arrivals

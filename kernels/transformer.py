@@ -10,6 +10,7 @@ Epilogues   Noise of the columns is hashed while the tensor cores work. The accu
             columns, sums of earlier passes wait in scratch memory of the block.
 """
 
+import functools
 from types import SimpleNamespace
 
 from numba import cuda, float32, int32, int64, uint32, uint64
@@ -18,28 +19,31 @@ from kernels import host, ptx
 from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
-from kernels.pairs import I_OVERLAY, I_SEED, ntt_functions, pair_functions, source_of, stream_of
+from kernels.gru_parts import HIGHEST, LOWEST, int16_functions
+from kernels.pairs import I_OVERLAY, I_SEED, activation_functions, ntt_functions, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A64, A8, AU32, PLAN, across, amax_scale, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              joined, members_of, padded_length, place_function, product_functions, wide_shape)
 from kernels.rules import build_noise, device, divide, loudest
-from model import parameters
+from model import activations, parameters
 
 MOST_BLOCKS = 256                           # of a persistent kernel
 # columns of a row of the plan of a norm
 LN = 0
 LN_BIAS = 4
-BIAS = 8                                    # of the product or embedding before it
+BIAS = 8                                    # of the embedding before it
 INPUTS = 12                                 # the input sides of the matrices behind it, two entries each
 TABLE = 20                                  # of the embedding, in the first row
 TABLE_OVERLAY_A = 21
 TABLE_OVERLAY_B = 22
+EMBEDDING_NOISE = 24                        # stream and turn (SPEC 21)
 # columns of a row of the plan of a product
 MATRIX = 0
 MATRIX_BIAS = 3
 INPUT = 8                                   # the input side of the matrix of the next product
 NEXT_MATRIX = 8                             # entries from one matrix of q, k, v to the next
+NOISE = 11                                  # stream and turn of the noise of the outputs (SPEC 21)
 
 
 # --- embedding and norm -----------------------------------------------------------------------------------------------
@@ -53,9 +57,10 @@ def _embed_kernel(cfg, nz, gpu):
     vector = pair_functions(cfg, nz).vector
     noise = nz.noise
     factor = nz.factor
-    job_shift = nz.shift
+    SHIFT = cfg.NOISE_SHIFT
     NTT = cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, cfg.NTT_CAUSAL)
+    AMPLITUDE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "embedding"), activation_functions(cfg)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
     @cuda.jit(launch_bounds=256)
@@ -67,7 +72,6 @@ def _embed_kernel(cfg, nz, gpu):
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
         p = call * PLAN
         mask = int32(job[2])
-        shift = job_shift(job)
         source = source_of(plan, p, weights, overlay, job, offset + unit)
         seed = source.seed
         if t < 2 and cuda.blockIdx.y == 0:
@@ -98,9 +102,14 @@ def _embed_kernel(cfg, nz, gpu):
                     ntt_even = int32(0)
                     ntt_odd = int32(0)
                     if NTT:
-                        ntt_even, ntt_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
-                    x[k] = clip(int32(e + (d >> shift) + even[k] + ntt_even))
-                    x[4 + k] = clip(int32(e + (int32(-d) >> shift) + odd[k] + ntt_odd))
+                        ntt_even, ntt_odd = look_up(weights, overlay, seed, mask, coef, i)
+                    x[k] = clip(int32(e + (d >> SHIFT) + even[k] + ntt_even))
+                    x[4 + k] = clip(int32(e + (int32(-d) >> SHIFT) + odd[k] + ntt_odd))
+                for m in range(2 if AMPLITUDE else 0):
+                    xi = noise_word(noisy_member(source, EMBEDDING_NOISE, m), position * (H // 32) + (piece >> 1),
+                                    (piece & 1) * 4 + q, AMPLITUDE)
+                    for k in range(4):
+                        x[4 * m + k] = clip(x[4 * m + k] + byte(xi, k))
                 h[uint64(at_h + piece * 32)] = pack_bytes(x, 0)
                 h[uint64(at_h + piece * 32 + LENGTH * (H // 4))] = pack_bytes(x, 4)
 
@@ -108,7 +117,7 @@ def _embed_kernel(cfg, nz, gpu):
 
 
 def _norm_kernel(cfg, nz, gpu, streams):
-    """out = ln(h), its sums sb with `streams` input noises, and zeros for those of the down projection. Launch
+    """out = ln(h), its sums sb with `streams` input noises, if any, and zeros for those of the down projection. Launch
     [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
     plan: LN, LN_BIAS, INPUTS of the streams; sb: [4][stride]."""
     H = cfg.HIDDEN_DIM
@@ -118,7 +127,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
     FLOAT = MODE < 2 and 127 * (128 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR)) < 1 << 20
     AT_C, COEFFICIENTS = 4 * H, (4 + streams) * H           # ln even, odd, bias even, odd, streams
     FACTORS = streams * H if MODE == 2 else 1
-    BYTES = streams * H // 4
+    BYTES = max(1, streams * H // 4)
     THREADS_OF_H = blocks(H, 256) * 256
     noise = nz.noise
     factor = nz.factor
@@ -214,7 +223,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
                     total = quad_sum(sums[3 * half + s])
                     if (lane & 3) == 0:
                         sb[s * stride + row + half * 8] = total
-                if (lane & 3) == 0:
+                if streams > 0 and (lane & 3) == 0:
                     sb[3 * stride + row + half * 8] = 0
 
     return Kernel(norm)
@@ -300,6 +309,27 @@ def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
     return prepare
 
 
+def _unit_noise_functions(cfg, gpu):
+    """Device functions: what makes the noise on activations of a member, and disturb, which adds it to four
+    accumulators of a row."""
+    H = cfg.HIDDEN_DIM
+    SHIFT = cfg.SHIFT_MLP_UP
+    LENGTH = padded_length(cfg)
+    AMPLITUDE = activations.amplitude_of(cfg, "up")
+    noisy_member, noise_word = activation_functions(cfg)
+
+    @gpu.called
+    def disturb(acc, j, half, noisy, row, block, q):
+        if AMPLITUDE:
+            number = (row % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
+            xi = noise_word(noisy, number, (j & 1) * 4 + q, AMPLITUDE)
+            for k in range(4):
+                i = accumulator_of(j, half, k)
+                acc[i] = int32(acc[i] + (byte(xi, k) << SHIFT))
+
+    return noisy_member, disturb
+
+
 def _fold_function(cfg, nz, gpu):
     """Device function that sums for the down projection where its noise is not whole."""
     MODE = cfg.ADAPTIVE_NOISE_MODE
@@ -337,6 +367,7 @@ def _up_kernel(cfg, nz, gpu, KP):
     plan: MATRIX, MATRIX_BIAS; INPUT of the down projection."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
+    ON_WEIGHTS, MOST = cfg.PERTURB == "weights", 256 + activations.amplitude_of(cfg, "up")
     BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
     TABLE = UP_TABLE[MODE]
     TABLES = GROUPS * 2 * SLOTS * TABLE
@@ -354,9 +385,9 @@ def _up_kernel(cfg, nz, gpu, KP):
     place_of = place_function(cfg, shape.RG)
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     whole_factor = nz.whole
-    job_shift = nz.shift
     as_row, as_column, begin, BASE = begin_functions(
-        cfg, nz, H, 256 + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
+        cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
+    noisy_member, disturb = _unit_noise_functions(cfg, gpu)
     begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * UP_BIAS if BASE else 0)
     prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
     unit_address = _unit_function(cfg, gpu, COPIES, BASE)
@@ -389,11 +420,10 @@ def _up_kernel(cfg, nz, gpu, KP):
         sums = int32s(2)
         row, member, slot, sign = place_of(first, t, 0)
         prepare(sm, smf, here, c, side, member, source)
-        shift = job_shift(job)
         for half in range(2):
-            s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign), shift)
+            s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign))
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s, shift)
+        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s)
         step, odd = int32(side * APART), 0
         for turn in range(count):
             tile = first + turn * every
@@ -404,6 +434,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                 to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
                 mine, last = row, ahead == PASSES - 1
+                noisy = noisy_member(source, NOISE, member + slot)
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place_of(tile + every, t, 0)
@@ -411,7 +442,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                         source)
                 if last:
                     for half in range(2):
-                        s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign), shift)
+                        s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign))
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, last, turn + 1 < count, turn, tile + every)
                 at_bytes = base + 4 * at_slot + q * 16
@@ -423,23 +454,25 @@ def _up_kernel(cfg, nz, gpu, KP):
                         if whole:
                             c4 = sm[uint32(at_slot + UP_BYTES + 4 * j + q)]
                         for half in range(2):
+                            disturb(acc, j, half, noisy, mine, block, q)
                             for k in range(4):
                                 i = accumulator_of(j, half, k)
                                 acc[i] = ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
                             i = 8 * j + half * 2
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
                             u[uint64(to + half * (2 * KP) + j // STEP * (16 * KP) + j % STEP * 32)] = word
-                            sums[half] = ptx.dp4a(word, c4, sums[half])
+                            if ON_WEIGHTS:
+                                sums[half] = ptx.dp4a(word, c4, sums[half])
                     if MODE > 0 and not whole:
                         folded(acc, smf, at_slot + q * 4, at_bytes, sums)
-                if last:
+                if last and ON_WEIGHTS:
                     for half in range(2):
                         total = quad_sum(sums[half])
                         if q == 0:
                             cuda.atomic.add(sb, 3 * stride + mine + 8 * half, total)
                 ptx.named_barrier(1 + group, 128)            # the tables just read are the next to be overwritten
                 odd = 1 - odd
-                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s, shift)
+                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s)
 
     return Kernel(up, 4 * (AT_TABLES + TABLES), shape)
 
@@ -483,30 +516,34 @@ def _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN):
 
 
 def _sum_functions(cfg, shape, kind):
-    """Device functions on the accumulators of two rows, before amax: add_all(acc, s, at_noise, shift, h, to, col) adds
+    """Device functions on the accumulators of two rows, before amax: add_all(acc, s, at_noise, h, to, col) adds
     the noise and, as `kind` has them, h and the bias; rotate(acc, rope, row, col, q) turns q or k."""
     H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
     T = cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
-    SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
+    ON_WEIGHTS = cfg.PERTURB == "weights"
+    SHIFT, NOISE_SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT, cfg.NOISE_SHIFT
     LENGTH = padded_length(cfg)
     N = shape.N
     RAGGED = shape.columns() != H
     turned = turned_function(cfg)
 
     @device
-    def add_all(acc, s, at_noise, shift, h, to, col):
+    def add_all(acc, s, at_noise, h, to, col):
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < H:
-                n = ptx.load_shared4(at_noise + j * 64)
+                if ON_WEIGHTS:
+                    n = ptx.load_shared4(at_noise + j * 64)
                 if DOWN:
                     b = ptx.load_shared4(at_noise + 512 + j * 64)
                 for half in range(2):
                     word = int32(0) if QKV else h[uint64(to + (col >> 4) * 32 + j * 32 + half * (2 * H))]
                     for k in range(4):
                         i = accumulator_of(j, half, k)
-                        v = int32(acc[i] + ptx.shift_right(s[half] * n[k], shift))
+                        v = acc[i]
+                        if ON_WEIGHTS:
+                            v = int32(v + (int32(s[half] * n[k]) >> NOISE_SHIFT))
                         if not QKV:
                             v = int32((v >> SHIFT) + byte(word, k))
                         if DOWN:
@@ -542,6 +579,36 @@ def _amax_functions(gpu, N):
             acc[i] = rounded(acc[i], scales[(i >> 1) & 1])
 
     return extremes, quantised
+
+
+def _disturb_function(cfg, gpu, shape, kind):
+    """Device function: adds the noise on activations to quantised accumulators of two rows."""
+    H = cfg.HIDDEN_DIM
+    N = shape.N
+    WIDE = N % 32 == 0                                       # then two words of noise share a hash
+    LENGTH = padded_length(cfg)
+    AMPLITUDE = activations.amplitude_of(cfg, dict(qkv="query", o="output", down="down")[kind])
+    noisy_member, noise_word = activation_functions(cfg)
+    plus, within = int16_functions(gpu.cc)
+
+    @device
+    def disturb(acc, source, member, row, col, q):
+        noisy = noisy_member(source, NOISE, member)
+        for j in range(N // 16 if AMPLITUDE else 0):
+            block, four = (col >> 5) + (j >> 1), (j & 1) * 4
+            if not WIDE:
+                block, four = (col + 16 * j) >> 5, ((col >> 4) + j & 1) * 4
+            for half in range(2):
+                i = 8 * j + 2 * half
+                xi = noise_word(noisy, (row % LENGTH + 8 * half) * (H // 32) + block, four + q, AMPLITUDE)
+                word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
+                y, z = plus(ptx.low2(word), ptx.high2(word), xi)
+                y, z = within(y, z, LOWEST, HIGHEST)
+                word = ptx.bytes4(y, z)
+                # each in its second byte again
+                acc[i], acc[i + 1], acc[i + 4], acc[i + 5] = word << 8, word, word >> 8, word >> 16
+
+    return disturb
 
 
 def _store_functions(cfg, gpu, shape):
@@ -611,10 +678,10 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     AT_TOPS = AT_TABLES + TABLES
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
-    job_shift = nz.shift
     prepare = _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN)
     add_all, rotate = _sum_functions(cfg, shape, kind)
     extremes, quantised = _amax_functions(gpu, N)
+    disturb = _disturb_function(cfg, gpu, shape, kind)
     store, store_transposed = _store_functions(cfg, gpu, shape)
 
     # not gpu.unroll: every compiler unrolls the loops here, and unrolled before they take twice as long to compile
@@ -660,7 +727,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, ahead == PASSES - 1, turn + 1 < count, turn, tile + every)
-                add_all(acc, s, base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job), h, to, col)
+                add_all(acc, s, base + 4 * (buffer + slot * TABLE) + q * 16, h, to, col)
                 if QKV and matrix < 2:
                     rotate(acc, rope, row, col, q)
                 extremes(acc, most, least)
@@ -682,6 +749,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                             spill, at_spill + (ahead * ACC + i) * THREADS)
                 quantised(acc, scales)
                 col = ahead * (CG * N) + side * N
+                disturb(acc, source, member + slot, row, col, q)
                 if QKV and matrix == 2:
                     store_transposed(acc, values, row, col, lane)
                 else:
@@ -693,47 +761,56 @@ def _full_width_kernel(cfg, nz, gpu, kind):
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 class Plan(host.Plan):
-    """The calls of the transformer in order, which kernels.writing follows: numbers of rows."""
+    """The calls of the transformer in order: numbers of rows."""
 
     def __init__(self, cfg, packing):
         super().__init__(cfg, packing)
-        table = self._tensors["embedding", 0]
-        self.embed = self._norm("ln_init", 0, self.vector("emb_bias", 0), ["w_emb_mlp_up"],
-                                {TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b]})
-        self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0)
-        self.layers, before = [], self.vector("mlp_emb_bias_down", 0)
+        table, self._phases = self._tensors["embedding", 0], activations.phases(cfg)
+        self.embed = self._norm("ln_init", 0, ["w_emb_mlp_up"],
+                                {BIAS: self.vector("emb_bias", 0), EMBEDDING_NOISE: self._noise("embedding", 0),
+                                 TABLE: [packing.at["embedding", 0], table.overlay_a, table.overlay_b]})
+        self.embedding_mlp = self._mlp("w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down", "mlp_emb_bias_down", 0,
+                                       "first_")
+        self.layers = []
         for i in range(cfg.N_LAYERS):
             queries = {number * NEXT_MATRIX: self.matrix(name, i) for number, name in enumerate(("w_q", "w_k", "w_v"))}
+            noises = {number * NEXT_MATRIX + NOISE: self._noise(name, i)
+                      for number, name in enumerate(("query", "key", "value"))}
             self.layers.append(SimpleNamespace(
-                ln_1=self._norm("ln_1", i, before, ["w_q", "w_k", "w_v"]), qkv=self.add(queries),
-                attention=self.add({0: self.input("w_o", i)}), o=self.add({MATRIX: self.matrix("w_o", i)}),
-                ln_2=self._norm("ln_2", i, [], ["w_up"]),
-                mlp=self._mlp("w_up", "mlp_bias_up", "w_down", "mlp_bias_down", i)))
-            before = self.vector("mlp_bias_down", i)
-        self.ln_f = self._norm("ln_f", 0, before, ["embedding"])
+                ln_1=self._norm("ln_1", i, ["w_q", "w_k", "w_v"]), qkv=self.add(queries | noises),
+                attention=self.add({0: self.input("w_o", i)}),
+                o=self.add({MATRIX: self.matrix("w_o", i), NOISE: self._noise("output", i)}),
+                ln_2=self._norm("ln_2", i, ["w_up"]),
+                mlp=self._mlp("w_up", "mlp_bias_up", "w_down", "mlp_bias_down", i, "")))
+        self.ln_f = self._norm("ln_f", 0, ["embedding"])
         self.head = self.add({MATRIX: self.matrix("embedding", 0)})
 
-    def _norm(self, name, layer, bias, matrices, others={}):
-        """A norm before products with matrices; bias: of the product before it, or of the embedding, which generation
-        adds here."""
-        return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer), BIAS: bias,
+    def _norm(self, name, layer, matrices, others={}):
+        """A norm before products with matrices."""
+        return self.add({LN: self.vector(name, layer), LN_BIAS: self.vector(name + "_bias", layer),
                          INPUTS: sum((self.input(matrix, layer) for matrix in matrices), []), **others})
 
-    def _mlp(self, up, bias_up, down, bias_down, layer):
+    def _mlp(self, up, bias_up, down, bias_down, layer, phases):
         return SimpleNamespace(up=self.add({MATRIX: self.matrix(up, layer), MATRIX_BIAS: self.vector(bias_up, layer),
-                                            INPUT: self.input(down, layer)}),
+                                            INPUT: self.input(down, layer), NOISE: self._noise(phases + "up", layer)}),
                                down=self.add({MATRIX: self.matrix(down, layer),
-                                              MATRIX_BIAS: self.vector(bias_down, layer)}))
+                                              MATRIX_BIAS: self.vector(bias_down, layer),
+                                              NOISE: self._noise(phases + "down", layer)}))
+
+    def _noise(self, name, layer):
+        phase = self._phases[name, layer]
+        return [phase.stream, phase.turn]
 
 
 class Kernels:
     """The kernels of a configuration: `noisy` of members, `clean` of windows without noise. `matrices`: the words at
     which their packed matrices begin."""
 
-    def __init__(self, cfg, packing, gpu, silent):
-        self.cfg, nz = cfg, build_noise(cfg, silent)
+    def __init__(self, cfg, packing, gpu):
+        self.cfg, nz = cfg, build_noise(cfg, cfg.PERTURB == "activations")
         self.embed = _embed_kernel(cfg, nz, gpu)
-        self.norms = {streams: _norm_kernel(cfg, nz, gpu, streams) for streams in (1, 3)}
+        norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
+        self.norms = {streams: norm_of(streams if cfg.PERTURB == "weights" else 0) for streams in (1, 3)}
         self.full_width = {kind: _full_width_kernel(cfg, nz, gpu, kind) for kind in ("qkv", "o", "down")}
         self.up = _up_kernel(cfg, nz, gpu, self.full_width["down"].shape.KP)
         self.attention = attention_kernel(cfg, nz, gpu)

@@ -1,6 +1,7 @@
-"""Back-propagation on the shape of a configuration, as a yardstick: PyTorch, float32, AdamW, on the same text. Prints
+"""Back-propagation on the shape of a recurrent model, as a yardstick: PyTorch, float32, AdamW, on the same text. Prints
 validations as JSON lines, which `egg.py plot` draws beside runs."""
 
+import argparse
 import json
 import math
 import time
@@ -8,7 +9,7 @@ import time
 import torch
 from torch.nn import functional
 
-import lab
+import egg_config
 from cluster.console import Console
 from model import parameters
 from tools import train as training
@@ -70,7 +71,7 @@ def train(cfg, minutes, batch, rate):
 def model(cfg, device):
     """(learned float32 arrays, a function from tokens int64 [windows, tokens] to logits float32 [windows, tokens,
     VOCAB_SIZE]). The arrays are those of model.parameters, a matrix is [inputs, outputs]. A torch.nn.GRU is in place of
-    the gates of the recurrent model: it has three instead of two."""
+    the gates: it has three instead of two."""
     width = cfg.HIDDEN_DIM
     grus = []
     weights = {}
@@ -83,46 +84,28 @@ def model(cfg, device):
                 torch.full((t.cols,), start[t.name] / 16)
             weights[t.name, t.layer] = values.to(device).requires_grad_()
 
-    def bias(name, layer=0):
-        return weights.get((name, layer), 0.0)
-
     def norm(h, name, layer=0):
-        return functional.rms_norm(h, (width,), weights[name, layer]) + bias(name + "_bias", layer)
-
-    def mlp(h, ln, up, bias_up, down, bias_down, layer=0):
-        u = norm(h, ln, layer) @ weights[up, layer] + bias(bias_up, layer)
-        return h + functional.gelu(u) @ weights[down, layer] + bias(bias_down, layer)
-
-    def attention(n, layer):
-        q, k, v = ((n @ weights[name, layer]).unflatten(-1, (cfg.N_HEADS, cfg.HEAD_DIM)).transpose(1, 2)
-                   for name in ("w_q", "w_k", "w_v"))
-        a = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
-        return a.transpose(1, 2).flatten(2) @ weights["w_o", layer]
-
-    def rotated(h):
-        frequency = 10000.0 ** (-torch.arange(0, cfg.HEAD_DIM, 2, device=h.device) / cfg.HEAD_DIM)
-        angle = torch.arange(h.shape[2], device=h.device)[:, None] * frequency
-        pairs = torch.view_as_complex(h.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+        return functional.rms_norm(h, (width,), weights[name, layer])
 
     def logits(x):
         h = functional.embedding(x, weights["embedding", 0].t())
-        if not grus:
-            h = mlp(h + bias("emb_bias"), "ln_init", "w_emb_mlp_up", "mlp_emb_bias_up", "w_emb_mlp_down",
-                    "mlp_emb_bias_down")
-        for layer in range(cfg.N_LAYERS):
-            n = norm(h, "ln_1", layer)
-            h = h + (grus[layer](n)[0] if grus else attention(n, layer))
-            h = mlp(h, "ln_2", "w_up", "mlp_bias_up", "w_down", "mlp_bias_down", layer)
-        return norm(h, "ln_f") @ weights["head" if grus else "embedding", 0]
+        for layer, gru in enumerate(grus):
+            h = h + gru(norm(h, "ln_1", layer))[0]
+            h = h + functional.gelu(norm(h, "ln_2", layer) @ weights["w_up", layer]) @ weights["w_down", layer]
+        return norm(h, "ln_f") @ weights["head", 0]
 
     return [*weights.values(), *(p for gru in grus for p in gru.parameters())], logits
 
 
 if __name__ == "__main__":
-    options = lab.parser(__doc__)
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--preset", help="as of egg.py")
+    options.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE", help="as of egg.py")
     options.add_argument("--minutes", type=float, default=1)
     options.add_argument("--batch", type=int, default=32, help="windows of SEQ_LEN tokens in a step (default: 32)")
     options.add_argument("--rate", type=float, default=0.006, help="the highest learning rate (default: 0.006)")
     args = options.parse_args()
-    train(lab.configuration(args), args.minutes, args.batch, args.rate)
+    configuration = egg_config.load(args.preset, args.defines)
+    if configuration.MODEL != "gru":
+        options.error("a recurrent model is needed: give --preset laptop, laptop-bytes or best-bytes")
+    train(configuration, args.minutes, args.batch, args.rate)

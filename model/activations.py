@@ -1,8 +1,9 @@
 """Noise on activations (SPEC 21): which outputs have noise, which weights they vote on, and the scales of the votes.
 
 A group is a window and the GROUP_SIZE members that read it. A member's noise is added to the outputs of phases. What
-it changes in the loss of a position, its digit, is credited to the noise; credit times noise, summed over the members
-of a group, times the clean model's inputs, is the group's vote on a weight. A chunk sends the sign of its large votes.
+it changes in the loss of a position, its digit, is credited to the noise; credit times the sign of the noise, summed
+over the members of a group, times the clean model's inputs, is the group's vote on a weight. A chunk sends the sign of
+its large votes.
 """
 
 import math
@@ -14,20 +15,36 @@ from model import fitness_digits, parameters, rules
 from model.seeds import hash32
 
 LEVELS = 7                   # largest digit of a position
-WORDS_APART = 1 << 20        # hashes between the streams of two phases, at least SEQ_LEN * HIDDEN_DIM
+WORDS_APART = 1 << 20        # hashes between the streams of two phases, at least SEQ_LEN * HIDDEN_DIM / 8
+UNIT = 16                    # of a digit in the credits of the transformer
+TIED_TABLE = 64              # weight of the embedding's votes as table beside those as head, where it is both
 
 
 _rules = rules.activation_rules(lambda function: function)
 
 
+class Kind(NamedTuple):
+    """Phases of one name: units in HIDDEN_DIM; the constant of their amplitude; later: whether they change the losses
+    of later positions, too; the matrices that they vote on and their inputs; the bias."""
+    name: str
+    units: int
+    amplitude: str
+    later: bool
+    matrices: tuple
+    bias: str | None = None
+
+
 class Phase(NamedTuple):
-    """Outputs with noise: `units` at each position, of a size of at most `amplitude`; the hashes of four draws each
-    begin at `stream`. later: whether it is credited with later positions, too. shift: of its sums."""
+    """Outputs with noise: `units` at each position, of the size `amplitude`; their hashes, one for 32, begin at
+    `stream`. turn: members whose number is that modulo N_LAYERS have the noise, -1: all have it. outside: the
+    layers. later: see Kind. shift: of its sums."""
     name: str
     layer: int
     units: int
     amplitude: int
     stream: int
+    turn: int
+    outside: bool
     later: bool
     shift: int
 
@@ -39,46 +56,71 @@ class Vote(NamedTuple):
     inputs: str
 
 
-# by name, in the order of the forward pass: units in HIDDEN_DIM; later; the matrices that it votes on and their inputs,
-# and the bias
-PHASES = {"embedding": (1, True, (), None), "gate": (1, True, (("w_f", "normed_1"), ("u_f", "state")), "b_f"),
-          "candidate": (1, True, (("w_h", "normed_1"), ("u_h", "gated")), "b_h"),
-          "up": (4, False, (("w_up", "normed_2"),), None), "down": (1, False, (("w_down", "inner"),), None)}
+# in the order of the forward pass: phases outside the layers, those of a layer
+KINDS = {
+    "gru": (
+        (Kind("embedding", 1, "NOISE_EMBEDDING", True, ()),),
+        (Kind("gate", 1, "NOISE_GATE", True, (("w_f", "normed_1"), ("u_f", "state")), "b_f"),
+         Kind("candidate", 1, "NOISE_CANDIDATE", True, (("w_h", "normed_1"), ("u_h", "gated")), "b_h"),
+         Kind("up", 4, "NOISE_UP", False, (("w_up", "normed_2"),)),
+         Kind("down", 1, "NOISE_DOWN", False, (("w_down", "inner"),)))),
+    "transformer": (
+        (Kind("embedding", 1, "NOISE_EMBEDDING", False, ()),
+         Kind("first_up", 4, "NOISE_UP", False, (("w_emb_mlp_up", "normed_0"),)),
+         Kind("first_down", 1, "NOISE_DOWN", False, (("w_emb_mlp_down", "inner_0"),))),
+        (Kind("query", 1, "NOISE_ATTENTION", False, (("w_q", "normed_1"),)),
+         Kind("key", 1, "NOISE_ATTENTION", True, (("w_k", "normed_1"),)),
+         Kind("value", 1, "NOISE_ATTENTION", True, (("w_v", "normed_1"),)),
+         Kind("output", 1, "NOISE_OUTPUT", False, (("w_o", "attended"),)),
+         Kind("up", 4, "NOISE_UP", False, (("w_up", "normed_2"),)),
+         Kind("down", 1, "NOISE_DOWN", False, (("w_down", "inner"),)))),
+}
 
 
 def fraction_bits(cfg):
-    """Fraction bits of the credit of later positions: as many as a byte has room for."""
+    """Fraction bits of the credit of later positions in the recurrent model: as many as a byte has room for."""
     return max(bits for bits in range(5) if LEVELS * 16 << bits <= 127 * (16 - cfg.CREDIT))
+
+
+def kinds(cfg):
+    """[(Kind, layer)] in the order of the forward pass; layer: -1 outside the layers."""
+    outside, inside = KINDS[cfg.MODEL]
+    return [(kind, -1) for kind in outside] + [(kind, layer) for layer in range(cfg.N_LAYERS) for kind in inside]
 
 
 def phases(cfg):
     """{(name, layer): Phase}, in the order of the forward pass."""
-    phases_of_layers = {}
-    for layer in range(cfg.N_LAYERS):
-        for number, (name, (units, later, *_)) in enumerate(PHASES.items()):
-            amplitude = amplitude_of(cfg, name)
-            credit = 3 << fraction_bits(cfg) if later else 2                 # its usual size
-            size = math.isqrt(cfg.GROUP_SIZE * (credit * amplitude) ** 2)    # about that of a sum
-            if number or not layer:
-                phases_of_layers[name, layer] = Phase(name, layer, units * cfg.HIDDEN_DIM, amplitude,
-                                           (5 * layer + number) * WORDS_APART, later, max(0, size.bit_length() - 6))
-    return phases_of_layers
+    in_order = {}
+    for number, (kind, layer) in enumerate(kinds(cfg)):
+        turn = layer if cfg.N_LAYERS > 1 else -1
+        # the usual size of a credit, and about that of a sum
+        credit = 3 << fraction_bits(cfg) if kind.later else 2
+        if cfg.MODEL == "transformer":
+            credit = UNIT if kind.later else 2 * UNIT
+        members = cfg.GROUP_SIZE if turn < 0 else -(-cfg.GROUP_SIZE // cfg.N_LAYERS)
+        shift = max(0, math.isqrt(members * credit ** 2).bit_length() - 6)
+        in_order[kind.name, max(0, layer)] = Phase(
+            kind.name, max(0, layer), kind.units * cfg.HIDDEN_DIM, getattr(cfg, kind.amplitude), number * WORDS_APART,
+            turn, layer < 0, kind.later, shift)
+    return in_order
 
 
 def amplitude_of(cfg, name):
     """int: the amplitude of a phase; 0 where noise is on weights."""
-    return getattr(cfg, "NOISE_" + name.upper()) if cfg.PERTURB == "activations" else 0
+    return phases(cfg)[name, 0].amplitude if cfg.PERTURB == "activations" else 0
 
 
 def votes(cfg):
-    """([Vote] on matrices that are multiplied, [(tensor, Phase)] of biases, (tensor, Phase) of the embedding)."""
+    """([Vote] on matrices that are multiplied, [(tensor, Phase)] of biases, (tensor, Phase, weight of its votes) of the
+    table of the tokens that are read)."""
     named, phase_of = {(t.name, t.layer): t for t in parameters.tensors(cfg)}, phases(cfg)
-    matrices, biases = [Vote(named["head", 0], None, "normed_f")], []
-    for (name, layer), phase in phase_of.items():
-        inputs, bias = PHASES[name][2:]
-        matrices += [Vote(named[matrix, layer], phase, inputs_of) for matrix, inputs_of in inputs]
-        biases += [(named[bias, layer], phase)] if bias else []
-    return matrices, biases, (named["embedding", 0], phase_of["embedding", 0])
+    recurrent = cfg.MODEL == "gru"
+    matrices, biases = [Vote(named["head" if recurrent else "embedding", 0], None, "normed_f")], []
+    for kind, layer in kinds(cfg):
+        phase = phase_of[kind.name, max(0, layer)]
+        matrices += [Vote(named[matrix, phase.layer], phase, inputs) for matrix, inputs in kind.matrices]
+        biases += [(named[kind.bias, phase.layer], phase)] if kind.bias else []
+    return matrices, biases, (named["embedding", 0], phase_of["embedding", 0], 1 if recurrent else TIED_TABLE)
 
 
 def least_differences(total, count):
@@ -98,9 +140,16 @@ def voted(cfg, t, sums):
     return fitness_digits.large(sums, least)
 
 
-def noise(phase, seed, positions):
-    """int64 [positions, units]: the noise of the member with this seed."""
-    words = np.arange(phase.stream, phase.stream + positions * phase.units // 4)
-    drawn = hash32(seed, words).astype("<u4").view(np.uint8).astype(np.int64)
-    size = drawn & phase.amplitude
-    return np.where(drawn & 128, -size, size).reshape(positions, phase.units)
+def signs(phase, seed, positions):
+    """int64 [positions, units]: the signs of the noise of the member with this seed."""
+    words = np.arange(phase.stream, phase.stream + positions * phase.units // 32)
+    # output 4 a + b of 32 has bit 8 b + a
+    bits = hash32(seed, words)[:, None, None] >> (8 * np.arange(4) + np.arange(8)[:, None]) & 1
+    return 1 - 2 * bits.astype(np.int64).reshape(positions, phase.units)
+
+
+def noise(cfg, phase, number, seed, positions):
+    """int64 [positions, units]: the noise of the member with this number in the step and this seed."""
+    if phase.turn not in (-1, number % cfg.N_LAYERS):
+        return np.zeros((positions, phase.units), np.int64)
+    return phase.amplitude * signs(phase, seed, positions)

@@ -57,7 +57,6 @@ class Reading:
         self.cfg, self.state, self.see = cfg, state, see
         self.seed, self.sign = seed, sign
         self.phases = activations.phases(cfg) if disturbed else {}         # whose outputs have noise
-        self.noise_shift = cfg.noise_shift(state.step)
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
         self.carried = np.zeros((cfg.N_LAYERS, cfg.HIDDEN_DIM), np.int64)
 
@@ -96,15 +95,20 @@ class Reading:
     # the transformer (SPEC 7)
 
     def transformer(self, tokens):
-        h = self.observed(-1, "Emb", clip(self.embedded(tokens) + self.vector("emb_bias")))
-        h = self.mlp(h, 0, "ln_init", "w_emb_mlp_", "mlp_emb_bias_", ("LN_Init", "InitMLP_Exp", "InitMLP"))
+        h = clip(self.embedded(tokens) + self.vector("emb_bias"))
+        h = self.observed(-1, "Emb", self.disturbed("embedding", 0, h))
+        h = self.mlp(h, 0, "ln_init", "w_emb_mlp_", "mlp_emb_bias_", ("LN_Init", "InitMLP_Exp", "InitMLP"),
+                     ("first_up", "first_down"))
         rope = integer_tables.rope_table(self.cfg, len(tokens)).astype(np.int64)
         for layer in range(self.cfg.N_LAYERS):
             n = self.observed(layer, "LN1", self.layer_norm(h, "ln_1", layer))
             q, k, v = (self.product(name, layer, n) for name in ("w_q", "w_k", "w_v"))
-            a = self.attention(self.amax(self.rotated(q, rope)), self.amax(self.rotated(k, rope)), self.amax(v), layer)
-            h = self.observed(layer, "Attn", self.amax(wrap(h + (self.product("w_o", layer, a) >> self.cfg.SHIFT_OUT))))
-            h = self.mlp(h, layer, "ln_2", "w_", "mlp_bias_", ("LN2", "MLP_Exp", "MLP"))
+            q, k, v = (self.disturbed(name, layer, self.amax(y)) for name, y in
+                       (("query", self.rotated(q, rope)), ("key", self.rotated(k, rope)), ("value", v)))
+            a = self.observed(layer, "Attended", self.attention(q, k, v, layer))
+            h = self.amax(wrap(h + (self.product("w_o", layer, a) >> self.cfg.SHIFT_OUT)))
+            h = self.observed(layer, "Attn", self.disturbed("output", layer, h))
+            h = self.mlp(h, layer, "ln_2", "w_", "mlp_bias_", ("LN2", "MLP_Exp", "MLP"), ("up", "down"))
         return self.observed(-1, "LN_F", self.layer_norm(h, "ln_f"))
 
     def embedded(self, tokens):
@@ -114,13 +118,16 @@ class Reading:
             e = e + sum(self.look_up(f"ntt_emb_{byte}", c >> 8 * byte & 255) >> 2 for byte in (1, 2, 3))
         return e
 
-    def mlp(self, h, layer, norm, weights, biases, names):
+    def mlp(self, h, layer, norm, weights, biases, names, phases):
         normed, inner, result = names
+        up, down = phases
         n = self.observed(layer, normed, self.layer_norm(h, norm, layer))
         u = (self.product(weights + "up", layer, n) >> self.cfg.SHIFT_MLP_UP) + self.vector(biases + "up", layer)
-        u = self.observed(layer, inner, integer_tables.gelu_table().astype(np.int64)[clip(u) & 255])
+        u = self.disturbed(up, layer, u)
+        u = self.observed(layer, inner, integer_tables.gelu_table().astype(np.int64)[u & 255])
         y = self.product(weights + "down", layer, u, groups=4) >> self.cfg.SHIFT_MLP_DOWN
-        return self.observed(layer, result, self.amax(wrap(h + y + self.vector(biases + "down", layer))))
+        h = self.amax(wrap(h + y + self.vector(biases + "down", layer)))
+        return self.observed(layer, result, self.disturbed(down, layer, h))
 
     def rotated(self, x, rope):
         """Neighbouring elements (even, odd) of a head turned by the angle of their position."""
@@ -170,7 +177,7 @@ class Reading:
 
     def recurrent(self, tokens):
         x = clip(self.look_up("embedding", tokens))
-        x = self.observed(-1, "Emb", clip(x + self.disturbance("embedding", 0, len(x))))
+        x = self.observed(-1, "Emb", self.disturbed("embedding", 0, x))
         for layer in range(self.cfg.N_LAYERS):
             n = self.observed(layer, "LN1", self.norm(x, "ln_1", layer))
             x = self.observed(layer, "GRU", clip(x + self.observed(layer, "State", self.states(n, layer, tokens))))
@@ -200,15 +207,24 @@ class Reading:
         self.see(layer, "Gated", gated)
         return states
 
-    def disturbance(self, name, layer, positions):
-        """The noise of the outputs of a phase (SPEC 21), 0 where noise is on weights."""
-        return activations.noise(self.phases[name, layer], self.seed, positions) if self.phases else 0
 
     def divided_product(self, name, layer, x):
         return clip(self.product(name, layer, x) // parameters.divisor(self.cfg, x.shape[1]))
 
     def norm(self, x, name, layer=0):
         return clip(x * self.vector(name, layer) // self.mean_size(x))
+
+    # noise on activations (SPEC 21)
+
+    def disturbance(self, name, layer, positions):
+        """The noise of the outputs of a phase, 0 where noise is on weights."""
+        if not self.phases:
+            return 0
+        number = self.seed - self.state.seed & 0xFFFFFFFF
+        return activations.noise(self.cfg, self.phases[name, layer], number, self.seed, positions)
+
+    def disturbed(self, name, layer, y):
+        return clip(y + self.disturbance(name, layer, len(y)))
 
     # weights and their noise (SPEC 4)
 
@@ -254,7 +270,7 @@ class Reading:
             pb = trunc((pb + noisy[:, group].astype(np.float64) * factor[group]).astype(np.float32))
         sb = wrap(pb.sum(1, keepdims=True))
         a = trunc(self.noise(t.seed_a, cols).astype(np.float32) * self.factor(t.overlay_a, t.seed_a, cols))
-        return wrap(y + (wrap(wrap(sb * a) * self.sign) >> self.noise_shift))
+        return wrap(y + (wrap(wrap(sb * a) * self.sign) >> self.cfg.NOISE_SHIFT))
 
     def look_up(self, name, columns):
         """int64 [positions, HIDDEN_DIM]: columns of an embedding."""
@@ -262,4 +278,4 @@ class Reading:
         noise = (self.noise(t.seed_a, columns)[:, None] * self.noise(t.seed_b, hidden)).astype(np.float32)
         noise = noise * self.factor(t.overlay_a, t.seed_a, columns)[:, None]
         noise = noise * self.factor(t.overlay_b, t.seed_b, hidden)
-        return self.stored(t)[:, columns].T + (trunc(noise) * self.sign >> self.noise_shift)
+        return self.stored(t)[:, columns].T + (trunc(noise) * self.sign >> self.cfg.NOISE_SHIFT)

@@ -239,14 +239,17 @@ def activation_rules(jit):
     hash32 = draw_rules(jit, 0).hash32
 
     @jit
-    def drawn(seed, number, amplitude):
-        """uint32: four noise values as int8, from hash `number` of a member's seed. Of a byte the low bits are the size
-        and the highest is the sign, 1 for minus; amplitude: 2^n - 1, the mask of the size. Moved by 128 no byte carries
-        into the next."""
-        word, mask = hash32(seed, number), u32(amplitude * 0x01010101)
-        minus = u32(u32(word >> u32(7)) & u32(0x01010101))
-        size = u32(u32(word & mask) ^ u32(minus * u32(255)))
-        return u32(u32(u32(size ^ u32(0x80808080)) + minus) ^ u32(0x80808080))
+    def noise_of(word, four, amplitude):
+        """uint32: the noise of outputs 4 four .. 4 four + 3 of the 32 that share a hash, as int8: amplitude, which is
+        not 0, or where their bit of `word` is set its negative, the complement plus 1."""
+        minus = u32(u32(word >> u32(four)) & u32(0x01010101))
+        return u32(u32(u32(amplitude * 0x01010101) ^ u32(minus * u32(255))) + minus)
+
+    @jit
+    def signed(word, i, size):
+        """int32: size, or -size where the noise of output i of the 32 that share the hash `word` is negative."""
+        minus = i32(u32(word >> u32(8 * (i & 3) + (i >> 2))) & u32(1))
+        return i32(i32(size ^ i32(-minus)) + minus)
 
     @jit
     def digit(difference, least):
@@ -276,27 +279,68 @@ def activation_rules(jit):
         return i32(i32(digit * i32(i32(1) << i32(bits))) + (part if later > 0 else i32(-part)))
 
     @jit
-    def settled(total, shift):
-        """int32 that fits int8: a sum of credit times noise in 2^shift, rounded, halves away from zero. Halves rounded
-        up would vote on every weight, whatever its noise."""
+    def rounded(total, shift):
+        """int32: a sum in 2^shift, rounded, halves away from zero. Halves rounded up would vote on every weight,
+        whatever its noise."""
         half = i32(i32(i32(1) << i32(shift)) >> i32(1))
-        size = min(i32(i32(abs(i32(total)) + half) >> i32(shift)), i32(127))
+        size = i32(i32(abs(i32(total)) + half) >> i32(shift))
         return i32(size if total > 0 else i32(-size))
 
     @jit
-    def head_error(logit, wanted, targets, weight, total, seed, number):
-        """int32 that fits int8: 127 (wanted / targets - weight / total), rounded down after adding 16 bits of a hash;
-        0 where the logit is at its limit and cannot follow. weight: the token's EXP, of their sum `total` (int64);
-        seed: of the group; number: of this error in it."""
-        word = hash32(seed, u32(DITHER_STREAM + (number >> 1)))
-        random = u32(word >> u32(16 * (number & 1))) & u32(0xFFFF)
-        parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
+    def settled(total, shift):
+        """int32 that fits int8: the same, cut to +-127."""
+        return max(min(rounded(total, shift), i32(127)), i32(-127))
+
+    @jit
+    def weighed(total, weight, shift):
+        """int32 that fits int8: the same times weight / 7, -7 to 7, rounded once. weight: of the window."""
+        size = i32(i32(i32(abs(i32(total * weight))) + i32(i32(i32(7) << i32(shift)) >> i32(1))) // i32(7))
+        size = min(i32(size >> i32(shift)), i32(127))
+        return i32(size if i32(total * weight) > 0 else i32(-size))
+
+    @jit
+    def attention_share(weight, total):
+        """int32: the share of an attention weight (int32) in the sum `total` (int64) of its query's, in 2^-12,
+        rounded."""
+        return i32(i64(i64(i64(weight) << i64(13)) + total) // i64(i64(2) * total))
+
+    @jit
+    def handed_down(credit, attended, heads):
+        """int32 that fits int8: the credit of the outputs below a layer: three quarters of `credit`, that of the
+        layer's outputs, and of the mean over its heads, of whose credits through attention, rounded to 1/16, `attended`
+        is the sum."""
+        total = i32(3 * i32(i32(16 * heads) * credit + attended))
+        size = min(i32(i32(abs(total) + i32(32 * heads)) // i32(64 * heads)), i32(127))
+        return i32(size if total > 0 else i32(-size))
+
+    @jit
+    def excess(wanted, targets, weight, total):
+        """int32: 127 (weight / total - wanted / targets) in 2^-16, rounded up. weight: a token's EXP, of their sum
+        `total` (int64)."""
         whole = i64(i64(targets) * total)
-        error = i32(i64(i64(parts * i64(127 << 16)) + whole * i64(random)) // i64(whole << i64(16)))
+        parts = i64(i64(i64(wanted) * total) - i64(targets) * i64(weight))
+        return i32(-i64(i64(parts * i64(127 << 16)) // whole))
+
+    @jit
+    def weighed_excess(excess, weight):
+        """int32: an excess times weight / 7, rounded up."""
+        return i32(-i32(i32(i32(-excess) * i32(weight)) // i32(7)))
+
+    @jit
+    def dithered(logit, excess, seed, number):
+        """int32 that fits int8: the error of a logit whose token has this `excess`, rounded down after adding 16 bits
+        of a hash; 0 where the logit is at its limit and cannot follow (logit: 0 where there is none). seed: of the
+        group; number: of this error in it."""
+        number = u32(number)
+        word = hash32(seed, u32(u32(DITHER_STREAM) + u32(number >> u32(1))))
+        random = i32(u32(word >> u32(u32(number & u32(1)) * u32(16))) & u32(0xFFFF))
+        error = i32(i32(random - i32(excess)) >> i32(16))
         return i32(0) if logit == 127 and error > 0 or logit == -127 and error < 0 else error
 
-    return SimpleNamespace(drawn=drawn, digit=digit, least_difference=least_difference, least_vote=least_vote,
-                           credited=credited, settled=settled, head_error=head_error)
+    return SimpleNamespace(noise_of=noise_of, signed=signed, digit=digit, least_difference=least_difference,
+                           least_vote=least_vote, credited=credited, rounded=rounded, settled=settled,
+                           weighed=weighed, attention_share=attention_share, handed_down=handed_down, excess=excess,
+                           weighed_excess=weighed_excess, dithered=dithered)
 
 
 def sampling_rules(jit, ops):

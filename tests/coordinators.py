@@ -25,8 +25,8 @@ from recordings import HERE
 class Coordinator(egg_net.Coordinator):
     """A coordinator on this machine with events of its own. probation: chunks of a newcomer that are checked."""
 
-    def __init__(self, cfg, run, port=0, *, log_dir, console, probation=0, **options):
-        self.own = event_log.Events(cfg, run, log_dir, console)
+    def __init__(self, cfg, run, port=0, *, console, probation=0, **options):
+        self.own = event_log.Events(cfg, run, console)
         try:
             super().__init__(cfg, run, "127.0.0.1", port, console=console, events=self.own, **options)
             self.dispatcher.probation = probation
@@ -46,8 +46,8 @@ class Server:
     def __init__(self, directory, cfg=CFG, port=0, save=False, drain=5, stay=False, **options):
         self.lines, self.drain, self.stay = Lines(), drain, stay
         self.run = open_run(cfg, directory if save else None)
-        self.coordinator = Coordinator(cfg, self.run, port, log_dir=directory,
-                                       console=egg_net.Console(self.lines, verbose=True), **options)
+        console = egg_net.Console(self.lines, verbose=True)
+        self.coordinator = Coordinator(cfg, self.run, port, console=console, **options)
         self.port, self.stopping, self.failure = self.coordinator.address[1], False, None
         self.calls = queue.SimpleQueue()
         self.thread = Thread(target=self._serve)

@@ -22,6 +22,9 @@ CFG = egg_config.make(HIDDEN_DIM=64, HEAD_DIM=32, N_LAYERS=1, SEQ_LEN=8, VOCAB_S
 # the same with noise on activations, where a chunk gives a digit for every weight
 ACTIVATIONS = CFG.changed(MODEL="gru", HEAD_DIM=64, PERTURB="activations", GROUP_SIZE=8, LOSS="exact", HOST_GAUSSIAN=1,
                           ADAPTIVE_NOISE_MODE=0)
+# what a configuration with an objective has
+REWARDED = dict(MODEL="gru", HEAD_DIM=64, PERTURB="activations", GROUP_SIZE=4, LOSS="exact", HOST_GAUSSIAN=1,
+                ADAPTIVE_NOISE_MODE=0, OBJECTIVE="0" * 64)
 
 
 def any_fitness(cfg, rng):
@@ -97,15 +100,15 @@ class FakeEngine:
 
 
 class FakeObjective:
-    """Follows tools.objective.Objective; the losses decide, and what a `reward(engine)` gives is measured."""
+    """Follows tools.objective.Objective; every chunk votes from text, and what a `reward(engine)` gives is measured."""
 
     pace = ()
 
     def chunk(self, engine, first, check):
-        return pack_ternary(chunk_fitness(engine.evaluate(first, engine.cfg.CHUNK_SIZE), engine.cfg)), 0
+        return engine.evaluate(first, engine.cfg.CHUNK_SIZE)[0], 0
 
     def measured(self, engine):
-        return 4, self.reward(engine)
+        return 4, self.reward(engine), {"news": "", "numbers": {}}
 
 
 def step_alone(engine):
@@ -170,8 +173,8 @@ def changed(**constants):
 
 def differing(cfg):
     """{name: value}: the constants of cfg, without the local ones, that are not as in egg_config.py."""
-    default = egg_config.make()
-    return {name: value for name, value in cfg.shared().items() if value != getattr(default, name)}
+    default = egg_config.make().constants() | egg_config.GONE
+    return {name: value for name, value in cfg.shared().items() if value != default[name]}
 
 
 def card(cfg=CFG, **values):

@@ -6,7 +6,7 @@ import json
 import egg_net
 from cluster import event_log, history
 from cluster.console import Printer
-from tools import plot
+from tools import curves
 from fakes import CFG, Lines
 
 
@@ -25,11 +25,11 @@ def of_kind(kind, told):
 
 
 @contextlib.contextmanager
-def told_to(directory, lines=None, *more, saved=None, **options):
-    """The Events of a run, which go to `lines` and to files of the directory; saved: the run's own."""
+def told_to(lines=None, *more, saved=None, **options):
+    """The Events of a run, which go to `lines` and to files; saved: the run's own."""
     console = egg_net.Console(lines or Lines())
     with contextlib.closing(history.open_run(CFG, saved)) as run, \
-            event_log.Events(CFG, run, directory, console, *more, **options) as told:
+            event_log.Events(CFG, run, console, *more, **options) as told:
         yield told
 
 
@@ -50,5 +50,5 @@ def example(path, steps=300, loss=2.0, unit="bits/byte"):
 def drawn(*paths, **options):
     """[line] of what `plot` prints of runs."""
     stream = Lines()
-    plot.plot(paths, Printer(stream), **options)
+    curves.plot(paths, Printer(stream), **options)
     return stream.text.splitlines()

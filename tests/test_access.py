@@ -15,7 +15,7 @@ import egg
 import egg_config
 import egg_net
 from cluster import auth, hub, status, wire
-from cluster.auth import (Access, AuthError, Host, client_tls, key_of, listen_host,
+from cluster.auth import (Access, AuthError, client_tls, key_of, listen_host,
                           read_secret, server_tls, whole_secret)
 from cluster.wire import HELLO, JOB_REQUEST, V2, frame
 from coordinators import Peer, Peer2, Server, listening, refused, turned_away, until, whole
@@ -182,14 +182,16 @@ def test_an_impostor_gets_nothing_to_guess_with():
 
 
 def test_a_coordinator_proves_itself_once_and_with_a_slow_key():
-    host = Host(SECRET)
-    host.handle(HELLO, bytes(32))
-    opcode, proof = host.handle(wire.PROVE, b"")
-    text = b"egg 2 coordinator first\0" + bytes(32) + host._challenge
-    assert opcode == wire.PROVED and proof == hmac.digest(auth.stretched(SECRET), text, "sha256")
-    for another in host, Host(b""):
+    host, open_to_all = auth.host(SECRET), auth.host(b"")
+    for side in host, open_to_all:
+        next(side)
+        _, challenge, _ = side.send((HELLO, bytes(32)))
+        if side is host:
+            opcode, proof = host.send((wire.PROVE, b""))
+            text = b"egg 2 coordinator first\0" + bytes(32) + challenge
+            assert opcode == wire.PROVED and proof == hmac.digest(auth.stretched(SECRET), text, "sha256")
         with raises(wire.FrameError):
-            another.handle(wire.PROVE, b"")
+            side.send((wire.PROVE, b""))
     auth.stretched.cache_clear()
     started = time.process_time()
     auth.stretched(b"a guess of the secret")

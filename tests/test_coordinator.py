@@ -26,7 +26,7 @@ from commands import process, train_here
 
 def test_a_full_disk_ends_the_coordinator_with_a_line_and_the_run_goes_on_after(tmp_path):
     """The limit on the size of a file stands for the disk: a write that does not fit fails in the middle."""
-    # so that it is larger than coordinator.log, which grows too
+    # so that it is larger than events.jsonl, which grows too
     filled(tmp_path, 60)
     size = (tmp_path / history.FILE).stat().st_size
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 250},) * 2)\n"
@@ -129,7 +129,7 @@ def test_requests_are_held_and_woken(server):
     assert (answer.step, answer.seed, answer.packed) == (1, seeds.next_seed(42, 0), GOOD_STEP)
 
 
-def test_the_step_line_the_log_and_the_validation(tmp_path):
+def test_the_step_line_and_the_validation(tmp_path):
     with Server(tmp_path, steps=1, drain=0) as server:
         peer = Peer(server)
         for _ in range(4):
@@ -141,9 +141,6 @@ def test_the_step_line_the_log_and_the_validation(tmp_path):
                      r"Speed: [\d.]+ tok/s \| LR: 0\.5 \| Net: [\d.]+ MB/s \(Tx: \d+ B, Rx: \d+ B\) \| "
                      r"Val: 1\.00 bits/byte$",
                      server.said, re.M), server.said
-    log = (tmp_path / "coordinator.log").read_text().splitlines()
-    assert log[0].startswith("# egg") and "# CHUNK_SIZE = 32" in log and log[-2] == "Step,RelTime,Loss,Updates,LR"
-    assert re.fullmatch(r"0,\d+\.\d{3},1\.000000,5,0\.5", log[-1])
 
 
 # --- the coordinator as a command, and training -----------------------------------------------------------------------
@@ -172,14 +169,14 @@ def test_sigkill_and_sigterm_of_the_coordinator_lose_no_step(tmp_path):
 def test_training_on_this_machine_goes_on_where_it_stopped(small, compiled):
     lines = Lines()
     first = train_here(small, 3, lines)
-    after, unit = first.final.figure
-    assert (first.progress.run.step, first.final.step, unit) == (3, 3, "bits/byte")
+    step, after, unit = first.validations[-1]
+    assert (first.run.step, step, unit) == (3, 3, "bits/byte")
     second = train_here(small, 5, lines)
-    assert (second.progress.first_step, second.progress.run.step) == (3, 5)
-    assert second.progress.validations[0][1] == approx(after, abs=1e-12)
+    assert (second.first_step, second.run.step) == (3, 5)
+    assert second.validations[0][1] == approx(after, abs=1e-12)
     assert re.search(r"(?s)starting: 1 worker on cpu.*ready after.*Step 4 \|.*bits/byte after \(unigram", lines.text)
-    assert "steps 3 to 5:" in lines.text and "sample after 5 steps" in lines.text
-    assert train_here(small, 5, lines).final is None and "the run has its 5 steps already" in lines.text
+    assert "steps 3 to 5:" in lines.text and "sample at step 5: " in lines.text
+    assert train_here(small, 5, lines).loss is None and "the run has its 5 steps already" in lines.text
 
 
 def test_a_worker_process_that_dies_is_started_again_and_changes_nothing(small, compiled):

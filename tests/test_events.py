@@ -46,7 +46,7 @@ def test_coming_again_does_not_fill_the_disk(tmp_path):
 @mark.parametrize("text", [" " * LOG_MESSAGE.most, "\n" * LOG_MESSAGE.most,
                                   "sample at step " + " " * 16000, "sample at step 1: " * 900, " >>>" * 4000])
 def test_no_message_takes_long(text, tmp_path):
-    with told_to(tmp_path) as events:
+    with told_to() as events:
         started = time.process_time()
         events.message("w", shown := printable(text), shown)
         egg_net.Console(Lines()).sample(shown)
@@ -55,7 +55,7 @@ def test_no_message_takes_long(text, tmp_path):
 
 def test_a_sample_that_two_workers_send_is_one_event(tmp_path):
     """Where chunk 0 is evaluated twice, its worker samples twice."""
-    with told_to(tmp_path, log_json=tmp_path / "log") as log:
+    with told_to(log_json=tmp_path / "log") as log:
         for worker, text in ("w", "0: p >>> a"), ("v", "0: p >>> a"), ("v", "1: p >>> a"), ("w", "1: p >>> b"):
             log.message(worker, line := f"sample at step {text}", line)
     told = of_kind("sample", events(tmp_path / "log"))
@@ -73,13 +73,12 @@ def test_what_is_a_sample():
 
 def test_a_long_log_begins_anew_and_the_older_part_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(event_log, "LOG_BYTES", 5000)
-    with told_to(tmp_path, saved=tmp_path) as told:
+    with told_to(saved=tmp_path) as told:
         for step in range(200):
             told.emit("step", **{**A_STEP, "step": step})
-    for name in history.EVENTS, f"{history.EVENTS}.1", "coordinator.log", "coordinator.log.1":
+    for name in history.EVENTS, f"{history.EVENTS}.1":
         assert (tmp_path / name).stat().st_size < 10000
     assert events(tmp_path)[-1]["step"] == 199
-    assert (tmp_path / "coordinator.log").read_text().splitlines()[-1].startswith("199,")
 
 
 def test_a_long_log_that_cannot_begin_anew_does_so_later(tmp_path, monkeypatch):
@@ -100,7 +99,7 @@ def test_a_long_log_that_cannot_begin_anew_does_so_later(tmp_path, monkeypatch):
 def test_a_disk_that_is_nearly_full_stops_logs_until_there_is_room(tmp_path, monkeypatch):
     lines, log = Lines(), tmp_path / history.EVENTS
     full = SimpleNamespace(f_bavail=0, f_frsize=1, f_blocks=1 << 40)
-    with told_to(tmp_path, lines, saved=tmp_path) as told:
+    with told_to(lines, saved=tmp_path) as told:
         before = log.stat().st_size
         with monkeypatch.context() as patched:
             patched.setattr(os, "fstatvfs", lambda _: full)
@@ -167,23 +166,22 @@ def test_a_run_keeps_its_events(tmp_path):
         assert set(event) - {"time", "event"} == FIELDS[event["event"]] and abs(event["time"] - time.time()) < 60, event
     a_step = cfg.POPULATION_SIZE * cfg.SEQ_LEN
     bits, unit = egg_config.loss_unit(cfg.constants())
-    log = [line.split(",") for line in (tmp_path / "coordinator.log").read_text().splitlines() if line[0].isdigit()]
     with contextlib.closing(history.open_run(cfg, tmp_path)) as run:
         for k, event in enumerate(of_kind("step", told)):
             record = run.record(k)
             loss = record.sum_loss / a_step / 16                                                        # of d-eggs
             assert event == event | dict(step=k, tokens=k * a_step, loss=approx(loss * bits, abs=1e-6), unit=unit,
                                          updates=record.updates)
-            assert log[k][2] == f"{loss:.6f}"
     assert k == 4
     assert [(e["step"], e["value"], e["unit"]) for e in of_kind("validation", told)] == \
-        [(k, approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4)]
+        [(k, approx((k + 1) / np.log(2) / 12, abs=1e-6), "bits/byte") for k in (0, 2, 4, 5)]
     assert of_kind("sample", told)[0]["prompt"] == "ab\nd"
-    assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE")]
+    assert [(s["step"], s["text"]) for s in read_curve(tmp_path).samples] == [(0, "AAA"), (2, "CCC"), (4, "EEE"),
+                                                                                        (5, "FFF")]
 
 
 def test_an_error_and_what_happens_to_strangers_is_told(tmp_path):
-    with refused("in the end"), told_to(tmp_path, lines := Lines(), saved=tmp_path / "a") as told:
+    with refused("in the end"), told_to(lines := Lines(), saved=tmp_path / "a") as told:
         told.warn("a line")
         raise egg_net.NetError("in the end")
     assert [(e["event"], e.get("text")) for e in events(tmp_path / "a")] == [
@@ -281,13 +279,15 @@ def records(directory):
 
 
 def test_tensorboard_gets_figures_and_samples(tmp_path):
-    with told_to(tmp_path, tensorboard=tmp_path / "tb") as told:
+    with told_to(tensorboard=tmp_path / "tb") as told:
         told.emit("step", **A_STEP)
         told.emit("validation", step=7, tokens=70, value=3.5, unit="bits/byte")
+        told.emit("reward", step=8, tokens=80, value=0.5, texts=4, numbers={"lowest": 0.25, "logged_mine": 2})
         told.emit("sample", worker="w", step=9, prompt="To be,", text="or\nnot")
     assert records(tmp_path / "tb") == {
         "loss/bits_per_byte": (7, 1.5), "updates": (7, 3.0), "tokens_per_second": (7, 10.0),
         "learning_rate": (7, 0.25), "validation/bits_per_byte": (7, 3.5),
+        "reward": (8, 0.5), "reward_lowest": (8, 0.25), "reward_logged_mine": (8, 2.0),
         "sample/text_summary": (9, "    To be, >>> or\n    not")}
     next((tmp_path / "tb").iterdir()).rename(tmp_path / "tb" / "first")     # the library names files by the second
     with told_to(tmp_path, tensorboard=tmp_path / "tb") as told:         # it goes on: its first worker validates again
@@ -299,9 +299,9 @@ def test_tensorboard_gets_figures_and_samples(tmp_path):
 def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with raises(event_log.WatchError, match="file: .*: give a directory"):
-        with told_to(tmp_path, tensorboard=tmp_path / "file"):
+        with told_to(tensorboard=tmp_path / "file"):
             pass
-    with told_to(tmp_path, lines := Lines(), tensorboard=tmp_path / "tb") as told:
+    with told_to(lines := Lines(), tensorboard=tmp_path / "tb") as told:
         monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1, f_blocks=100))
         for step in range(3):
             told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")

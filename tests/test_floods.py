@@ -9,7 +9,7 @@ from unittest import mock
 
 from pytest import mark
 
-from cluster import admission, auth, link, session, status, wire
+from cluster import admission, auth, hub, link, status, wire
 from cluster.wire import HEARTBEAT, HELLO, V2, frame
 from commands import fails, process
 from coordinators import Peer, Peer2, Server, listening, named, refused, until
@@ -29,7 +29,7 @@ def test_a_flood_of_frames_fills_no_memory_and_keeps_nobody_waiting(server):
         started = process_time()                            # which a busy machine does not lengthen
         honest.works(0)
         assert process_time() - started < 0.5
-        assert len(theirs.inbox) <= 2 * session.hub.Connection.PIECE
+        assert len(theirs.inbox) <= 2 * hub.Connection.PIECE
 
 
 def test_a_flood_of_a_coordinator_fills_no_memory_of_a_worker():

@@ -34,7 +34,7 @@ def test_cuda_kernels_are_named_by_what_they_can_depend_on():
     base = cuda_files()
     for define in "LR_SCHEDULE=0:0.1", "VALIDATE_EVERY=77", "PORT=1", "SAMPLING_TEMP=0.1", "INPUT_FILE=x":
         assert cuda_files(define) == base, define
-    for define in "DEVICE_MASK=7", "ADAM_EPS=0.5", "SIGMA_SCHEDULE=0:2,9:5", "GROUP_SIZE=4":
+    for define in "DEVICE_MASK=7", "ADAM_EPS=0.5", "SIGMA_SHIFT=5", "GROUP_SIZE=4":
         assert not cuda_files(define) & base, define
     assert not cuda_files(cc=(8, 6)) & base
     newest, mma = (cuda_files(*more, cc=(9, 0)) for more in ((), ("TENSOR_CORES=mma",)))
@@ -44,7 +44,7 @@ def test_cuda_kernels_are_named_by_what_they_can_depend_on():
 
 def test_no_kernel_can_read_a_constant_that_does_not_name_it():
     frozen = configured().compiled()
-    assert frozen.HIDDEN_DIM and frozen.NOISE_SHIFTS
+    assert frozen.HIDDEN_DIM and frozen.NOISE_SHIFT
     for name in "LR_SCHEDULE", "PORT", "VALIDATE_EVERY":
         with raises(egg_config.ConfigError, match="missing"):
             getattr(frozen, name)
@@ -251,11 +251,11 @@ def test_no_configuration_by_import():
     """Nothing is chosen or set when the engines are loaded; EGG_SIMD reaches the engine by the configuration."""
     code = ("import os, sys, numba, egg_config\nos.environ['EGG_SIMD'] = 'portable'\n"
             "before = dict(os.environ), numba.config.CACHE_DIR\n"
-            "from engine import cpu_engine, cuda_engine, engines, hardware, simd\n"
+            "from engine import cpu_engine, cuda_engine, hardware, simd\nfrom tools import train\n"
             "assert simd.KIND is None and (dict(os.environ), numba.config.CACHE_DIR) == before\n"
             "shape = ['CHUNK_SIZE=2', 'VOCAB_SIZE=256', 'N_LAYERS=1', 'HIDDEN_DIM=64']\n"
-            "print(engines.make(egg_config.load(defines=shape), None, 'cpu', 1).name)\n"
-            "try:\n    engines.make(egg_config.load(defines=[*shape, 'SIMD=' + sys.argv[1]]), None)\n"
+            "print(train.make_engine(egg_config.load(defines=shape), None, 'cpu', 1).name)\n"
+            "try:\n    train.make_engine(egg_config.load(defines=[*shape, 'SIMD=' + sys.argv[1]]), None)\n"
             "except hardware.EngineError as error:\n    print(error)\n")
     first = simd.available()[0]
     refused = f"SIMD = {first}: this process has compiled for portable already; start another one\n"

@@ -1,4 +1,4 @@
-"""Rewards: members write texts together, a file judges them, and runs learn from that (docs/OBJECTIVES.md)."""
+"""Rewards: the model writes texts, a file judges them, and runs learn from that (docs/OBJECTIVES.md)."""
 
 import contextlib
 import hashlib
@@ -9,21 +9,25 @@ import runpy
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import egg
 import egg_config
 import egg_net
 from cluster import admission, history, snapshots
-from cluster.status import describe_status
+from cluster.console import rewards_text
+from cluster.status import Progress, describe_status
+from cluster.wire import FrameError
 from coordinators import Server, refused, until
 from engine import cpu_engine
-from fakes import FakeEngine, FakeObjective, Lines, VALIDATION, changed
+from fakes import FakeEngine, FakeObjective, Lines, REWARDED, VALIDATION, changed
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import events, of_kind
-from model import data_files, fitness_digits, sampling
-from readings import equal, hold_text_against_the_reading, member_reading, random_config
+from model import data_files, rewards, sampling
+from readings import equal, hold_text_against_the_reading, random_config
 from tools import objective, train
 from commands import succeeds
 import commands
@@ -32,8 +36,8 @@ COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 HERE = egg_config.ROOT
 CFG = egg_config.make(
     MODEL="gru", HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=16, VOCAB_SIZE=256, LOSS="exact", CHUNK_SIZE=16, POPULATION_SIZE=32,
-    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
-    OBJECTIVE="x", OBJECTIVE_PROMPTS=2, OBJECTIVE_SECONDS=60.0)
+    GROUP_SIZE=2, ADAPTIVE_NOISE_MODE=0, PERTURB="activations", VALIDATE_EVERY=0, SAMPLE_EVERY=0, AUDIT_RATE=0.0,
+    OBJECTIVE="x", OBJECTIVE_TEXTS=4, OBJECTIVE_SECONDS=60.0)
 TOKENS = np.frombuffer(b"the king said that the queen was here. " * 20, np.uint8)
 BYTES = data_files.Decoding([bytes([b]) for b in range(256)])
 LETTERS = """
@@ -47,31 +51,28 @@ def new_engine(cfg=CFG):
     return cpu_engine.CpuEngine(cfg, TOKENS, threads=1)
 
 
-def written(engine, prompts, room, seeds, settings, first_pair=None):
+def written(engine, prompts, room, seeds, settings):
     lengths = np.array([len(prompt) for prompt in prompts], np.int64)
     texts = np.stack([np.pad(prompt, (0, room - len(prompt))) for prompt in prompts]).astype(np.int32)
-    engine.write(texts, lengths, np.array(seeds, np.uint32), sampling.settings(engine.cfg, **settings), first_pair)
+    engine.write(texts, lengths, np.array(seeds, np.uint32), sampling.settings(engine.cfg, **settings))
     return texts
 
 
 @pytest.mark.parametrize("model", ["gru", "transformer"])
 @pytest.mark.parametrize("seed", range(3))
-def test_members_write_together_what_the_plain_reading_writes(model, seed):
+def test_texts_written_together_are_those_of_the_plain_reading(model, seed):
     rng = np.random.default_rng(seed)
     cfg = random_config(rng) if model == "transformer" else CFG.changed(
         N_LAYERS=1 + seed % 2, HIDDEN_DIM=64 + 32 * seed, VOCAB_SIZE=256 + 45 * seed, MLP_RELU=seed % 2, OBJECTIVE="",
-        ADAPTIVE_NOISE_MODE=seed % 3)
+        PERTURB="weights", ADAPTIVE_NOISE_MODE=seed % 3)
     engine = cpu_engine.CpuEngine(cfg, np.arange(900, dtype=np.uint32) % 256, threads=1 + seed % 2)
-    pairs, room = int(rng.integers(1, 12)), int(rng.integers(9, 14))
+    count, room = int(rng.integers(1, 24)), int(rng.integers(9, 14))
     settings = dict(temp=float(rng.choice([0.0, 0.7, 5.0])), min_p=float(rng.choice([0.0, 0.2])), penalty=0.3)
-    prompts = [rng.integers(0, 5, rng.integers(1, 8)) for _ in range(pairs)]
-    seeds, first = rng.integers(0, 1 << 32, pairs), int(rng.integers(0, 9))
-    twice = [prompt for prompt in prompts for _ in range(2)]
-    texts = written(engine, twice, room, seeds.repeat(2), settings, first)
-    for s in rng.permutation(2 * pairs)[:6]:
-        hold_text_against_the_reading(engine, twice[s], texts[s, len(twice[s]):], int(seeds[s // 2]),
-                                      lambda cfg, state: member_reading(cfg, state, 2 * first + s), **settings)
+    prompts = [rng.integers(0, 5, rng.integers(1, 8)) for _ in range(count)]
+    seeds = rng.integers(0, 1 << 32, count)
     texts = written(engine, prompts, room, seeds, settings)
+    for text, prompt, number in list(zip(texts, prompts, seeds))[:6]:
+        hold_text_against_the_reading(engine, prompt, text[len(prompt):], int(number), **settings)
     for text, prompt, number in zip(texts, prompts, seeds):
         assert text.tolist() == [*prompt, *engine.generate(prompt, room - len(prompt), int(number), **settings)]
 
@@ -80,13 +81,14 @@ def go_on():
     """Whether the coordinator is still there: it is."""
 
 
-def rewards_of(own, engine=None, first=0, pairs=3):
-    return own.rewards(engine or new_engine(), first, pairs, go_on)
+def rewards_of(own, engine=None, first=0):
+    return np.array(own.texts(engine or new_engine(), first, go_on)[2])
 
 
 @pytest.fixture
-def judged(tmp_path):
+def judged(tmp_path, monkeypatch):
     """A function that opens an Objective with the text of a file."""
+    monkeypatch.setattr(sys, "path", sys.path[:])    # which gets the file's directory
     with contextlib.ExitStack() as opened:
         def make(text, cfg=CFG, name="own.py", processes=1):
             (tmp_path / name).write_text(text)
@@ -95,50 +97,37 @@ def judged(tmp_path):
         yield make
 
 
-def test_pairs_have_equal_prompts_and_draws_and_a_share_is_judged_by_text(judged):
-    cfg = CFG.changed(TEXT_SHARE=0.25)
-    own, engine, seen = judged(LETTERS, cfg), new_engine(cfg), []
-    write = engine.write
-
-    def watched(texts, lengths, seeds, *more):
-        seen.append((texts.copy(), seeds))
-        write(texts, lengths, seeds, *more)
-
-    engine.write = watched
-    packed, loss = own.chunk(engine, 16, go_on)
-    fitness = fitness_digits.unpack_ternary(packed, cfg.CHUNK_DIGITS)
-    assert len(seen) == 2 and [len(texts) for texts, _ in seen] == [12, 12]     # six of eight pairs, two prompts each
-    for texts, seeds in seen:
-        equal(texts[::2], texts[1::2])
-        equal(seeds[::2], seeds[1::2])
-        assert len(np.unique(seeds)) == 6
-    losses = engine.evaluate(16, 4)
-    equal(fitness[:2], fitness_digits.chunk_fitness(losses, cfg))
-    assert loss == int(losses.sum()) * 4
-    again = rewards_of(own, engine, 8 + 2, 6)
-    better = np.sign(again[:, 0] - again[:, 1])
-    assert fitness[2:].any() and (fitness[2:] * better >= 0).all() and not fitness[2:][better == 0].any()
-    assert again.max() > 0 and again.max() % objective.REWARD_UNIT == 0
+def test_a_chunk_votes_from_the_data_or_from_texts(judged):
+    cfg = CFG.changed(TEXT_SHARE=0.5)
+    own, engine = judged(LETTERS, cfg), new_engine(cfg)
+    text, other = sorted(range(2), key=lambda chunk: not rewards.is_text(cfg, 0, chunk))
+    digits, loss = engine.evaluate(16 * text, 16)
+    assert rewards.is_text(cfg, 0, text) and own.chunk(engine, 16 * text, go_on) == (digits, 2 * loss)
+    assert not rewards.is_text(cfg, 0, other)
+    packed, loss = own.chunk(engine, 16 * other, go_on)
+    sequences, written, earned = own.texts(engine, 8 * other, go_on)
+    windows = rewards.windows(sequences, written, rewards.advantages(cfg, earned))
+    assert loss == 0 and any(packed) and packed == engine.vote(8 * other, *windows, 1.0)
+    begun = [tuple(tokens[:16]) for tokens in sequences]
+    assert len(set(begun[:4])) == len(set(begun[4:])) == 1 < len({tuple(tokens) for tokens in sequences[:4]})
+    assert all(tokens.size == 22 and own.sum() == own[16:].sum() == 6 for tokens, own in zip(sequences, written))
 
 
-def test_the_status_line_says_what_a_step_waits_for(judged, monkeypatch):
-    engine = new_engine()
-    own = judged("import time\ndef reward(completions):\n    time.sleep(0.3)\n    return [1] * len(completions)\n")
-    own.chunk(engine, 0, go_on)
-    writing, waiting = own.seconds
-    assert own.pace == () and writing > 0 and waiting > 0.25
-    engine.step += 1
-    own.chunk(engine, 0, go_on)
-    pace, short = own.pace
-    assert pace == f"a step: {short} for reward()" and short == f"writing {writing:.2f} s, waiting {waiting:.2f} s"
-    monkeypatch.setenv("COLUMNS", "80")
-    console = egg_net.Console(stream := Lines(terminal=True))
-    console.emit({"event": "step", "elapsed": 65, "step": 3, "loss": 2.5, "unit": "bits/byte", "tokens": 1,
-                  "tokens_per_second": 2.5e6}, None)
-    console.spent(own.pace)
-    console._next = 0
-    console.progress()
-    assert f"loss 2.50 bits/byte  {short}" in stream.text.split("\x1b")[-1]
+def test_a_text_votes_up_to_the_token_with_which_it_ends():
+    reader = objective.Reader(data_files.Decoding([b"x", b"a", b"ba", b"bab"]), [], [], "ab", 0)
+    for tokens, known, voting in ([0, 1, 2, 0], [0], [0, 1, 2]), ([0, 2, 3, 0], [0, 2], [0, 2, 3]), \
+            ([3, 0], [3], [3]), ([0, 2], [0, 2], [0, 2]):
+        tokens = np.array(tokens, np.int32)
+        assert objective._ended(reader, tokens)[0].tolist() == known
+        assert objective._ended(reader, tokens, True)[0].tolist() == voting
+
+
+def test_draws_without_chance_teach_nothing(judged):
+    with refused("TEMPERATURE = 0: must be from 0.083 to 11: equal texts teach nothing; MEASURE_TEMPERATURE = 0",
+                 objective.ObjectiveError):
+        judged(LETTERS + "TEMPERATURE = 0\n")
+    own = judged(LETTERS + "TEMPERATURE, MEASURE_TEMPERATURE = 0.5, 0\n")
+    assert (own.settings.temp, own.measuring.temp) == (0.5, 0)
 
 
 def test_equal_rewards_are_no_votes(judged):
@@ -146,7 +135,9 @@ def test_equal_rewards_are_no_votes(judged):
     own = judged("def reward(completions):\n    return [1] * len(completions)\n", cfg)
     packed, loss = own.chunk(new_engine(cfg), 0, go_on)
     assert not any(packed) and loss == 0
-    assert own.sample(new_engine(), 0).endswith("; the members of each pair earned the same, so nothing is learnt)")
+    _, _, shown = own.measured(new_engine())
+    assert shown["numbers"]["seen_prompts_differ"] == 0
+    assert "so that hardly anything can be learnt" in rewards_text(1, 1.0, shown["numbers"])
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -163,12 +154,168 @@ STOP = "."
     return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
 """)
     assert len(own.rows) == 18 and own.held.rows.tolist() == [18, 19] * 128    # every tenth is held out
-    assert own.measured(new_engine()) == (256, 10.0)
+    assert own.measured(new_engine())[:2] == (256, 10.0)
+
+
+@pytest.mark.parametrize("text", [
+    "def any_name(prompts, completions, **columns):\n    return [len(text) for text in completions]\n",
+    "from helpers import longer, shorter\n_other = longer\ndef own(completions):\n    return longer(completions)\n",
+    "from helpers import longer\n",
+    "import functools\nfrom helpers import shorter as reward\ndef longer(completions):\n    return [9]\n"
+    "reward = functools.partial(reward, sign=1)\n",
+    "class Judge:\n    def __init__(self, completions=()):\n        pass\n"
+    "    def __call__(self, completions):\n        return [len(text) for text in completions]\njudge = Judge()\n",
+    "from helpers import longer, shorter\nWEIGHTS = {'longer': 2, 'shorter': 1.0}\n",
+    "def a(completions):\n    return [3 * len(text) for text in completions]\n"
+    "async def b(completions):\n    return [-4 * len(text) for text in completions]\nWEIGHTS = [1, 0.5]\n"])
+def test_what_judges_is_reward_or_the_only_function_that_takes_completions_or_those_of_weights(judged, tmp_path, text):
+    (tmp_path / "helpers.py").write_text("""
+def longer(completions):
+    return [len(text) for text in completions]
+def shorter(completions, sign=-1):
+    return [sign * len(text) for text in completions]
+""")
+    own = judged(text)
+    assert own.judge.answers({"prompts": ["x", "y"], "completions": ["abc", ""]}) == [3.0, 0.0]
+
+
+@pytest.mark.parametrize("text", [
+    "def a(completions):\n    pass\ndef b(completions):\n    pass\n",
+    "def a(completions):\n    pass\nWEIGHTS = {'b': 1}\n",
+    "def a(completions):\n    pass\nWEIGHTS = [1, 2]\n",
+    "def a(completions):\n    pass\nWEIGHTS = {'a': '1'}\n",
+    "def a(completions):\n    pass\nWEIGHTS = {}\n"])
+def test_functions_of_which_nobody_knows_whether_they_judge_are_one_line(judged, text):
+    with refused(r"own.py has no function reward.*\(it has: a.*\), nor WEIGHTS", objective.ObjectiveError):
+        judged(text)
+
+
+def test_a_text_that_no_function_judges_has_no_reward_no_vote_and_no_part_in_the_figures(judged):
+    cfg = CFG.changed(TEXT_SHARE=0.0)
+    own = judged("""
+TOKENS, WEIGHTS = 6, {"long": 2.0, "short": 1.0}
+def long(completions):
+    return [len(text) if len(text) > 4 else None for text in completions]
+def short(completions):
+    return [1 if len(text) in (3, 5) else None for text in completions]
+""", cfg)
+    texts = ["abc", "abcd", "abcde", "abcdef"]
+    assert own.judge.answers({"prompts": texts, "completions": texts}) == [1.0, None, 11.0, 12.0]
+    assert own.judge.columns == {"long": [None, None, 5.0, 6.0], "short": [1.0, None, 1.0, None]}
+    figures = objective.statistics(texts, [1.0, None, 11.0, 12.0], 2)
+    assert figures == {"texts": 4, "mean": 8.0, "deviation": figures["deviation"], "lowest": 1.0, "highest": 12.0,
+                       "distinct_texts": 4, "distinct_words": 4, "prompts_differ": 0.5}
+    own = judged("def reward(completions):\n    return [None] * len(completions)\n", cfg, "none.py")
+    packed, _ = own.chunk(new_engine(cfg), 0, go_on)
+    assert not any(packed) and own.measured(new_engine())[:2] == (256, 0.0)
+    assert own.sample(new_engine(), 0).endswith(" (not judged)")
+
+
+def test_a_function_gets_what_trl_gives(judged):
+    own = judged("""
+TOKENS, STOP, DATA = 6, "e", [{"prompt": "the king", "answer": "x"}] * 20
+def reward(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+    assert set(columns) == {"answer"} and trainer_state.max_steps == 2 ** 31 - 1
+    for text, ids in zip(completions, completion_ids):
+        assert type(ids) is list and bytes(ids).decode(errors="replace") == text
+    log_metric("step", trainer_state.global_step)
+    log_extra("length", [len(ids) for ids in completion_ids])
+    log_extra("text", completions)
+    return [float(trainer_state.global_step)] * len(completions)
+""", processes=2)
+    engine = new_engine()
+    engine.step = 7
+    count, mean, shown = own.measured(engine)
+    assert (count, mean, shown["numbers"]["logged_step"]) == (256, 7.0, 7.0)
+    assert 0 < shown["numbers"]["logged_length"] <= 6 and len(shown["completions"]) == 8
+    for row in shown["completions"]:
+        assert row["prompt"] == "the king" and row["completion"] == row["text"] and row["reward"] == 7.0
+        assert len(row["completion"].encode()) >= row["length"] - 5 and "e" not in row["completion"]
+
+
+def test_calls_of_a_process_have_one_event_loop(judged):
+    own = judged("""
+import asyncio
+gate = asyncio.Semaphore(1)
+async def one(text):
+    async with gate:
+        await asyncio.sleep(0)
+        return len(text)
+async def reward(completions):
+    return await asyncio.gather(*map(one, completions))
+""")
+    for _ in range(2):
+        assert own.judge.answers({"prompts": ["", ""], "completions": ["a", "bc"]}) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["own.py", "json.py", "objective.py"])
+def test_a_file_is_a_module(judged, name):
+    own = judged("""
+from __future__ import annotations
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import pickle
+@dataclasses.dataclass
+class Score:
+    text: str
+def length(score):
+    return len(score.text)
+def reward(completions):
+    @dataclasses.dataclass
+    class Inner:
+        value: float
+    scores = pickle.loads(pickle.dumps([Score(text) for text in completions]))
+    with concurrent.futures.ProcessPoolExecutor(1) as pool:
+        first = list(pool.map(length, scores))
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert first == pool.map(length, scores)
+    if __name__ == "own":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            assert first == pool.map(length, scores)
+    return [Inner(value).value for value in first]
+""", name=name)
+    assert own.judge.answers({"prompts": ["", ""], "completions": ["a", "bc"]}) == [1.0, 2.0]
+
+
+def test_a_pool_that_does_not_answer_ends_with_its_judge(judged, tmp_path):
+    own = judged(f"""
+import multiprocessing, os, time
+def wait(_):
+    with open({str(tmp_path / "pid")!r}, "w") as file:
+        print(os.getpid(), file=file)
+    time.sleep(600)
+def reward(completions):
+    with multiprocessing.Pool(1) as pool:
+        return pool.map(wait, completions)
+""", CFG.changed(OBJECTIVE_SECONDS=1.0))
+    with refused("reward did not return within 1 s", objective.ObjectiveError):
+        own.try_out()
+    pid = (tmp_path / "pid").read_text().strip()
+    own.close()
+    until(lambda: not os.path.exists(f"/proc/{pid}") or " Z " in open(f"/proc/{pid}/stat").read())
+
+
+def test_what_a_function_prints_is_shown_once_and_then_counted(judged, capfd):
+    own = judged("""
+print("it loads")
+def reward(completions):
+    print("it judges", *range(len(completions)), sep="\\n")
+    return [0] * len(completions)
+""")
+    engine = new_engine()
+    assert own.measured(engine)[2]["news"] == f"{own.path} has printed 258 lines: it loads"
+    assert own.measured(engine)[2]["news"] == f"{own.path} has printed 515 lines"
+    assert "it " not in "".join(capfd.readouterr())
+    failing = judged("def reward(completions):\n    print('the last words')\n    return 1 / 0\n", name="fails.py")
+    with refused("reward raised ZeroDivisionError", objective.ObjectiveError):
+        failing.try_out()
+    assert "the last words\n" in capfd.readouterr().err
 
 
 GAME = """
 DATA = [{"prompt": "ab", "secret": "x"}, {"prompt": "abcd", "secret": "y"}]
-HELD_OUT, TOKENS, TURNS, TEMPERATURE = DATA, 2, 3, 0
+HELD_OUT, TOKENS, TURNS, MEASURE_TEMPERATURE = DATA, 2, 3, 0
 def reply(prompts, texts, secret, **columns):
     return [f"<{hidden}{len(prompt + text)}>" for prompt, text, hidden in zip(prompts, texts, secret)]
 def reward(prompts, completions):
@@ -185,20 +332,46 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
         writes.append((seeds, [bytes(text[:n].astype(np.uint8)).decode() for text, n in zip(texts, lengths)]))
     engine.write = write
     own = judged(GAME)
-    texts, rewards = own.judged(engine, objective.Prompts(*(np.concatenate([of, of]) for of in own.held)))
+    texts, earned = own.judged(engine, objective.Prompts(*(np.concatenate([of, of]) for of in own.held)))
     texts = objective.readable(own.reader, **texts)
-    assert texts["prompts"] == ["ab", "abcd"] * 2 and rewards == [1.0] * 4
+    assert texts["prompts"] == ["ab", "abcd"] * 2 and earned == [1.0] * 4
     letter = "AB"
     later = [objective.hash32(np.arange(4, dtype=np.uint32), np.full(4, turn, np.uint32)) % 2 for turn in (1, 2)]
     assert texts["completions"][1] == f"BB<y6>{letter[later[0][1]]}C<y12>{letter[later[1][1]]}D"
     assert writes[2][1][0] == "abAB<x4>" + letter[later[0][0]] + "C<x10>"
     writes.clear()
-    assert rewards_of(own, engine).all()
-    assert len(writes) == 2 * 3
-    for seeds, prompts in writes:
-        equal(seeds[::2], seeds[1::2])
-        assert prompts[::2] == prompts[1::2]
-    assert len({int(seeds[0]) for seeds, _ in writes}) == 6
+    sequences, own_tokens, earned = own.texts(engine, 0, go_on)
+    assert len(writes) == 3 and earned == [1.0] * 8
+    assert all(len(set(seeds.tolist())) == 8 for seeds, _ in writes)
+    assert len(set(writes[0][1][:4])) == len(set(writes[0][1][4:])) == 1
+    for tokens, written in zip(sequences, own_tokens):       # what the other side says has no vote
+        text, prompt = bytes(tokens.astype(np.uint8)).decode(), 2 if tokens[2] in (65, 66) and tokens[3] == 66 else 4
+        said = "".join(letter for letter, here in zip(text, written) if here)
+        assert re.fullmatch("[AB]B[AB]C[AB]D", said) and not written[:prompt].any()
+        assert text == f"{text[:prompt]}{said[:2]}<{text[prompt + 3]}{prompt + 2}>{said[2:4]}" + \
+            f"<{text[prompt + 3]}{prompt + 8 + len(str(prompt + 2)) - 1}>{said[4:]}"
+
+
+def test_a_dialogue_ends_where_the_other_side_replies_none(judged):
+    engine, lengths = new_engine(), []
+
+    def write(texts, lengths_, seeds, *more):
+        for text, n in zip(texts, lengths_):
+            text[n:n + 2] = 65, 66 + len(lengths)
+        lengths.append(lengths_.tolist())
+    engine.write = write
+    own = judged("""
+DATA = HELD_OUT = [{"prompt": "ab", "left": 0}, {"prompt": "abc", "left": 1}, {"prompt": "abcd", "left": 2}]
+TOKENS, TURNS = 2, 9
+def reply(prompts, texts, left):
+    return [None if n == prompt.count("<") else "<>" for prompt, n in zip(prompts, left)]
+def reward(completions, completion_ids):
+    assert [bytes(ids).decode() for ids in completion_ids] == completions
+    return [len(text) for text in completions]
+""")
+    texts, rewards = own.judged(engine, own.held.part([0, 1, 2]))
+    assert texts["completions"] == ["AB", "AB<>AC", "AB<>AC<>AD"] and rewards == [2.0, 6.0, 10.0]
+    assert len(lengths) == 3                         # nothing is written once all have ended
 
 
 def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
@@ -220,19 +393,25 @@ def test_a_vocabulary_of_another_model_is_one_line(judged, monkeypatch):
     (LETTERS + "DATA = [{'prompt': '\\ud83d'}]\n", "row 1 of DATA is .*ud83d"),
     (LETTERS + "HELD_OUT = []\n", "HELD_OUT is to be a list of dicts"),
     (LETTERS + "DATA = 'nowhere.jsonl'\n", "nowhere.jsonl: No such file"),
-    (LETTERS + "DATA = [{'prompt': 'x' * 5000}]\n", "has 5000 tokens, with TOKENS = 6 more than 4096"),
+    (LETTERS + "DATA = [{'prompt': 'x' * 5000}]\n", "has 5000 tokens, with TOKENS = 6 more than 1024"),
     ("def reward(completions):\n    return [float('nan')] * len(completions)\n", "returned nan for"),
+    (LETTERS + "DATA = [{'prompt': [{'role': 'user', 'content': 'x'}]}]\n", r"not empty as .* \(join the messages"),
+    ("def reward(completions, log_extra):\n    log_extra('n', [1])\n    return [1]\n",
+     r"log_extra\('n'\) got 1 values for 8 completions"),
     ("def reward(completions):\n    return 3\n", "returned '3', which is no list of numbers"),
-    ("def reward(completions):\n    return '5' * len(completions)\n", "returned '555555', which is no list of numbers"),
-    ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 6 completions"),
+    ("def reward(completions):\n    return '5' * len(completions)\n",
+     "returned '55555555', which is no list of numbers"),
+    ("def reward(completions):\n    return [1]\n", "returned 1 numbers for 8 completions"),
     ("def reward(completions):\n    return [1 / 0]\n", "raised ZeroDivisionError: .* for the prompt .* and the text"),
+    ("def a(completions):\n    return [1] * len(completions)\ndef b(completions):\n    raise ValueError('no')\n"
+     "WEIGHTS = [1, 1]\n", "own.py: b raised ValueError: no, for the prompt"),
     ("class Odd(Exception):\n    __str__ = None\ndef reward(completions):\n    raise Odd\n",
      "raised Odd, for the prompt"),
     ("def reward(completions):\n    import os; os._exit(3)\n", "a process that judges has ended"),
     (GAME.replace("3", "1"), "TURNS of 2 or more and a function reply"),
     (GAME + "def reply(texts):\n    return 'a'\n", "reply returned 'a', which is no list of texts"),
-    (GAME + "def reply(texts):\n    return texts[:1]\n", "reply returned 1 texts for 6 completions"),
-    (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n", "tokens, with TOKENS = 6 more than 4096"),
+    (GAME + "def reply(texts):\n    return texts[:1]\n", "reply returned 1 texts for 8 completions"),
+    (GAME + "def reply(texts):\n    return ['x' * 5000] * len(texts)\n", "tokens, with TOKENS = 6 more than 1024"),
     ("def reward(completions):\n    import time; time.sleep(99)\n", "did not return within 0.05 s: give it longer"),
 ])
 def test_what_a_file_does_wrong_is_one_line(judged, text, words):
@@ -307,10 +486,10 @@ def test_answers_about_a_chunk_that_was_given_up_are_not_taken_for_another(judge
         raise ConnectionError
 
     own, engine = judged(LETTERS), new_engine()
-    want = rewards_of(own, engine, 4, 4)
+    want = rewards_of(own, engine, 8)
     with pytest.raises(ConnectionError):             # the coordinator, while the texts are judged
-        own.rewards(engine, 0, 4, gone)
-    equal(rewards_of(own, engine, 4, 4), want)
+        own.texts(engine, 0, gone)
+    equal(rewards_of(own, engine, 8), want)
     assert want.any()
 
 
@@ -321,7 +500,7 @@ import os, signal, sys
 sys.path.insert(0, {HERE!r})
 from tools import objective
 if __name__ == "__main__":
-    judge = objective.Judge("own.py", 1, 99.0, None)
+    judge = objective.Judge("own.py", 1, 99.0, objective.Reader(None, [], [], "", 0))
     judge.begin({{"prompts": [""], "completions": [""]}})
     os.kill(judge._processes[0].pid, signal.SIGINT)      # Ctrl-C in a terminal reaches it too
     print(judge._processes[0].pid, judge._processes[0].is_alive(), flush=True)
@@ -372,7 +551,7 @@ class Scripted(FakeObjective):
         return f"a prompt >>> a text (reward {self.reward(engine):.4f})"
 
 
-FAKE = changed(OBJECTIVE="x", SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=2)
+FAKE = changed(**REWARDED, SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=2)
 REWARDS = [-0.5, 0, -0.25, 0, -0.125, 0, -3, 0, -0.25, 0, -0.2, 0]
 
 
@@ -391,8 +570,66 @@ def test_the_snapshot_with_the_highest_reward_is_the_best_and_stays_it(tmp_path)
         assert (shelf.best, shelf.figures) == (4, {4: -0.125, 10: -0.2})
 
 
+def test_the_best_reward_so_far_has_a_snapshot_whatever_its_step(tmp_path):
+    cfg = FAKE.changed(SNAPSHOT_EVERY=1000)
+    with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
+        server.work(FakeEngine(cfg, 0.003), objective=Scripted())
+        until(lambda: server.run.step == 11 and sorted(server.shelf.files) == [2, 4])
+    assert os.readlink(tmp_path / "best.egg") == "snapshot-00000011-reward-0.000000.egg"            # the end counts
+
+
+class Collapsing(FakeObjective):
+    def measured(self, engine):
+        words = 100 - 5 * engine.step
+        numbers = {"distinct_words": words, "distinct_texts": 9, "seen_texts": 8, "seen_prompts_differ": words / 1000}
+        return 4, 0.5, {"news": "a line", "numbers": numbers, "completions": [{"prompt": "p", "reward": 0.5}]}
+
+    def sample(self, engine, number):
+        return "a prompt >>> a text"
+
+
+def test_what_goes_wrong_is_said_in_words(tmp_path):
+    with Server(tmp_path, FAKE, save=True, steps=14, stay=True, http=EVERYBODY) as server:
+        server.work(FakeEngine(FAKE, 0.003), validation=VALIDATION, objective=Collapsing())
+        page_shows(server, 12)
+        server.reaches(14)
+        state, lines = state_of(server), server.said
+        metrics = parse_metrics(ask(server, "/metrics")[2].decode())
+    assert lines.count("variety has halved, 50 distinct words after 100: if that is too much, begin again with") == 1
+    assert lines.count("language has become worse, ") == 1 and "since 0: if that is too much" in lines
+    assert ("reward at step 2: 0.5000, the mean of 4 texts after held-out prompts\n  distinct words 90, distinct texts "
+            "9\n  seen: texts 8, prompts differ 0.09\n  a line\n") in lines
+    assert lines.count("so that hardly anything can be learnt") == 1
+    assert metrics["egg_reward_distinct_words"] == 40 and metrics["egg_reward_seen_differ"] == 0.04
+    assert state["last_reward"]["numbers"]["seen_prompts_differ"] == 0.04
+    log = of_kind("completions", events(tmp_path))
+    assert log[0]["step"] == 0 and log[0]["completions"] == [{"prompt": "p", "reward": 0.5}]
+
+
+@pytest.mark.parametrize("texts, reward, shown", [
+    (0, 1.0, b'{"news": "", "numbers": {}}'), (1, float("nan"), b'{"news": "", "numbers": {}}'), (1, 1.0, b"{"),
+    (1, 1.0, b'{"numbers": {}}'), (1, 1.0, b'{"news": 3, "numbers": {}}'),
+    (1, 1.0, b'{"news": "", "numbers": {"lowest": "1"}}'), (1, 1.0, b'{"news": "", "numbers": {"lowest": NaN}}'),
+    (1, 1.0, b'{"news": "", "numbers": []}')])
+def test_no_worker_ends_a_coordinator_by_what_it_states_about_rewards(texts, reward, shown):
+    progress = Progress(FAKE, SimpleNamespace(step=0), None)
+    assert progress.check_reward(1, 1.0, b'{"news": "", "numbers": {}}') == {"news": "", "numbers": {}}
+    with refused("wrong reward", FrameError):
+        progress.check_reward(texts, reward, shown)
+
+
+@pytest.mark.parametrize("text, share", [(LETTERS, 0.5), (LETTERS + "DATA = HELD_OUT = []\n", 0.1),
+                                         (LETTERS + "from beside import DATA, HELD_OUT\n", 0.1), ("(", 0.5)])
+def test_a_file_with_data_needs_less_text(tmp_path, text, share):
+    (tmp_path / "own.py").write_text(text)
+    args = SimpleNamespace(function=egg.train, objective=str(tmp_path / "own.py"), run=None)
+    assert egg_config.load(objective=egg.objective_of(args), environ={}).TEXT_SHARE == share
+    args.run = "ckpt"
+    assert egg.objective_of(args)[2] == {}
+
+
 def test_page_metrics_status_and_plots_have_the_reward(tmp_path):
-    with Server(tmp_path, FAKE, save=True, steps=5, stay=True, http=EVERYBODY) as server:
+    with Server(tmp_path, FAKE, save=True, steps=5, stay=True, drain=0, http=EVERYBODY) as server:
         server.work(FakeEngine(FAKE, 0.003), objective=Scripted())
         page_shows(server, 4)
         server.reaches(5)
@@ -458,7 +695,7 @@ def run(place, here):
 def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     old = tmp_path / "ckpt" / "history.egg"
     before = old.read_bytes()
-    small = "-D CHUNK_SIZE=16 -D POPULATION_SIZE=32 -D VALIDATE_EVERY=1 -D TEXT_SHARE=0.35"
+    small = "-D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32 -D VALIDATE_EVERY=1 -D TEXT_SHARE=0.35"
     said = run(f"train --objective own.py --load-dir ckpt --save-dir new --steps 3 {small}")
     assert "new begins with the model of ckpt, step 1" in said and "before, " in said and "on held-out prompts" in said
     assert old.read_bytes() == before
@@ -472,20 +709,28 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     samples = of_kind("sample", told)
     assert samples and all(re.search(r" \(reward \S+\)$", one["text"]) for one in samples)      # also at the end
     said = run("eval --load-dir new --objective own.py")
-    assert "mean reward" in said and "of 256 texts after held-out prompts" in said and " >>> " in said
+    assert re.search(r"mean reward [\d.]+, the mean of 256 texts after held-out prompts\n  distinct|deviation ", said)
+    assert re.search(r"\n  seen: texts 256, mean .*, prompts differ [\d.]+\n  [\d.]+ bits/byte on val.bin\n", said)
+    assert said.count(" >>> ") == 8
     run("generate --load-dir new --prompt the --tokens 3")
     run("eval --load-dir new --objective", os.path.join(HERE, "examples", "words.py"))
     (tmp_path / "own.py").write_text(LETTERS + "# changed\n")
     said = run("train --objective own.py --save-dir new --steps 5", status=2)
     assert "own.py: new was begun with another file, or that one has changed: --load-dir new with another --s" in said
+    said = run(f"train --objective own.py --load-dir new --save-dir newer --steps 2 {small}")
+    assert "newer begins with the model of new, step 4" in said and "stopped after 2 steps" in said
 
 
 def test_rewards_are_measured_without_held_out_text_and_at_the_end_without_validations(run, tmp_path):
     (tmp_path / "val.bin").unlink()
-    small = "-D CHUNK_SIZE=16 -D POPULATION_SIZE=32 --objective own.py --load-dir ckpt"
+    small = "-D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32 --objective own.py --load-dir ckpt"
     said = run(f"train {small} -D VALIDATE_EVERY=1 --save-dir a --steps 3")
     assert "reward at step 2: " in said and "val.bin is missing: no validation" in said
+    (tmp_path / "own.py").write_text("TOKENS = 6\ndef reward(completions, trainer_state):\n    done = "
+                                     "trainer_state.global_step / trainer_state.max_steps\n"
+                                     "    return [done] * len(completions)\n")
     said = run(f"train {small} -D VALIDATE_EVERY=0 --save-dir b --steps 3")
+    assert os.readlink(tmp_path / "b" / "best.egg") == "snapshot-00000003-reward-1.000000.egg"
     assert "reward at step 3: " in said and "reward at step 2: " not in said and "after, on held-out prompts" in said
 
 
@@ -494,7 +739,7 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
         return {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
 
     before = kept()
-    small = "--objective own.py --load-dir ckpt -D CHUNK_SIZE=16 -D POPULATION_SIZE=32"
+    small = "--objective own.py --load-dir ckpt -D GROUP_SIZE=2 -D CHUNK_SIZE=16 -D POPULATION_SIZE=32"
     said = run(f"train {small} --steps 2")
     assert "egg: ckpt-2 begins with the model of ckpt, step 1; ckpt stays as it is\n" in said
     assert "kept in ckpt-2\n" in said and "--save-dir ckpt-2 --objective own.py" in said
@@ -526,15 +771,16 @@ def test_an_error_of_the_function_ends_training_in_one_line(run, tmp_path):
 
 @pytest.mark.parametrize("name, column, prompt, texts, low, written", [
     ("words", "completions", "", ["the king said", "qzx"], 0.0, None),
-    ("sums", "answer", "3+4=", ["7", "8", "7 "], 0.0, "sums.txt"),
+    ("sort", "answer", "314>", ["134", "314", "134 "], 0.0, "sort.txt"),
     ("json_array", "prompts", "[5, ", ["71, 8]", "71, 71]", "71, 8, 9, 10]", "7, 100]", "           "], 0.1,
      "arrays.txt"),
     ("guess", "secret", "?", ["7=7=7=7", "5>7=7=7", "1>x!3>4"], 0.0, "games.txt")])
 def test_examples_judge(name, column, prompt, texts, low, written, here):
     path = os.path.join(HERE, "examples", name + ".py")
-    found, n = objective.read(path), len(texts)
-    given = {"prompts": [prompt] * n, "completions": texts, "answer": ["7"] * n, "secret": [7] * n}
-    scores = objective.judged(found["reward"], {name: given[name] for name in ("prompts", "completions", column)})
+    (names, functions), n = objective.read(path), len(texts)
+    columns = {"prompts": [prompt] * n, "completions": texts, "answer": ["134"] * n, "secret": [7] * n}
+    scores, _ = objective.judged(functions, {name: columns[name] for name in ("prompts", "completions", column)}, None,
+                                 None)
     assert scores[0] == max(scores) > max(scores[1:]) and 0.7 < scores[0] <= 1 and 0 <= min(scores) <= low
     with contextlib.closing(objective.Objective(CFG, path, BYTES, TOKENS, processes=1)) as own:
         own.try_out()
@@ -542,4 +788,4 @@ def test_examples_judge(name, column, prompt, texts, low, written, here):
         runpy.run_path(path, run_name="__main__")
         assert len((here / written).read_text()) > 100000
     if name == "guess":
-        assert found["reply"](["7", "8", "3", "x"], [7] * 4) == ["=", "<", ">", "!"]
+        assert names["reply"](["7", "8", "3", "x"], [7] * 4) == [None, "<", ">", "!"]

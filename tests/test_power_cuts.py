@@ -18,7 +18,7 @@ from model.parameters import initial_state
 from model.state_digest import of_state
 from tools import use
 from coordinators import Server, filled, until
-from fakes import ACTIVATIONS, FakeEngine, FakeObjective, VALIDATION, changed, step_alone
+from fakes import ACTIVATIONS, FakeEngine, FakeObjective, REWARDED, VALIDATION, changed, step_alone
 
 # Names and contents that were synced, changes of names since, one by one, and what was promised by then: `step`,
 # which a worker has seen; of the snapshots of `epoch` the steps that are `listed`, the `best`, and its `figure`
@@ -192,7 +192,7 @@ class Paid(FakeEngine, FakeObjective):
 
 OFTEN = dict(SNAPSHOT_EVERY=2, VALIDATE_EVERY=2, SAMPLE_EVERY=0)
 KINDS = {"weights": changed(**OFTEN), "activations": ACTIVATIONS.changed(**OFTEN),
-         "objective": changed(**OFTEN, OBJECTIVE="0" * 64)}
+         "objective": changed(**REWARDED, **OFTEN)}
 
 
 @mark.parametrize("kind", KINDS)

@@ -18,10 +18,10 @@ import pyzstd
 
 import egg_config
 import egg_net
-from cluster import history, session, snapshots, status, wire
-from cluster.auth import Access, Caller, Host, key_of, read_card
-from cluster.wire import (Frame, FrameError, HEARTBEAT, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NOTHING,
-                          RESULT, V2, VALIDATION, frame)
+from cluster import admission, auth, history, snapshots, status, wire
+from cluster.auth import Access, key_of, read_card
+from cluster.wire import (Frame, FrameError, HEARTBEAT, HELLO, JOB_REQUEST, JOB_RESPONSE, JOIN, LOG_MESSAGE, NOTHING,
+                          PROVE, RESULT, V2, VALIDATION, WELCOME, frame)
 from islands.gossip import Standing, read_status
 from model import fitness_digits
 from coordinators import Peer, Peer2, Server, kept, listening, named, refused, result_frame, run_worker
@@ -59,49 +59,55 @@ def test_protocol_2_byte_by_byte(tmp_path):
 
 
 def greet(caller, host):
-    """Caller and Host after an introduction without sockets."""
-    answer = caller.begin()
-    while answer and (answer := takes(host, *answer)):
-        answer = takes(caller, *answer)
-    return caller, host
-
-
-def with_secret():
-    return greet(Caller(Access(SECRET), card()), Host(SECRET))
+    """The JOIN of a caller, and what a host makes of it, after an introduction without sockets."""
+    next(host)
+    sent = next(caller)
+    while sent[0] != JOIN:
+        sent = takes(caller, *takes(host, *sent))
+    with raises(StopIteration) as end:
+        takes(host, *sent)
+    return sent, end.value.value
 
 
 def takes(side, opcode, *fields):
-    """The answer of a Caller or Host to a frame of these fields."""
-    return side.handle(opcode, b"".join(opcode.parts(*fields)))
+    """The answer of a caller or host to a frame of these fields."""
+    return side.send((opcode, b"".join(opcode.parts(*fields))))
 
 
 def test_the_introduction_proves_both_sides():
-    caller, host = with_secret()
-    assert host.card.role == "worker" and host.card.config == CFG.saved() and caller.welcome is None
+    caller = auth.caller(Access(SECRET), card())
+    join, (given, key, proof) = greet(caller, auth.host(SECRET))
+    assert given.role == "worker" and given.config == CFG.saved() and key == ""
     state = [b"c" * 32, b"d" * 32, 7, 4]
-    assert takes(caller, *host.welcome(*state)) is None and [*caller.welcome[1:]] == state
-    with raises(FrameError, match="WELCOME before the introduction is complete"):
-        takes(caller, *host.welcome(*state))
-    caller, host = with_secret()
-    another = Host(SECRET)
-    takes(another, *caller.begin())
+    with raises(StopIteration) as end:
+        takes(caller, WELCOME, proof, *state)
+    assert [*end.value.value[1:]] == state
+    another = auth.host(SECRET)
+    next(another)
+    takes(another, HELLO, bytes(32))
     with raises(wire.Refused, match="wrong secret"):                            # recorded in another introduction
-        takes(another, JOIN, caller._proof(b"worker"), caller._text)
+        takes(another, *join)
+    caller = auth.caller(Access(SECRET), card())
+    greet(caller, auth.host(SECRET))
     with raises(FrameError, match="does not know the secret"):
-        takes(caller, *with_secret()[1].welcome(*state))         # of another introduction
+        takes(caller, WELCOME, proof, *state)                    # of another introduction
     for early in (JOIN, JOB_REQUEST, 99):
+        early_one = auth.host(SECRET)
+        next(early_one)
         with raises(FrameError, match="before the introduction is complete"):
-            Host(SECRET).handle(early, bytes(64))
+            early_one.send((early, bytes(64)))
 
 
 def test_who_has_a_key_cannot_join_by_another_name():
     access = Access(key_of(SECRET, "gpu7"), name="gpu7")
-    _, host = greet(Caller(access, card()), Host(SECRET))
-    assert host.key == "gpu7" == host.card.name
-    caller = Caller(access, card())
-    caller._text = as_json(name="gpu8")
+    _, (given, key, _) = greet(auth.caller(access, card()), auth.host(SECRET))
+    assert key == "gpu7" == given.name
     with raises(wire.Refused, match="the key of gpu7 lets in a worker of that name"):
-        greet(caller, Host(SECRET))
+        host, text = auth.host(SECRET), as_json(name="gpu8")
+        next(host)
+        _, challenge, _ = takes(host, HELLO, bytes(32))
+        takes(host, PROVE, b"gpu7")
+        takes(host, JOIN, auth._proof(access.secret, b"worker", bytes(32) + challenge, text), text)
 
 
 def test_a_worker_falls_back_to_protocol_1_and_never_with_a_secret():
@@ -212,7 +218,7 @@ def test_whatever_a_frame_raises_drops_that_peer_and_nobody_else(monkeypatch, se
     honest, hostile = named(server, "honest", "hostile")
     hostile.chunk(0)
     broken = mock.Mock(side_effect=RuntimeError("something that nobody has thought of\nin two lines"))
-    monkeypatch.setattr(server.coordinator, "take_validation", broken)
+    monkeypatch.setattr(egg_net.RemoteWorker, "take_validation", broken)
     hostile.send(VALIDATION, 0, 1, 1, 1.0)
     server.says("what it sent cannot be handled: RuntimeError: something that nobody")
     server.has_workers(1)
@@ -359,7 +365,7 @@ def test_unknown_frames_and_half_frames_do_no_harm(server):
 
 
 def test_a_frame_that_never_ends_is_refused(monkeypatch, server):
-    monkeypatch.setattr(session, "FRAME_SECONDS", 0.3)
+    monkeypatch.setattr(admission, "FRAME_SECONDS", 0.3)
     honest, slow = Peer(server), Peer(server)
     assert honest.chunk(0) == 0
     with raises(OSError):                                 # a byte now and then is no sign of life

@@ -16,7 +16,7 @@ from pytest import fixture, mark, MonkeyPatch, raises
 
 from cluster import history
 from egg_config import EggError, UsageError
-from engine import engines
+from tools import train
 from commands import defines
 from fakes import changed
 from recordings import HERE
@@ -114,7 +114,7 @@ def digests(*directories):
     runs = [history.read_run(CFG, directory) for directory in directories]
     steps, states = min(run.step for run in runs), []
     for run in runs:
-        engine = engines.make(CFG, None, "cpu")
+        engine = train.make_engine(CFG, None, "cpu")
         history.replay(run, engine, steps)
         states.append((engine.step, engine.digest()))
     return states

@@ -14,7 +14,7 @@ from pytest import fixture, mark, raises
 import pyzstd
 
 import egg_net
-from cluster import collector, history, snapshots, wire
+from cluster import history, snapshots, wire
 from cluster.history import open_run
 from cluster.snapshots import unpack
 from cluster.wire import JOB_RESPONSE, SNAPSHOT_WANTED
@@ -237,7 +237,7 @@ def test_a_snapshot_is_offered_once_it_is_on_the_disk_and_nobody_waits_for_that(
         server.work(FakeEngine(cfg, 0.003))
         server.reaches(21)
         assert server.shelf.newest == 0
-        assert len([*tmp_path.glob("snapshot*.part")]) == collector.MOST_COMING       # more do not wait for the disk
+        assert len([*tmp_path.glob("snapshot*.part")]) == snapshots.MOST_COMING       # more do not wait for the disk
         slow.set()
     with closing(history.read_run(cfg, tmp_path)) as run:
         assert sorted(snapshots.Shelf(cfg, run).files) == [12, 16]

@@ -160,7 +160,7 @@ def test_leases_follow_the_time_that_chunks_take(monkeypatch, server):
     quick.result(0, 96)
     # a copy, well before the lease is over
     assert quick.chunk(0) == 64 and "handed out again" not in server.said
-    until(lambda: re.search(r"silent for 1(\.0\d*)? s, its chunk 2 is handed out again", server.said))
+    until(lambda: re.search(r"has not delivered for 1(\.0\d*)? s, its chunk 2 is handed out again", server.said))
     quick.result(0, 64)
     server.reaches(1)
     stuck.result(0, 64, BAD)                                     # too late: ignored

@@ -1,17 +1,21 @@
 """Curves of runs, read from their logs of events (docs/EVENTS.md): loss, validation and reward by step, tokens and time
-of training, and what islands took in."""
+of training, and what islands took in. They are drawn with matplotlib, or as lines of blocks in the terminal."""
 
 import contextlib
+import glob
 import io
 import itertools
 import json
 import os
+import shutil
 from collections import defaultdict, deque, namedtuple
 
 import egg_config
-from cluster.console import one_line
+from cluster import history
+from cluster.console import one_line, table
 from cluster.event_log import LONGEST, WatchError
 from cluster.history import EVENTS, open_file
+from egg_config import explained
 
 POINTS = 1 << 12           # most points of a curve
 READ_WHOLE = 1 << 24       # bytes of a log: of the steps in one that is n times as long only each n-th is read
@@ -19,6 +23,11 @@ SAMPLES, MERGES = 8, 200   # the newest ones of a run that are kept
 TEXT = 64                  # characters of a name or a unit
 MOST = 1e15                # size of a number: a forged one must not break the arithmetic of charts
 ADVICE = "name a --save-dir, or a file of --log-json"
+# {--x: (the field of a Point by its number, size of a unit, title)}
+AXES = {"steps": (0, 1, "steps"), "tokens": (1, 1e6, "million tokens"), "time": (2, 60, "minutes of training")}
+DRAWN = 2000               # most points of a curve in a picture
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+WORDS = 40                 # columns beside the blocks of a line in the terminal
 
 # raised by an event that is incomplete or of another program
 INCOMPLETE = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
@@ -90,7 +99,7 @@ def read_curve(path, curve=None):
     name = os.path.join(path, EVENTS) if os.path.isdir(path) else os.path.realpath(path)
     curve = curve or Curve(one_line(str(path)).removesuffix(".jsonl"))
     for part in [f"{name}.1"] * os.path.lexists(f"{name}.1") + [name]:         # a long log has an older part
-        with egg_config.explained(WatchError, part, ADVICE), open_file(part) as raw, io.BufferedReader(raw) as file:
+        with explained(WatchError, part, ADVICE), open_file(part) as raw, io.BufferedReader(raw) as file:
             every = 1 + os.path.getsize(part) // READ_WHOLE
             for number, line in enumerate(iter(lambda: file.readline(LONGEST), b"")):
                 if number % every == 0 or b'"event": "step"' not in line:
@@ -112,3 +121,114 @@ def _number(value):
 def _text(value):
     """A text of a log as part of a line: without characters that no terminal and no picture can show."""
     return one_line(str(value), TEXT)
+
+
+# --- drawn ------------------------------------------------------------------------------------------------------------
+
+def plot(runs, printer, x="tokens", out=None, log=False):
+    """Draws the curves of `runs` (save directories or JSON logs) against `x`: "tokens", "time" or "steps", with `log`
+    on a logarithmic axis. out: file of the picture; None: `printer` (a console.Printer) gets lines. Raises
+    WatchError."""
+    curves = [read_curve(run) for run in runs]
+    charts = charts_of(curves, x, log)
+    if not charts:
+        raise WatchError("no step has a place on a logarithmic axis yet: leave --log out")
+    if out:
+        picture(charts, curves, x, out, log)
+        printer.line(f"picture: {out}")
+    else:
+        for title, lines in charts.items():
+            printer.line("\n".join([f"{title}, against {AXES[x][2]}", *sparklines(lines, log)]))
+
+
+def runs(directories, printer):
+    """Prints a table of runs; of none: all in this directory. Raises HistoryError."""
+    directories = directories or sorted(filter(history.holds_run, glob.glob("*"))) or [history.newest()]
+    constants = [egg_config.load(environ={}, saved=history.configuration(name)).constants() for name in directories]
+    rows = []
+    for name, values in zip(directories, constants):
+        curve = Curve()
+        with contextlib.suppress(WatchError):
+            read_curve(name, curve)
+        best = [f"{min(p.value for p in curve.validation):.4f} {curve.units['validation']}"] if curve.validation else []
+        best += [f"reward {max(p.value for p in curve.reward):.4f}"] if curve.reward else []
+        differ = [f"{key}={egg_config.text(value):.40}" for key, value in values.items()
+                  if any(other[key] != value for other in constants)]
+        rows.append((name, str(curve.steps), ", ".join(best), " ".join(differ)))
+    printer.line("\n".join(table(("run", "steps", "best", "constants that differ"), rows, 4)))
+
+
+def charts_of(curves, x, log):
+    """{title: {curve: (places, values)}}: every quantity that some of the runs have."""
+    field, size, _ = AXES[x]
+    charts = {}
+    for quantity in "reward", "validation", "loss":
+        lines = {}
+        units = set()
+        for curve in curves:
+            points = thinned(getattr(curve, quantity), DRAWN)
+            # a logarithmic axis has no place for the beginning
+            shown = [(point[field] / size, point.value) for point in points if point[field] > 1e-3 or not log]
+            if shown:
+                lines[curve] = tuple(zip(*shown))
+                units.add(curve.units[quantity])
+        if lines:
+            charts[", ".join([quantity, *sorted(units - {""})])] = lines
+    return charts
+
+
+def sparklines(lines, log):
+    """Yields a line for every curve: blocks, its last value and name; blanks where it has not begun, or has ended."""
+    import numpy as np                               # the live page starts without it
+    places, values = np.concatenate([*lines.values()], axis=1)
+    columns = max(shutil.get_terminal_size().columns - WORDS, 8)
+    grid = (np.geomspace if log else np.linspace)(places.min(), places.max(), columns)
+    for curve, line in lines.items():
+        heights = np.interp(grid, *line, left=np.nan, right=np.nan) - values.min()
+        levels = 7 * heights / (np.ptp(values) or 1)
+        blocks = "".join(BLOCKS[round(level)] if level >= 0 else " " for level in levels)
+        yield f"{blocks} {line[1][-1]:.4g}  {curve.name}"
+
+
+def picture(charts, curves, x, out, log):
+    """Writes the charts (see `charts_of`) to a file in the format of its suffix. Raises WatchError."""
+    import numpy as np
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise WatchError("--out needs matplotlib: pip install -r requirements/watch.txt; without --out a line for "
+                         "each curve is printed here") from None
+    if not out.endswith((".png", ".svg", ".pdf")):
+        raise WatchError(f"--out {out}: name a file that ends with .png, .svg or .pdf")
+    matplotlib.rcParams["text.parse_math"] = False           # names may hold a $
+    field, size, x_title = AXES[x]
+    figure = Figure(figsize=(9, 3.6 * len(charts)), layout="constrained")
+    axes = figure.subplots(len(charts), sharex=True, squeeze=False)[:, 0]
+    drawn = {}
+    for ax, (title, lines) in zip(axes, charts.items()):
+        for curve, line in lines.items():
+            colour = f"C{curves.index(curve)}"
+            drawn[curve.name], = ax.plot(*line, ".-", color=colour, markersize=2)
+            taken = [point[field] / size for point, _ in curve.merges]
+            ax.plot(taken, np.interp(taken, *line), "v", color=colour)
+        if "validation" in title:
+            add_references(ax, set.intersection(*(set(curve.references.items()) for curve in lines)))
+        ax.set_ylabel(title)
+        ax.grid(color="0.9")
+    if log:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel(x_title)
+    figure.legend(drawn.values(), drawn, loc="outside upper left", ncols=3, frameon=False)
+    with explained(WatchError, f"--out {out}", "name a file that can be written"):
+        figure.savefig(out)
+
+
+def add_references(ax, references):
+    """Marks the simple models, [(name, value)], whose values are among those that are shown."""
+    low, high = ax.get_ylim()
+    for name, value in references:
+        if low < value < high:
+            ax.axhline(value, color="0.5", linestyle=":")
+            ax.text(1, value, f" {name} {value:.2f}", transform=ax.get_yaxis_transform(), va="center")

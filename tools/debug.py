@@ -1,17 +1,16 @@
 """Inside one member: statistics of its activations, by the plain reading of the model (model.reading), and of all
-weights. DEBUG=1 prints them with the names, columns and colours of d-eggs.
+weights, with the names of d-eggs.
 """
 
 import json
-import re
 
 import numpy as np
 
+from cluster.console import table
 from egg_config import EggError, explained
 from model import parameters, rules
 from model.reading import Reading
 
-EVERY = 10                 # steps between two reports
 POSITION = 32              # position of the window whose activations are shown; the last one of a shorter window
 SATURATED = 126            # a value of this size or more counts as saturated
 
@@ -51,7 +50,7 @@ def trace(cfg, state, tokens):
     parts = []
 
     def see(layer, name, values):
-        if name in ("Before", "Gated", "Logits"):            # for the votes of noise on activations alone
+        if name in ("Before", "Gated", "Attended", "Logits"):            # for the votes of noise on activations alone
             return
         if name == "Weights":
             parts.extend({"layer": layer, "name": "Attn", "head": head, **attention_statistics(weights[position])}
@@ -72,44 +71,28 @@ def trace(cfg, state, tokens):
 
 # --- for people and for programs -------------------------------------------------------------------------------------
 
-# the lines of d-eggs; what stands between <a colour> and </> has this colour
-PART = ("<grey>{head}</><white>{name:14}</>: Mean:<bold>{mean:5.1f}</> Std:<bold>{std:4.1f}</> "
-        "Ent:<magenta>{entropy:4.2f}</>(<magenta>{bits:3.0f}%</>) <{of_saturated}>Sat:{saturated:3d}%</> "
-        "<{of_zero}>Zero:{zero:3d}%</> <{of_range}>Range:[{low:4d}..{high:4d}]</>")
-QUERY = ("<grey>{head}</><yellow>{name:14}</>: Ent:<magenta>{entropy:4.2f}</>(<magenta>{bits:3.0f}%</>) "
-         "MaxW:<cyan>{largest:6d}</> SumW:<green>{sum:8d}</> Ctx:<bold>{context:4d}</>")
-COLOURED = re.compile("<([a-z]+)>(.*?)</>")
-
-
-def describe(traced, colour):
-    """[str]: the lines of a trace; colour(text, name) paints."""
-    step, position = traced["step"], traced["position"]
-    lines = []
-    for part in traced["parts"]:
-        place = f"[S{step:5d} L{part['layer']:2d} T{position:3d}"
-        if "head" not in part:
-            lines.append(_line(place + "] ", part))
-            continue
-        possible = np.log2(part["context"]) if part["context"] > 1 else np.inf
-        lines.append(QUERY.format_map({**part, "head": f"{place} H{part['head']}] ",
-                                       "bits": 100 * part["entropy"] / possible}))
-    lines += [_line(f"[S{step:5d} L{part['layer']:2d} Wght] ", part) for part in traced["weights"]]
-    return [COLOURED.sub(lambda match: colour(match[2], match[1]), line) for line in lines]
-
-
-def _line(head, part):
-    saturated, zero = (int(100 * part[share] + 1e-9) for share in ("saturated", "zero"))
-    return PART.format_map({
-        **part, "head": head, "bits": 100 * part["entropy"] / 8, "saturated": saturated, "zero": zero,
-        "of_saturated": "red" if saturated > 10 else "yellow" if saturated else "grey",
-        "of_zero": "blue" if zero > 50 else "cyan" if zero > 10 else "grey",
-        "of_range": "red" if max(-part["low"], part["high"]) >= 127 else "green"})
+def describe(traced):
+    """[str]: the lines of a trace, a table of values and one of attention."""
+    values, queries = [], []
+    for part in traced["parts"] + traced["weights"]:
+        place = "" if part["layer"] < 0 else str(part["layer"])
+        if "head" in part:
+            queries.append((place, str(part["head"]), *(f"{part[name]:.2f}" for name in ("entropy", "peak")),
+                            *(str(part[name]) for name in ("largest", "sum", "context"))))
+        else:
+            values.append((part["name"], place, *(f"{part[name]:.2f}" for name in ("mean", "std", "entropy")),
+                           *(f"{part[name]:.0%}" for name in ("saturated", "zero")),
+                           f"{part['low']} to {part['high']}"))
+    lines = table(("name", "layer", "mean", "std", "entropy", "saturated", "zero", "range"), values, 1)
+    if queries:
+        lines += table(("layer", "head", "entropy", "peak", "largest", "sum", "context"), queries, 0)
+    return [f"step {traced['step']}, member 0, position {traced['position']}", *lines]
 
 
 def report(cfg, engine, tokens, console, path=None):
     """Prints the trace of an engine's state, and appends it to the file `path` as a line of JSON. Raises EggError."""
     traced = trace(cfg, engine.state(), tokens)
-    for line in describe(traced, console.colour):
+    for line in describe(traced):
         console.line(line)
     if path:
         with explained(EggError, path, "name a file for the trace that can be written"), open(path, "a") as file:

@@ -42,7 +42,6 @@ egg_loss                      last_step        loss               unit
 egg_step_seconds              last_step        seconds
 egg_learning_rate             last_step        learning_rate
 egg_weights_changed           last_step        updates
-egg_sigma_shift               run              sigma_shift
 egg_chunks                    run              chunks
 egg_chunks_done               run              chunks_done
 egg_sent_bytes_total          run              sent
@@ -56,6 +55,17 @@ egg_validation_best           best_validation  value              unit
 egg_reward                    last_reward      value
 egg_reward_step               last_reward      step
 egg_reward_best               best_reward      value
+egg_reward_deviation          last_reward      deviation
+egg_reward_lowest             last_reward      lowest
+egg_reward_highest            last_reward      highest
+egg_reward_distinct_texts     last_reward      distinct_texts
+egg_reward_distinct_words     last_reward      distinct_words
+egg_reward_seen               last_reward      seen_mean
+egg_reward_seen_deviation     last_reward      seen_deviation
+egg_reward_seen_lowest        last_reward      seen_lowest
+egg_reward_seen_highest       last_reward      seen_highest
+egg_reward_seen_differ        last_reward      seen_prompts_differ
+egg_texts_judged_total        last_reward      judged
 egg_worker_chunks_total       workers          chunks             name address device
 egg_worker_chunk_seconds      workers          chunk_seconds      name address device
 egg_worker_last_seen_seconds  workers          last_seen          name address device
@@ -96,12 +106,10 @@ def figures(coordinator):
     status, progress = coordinator.status(), coordinator.progress
     island = status["island"]
     peers = island["peers"] if island else []
-    cfg = coordinator.cfg
     return {**status, **vars(progress.traffic), "workers": status["workers"][:ENTRIES], "peers": peers[:ENTRIES],
             "n_peers": island and len(peers), "n_up": island and sum(peer["state"] == "up" for peer in peers),
             "minutes": coordinator.minutes, "tokens": status["step"] * progress.tokens_a_step,
-            "weights": progress.loss and coordinator.n_weights,
-            "sigma_shift": cfg.sigma_shift(status["step"]) if cfg.PERTURB == "weights" else None}
+            "weights": progress.loss and coordinator.n_weights}
 
 
 class View(Curve):
@@ -118,7 +126,7 @@ class View(Curve):
         super().add(event)
         kind = event["event"]
         if kind in SHOWN:
-            self.newest[f"last_{kind}"] = event
+            self.newest[f"last_{kind}"] = {**event.get("numbers", {}), **event}          # of a reward
         if kind in BETTER:
             best = f"best_{kind}"
             self.newest[best] = BETTER[kind](self.newest.get(best, event), event, key=lambda event: event["value"])

@@ -1,16 +1,17 @@
 """Rewards: what a Python function of the user thinks of what members write (SPEC 22, docs/OBJECTIVES.md).
 
-A file of --objective has reward(prompts, completions, **columns): lists of str of one length; it returns as many
-numbers, more is better. This is the form of the reward functions of TRL. Optional in the file: DATA and HELD_OUT, lists
-of dicts or the names of JSON-lines files with "prompt" and further columns; TOKENS to write after a prompt; STOP, a
-text that ends a completion; TEMPERATURE; reply(prompts, texts, **columns), what the other side says after each text,
-and TURNS, the number of texts that a dialogue has.
+A file of --objective has a reward function of the form of TRL: reward(prompts, completions, **columns) takes lists of
+one length and returns as many numbers, more is better, or None for a text that it does not judge. Optional in the file:
+WEIGHTS of several such functions; DATA and HELD_OUT, lists of dicts or the names of JSON-lines files with "prompt" and
+further columns; TOKENS to write after a prompt; STOP, a text that ends a completion; TEMPERATURE; reply(prompts, texts,
+**columns), what the other side says after each text, and TURNS, the most texts that a dialogue has.
 """
 
 import asyncio
 import contextlib
 import functools
 import inspect
+import io
 import itertools
 import json
 import math
@@ -18,32 +19,36 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import runpy
 import signal
 import sys
 import threading
 import time
-from collections import namedtuple
+import types
+from collections import deque, namedtuple
 from numbers import Real
 
 import numpy as np
 
 from egg_config import EggError, explained
 from engine import hardware
-from model import data_files, fitness_digits, sampling
+from model import data_files, fitness_digits, rewards as reward_votes, sampling
 from model.seeds import hash32
-from tools import processes
 
 PROMPT_TOKENS = 16           # of the data before a completion, where the file has no DATA
 HELD_OUT_TEXTS = 256         # of the unperturbed model, which are measured
-LONGEST = 4096               # tokens of a prompt and its completion
+SEEN_PROMPTS = 32            # after which `egg.py eval` lets it write OBJECTIVE_TEXTS
+CHUNKS_SHOWN = 8             # of which a measurement shows what they have learnt from
+END_SECONDS = 1.0            # for a process that judges to end its own ones
+LONGEST = 1024               # tokens of a prompt and all that follows
 MOST_TURNS = 64
-REWARD_UNIT = 1 << 16        # of a reward in fixed point, in which it takes the place of a loss
 MOST_REWARD = 1 << 30
-# Makes texts of tokens: data_files.Decoding, [row], the names of further columns, STOP
-Reader = namedtuple("Reader", "decoding rows columns stop")
-# first hashes of a pair's choice of prompts and of its seeds of draws: behind those of noise, before those of targets
-PROMPT_STREAM, DRAW_STREAM = 1 << 28, 1 << 29
+NO_END = (1 << 31) - 1       # max_steps of a run without --steps
+LOGGED = 16                  # most columns of the texts of a measurement that are kept
+SHOWN = 4                    # of the best of these texts, and of others
+# Makes texts of tokens: data_files.Decoding, [row], the names of further columns, STOP; max_steps: of the run
+Reader = namedtuple("Reader", "decoding rows columns stop max_steps")
+# what a reward function gets beside the columns of DATA, as of TRL
+OURS = {"prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 
 
 class ObjectiveError(EggError):
@@ -60,23 +65,50 @@ class Prompts(namedtuple("Prompts", "rows tokens lengths")):
 
 
 def read(path):
-    """{name: value}: what the file defines. Raises ObjectiveError for one that has an error or no function reward."""
-    with explained(ObjectiveError, path, "give --objective the path of a Python file"), open(path, "rb"):
-        pass
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    """({name: value}, {name: (weight, function)}): what the file defines, as a module of its name, and what of it
+    judges. Raises ObjectiveError for a file that has an error or no such function."""
+    with explained(ObjectiveError, path, "give --objective the path of a Python file"), open(path, "rb") as file:
+        source = file.read()
+    place, name = os.path.abspath(path), os.path.splitext(os.path.basename(path))[0]
+    if name in sys.stdlib_module_names or getattr(sys.modules.get(name), "__file__", place) != place:
+        name = f"objective_{name}"                   # another module has this name
+    sys.modules[name] = module = types.ModuleType(name)      # where pickle and dataclasses look for it
+    module.__file__ = place
+    sys.path.append(os.path.dirname(place))          # what lies beside it can be imported, also by processes of its own
+    names = vars(module)
     try:
-        names = runpy.run_path(path)
+        exec(compile(source, place, "exec"), names)
     except SyntaxError as error:
         raise ObjectiveError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     except (Exception, SystemExit) as error:
         advice = "" if isinstance(error, OSError) else f": it must run by itself, as `python {path}` does"
         raise ObjectiveError(f"{path}: {_said(error)}{advice}") from None
-    finally:
-        del sys.path[0]
-    if not callable(names.get("reward")):
-        raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns): it is to return a list "
-                             "of numbers")
-    return names
+    return names, _judging(path, names)
+
+
+def _judging(path, names):
+    """{name: (weight, function)} of those that judge: the ones of WEIGHTS, a dict, or a list in their order; else
+    `reward`, or the only one that takes completions. Raises ObjectiveError."""
+    takes = [key for key, value in names.items() if key[0] != "_" and "completions" in _parameters(value)]
+    own = [key for key in takes if getattr(names[key], "__module__", None) == names["__name__"]]
+    takes = own or takes                             # else they are imported
+    weights = names.get("WEIGHTS", dict.fromkeys(["reward"] if callable(names.get("reward")) else takes, 1))
+    if isinstance(weights, (list, tuple)):
+        weights = dict(itertools.zip_longest(takes, weights))
+    if not (isinstance(weights, dict) and (len(weights) == 1 or weights and "WEIGHTS" in names) and all(
+            callable(names.get(key)) and isinstance(weight, Real) for key, weight in weights.items())):
+        raise ObjectiveError(f"{path} has no function reward(prompts, completions, **columns), which returns a list of "
+                             f"numbers, nor one other that takes completions (it has: {', '.join(takes) or 'none'}), "
+                             "nor WEIGHTS = {name: weight} of several")
+    return {key: (weight, names[key]) for key, weight in weights.items()}
+
+
+def _parameters(function):
+    """{name: inspect.Parameter} of a function, {} of anything else."""
+    with contextlib.suppress(TypeError, ValueError):
+        if not inspect.isclass(function):
+            return inspect.signature(function).parameters
+    return {}
 
 
 def _said(error):
@@ -111,7 +143,7 @@ def _rows(path, names, name):
             good = row["prompt"].encode() and all(isinstance(column, str) for column in row.keys())
         if not good:
             raise ObjectiveError(f"{place}: row {number} of {name} is {str(row)[:80]!r}: must be a dict with texts as "
-                                 "keys, and a text that is not empty as \"prompt\"")
+                                 "keys, and a text that is not empty as \"prompt\" (join the messages of a chat)")
     return value
 
 
@@ -141,64 +173,108 @@ def _windows(tokens, starts):
 
 # --- judging ---------------------------------------------------------------------------------------------------------
 
-# what a function of this name returns: the type of an answer, and its name in the plural
-ANSWERS = {"reward": (float, "numbers"), "reply": (str, "texts")}
+def judged(functions, texts, loop, state):
+    """(answers, {name: [value of each text]}): the rewards, None for a text that is not judged, by functions {name:
+    (weight, function)}, or what `reply` replies, None at the end of a dialogue; and what is logged of each text. Each
+    function gets of `texts`, a dict of lists, what it takes; as with TRL. loop: for asynchronous ones; state: as
+    trainer_state. Raises ObjectiveError."""
+    count, columns, answers = len(texts["prompts"]), {}, {}
+
+    def log_extra(name, values):
+        if len(values) != count:
+            raise ObjectiveError(f"log_extra({name!r}) got {len(values)} values for {count} completions")
+        columns[str(name)[:64]] = [float(x) if isinstance(x, Real) and abs(x) < 1e300 else str(x)[:100]
+                                   for x in values]
+
+    def log_metric(name, value):
+        log_extra(name, [value] * count)
+
+    passed = {**texts, "trainer_state": state, "log_metric": log_metric, "log_extra": log_extra}
+    for name, (_, function) in functions.items():
+        takes = _parameters(function)
+        every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
+        try:
+            answer = function(**{key: values for key, values in passed.items() if every or key in takes})
+            if inspect.isawaitable(answer):
+                answer = loop.run_until_complete(answer)
+        except BaseException as error:
+            error.add_note(name)
+            raise
+        answers[name] = _checked(name, answer, count)
+    if "reply" in functions:
+        return answers["reply"], {}
+    sums = []
+    for text, *rewards in zip(texts["completions"], *answers.values()):
+        parts = [weight * reward for (weight, _), reward in zip(functions.values(), rewards) if reward is not None]
+        total = sum(parts)
+        if not abs(total) <= MOST_REWARD:
+            raise ObjectiveError(f"{' + '.join(answers)} returned {total} for {text[:80]!r}: must be from -2^30 to "
+                                 "2^30")
+        sums.append(total if parts else None)
+    return sums, {**columns, **(answers if len(answers) > 1 else {})}
 
 
-def judged(function, texts, name="reward"):
-    """[float], the rewards of `texts`, a dict of lists, of which the function gets what it takes; or [str], of a
-    function whose name is reply. Raises ObjectiveError with the reason."""
-    takes = inspect.signature(function).parameters
-    every = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes.values())
-    answers = function(**{column: values for column, values in texts.items() if every or column in takes})
-    if inspect.iscoroutine(answers):                 # TRL takes such functions too
-        answers = asyncio.run(answers)
-    kind, kinds = ANSWERS[name]
+def _checked(name, answers, count):
+    """A list of `count` floats or, of `reply`, texts, each of them or None. Raises ObjectiveError for anything else."""
+    kind, kinds = (str, "texts") if name == "reply" else (float, "numbers")
     if not isinstance(answers, (str, set, dict)):
         with contextlib.suppress(TypeError, ValueError):
-            answers = [float(value + 0) for value in answers] if kind is float else list(answers)       # text + 0 fails
-    if not (isinstance(answers, list) and all(isinstance(x, kind) for x in answers)):
+            answers = [float(x + 0) if kind is float and x is not None else x for x in answers]         # text + 0 fails
+    if not (isinstance(answers, list) and all(x is None or isinstance(x, kind) for x in answers)):
         raise ObjectiveError(f"{name} returned {str(answers)[:80]!r}, which is no list of {kinds}")
-    if len(answers) != len(texts["prompts"]):
-        raise ObjectiveError(f"{name} returned {len(answers)} {kinds} for {len(texts['prompts'])} completions")
-    for value, text in zip(answers, texts["completions"]) if kind is float else ():
-        if not abs(value) <= MOST_REWARD:
-            raise ObjectiveError(f"reward returned {value} for {text[:80]!r}: must be from -2^30 to 2^30")
+    if len(answers) != count:
+        raise ObjectiveError(f"{name} returned {len(answers)} {kinds} for {count} completions")
     return answers
 
 
 def readable(reader, rows, tokens, lengths, completions):
     """The dict of lists for a function, of the values of Prompts. completions: int32 [n, TOKENS], or the texts."""
-    def text(tokens):
-        return reader.decoding.expand(tokens).tobytes().decode("utf-8", "replace")
-
-    if not isinstance(completions, list):
-        completions = list(map(text, completions))
-        if reader.stop:
-            completions = [written.partition(reader.stop)[0] for written in completions]
+    decoding = reader.decoding
+    if isinstance(completions, list):
+        ids = [decoding.encode(text.encode("utf-8", "replace")) for text in completions]
+    else:
+        ids, completions = zip(*(_ended(reader, written) for written in completions))
     rows = [reader.rows[row] if row >= 0 else {} for row in rows]
-    first = [row.get("prompt") or text(begun[:n]) for row, begun, n in zip(rows, tokens, lengths)]
-    return {"prompts": first, "completions": completions,
+    first = [row.get("prompt") or data_files.text(decoding, begun[:n]) for row, begun, n in zip(rows, tokens, lengths)]
+    return {"prompts": first, "completions": list(completions), "completion_ids": [x.tolist() for x in ids],
             **{name: [row.get(name) for row in rows] for name in reader.columns}}
 
 
+def _ended(reader, tokens, through=False):
+    """(tokens, text) of a completion, to where it ends; through: with the tokens of STOP."""
+    data = reader.decoding.decode(tokens)
+    if reader.stop:
+        data, stop, _ = data.partition(reader.stop.encode())
+        ends = np.cumsum(lengths := reader.decoding.lengths[tokens])
+        tokens = tokens[ends - lengths < len(data) + len(stop) * through]
+    return tokens, data.decode("utf-8", "replace")
+
+
 def _judge(path, name, reader, pipe):
-    """The main function of a process that judges: says [] when it has loaded the file; takes dicts of lists, or
-    of arguments of `readable`; answers with lists of rewards or replies, or with a str, the error."""
+    """The main function of a process that judges. It takes (a dict of lists, or of arguments of `readable`; the step),
+    and gives (answers, columns, what was printed), the first time when it has loaded the file, or a str, the error."""
     os.setpgid(0, 0)                                 # so that what the function starts ends with this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    beside = os.path.dirname(os.path.abspath(path))
+    sys.stdout = printed = io.StringIO()
+    loop = asyncio.new_event_loop()                  # one for all calls, as with TRL: the locks of a file belong to it
+    asyncio.set_event_loop(loop)
     try:
-        function = read(path)[name]
-        sys.path.insert(0, beside)                   # for imports within the function
-        pipe.send([])                                # it has loaded
+        names, functions = read(path)
+        functions = {name: (1, names[name])} if name == "reply" else functions
+        answers = [], {}
         while True:
-            texts = pipe.recv()
+            pipe.send(answers if isinstance(answers, str) else (*answers, printed.getvalue()))
+            printed.seek(0)
+            printed.truncate()
+            texts, step = pipe.recv()
             texts = texts if "prompts" in texts else readable(reader, **texts)
+            state = types.SimpleNamespace(global_step=step, max_steps=reader.max_steps)
+            call = functools.partial(judged, functions, loop=loop, state=state)
             try:
-                pipe.send(judged(function, texts, name))
+                answers = call(texts)
             except BaseException as error:           # also SystemExit
-                pipe.send(f"{path}: {_blamed(function, texts, name, error)}")
+                print(printed.getvalue()[-2000:], end="", file=sys.stderr)
+                answers = f"{path}: {_blamed(call, texts, error)}"
     except (EOFError, BrokenPipeError):
         pass
     except EggError as error:
@@ -211,75 +287,111 @@ def _end_with_parent():
     os.killpg(0, signal.SIGKILL)
 
 
-def _blamed(function, texts, name, error):
-    """str: the error, with the first text for which the function fails alone."""
-    why = str(error) if isinstance(error, ObjectiveError) else f"{name} raised {_said(error)}"
-    for i, text in enumerate(texts["completions" if name == "reward" else "texts"]):
-        try:
-            judged(function, {column: values[i:i + 1] for column, values in texts.items()}, name)
-        except BaseException:
-            return f"{why}, for the prompt {texts['prompts'][i][-60:]!r} and the text {text[:60]!r}"
-    return why
+def _blamed(call, texts, error):
+    """str: the error of a call, with a text for which it fails alone."""
+    why = str(error) if isinstance(error, ObjectiveError) else f"{error.__notes__[-1]} raised {_said(error)}"
+    while (count := len(texts["prompts"])) > 1:
+        for part in slice(count // 2), slice(count // 2, count):
+            fewer = {name: values[part] for name, values in texts.items()}
+            try:
+                call(fewer)
+            except BaseException:
+                texts = fewer
+                break
+        else:
+            return why
+    text = texts.get("completions", texts.get("texts"))[0]
+    return f"{why}, for the prompt {texts['prompts'][0][-60:]!r} and the text {text[:60]!r}"
 
 
 class Judge:
-    """`count` processes that call the function `name` of a file on lists of texts, while the engine writes the next
-    ones."""
+    """`count` processes that call the functions of a file on lists of texts, while the engine writes the next ones.
+    name: reward or reply; columns: {name: [value of each text]}, what was logged of the last batch."""
+
+    _lines, _first = 0, ""     # how many were printed, and the first of them until it is told
 
     def __init__(self, path, count, seconds, reader, name="reward"):
         self._path, self._seconds, self._name = path, seconds, name
         try:
-            started = [processes.start(_judge, path, name, reader) for _ in range(count)]
+            started = [hardware.start_process(_judge, path, name, reader) for _ in range(count)]
         except (pickle.PicklingError, AttributeError, TypeError) as error:       # at the first one, if at all
             raise ObjectiveError(f"{path}: a column of DATA cannot be passed to another process ({_said(error)}): give "
                                  "numbers and texts") from None
         self._processes, self._pipes = zip(*started)
         self.waited = 0.0                            # seconds in `finish`
+        self.columns = {}
         # (pipe, first text, end) of the answers that are expected; at first that the file has loaded, however long
-        self._busy = [(pipe, 0, None) for pipe in self._pipes]
+        self._busy = [(pipe, 0, 0) for pipe in self._pipes]
+        self._until = time.monotonic() + 1e6
 
-    def begin(self, texts):
-        """Hands out a dict of lists for the function, or of arguments of `readable`, to the processes; returns the
-        answers to what was handed out before. Raises ObjectiveError."""
+    def begin(self, texts, step=0):
+        """Hands out a dict of lists for the functions, or of arguments of `readable`, to the processes; returns the
+        answers to what was handed out before. step: updates before. Raises ObjectiveError."""
         before = self.finish()
         count = len(next(iter(texts.values())))
         ends = [count * i // len(self._pipes) for i in range(len(self._pipes) + 1)]
         self._busy = [(pipe, a, b) for pipe, a, b in zip(self._pipes, ends, ends[1:]) if b > a]
         for pipe, a, b in self._busy:
             with contextlib.suppress(OSError):       # `finish` says why
-                pipe.send({name: values[a:b] for name, values in texts.items()})
+                pipe.send(({name: values[a:b] for name, values in texts.items()}, step))
+        self._until = time.monotonic() + self._seconds
         return before
 
     def finish(self):
-        """[float] or [str]: the rewards of what was handed out, or the replies; [] for nothing. Raises ObjectiveError.
-        """
-        answers, started, until = [], time.perf_counter(), time.monotonic() + self._seconds
+        """[float or None] or [str or None]: the rewards of what was handed out, or the replies; [] for nothing. Raises
+        ObjectiveError."""
+        rewards, started, self.columns = [], time.perf_counter(), {}
         for pipe, a, b in self._busy:
             try:
-                if not pipe.poll(None if b is None else max(until - time.monotonic(), 0)):
+                if not pipe.poll(max(self._until - time.monotonic(), 0)):
                     raise ObjectiveError(f"{self._path}: {self._name} did not return within {self._seconds:g} s: give "
                                          "it longer with -D OBJECTIVE_SECONDS=")
-                answer = pipe.recv()
+                answers = pipe.recv()
             except (EOFError, OSError):
                 raise ObjectiveError(f"{self._path}: a process that judges has ended: does {self._name} end Python, or "
                                      "need more memory than there is?") from None
-            if isinstance(answer, str):
-                raise ObjectiveError(answer)
-            answers += answer
+            if isinstance(answers, str):
+                raise ObjectiveError(answers)
+            values, columns, printed = answers
+            rewards += values
+            for name, column in columns.items():
+                self.columns.setdefault(name, [None] * self._busy[-1][2])[a:b] = column
+            self._first = self._first or printed.partition("\n")[0]
+            self._lines += printed.count("\n")
         self._busy = []
         self.waited += time.perf_counter() - started
-        return answers
+        return rewards
 
-    def answers(self, texts):
+    def news(self):
+        """[str]: how many lines were printed so far, and once the first of them."""
+        first, self._first = self._first, " "
+        return [f"{self._path} has printed {self._lines:,} lines: {first[:200]}".rstrip(": ")] * bool(self._lines)
+
+    def answers(self, texts, step=0):
         """`begin` and `finish`."""
-        self.begin(texts)
+        self.begin(texts, step)
         return self.finish()
 
     def close(self):
+        for pipe in self._pipes:
+            pipe.close()
+        until = time.monotonic() + END_SECONDS
         for process in self._processes:
+            multiprocessing.connection.wait([process.sentinel], max(until - time.monotonic(), 0))
             with contextlib.suppress(ProcessLookupError):    # it has not begun
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
+
+
+def statistics(texts, rewards, each=1):
+    """{name: number} of texts and their rewards (None: not judged), for people. each: how many follow the same prompt;
+    prompts_differ: the share of the prompts after which rewards differ, where there are several."""
+    earned = [reward for reward in rewards if reward is not None] or [0.0]
+    differ = [len(set(rewards[i:i + each]) - {None}) > 1 for i in range(0, len(rewards), each)]
+    return {"texts": len(texts), "mean": math.fsum(earned) / len(earned), "deviation": float(np.std(earned)),
+            "lowest": min(earned), "highest": max(earned), "distinct_texts": len(set(texts)),
+            "distinct_words": len(set(" ".join(texts).split())),
+            **({"prompts_differ": sum(differ) / len(differ)} if each > 1 else {})}
 
 
 # --- the objective of a worker ---------------------------------------------------------------------------------------
@@ -288,37 +400,43 @@ class Objective:
     """The file of --objective at a worker. decoding: data_files.Decoding; tokens: the training data, held_out: tokens
     of VAL_FILE or None. Raises ObjectiveError."""
 
-    equal = False              # whether the members of each pair of the last chunk earned the same
+    seconds = waited = 0.0     # that chunks have taken, and of these the wait for the judge
 
-    def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None):
-        with contextlib.chdir("."):                  # which the file may leave
-            names = read(path)
+    def __init__(self, cfg, path, decoding, tokens, held_out=None, processes=None, max_steps=None):
+        with contextlib.chdir("."), contextlib.redirect_stdout(io.StringIO()):       # a judge shows what it prints
+            names, _ = read(path)
         self.cfg, self.path = cfg, path
         self.decoding, self.tokens = decoding, tokens
         self.write = _number(path, names, "TOKENS", 64, 1, LONGEST - 1)
-        self.stop = names.get("STOP", "")
-        if not isinstance(self.stop, str):
-            raise ObjectiveError(f"{path}: STOP = {self.stop!r}: must be a text")
+        stop = names.get("STOP", "")
+        if not isinstance(stop, str):
+            raise ObjectiveError(f"{path}: STOP = {stop!r}: must be a text")
         self.turns = _number(path, names, "TURNS", 1, 1, MOST_TURNS)
         if callable(names.get("reply")) != (self.turns > 1):
             raise ObjectiveError(f"{path}: TURNS of 2 or more and a function reply(prompts, texts) need each other")
-        temperature = _number(path, names, "TEMPERATURE", 1.0, 0.0, 100.0)
-        self.settings = sampling.settings(cfg, temperature, 0.0, 0.0)
+        self.temperature = _number(path, names, "TEMPERATURE", 1.0, 0.0, 100.0)
+        scale = cfg.SOFTMAX_EXP_SCALE
+        if not 0.5 <= self.temperature * scale <= 64:
+            raise ObjectiveError(f"{path}: TEMPERATURE = {self.temperature:g}: must be from {0.5 / scale:.2g} to "
+                                 f"{64 / scale:.2g}: equal texts teach nothing; MEASURE_TEMPERATURE = 0 measures the "
+                                 "likeliest")
+        measured = _number(path, names, "MEASURE_TEMPERATURE", self.temperature, 0.0, 100.0)
+        self.settings, self.measuring = (sampling.settings(cfg, value, 0.0, 0.0)
+                                         for value in (self.temperature, measured))
         if decoding is None:
             raise ObjectiveError(f"{cfg.DECODING_FILE} is missing, and without it tokens are no text")
         rows, kept_out = (_rows(path, names, name) for name in ("DATA", "HELD_OUT"))
         self.rows = rows if kept_out or len(rows) < 10 else [row for i, row in enumerate(rows) if i % 10]
         kept_out = kept_out or rows[::10]
-        columns = sorted({name for row in rows + kept_out for name in row} - {"prompt", "completions", "prompts"})
-        self.reader = Reader(decoding, self.rows + kept_out, columns, self.stop)
+        columns = sorted({name for row in rows + kept_out for name in row} - OURS)
+        self.reader = Reader(decoding, self.rows + kept_out, columns, stop, max_steps or NO_END)
         encoded = [self._encoded(row["prompt"]) for row in self.reader.rows]
         self._of_rows = _begun(np.arange(len(encoded)), encoded)
-        self.held = self._held(len(kept_out), tokens if held_out is None else held_out, temperature > 0)
+        self.held = self._held(len(kept_out), tokens if held_out is None else held_out, measured > 0)
         judge = functools.partial(Judge, path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS, self.reader)
         self.judge = judge()
         self.other = judge("reply") if self.turns > 1 else None
-        self.step, self.seconds = None, [0.0, 0.0]               # see `pace`
-        self.pace = ()
+        self.learnt = deque(maxlen=CHUNKS_SHOWN)                 # (arguments of `readable`, rewards) of the last chunks
 
     def _encoded(self, text, before=0):
         """int32: the tokens of a prompt, or of its part behind `before` tokens. Raises ObjectiveError for one that is
@@ -343,106 +461,147 @@ class Objective:
             return self._of_rows.part(numbers % len(self.rows))
         return _windows(self.tokens, numbers % (len(self.tokens) - PROMPT_TOKENS))
 
-    def _written(self, engine, prompts, seeds, first_pair=None):
-        """The arguments of `readable` by name, as Judge.begin takes them: Prompts and what the engine writes behind
-        them. seeds: int64 [n], of the draws."""
-        written = {**prompts._asdict(), "completions": self._continued(engine, prompts, seeds, first_pair)}
-        if self.turns == 1:
-            return written
-        known, so_far = readable(self.reader, **written), prompts
-        completions = texts = known["completions"]
-        for turn in range(1, self.turns):
-            dialogues = [prompt + text[:len(text) - len(last)] for prompt, text, last in
-                         zip(known["prompts"], completions, texts)]
-            replies = self.other.answers({**{name: known[name] for name in self.reader.columns}, "prompts": dialogues,
-                                          "texts": texts})
-            so_far = _begun(prompts.rows, [
-                np.concatenate([tokens[:n], self._encoded(text + reply, int(n))])
-                for tokens, n, text, reply in zip(so_far.tokens, so_far.lengths, texts, replies)])
-            turns = self._continued(engine, so_far, hash32(seeds, turn), first_pair)
-            texts = readable(self.reader, *so_far, turns)["completions"]
-            completions = ["".join(parts) for parts in zip(completions, replies, texts)]
-        return {**written, "completions": completions}
+    def _written(self, engine, prompts, seeds, settings):
+        """(the arguments of `readable` by name, as Judge.begin takes them: Prompts and what the engine writes behind
+        them; [int32 [n]]: each prompt and what follows; [bool [n]]: what of that the engine wrote). seeds: int64 [n],
+        of the draws."""
+        completions = self._continued(engine, prompts, seeds, settings)
+        arguments = {**prompts._asdict(), "completions": completions}
+        begun = [tokens[:n] for tokens, n in zip(prompts.tokens, prompts.lengths)]
+        own = [np.zeros(n, bool) for n in prompts.lengths]
+        if self.turns > 1:
+            arguments["completions"] = self._dialogues(engine, prompts, seeds, settings, completions, begun, own)
+        ends = [_ended(self.reader, tokens, True)[0] for tokens in completions]
+        return (arguments, list(map(np.append, begun, ends)),
+                [np.append(before, np.ones(len(end), bool)) for before, end in zip(own, ends)])
 
-    def _continued(self, engine, prompts, seeds, first_pair):
+    def _dialogues(self, engine, prompts, seeds, settings, completions, begun, own):
+        """[str]: all that follows the prompts. completions: the first texts, and then the last ones; begun, own: go on
+        to what is before these (see `_written`)."""
+        known = readable(self.reader, **prompts._asdict(), completions=completions)
+        dialogues, texts = [*known["prompts"]], known["completions"]
+        live = range(len(begun))                     # dialogues that go on; the others are written on, but not used
+        for turn in range(1, self.turns):
+            replies = self.other.answers({**{name: [known[name][i] for i in live] for name in self.reader.columns},
+                                          "prompts": [dialogues[i] for i in live], "texts": [texts[i] for i in live]},
+                                         engine.step)
+            replies = {i: reply for i, reply in zip(live, replies) if reply is not None}
+            if not (live := list(replies)):
+                break
+            for i, reply in replies.items():
+                text = _ended(self.reader, completions[i])[0]
+                heard = self._encoded(reply, len(begun[i]) + len(text))
+                begun[i] = np.concatenate([begun[i], text, heard])
+                own[i] = np.concatenate([own[i], np.ones(len(text), bool), np.zeros(len(heard), bool)])
+                dialogues[i] += texts[i] + reply
+            so_far = _begun(prompts.rows, begun)
+            continued = self._continued(engine, so_far, hash32(seeds, turn), settings)
+            now = readable(self.reader, *so_far, continued)
+            for i in live:
+                texts[i], completions[i] = now["completions"][i], continued[i]
+        return [(dialogue + text).removeprefix(prompt) for prompt, dialogue, text in
+                zip(known["prompts"], dialogues, texts)]
+
+    def _continued(self, engine, prompts, seeds, settings):
         """int32 [n, TOKENS]: what the engine writes behind Prompts."""
         texts = np.pad(prompts.tokens[:, :prompts.lengths.max()], ((0, 0), (0, self.write)))
-        engine.write(texts, prompts.lengths, seeds.astype(np.uint32), self.settings, first_pair)
+        engine.write(texts, prompts.lengths, seeds.astype(np.uint32), settings)
         return np.take_along_axis(texts, prompts.lengths[:, None] + np.arange(self.write), 1)
 
-    def rewards(self, engine, first, pairs, check):
-        """int64 [pairs, 2]: the rewards of the members of pairs first.. of this step in fixed point, summed over their
-        OBJECTIVE_PROMPTS prompts. Both members of a pair have the same prompts and the same draws. check(): called
-        between slices."""
+    def texts(self, engine, first, check):
+        """([int32 [n]], [bool [n]], [float or None]): the texts of a chunk, a text for each of its groups from number
+        `first` of this step on, as `_written` gives them, and their rewards. check(): called between slices."""
+        cfg = self.cfg
         self.judge.finish()                          # what is left of a chunk that was given up
-        rewards = []
-        for k in range(self.cfg.OBJECTIVE_PROMPTS):
-            slices = -(-2 * pairs // engine.TEXTS_AT_ONCE)
-            for at, end in itertools.pairwise(pairs * i // slices for i in range(slices + 1)):
-                of_pair = engine.seed + np.arange(first + at, first + end)
-                numbers, seeds = (hash32(of_pair, stream + k) for stream in (PROMPT_STREAM, DRAW_STREAM))
-                rewards += self.judge.begin(
-                    self._written(engine, self.prompts(numbers.repeat(2)), seeds.repeat(2), first + at))
-                check()
-        rewards += self.judge.finish()
-        return np.rint(np.array(rewards) * REWARD_UNIT).astype(np.int64).reshape(-1, pairs, 2).sum(0)
+        choices, seeds = reward_votes.draws(cfg, engine.seed, first, cfg.CHUNK_SIZE // cfg.GROUP_SIZE)
+        each = max(1, engine.TEXTS_AT_ONCE // cfg.OBJECTIVE_TEXTS) * cfg.OBJECTIVE_TEXTS
+        sequences, own, earned = [], [], []
+        for at in range(0, len(seeds), each):
+            arguments, begun, written = self._written(engine, self.prompts(choices[at:at + each]), seeds[at:at + each],
+                                                      self.settings)
+            earned += self.judge.begin(arguments, engine.step)
+            sequences, own = sequences + begun, own + written
+            check()
+        last = self.judge.finish()
+        self.learnt.append((arguments, last))
+        return sequences, own, earned + last
 
     def chunk(self, engine, first, check):
-        """(packed digits, sum of losses) of the chunk that begins with member `first`: the first TEXT_SHARE of its
-        pairs are judged by their losses on text, the others by their rewards."""
+        """(packed digits, sum of losses) of the chunk that begins with member `first`: it votes from the data or from
+        the rewards of texts."""
         cfg, started, waited = self.cfg, time.perf_counter(), self.judge.waited
-        pairs = cfg.CHUNK_SIZE // 2
-        on_text = round(cfg.TEXT_SHARE * pairs)
-        loss, parts = 0, []
-        if on_text:
-            losses = engine.evaluate(first, 2 * on_text)
-            loss = int(losses.sum()) * pairs // on_text
-            parts.append(fitness_digits.chunk_fitness(losses, cfg))
-        if on_text < pairs:
-            rewards = self.rewards(engine, first // 2 + on_text, pairs - on_text, check)
-            differ = rewards[:, 0] != rewards[:, 1]
-            self.equal = not differ.any()
-            # equal rewards are no vote, whatever the threshold
-            parts.append(fitness_digits.chunk_fitness(-rewards.ravel(), cfg) * differ)
-        self._note(engine.step, time.perf_counter() - started, self.judge.waited - waited)
-        return fitness_digits.pack_ternary(np.concatenate(parts).astype(np.int8)), loss
+        if reward_votes.is_text(cfg, engine.step, first // cfg.CHUNK_SIZE):
+            packed, loss = engine.evaluate(first, cfg.CHUNK_SIZE)
+            loss = reward_votes.text_loss(cfg, engine.step, loss)
+        else:
+            group, loss = first // cfg.GROUP_SIZE, 0
+            sequences, own, earned = self.texts(engine, group, check)
+            windows = reward_votes.windows(sequences, own, reward_votes.advantages(cfg, earned))
+            if len(windows[0]):
+                packed = engine.vote(group, *windows, self.temperature)
+            else:                                    # equal rewards are no votes
+                packed = fitness_digits.pack_ternary(np.zeros(cfg.CHUNK_DIGITS, np.int8))
+        self.seconds += time.perf_counter() - started
+        self.waited += self.judge.waited - waited
+        return packed, loss
 
-    def _note(self, step, took, waited):
-        """Keeps in `pace` what the last whole step of this worker was spent on, for people: a long and a short text."""
-        if step != self.step:
-            if self.step is not None:
-                writing, waiting = (f"{seconds:.2f} s" for seconds in self.seconds)
-                self.pace = (f"a step: writing {writing}, waiting {waiting} for reward()",
-                             f"writing {writing}, waiting {waiting}")
-            self.step, self.seconds = step, [0.0, 0.0]
-        self.seconds[0] += took - waited
-        self.seconds[1] += waited
+    @property
+    def texts_a_step(self):
+        """That are judged, of all workers, in the mean."""
+        return round(self.cfg.POPULATION_SIZE // self.cfg.GROUP_SIZE * (1 - self.cfg.TEXT_SHARE))
 
     def measured(self, engine):
-        """(number of texts after held-out prompts, mean reward of the unperturbed model); the same draws every time."""
-        rewards = self.judged(engine, self.held)[1]
-        return len(rewards), math.fsum(rewards) / len(rewards)
+        """(number of texts after held-out prompts, their mean reward, what Progress.rewarded shows beside it) of the
+        unperturbed model; the same draws every time."""
+        written, rewards = self.judged(engine, self.held)
+        texts = readable(self.reader, **written)
+        prompts, completions = texts["prompts"], texts["completions"]
+        numbers = statistics(completions, rewards)
+        if self.learnt:
+            written = [text for part, _ in self.learnt for text in readable(self.reader, **part)["completions"]]
+            earned = [reward for _, part in self.learnt for reward in part]
+            learnt = statistics(written, earned, self.cfg.OBJECTIVE_TEXTS)
+            numbers.update((f"seen_{name}", number) for name, number in learnt.items())
+        if self.seconds:
+            numbers.update(judged=self.texts_a_step * max(engine.step - 1, 0), waiting=self.waited / self.seconds,
+                           written_a_step=self.texts_a_step * self.write * self.turns)
+        columns = dict(itertools.islice(self.judge.columns.items(), LOGGED))
+        for name, column in columns.items():
+            if values := [x for x in column if isinstance(x, float)]:
+                numbers[f"logged_{name}"] = math.fsum(values) / len(values)
+        names = ["prompt", "completion", "reward", *columns]
+        rows = [dict(zip(names, (prompt[-200:], text[:1000], *values)))
+                for prompt, text, *values in zip(prompts, completions, rewards, *columns.values())]
+        best = sorted((row for row in rows if row["reward"] is not None), key=lambda row: -row["reward"])
+        return numbers.pop("texts"), numbers.pop("mean"), {
+            "numbers": numbers, "completions": best[:SHOWN] + rows[::-(-len(rows) // SHOWN)],
+            "news": "\n".join(line for judge in (self.judge, self.other) if judge for line in judge.news())}
+
+    def measure_seen(self, engine):
+        """Lets `measured` tell also of what the model writes to learn from, after prompts that are not held out."""
+        count, each = len(self.rows) or len(self.tokens) - PROMPT_TOKENS, self.cfg.OBJECTIVE_TEXTS
+        numbers = np.arange(SEEN_PROMPTS).repeat(each) * count // SEEN_PROMPTS
+        self.learnt.append(self.judged(engine, self.prompts(numbers), self.settings))
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
-        written, rewards = self.judged(engine, self.held.part([number % len(self.held.rows)]))
+        written, (reward,) = self.judged(engine, self.held.part([number % len(self.held.rows)]))
         texts = readable(self.reader, **written)
-        hint = "; the members of each pair earned the same, so nothing is learnt" * self.equal
-        return f"{texts['prompts'][0]} >>> {texts['completions'][0]} (reward {rewards[0]:.4f}{hint})"
+        earned = "not judged" if reward is None else f"reward {reward:.4f}"
+        return f"{texts['prompts'][0]} >>> {texts['completions'][0]} ({earned})"
 
     def try_out(self):
         """Lets the function judge an empty text and a prompt, and reply to the prompt. Raises ObjectiveError."""
         known = readable(self.reader, *self.held.part([0, 0]), ["", ""])
-        del known["completions"]
-        prompt = known["prompts"][0]
-        self.judge.answers({**known, "completions": ["", prompt]})
+        texts = ["", known["prompts"][0]]
+        self.judge.answers({**known, "completions": texts})
         if self.other:
-            self.other.answers({**known, "texts": [prompt, prompt]})
+            self.other.answers({**known, "texts": texts[1:] * 2})
 
-    def judged(self, engine, prompts):
+    def judged(self, engine, prompts, settings=None):
         """(the arguments of `readable` by name, rewards) of what the unperturbed model writes."""
-        texts = self._written(engine, prompts, np.arange(len(prompts.rows)))
-        return texts, self.judge.answers(texts)
+        texts = self._written(engine, prompts, np.arange(len(prompts.rows)), settings or self.measuring)[0]
+        return texts, self.judge.answers(texts, engine.step)
 
     def close(self):
         for judge in filter(None, (self.judge, self.other)):

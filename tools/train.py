@@ -10,16 +10,14 @@ from collections import namedtuple
 
 import egg_net
 from cluster import auth
-from cluster.console import STOPPING, Console, printable, stop_signals
+from cluster.console import STOPPING, Console, stop_signals
 from cluster.link import check_address
 from egg_config import EggError, explained, sha256_of
-from engine import engines, hardware
+from engine import hardware
 from model import data_files, parameters
-from tools import processes
 
 RESTARTS = 3               # of a worker process, before training gives up
-APPLY_SECONDS = 10.0       # limit for the workers to apply the last update
-FINAL_SECONDS = 120.0      # limit for the first of them to validate and sample at the end
+FINAL_SECONDS = 30.0       # limit for the workers to apply the last update, and for one to measure and send its state
 LEAVE_SECONDS = 5.0        # limit for each of them to end
 SLOW_SECONDS = 30.0        # a first step that takes longer on a CPU gets advice
 COMPILING = "(once; about 15 s)"
@@ -31,11 +29,6 @@ class TrainError(EggError):
 
 # tokens: training data; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None
 Data = namedtuple("Data", "tokens validation decoding")
-# The last measurement of the first worker: step; figure: (validation, unit), sample: str, reward: (number of held-out
-# prompts, mean), each or None
-Final = namedtuple("Final", "step figure sample reward")
-# The result of `train`. progress: a cluster.status.Progress; final: a Final, None if no worker was alive at the end
-Trained = namedtuple("Trained", "progress final")
 
 
 def open_data(cfg, console=None):
@@ -67,12 +60,26 @@ def print_references(cfg, data, console, emit=None):
     return references
 
 
+def make_engine(cfg, tokens, device="cpu", threads=None, verbs=()):
+    """The engine for `device`: a CpuEngine or CudaEngine, which have the same verbs and are loaded only then. tokens:
+    1-D array, or None if nothing is evaluated. threads: CPU cores, default all. verbs: "digest", "validate" or "write",
+    if a GPU shall compile them now, together with those of a step. Raises EngineError."""
+    try:
+        if device == "cpu":
+            from engine import cpu_engine
+            return cpu_engine.CpuEngine(cfg, tokens, threads)
+        from engine import cuda_engine
+        return cuda_engine.CudaEngine(cfg, tokens, int(device.partition(":")[2]), verbs=verbs)
+    except ValueError as error:
+        raise hardware.EngineError(str(error)) from None
+
+
 def start_engine(cfg, data, device, threads, log):
     """An engine, with all kernels compiled that a worker with these data will use, and no others. log: takes lines
     about compiling. Raises EngineError."""
     verbs = ["digest"] + ["validate"] * (data.validation is not None) \
         + ["write"] * bool(cfg.OBJECTIVE or cfg.SAMPLE_EVERY)
-    engine = engines.make(cfg, data.tokens, device, threads, verbs)
+    engine = make_engine(cfg, data.tokens, device, threads, verbs)
     if device == "cpu":
         from engine import cpu_engine
         cpu_engine.warm_up(cfg, log, ["evaluate", "update", *verbs])
@@ -80,9 +87,9 @@ def start_engine(cfg, data, device, threads, log):
 
 
 @contextlib.contextmanager
-def opened_objective(cfg, path, data, processes=None):
-    """The Objective of the file `path`, None without one. processes: that judge. Raises ObjectiveError, also where the
-    file is not that of OBJECTIVE: of another node, or changed since the run began."""
+def opened_objective(cfg, path, data, processes=None, steps=None):
+    """The Objective of the file `path`, None without one. processes: that judge; steps: of the run, if known. Raises
+    ObjectiveError, also where the file is not that of OBJECTIVE: of another node, or changed since the run began."""
     if not path:
         yield None
         return
@@ -93,8 +100,8 @@ def opened_objective(cfg, path, data, processes=None):
             raise objective.ObjectiveError(f"{path} is not the file with which this run began: copy that one here, or "
                                            "undo what has changed")
     held_out = data_files.open_tokens(cfg, cfg.VAL_FILE) if os.path.exists(cfg.VAL_FILE) else None
-    with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out,
-                                                processes)) as opened:
+    with contextlib.closing(objective.Objective(cfg, path, data.decoding, data.tokens, held_out, processes,
+                                                steps)) as opened:
         yield opened
 
 
@@ -118,45 +125,29 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
     try:
         with opened_objective(cfg, objective, data) as judge:
             egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, name=name,
-                               inspect=inspector(cfg, data.tokens), objective=judge)
+                               objective=judge)
     finally:
         console.clear()                              # a prompt, or an error, begins a line
 
 
-def inspector(cfg, tokens):
-    """A function that a worker calls with its engine before chunk 0 of a step, for the reports of DEBUG, or None."""
-    def inspect(engine):
-        from tools import debug
-        if engine.step % debug.EVERY == 0:
-            debug.report(cfg, engine, tokens, Console(), cfg.DEBUG_FILE)       # on the worker's machine
-    return inspect if cfg.DEBUG else None
-
-
 # --- the worker processes ---------------------------------------------------------------------------------------------
 
-def _worker_process(device, cfg, port, threads, first, access, objective, pipe):
+def _worker_process(device, cfg, port, threads, first, access, steps, objective, pipe):
     """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
-    name of the engine), ("spent", texts for Console.spent), ("final", Final), ("error", line). When the coordinator has
-    closed, it waits for "finish" or for the end of the pipe."""
+    name of the engine), ("spent", texts for Console.spent), ("error", line). When the coordinator has closed, it
+    ends."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
         data = open_data(cfg)
         engine = start_engine(cfg, data, device, threads, lambda line: pipe.send(("log", line)))
-        with opened_objective(cfg, objective, data) as judge:
+        with opened_objective(cfg, objective, data, steps=steps) as judge:
             pipe.send(("ready", engine.name))
             console = Console(quiet=True)
-            console.spent = lambda pace: pipe.send(("spent", pace))      # the parent shows what a step takes
             egg_net.run_worker(cfg, "127.0.0.1", port, engine, *data, retry=False, validate_first=first, access=access,
-                               name=device, console=console, inspect=inspector(cfg, data.tokens),
-                               objective=judge)
-            if pipe.recv() == "finish":
-                known = data.validation
-                figure = known and (known.bits(engine.validate(known.windows)[0]), known.unit)
-                text = egg_net.sample(cfg, engine, data.tokens, data.decoding, judge) if cfg.SAMPLE_EVERY else None
-                pipe.send(("final", Final(engine.step, figure, text, judge and judge.measured(engine))))
-    except (EOFError, BrokenPipeError):
-        pass                                        # the parent has ended, or needs no Final
+                               name=device, console=console, objective=judge)
+    except BrokenPipeError:
+        pass                                        # the parent has ended
     except EggError as error:
         with contextlib.suppress(BrokenPipeError):
             pipe.send(("error", str(error)))
@@ -173,9 +164,7 @@ class Child:
     def start(self):
         self.ready = None
         self.started = time.monotonic()
-        # a daemon may not have processes that judge
-        self.process, self.pipe = processes.start(_worker_process, self.device, *self._arguments,
-                                                  daemon=not self._arguments[-1])
+        self.process, self.pipe = hardware.start_process(_worker_process, self.device, *self._arguments)
 
     def reports(self):
         """Yields the (kind, value) that arrived since the last call."""
@@ -194,7 +183,7 @@ class Training:
         self.status = "the workers ..."
         console.line(f"starting: {len(devices)} worker{'s' * (len(devices) > 1)} on {', '.join(devices)} ...")
         self.children = [Child(device, coordinator.cfg, coordinator.address[1], threads, i == 0, coordinator.access,
-                               objective)
+                               coordinator.steps, objective)
                          for i, device in enumerate(devices)]
 
     def watch(self):
@@ -221,8 +210,6 @@ class Training:
             case "log":
                 self.status = value
                 self.console.line(f"starting: {value} {COMPILING}")
-            case "spent":
-                self.console.spent(value)
             case "ready":
                 child.ready = value
                 self.console.line(f"worker: {value}, ready after {time.monotonic() - child.started:.1f} s")
@@ -238,21 +225,6 @@ class Training:
         child.pipe.close()
         child.start()
 
-    def final(self):
-        """The Final of the first worker that is alive and has come to the state of the run, None without one."""
-        for child in self.children:
-            if child.ready and child.process.is_alive():
-                with contextlib.suppress(BrokenPipeError):
-                    child.pipe.send("finish")
-                until = time.monotonic() + FINAL_SECONDS
-                while child.process.is_alive() and time.monotonic() < until:
-                    self.coordinator.dismiss()               # also a worker that came too late
-                    self.coordinator.poll(0.05)              # the page is still served
-                    for kind, value in child.reports():
-                        if kind == "final" and value.step >= self.coordinator.progress.first_step:
-                            return value
-        return None
-
     def close(self):
         self.coordinator.dismiss()
         for child in self.children:                  # all at once, before waiting for each
@@ -266,8 +238,8 @@ class Training:
 
 def train(cfg, threads, console, objective=None, steps=None, minutes=None, **options):
     """Trains on this machine until the run has `steps` completed steps, `minutes` have passed since the first chunk, or
-    Ctrl-C; prints a summary and returns a Trained. threads: cores of a CPU worker, None for all; objective: the file of
-    --objective; options: see egg_net.opened_coordinator. Raises DataError, EngineError, HistoryError, NetError,
+    Ctrl-C; prints a summary and returns its Progress. threads: cores of a CPU worker, None for all; objective: the file
+    of --objective; options: see egg_net.opened_coordinator. Raises DataError, EngineError, HistoryError, NetError,
     ObjectiveError, TrainError; the completed steps are kept in every case."""
     devices = hardware.devices(cfg)
     data = open_data(cfg, console)
@@ -278,7 +250,7 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
         references = print_references(cfg, data, console, events.emit)
         if coordinator.finished:
             console.line(f"the run has its {run.step} steps already: raise --steps to continue")
-            return Trained(coordinator.progress, None)
+            return coordinator.progress
         ends = ([f"until step {steps:,}"] if steps else []) + ([f"for {minutes:g} min"] if minutes else [])
         console.line(f"training {parameters.n_weights(cfg):,} weights, {cfg.POPULATION_SIZE:,} models a step, from "
                      f"step {run.step:,} {' or '.join(ends) or 'until Ctrl-C'}")
@@ -296,37 +268,22 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
                 training.watch()
             if stopped:
                 console.line("stopping (once more to stop at once) ...")
-            coordinator.drain(APPLY_SECONDS)
+            coordinator.drain(FINAL_SECONDS)
             coordinator.dismiss()
-            final = training.final()
-            _sum_up(coordinator, references, final)
+            _sum_up(coordinator, references)
             coordinator.finish(0)
-            return Trained(coordinator.progress, final)
+            return coordinator.progress
 
 
-def _sum_up(coordinator, references, final):
-    """Logs the last validation and sample like earlier ones, and prints a summary. final: a Final or None."""
+def _sum_up(coordinator, references):
+    """Prints a summary."""
     console, done = coordinator.console, coordinator.progress
-    before = done.validations[:1]                    # [(step, figure, unit)]
-    if final and final.figure:
-        done.validated(final.step, *final.figure)
-        if not final.reward:
-            coordinator.shelf.measured(final.step, final.figure[0])
     console.line(done.summary())
-    if final is None:
-        return
-    if before and final.figure:
-        models, (after, unit) = {k: x for k, x in references.items() if k != "uniform"}, final.figure
-        console.line(f"validation: {before[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
-    if final.reward:
-        done.rewarded(final.step, *final.reward)
-        coordinator.shelf.measured(final.step, final.reward[1])
-        first = done.rewards[0][1] if done.rewards else final.reward[1]
-        console.line(f"reward: {first:.4f} before, {final.reward[1]:.4f} after, on held-out prompts")
-    if final.sample is not None:
-        prompt, text = final.sample.split(" >>> ", 1)
-        coordinator.events.emit("sample", worker=None, step=final.step, prompt=prompt, text=text)
-        console.line(f"sample after {final.step} steps:\n{console.sample(printable(final.sample))}")
+    if len(done.validations) > 1:                    # [(step, figure, unit)]
+        models, (_, after, unit) = {k: x for k, x in references.items() if k != "uniform"}, done.validations[-1]
+        console.line(f"validation: {done.validations[0][1]:.3f} before, {after:.3f} {unit} after ({_listed(models)})")
+    if done.rewards:
+        console.line(f"reward: {done.rewards[0][1]:.4f} before, {done.rewards[-1][1]:.4f} after, on held-out prompts")
 
 
 def _listed(references):

@@ -10,10 +10,11 @@ import time
 
 import numpy as np
 
-from model import data_files, optimizers, parameters, seeds
+from model import data_files, parameters, seeds
 from cluster import history, snapshots
-from engine import engines
+from cluster.console import rewards_text
 from egg_config import DATA_FILES, EggError, explained
+from tools import train
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
@@ -28,19 +29,14 @@ class UseError(EggError):
 def load(cfg, directory, best=False, device="cpu", threads=None, console=None, step=None):
     """An engine in the state of a saved run, of `step` if that is given: the newest snapshot and a replay of the steps
     after it, or (best) the snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError,
-    UseError, EngineError, DataError."""
+    UseError, EngineError."""
     with contextlib.closing(history.read_run(cfg, directory)) as run:
         last = run.step if step is None else step
         if last > run.step:
             raise UseError(f"{directory} has only {run.step} steps")
         state = _state(cfg, run, best, console.line, last)
-        until, tokens = state.step if best else last, None
-        if (why := optimizers.reads_data(cfg)) and state.step < until:
-            tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
-            if any(run.data) and snapshots.data_digest(tokens) != run.data:
-                raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with {why} its last "
-                               "steps cannot be repeated without that: name it with -D INPUT_FILE=...")
-        engine = engines.make(cfg, tokens, device, threads)
+        until = state.step if best else last
+        engine = train.make_engine(cfg, None, device, threads)
         engine.load(state)
         for step in range(state.step, until):
             console.progress(f"{directory}: replaying step {step} of {until} ...")
@@ -269,27 +265,35 @@ def read_config(path):
 
 
 def evaluate_objective(cfg, engine, path, console):
-    """Prints the mean reward of the model on the held-out prompts of a file of --objective, and one of its texts.
-    Raises EggError."""
-    from tools import train
-    cfg = cfg.changed(VALIDATE_EVERY=0, OBJECTIVE="")            # any file will do
-    with train.opened_objective(cfg, path, train.open_data(cfg, console)) as judge:
-        count, mean = judge.measured(engine)
-        console.line(f"step {engine.step}: mean reward {mean:.4f} of {count} texts after held-out prompts\n"
-                     f"{judge.sample(engine, 0)}")
+    """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, its loss on text,
+    and the best of its texts. Raises EggError."""
+    cfg = cfg.changed(OBJECTIVE="")                  # any file will do
+    data = train.open_data(cfg, console)
+    with train.opened_objective(cfg, path, data) as judge:
+        judge.measure_seen(engine)
+        count, mean, shown = judge.measured(engine)
+        console.line(f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}")
+        if known := data.validation:
+            console.line(f"  {known.bits(engine.validate(known.windows)[0]):.4f} {known.unit} on {cfg.VAL_FILE}")
+        if shown["news"]:
+            console.line(shown["news"])
+        for text in shown["completions"]:
+            console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
 
 
 def begin(cfg, old, source, directory, threads, console, step):
     """Makes a save directory that begins with the state of the saved run `source`, of the Config `old`, at `step` or
-    its end; with an objective only with its weights, as it begins to learn something else. Raises EggError."""
+    its end; with an objective only with its weights and accumulators, as it begins to learn something else. Raises
+    EggError."""
     engine = load(old, source, False, "cpu", threads, console, step)
     state = engine.state()
     if cfg.OBJECTIVE or not state.step:
-        weights, state = state.weights, parameters.initial_state(cfg)
-        if weights.size != state.weights.size:
+        model, state = state, parameters.initial_state(cfg)
+        if model.weights.size != state.weights.size:
             raise UseError(f"{source} holds a model of another shape: leave -D and --preset out")
+        state.weights, state.moments[:, 2] = model.weights, model.moments[:, 2]
         # not step 0: there a worker would begin with the random initial model
-        state.weights, state.step, state.seed = weights, 1, seeds.next_seed(seeds.first_seed(cfg), 0)
+        state.step, state.seed = 1, seeds.next_seed(seeds.first_seed(cfg), 0)
     elif cfg.ISLAND_SEED != old.ISLAND_SEED:
         state.seed = seeds.hash32(state.seed, cfg.ISLAND_SEED)          # islands with one model need other noise
     _begin(cfg, state, directory)
