@@ -44,6 +44,7 @@ use a run:
   python egg.py generate --prompt 'The king said'     let the newest saved run write
   python egg.py eval --load-dir ckpt                  measure it on held-out text
   python egg.py plot ckpt                             draw its curves
+  python egg.py runs                                  compare the runs here
 a Python function judges what the models write (docs/OBJECTIVES.md):
   python egg.py train --objective examples/words.py --load-dir ckpt --save-dir ckpt-words
 your own text, your own configuration:
@@ -85,6 +86,15 @@ def parsed_by(module, name, description):
     return typed(lambda text: getattr(importlib.import_module(module), name)(text), description)
 
 
+class Once(argparse.Action):
+    """An option that may not be given twice."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        if getattr(namespace, self.dest):
+            parser.error(f"{option_string} is given twice")
+        setattr(namespace, self.dest, value)
+
+
 def option(usage, help, type=None, **keywords):
     """(name, arguments for argparse). usage: the name, then a placeholder for its value; a flag has none."""
     name, _, metavar = usage.partition(" ")
@@ -104,9 +114,9 @@ COMMON = dict([
     of_constant("--port N", "TCP port", "PORT"),
     option("--steps N", "stop when the run has N steps", COUNT),
     option("--minutes N", "stop after N minutes", MINUTES),
-    option("--save-dir DIR", "keep the run in DIR; if DIR holds a run, continue it"),
+    option("--save-dir DIR", "keep the run in DIR; if DIR holds a run, continue it", action=Once),
     option("--load-dir DIR", "go on from the run in DIR, which stays as it is, in --save-dir (default: DIR-2, ...); "
-           "DIR@STEP, or the file of a snapshot: from that step"),
+           "DIR@STEP, or the file of a snapshot: from that step", action=Once),
     of_constant("--keep-every N", "keep every Nth snapshot for good", "KEEP_EVERY"),
     option("--http [HOST:]PORT", "serve a live page, and /metrics for Prometheus (default host: this machine only), "
            "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
@@ -131,7 +141,7 @@ TLS = "--tls-cert", "--tls-key", "--tls-ca"
 RUN = ("--steps", "--minutes", "--load-dir", "--keep-every", "--http", "--log-json", "--tensorboard", "--secret-file",
        "--verbose", "--quiet")
 SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*), DIR@STEP or the file of a snapshot: "
-                    "at that step; its configuration is used"),
+                    "at that step; its configuration is used", action=Once),
              option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
              "--threads", "--gpu")
 OPEN_PAGE = option("--insecure", "show the page of --http to anybody who can reach it")
@@ -216,8 +226,8 @@ def begun(cfg, args):
             args.load_dir = None
         yield
     except Exception:
-        if new and history.holds_run(args.save_dir) and history.is_blank(args.save_dir, begun=True):
-            shutil.rmtree(args.save_dir)
+        if new:
+            history.discard(args.save_dir)
         raise
 
 
@@ -295,7 +305,7 @@ def coordinator(cfg, args):
     invite_to_continue(done.run.directory, console)
 
 
-@command(option("host HOST", "name or address of the coordinator"),
+@command(option("host HOST", "name or address of the coordinator", lambda text: text.strip("[]")),
          "--port", "--threads", "--gpu", "--secret-file", "--objective", *TLS,
          option("--name NAME", "name of this worker at the coordinator (default: its host and device)"),
          option("--list-devices", "list the devices that workers can use on this machine, one per line, and end"))
@@ -350,8 +360,9 @@ def sweep(cfg, args):
         print("plot them: " + command_line("plot", *map(os.path.relpath, runs)))
 
 
-@command(option("host HOST", "the coordinator (default: localhost)", nargs="?", default="localhost"), "--port",
-          "--secret-file", *TLS, option("--json", "everything as JSON, for programs"))
+@command(option("host HOST", "the coordinator (default: localhost)", lambda text: text.strip("[]"), nargs="?",
+                 default="localhost"), "--port", "--secret-file", *TLS,
+          option("--json", "everything as JSON, for programs"))
 def status(cfg, args):
     """show what a coordinator is doing, and its workers
 
@@ -380,12 +391,15 @@ def key(cfg, args):
 def of_run(args):
     """The constants of the saved run that a command is about."""
     from cluster import history
+    file = vars(args).get("file")
+    if not args.load_dir and file and history.holds_run(history.at_step(file)[0]):           # eval ckpt
+        (args.load_dir, args.step), args.file = history.at_step(file), None
     args.load_dir = args.load_dir or history.newest()
     saved = history.configuration(args.load_dir)
     return saved, args.load_dir if saved else None
 
 
-@command(*SAVED_RUN,
+@command(*SAVED_RUN, option("file DIR", "the same as --load-dir", nargs="?"),
          option("--prompt TEXT", "text to continue; -: all of standard input (default: a new line)", default="\n"),
          option("--tokens N", "tokens to add (default: 200); memory is the only limit", COUNT, default=200),
          of_constant("--temp T", "temperature; 0 always takes the likeliest token", "SAMPLING_TEMP"),
@@ -400,6 +414,8 @@ def generate(cfg, args):
       python egg.py generate --prompt 'The king said' --tokens 100
       echo 'To be, or' | python egg.py generate --load-dir ckpt --prompt - --temp 0"""
     from tools import use
+    if args.file:
+        raise egg_config.UsageError(f"{args.file} holds no run: text to continue is given with --prompt")
     text = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
     if not text:
         raise egg_config.UsageError("the prompt is empty: give at least one character for the model to continue")
@@ -408,7 +424,8 @@ def generate(cfg, args):
 
 
 @command(*SAVED_RUN, option("--objective FILE", "measure instead the mean reward by this file", str),
-         option("file FILE", "a text, also .zst, or tokens in a .bin (default: VAL_FILE)", nargs="?"),
+         option("file FILE", "a text, also packed, or tokens in a .bin (default: VAL_FILE); or a DIR, as --load-dir",
+                nargs="?"),
          option("--tokens N", "read at most N tokens, in evenly spread windows (default: all)", COUNT, default=0),
          saved=of_run)
 def eval_(cfg, args):
@@ -434,6 +451,8 @@ def export(cfg, args):
 
     example: python egg.py export weights.safetensors --load-dir ckpt"""
     from tools import use
+    if not args.file:
+        raise egg_config.UsageError("name the file to write, then --load-dir DIR")
     Printer().line(use.export(cfg, load(cfg, args), args.file, args.full))
 
 
@@ -523,8 +542,9 @@ def prepare(cfg, args):
     gpu = hardware.devices(cfg) != ["cpu"]
     say = Printer().line
     size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
-    count = os.path.getsize(os.path.join(args.out, "input.bin")) // (1 if wanted == 256 else 4)
-    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu, count)))
+    counts = [os.path.getsize(os.path.join(args.out, name)) // (1 if wanted == 256 else 4)
+              for name in ("input.bin", "val.bin")]
+    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu, counts)))
 
 
 @command("--threads", "--gpu")
@@ -617,9 +637,22 @@ def invite_to_continue(directory, console):
 
 # --- the program -----------------------------------------------------------------------------------------------------
 
+class Version(argparse.Action):
+    def __call__(self, parser, *_):
+        import subprocess
+        git = f"git -C {shlex.quote(ROOT)} describe --always --dirty --abbrev=12"
+        done = subprocess.run(git, shell=True, capture_output=True, text=True)               # git may be missing
+        print(f"egg, commit {done.stdout.strip() or 'unknown'}, Python {sys.version.split()[0]}")
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         """Answers wrong use with one line, not with the whole usage."""
+        for name in message.rpartition("unrecognized arguments: ")[2].split():
+            name = name.partition("=")[0]
+            if here := egg_config.ELSEWHERE.get(name.strip("-").replace("-", "_").upper()):
+                message += f"; {name} is here {here}"
         self.exit(2, f"egg: {message} (see python {self.prog} --help)\n")
 
 
@@ -627,6 +660,7 @@ def parsed(argv):
     """The arguments of a command line argv ([word])."""
     layout = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     main = Parser(prog="egg.py", description=DESCRIPTION, epilog=EXAMPLES, **layout)
+    main.add_argument("--version", action=Version, nargs=0, help="print the commit of this clone")
     commands = main.add_subparsers(metavar="COMMAND", required=True)
     for name, (function, options, saved) in COMMANDS.items():
         # without inspect.getdoc: that module takes long to load

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import textwrap
 import types
@@ -54,8 +55,6 @@ FIXED_POINT = 4                  # 0 to 15       | all     | fractional bits of 
 #                                                            `gru`
 SIGMA_SHIFT = 3                  # 0 to 15       | run     | matrix noise is shifted right by FIXED_POINT + SIGMA_SHIFT:
 #                                                            a larger value is quieter
-SIGMA_SCHEDULE = ()              # shifts 0 to 15 | run    | first step:shift, ...; SIGMA_SHIFT from that step on, so
-#                                                            that noise can begin loud and end quiet
 SIGMA_SHIFT_VECTOR = 4           # 0 to 15       | run     | right shift of the noise of biases and norm weights
 SHIFT_ATTN = 8                   # 0 to 24       | all     | (transformer) right shift of attention scores: a larger
 #                                                            value is softer
@@ -76,8 +75,6 @@ HOST_GAUSSIAN = 0                # 0, 1          | run     | 1: an initial weigh
 DEVICE_GAUSSIAN = 0              # 0, 1          | run     | 1: a noise value is the sum of three uniform draws
 HOST_MASK = 15                   # 0 to 127      | run     | magnitude mask of an initial weight; at most 42 with
 #                                                            HOST_GAUSSIAN
-TOKEN_MASK = -1                  # -1 to 127     | run     | HOST_MASK of tables with one column per token;
-#                                                            -1: HOST_MASK
 DEVICE_MASK = 15                 # 0 to 127      | run     | magnitude mask of the noise; at most 42 with
 #                                                            DEVICE_GAUSSIAN
 NOISE_REUSE = 1                  # 0 to 2^30     | run     | steps for which every member keeps its noise; 0: for ever
@@ -118,10 +115,6 @@ OPTIMIZER = "adamw"              # adamw, sgd, ztest | all | `adamw`, `sgd` (the
 #                                                            (significant votes move weights)
 LR_SCHEDULE = ((0, 0.5), (100, 0.25), (200, 0.125))     # rates 0.0 to 1000.0 | run | first step:rate, ...; not used by
 #                                                            `ztest`
-RARE_TOKENS = 0.0                # 0.0 to 1.0    | run     | tokens rarer than this share of the data learn more slowly;
-#                                                            0: all learn alike
-SEEN_VOTES = 1                   # 1 to 127      | run     | weight of a pair's vote on the embedding of a token that
-#                                                            its window holds; 1: as of all other votes
 ADAM_BETA1 = 0.9                 # 0.0 to 1.0    | run     | decay of the first moment
 ADAM_BETA2 = 0.95                # 0.0 to 1.0    | run     | decay of the second moment
 ADAM_EPS = 1e-8                  # 0.0 to 1.0    | run     | added to the root of the second moment
@@ -214,17 +207,17 @@ PRESETS = {
         LR_SCHEDULE="0:0.5, 75:0.45, 150:0.41, 300:0.35, 500:0.31, 800:0.26, 1200:0.2, 1600:0.14, 2000:0.1, "
                     "4000:0.075, 8000:0.055, 16000:0.04, 32000:0.03",
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
-    # The best found for minutes on one large GPU. One layer learns as much from a token as four and sees twice as many.
-    # Many steps with falling rates. With the default shifts an MLP would add almost nothing to the residual stream.
-    # Norms and biases have little noise; the overlay is off, as in "laptop-bytes"; rare tokens begin small and learn
-    # slowly.
-    # A step has four chunks, so that up to four GPUs can share it; one chunk of 32768 would be 1.3 % faster on one GPU.
+    # For minutes on one large GPU, with noise on activations: 512 windows a step, read by 16 members each. With the
+    # default shifts an MLP would add almost nothing to the residual stream. The rate falls with the root of the steps.
+    # N GPUs share a step of N chunks: POPULATION_SIZE = N * 8192.
     "best": dict(
-        N_LAYERS=1, LOSS="exact", HOST_MASK=7, TOKEN_MASK=1, RARE_TOKENS=0.0005, SIGMA_SHIFT=2, SIGMA_SHIFT_VECTOR=7,
-        ADAPTIVE_NOISE_MODE=0, CHUNK_MEAN_FILTER=0, ADAPTIVE_THRESHOLD_ALPHA=1.0, ADAM_WEIGHT_DECAY=0.001,
-        SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, CHUNK_SIZE=8192, POPULATION_SIZE=32768,
-        SOFT_TARGETS="0:1", LR_SCHEDULE="0:0.5, 500:0.25, 2000:0.12, 5000:0.06, 8500:0.03, 10500:0.015",
-        VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=1000),
+        PERTURB="activations", N_LAYERS=1, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
+        ADAPTIVE_THRESHOLD_ALPHA=0.4, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, GROUP_SIZE=16, CHUNK_SIZE=8192,
+        POPULATION_SIZE=8192, NOISE_EMBEDDING=2, NOISE_ATTENTION=4, NOISE_OUTPUT=2, NOISE_UP=4, NOISE_DOWN=2,
+        SOFT_TARGETS="0:1", ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0005,
+        LR_SCHEDULE="0:0.25, 50:0.24, 100:0.231, 200:0.217, 350:0.199, 600:0.177, 900:0.158, 1300:0.14, 1900:0.123, "
+                    "2700:0.107, 3800:0.093, 5300:0.08, 7500:0.068, 9500:0.04, 10500:0.02",
+        VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=500),
     # nano-egg's model, population, windows and validation. Three draws of 4 bits have a standard deviation of 15.2;
     # nano-egg's normal draws, cut to integers, have 15.6. 16 logit units are a bit. AdamW, louder noise and a threshold
     # learn more than nano-egg's own settings, which are OPTIMIZER=ztest SIGMA_SHIFT=4 FAST_FITNESS=1.
@@ -238,9 +231,10 @@ PRESETS = {
         SNAPSHOT_EVERY=1000),
 }
 # A model of tokens that writes words after a minute on two cores. Many windows of few members: they cost the clean pass
-# and its votes, and win. The errors of the head are exact, so louder noise and little credit serve the rest.
+# and its votes, and win.
 PRESETS["laptop"] = {
-    **PRESETS["laptop-bytes"], "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "GROUP_SIZE": 8, "NOISE_EMBEDDING": 7, "CREDIT": 8,
+    **PRESETS["laptop-bytes"], "VOCAB_SIZE": 8192, "DETOKENIZE": 0, "GROUP_SIZE": 8, "NOISE_EMBEDDING": 4,
+    "NOISE_GATE": 4, "NOISE_CANDIDATE": 2, "NOISE_UP": 2, "NOISE_DOWN": 2, "CREDIT": 8,
     "SOFTMAX_EXP_SCALE": 14.0, "ADAPTIVE_THRESHOLD_ALPHA": 0.8, "SOFT_TARGETS": "0:1, 400:2",
     "ADAM_WEIGHT_DECAY": 0.001, "VALIDATE_EVERY": 50, "SAMPLE_EVERY": 100}
 # The best found for bytes on a large GPU, with noise on activations: a larger model, and 512 windows a step. Finer
@@ -258,9 +252,9 @@ PRESETS["best-bytes"] = {
 # of text with which a model that has learnt keeps what it knows. The constant TEXT_SHARE stays what older runs have.
 OBJECTIVE_SETTINGS = dict(
     PERTURB="activations", CHUNK_SIZE=1024, POPULATION_SIZE=4096, GROUP_SIZE=16, OPTIMIZER="adamw", LOSS="exact",
-    ADAPTIVE_NOISE_MODE=0, SEEN_VOTES=1, SIGMA_SCHEDULE=(), ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5,
-    ADAM_WEIGHT_DECAY=0.0002, LR_SCHEDULE="0:0.03, 10:0.045, 40:0.06, 150:0.07, 1000:0.05, 3000:0.03",
-    TEXT_SHARE=0.25, VALIDATE_EVERY=20, SAMPLE_EVERY=20)
+    ADAPTIVE_NOISE_MODE=0, ADAPTIVE_THRESHOLD_ALPHA=0.4, ADAM_BETA1=0.5, ADAM_WEIGHT_DECAY=0.0002,
+    LR_SCHEDULE="0:0.03, 10:0.045, 40:0.06, 150:0.07, 1000:0.05, 3000:0.03", TEXT_SHARE=0.25, VALIDATE_EVERY=20,
+    SAMPLE_EVERY=20)
 # ... and where the file has DATA, so that there is something right: language matters less
 DATA_SETTINGS = dict(TEXT_SHARE=0.1)
 
@@ -273,10 +267,11 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 DATA_FILES = "INPUT_FILE", "VAL_FILE", "DECODING_FILE"
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 # the value of constants with which nothing differs from a program that lacks them
-UNSET = {"SIGMA_SCHEDULE": (), "SEEN_VOTES": 1, "SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1,
-         "NOISE_GATE": 15, "NOISE_CANDIDATE": 1, "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1,
-         "CREDIT": 8, "OBJECTIVE": "",
+UNSET = {"SOFT_TARGETS": (), "PERTURB": "weights", "NOISE_EMBEDDING": 1, "NOISE_GATE": 15, "NOISE_CANDIDATE": 1,
+         "NOISE_ATTENTION": 8, "NOISE_OUTPUT": 4, "NOISE_UP": 7, "NOISE_DOWN": 1, "CREDIT": 8, "OBJECTIVE": "",
          "OBJECTIVE_TEXTS": 8, "TEXT_SHARE": 0.35}
+# constants that are gone, with the value that every run has: older programs store and send it
+GONE = {"RARE_TOKENS": 0.0, "TOKEN_MASK": -1}
 VERSION_OF_VOTES = 3     # of SPEC 21
 
 
@@ -412,12 +407,22 @@ def did_you_mean(word, words, otherwise=""):
     return f"; did you mean {near[0]}?" if near else otherwise
 
 
+# {a name of nanoGPT and others, also of an option: what it is here}
+ELSEWHERE = {
+    "LEARNING_RATE": "-D LR_SCHEDULE=0:RATE", "LR": "-D LR_SCHEDULE=0:RATE", "BLOCK_SIZE": "-D SEQ_LEN=N",
+    "N_EMBD": "-D HIDDEN_DIM=N", "N_HEAD": "-D HEAD_DIM=N, the width of a head", "N_LAYER": "-D N_LAYERS=N",
+    "BATCH_SIZE": "-D POPULATION_SIZE=N", "DROPOUT": "nothing, as there is none", "TOP_K": "--min-p P",
+    "MAX_ITERS": "--steps N", "OUT_DIR": "--save-dir DIR", "SEED": "-D ISLAND_SEED=N"}
+
+
 def _no_such(name, names):
-    return "no such constant in egg_config.py" + did_you_mean(name.upper(), names)
+    here = f": here that is {ELSEWHERE[name.upper()]}" if name.upper() in ELSEWHERE else ""
+    return "no such constant in egg_config.py" + (here or did_you_mean(name.upper(), names))
 
 
 CONSTANTS = _constants()
-DETERMINING = {name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run")}     # the model
+# the model
+DETERMINING = {*GONE, *(name for name, constant in CONSTANTS.items() if constant.agree in ("all", "run"))}
 # what else a saved run keeps; a directory, perhaps a stranger's, sets nothing but these
 KEPT = {*(name for name, constant in CONSTANTS.items() if constant.agree in ("islands", "free")), *DATA_FILES,
         "SNAPSHOT_EVERY", "KEEP_EVERY", "DECODING_SHA256"}
@@ -444,9 +449,10 @@ class Config(types.SimpleNamespace):
         return make(**{**self.constants(), **values})
 
     def shared(self):
-        """The constants in the fingerprint, without those that are unset, because older programs lack them."""
-        return {name: value for name, value in self.constants().items()
-                if CONSTANTS[name].agree != "local" and value != UNSET.get(name)}
+        """The constants in the fingerprint, without those that are unset, because older programs lack them, and with
+        those that are gone, because older programs have them."""
+        return GONE | {name: value for name, value in self.constants().items()
+                       if CONSTANTS[name].agree != "local" and value != UNSET.get(name)}
 
     def saved(self):
         """Those of them that determine the model, and with it a saved run, as JSON returns them."""
@@ -478,22 +484,14 @@ class Config(types.SimpleNamespace):
             return 1 / ((2 ** self.ZTEST_ALPHA - 1) * step / 1000 + 1) if self.ZTEST_ALPHA > 1 else self.ZTEST_ALPHA
         return _scheduled(self.LR_SCHEDULE, step)
 
-    def sigma_shift(self, step):
-        """SIGMA_SHIFT (int) of the members of `step`."""
-        return _scheduled(self.SIGMA_SCHEDULE, step, self.SIGMA_SHIFT)
-
     def soft_context(self, step):
         """Tokens of context (int) of the soft targets of `step`, 0: none are drawn."""
         return _scheduled(self.SOFT_TARGETS, step)
 
-    def noise_shift(self, step):
-        """Right shift (int) of the matrix noise of the members of `step`."""
-        return self.FIXED_POINT + self.sigma_shift(step)
 
-
-def _scheduled(schedule, step, before=0):
-    """The value of a schedule at `step`; `before` its first entry."""
-    return [before, *(value for first, value in schedule if first <= step)][-1]
+def _scheduled(schedule, step):
+    """The value of a schedule at `step`; 0 before its first entry."""
+    return [0, *(value for first, value in schedule if first <= step)][-1]
 
 
 def overrides(preset=None, defines=(), environ=os.environ, objective=None):
@@ -505,6 +503,8 @@ def overrides(preset=None, defines=(), environ=os.environ, objective=None):
     if preset and preset not in PRESETS:
         raise ConfigError(f"no preset {preset!r}: there is {', '.join(PRESETS)}")
     sources = {name: (source, value) for name, value in PRESETS.get(preset, {}).items()}
+    for name in sources.keys() - CONSTANTS.keys():
+        raise ConfigError(f"{line_of(__file__, name)}{name}: {_no_such(name, CONSTANTS)}")
     if objective:
         source, digest, settings = objective
         values = {**settings, "OBJECTIVE": digest}
@@ -525,7 +525,10 @@ def load(preset=None, defines=(), environ=os.environ, saved=(), run=None, object
     this file's; run: its directory if it must continue with them; begins: those of "run" may be others. Raises
     ConfigError."""
     values = {**_defaults(), **(UNSET if saved else {}),
-              **{name: _tuples(value) for name, value in dict(saved).items()}}
+              **{name: _tuples(value) for name, value in dict(saved).items() if (name, value) not in GONE.items()}}
+    if unknown := values.keys() - CONSTANTS.keys():
+        raise ConfigError(f"{run or 'the saved run'} has {min(unknown)}, which this program does not know: use the egg "
+                          "that made it")
     sources, differ, kinds = overrides(preset, defines, environ, objective), {}, set()
     for name, (source, value) in sources.items() if run else ():
         if name == "POPULATION_SIZE":
@@ -603,14 +606,10 @@ def validate(cfg):
          f"must be a multiple of CHUNK_SIZE = {cfg.CHUNK_SIZE}")
     need(cfg.GROUP_SIZE % 2 == 0 and cfg.POPULATION_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
          f"must be even, as antithetic pairs read the same tokens, and divide POPULATION_SIZE = {cfg.POPULATION_SIZE}")
-    for gaussian, *masks in ("HOST_GAUSSIAN", "HOST_MASK", "TOKEN_MASK"), ("DEVICE_GAUSSIAN", "DEVICE_MASK"):
-        for mask in masks if getattr(cfg, gaussian) else ():
-            need(getattr(cfg, mask) <= 42, mask, f"must be at most 42 with {gaussian}: three draws must fit int8")
+    for gaussian, mask in ("HOST_GAUSSIAN", "HOST_MASK"), ("DEVICE_GAUSSIAN", "DEVICE_MASK"):
+        need(not getattr(cfg, gaussian) or getattr(cfg, mask) <= 42, mask,
+             f"must be at most 42 with {gaussian}: three draws must fit int8")
     need(not cfg.DETOKENIZE or cfg.VOCAB_SIZE == 256, "DETOKENIZE", "needs VOCAB_SIZE 256: it turns tokens into bytes")
-    need(not cfg.RARE_TOKENS or cfg.OPTIMIZER != "ztest", "RARE_TOKENS",
-         "needs OPTIMIZER adamw or sgd: the z-test has no learning rate")
-    need(cfg.SEEN_VOTES == 1 or cfg.OPTIMIZER != "ztest", "SEEN_VOTES",
-         "needs OPTIMIZER adamw or sgd: the z-test is made for votes of equal weight")
     need(not cfg.SOFT_TARGETS or cfg.LOSS == "exact", "SOFT_TARGETS",
          "needs LOSS exact: the mean over 8 targets is a fraction of a logit unit")
     need(not cfg.USE_MUON or cfg.OPTIMIZER == "adamw", "USE_MUON",
@@ -625,7 +624,7 @@ def validate(cfg):
              f"must be a multiple of GROUP_SIZE * OBJECTIVE_TEXTS = {cfg.GROUP_SIZE * cfg.OBJECTIVE_TEXTS} with "
              "--objective: the texts after a prompt are in one chunk")
     if cfg.PERTURB == "activations":
-        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("SEEN_VOTES", 1), ("NTT_MODE", 0):
+        for name, value in ("OPTIMIZER", "adamw"), ("ADAPTIVE_NOISE_MODE", 0), ("NTT_MODE", 0):
             need(getattr(cfg, name) == value, name, f"must be {value} with PERTURB = activations")
         need(cfg.CHUNK_SIZE % cfg.GROUP_SIZE == 0, "GROUP_SIZE",
              f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")
@@ -648,8 +647,7 @@ def _derive(cfg):
     # pairs that read a window together, with the same targets: with noise on activations those of a group
     cfg.READERS = 1 if cfg.PERTURB == "weights" else cfg.GROUP_SIZE // 2
     cfg.WINDOW = cfg.STATE_TOKENS + 1 + cfg.SEQ_LEN * cfg.TARGETS      # numbers that a pair reads
-    # all shifts of the noise in a run: tables and kernels are exact for each of them
-    cfg.NOISE_SHIFTS = sorted({cfg.noise_shift(step) for step in (0, *(first for first, _ in cfg.SIGMA_SCHEDULE))})
+    cfg.NOISE_SHIFT = cfg.FIXED_POINT + cfg.SIGMA_SHIFT         # right shift of the noise of matrices
     # ternary digits in which a chunk, and a step, is sent: one a pair, or with noise on activations one a weight, in
     # whole bytes, so that a step is its chunks one after the other
     H = cfg.HIDDEN_DIM
@@ -692,6 +690,13 @@ def _parse(name, text, source):
     except ValueError:
         wanted = KINDS.get(constant.kind) or "step:{0},step:{0},...".format(constant.limits.partition("s ")[0])
         raise ConfigError(f"{source}: {text!r} is not {wanted}") from None
+
+
+def line_of(path, word):
+    """NAME:LINE: of the first line of a file that has a word, for a message about it."""
+    with open(path, encoding="utf-8") as file:
+        number = next((number for number, line in enumerate(file, 1) if re.search(rf"\b{word}\b", line)), 1)
+    return f"{os.path.basename(path)}:{number}: "
 
 
 for _preset in *PRESETS.values(), OBJECTIVE_SETTINGS:

@@ -47,7 +47,7 @@ from cluster.admission import Admission, ERRORS, Role
 from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
-from cluster.link import WHICH_HOST, Link, OldCoordinator, check_address
+from cluster.link import WHICH_HOST, Link, OldCoordinator, RunEnded, check_address
 from cluster.status import Progress
 from cluster.step import AGREES, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
@@ -357,9 +357,10 @@ def sample(cfg, engine, tokens, decoding, objective=None):
 
 def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=None, *, retry=True, console=None,
                access=auth.Access(), name=None, **options):
-    """Serves the coordinator at host:port with `engine`, through interruptions, for ever; with retry=False until the
-    coordinator closes, and returns the number of chunks done. The engine keeps the state it has come to. tokens: the
-    training data, for samples; validation: a data_files.Validation or None; decoding: a data_files.Decoding or None;
+    """Serves the coordinator at host:port with `engine`, through interruptions, to the planned end of the run; with
+    retry=False until the coordinator closes. Returns the number of chunks done. The engine keeps the state it has come
+    to. tokens: the training data, for samples; validation: a data_files.Validation or None; decoding: a
+    data_files.Decoding or None;
     access: an auth.Access; without secret and TLS a coordinator that closes on protocol 2 is called with protocol 1;
     name: in the coordinator's lines, default host and device; options: of Worker. Raises NetError where no coordinator
     can be, or one that does not fit or refuses this worker."""
@@ -386,6 +387,9 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 connected = True
                 log(f"{engine.name}, connected to {host}:{port}{' (protocol 1)' * (version == V1)}")
                 worker.serve(link)
+        except RunEnded as error:
+            log(error)
+            return worker.chunks
         except OldCoordinator as error:
             if not (access.secret or access.tls):
                 log(f"{error}; trying protocol 1")
@@ -401,7 +405,8 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 if connected:
                     return worker.chunks
                 raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
-            problem = "the coordinator is gone" if connected else f"no coordinator at {host}:{port} yet"
+            problem = ("the coordinator is gone" if connected else
+                       f"no coordinator at {host}:{port} yet" if error.errno else f"{host}:{port}: {error}")
         if worker.answers > answers:
             pause = BACK_OFF[0]
             logged.clear()
@@ -520,6 +525,13 @@ class RemoteWorker(Role):
         self.offered.add(shelf.sha256[step])
         self.session.reply(wire.REBUILD, step)
 
+    def dismiss(self):
+        """Ends the connection. After a planned end the worker need not wait for the coordinator."""
+        if self.coordinator.finished and self.version == V2:
+            why = f"the run has ended after {self.coordinator.run.step} steps"
+            self.session.reply(wire.ERROR, wire.ENDED, why.encode())
+        self.session.close()
+
     def closed(self):
         self.coordinator.worker_left(self)
 
@@ -609,7 +621,7 @@ class Coordinator:
         self.closing = True
         self.console.clear()
         for worker in list(self.dispatcher.workers):
-            worker.session.close()
+            worker.dismiss()
 
     def drain(self, seconds):
         """Hands out no more work; within `seconds` workers apply what is complete, and one sends the last snapshot and

@@ -12,6 +12,8 @@ import time
 import egg_config
 
 COLOURS = {"green": "32", "blue": "34"}
+# a run stops by these as by Ctrl-C: a terminal that is closed, a job system that gives notice
+STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 SAMPLE, ARROW = "sample at step ", " >>> "     # what stands before the step of a sample, and between its texts
 HARDLY_ANY = 0.05          # prompts after which rewards differ
 LONGEST_NAME, LONGEST_LINES = 80, 4000         # characters of what a worker states about rewards
@@ -152,13 +154,12 @@ class Console(Printer):
 
     def _step_line(self, event):
         """The line of d-eggs; its loss has the unit of d-eggs."""
-        noise = f"Noise: {event['sigma_shift']} | " if "sigma_shift" in event else ""
         sent, received = event["sent"], event["received"]
         # the tokens are those that trained the model whose loss this is
         line = (f"Step {event['step']} | Tokens: {count_text(event['tokens'])} | "
                 f"Loss: {event['loss'] / self._deggs:.4f} | Time: {1e3 * event['seconds']:.2f} ms | "
                 f"Updates: {event['updates']} (n={event['reports']}, max={event['updates']}) | "
-                f"Speed: {event['tokens_per_second']:.2f} tok/s | LR: {event['learning_rate']:g} | {noise}"
+                f"Speed: {event['tokens_per_second']:.2f} tok/s | LR: {event['learning_rate']:g} | "
                 f"Net: {(sent + received) / event['seconds'] / (1 << 20):.2f} MB/s "
                 f"(Tx: {_bytes_text(sent)}, Rx: {_bytes_text(received)})")
         validation = self._validation
@@ -252,7 +253,8 @@ def _bytes_text(n):
 
 @contextlib.contextmanager
 def stop_signals():
-    """Yields a list that gets an element by SIGINT or SIGTERM, in the main thread; a second SIGINT interrupts."""
+    """Yields a list that gets an element by a signal of STOPPING, in the main thread; a second SIGINT interrupts. One
+    that is ignored, as by nohup, stays so."""
     stopped = []
 
     def on_signal(number, _):
@@ -261,7 +263,8 @@ def stop_signals():
         stopped.append(number)
 
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    before = {number: signal.signal(number, on_signal) for number in STOPPING
+              if number in STOPPING[:2] or signal.getsignal(number) != signal.SIG_IGN} if main else {}
     try:
         yield stopped
     finally:

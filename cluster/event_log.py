@@ -173,6 +173,8 @@ class TensorBoard:
     def __init__(self, directory, warn):
         self.directory = directory
         self.warn = warn
+        self._resumes = os.path.isdir(directory) and bool(os.listdir(directory))
+        self._known = None               # the step with which a run goes on: its validation is there already
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
@@ -190,7 +192,9 @@ class TensorBoard:
             case "step":
                 names = "updates", "tokens_per_second", "learning_rate"
                 values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
-            case "validation" | "reward":
+            case "start" if self._resumes:
+                self._known = event["step"] or None
+            case "validation" | "reward" if event["step"] != self._known:
                 values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
                 values.update((f"reward_{name}", number) for name, number in event.get("numbers", {}).items())
             case "sample":

@@ -486,6 +486,16 @@ def is_blank(directory, begun=False):
     return os.path.getsize(_file_of(directory)) <= size and (begun or not start)
 
 
+def discard(directory):
+    """Removes a directory whose run has no step, unless another process has begun with it meanwhile."""
+    with contextlib.suppress(OSError, HistoryError), contextlib.ExitStack() as undo:
+        lock = os.open(directory, os.O_RDONLY)
+        undo.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_blank(directory, begun=True):
+            shutil.rmtree(directory)
+
+
 def _is_ours(directory):
     """Whether the run in a directory is one of this program, not C++ checkpoints. Raises HistoryError without any."""
     with explained(HistoryError, directory, "give --load-dir the directory of a saved run"):

@@ -21,6 +21,10 @@ class OldCoordinator(NetError):
     """The coordinator closed on our HELLO: it may speak version 1 alone."""
 
 
+class RunEnded(NetError):
+    """The coordinator has come to the end that was planned."""
+
+
 class RefusedForGood(NetError, UsageError):
     """The coordinator will not let this caller in, however often it tries."""
 
@@ -117,13 +121,15 @@ class Link:
                         code, why = auth.read_error(frame.payload)
                         if code == wire.FULL:
                             raise TimeoutError(why)
+                        if code == wire.ENDED:
+                            raise RunEnded(f"{self.name}: {why}")
                         kind = NetError if code == wire.BAD_FRAME else RefusedForGood
                         caller = "request" if self.card["role"] == "status" else self.card["role"]
                         raise kind(f"{self.name} refuses this {caller}: {why}")
             except FrameError as error:
                 raise NetError(f"{self.name}: {error}") from None
             if (left := until - time.monotonic()) <= 0:
-                raise TimeoutError(f"{self.name} does not answer")
+                raise TimeoutError("it does not answer, so it may be another program")
             self.check(min(HEARTBEAT_EVERY, left))
 
     def fetch_snapshot(self, step, most, bandwidth=0):

@@ -78,10 +78,9 @@ class Progress:
         seconds = max(now - self._step_started, 1e-6)
         self.loss = sum_loss / (self.tokens_a_step * 16 * self.cfg.LOSS_SCALE)
         self.speed = (self.tokens_a_step + self._written) / seconds
-        noise = {"sigma_shift": self.cfg.sigma_shift(step)} if self.cfg.SIGMA_SCHEDULE else {}
         return {"step": step, "tokens": step * self.tokens_a_step, "loss": round(self.loss * self.bits, 7),
                 "unit": self.unit, "updates": self.updates, "reports": len(self._updates),
-                "learning_rate": self.cfg.learning_rate(step), **noise, "seconds": round(seconds, 6),
+                "learning_rate": self.cfg.learning_rate(step), "seconds": round(seconds, 6),
                 "elapsed": round(now - self.started, 3), "tokens_per_second": round(self.speed, 2),
                 "sent": self.traffic.sent - self._sent, "received": self.traffic.received - self._received}
 

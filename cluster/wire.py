@@ -89,6 +89,7 @@ OTHER_CONFIG = 3
 OTHER_DATA = 4
 BANNED = 5
 FULL = 6
+ENDED = 7
 
 
 class FrameError(Exception):

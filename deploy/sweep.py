@@ -93,6 +93,8 @@ def sweep(path, preset, defines, directory, address):
         with open(path, "rb") as file:
             table = tomllib.load(file)
         name = str(zlib.crc32(repr((table, preset, defines)).encode()))      # with other settings: another sweep
+        for key in table.get("constants", {}).keys() - egg_config.CONSTANTS.keys():
+            raise ValueError(f"{egg_config.line_of(path, key)}{key}: no such constant in egg_config.py")
         planned = tuner(os.path.join(directory, name), preset, defines, **table)
     except (TypeError, ValueError, AssertionError) as error:
         raise UsageError(f"{path}: {error}: docs/CLUSTERS.md has a table") from None

@@ -15,12 +15,12 @@ from llvmlite import binding
 import numpy as np
 
 import egg_config
-from model import fitness_digits, optimizers, parameters, rewards, rules, sampling, soft_targets, state_digest
+from model import fitness_digits, optimizers, parameters, rewards, sampling, soft_targets, state_digest
 from model.seeds import next_seed
 from engine import cpu_gru, cpu_transformer, cpu_update as kernels, hardware, kernel_cache, simd
 from engine.cpu_activations import ActivationVotes
 from engine.cpu_kernels import NO_LOSSES, NO_NATS, ROW, TOGETHER, Draws, Model, Writing, constants, tables
-from engine.cpu_update import BLOCK, SEEN_ROWS
+from engine.cpu_update import BLOCK
 from engine.simd import PANEL, ROWS
 
 AT_ONCE = 8                  # tokens that `generate` writes before it yields them
@@ -105,16 +105,12 @@ class CpuEngine:
         self._stop()
         packed, corrections, columns = self._sizes
         self._model = Model(
-            **constants(self.cfg), matrix_shift=0, weights=state.weights.copy(),
+            **constants(self.cfg), weights=state.weights.copy(),
             columns=np.empty((columns, self.cfg.HIDDEN_DIM), np.int8), packed=np.zeros(packed, np.int8),
             correction=np.zeros(corrections, np.int32), overlay=state.overlay.copy(), table=self._table)
         self._moments = state.moments.copy()
-        self._begin_step(state.step, state.seed)
+        self.step, self.seed = state.step, state.seed
         self._pack()
-
-    def _begin_step(self, step, seed):
-        self.step, self.seed = step, seed
-        self._model = self._model._replace(matrix_shift=self.cfg.noise_shift(step))
 
     def _spread(self, n, cost, kernel, *arguments):
         """The results of kernel(*arguments, first, end) on a part of 0..n - 1 for each thread, in parallel unless the
@@ -226,11 +222,8 @@ class CpuEngine:
                               else sums[t.span][None])
         voting = np.flatnonzero(digits)
         seeds = (np.uint64(self.seed) + voting.astype(np.uint64)).astype(np.uint32)
-        signs, windows = digits[voting].astype(np.int32), None
-        if cfg.SEEN_VOTES > 1:
-            optimizers.need_data(cfg, self.tokens)
-            windows = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:][voting]
-        return self._move(lambda t: self._votes(t, seeds, signs, windows))
+        signs = digits[voting].astype(np.int32)
+        return self._move(lambda t: self._votes(t, seeds, signs))
 
     def _move(self, votes_on):
         """Moves all weights by votes_on(tensor), int32 [rows, cols] or more, and ends the step."""
@@ -241,23 +234,17 @@ class CpuEngine:
             return sum(self._update_tensor(t, votes_on(t)) for t in job)
 
         changed = sum(self._job([(job,) for job in jobs], work).finish())
-        self._begin_step(self.step + 1, next_seed(self.seed, self.step, self.cfg.NOISE_REUSE))
+        self.seed = next_seed(self.seed, self.step, self.cfg.NOISE_REUSE)
+        self.step += 1
         return changed
 
-    def _votes(self, t, seeds, signs, windows):
-        """int32 [rows, cols] or more: the votes of pairs on one array: uint32 seeds, int32 signs, int32 windows [pairs,
-        tokens] or None."""
-        cfg, c = self.cfg, self._draws
+    def _votes(self, t, seeds, signs):
+        """int32 [rows, cols] or more: the votes of pairs on one array: uint32 seeds, int32 signs."""
         row = self._table[t.param, t.layer]
         if t.matrix:
-            votes = self._matrix_votes(t, row, seeds, signs)
-            if t.seen_votes and cfg.SEEN_VOTES > 1:
-                self._spread(-(-t.rows // SEEN_ROWS), t.rows * windows.size // 8, kernels.seen_votes, c, row, seeds,
-                             signs, windows, cfg.SEEN_VOTES - 1, votes)
-        else:
-            votes = np.empty((1, t.cols), np.int32)
-            self._spread(t.cols, t.cols * seeds.size, kernels.vector_votes, c, row, seeds, signs,
-                         votes[0])
+            return self._matrix_votes(t, row, seeds, signs)
+        votes = np.empty((1, t.cols), np.int32)
+        self._spread(t.cols, t.cols * seeds.size, kernels.vector_votes, self._draws, row, seeds, signs, votes[0])
         return votes
 
     def _update_tensor(self, t, votes):
@@ -267,10 +254,9 @@ class CpuEngine:
         changed_rows, changed_cols = np.zeros(t.rows, np.uint8), np.zeros(t.cols, np.uint8)
         group = 4 if t.matrix else 1
         o = optimizers.constants(cfg, cfg.learning_rate(self.step), t)
-        rates = self._token_rates if cfg.RARE_TOKENS and t.by_token else np.empty(0, np.float32)
         x = self._muon_direction(o, t, row, votes) if o.rule == optimizers.MUON else np.empty((0, 0), np.float32)
-        changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, rates, self._model.weights, row,
-                                   group, votes, x, self._moments, changed_rows, changed_cols))
+        changed = sum(self._spread(t.rows // group, 4 * t.size, kernels.apply_votes, o, self._model.weights, row, group,
+                                   votes, x, self._moments, changed_rows, changed_cols))
         sides = [(t.overlay_a, changed_cols)] + [(t.overlay_b, changed_rows)] * t.matrix
         for at, moved in sides if cfg.ADAPTIVE_NOISE_MODE else ():                   # the overlay rule of SPEC 9
             part = self._model.overlay[at:at + moved.size]
@@ -278,10 +264,6 @@ class CpuEngine:
             part[:] = np.clip(part + by, -127, 127)
         self._pack(t)
         return int(changed)
-
-    @functools.cached_property
-    def _token_rates(self):
-        return optimizers.token_rates(self.cfg, self.tokens)
 
     def _matrix_votes(self, t, row, seeds, signs):
         """int32 [rows padded, cols padded]: sum over pairs of sign * noise(A, col) * noise(B, row), as products over
@@ -380,8 +362,7 @@ def warm_up(cfg, say=print, verbs=STEP):
     started, forks = time.monotonic(), []
     small = egg_config.make(HIDDEN_DIM=64, N_LAYERS=1, SEQ_LEN=8, VOCAB_SIZE=256, CHUNK_SIZE=2, POPULATION_SIZE=2,
                             SIMD=simd.use(cfg.SIMD), MODEL=cfg.MODEL, USE_MUON=cfg.USE_MUON,
-                            SEEN_VOTES=cfg.SEEN_VOTES, PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0,
-                            STATE_TOKENS=min(1, cfg.STATE_TOKENS))
+                            PERTURB=cfg.PERTURB, ADAPTIVE_NOISE_MODE=0, STATE_TOKENS=min(1, cfg.STATE_TOKENS))
     digits = fitness_digits.pack_ternary(np.ones(small.STEP_DIGITS, np.int8))
     arguments = dict(evaluate=(0, 2), update=(digits,), validate=(np.zeros((1, 9), np.int32),), digest=(),
                      write=(np.ones((2, 4), np.int32), np.ones(2, np.int64), np.zeros(2, np.uint32),

@@ -39,7 +39,7 @@ GROUP = 32                  # rows that go through products together: their int3
 # Constants of the configuration that the kernels see unchanged
 FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVICE_GAUSSIAN ADAPTIVE_NOISE_MODE "
                "SIGMA_SHIFT_VECTOR SHIFT_ATTN SHIFT_OUT SHIFT_MLP_UP SHIFT_MLP_DOWN SOFTMAX_SCALE_BIT "
-               "ROPE_SCALE_BIT TARGETS USE_CLT")
+               "ROPE_SCALE_BIT TARGETS USE_CLT NOISE_SHIFT")
 # The model as the kernels see it, which they call c. Its configuration, int64: the above and others of `constants`.
 # Its tables: exp int32 [256]; exp64[d] = exp(-d * unit) in float64; rope int64 [positions, H / 2], cosine in the lower
 # half, sine in the upper one; ntt int64 [T, T]: model.transforms.basis, empty without NTT_MODE. Its weights: weights
@@ -47,7 +47,7 @@ FROM_CONFIG = ("HIDDEN_DIM HEAD_DIM N_HEADS N_LAYERS VOCAB_SIZE DEVICE_MASK DEVI
 # PANEL, 4]; correction int32: -128 times each column's sum, because activations go into products as x + 128; overlay
 # int8; table ROW [parameters, layers].
 Model = namedtuple("Model", FROM_CONFIG + (
-    " matrix_shift short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest logit_shift "
+    " short_exp exact log_unit ntt_prime gru head ln_f divisor divisor_down lowest logit_shift "
     "exp exp64 unit rope ntt weights columns packed correction overlay table"))
 # The part of a Model that draws of votes read: calls with a whole Model take 10 us longer
 Draws = namedtuple("Draws", "DEVICE_MASK DEVICE_GAUSSIAN USE_CLT")
@@ -211,7 +211,7 @@ def look_up(c, t, S, m, k, unit, scale, out):
     its_scale = factor(c.ADAPTIVE_NOISE_MODE, c.overlay[t.overlay_a + k], seed, k)
     for i in range(c.HIDDEN_DIM):
         p = table_term(of_column, its_scale, unit[i], scale[i]) * sign(m)
-        out[i] = c.columns[t.columns + k, i] + shift_right(p, c.matrix_shift)
+        out[i] = c.columns[t.columns + k, i] + shift_right(p, c.NOISE_SHIFT)
 
 
 @inlined
@@ -326,7 +326,7 @@ def product(c, param, layer, sides, noisy, x, rows, left, out):
             stride, at = several * noise.shape[1], r * out.shape[1] + p * PANEL
             if noisy:
                 noisy_tile(x, r * t.rows, t.rows, c.packed, weights, c.correction, correction, sums, r, noise,
-                           (r >> 1) * stride + p * PANEL, stride, c.matrix_shift, out, at, out.shape[1], k4)
+                           (r >> 1) * stride + p * PANEL, stride, c.NOISE_SHIFT, out, at, out.shape[1], k4)
             else:
                 tile(x, r * t.rows, t.rows, c.packed, weights, PANEL, c.correction, correction, 0, out, at,
                      out.shape[1], k4)

@@ -11,7 +11,6 @@ from model import state_digest
 from model.optimizers import MUON, MUON_EPS, MUON_PARTS, SGD, ZTEST
 
 mixed, halves = cpu_rules.rule(state_digest.mixed), cpu_rules.rule(state_digest.halves)
-SEEN_ROWS = 64              # rows whose votes on seen tokens are summed at once
 BLOCK = 2048                # pairs whose noise is made at once for a product over the population
 
 
@@ -54,29 +53,6 @@ def panel_votes(c, t, seeds, x, votes, first, end):
             for j in range(noise.shape[1]):
                 noise[q, j] = vote_draw(c, u32(seeds[q] + t.seed_a), p * PANEL + j)
         add_product(x, noise, votes, p)
-
-
-@njit
-def seen_votes(c, t, seeds, signs, windows, times, votes, first, end):
-    """Adds the votes of pairs on the tokens in their windows (int32 [pairs, tokens]) `times` more times to rows
-    SEEN_ROWS * first..SEEN_ROWS * end - 1 of votes int32 [rows padded, cols padded]."""
-    cols, b = t.cols, np.empty(SEEN_ROWS, i32)
-    for row in range(SEEN_ROWS * first, min(SEEN_ROWS * end, t.rows), SEEN_ROWS):
-        n = min(SEEN_ROWS, t.rows - row)
-        sums, counted = np.zeros((cols, SEEN_ROWS), i32), np.zeros(cols, i32)
-        for q in range(seeds.size):
-            for r in range(SEEN_ROWS):
-                b[r] = vote_draw(c, u32(seeds[q] + t.seed_b), row + r) * signs[q] * times
-            for i in range(windows.shape[1]):
-                token = windows[q, i]
-                if counted[token] != q + 1:                  # once a pair
-                    counted[token] = q + 1
-                    a = vote_draw(c, u32(seeds[q] + t.seed_a), token)
-                    for r in range(SEEN_ROWS):
-                        sums[token, r] += a * b[r]
-        for r in range(n):
-            for token in range(cols):
-                votes[row + r, token] += sums[token, r]
 
 
 @njit
@@ -136,41 +112,38 @@ def muon_panels(left, right, gram, alpha, beta, out, first, end):
 
 
 @njit                       # not `inner`: optimized only within its caller, it takes more than twice the time
-def move(o, rate, vote, direction, weight, moments):
-    """The move of one weight, int32; moments float32 [3] (m, v, acc) change in place. rate: o.lr, or less of it;
-    direction: Muon's."""
+def move(o, vote, direction, weight, moments):
+    """The move of one weight, int32; moments float32 [3] (m, v, acc) change in place. direction: Muon's."""
     if o.rule == ZTEST:
-        least = i32(rate)        # few votes are as large, which a processor predicts; half of them are positive
+        least = i32(o.lr)        # few votes are as large, which a processor predicts; half of them are positive
         return ztest(vote, weight, least) if vote >= least or vote <= -least else i32(0)
     if o.rule == SGD:
-        acc = sgd(vote, moments[2], rate)
+        acc = sgd(vote, moments[2], o.lr)
     elif o.rule == MUON:
-        acc = muon(direction, o.size, weight, moments[2], rate, o.decay)
+        acc = muon(direction, o.size, weight, moments[2], o.lr, o.decay)
     else:
-        moments[0], moments[1], acc = adamw(vote, weight, moments[0], moments[1], moments[2], rate, o.beta1,
+        moments[0], moments[1], acc = adamw(vote, weight, moments[0], moments[1], moments[2], o.lr, o.beta1,
                                             o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay)
     step, moments[2] = whole_step(weight, acc)
     return step
 
 
 @njit
-def apply_votes(o, rates, weights, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
+def apply_votes(o, weights, t, group, votes, x, moments, changed_rows, changed_cols, first, end):
     """Moves the weights of rows group * first..group * end - 1 of one stored array by their votes int32 [rows, cols],
     or by Muon's x float32 [shorter side, longer side], and marks the rows and columns of those that changed; their
-    number. rates: float32 [cols] factors on the learning rate, or [0]. group: 4 rows of a matrix are stored together, a
-    vector is one row."""
+    number. group: 4 rows of a matrix are stored together, a vector is one row."""
     cols, changed = t.cols, 0
     direction = f32(0)
     for block in range(first, end):
         for col in range(cols):
-            rate = f32(o.lr * rates[col]) if rates.size else o.lr
             for k in range(group):
                 at = t.weights + (block * cols + col) * group + k
                 weight = i32(weights[at])
                 if o.rule == MUON:
                     r = block * group + k
                     direction = x[r, col] if t.rows <= cols else x[col, r]
-                step = move(o, rate, votes[block * group + k, col], direction, weight, moments[at])
+                step = move(o, votes[block * group + k, col], direction, weight, moments[at])
                 if step:
                     weights[at] = weight + step
                     changed_rows[block * group + k] = 1

@@ -51,14 +51,12 @@ COMPILERS = 8               # processes that compile kernels at once, at most
 
 # --- compiling -------------------------------------------------------------------------------------------------------
 
-def kernels(cfg, cc, shared_limit, token_type, silent=False):
+def kernels(cfg, cc, shared_limit, token_type):
     """(forward pass, {name: dispatcher} of update and engine, {verb: [Kernel]}): the last are the kernels that a verb
     launches; each has a `file`, in the cache. Verbs: "load", "step" (evaluate and update), "validate", "write" and
-    "digest".
-
-    silent: evaluation without noise (kernels.rules.build_noise)."""
+    "digest"."""
     gpu, cfg = egg_kernels.gpu_of(cfg, cc, shared_limit), cfg.compiled()
-    forward = egg_kernels.build_forward(cfg, gpu, silent)
+    forward = egg_kernels.build_forward(cfg, gpu)
     of_pass = {id(kernel) for some in forward.kernels.values() for kernel in some}
     made, every = {}, {"digest": [], **{verb: list(some) for verb, some in forward.kernels.items()}}
     for function in update.build(cfg, cc[0] == 9) + build(cfg, token_type):
@@ -67,7 +65,7 @@ def kernels(cfg, cc, shared_limit, token_type, silent=False):
         kernel = Kernel(made[name], update.SHARED if name == "products" else 0)
         every[{"digest": "digest", "choose": "write"}.get(name, "step")].append(kernel)
     made_of = numba_cuda.__version__, vars(cfg), cc
-    of_forward, others = kernel_cache.key(made_of, gpu, silent), kernel_cache.key(made_of, str(token_type))
+    of_forward, others = kernel_cache.key(made_of, gpu), kernel_cache.key(made_of, str(token_type))
     for number, kernel in enumerate(kernel for verb in sorted(every) for kernel in every[verb]):
         kernel.file = f"cuda-{kernel.name}-{number}-{of_forward if id(kernel) in of_pass else others}"
     return forward, made, every
@@ -137,7 +135,7 @@ def build(cfg, token_type):
 
 def _windows_kernel(cfg, TOKENS):
     T, before = cfg.SEQ_LEN, cfg.STATE_TOKENS
-    width, drawn = before + T + 1, cfg.TARGETS - 1
+    width, drawn, length = before + T + 1, cfg.TARGETS - 1, cfg.WINDOW
     same = cfg.USE_SAME_DATA != 0
     groups, per_group = cfg.N_GROUPS, cfg.GROUP_SIZE // 2
     readers = cfg.READERS                                    # pairs that have the same targets, too
@@ -150,11 +148,10 @@ def _windows_kernel(cfg, TOKENS):
         start = window_start(place[0], place[1] + row, per_group, stride, size - T)
         return (start + k - before) % size
 
-    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, length,
-                    windows: A32):
-        """windows int32, flat, `length` numbers of each of the pairs place[1] on, in a step whose first window starts
-        at place[0]: model.rules.windows, then the drawn targets (model.soft_targets.windows). job[0]: the step's seed;
-        first, size, followers: soft_targets.Followers."""
+    def cut_windows(tokens: TOKENS, place: A64, job: AU32, first: AU32, size: AU32, followers: TOKENS, windows: A32):
+        """windows int32, flat, of the pairs place[1] on, in a step whose first window starts at place[0]:
+        model.rules.windows, then the drawn targets (model.soft_targets.windows). job[0]: the step's seed; first, size,
+        followers: soft_targets.Followers."""
         i = cuda.grid(1)
         if i < windows.size:
             row = i // length
@@ -399,7 +396,7 @@ def evaluating(engine, cfg, forward, packed, cutting):
     def evaluation(members):
         pairs = members // 2
         windows, losses = all_windows[:pairs * width], all_losses[:all_losses.size // chunk * pairs]
-        cut = cutting(windows, width)
+        cut = cutting(windows)
 
         def read(units, losses, *clean):
             apart, each = windows.size // units, losses.size // units
@@ -423,16 +420,27 @@ def evaluating(engine, cfg, forward, packed, cutting):
     return Members(evaluation, [Fetched(size, np.int64) for _ in range(2)])
 
 
+def checked_memory(cfg, forward, name):
+    """Bytes of free memory of the current GPU. Raises ValueError where a model does not fit."""
+    need = 13 * parameters.n_weights(cfg) + forward.packed_bytes + update.Update.bytes_needed(cfg)
+    need += forward.votes.bytes_needed() if forward.votes else 0
+    free = memory().free
+    if need > free:
+        raise ValueError(f"{name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
+                         f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+    return free
+
+
 class CudaEngine:
     """The verbs of an engine (see engine.cpu_engine.CpuEngine) on GPU `device`.
 
     tokens: 1-D uint8 or uint32 array, may be memory-mapped, or None where nothing is evaluated; copied to the device
-    where it fits easily, else windows are cut on the host. silent: evaluates without noise, for `bench`. verbs: see
-    tools.train.make_engine. Raises ValueError (one line) where the device is missing or too small."""
+    where it fits easily, else windows are cut on the host. verbs: see tools.train.make_engine. Raises ValueError (one
+    line) where the device is missing or too small."""
 
     TEXTS_AT_ONCE = 4096         # as in CpuEngine: 16 or 32 a multiprocessor
 
-    def __init__(self, cfg, tokens=None, device=0, silent=False, verbs=()):
+    def __init__(self, cfg, tokens=None, device=0, verbs=()):
         try:
             cuda.select_device(device)
         except (CudaSupportError, IndexError) as error:
@@ -442,8 +450,7 @@ class CudaEngine:
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
         self.stream, self._capability = cuda.stream(), gpu.compute_capability
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
-        self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type,
-                                                              silent)
+        self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type)
         self.compile_seconds, self._tables = 0.0, soft_targets.Tables(cfg, tokens)
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
         self._forward.tables()
@@ -461,12 +468,7 @@ class CudaEngine:
         """Reserves device memory for everything but evaluation, whose slices are sized at the first call by the memory
         that is then free."""
         cfg, n = self.cfg, parameters.n_weights(self.cfg)
-        need = 13 * n + self._forward.packed_bytes + update.Update.bytes_needed(cfg)
-        need += self._forward.votes.bytes_needed() if self._forward.votes else 0
-        free = memory().free
-        if need > free:
-            raise ValueError(f"{self.name}: this configuration needs {need / 2**30:.1f} GiB of GPU memory, "
-                             f"{free / 2**30:.1f} GiB are free: lower HIDDEN_DIM, N_LAYERS or VOCAB_SIZE")
+        free = checked_memory(cfg, self._forward, self.name)
         if self._forward.votes:
             self._forward.votes.reserve()
         self._weights = cuda.device_array(n, np.int8)
@@ -476,8 +478,8 @@ class CudaEngine:
         self._state = self._weights, self._moments, self._overlay
         self._model = self.stream, self._weights, self._packed, self._overlay
         self._saved = None                                   # a copy of the state, see _save
-        self._inputs = cuda.device_array(32, np.uint8)       # job and place, see _set_job
-        self._job, self._place = self._inputs[:16].view(np.uint32), self._inputs[16:].view(np.int64)
+        self._inputs = cuda.device_array(28, np.uint8)       # place and job, see _set_job
+        self._place, self._job = self._inputs[:16].view(np.int64), self._inputs[16:].view(np.uint32)
         self._sums, self._zeros = cuda.device_array(2, np.uint64), cuda.to_device(np.zeros(2, np.uint64))
         self._digest, self._changed = Fetched(2, np.uint64), Fetched(1, np.int32)
         self._exps = cuda.to_device(integer_tables.exp_table(cfg))
@@ -493,20 +495,17 @@ class CudaEngine:
         self._add_up = Replay(self.stream, self._launch_digest)
 
     def _launches_of_update(self):
-        """[(name, launch)] of an update."""
-        cfg, votes = self.cfg, self._votes
-        launches = [("fitness", lambda: votes.packed.copy_to_device(self._given_fitness, self.stream))]
-        if cfg.SEEN_VOTES > 1 and self._tokens is not None:
-            launches.append(("cut_windows", self._cutting(votes.windows, cfg.STATE_TOKENS + cfg.SEQ_LEN + 1)))
-        launches += votes.launches(self.stream, self._job, *self._state)
-        return [*launches, ("pack", self._pack)]
+        """[launch] of an update."""
+        packed = self._votes.packed
+        return [lambda: packed.copy_to_device(self._given_fitness, self.stream),
+                *self._votes.launches(self.stream, self._job, *self._state), self._pack]
 
     def _pack(self):
         self._forward.pack(self.stream, self._weights, self._packed)
 
     def _launch_update(self):
         self._votes.changed.copy_to_device(self._zeros.view(np.int32)[:1], self.stream)
-        for _, launch in self._update_steps:
+        for launch in self._update_steps:
             launch()
         self._changed.copy(self._votes.changed, self.stream)
 
@@ -599,22 +598,22 @@ class CudaEngine:
         return free.copy(evaluation.result, self.stream).record(self.stream)
 
     def _set_job(self, first=0):
-        """Sends what an evaluation of members first.., or an update, reads: the job (seed, first pair, mask and shift
-        of the noise) and the place of the windows (start of the step's first window, first pair)."""
+        """Sends what an evaluation of members first.., or an update, reads: the place of the windows (start of the
+        step's first window, first pair) and the job (seed, first pair, mask of the noise)."""
         cfg, pair = self.cfg, first // 2
         step, seed = self._at
         start = step * cfg.SEQ_LEN % (self.tokens.size - cfg.SEQ_LEN) if self._tokens is not None else 0
-        job = struct.pack("4I2q", seed, pair, NOISY, cfg.noise_shift(step), start, pair)
+        job = struct.pack("2q3I", start, pair, seed, pair, NOISY)
         # copy_to_device takes 80 us longer, for which the GPU waits at the end of a step
         cuda.cudadrv.driver.host_to_device(self._inputs, np.frombuffer(job, np.uint8), len(job), self.stream)
 
-    def _cutting(self, windows, length):
-        """A launch that fills int32 `windows`, flat: `length` numbers for each pair of the job."""
+    def _cutting(self, windows):
+        """A launch that fills int32 `windows`, flat, of the pairs of the job."""
         if self._tokens is None:
             return lambda: None                              # the host cuts them
         followers = self._followers or (self._job, self._job, self._tokens)          # without SOFT_TARGETS not read
         return functools.partial(self._kernels["cut_windows"][blocks(windows.size, BLOCK), BLOCK, self.stream],
-                                 self._tokens, self._place, self._job, *followers, length, windows)
+                                 self._tokens, self._place, self._job, *followers, windows)
 
     def _slices(self, size, count, name):
         """(n, scratch): the number, at most `count`, whose scratch of size(n) bytes fits half of the free memory."""
@@ -670,17 +669,10 @@ class CudaEngine:
         votes, cfg = self._votes, self.cfg
         self._given_fitness[:] = np.frombuffer(fitness, np.uint8)
         lr = cfg.learning_rate(self.step)
-        if cfg.RARE_TOKENS and self._rate is None:
-            votes.token_rates.copy_to_device(optimizers.token_rates(cfg, self.tokens), self.stream)
         if lr != self._rate:
             rates = [optimizers.constants(cfg, lr, t).lr for t in parameters.tensors(cfg)]
             votes.rates.copy_to_device(np.array(rates, np.float32), self.stream)
             self._rate = lr
-        if cfg.SEEN_VOTES > 1:
-            optimizers.need_data(cfg, self.tokens)
-            if self._tokens is None:
-                cut = rules.windows(cfg, self.tokens, self.step, 0, cfg.N_PAIRS)
-                votes.windows.copy_to_device(cut.ravel(), self.stream)
         self._set_job()
 
     def validate(self, windows):
@@ -737,7 +729,7 @@ class TextReader:
         forward.tables()
         forward.votes.reserve()
         self._packed = cuda.device_array(forward.packed_bytes, np.int8)
-        members = evaluating(engine, cfg, forward, self._packed, lambda windows, width: lambda: None)
+        members = evaluating(engine, cfg, forward, self._packed, lambda windows: lambda: None)
         self._evaluation, self._fetched = members.evaluation(cfg.CHUNK_SIZE), members.fetched[0]
 
     def vote(self, first, windows, advantages, counted):
@@ -895,21 +887,3 @@ def card(device):
     gpu = cuda.get_current_device()
     operations = OPERATIONS.get(gpu.compute_capability, 2048)
     return gpu.compute_capability == (9, 0), operations * gpu.MULTIPROCESSOR_COUNT * gpu.CLOCK_RATE * 1e3
-
-
-def update_times(engine, fitness):
-    """{kernel: milliseconds} of one update, the least of five by CUDA events (the weights move on as by real
-    updates)."""
-    best = {}
-    for _ in range(5):
-        engine._set_update(fitness)
-        events, spent = [cuda.event() for _ in range(len(engine._update_steps) + 1)], collections.Counter()
-        events[0].record(engine.stream)
-        for (_, launch), event in zip(engine._update_steps, events[1:]):
-            launch()
-            event.record(engine.stream)
-        engine.stream.synchronize()
-        for (name, _), start, end in zip(engine._update_steps, events, events[1:]):
-            spent[name] += cuda.event_elapsed_time(start, end)
-        best = {name: min(ms, best.get(name, ms)) for name, ms in spent.items()}
-    return best

@@ -27,7 +27,7 @@ from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, ST
                                U_INPUT, W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, row_of, rows_of_places)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
-from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, noise_word_function, pair_functions, source_of,
+from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, activation_functions, pair_functions, source_of,
                            stream_of)
 from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, called, clip, int32s, quad_sum, quotient_function,
                            unroll, unrolled)
@@ -50,8 +50,8 @@ def unroll_registers(gpu, long=False):
 def early_noise_quotients(cfg, nz, inputs, lowest=-127):
     """(row, column, begin, BASE, pairs) of a product over `inputs` whose accumulators begin with their noise:
 
-    row(s, shift), column(n)    a signed sb and a column noise as `begin` wants them; shift: nz.shift
-    begin(s, n, BASE, shift)    the accumulator before the product
+    row(s), column(n)           a signed sb and a column noise as `begin` wants them
+    begin(s, n, BASE)           the accumulator before the product
     pairs(acc, i)               four columns from acc[i] on as two words of two int16: the quotients, rounded down and
                                 clipped
     """
@@ -102,7 +102,7 @@ def _amplitude(cfg, kind):
 def _words_function(cfg, gpu, kind, pairs):
     """Device function: four columns from acc[i] on as two words of two int16, with the noise `four` of hash
     `number`."""
-    noise_word = noise_word_function(cfg)
+    noisy_member, noise_word = activation_functions(cfg)
     AMPLITUDE, LEAST = _amplitude(cfg, kind), gru_parts.both(_lowest(cfg, kind))
     plus, within = gru_parts.int16_functions(gpu.cc)
 
@@ -110,7 +110,7 @@ def _words_function(cfg, gpu, kind, pairs):
     def words_of(acc, i, source, p, member, number, four):
         y, z = pairs(acc, i)
         if AMPLITUDE:
-            y, z = plus(y, z, noise_word(source, p + STREAM, member, number, four, AMPLITUDE))
+            y, z = plus(y, z, noise_word(noisy_member(source, p + STREAM, member), number, four, AMPLITUDE))
             return within(y, z, LEAST, HIGHEST)
         return y, z
 
@@ -209,7 +209,6 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     BUFFER = SLOTS * TABLE
     SB_AT = 2 if kind == "down" else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
-    job_shift = nz.shift
     fill_input, add = gru_parts.input_functions(cfg, nz, 128)
     lowest = -127 if _amplitude(cfg, kind) else _lowest(cfg, kind)
     as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, lowest)
@@ -241,7 +240,7 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
         q = lane & 3
         side = group % CG
         source = source_of(plan, 0, weights, overlay, job, offset)
-        tables, shift = AT_TABLES + group * (2 * BUFFER), job_shift(job)
+        tables = AT_TABLES + group * (2 * BUFFER)
         acc, s, sums = int32s(ACC), int32s(2), int32s(2)
         for i in range(ACC):
             acc[i] = 0
@@ -254,13 +253,13 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
             number = (row >> 4) * 8 + (lane >> 2)
             # where windows are shorter than SEQ_LEN there is no noise: all tables are the same
             slot = min(slot, int32(SLOTS - 1))
-            s[0] = as_row(sb[(SB_AT + matrix) * stride + row], shift)
-            s[1] = as_row(int32(-sb[(SB_AT + matrix) * stride + row + 8]), shift)
+            s[0] = as_row(sb[(SB_AT + matrix) * stride + row])
+            s[1] = as_row(int32(-sb[(SB_AT + matrix) * stride + row + 8]))
             sums[0], sums[1] = 0, 0
             wait_rows(ring, turn)
             for ahead in range(PASSES):
                 here = tables + odd * BUFFER + slot * TABLE
-                begin_tile(acc, int32(base + 4 * here + q * 16), s, shift)
+                begin_tile(acc, int32(base + 4 * here + q * 16), s)
                 step = multiply(acc, ring, step)
                 last = ahead == PASSES - 1                   # while the tensor cores work: the tables of the next pass
                 coming = place_of(tile + every, t, n).first if last else unit
@@ -301,7 +300,6 @@ class Thread(NamedTuple):
     source: object
     p: int                  # the recurrence's row of the plan
     pair: int
-    shift: int              # of the noise
     at_word: int            # shared address of the first word of its states
     works: bool             # whether it has rows
     acc: object             # local arrays: accumulators, gates, sums of what both rows' new vectors add to sb
@@ -488,7 +486,7 @@ def _recurrent_product(cfg, gpu, cut, quotients, ring, load_table, column_noise)
                 i = accumulator_of(j, 0, g)
                 n = noises[g] if SCALED else column_noise(thread, noises[0], g, thread.p + U_F + matrix * U_APART,
                                                           column)
-                acc[i], acc[i + 2] = begin(s0, n, int32(BASE), thread.shift), begin(s1, n, int32(BASE), thread.shift)
+                acc[i], acc[i + 2] = begin(s0, n, int32(BASE)), begin(s1, n, int32(BASE))
         finish(acc, ring, multiply(acc, ring, step, matrix * PAST), False, False, 0, 0)
 
     return product
@@ -499,7 +497,7 @@ def _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs):
     H = cut.H
     KS, RAGGED, AT_PAST = cut.each, cut.ragged, cut.at_past
     SCALED, KEEPS = cfg.ADAPTIVE_NOISE_MODE == 2, cfg.PERTURB == "activations"
-    GATE, noise_word = activations.amplitude_of(cfg, "gate"), noise_word_function(cfg)
+    GATE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "gate"), activation_functions(cfg)
     gated, _, opened, _ = gru_parts.state_functions(gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
     column_of, registers = _column_function(cut), unroll_registers(gpu)
@@ -521,7 +519,7 @@ def _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs):
                         word, bias = (old0[g], w[1]) if d == 0 else (old1[g], w[2])
                         if GATE:
                             y, z = plus(y, z, noise_word(
-                                thread.source, thread.p + STREAM, 2 * thread.pair + d,
+                                noisy_member(thread.source, thread.p + STREAM, 2 * thread.pair + d),
                                 (position * H + column + g * 16) >> 5, ((column + g * 16) >> 2) & 7, GATE))
                         y, z = opened(y, z, word, ptx.byte_permute(bias, 0, 0x4140), ptx.byte_permute(bias, 0, 0x4342))
                         thread.f[2 * (ahead * KS + i) + d] = ptx.bytes4(y, z)
@@ -545,7 +543,7 @@ def _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs):
     KS, RAGGED = cut.each, cut.ragged
     SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     CANDIDATE, APART = activations.amplitude_of(cfg, "candidate"), activations.WORDS_APART
-    noise_word = noise_word_function(cfg)
+    noisy_member, noise_word = activation_functions(cfg)
     _, next_state, _, candidates_of = gru_parts.state_functions(gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
     added = gru_parts.added_function(gpu.cc)
@@ -570,7 +568,7 @@ def _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs):
                         y, z = pairs(thread.acc, 8 * i + 2 * d)
                         if CANDIDATE:
                             y, z = plus(y, z, noise_word(
-                                thread.source, thread.p + STREAM, 2 * thread.pair + d,
+                                noisy_member(thread.source, thread.p + STREAM, 2 * thread.pair + d),
                                 APART + ((position * H + column + g * 16) >> 5), ((column + g * 16) >> 2) & 7,
                                 CANDIDATE))
                         y, z = candidates_of(y, z, old[g], ptx.low2(bias), ptx.high2(bias))
@@ -627,7 +625,6 @@ def recur_kernel(cfg, nz, gpu):
     SUMS = 2 * 64 * GROUPS
     KEEPS = cfg.PERTURB == "activations"
     open_ring, _, multiply, finish = product_functions(gpu, cut.shape, matrices=2, own_rows=True)
-    job_shift = nz.shift
     as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, H)
     column_of = _column_function(cut)
     load_table, store_table, make_table = _table_functions(cfg, nz, cut)
@@ -657,8 +654,7 @@ def recur_kernel(cfg, nz, gpu):
         acc, f, sums = int32s(ACC), int32s(WORDS), int32s(2)
         sums[0] = 0
         sums[1] = 0
-        shift = job_shift(job)
-        thread = Thread(ring, tables, source, p, pair, shift, at_word, works, acc, f, sums, gates, candidates, x, kept)
+        thread = Thread(ring, tables, source, p, pair, at_word, works, acc, f, sums, gates, candidates, x, kept)
         for k in range(ALL):
             column = column_of(k, t)
             for matrix in range(2):
@@ -689,8 +685,8 @@ def recur_kernel(cfg, nz, gpu):
             if KEEPS and keep == KEEP_INPUTS and live != 0:
                 to_kept = (int64(pair) * n + position) * (H // 4)
             for matrix in range(2):
-                s0 = as_row(whole_sum(at_parts, matrix, row), shift)
-                s1 = as_row(int32(-whole_sum(at_parts, matrix, row + 8)), shift)
+                s0 = as_row(whole_sum(at_parts, matrix, row))
+                s1 = as_row(int32(-whole_sum(at_parts, matrix, row + 8)))
                 sums[0], sums[1] = 0, 0
                 columns(thread, matrix, (2 * position + matrix) * (PER * PIECES), s0, s1, row0, position, writes, keeps,
                         to_kept)
@@ -750,10 +746,10 @@ class Kernels:
     """The kernels of the recurrent model, for every width: `noisy`, those of pairs; `clean`, those of windows without
     noise; `matrices`, the words at which packed matrices begin."""
 
-    def __init__(self, cfg, packing, gpu, silent):
+    def __init__(self, cfg, packing, gpu):
         self.cfg = cfg
         self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
-        nz, self.shapes = build_noise(cfg, silent or cfg.PERTURB == "activations"), _shapes(cfg, gpu)
+        nz, self.shapes = build_noise(cfg, cfg.PERTURB == "activations"), _shapes(cfg, gpu)
         shape, self.state_rows, self.resident = _recurrence(cfg, gpu)
         self.table_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]

@@ -9,7 +9,7 @@ from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.pairs import I_OVERLAY, I_SEED, noise_word_function, pair_functions, source_of, stream_of
+from kernels.pairs import I_OVERLAY, I_SEED, activation_functions, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, int32s,
                            quad_sum)
 from kernels.product import TALLEST
@@ -39,7 +39,7 @@ B_F, B_H = 0, 4
 U_F, U_H = 8, 13
 U_INPUT = 3
 B_APART, U_APART = B_H - B_F, U_H - U_F
-# of any row whose outputs have noise of their own (SPEC 21): stream and turn (kernels.pairs.noise_word_function)
+# of any row whose outputs have noise of their own (SPEC 21): stream and turn (kernels.pairs.activation_functions)
 STREAM = 20
 
 
@@ -264,16 +264,15 @@ def embedding_functions(cfg, nz, cc):
 
     fill(words, at, source, pair, i)        sets the noise of column i in the table that begins at word `at`, H words or
                                             with adaptive noise 2 H
-    of_token(source, pair, token, shift)    a token's noise, and its factor
-    embedded(x, to, packed, at, address, token_noise, token_factor, shift, q)
+    of_token(source, pair, token)           a token's noise, and its factor
+    embedded(x, to, packed, at, address, token_noise, token_factor, q)
                                             x[to...] = four words [16 columns][row] of 32 columns of x, from packed word
                                             `at` on; their noise: a shared address
     """
     H = cfg.HIDDEN_DIM
-    MODE = cfg.ADAPTIVE_NOISE_MODE
+    MODE, SHIFT, UNIT = cfg.ADAPTIVE_NOISE_MODE, cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
     noise = nz.noise
     factor = nz.factor
-    unit = nz.unit
     clipped = clip_function(cc, MAGIC, 1, 255)
 
     @device
@@ -285,24 +284,24 @@ def embedding_functions(cfg, nz, cc):
             words[at + H + i] = ptx.float_bits(factor(source.overlay[source.plan[TABLE_OVERLAY_B] + i], stream, i))
 
     @device
-    def of_token(source, pair, token, shift):
+    def of_token(source, pair, token):
         stream = stream_of(source, TABLE_SEED_A, pair)
         n = noise(stream, token)
         return n, (factor(source.overlay[source.plan[TABLE_OVERLAY_A] + token], stream, token) if MODE
-                   else float32(float32(n) * unit(shift)))
+                   else float32(float32(n) * float32(UNIT)))
 
     @device
-    def disturbed(word, j, other, f, token_noise, token_factor, sign, shift):
+    def disturbed(word, j, other, f, token_noise, token_factor, sign):
         """Byte j of a word of the embedding as the float MAGIC + 128 + v, v with its noise."""
         if MODE == 0:
             return ptx.fma_down(token_factor, ptx.bits_float(other),
                                 ptx.bits_float(ptx.byte_permute(word, BITS, 0x7640 + j)))
         d = ptx.trunc_f32(float32(float32(float32(int32(token_noise * other)) * token_factor) * ptx.bits_float(f)))
-        v = int32(byte(int32(word ^ SIGNS), j) + (int32(d * sign) >> shift))
+        v = int32(byte(int32(word ^ SIGNS), j) + (int32(d * sign) >> SHIFT))
         return ptx.bits_float(int32(clip(v) + (BITS + 128)))
 
     @device
-    def embedded(x, to, packed, at, address, token_noise, token_factor, shift, q):
+    def embedded(x, to, packed, at, address, token_noise, token_factor, q):
         e = ptx.load2(packed, at + q * 2)
         for i in range(2):
             other = ptx.load_shared4(address + i * 64 + q * 16)
@@ -310,7 +309,7 @@ def embedding_functions(cfg, nz, cc):
             for m in range(2):
                 u, signed = cuda.local.array(4, float32), float32(-token_factor) if m and MODE == 0 else token_factor
                 for j in range(4):
-                    u[j] = disturbed(e[i], j, other[j], f[j], token_noise, signed, int32(1 - 2 * m), shift)
+                    u[j] = disturbed(e[i], j, other[j], f[j], token_noise, signed, int32(1 - 2 * m))
                 y, z = clipped(u[0], u[1], u[2], u[3])
                 x[to + 2 * i + m] = ptx.bytes4(y, z)
 
@@ -327,12 +326,12 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     H = cfg.HIDDEN_DIM
     STEPS = H // 32
     SIZE = input_bytes(cfg, H)
-    AT_NOISE, job_shift = 16 * H + streams * SIZE, nz.shift
+    AT_NOISE = 16 * H + streams * SIZE
     fill_input, add = input_functions(cfg, nz, H)
     fill_norm = norm_table_function(cfg, nz, fill_input, streams)
     normed, added = normed_function(cfg, cc), added_function(cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
-    AMPLITUDE, noise_word = activations.amplitude_of(cfg, "embedding"), noise_word_function(cfg)
+    AMPLITUDE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "embedding"), activation_functions(cfg)
 
     @cuda.jit(launch_bounds=256)
     def norm(call, rows_at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, job: AU32,
@@ -353,17 +352,16 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
         at_x = to * (H // 4) + q * 2
         if embeds:
             token = tokens[pair * width + skip + position]
-            shift = job_shift(job)
             e = int32s(4)
-            token_noise, token_factor = of_token(source, pair, token, shift)
+            token_noise, token_factor = of_token(source, pair, token)
             for b in range(STEPS):
                 embedded(e, 0, packed, rows_at + int64(token) * (H // 4) + b * 8, int32(base + AT_NOISE + b * 128),
-                         token_noise, token_factor, shift, q)
+                         token_noise, token_factor, q)
                 if AMPLITUDE:
                     for i in range(2):
                         for m in range(2):
-                            noise = noise_word(source, STREAM, 2 * pair + m, position * (H // 32) + b, 4 * i + q,
-                                               AMPLITUDE)
+                            noise = noise_word(noisy_member(source, STREAM, 2 * pair + m), position * (H // 32) + b,
+                                               4 * i + q, AMPLITUDE)
                             e[2 * i + m] = added(e[2 * i + m], ptx.low2(noise), ptx.high2(noise))
                 for m in range(2):
                     ptx.store2(x, at_x + m * (2 * H) + b * 8, e[m], e[2 + m])

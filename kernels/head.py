@@ -30,7 +30,7 @@ def _sizes(cfg, gpu):
         MOST, COPIES = 254, 32 if gpu.shared > 128 * 1024 else 8
     # a level stays an address if noise is far from 2^31
     PLACED = (not PAIRED and 4 * COPIES <= 1 << LOGIT <= 1024 and (MOST + 1) << LOGIT <= 24 * 1024
-              and cfg.NOISE_SHIFTS[0] > 1)
+              and cfg.NOISE_SHIFT > 1)
     STRIDE = (1 << LOGIT) // 4 if PLACED else COPIES
     EXPS = (MOST + 1) * STRIDE
     FARTHEST = (MOST << LOGIT) + (1 << LOGIT) - 1
@@ -164,7 +164,7 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
     H = cfg.HIDDEN_DIM
     PAIRED = cfg.MODEL == "gru"
     EACH = cfg.PERTURB == "activations"                      # losses int64 [members, length] of every position
-    SCALE = float(cfg.SOFTMAX_EXP_SCALE)
+    SCALE, SHIFT = float(cfg.SOFTMAX_EXP_SCALE), cfg.NOISE_SHIFT
     TARGETS, SKIP = (1, 0) if clean else (cfg.TARGETS, cfg.STATE_TOKENS)
     position_loss = loss_function(cfg)
 
@@ -194,8 +194,7 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
                         cuda.atomic.add(losses, 2 * unit + (half if PAIRED else odd), loss)
 
     @gpu.called
-    def target_logits(half, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, shift,
-                      q):
+    def target_logits(half, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q):
         """Sum of the logits of the targets of a thread's first or (half = 1) second row: of the token that follows, and
         of those drawn."""
         dots, tokens = int32s(TARGETS), int32s(TARGETS)
@@ -213,7 +212,7 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
                 dots[i] = ptx.dp4a(w[1] ^ SIGNS, b, ptx.dp4a(w[0] ^ SIGNS, a, dots[i]))
         z = int32(0)
         for i in range(TARGETS):
-            n = int32(int32(s[half] * column(source, unit, tokens[i])) >> shift)
+            n = int32(int32(s[half] * column(source, unit, tokens[i])) >> SHIFT)
             z = int32(z + logit(int32(quad_sum(dots[i]) + n + BASE)))
         return z
 
@@ -249,7 +248,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
     STEPS, APART = 2 * shape.steps(), shape.apart()
     place_of = place_function(cfg, shape.RG, PAIRED)
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
-    job_shift, column = nz.shift, pair_functions(cfg, nz).column
+    column = pair_functions(cfg, nz).column
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, cfg.HIDDEN_DIM)
     BASE, logit, weight, settled = _level_functions(cfg, gpu, sizes, BASE, clean)
     begin_tile = begin_tile_function(gpu, nz, begin, BASE)
@@ -290,23 +289,20 @@ def head_kernel(cfg, nz, gpu, clean=False):
         partial = cuda.local.array(2, SUM)
         s, z = int32s(2), int32s(2)
         tops, best = int32s(2), int32s(2)
-        shift = job_shift(job)
         for half in range(2):
             tops[half], totals[half] = -2 ** 31, 0
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
         # a loop over this much would not be unrolled
-        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s,
-                             shift, q)
-        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s,
-                             shift, q)
-        s[0], s[1] = as_row(s[0], shift), as_row(s[1], shift)
+        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q)
+        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q)
+        s[0], s[1] = as_row(s[0]), as_row(s[1])
         here = AT_TABLES + group * (2 * SLOTS * 128)
         my_slot = slot_of(c)
         last = int32(table + FARTHEST)
         at_noise = base + 4 * (here + slot * 128) + q * 16
         prepare(sm, here, my_slot, side * 128 + c, member, source)
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, at_noise, s, shift)
+        begin_tile(acc, at_noise, s)
         wait_rows(ring, 0)
         step = int32(side * APART)
         for ahead in range(2 * TILES):
@@ -331,7 +327,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
                         best[half], tops[half] = logit(tops[half]), settled(tops[half], table)
             else:
                 add_weights(totals, partial, tops, acc, limit, hidden, last, at_exp, exps)
-            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s, shift)
+            begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s)
         add_groups(totals, wide, row, rg, side, q)
         if q == 0 and side == 0:
             store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length, job)

@@ -160,7 +160,7 @@ class Direction:
         return 8 * (w.x_size + w.a_size) + sum(table.nbytes for table in w[:3])
 
     def launches(self, stream, votes, moments):
-        """[(kernel's name, function that enqueues it)]; the directions are then in `x`."""
+        """[function that enqueues a kernel]; the directions are then in `x`."""
         if not self.tables:
             return []
         matrices, squares, wides = self.tables
@@ -168,7 +168,7 @@ class Direction:
         out = []
 
         def add(name, grid, threads, *args):
-            out.append((name, lambda: self.kernels[name][grid, threads, stream](*args)))
+            out.append(lambda: self.kernels[name][grid, threads, stream](*args))
 
         def product(name, tiles, *args):
             add(name, len(tiles), THREADS, tiles, matrices, *args)

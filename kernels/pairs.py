@@ -74,40 +74,45 @@ def pair_functions(cfg, nz):
     return SimpleNamespace(column=column, vector=vector)
 
 
-def noise_word_function(cfg):
-    """Device function: four values of the noise on activations (SPEC 21), as int8, of a member: number 2 * pair + odd of
-    a Source. They are outputs 4 four .. 4 four + 3 of the 32 of hash `number` of a phase, whose stream and turn are
-    plan[at], plan[at + 1]."""
+def activation_functions(cfg):
+    """Device functions of the noise on activations (SPEC 21):
+
+    noisy_member(source, at, member)            what the noise of a phase, whose stream and turn are plan[at],
+                                                plan[at + 1], is made of: of member number 2 * pair + odd of a Source
+    noise_word(noisy, number, four, amplitude)  four values as int8: outputs 4 four .. 4 four + 3 of the 32 of hash
+                                                `number`
+    """
     LAYERS = cfg.N_LAYERS
     hash32, noise_of = rules.draw_rules(device, 0).hash32, rules.activation_rules(device).noise_of
 
     @device
-    def noise_word(source, at, member, number, four, amplitude):
-        first = source.job[0]
-        seed = uint32(uint32(uint32(source.seed + source.seed) - first) + uint32(member))
-        word = hash32(seed, uint32(uint32(source.plan[source.p + at]) + uint32(number)))
-        noise = int32(noise_of(word, four, amplitude) & source.job[2])
-        if LAYERS > 1:
-            turn = source.plan[source.p + at + 1]
-            if turn >= 0 and int32(uint32(seed - first) % uint32(LAYERS)) != turn:
-                noise = int32(0)
-        return noise
+    def noisy_member(source, at, member):
+        number = uint32(uint32(source.seed - source.job[0]) * uint32(2) + uint32(member))
+        plan, at, mask = source.plan, source.p + at, uint32(source.job[2])
+        if LAYERS > 1 and plan[at + 1] >= 0 and int32(number % uint32(LAYERS)) != plan[at + 1]:
+            mask = uint32(0)
+        return uint32(source.job[0] + number), uint32(plan[at]), mask
 
-    return noise_word
+    @device
+    def noise_word(noisy, number, four, amplitude):
+        word = hash32(noisy[0], uint32(noisy[1] + uint32(number)))
+        return int32(noise_of(word, four, amplitude) & noisy[2])
+
+    return noisy_member, noise_word
 
 
 def ntt_functions(cfg, nz, causal):
     """(coefficient, look_up), device functions for NTT_MODE (model.transforms), (None, None) without it:
 
     coefficient(tokens, first, position) -> int32           of a sequence that begins at tokens[first]
-    look_up(weights, overlay, seed, shift, mask, c, i) -> (even, odd)   what the tables of bytes add to hidden unit i of
-                                                            the members for a coefficient; mask: of the noise, -1 or 0;
-                                                            shift: nz.shift
+    look_up(weights, overlay, seed, mask, c, i) -> (even, odd)   what the tables of bytes add to hidden unit i of the
+                                                            members for a coefficient; mask: of the noise, -1 or 0
     """
     if not cfg.NTT_MODE:
         return None, None
     H = cfg.HIDDEN_DIM
     T = cfg.SEQ_LEN
+    SHIFT = cfg.NOISE_SHIFT
     P = transforms.PRIME[cfg.NTT_MODE]
     ROOT = transforms.root(cfg.NTT_MODE, T) if P else 1
     one, two, _ = [t for t in parameters.tensors(cfg) if t.name.startswith("ntt_emb")]     # alike, evenly spaced
@@ -145,7 +150,7 @@ def ntt_functions(cfg, nz, causal):
         return int32(c)
 
     @device
-    def look_up(weights, overlay, seed, shift, mask, c, i):
+    def look_up(weights, overlay, seed, mask, c, i):
         even, odd = int32(0), int32(0)
         for k in range(3):
             value = int32((c >> int32(8 * k + 8)) & 255)
@@ -155,8 +160,8 @@ def ntt_functions(cfg, nz, causal):
             p = float32(int32((noise(stream, value) * noise(other, i)) & mask))
             p *= factor(overlay[OVER_A + k * OVERS + value], stream, value)
             d = ptx.trunc_f32(p * factor(overlay[OVER_B + k * OVERS + i], other, i))
-            even = int32(even + (int32(w + (d >> shift)) >> 2))
-            odd = int32(odd + (int32(w + (int32(-d) >> shift)) >> 2))
+            even = int32(even + (int32(w + (d >> SHIFT)) >> 2))
+            odd = int32(odd + (int32(w + (int32(-d) >> SHIFT)) >> 2))
         return even, odd
 
     return coefficient, look_up

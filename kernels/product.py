@@ -60,44 +60,44 @@ def begin_functions(cfg, nz, inputs, most=0):
     """A Begin: device functions that put the noise of a product over `inputs` inputs into the accumulators before the
     product starts:
 
-    row(s, shift), column(n)    a signed sb and a column noise (int32) as `begin` wants them, int32
-    begin(s, n, c, shift)       c + (s * n >> shift), where c = BASE + an int32 of at most `most` in size
-    BASE                        not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 +
-                                i has the bits BASE + i, and a fused multiply-add that rounds downward is a
-                                multiplication, a shift and a sum
+    row(s), column(n)       a signed sb and a column noise (int32) as `begin` wants them, int32
+    begin(s, n, c)          c + (s * n >> NOISE_SHIFT), where c = BASE + an int32 of at most `most` in size
+    BASE                    not 0 where all that stays below 2^22. Then it is one float32 instruction: 1.5 * 2^23 +
+                            i has the bits BASE + i, and a fused multiply-add that rounds downward is a
+                            multiplication, a shift and a sum
     """
     SILENT = nz.silent
-    unit = nz.unit
+    SHIFT, UNIT = cfg.NOISE_SHIFT, 2.0 ** -cfg.NOISE_SHIFT
     sb = inputs * 127 * loudest(cfg)
-    most += (sb * loudest(cfg) >> cfg.NOISE_SHIFTS[0]) + 1
+    most += (sb * loudest(cfg) >> SHIFT) + 1
     FITS = cfg.ADAPTIVE_NOISE_MODE < 2 and sb < 1 << 24 and most < 1 << 22
 
     @device
-    def row(s, shift):
-        return ptx.float_bits(float32(s) * unit(shift)) if FITS else s
+    def row(s):
+        return ptx.float_bits(float32(s) * float32(UNIT)) if FITS else s
 
     @device
     def column(n):
         return ptx.float_bits(float32(n)) if FITS else n
 
     @device
-    def begin(s, n, c, shift):
+    def begin(s, n, c):
         if SILENT:
             return c
         if FITS:
             return ptx.float_bits(ptx.fma_down(ptx.bits_float(s), ptx.bits_float(n), ptx.bits_float(c)))
-        return int32(c + ptx.shift_right(s * n, shift))
+        return int32(c + (int32(s * n) >> SHIFT))
 
     return Begin(row, column, begin, BITS if FITS else 0)
 
 
 def begin_tile_function(gpu, nz, begin, base, at_bias=0, columns=128):
-    """Device function (acc, at, s, shift): accumulators before the product, with the noise of their columns, at a
+    """Device function (acc, at, s): accumulators before the product, with the noise of their columns, at a
     shared address, and what they begin with: `base`, or what lies at_bias bytes further. s: of both rows."""
     SILENT = nz.silent
 
     @gpu.called
-    def begin_tile(acc, at, s, shift):
+    def begin_tile(acc, at, s):
         n = ZEROS
         for j in range(columns // 16):
             if not SILENT:
@@ -107,7 +107,7 @@ def begin_tile_function(gpu, nz, begin, base, at_bias=0, columns=128):
             for k in range(4):
                 i = accumulator_of(j, 0, k)
                 c = b[k] if at_bias else int32(base)
-                acc[i], acc[i + 2] = begin(s[0], n[k], c, shift), begin(s[1], n[k], c, shift)
+                acc[i], acc[i + 2] = begin(s[0], n[k], c), begin(s[1], n[k], c)
     return begin_tile
 
 

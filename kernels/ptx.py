@@ -92,12 +92,6 @@ def _instruction(text, result=int32, operands=None, effect="", sets=0):
     return intrinsic(emit)
 
 
-@intrinsic
-def shift_right(ctx, a, n):
-    """a >> n of int32, n below 32: numba's shift has 64 bits, which the compiler narrows only where it knows n."""
-    return int32(int32, int32), lambda context, builder, sig, args: builder.ashr(*args)
-
-
 # --- scalars, every supported card -----------------------------------------------------------------------------------
 
 trunc_f32 = _instruction("cvt.rzi.s32.f32 $0, $1;", int32, (float32,))                  # toward zero, saturating

@@ -1,6 +1,6 @@
 """The rules of `model.rules` as device functions, with the constants of a configuration frozen (SPEC 2, 4, 7)."""
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, int32, uint32
 from numba.cuda import libdevice
 
 from kernels import ptx
@@ -33,8 +33,8 @@ def loudest(cfg):
 
 
 def build_noise(cfg, silent=False):
-    """Device functions of the noise streams, constants frozen; silent: all noise is 0 and nothing is hashed, to measure
-    what noise costs.
+    """Device functions of the noise streams, constants frozen; silent: all noise is 0 and nothing is hashed, for
+    passes without noise on weights.
 
     hash32(seed, i) -> uint32                SPEC 2; arguments are taken modulo 2^32
     noise(seed, i) -> int32                  fits int8
@@ -45,26 +45,12 @@ def build_noise(cfg, silent=False):
                                              factor (mode 2)
     input_fold(pb, x, c, f) -> int32         the next running integer of a down projection
     whole(overlay) -> int32                  1 where the factor is 1 whatever the stream, else 0
-    shift(job) -> int32                      NOISE_SHIFT of the job's step; with SIGMA_SCHEDULE it is job[3]
-    unit(shift) -> float32                   2^-NOISE_SHIFT
     """
     MASK, MODE = cfg.DEVICE_MASK, cfg.ADAPTIVE_NOISE_MODE
     drawn, scale = rules.draw_rules(device, cfg.DEVICE_GAUSSIAN), rules.factor_rules(device, TARGET, MODE)
     hash32 = drawn.hash32
     draw = drawn.draw
     coefficient = scale.input_coefficient
-
-    VARIES = bool(cfg.SIGMA_SCHEDULE)
-    SHIFT = cfg.NOISE_SHIFTS[0]
-    UNIT = 2.0 ** -cfg.NOISE_SHIFTS[0]
-
-    @device
-    def shift(job):
-        return int32(job[3] & 31) if VARIES else int32(SHIFT)     # the mask: shifts need no 64 bits
-
-    @device
-    def unit(shift):
-        return ptx.bits_float((127 - shift) << 23) if VARIES else float32(UNIT)
 
     @device
     def noise(seed, i):
@@ -81,7 +67,7 @@ def build_noise(cfg, silent=False):
         return int32(1) if MODE == 0 or MODE == 1 and overlay >= 64 else int32(0)
 
     vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient,
-                       whole=whole, shift=shift, unit=unit, silent=silent)
+                       whole=whole, silent=silent)
     return scale
 
 

@@ -20,7 +20,7 @@ from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
 from kernels.gru_parts import HIGHEST, LOWEST, int16_functions
-from kernels.pairs import I_OVERLAY, I_SEED, noise_word_function, ntt_functions, pair_functions, source_of, stream_of
+from kernels.pairs import I_OVERLAY, I_SEED, activation_functions, ntt_functions, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A64, A8, AU32, PLAN, across, amax_scale, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
@@ -57,10 +57,10 @@ def _embed_kernel(cfg, nz, gpu):
     vector = pair_functions(cfg, nz).vector
     noise = nz.noise
     factor = nz.factor
-    job_shift = nz.shift
+    SHIFT = cfg.NOISE_SHIFT
     NTT = cfg.NTT_MODE != 0
     coefficient, look_up = ntt_functions(cfg, nz, cfg.NTT_CAUSAL)
-    AMPLITUDE, noise_word = activations.amplitude_of(cfg, "embedding"), noise_word_function(cfg)
+    AMPLITUDE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "embedding"), activation_functions(cfg)
     POSITIONS, WORDS = min(LENGTH, 64), 3 * H
 
     @cuda.jit(launch_bounds=256)
@@ -72,7 +72,6 @@ def _embed_kernel(cfg, nz, gpu):
         t, unit = cuda.threadIdx.x, cuda.blockIdx.x
         p = call * PLAN
         mask = int32(job[2])
-        shift = job_shift(job)
         source = source_of(plan, p, weights, overlay, job, offset + unit)
         seed = source.seed
         if t < 2 and cuda.blockIdx.y == 0:
@@ -103,11 +102,11 @@ def _embed_kernel(cfg, nz, gpu):
                     ntt_even = int32(0)
                     ntt_odd = int32(0)
                     if NTT:
-                        ntt_even, ntt_odd = look_up(weights, overlay, seed, shift, mask, coef, i)
-                    x[k] = clip(int32(e + (d >> shift) + even[k] + ntt_even))
-                    x[4 + k] = clip(int32(e + (int32(-d) >> shift) + odd[k] + ntt_odd))
+                        ntt_even, ntt_odd = look_up(weights, overlay, seed, mask, coef, i)
+                    x[k] = clip(int32(e + (d >> SHIFT) + even[k] + ntt_even))
+                    x[4 + k] = clip(int32(e + (int32(-d) >> SHIFT) + odd[k] + ntt_odd))
                 for m in range(2 if AMPLITUDE else 0):
-                    xi = noise_word(source, EMBEDDING_NOISE, m, position * (H // 32) + (piece >> 1),
+                    xi = noise_word(noisy_member(source, EMBEDDING_NOISE, m), position * (H // 32) + (piece >> 1),
                                     (piece & 1) * 4 + q, AMPLITUDE)
                     for k in range(4):
                         x[4 * m + k] = clip(x[4 * m + k] + byte(xi, k))
@@ -310,6 +309,27 @@ def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
     return prepare
 
 
+def _unit_noise_functions(cfg, gpu):
+    """Device functions: what makes the noise on activations of a member, and disturb, which adds it to four
+    accumulators of a row."""
+    H = cfg.HIDDEN_DIM
+    SHIFT = cfg.SHIFT_MLP_UP
+    LENGTH = padded_length(cfg)
+    AMPLITUDE = activations.amplitude_of(cfg, "up")
+    noisy_member, noise_word = activation_functions(cfg)
+
+    @gpu.called
+    def disturb(acc, j, half, noisy, row, block, q):
+        if AMPLITUDE:
+            number = (row % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
+            xi = noise_word(noisy, number, (j & 1) * 4 + q, AMPLITUDE)
+            for k in range(4):
+                i = accumulator_of(j, half, k)
+                acc[i] = int32(acc[i] + (byte(xi, k) << SHIFT))
+
+    return noisy_member, disturb
+
+
 def _fold_function(cfg, nz, gpu):
     """Device function that sums for the down projection where its noise is not whole."""
     MODE = cfg.ADAPTIVE_NOISE_MODE
@@ -347,11 +367,8 @@ def _up_kernel(cfg, nz, gpu, KP):
     plan: MATRIX, MATRIX_BIAS; INPUT of the down projection."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
-    LENGTH = padded_length(cfg)
-    SHIFT = cfg.SHIFT_MLP_UP
-    AMPLITUDE = activations.amplitude_of(cfg, "up")
-    ON_WEIGHTS, MOST = cfg.PERTURB == "weights", 256 + AMPLITUDE
-    BLOCKS, SLOTS = H // 32, members_of(64, LENGTH)
+    ON_WEIGHTS, MOST = cfg.PERTURB == "weights", 256 + activations.amplitude_of(cfg, "up")
+    BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
     TABLE = UP_TABLE[MODE]
     TABLES = GROUPS * 2 * SLOTS * TABLE
     shape, COPIES = _up_shape(gpu, H, TABLES)
@@ -368,10 +385,9 @@ def _up_kernel(cfg, nz, gpu, KP):
     place_of = place_function(cfg, shape.RG)
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     whole_factor = nz.whole
-    job_shift = nz.shift
     as_row, as_column, begin, BASE = begin_functions(
-        cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << SHIFT)
-    noise_word = noise_word_function(cfg)
+        cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
+    noisy_member, disturb = _unit_noise_functions(cfg, gpu)
     begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * UP_BIAS if BASE else 0)
     prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
     unit_address = _unit_function(cfg, gpu, COPIES, BASE)
@@ -404,11 +420,10 @@ def _up_kernel(cfg, nz, gpu, KP):
         sums = int32s(2)
         row, member, slot, sign = place_of(first, t, 0)
         prepare(sm, smf, here, c, side, member, source)
-        shift = job_shift(job)
         for half in range(2):
-            s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign), shift)
+            s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign))
         ptx.named_barrier(1 + group, 128)
-        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s, shift)
+        begin_tile(acc, base + 4 * (here + slot * TABLE) + q * 16, s)
         step, odd = int32(side * APART), 0
         for turn in range(count):
             tile = first + turn * every
@@ -418,7 +433,8 @@ def _up_kernel(cfg, nz, gpu, KP):
                 block, at_slot = ahead * CG + side, here + (odd * SLOTS + slot) * TABLE
                 to = (int64(row >> 6) * (64 * H) + block // PIECE * WORDS + block % PIECE * 256
                       + ((row >> 3) & 7) * (2 * KP) + lane)
-                mine, of_member, last = row, member + slot, ahead == PASSES - 1
+                mine, last = row, ahead == PASSES - 1
+                noisy = noisy_member(source, NOISE, member + slot)
                 step = multiply(acc, ring, step)
                 if last and turn + 1 < count:                # while the tensor cores work: the tables of the next pass
                     row, member, slot, sign = place_of(tile + every, t, 0)
@@ -426,7 +442,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                         source)
                 if last:
                     for half in range(2):
-                        s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign), shift)
+                        s[half] = as_row(int32(sb[uint64(row + 8 * half)] * sign))
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, last, turn + 1 < count, turn, tile + every)
                 at_bytes = base + 4 * at_slot + q * 16
@@ -438,19 +454,10 @@ def _up_kernel(cfg, nz, gpu, KP):
                         if whole:
                             c4 = sm[uint32(at_slot + UP_BYTES + 4 * j + q)]
                         for half in range(2):
-                            xi = int32(0)
-                            if AMPLITUDE:
-                                number = (mine % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
-                                xi = noise_word(source, NOISE, of_member, number, (j & 1) * 4 + q, AMPLITUDE)
+                            disturb(acc, j, half, noisy, mine, block, q)
                             for k in range(4):
                                 i = accumulator_of(j, half, k)
-                                y, offset_k = acc[i], int32(0) if BASE else b[k]
-                                if AMPLITUDE:
-                                    if BASE:
-                                        y = int32(y + (byte(xi, k) << SHIFT))
-                                    else:
-                                        offset_k = int32(offset_k + byte(xi, k))
-                                acc[i] = ptx.load_shared(unit_address(y, offset_k, at_lane))
+                                acc[i] = ptx.load_shared(unit_address(acc[i], int32(0) if BASE else b[k], at_lane))
                             i = 8 * j + half * 2
                             word = pack4(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
                             u[uint64(to + half * (2 * KP) + j // STEP * (16 * KP) + j % STEP * 32)] = word
@@ -465,7 +472,7 @@ def _up_kernel(cfg, nz, gpu, KP):
                             cuda.atomic.add(sb, 3 * stride + mine + 8 * half, total)
                 ptx.named_barrier(1 + group, 128)            # the tables just read are the next to be overwritten
                 odd = 1 - odd
-                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s, shift)
+                begin_tile(acc, base + 4 * (here + (odd * SLOTS + slot) * TABLE) + q * 16, s)
 
     return Kernel(up, 4 * (AT_TABLES + TABLES), shape)
 
@@ -509,21 +516,21 @@ def _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN):
 
 
 def _sum_functions(cfg, shape, kind):
-    """Device functions on the accumulators of two rows, before amax: add_all(acc, s, at_noise, shift, h, to, col) adds
+    """Device functions on the accumulators of two rows, before amax: add_all(acc, s, at_noise, h, to, col) adds
     the noise and, as `kind` has them, h and the bias; rotate(acc, rope, row, col, q) turns q or k."""
     H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
     T = cfg.SEQ_LEN
     QKV, DOWN = kind == "qkv", kind == "down"
     ON_WEIGHTS = cfg.PERTURB == "weights"
-    SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT
+    SHIFT, NOISE_SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT, cfg.NOISE_SHIFT
     LENGTH = padded_length(cfg)
     N = shape.N
     RAGGED = shape.columns() != H
     turned = turned_function(cfg)
 
     @device
-    def add_all(acc, s, at_noise, shift, h, to, col):
+    def add_all(acc, s, at_noise, h, to, col):
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < H:
                 if ON_WEIGHTS:
@@ -536,7 +543,7 @@ def _sum_functions(cfg, shape, kind):
                         i = accumulator_of(j, half, k)
                         v = acc[i]
                         if ON_WEIGHTS:
-                            v = int32(v + ptx.shift_right(s[half] * n[k], shift))
+                            v = int32(v + (int32(s[half] * n[k]) >> NOISE_SHIFT))
                         if not QKV:
                             v = int32((v >> SHIFT) + byte(word, k))
                         if DOWN:
@@ -581,19 +588,19 @@ def _disturb_function(cfg, gpu, shape, kind):
     WIDE = N % 32 == 0                                       # then two words of noise share a hash
     LENGTH = padded_length(cfg)
     AMPLITUDE = activations.amplitude_of(cfg, dict(qkv="query", o="output", down="down")[kind])
-    noise_word = noise_word_function(cfg)
+    noisy_member, noise_word = activation_functions(cfg)
     plus, within = int16_functions(gpu.cc)
 
     @device
     def disturb(acc, source, member, row, col, q):
+        noisy = noisy_member(source, NOISE, member)
         for j in range(N // 16 if AMPLITUDE else 0):
             block, four = (col >> 5) + (j >> 1), (j & 1) * 4
             if not WIDE:
                 block, four = (col + 16 * j) >> 5, ((col >> 4) + j & 1) * 4
             for half in range(2):
                 i = 8 * j + 2 * half
-                xi = noise_word(source, NOISE, member, (row % LENGTH + 8 * half) * (H // 32) + block, four + q,
-                                AMPLITUDE)
+                xi = noise_word(noisy, (row % LENGTH + 8 * half) * (H // 32) + block, four + q, AMPLITUDE)
                 word = pack_rounded(acc[i], acc[i + 1], acc[i + 4], acc[i + 5])
                 y, z = plus(ptx.low2(word), ptx.high2(word), xi)
                 y, z = within(y, z, LOWEST, HIGHEST)
@@ -671,7 +678,6 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     AT_TOPS = AT_TABLES + TABLES
     MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
-    job_shift = nz.shift
     prepare = _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN)
     add_all, rotate = _sum_functions(cfg, shape, kind)
     extremes, quantised = _amax_functions(gpu, N)
@@ -721,7 +727,7 @@ def _full_width_kernel(cfg, nz, gpu, kind):
                 prepare(sm, buffer, c, col, member, source)  # while the tensor cores work
                 ptx.named_barrier(1 + group, 128)
                 step = finish(acc, ring, step, ahead == PASSES - 1, turn + 1 < count, turn, tile + every)
-                add_all(acc, s, base + 4 * (buffer + slot * TABLE) + q * 16, job_shift(job), h, to, col)
+                add_all(acc, s, base + 4 * (buffer + slot * TABLE) + q * 16, h, to, col)
                 if QKV and matrix < 2:
                     rotate(acc, rope, row, col, q)
                 extremes(acc, most, least)
@@ -800,8 +806,8 @@ class Kernels:
     """The kernels of a configuration: `noisy` of members, `clean` of windows without noise. `matrices`: the words at
     which their packed matrices begin."""
 
-    def __init__(self, cfg, packing, gpu, silent):
-        self.cfg, nz = cfg, build_noise(cfg, silent or cfg.PERTURB == "activations")
+    def __init__(self, cfg, packing, gpu):
+        self.cfg, nz = cfg, build_noise(cfg, cfg.PERTURB == "activations")
         self.embed = _embed_kernel(cfg, nz, gpu)
         norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
         self.norms = {streams: norm_of(streams if cfg.PERTURB == "weights" else 0) for streams in (1, 3)}

@@ -39,7 +39,7 @@ FIT_PAD = 128               # zeros before and after the fitness
 INDEX, DELTA, SHIFT, LOW, HIGH = range(5)
 PLAIN, SIGNED, PLAIN_COUNT, SIGNED_COUNT, FIRST, LAST, VOTES, COLS, SIGNED_IS_ROW, SIGNED_AT = range(10)
 ELEMENT, OFFSET, AHEAD, VOTE = range(4)
-WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, BY_TOKEN, DIRECTION = range(8)
+WEIGHTS, SIZE, WIDTH, MATRIX, OVERLAY_A, OVERLAY_B, DIRECTION = range(7)
 
 
 class Work(NamedTuple):
@@ -49,7 +49,7 @@ class Work(NamedTuple):
     HIGH: range of n that is used. tiles [tiles, 10]: first PLAIN and SIGNED operand row, number of each, range of n,
     where the VOTES of the matrix begin, its COLS, whether the signed side is its rows, and the first of them. vectors
     [groups, 4]: first ELEMENT, OFFSET of the earlier stream, distance AHEAD of the other, where the VOTE goes. tensors
-    [tensors, 8], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Work.directions). blocks [blocks,
+    [tensors, 7], in the order of model.parameters.tensors (DIRECTION: kernels.muon.Work.directions). blocks [blocks,
     2]: a tensor, the first of its elements to move."""
     rows: np.ndarray
     tiles: np.ndarray
@@ -83,7 +83,7 @@ def work(cfg):
         signed += [(i, few_seed - many_seed, many_seed, low, high) for i in range(few)] + [(0,) * 5] * (-few % 8)
         tiles += [(p, at + s, min(TILE, many - p), min(TILE, few - s), low, high, t.weights, t.cols, signed_is_row, s)
                   for p in range(0, many, TILE) for s in range(0, few, TILE)]
-    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, t.by_token, direction)
+    table = [(t.weights, t.size, t.cols, t.matrix, t.overlay_a, t.overlay_b, direction)
              for t, direction in zip(tensors, muon.work(cfg).directions)]
     parts = [(i, first) for i, t in enumerate(tensors) for first in range(0, t.size, ELEMENTS)]
     rows = np.concatenate([plain, np.array(signed, np.int32)])
@@ -327,7 +327,7 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
 
 def optimize_kernel(cfg):
     """The kernel that moves the weights."""
-    rare, adapt = cfg.RARE_TOKENS > 0, cfg.ADAPTIVE_NOISE_MODE != 0
+    adapt = cfg.ADAPTIVE_NOISE_MODE != 0
     with_muon = bool(cfg.USE_MUON)
     by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
     muon_size = float32(np.float32(optimizers.MUON_SIZE))
@@ -340,15 +340,15 @@ def optimize_kernel(cfg):
     muon_step = rule.muon
     sgd, ztest = rule.sgd, rule.ztest
 
-    def optimize(blocks: A2, tensors: A2, rates: F1, token_rates: F1, votes: A32, directions: F1, weights: A8,
-                 moments: F2, touched: B1, changed: A32):
+    def optimize(blocks: A2, tensors: A2, rates: F1, votes: A32, directions: F1, weights: A8, moments: F2, touched: B1,
+                 changed: A32):
         """Moves every weight by its vote, or its direction (kernels.muon), and clears the vote. rates float32
-        [tensors]; token_rates float32 [tokens], with RARE_TOKENS; moments float32 [weights, 3]; touched uint8
-        [overlay]: set where a weight of the row or column changed; changed int32 [1]: how many did. Grid: blocks."""
+        [tensors]; moments float32 [weights, 3]; touched uint8 [overlay]: set where a weight of the row or column
+        changed; changed int32 [1]: how many did. Grid: blocks."""
         tensor, lane = blocks[cuda.blockIdx.x, 0], cuda.threadIdx.x & 31
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
-        rate, by_token = rates[tensor], tensors[tensor, BY_TOKEN]
+        rate = rates[tensor]
         direction = tensors[tensor, DIRECTION] if with_muon else int32(-1)
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
@@ -357,8 +357,6 @@ def optimize_kernel(cfg):
                 at = int64(base) + i
                 vote, weight = votes[at], int32(weights[at])
                 acc = moments[at, 2]
-                if rare and by_token != 0:
-                    rate = libdevice.fmul_rn(rates[tensor], token_rates[(i >> 2) % cols])
                 votes[at] = 0
                 if by_ztest:
                     move = ztest(vote, weight, int32(rate))
@@ -419,45 +417,6 @@ def unpack_kernel(cfg):
     return unpack
 
 
-def seen_kernel(cfg):
-    """The kernel that adds the further votes of pairs on the tokens in their windows."""
-    T, H, V = cfg.SEQ_LEN + 1, cfg.HIDDEN_DIM, cfg.VOCAB_SIZE
-    first, others = cfg.STATE_TOKENS, cfg.SEEN_VOTES - 1
-    noise, signs = build_noise(cfg).noise, not cfg.USE_CLT
-
-    @device
-    def vote_draw(seed, i):
-        n = noise(seed, i)
-        return int32(int32(n > 0) - int32(n < 0)) if signs else n
-
-    def seen_votes(windows: A32, tables: A2, fit: A8, seed: AU32, votes: A32):
-        """Adds the votes of a pair on the tokens in its window another SEEN_VOTES - 1 times. windows int32, flat:
-        those of all pairs; tables [tables, 3]: first of the weights, seed of the tokens' noise, of the hidden units';
-        fit int8. Grid: pairs * tables."""
-        tokens = cuda.shared.array(T, int32)
-        draws = cuda.shared.array(T, int32)                  # on another line: the simulator tells arrays apart by it
-        t, pair = cuda.threadIdx.x, int32(cuda.blockIdx.x // tables.shape[0])
-        table, vote = int32(cuda.blockIdx.x - pair * tables.shape[0]), int32(fit[FIT_PAD + pair])
-        if vote == 0:
-            return
-        own, at = uint32(seed[0] + uint32(pair)), pair * int32(first + T) + first
-        for i in range(t, T, THREADS):
-            token, again = windows[at + i], False
-            for j in range(i):
-                again |= windows[at + j] == token
-            tokens[i] = int32(-1) if again else token
-            draws[i] = vote_draw(uint32(own + uint32(tables[table, 1])), token)
-        cuda.syncthreads()
-        for r in range(t, H, THREADS):
-            b = int32(vote_draw(uint32(own + uint32(tables[table, 2])), r) * int32(vote * others))
-            for i in range(T):
-                if tokens[i] >= 0:
-                    to = tables[table, 0] + vote_index(tokens[i], r, True, V)
-                    cuda.atomic.add(votes, to, int32(draws[i] * b))
-
-    return seen_votes
-
-
 def rescale_kernel(cfg):
     """The kernel of the noise-scale overlay."""
     increase, decrease = cfg.ADAPTIVE_NOISE_INC, -cfg.ADAPTIVE_NOISE_DEC
@@ -477,22 +436,15 @@ def build(cfg, wgmma):
     own = [unpack_kernel(cfg), optimize_kernel(cfg)]
     if cfg.PERTURB == "weights":
         own += [operands_kernel(cfg), products_kernel(wgmma), vector_products, rescale_kernel(cfg)]
-    if cfg.SEEN_VOTES > 1:
-        own.append(seen_kernel(cfg))
     return own + muon.build(cfg)
-
-
-def window_bytes(cfg):
-    """Size of the windows of all pairs; of a single number where they are not needed."""
-    return 4 * cfg.N_PAIRS * (cfg.STATE_TOKENS + cfg.SEQ_LEN + 1) if cfg.SEEN_VOTES > 1 else 4
 
 
 class Update:
     """The device buffers of one configuration's updates and their launches.
 
     kernels: {name: compiled dispatcher} of `build`; budget: bytes that the operands may take (at least a slice of SPLIT
-    values of n). Set `rates`, `token_rates` (with RARE_TOKENS), `windows` (of all pairs, with SEEN_VOTES),
-    `packed` (the digits of the step), `changed` (to 0) and the seed, enqueue `launches`, read `changed`."""
+    values of n). Set `rates`, `packed` (the digits of the step), `changed` (to 0) and the seed, enqueue `launches`,
+    read `changed`."""
 
     def __init__(self, cfg, kernels, budget):
         w = work(cfg)
@@ -508,11 +460,7 @@ class Update:
         self.packed = cuda.device_array(ternary.packed_size(cfg.STEP_DIGITS), np.uint8)
         self.fit = cuda.to_device(np.zeros(2 * FIT_PAD + blocks(cfg.N_PAIRS, 4) * 4, np.int8))
         self.rates = cuda.device_array(len(w.tensors), np.float32)
-        self.token_rates = cuda.device_array(cfg.VOCAB_SIZE if cfg.RARE_TOKENS else 1, np.float32)
         self.changed = cuda.to_device(np.zeros(1, np.int32))
-        self.windows = cuda.device_array(window_bytes(cfg) // 4, np.int32)
-        self.seen_tables = cuda.to_device(np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg)
-                                             if t.seen_votes], np.int32))
         self.muon = muon.Direction(cfg, kernels)
         self.pairs = cfg.N_PAIRS
         self.adapt = cfg.ADAPTIVE_NOISE_MODE != 0
@@ -523,10 +471,10 @@ class Update:
         w = work(cfg)
         rows = len(w.rows) if cfg.PERTURB == "weights" else 0
         return (rows * 2 * SPLIT + sum(a.nbytes for a in w[:5]) + 4 * parameters.n_weights(cfg) + cfg.N_PAIRS
-                + ternary.packed_size(cfg.STEP_DIGITS) + window_bytes(cfg) + muon.Direction.bytes_needed(cfg))
+                + ternary.packed_size(cfg.STEP_DIGITS) + muon.Direction.bytes_needed(cfg))
 
     def launches(self, stream, seed, weights, moments, overlay):
-        """[(kernel's name, function that enqueues it)] of an update. On the device: seed uint32 [>= 1], weights int8
+        """[function that enqueues a kernel] of an update. On the device: seed uint32 [>= 1], weights int8
         [n], moments float32 [n, 3], overlay int8."""
         tables, out = self.tables, []
         fit, rows = self.fit.view(np.int32), np.int32(len(tables.rows))
@@ -534,7 +482,7 @@ class Update:
         splits = np.int32(self.width // VECTOR_SPLIT)
 
         def add(name, grid, *args, shared=0):
-            out.append((name, lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args)))
+            out.append(lambda: self.kernels[name][int(grid), THREADS, stream, shared](*args))
 
         add("unpack", blocks(self.packed.size, THREADS), self.packed, digits)
         for start in map(np.int32, self.starts):
@@ -544,12 +492,9 @@ class Update:
                 self.votes, shared=SHARED)
             add("vector_products", blocks(len(tables.vectors) * splits, THREADS // 32), tables.vectors, self.operands,
                 fit, rows, start, splits, np.int32(self.pairs), self.votes)
-        if "seen_votes" in self.kernels:
-            add("seen_votes", self.pairs * len(self.seen_tables), self.windows, self.seen_tables, self.fit, seed,
-                self.votes)
         out += self.muon.launches(stream, self.votes, moments)
-        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.token_rates, self.votes,
-            self.muon.x, weights, moments, self.touched, self.changed)
+        add("optimize", len(tables.blocks), tables.blocks, tables.tensors, self.rates, self.votes, self.muon.x,
+            weights, moments, self.touched, self.changed)
         if self.adapt:
             add("rescale", blocks(overlay.size, THREADS), self.touched, overlay)
         return out

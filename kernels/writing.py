@@ -166,7 +166,7 @@ def embed_function(gpu, cfg):
                 if not GRU:
                     x += block.weights[block.places[0, 1] + i]
                 if NTT:                                      # with a noise of 0
-                    x += look_up(block.weights, block.weights, uint32(0), int32(0), int32(0), c, i)[0]
+                    x += look_up(block.weights, block.weights, uint32(0), int32(0), c, i)[0]
                 block.memory[row * ROW + i] = clip(x)
     return embed
 

@@ -42,8 +42,6 @@ done <<'END'
 laptop-bytes-cpu egg: laptop-bytes, 2 cores
 nano-egg-h200 egg: nano-egg, H200
 best-bytes-h200 egg: best-bytes, H200
-best-bytes-weights-h200 egg: best-bytes-weights, H200
-best-h200 egg: best (tokens), H200
 nano-egg-jax-h200 nano-egg itself, H200
 backprop-laptop-bytes-cpu back-propagation: laptop-bytes, 2 cores
 backprop-gru-64-h200 back-propagation: 64 units, H200

@@ -108,7 +108,7 @@ rewards() (
     done
 )
 
-# the commands of OBJECTIVES; with a file whose held-out sums are the seen ones, because those that are not stay wrong
+# the commands of OBJECTIVES
 examples() (
     unset EGG_PRESET EGG_INPUT_FILE EGG_VAL_FILE
     export EGG_DETOKENIZE=0
@@ -119,18 +119,17 @@ examples() (
         "${egg[@]}" train --preset laptop-bytes --steps $steps -D INPUT_FILE=$text.txt -D VAL_FILE=$text-val.txt "$@" \
             --save-dir $text >examples.log 2>&1
         "${egg[@]}" train --objective "$file" --load-dir $text --save-dir "$name" --steps $rewards \
-            -D VALIDATE_EVERY=$every ${more:-} >examples.log 2>&1
+            -D VALIDATE_EVERY=$every >examples.log 2>&1
         grep -hE '"event": "(reward|validation)"' "$name/events.jsonl" >"$name.jsonl"
         grep '"reward"' "$name.jsonl" | tail -n 1
     }
-    for file in sums json_array guess; do
+    for file in sort json_array guess; do
         "${egg[0]}" "$root/examples/$file.py"
     done
-    sed 's/^HELD_OUT = .*/HELD_OUT = DATA/' "$root/examples/sums.py" >seen.py
-    example 2000 sums "sums, the seen ones" seen.py 1000 20 -D SOFT_TARGETS=0:7 -D SEQ_LEN=16 -D CREDIT=14
+    example 700 sort "sorted digits" "$root/examples/sort.py" 100 2 -D SOFT_TARGETS=0:7 -D SEQ_LEN=16 -D CREDIT=14
     example 1000 arrays "arrays of three" "$root/examples/json_array.py" 200 5 -D SOFT_TARGETS=
     example 800 games "guesses" "$root/examples/guess.py" 100 2 -D SOFT_TARGETS=0:7
-    "${egg[@]}" plot "sums, the seen ones.jsonl" "arrays of three.jsonl" guesses.jsonl --x steps --log \
+    "${egg[@]}" plot "sorted digits.jsonl" "arrays of three.jsonl" guesses.jsonl --x steps --log \
         --out "$root/docs/rewards-examples.svg"
 )
 

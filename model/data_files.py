@@ -62,10 +62,11 @@ def open_tokens(cfg, path):
         _need_bytes(tokens, path, "name files of bytes with -D INPUT_FILE=... -D VAL_FILE=..., or begin a run with "
                     "DETOKENIZE=1, which reads the bytes of tokens")
     elif size % 4 or not _fits_tokens(tokens) or _signature(tokens):
-        kind = _format(tokens)
-        raise DataError(f"{path} {f'holds {kind}' if kind else 'is damaged or plain bytes'}, not uint32 tokens: " +
-                        ADVICE.get(kind, "make tokens of a text with `python egg.py prepare TEXT`, or read its bytes "
-                                   "with --preset laptop-bytes -D DETOKENIZE=0"))
+        prepare = "make tokens of a text with `python egg.py prepare TEXT`"
+        if (kind := _format(tokens)) not in (None, TOKENS):
+            raise DataError(f"{path} holds {kind}, not uint32 tokens: {ADVICE.get(kind, prepare)}")
+        raise DataError(f"{path} is damaged or plain bytes, not uint32 tokens: {prepare}, or read its bytes with "
+                        "--preset laptop-bytes -D DETOKENIZE=0")
     else:
         tokens = tokens.view("<u4")
     if cfg.DETOKENIZE:
@@ -90,8 +91,10 @@ def _size(path):
     with explained(DataError, path):
         if os.path.isfile(path):
             return os.path.getsize(path)
-    raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}: start in its directory, "
-                    "or make it with `python egg.py prepare TEXT`")
+    where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+    raise DataError(f"{path} is {'no file' if os.path.exists(path) else 'missing'}{where}: start in its directory, "
+                    "name it with -D INPUT_FILE=..., -D VAL_FILE=... or -D DECODING_FILE=..., or make it with "
+                    "`python egg.py prepare TEXT`")
 
 
 def _fits_tokens(data):
@@ -302,6 +305,9 @@ def open_validation(cfg, decoding, warn=warn):
     if not os.path.exists(cfg.VAL_FILE):
         warn(f"{cfg.VAL_FILE} is missing: no validation")
         return None
+    if os.path.exists(cfg.INPUT_FILE) and os.path.samefile(cfg.INPUT_FILE, cfg.VAL_FILE):
+        raise DataError(f"{cfg.VAL_FILE} is both INPUT_FILE and VAL_FILE: give a file of held-out data with "
+                        "-D VAL_FILE=..., or -D VALIDATE_EVERY=0")
     return held_out(cfg, open_tokens(cfg, cfg.VAL_FILE), cfg.VAL_FILE, decoding, cfg.VALIDATE_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""The constants of the update (SPEC 9) and the rates by token; the rules themselves are in `model.rules`."""
+"""The constants of the update (SPEC 9); the rules themselves are in `model.rules`."""
 
 import math
 from collections import namedtuple
@@ -48,26 +48,6 @@ def constants(cfg, lr, t):
                      decay=np.float32(cfg.ADAM_WEIGHT_DECAY if decays else 0),
                      momentum=np.float32(cfg.MUON_MOMENTUM),
                      size=np.float32(MUON_SIZE) * np.sqrt(np.float32(max(t.rows, t.cols))))
-
-
-def reads_data(cfg):
-    """The constant for which an update needs the training data, or None."""
-    return "RARE_TOKENS" if cfg.RARE_TOKENS else "SEEN_VOTES" if cfg.SEEN_VOTES > 1 else None
-
-
-def need_data(cfg, tokens):
-    if tokens is None:
-        raise ValueError(f"{reads_data(cfg)} needs the training data: name them with -D INPUT_FILE=...")
-
-
-def token_rates(cfg, tokens):
-    """float32 [VOCAB_SIZE]: factors on the learning rate of the columns of tables by token, sqrt(share of the token in
-    the training data / RARE_TOKENS), at most 1 (0 for a token that does not occur). Every operation is exact or rounded
-    correctly: the same bits everywhere. Raises ValueError without data."""
-    need_data(cfg, tokens)
-    piece = 1 << 24
-    counts = sum(np.bincount(tokens[at:at + piece], minlength=cfg.VOCAB_SIZE) for at in range(0, len(tokens), piece))
-    return np.sqrt(np.minimum(1.0, counts / (len(tokens) * cfg.RARE_TOKENS))).astype(np.float32)
 
 
 def muon_coefficients(cfg):

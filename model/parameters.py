@@ -95,8 +95,6 @@ class Tensor(NamedTuple):
     looked_up: bool         # a token or byte selects one of its columns
     product: bool           # activations are multiplied by it
     hidden: bool            # a matrix from hidden units to hidden units, which Muon moves
-    by_token: bool          # a table with a column for every token
-    seen_votes: bool        # SEEN_VOTES applies: not to the recurrent model's head, as every window teaches all of it
 
     @property
     def span(self):
@@ -131,7 +129,7 @@ def tensors(cfg):
                 seed_b=p.a + (cfg.HIDDEN_DIM if p.by_row else 1) + LAYER_SEED * layer,
                 overlay_a=before if p.by_row else after, overlay_b=before if matrix and not p.by_row else after,
                 lr_scale=p.lr_scale, per_layer=p.per_layer, looked_up=p.by_row or not p.multiplied, product=product,
-                hidden=product and V not in p.shape, by_token=V in p.shape, seen_votes=p.name == "embedding"))
+                hidden=product and V not in p.shape))
             weights += rows * cols
         overlay += layers * (first + second)
     return all_tensors
@@ -197,8 +195,7 @@ def initial_state(cfg):
     drawn = sorted((t for t in arrays if t.matrix), key=lambda t: (t.per_layer, t.layer, t.param))
     draws = _xorshift(42, sum(t.size for t in drawn))
     for t in drawn:
-        mask = cfg.TOKEN_MASK if t.by_token and cfg.TOKEN_MASK >= 0 else cfg.HOST_MASK
-        matrix = uniform_noise(draws[:t.size], mask, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
+        matrix = uniform_noise(draws[:t.size], cfg.HOST_MASK, cfg.HOST_GAUSSIAN).reshape(t.rows, t.cols)
         draws = draws[t.size:]
         weights[t.span] = to_canonical(matrix)
     overlay = np.full(n_overlay(cfg), cfg.ADAPTIVE_NOISE_INIT, np.int8)

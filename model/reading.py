@@ -57,7 +57,6 @@ class Reading:
         self.cfg, self.state, self.see = cfg, state, see
         self.seed, self.sign = seed, sign
         self.phases = activations.phases(cfg) if disturbed else {}         # whose outputs have noise
-        self.noise_shift = cfg.noise_shift(state.step)
         self.tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}
         self.carried = np.zeros((cfg.N_LAYERS, cfg.HIDDEN_DIM), np.int64)
 
@@ -271,7 +270,7 @@ class Reading:
             pb = trunc((pb + noisy[:, group].astype(np.float64) * factor[group]).astype(np.float32))
         sb = wrap(pb.sum(1, keepdims=True))
         a = trunc(self.noise(t.seed_a, cols).astype(np.float32) * self.factor(t.overlay_a, t.seed_a, cols))
-        return wrap(y + (wrap(wrap(sb * a) * self.sign) >> self.noise_shift))
+        return wrap(y + (wrap(wrap(sb * a) * self.sign) >> self.cfg.NOISE_SHIFT))
 
     def look_up(self, name, columns):
         """int64 [positions, HIDDEN_DIM]: columns of an embedding."""
@@ -279,4 +278,4 @@ class Reading:
         noise = (self.noise(t.seed_a, columns)[:, None] * self.noise(t.seed_b, hidden)).astype(np.float32)
         noise = noise * self.factor(t.overlay_a, t.seed_a, columns)[:, None]
         noise = noise * self.factor(t.overlay_b, t.seed_b, hidden)
-        return self.stored(t)[:, columns].T + (trunc(noise) * self.sign >> self.noise_shift)
+        return self.stored(t)[:, columns].T + (trunc(noise) * self.sign >> self.cfg.NOISE_SHIFT)

@@ -18,7 +18,7 @@ import numpy as np
 
 import egg_config
 from engine import hardware, simd
-from model import (activations, fitness_digits, integer_tables, optimizers, parameters, rules, seeds, soft_targets,
+from model import (activations, fitness_digits, integer_tables, parameters, rules, seeds, soft_targets,
                    state_digest)
 from model.reading import Reading, clip, divide
 
@@ -58,7 +58,7 @@ def random_configuration(seed, widest=128):
         NOISE_EMBEDDING=one_of(0, 1, 3), NOISE_UP=one_of(3, 7, 31), NOISE_DOWN=one_of(0, 1, 3),
         ADAPTIVE_THRESHOLD_ALPHA=one_of(0.77, 0.1, 1.5), USE_ADAPTIVE_THRESHOLD=one_of(1, 1, 0),
         LR_SCHEDULE=((0, 1.5), (1, one_of(0.3, 1.0))), ADAM_BETA1=one_of(0.5, 0.9), ADAM_WEIGHT_DECAY=one_of(0.0, 0.01),
-        RARE_TOKENS=one_of(0.0, 0.0, 0.3), NOISE_REUSE=one_of(1, 1, 2), USE_SAME_DATA=one_of(0, 0, 1),
+        NOISE_REUSE=one_of(1, 1, 2), USE_SAME_DATA=one_of(0, 0, 1),
         SOFT_TARGETS=one_of((), ((0, 1),), ((0, 2),)) if loss == "exact" else ())
     tokens = rng.integers(0, 5, 400) * 50 % cfg.VOCAB_SIZE
     return cfg, tokens.astype(np.uint8 if cfg.VOCAB_SIZE == 256 else np.uint32)
@@ -262,11 +262,7 @@ class PlainEngine:
             m = fma(m, b1, g * (f(1) - b1))
             v = fma(g * g, f(1) - b2, v * b2)
             u = fma(w.astype(f), f(cfg.ADAM_WEIGHT_DECAY) if t.matrix else f(0), m / (np.sqrt(v) + f(cfg.ADAM_EPS)))
-            share = f(1)
-            if cfg.RARE_TOKENS and t.by_token:               # canonical: [rows / 4, cols, 4]
-                share = np.broadcast_to(optimizers.token_rates(cfg, self.tokens)[:, None], (t.rows // 4, t.cols, 4))
-                share = share.ravel()
-            acc = fma(-(rate * share), u, acc)
+            acc = fma(-rate, u, acc)
             moved = np.clip(w + (acc >= 1).astype(np.int32) - (acc <= -1), -127, 127)
             state.weights[t.span] = moved
             acc = np.where(moved != w, acc - (moved - w).astype(f), np.clip(acc, f(-1), f(1)))

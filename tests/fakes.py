@@ -173,8 +173,8 @@ def changed(**constants):
 
 def differing(cfg):
     """{name: value}: the constants of cfg, without the local ones, that are not as in egg_config.py."""
-    default = egg_config.make()
-    return {name: value for name, value in cfg.shared().items() if value != getattr(default, name)}
+    default = egg_config.make().constants() | egg_config.GONE
+    return {name: value for name, value in cfg.shared().items() if value != default[name]}
 
 
 def card(cfg=CFG, **values):

@@ -61,16 +61,14 @@ def shaken(engine, rng, step=0):
     return state
 
 
-def votes_on(cfg, state, t, fitness, weigh=lambda pair, a: a):
-    """int64, flat: the votes of SPEC 9 for a tensor, pair by pair. fitness: bytes, packed; weigh(pair, a): what counts
-    of the noise of columns."""
+def votes_on(cfg, state, t, fitness):
+    """int64, flat: the votes of SPEC 9 for a tensor, pair by pair. fitness: bytes, packed."""
     digits = fitness_digits.unpack_ternary(fitness, cfg.N_PAIRS)
     reading, votes = Reading(cfg, state), np.zeros((t.rows, t.cols) if t.matrix else t.cols, int64)
     for q in np.flatnonzero(digits):
         a, b = (reading.noise(state.seed + int(q) + seed, np.arange(n)).astype(int64)
                 for seed, n in ((t.seed_a, t.cols), (t.seed_b, t.rows if t.matrix else t.cols)))
         a, b = (a, b) if cfg.USE_CLT else (np.sign(a), np.sign(b))
-        a = weigh(q, a)
         votes += int(digits[q]) * (np.outer(b, a) if t.matrix else a * b)
     return parameters.to_canonical(votes) if t.matrix else votes
 

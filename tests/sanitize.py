@@ -17,8 +17,7 @@ from model import fitness_digits, rules, sampling
 # blocks, so that few members give each a second tile.
 CONFIGURATIONS = {
     "general": dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8),
-    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2,
-                     RARE_TOKENS=0.01, SEEN_VOTES=4),
+    "switches": dict(HIDDEN_DIM=64, HEAD_DIM=32, SEQ_LEN=16, VOCAB_SIZE=300, CHUNK_SIZE=8, USE_MUON=1, NTT_MODE=2),
     "default": dict(VOCAB_SIZE=300, CHUNK_SIZE=24),
     "default, mma": dict(VOCAB_SIZE=300, CHUNK_SIZE=24, TENSOR_CORES="mma"),
     "mode 2": dict(VOCAB_SIZE=512, CHUNK_SIZE=20, ADAPTIVE_NOISE_MODE=2, LOSS="exact",
@@ -33,6 +32,9 @@ CONFIGURATIONS = {
     "activations": dict(MODEL="gru", PERTURB="activations", HIDDEN_DIM=192, SEQ_LEN=40, VOCAB_SIZE=256, GROUP_SIZE=64,
                         CHUNK_SIZE=256, MLP_RELU=1, HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0, LOSS="exact",
                         SOFT_TARGETS=((0, 2),)),
+    "activations of a transformer": dict(PERTURB="activations", HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=24, VOCAB_SIZE=300,
+                                         GROUP_SIZE=6, CHUNK_SIZE=18, ADAPTIVE_NOISE_MODE=0, LOSS="exact",
+                                         SOFT_TARGETS=((0, 1),)),
     "activations, mma": dict(MODEL="gru", PERTURB="activations", HIDDEN_DIM=96, SEQ_LEN=13, VOCAB_SIZE=301,
                              GROUP_SIZE=6, CHUNK_SIZE=18, STATE_TOKENS=5, HOST_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=0,
                              TENSOR_CORES="mma"),

@@ -13,12 +13,14 @@ GRU = dict(MODEL="gru", HIDDEN_DIM=64, N_LAYERS=2, SEQ_LEN=12, VOCAB_SIZE=256, C
 MODELS = {
     "transformer": {},
     "wide rows": dict(TINY, HIDDEN_DIM=608, SEQ_LEN=72, VOCAB_SIZE=300, ADAPTIVE_NOISE_MODE=2),
-    "transforms and Muon": dict(TINY, USE_MUON=1, ADAPTIVE_NOISE_MODE=2, RARE_TOKENS=0.01, SEEN_VOTES=4, NTT_MODE=3),
+    "transforms and Muon": dict(TINY, USE_MUON=1, ADAPTIVE_NOISE_MODE=2, NTT_MODE=3),
     "mma": dict(TENSOR_CORES="mma"),
     "gru": GRU,
     "wide gru": dict(GRU, HIDDEN_DIM=288),
     "activations": dict(GRU, PERTURB="activations", HIDDEN_DIM=128, SEQ_LEN=100, GROUP_SIZE=8, MLP_RELU=1,
                         SOFT_TARGETS=((0, 3),)),
+    "activations of a transformer": dict(PERTURB="activations", HIDDEN_DIM=96, HEAD_DIM=32, N_LAYERS=2, SEQ_LEN=72,
+                                         GROUP_SIZE=8, CHUNK_SIZE=32, ADAPTIVE_NOISE_MODE=0, LOSS="exact"),
 }
 STEP, REPORT = ("load", "step"), ("validate", "write", "digest")
 ALL = [(model, cc, verbs, "") for model in MODELS for cc in CARDS for verbs in (STEP, REPORT)]
@@ -26,7 +28,8 @@ ALL = [(model, cc, verbs, "") for model in MODELS for cc in CARDS for verbs in (
 CASES = [("transformer", (8, 6), STEP, ""), ("transformer", (9, 0), STEP, "full_width|up|head"),
          ("transformer", (9, 0), ("validate", "digest"), ""), ("transformer", (8, 6), ("write",), ""),
          ("gru", (8, 0), STEP, ""), ("gru", (9, 0), ("write",), ""), ("activations", (9, 0), STEP, ""),
-         ("transforms and Muon", (8, 0), STEP, "muon|embed|seen|optimize")]
+         ("activations of a transformer", (8, 6), STEP, "full_width|up|embed|share|attend|add_up|errors"),
+         ("transforms and Muon", (8, 0), STEP, "muon|embed|optimize")]
 ROUNDED = {f"{name}.rn.f32" for name in ("mul", "add", "sub", "fma", "div", "sqrt")}
 
 

@@ -43,7 +43,7 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
             cfg = make(HIDDEN_DIM=H, HEAD_DIM=32, SEQ_LEN=T, N_LAYERS=1, ADAPTIVE_NOISE_MODE=2)
             for wgmma in {kib == CARDS[9, 0], False}:
                 gpu = parts.Gpu((9, 0), kib * 1024, wgmma)
-                kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu, False)
+                kernels = transformer.Kernels(cfg, host.Packing(cfg), gpu)
                 for kernel in kernels.noisy + kernels.clean:
                     assert kernel.shared <= (kib - 1) * 1024, (H, T)
                 for kernel in kernels.full_width.values():
@@ -143,7 +143,7 @@ def no_gpu(monkeypatch):
 
 @mark.parametrize("constants", [
     {}, dict(SEQ_LEN=32, OPTIMIZER="sgd", LOSS="exact"), dict(USE_MUON=1, NTT_MODE=1),
-    dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300, SIGMA_SCHEDULE=((1, 5),)),
+    dict(ADAPTIVE_NOISE_MODE=2, VOCAB_SIZE=300),
     dict(MODEL="gru", OPTIMIZER="ztest", STATE_TOKENS=9), dict(MODEL="gru", USE_MUON=1, GROUP_SIZE=4),
     *(dict(constants, LOSS="exact", SOFT_TARGETS=((0, 2), (1, 0))) for constants in (
         {}, dict(MODEL="gru", VOCAB_SIZE=2000), dict(MODEL="gru", VOCAB_SIZE=256, ADAPTIVE_NOISE_MODE=0)))], ids=str)
@@ -152,18 +152,18 @@ def test_the_host_side_of_the_engine(constants, no_gpu):
     cfg = make(**{"N_LAYERS": 2, "VOCAB_SIZE": 512, "CHUNK_SIZE": 8, "POPULATION_SIZE": 16, **constants})
     tokens = np.arange(2000, dtype=uint32) % cfg.VOCAB_SIZE
     for trains in True, False:
-        engine = CudaEngine(cfg, tokens if trains else None, silent=not trains)
+        engine = CudaEngine(cfg, tokens if trains else None)
         later = {"validate", "write", "digest"}           # compiled at their first use
         assert set(engine._waiting) == (later if trains else later | {"step"})
         if trains:
             engine.begin(8, 8)
             engine.begin(0, 4)
             assert engine.evaluate(8, 8).shape == (8,) and len(engine._begun) == 1
-            assert engine._job.tolist() == [engine.seed, 0, 0xFFFFFFFF, cfg.noise_shift(0)]
+            assert engine._job.tolist() == [engine.seed, 0, 0xFFFFFFFF]
             assert engine.evaluate(0, 4).shape == (4,) and not engine._begun
             assert engine.begin_update(any_fitness(cfg, 1))
             engine.begin(0, 8)
-            assert engine._job[3] == cfg.noise_shift(1)
+            assert engine._job[0] == engine._at[1] != engine.seed
         sanitize.every_verb(engine, tokens, default_rng(SEED))
         assert engine.step == 1 and len(engine.digest()) == 16 and not engine._waiting
 
@@ -290,7 +290,7 @@ def test_load_and_pieces_of_a_chunk():
 @mark.parametrize("on_device", [True, False])
 @mark.parametrize("constants", [
     dict(LOSS="exact"), dict(MODEL="gru", N_LAYERS=1, VOCAB_SIZE=256),
-    dict(LOSS="exact", VOCAB_SIZE=256, SOFT_TARGETS=((0, 1), (1, 2), (2, 0)), SEEN_VOTES=2)], ids=str)
+    dict(LOSS="exact", VOCAB_SIZE=256, SOFT_TARGETS=((0, 1), (1, 2), (2, 0)))], ids=str)
 def test_evaluations_begun_ahead(constants, on_device):
     """Right and wrong expectations, of evaluations and updates, tokens on the device and on the host: the same losses,
     changes and states as without, in three steps."""
@@ -352,21 +352,20 @@ EXTREMES = (
     dict(LOUD, VOCAB_SIZE=400, DEVICE_GAUSSIAN=0, DEVICE_MASK=127, SIGMA_SHIFT=0, SHIFT_LOGIT=6),
 )
 SWITCHES = (
-    dict(USE_MUON=1, RARE_TOKENS=0.005, TOKEN_MASK=1),
-    dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3, SIGMA_SCHEDULE=((1, 5), (2, 0))),
-    dict(NTT_MODE=1, SEEN_VOTES=6), dict(SEEN_VOTES=127, USE_CLT=0, USE_SAME_DATA=1),
+    dict(USE_MUON=1),
+    dict(USE_MUON=1, MUON_NS="cubic", MUON_LR_SCALE=4.0, NTT_MODE=3),
+    dict(NTT_MODE=1), dict(USE_CLT=0, USE_SAME_DATA=1),
     dict(NTT_MODE=2, NTT_CAUSAL=0, LOSS="exact", LR_SCHEDULE=((0, 1.2), (1, 0.6), (2, 0.3))),
-    dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2,
-         SIGMA_SCHEDULE=((1, 1), (2, 6))),
-    dict(OPTIMIZER="sgd", USE_SAME_DATA=1, RARE_TOKENS=0.005),
-    dict(SOFT_TARGETS=((0, 2), (1, 0), (2, 1)), LOSS="exact", SEEN_VOTES=5),
+    dict(DEVICE_GAUSSIAN=1, DEVICE_MASK=31, HOST_GAUSSIAN=1, HOST_MASK=7, ADAPTIVE_NOISE_MODE=2),
+    dict(OPTIMIZER="sgd", USE_SAME_DATA=1),
+    dict(SOFT_TARGETS=((0, 2), (1, 0), (2, 1)), LOSS="exact"),
     dict(SOFT_TARGETS=((1, 1),), LOSS="exact", NTT_MODE=2, DEVICE_GAUSSIAN=1, ADAPTIVE_NOISE_MODE=2, USE_SAME_DATA=1),
 )
 # in the shape of the default configuration or in a small one
 SHAPES = {}, dict(HIDDEN_DIM=96, HEAD_DIM=32, SEQ_LEN=32, VOCAB_SIZE=300)
 SWITCHED = [dict(CHUNK_SIZE=16, POPULATION_SIZE=32, **SHAPES[i % 2], **switches) for i, switches in enumerate(SWITCHES)]
 SWITCHED += [dict(TINY, HIDDEN_DIM=160, SEQ_LEN=72, VOCAB_SIZE=256, CHUNK_SIZE=38, POPULATION_SIZE=76, GROUP_SIZE=38,
-                  LOSS="exact", SOFT_TARGETS=((0, 3), (2, 1)), SIGMA_SCHEDULE=((1, 5),))]
+                  LOSS="exact", SOFT_TARGETS=((0, 3), (2, 1)))]
 
 
 def random_configurations(count):

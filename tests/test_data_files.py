@@ -44,6 +44,7 @@ def test_tokens_are_mapped_and_checked(tmp_path):
     None: "is missing",
     b"": "is empty",
     bytes(41): "is damaged or plain bytes",
+    np.arange(50).astype("<u4").tobytes()[:-1]: "is damaged or plain bytes",
     b"to be, or not to be, that is the question...": "or read its bytes with --preset laptop-bytes -D DETOKENIZE=0",
     np.r_[np.zeros(49), 300].astype("<u4").tobytes(): "holds token 300, but VOCAB_SIZE is 300",
     np.r_[np.zeros(16), 300, np.zeros(33)].astype("<u4").tobytes(): "holds token 300, but VOCAB_SIZE is 300",

@@ -239,8 +239,9 @@ def test_a_stopped_coordinator_changes_no_bit_of_golden_a(tmp_path, compiled):
     for engine in engines:
         work_in_thread(port, engine, cfg, retry=True)
     for steps in 4, 6:
-        with Server(tmp_path / "run", cfg, port, save=True, steps=steps) as server:
-            server.reaches(steps)
+        with Server(tmp_path / "run", cfg, port, save=True, steps=steps, stay=True) as server:
+            until(lambda: all(engine.step == steps for engine in engines))
+            server.calls.put(lambda: vars(server.coordinator).update(closing=True, steps=None))      # nobody planned it
     with opened(tmp_path / "run", cfg=cfg) as run:
         records = [run.record(k) for k in range(6)]
         losses = [recorded["loss"][k].astype(np.int64).sum() for k in range(6)]

@@ -34,7 +34,7 @@ def test_cuda_kernels_are_named_by_what_they_can_depend_on():
     base = cuda_files()
     for define in "LR_SCHEDULE=0:0.1", "VALIDATE_EVERY=77", "PORT=1", "SAMPLING_TEMP=0.1", "INPUT_FILE=x":
         assert cuda_files(define) == base, define
-    for define in "DEVICE_MASK=7", "ADAM_EPS=0.5", "SIGMA_SCHEDULE=0:2,9:5", "GROUP_SIZE=4":
+    for define in "DEVICE_MASK=7", "ADAM_EPS=0.5", "SIGMA_SHIFT=5", "GROUP_SIZE=4":
         assert not cuda_files(define) & base, define
     assert not cuda_files(cc=(8, 6)) & base
     newest, mma = (cuda_files(*more, cc=(9, 0)) for more in ((), ("TENSOR_CORES=mma",)))
@@ -44,7 +44,7 @@ def test_cuda_kernels_are_named_by_what_they_can_depend_on():
 
 def test_no_kernel_can_read_a_constant_that_does_not_name_it():
     frozen = configured().compiled()
-    assert frozen.HIDDEN_DIM and frozen.NOISE_SHIFTS
+    assert frozen.HIDDEN_DIM and frozen.NOISE_SHIFT
     for name in "LR_SCHEDULE", "PORT", "VALIDATE_EVERY":
         with raises(egg_config.ConfigError, match="missing"):
             getattr(frozen, name)

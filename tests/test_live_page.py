@@ -73,7 +73,7 @@ def test_the_page_its_state_and_metrics(tmp_path):
 
         values = parse_metrics(ask(server, "/metrics")[2].decode())
         assert values == {**values, "egg_steps_total": 1, "egg_tokens_total": 128 * 8, "egg_workers": 1,
-                          'egg_loss{unit="bits/byte"}': bits, "egg_sigma_shift": cfg.SIGMA_SHIFT,
+                          'egg_loss{unit="bits/byte"}': bits,
                           'egg_validation{unit="bits/byte"}': 1, 'egg_events_total{event="joined"}': 1}
     state = {"workers": [{"name": 'a"b\\c\nd\0', "address": "", "device": "", "chunks": 1}]}
     assert 'egg_worker_chunks_total{name="a\\"b\\\\c d",address="",device=""} 1\n' in live_page.prometheus(state)

@@ -574,9 +574,8 @@ def test_the_best_reward_so_far_has_a_snapshot_whatever_its_step(tmp_path):
     cfg = FAKE.changed(SNAPSHOT_EVERY=1000)
     with Server(tmp_path, cfg, save=True, steps=11, stay=True) as server:
         server.work(FakeEngine(cfg, 0.003), objective=Scripted())
-        until(lambda: server.run.step == 11 and server.shelf.newest == 4)
-    assert sorted(path.name for path in tmp_path.glob("snapshot*")) == [
-        "snapshot-00000002-reward--0.250000.egg", "snapshot-00000004-reward--0.125000.egg"]
+        until(lambda: server.run.step == 11 and sorted(server.shelf.files) == [2, 4])
+    assert os.readlink(tmp_path / "best.egg") == "snapshot-00000011-reward-0.000000.egg"            # the end counts
 
 
 class Collapsing(FakeObjective):
@@ -711,7 +710,8 @@ def test_a_run_with_an_objective_begins_from_another_and_goes_on(run, tmp_path):
     assert samples and all(re.search(r" \(reward \S+\)$", one["text"]) for one in samples)      # also at the end
     said = run("eval --load-dir new --objective own.py")
     assert re.search(r"mean reward [\d.]+, the mean of 256 texts after held-out prompts\n  distinct|deviation ", said)
-    assert re.search(r"\n  seen: texts 256, mean .*, prompts differ [\d.]+\n", said) and said.count(" >>> ") == 8
+    assert re.search(r"\n  seen: texts 256, mean .*, prompts differ [\d.]+\n  [\d.]+ bits/byte on val.bin\n", said)
+    assert said.count(" >>> ") == 8
     run("generate --load-dir new --prompt the --tokens 3")
     run("eval --load-dir new --objective", os.path.join(HERE, "examples", "words.py"))
     (tmp_path / "own.py").write_text(LETTERS + "# changed\n")

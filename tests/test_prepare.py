@@ -23,6 +23,9 @@ from coordinators import refused
 from fakes import full
 
 
+MANY = 1 << 20, 1 << 16             # tokens to train on, and held out
+
+
 # --- own text ---------------------------------------------------------------------------------------------------------
 
 @mark.parametrize("arguments", ["--out 'my books' --vocab-size 300", "--vocab-size 256"])
@@ -42,12 +45,12 @@ def test_prepare_leads_to_text(arguments, here, compiled):
 
 
 def test_prepare_leads_to_the_preset_of_the_machine():
-    assert shlex.join(prepare.training_on("/x/a b", 5000, False, True)) == (
+    assert shlex.join(prepare.training_on("/x/a b", 5000, False, True, MANY)) == (
         "--preset best -D VOCAB_SIZE=5000 -D 'INPUT_FILE=/x/a b/input.bin' -D 'VAL_FILE=/x/a b/val.bin' "
         "-D 'DECODING_FILE=/x/a b/decoding.bin' --save-dir 'ckpt-a b'")
     for size, plain, gpu, preset in ((8192, False, True, "best"), (700, False, False, "laptop"),
                                      (256, True, True, "best-bytes"), (256, True, False, "laptop-bytes")):
-        args = egg.parsed(["train", *prepare.training_on("x", size, plain, gpu)])
+        args = egg.parsed(["train", *prepare.training_on("x", size, plain, gpu, MANY)])
         assert args.preset == preset and ("DETOKENIZE=0" in args.defines) == plain
         configured(preset, *args.defines)
 
@@ -62,6 +65,13 @@ def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):
     told = succeeds(run("prepare t.txt --out tokens -D VOCAB_SIZE=300"))
     assert "BPE: " in told and "--preset laptop -D VOCAB_SIZE=" in told and os.path.exists("tokens/decoding.bin")
     fails(run("prepare t.txt --out t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
+
+
+def test_a_text_that_is_too_short_leads_to_no_command(here):
+    (here / "t.txt").write_text("hello world, this is my own tiny file\n" * 3)
+    done = run("prepare t.txt --vocab-size 256 --out made")
+    assert "next: " not in done.stdout
+    fails(done, 1, "5 tokens in one of these files are too few to train with --preset laptop-bytes, which needs 66")
 
 
 def test_prepare_asks_before_it_replaces(here, monkeypatch):

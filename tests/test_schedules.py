@@ -1,10 +1,8 @@
-"""Switches that change from step to step or by token: schedules, rates, initial values, seen votes."""
+"""Switches in distributed and resumed runs; schedules."""
 
 import functools
-import json
 
-import numpy as np
-from numpy import float32, uint32, uint8
+from numpy import uint8
 from numpy.random import default_rng
 from pytest import mark, raises
 
@@ -13,14 +11,10 @@ from egg_config import make
 from cluster import history
 from cluster.history import open_run
 from engine.cpu_engine import CpuEngine
-from model import optimizers, rules
-from model.fitness_digits import pack_ternary
-from model.parameters import initial_state, tensors
 from compiling import kernels_for
 from coordinators import cluster, replayed
-from fakes import any_fitness, step_alone
-from readings import BASE, SMALL, configured, equal, plain_losses, votes_on
-from recordings import simulated
+from fakes import step_alone
+from readings import BASE, SMALL, configured
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
 TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
@@ -30,15 +24,12 @@ TOKENS = default_rng(1).integers(0, 256, 600).astype(uint8)
 
 @mark.parametrize("values", [
     dict(USE_MUON=1, NTT_MODE=3, LOSS="exact"),
-    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), NTT_MODE=2, AUDIT_RATE=1.0),
-    dict(SIGMA_SCHEDULE=((2, 5), (4, 1)), MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, SEEN_VOTES=4, LOSS="exact",
+    dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, LOSS="exact", AUDIT_RATE=1.0,
          SOFT_TARGETS=((1, 2), (4, 1))),
-    dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02)),
-         RARE_TOKENS=0.01),
+    dict(NTT_MODE=1, NTT_CAUSAL=0, USE_SAME_DATA=1, OPTIMIZER="sgd", LR_SCHEDULE=((0, 0.1), (3, 0.02))),
     dict(USE_MUON=1, MUON_NS="cubic", NTT_MODE=2, HOST_GAUSSIAN=1, HOST_MASK=7, DEVICE_GAUSSIAN=1, DEVICE_MASK=31,
-         ADAPTIVE_NOISE_MODE=2,
-         RARE_TOKENS=0.02, TOKEN_MASK=1)],
-    ids="muon-ntt3 falling-noise falling-noise-gru ntt1-sgd-rare muon-cubic-ntt2-gaussian-tails-rare".split())
+         ADAPTIVE_NOISE_MODE=2)],
+    ids="muon-ntt3 gru-soft-targets ntt1-sgd muon-cubic-ntt2-gaussian-tails".split())
 def test_distributed_and_resumed(tmp_path, values):
     """Two workers that compare their digests every step, then a new coordinator that goes on with two new ones: the run
     of one engine."""
@@ -50,7 +41,6 @@ def test_distributed_and_resumed(tmp_path, values):
         workers = [engine(), engine()]
         server = cluster(tmp_path, workers, steps, cfg, save=True)
         assert "not that of others" not in server.said
-        assert ("| Noise: 5 | Net" in server.said) == ("SIGMA_SCHEDULE" in values)
     assert {one.digest() for one in (*workers, replayed(tmp_path, engine()))} == {alone.digest()}
 
 
@@ -59,168 +49,20 @@ def test_the_schedule_is_that_of_the_specification_and_data():
     assert {step: make().learning_rate(step) for step in rates} == rates
 
 
-@mark.parametrize("rest", [dict(NTT_MODE=3), dict(MODEL="gru", HEAD_DIM=64)], ids=["transformer", "gru"])
-def test_noise_is_as_loud_as_its_schedule_says(rest):
-    """The losses of a step are those of SIGMA_SHIFT alone, and of a plain reading of the rules; what is without noise
-    does not change."""
-    cfg = BASE.changed(**rest, SIGMA_SCHEDULE=((2, 5), (4, 0)))
-    assert [cfg.sigma_shift(step) for step in (0, 1, 2, 3, 4, 999)] == [3, 3, 5, 5, 0, 0]
-    engine, found = CpuEngine(cfg, TOKENS, threads=1), []
-    for step, shift in (3, 5), (1, 3), (9, 0):
-        state, windows = engine.state(), rules.windows(cfg, TOKENS, step, 0, 4)
-        state.step = step
-        alone = CpuEngine(BASE.changed(**rest, SIGMA_SHIFT=shift), TOKENS, threads=1)
-        for one in engine, alone:
-            one.load(state)
-        losses = engine.evaluate(0, 8).tolist()
-        assert losses == alone.evaluate(0, 8).tolist() == plain_losses(cfg, state, windows, 8)
-        assert engine.validate(windows) == alone.validate(windows)
-        found.append(losses)
-    assert found[0] not in found[1:]
-
-
 def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
-    assert "SIGMA_SCHEDULE" not in {**BASE.shared(), **BASE.saved()}
-    open_run(BASE, tmp_path).close()
-    constants, name = egg_config.CONSTANTS, "SIGMA_SCHEDULE"
-    monkeypatch.setitem(constants, name, constants[name]._replace(value=((0, 7),)))
-    falling, again = make(**SMALL), egg_config.load(environ={}, saved=history.configuration(tmp_path))
-    assert "SIGMA_SCHEDULE" in falling.shared() and again.SIGMA_SCHEDULE == ()
+    values = {**SMALL, "LOSS": "exact"}
+    open_run(cfg := make(**values), tmp_path).close()
+    assert "SOFT_TARGETS" not in {**cfg.shared(), **cfg.saved()}
+    constants, name = egg_config.CONSTANTS, "SOFT_TARGETS"
+    monkeypatch.setitem(constants, name, constants[name]._replace(value=((0, 3),)))
+    changed, again = make(**values), egg_config.load(environ={}, saved=history.configuration(tmp_path))
+    assert "SOFT_TARGETS" in changed.shared() and again.SOFT_TARGETS == ()
     open_run(again, tmp_path).close()
-    with raises(history.HistoryError, match=r"SIGMA_SCHEDULE = \[\] there, \[\[0, 7\]\] here"):
-        open_run(falling, tmp_path)
+    with raises(history.HistoryError, match=r"SOFT_TARGETS = \[\] there, \[\[0, 3\]\] here"):
+        open_run(changed, tmp_path)
 
 
 @mark.parametrize("preset", egg_config.PRESETS)
 def test_presets_are_good(preset):
     kernels_for(configured(preset))
-
-
-# --- rates and initial values by token --------------------------------------------------------------------------------
-
-@mark.parametrize("rest", [dict(), dict(OPTIMIZER="sgd"), dict(USE_MUON=1), dict(MODEL="gru", HEAD_DIM=64)],
-                  ids="adamw sgd muon gru".split())
-def test_rare_tokens_learn_more_slowly(rest):
-    """The first update's accumulators, bit for bit: beside a run without the switch only the columns of rare tokens
-    differ, by their factor."""
-    tokens = np.repeat(np.arange(200), np.arange(200) ** 2 // 50 + 1).astype(uint8)
-    tokens = np.concatenate([tokens, np.full(3 * tokens.size, 5, uint8)])
-    # powers of two, so that nothing is rounded twice
-    learning = 2 ** -13 if rest.get("OPTIMIZER") == "sgd" else 0.25
-    plain = BASE.changed(**rest, LR_SCHEDULE=((0, learning),))
-    cfg = plain.changed(RARE_TOKENS=0.004)
-    states = []
-    for one in plain, cfg:
-        engine = CpuEngine(one, tokens, threads=1)
-        engine.update(any_fitness(cfg, 1))
-        states.append(engine.state())
-    share = np.bincount(tokens, minlength=256) / tokens.size
-    factor = np.sqrt(np.minimum(1, share / 0.004)).astype(float32)
-    assert factor[5] == 1 and factor[250] == 0 and 0 < factor[20] < factor[190] < 1
-    assert [t.name for t in tensors(cfg) if t.by_token] == ["embedding", "head"][:1 + (cfg.MODEL == "gru")]
-    for t in tensors(cfg):
-        (without, weights_without), (got, weights) = ((one.moments[t.span], one.weights[t.span]) for one in states)
-        if not t.by_token:
-            equal(got, without)
-            equal(weights, weights_without)
-            continue
-        equal(got[:, :2], without[:, :2])
-        scale = np.tile(np.repeat(factor, 4), t.rows // 4)
-        where = (scale < 1) & (np.abs(without[:, 2]) < 1) & (weights == weights_without)
-        assert where.sum() > t.size // 4
-        equal(got[where, 2], (without[:, 2] * scale)[where])
-
-
-@mark.parametrize("name, value", [("RARE_TOKENS", 0.01), ("SEEN_VOTES", 2)])
-def test_what_reads_the_data_needs_them(name, value):
-    engine = CpuEngine(BASE.changed(**{name: value}), threads=1)
-    with raises(ValueError, match=f"{name} needs the training data"):
-        engine.update(any_fitness(BASE, 1))
-
-
-def seen_by_hand(cfg, state, t, fitness, often):
-    """int64, canonical: the votes of SPEC 9 for a table by token, in plain NumPy; those on tokens in a pair's window of
-    SEEN_TOKENS count `often` times, the others once."""
-    windows = rules.windows(cfg, SEEN_TOKENS, state.step, 0, cfg.N_PAIRS)[:, cfg.STATE_TOKENS:]
-    return votes_on(cfg, state, t, fitness,
-                    lambda q, a: a * np.where(np.isin(np.arange(t.cols), windows[q]), often, 1))
-
-
-SEEN_TOKENS = default_rng(5).integers(0, 40, 500).astype(uint32)
-of_every_kind = mark.parametrize("values", (
-    dict(), dict(USE_CLT=0, DEVICE_GAUSSIAN=1, DEVICE_MASK=31, GROUP_SIZE=4),
-    dict(MODEL="gru", HEAD_DIM=64, STATE_TOKENS=3, USE_SAME_DATA=1)), ids=("transformer", "signs", "gru"))
-
-
-@mark.parametrize("threads", (1, 2))
-@of_every_kind
-def test_votes_on_the_tokens_of_a_window_count_more(values, threads):
-    """A step of sgd with a rate that rounds nothing, held against plain NumPy. Tokens come more than once in a window,
-    and most never come."""
-    cfg = BASE.changed(CHUNK_SIZE=64, POPULATION_SIZE=32 * 64, **values, SEEN_VOTES=5, OPTIMIZER="sgd",
-                       LR_SCHEDULE=((0, 2.0 ** -12),))
-    fitness = any_fitness(cfg, 5)
-    engine = CpuEngine(cfg, SEEN_TOKENS, threads=threads)
-    before = engine.state()
-    engine.update(fitness)
-    after = engine.state()
-    for t in [t for t in tensors(cfg) if t.by_token]:
-        votes = seen_by_hand(cfg, before, t, fitness, 5 if t.name == "embedding" else 1)
-        moved = after.weights[t.span].astype(float) - before.weights[t.span] + after.moments[t.span, 2]
-        equal(moved, votes * (2.0 ** -12 / 2 ** 5), t.name)
-        assert votes.any(), t.name
-
-
-SIMULATED_SEEN = """
-import json, sys
-import numpy as np
-from numba import cuda
-import egg_config
-from kernels import update
-from model import parameters, rules
-cfg = egg_config.make(**json.loads(sys.argv[1]))
-tokens, fitness = np.load("tokens.npy"), np.load("fitness.npy")
-fit, votes = np.pad(fitness, update.FIT_PAD), np.zeros(parameters.n_weights(cfg), np.int32)
-tables = np.array([(t.weights, t.seed_a, t.seed_b) for t in parameters.tensors(cfg) if t.seen_votes], np.int32)
-windows = rules.windows(cfg, tokens, 3, 0, cfg.N_PAIRS).ravel()
-kernel = cuda.jit(update.seen_kernel(cfg))
-kernel[cfg.N_PAIRS * len(tables), update.THREADS](windows, tables, fit, np.array([77], np.uint32), votes)
-np.save("votes.npy", votes)
-"""
-
-
-@of_every_kind
-def test_the_kernel_of_seen_votes_in_the_simulator(tmp_path, values):
-    """Thread by thread in Python: what the tokens of a window count more than once, in every bit."""
-    values = {**SMALL, "CHUNK_SIZE": 8, "POPULATION_SIZE": 8, **values, "SEEN_VOTES": 4}
-    cfg, fitness = make(**values), np.array([1, 0, -1, 1], np.int8)
-    np.save(tmp_path / "tokens.npy", SEEN_TOKENS)
-    np.save(tmp_path / "fitness.npy", fitness)
-    simulated(SIMULATED_SEEN, json.dumps(values), cwd=tmp_path, PYTHONWARNINGS="ignore")
-    state, votes = initial_state(cfg), np.load(tmp_path / "votes.npy")
-    state.step, state.seed = 3, 77
-    for t in tensors(cfg):
-        once, want = (seen_by_hand(cfg, state, t, pack_ternary(fitness), often)
-                      for often in (1, 4 if t.seen_votes else 1))
-        want -= once                                             # the kernel adds what is more than once
-        equal(votes[t.span], want, t.name)
-        assert want.any() == t.seen_votes, t.name
-
-
-def test_shares_are_of_all_the_data():
-    tokens = np.zeros((1 << 24) + 100, uint32)               # more than are counted at a time
-    tokens[-25:] = 299
-    rates = optimizers.token_rates(make(RARE_TOKENS=0.5, VOCAB_SIZE=300), tokens)
-    assert rates[0] == 1 and rates[299] == float32(np.sqrt(50 / tokens.size))
-
-
-@mark.parametrize("model", ["transformer", "gru"])
-def test_initial_values_of_tables_by_token(model):
-    cfg = BASE.changed(HEAD_DIM=64, MODEL=model, HOST_MASK=7)
-    weights = {mask: initial_state(cfg.changed(TOKEN_MASK=mask)).weights for mask in (-1, 7, 1, 0)}
-    equal(weights[-1], weights[7])
-    for t in tensors(cfg):
-        as_others, own = weights[7][t.span], weights[1][t.span]
-        equal(own, np.sign(as_others) * (np.abs(as_others) & 1) if t.by_token else as_others)
-        assert not (t.by_token and weights[0][t.span].any())

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import signal
@@ -17,12 +18,12 @@ from pytest import fixture, mark, raises
 import egg
 import egg_config
 from egg_config import make
-from cluster.console import Console
-from cluster.history import configuration, newest, open_run, read_run
+from cluster.console import Console, stop_signals
+from cluster.history import configuration, discard, newest, open_run, read_run
 from cluster.snapshots import state_hash
 from engine import hardware
 from tools import train, use
-from commands import CFG, DEFINES, TEXT, fails, line_with, paste, run, succeeds
+from commands import CFG, DEFINES, TEXT, begin, fails, line_with, paste, run, succeeds
 from coordinators import filled
 from recordings import HERE, digests, python
 from readings import configured
@@ -100,7 +101,7 @@ def test_only_what_is_given_can_conflict_and_is_named(bytes_here):
     laptop = configured("laptop-bytes").saved()
     for environ, defines, saved in ({}, same, CFG.saved()), ({"EGG_PRESET": "laptop-bytes"}, [], laptop):
         cfg = egg_config.load(defines=defines, environ=environ, saved=saved, run="ckpt")
-        assert cfg.saved() == make(**saved).saved()
+        assert cfg.saved() == egg_config.load(environ={}, saved=saved).saved()
 
 
 def test_other_constants_of_run_begin_a_new_run_with_the_state_of_another(bytes_here, compiled):
@@ -149,7 +150,13 @@ def test_what_cannot_begin_leaves_no_directory(bytes_here, monkeypatch, load_dir
     monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("too little memory")))
     ends("too little memory", "train", *bytes_here)
     assert sorted(path.name for path in pathlib.Path().iterdir() if path.is_dir()) == ["ckpt", "my data"]
+    with closing(open_run(CFG, "new")):                          # of a process that was quicker, and has it in use
+        discard("new")
+        assert os.path.exists("new/history.egg")
+    discard("new")
+    discard("ckpt")
     fails(run("train --save-dir ckpt", *bytes_here), 1, "too little memory")
+    assert not os.path.exists("new")
     assert configuration("ckpt")
 
 
@@ -167,6 +174,46 @@ def test_an_old_run_without_settings_works_as_before(bytes_here):
         assert configuration("../ckpt") == CFG.saved()
     os.unlink("../ckpt/settings.json")
     assert configuration("../ckpt") == CFG.saved()
+
+
+def test_a_copied_run_and_the_same_file_twice(bytes_here, compiled):
+    succeeds(run("train --steps 1 --save-dir ckpt", *bytes_here))
+    fails(run("train --save-dir ckpt", "-DVAL_FILE=my data/train.bin"), 1, "is both INPUT_FILE and VAL_FILE: give a")
+    os.mkdir("elsewhere")
+    shutil.move("ckpt", "elsewhere/ckpt")
+    os.chdir("elsewhere")
+    os.rename("../my data", "../other")
+    fails(run("train --save-dir ckpt"), 1, f"input.bin is missing in {os.getcwd()}", "-D INPUT_FILE=...")
+
+
+def test_habits_from_elsewhere(bytes_here, compiled):
+    """Names of nanoGPT, a directory in place of --load-dir, an option twice, the version."""
+    for name, here in egg_config.ELSEWHERE.items():
+        if name.isupper() and name not in ("TOP_K", "MAX_ITERS", "OUT_DIR", "LR"):
+            fails(run(f"train -D {name}=1"), 2, f"-D {name}: no such constant in egg_config.py: here that is {here}")
+    for option in "--lr 1", "--top-k 5", "--max-iters=9", "--out-dir x":
+        fails(run(f"train {option}"), 2, f"; {option[:4]}", " is here -")
+    succeeds(run("train --steps 1 --save-dir mine", *bytes_here))
+    one, other = (succeeds(run(f"eval {place}")).splitlines()[1:] for place in ("mine", "--load-dir mine"))
+    assert one == other and len(one) > 3
+    assert succeeds(run("generate mine@1 --tokens 3")) == succeeds(run("generate --load-dir mine --tokens 3"))
+    fails(run("generate nothing --load-dir mine"), 2, "nothing holds no run: text to continue is given with --prompt")
+    fails(run("train --load-dir a --load-dir b"), 2, "--load-dir is given twice")
+    assert re.match(r"egg, commit [\w-]+, Python 3", succeeds(run("--version")))
+    assert os.access(HERE / "egg.py", os.X_OK)
+
+
+def test_a_run_without_a_directory_leaves_nothing_and_stops_by_signals(here):
+    """Also by those of a closed terminal and of a job system; nohup stays."""
+    for number in signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2:
+        with begin("coordinator --port 0", *DEFINES, stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline().startswith("coordinator on ")
+            process.send_signal(number)
+            said, _ = process.communicate(timeout=60)
+        assert process.returncode == 0 and "stopped after 0 steps" in said
+    assert os.listdir() == []
+    with mock.patch("signal.getsignal", return_value=signal.SIG_IGN), stop_signals():
+        assert signal.signal(signal.SIGHUP, signal.SIG_DFL) == signal.SIG_DFL
 
 
 def test_an_empty_newer_directory_does_not_win(here):
@@ -245,14 +292,14 @@ STEP, REPORT = ["evaluate", "update", "digest"], ["validate", "write"]
 def warmed(preset, defines, verbs):
     """({compiled before the first step}, [what the verbs load or compile later]). Little data: its tables take
     seconds, and are not what is asked here."""
-    defines = json.dumps(["INPUT_FILE=val.bin", *defines])
+    defines = json.dumps(["INPUT_FILE=val.bin", "VAL_FILE=input.bin", *defines])
     ready, later = json.loads(python("-c", WARMED, preset, defines, json.dumps(verbs), EGG_DEVICE="cpu"))
     return set(ready), later
 
 
 @mark.parametrize("preset, defines", [
-    ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64", "USE_MUON=1", "ADAPTIVE_NOISE_MODE=2", "RARE_TOKENS=0.01"]),
-    ("best", ["NTT_MODE=1", "CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
+    ("nano-egg", ["CHUNK_SIZE=64", "POPULATION_SIZE=64", "USE_MUON=1", "ADAPTIVE_NOISE_MODE=2"]),
+    ("deggs", ["NTT_MODE=1", "CHUNK_SIZE=64"]), ("best", ["CHUNK_SIZE=64", "POPULATION_SIZE=64"])])
 def test_nothing_is_compiled_once_the_clock_runs(preset, defines, compiled, compiled_gru):
     assert warmed(preset, defines, STEP + REPORT)[1] == []
 

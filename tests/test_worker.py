@@ -1,15 +1,19 @@
 """The worker: reconnecting, slices, rebuilding."""
 
 import re
+import subprocess
+from time import sleep
 
 import numpy as np
 from pytest import mark
 
+import commands
 import egg_net
 from cluster import wire
 from cluster.wire import JOB_REQUEST, JOB_RESPONSE, NOTHING, RESULT, V2, frame
 from model import data_files, fitness_digits, seeds
 from model.fitness_digits import pack_ternary
+from commands import DEFINES, TEXT, begin
 from coordinators import (Peer2, Server, cluster, free_port, kept, listening, refused, run_worker, until, whole,
                           work_in_thread)
 from fakes import CFG, FakeEngine, GOOD_STEP, Lines, VALIDATION, expected
@@ -56,8 +60,9 @@ def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path)
         work_in_thread(port, engine, retry=True, lines=lines)
         server.reaches(2)
         server.stop()
-    with Server(tmp_path / "a", port=port, save=True, steps=engine.step + 3) as server:      # goes on where it was
-        server.reaches(server.coordinator.steps)
+    with Server(tmp_path / "a", port=port, save=True) as server:                             # goes on where it was
+        server.reaches(engine.step + 3)
+        server.stop()
     assert engine.loads == 0 and "the coordinator is gone, trying again" in lines.text
     # another run, behind the worker
     with Server(tmp_path / "b", port=port, save=True, steps=4) as server:
@@ -65,6 +70,26 @@ def test_a_worker_survives_its_coordinator_and_a_run_that_begins_again(tmp_path)
         assert whole(server.run) == packed
         until(lambda: engine.step == 4)
     assert engine.loads == 1 and engine.digest() == digest and "rebuilding from the beginning" in lines.text
+
+
+@mark.parametrize("limit", ["--steps", "--minutes"])
+def test_workers_end_with_the_run_as_it_was_planned(here, limit, compiled):
+    """The commands; by a signal the coordinator ends otherwise, and they wait."""
+    port, history = free_port(), here / "ckpt" / "history.egg"
+    (here / "input.bin").write_bytes(TEXT)
+    line = f"coordinator --save-dir ckpt --port {port}"
+    with begin(f"worker 127.0.0.1 --port {port} --preset deggs", *DEFINES, stdout=subprocess.PIPE) as worker:
+        with begin(f"{line} --preset deggs --steps 1000000", *DEFINES, stdout=subprocess.PIPE) as coordinator:
+            until(lambda: history.exists() and history.stat().st_size > 5000)
+            coordinator.terminate()
+            coordinator.communicate()
+        assert worker.poll() is None                  # it has another name than others of this host
+        end = len(kept("ckpt", commands.CFG)) + 5 if limit == "--steps" else 0.05
+        with begin(f"{line} {limit} {end}", stdout=subprocess.PIPE) as coordinator:
+            said, _ = worker.communicate(timeout=60)
+            coordinator.communicate(timeout=60)
+    assert worker.returncode == 0 == coordinator.returncode
+    assert "the coordinator is gone, trying again" in said and ": the run has ended after " in said.splitlines()[-1]
 
 
 SEED1 = seeds.next_seed(42, 0)
@@ -137,6 +162,17 @@ def test_unreachable_hosts_are_one_line():
                         ("localhost:12345", "cannot be reached: .*: write localhost --port 12345")):
         with refused(words):
             egg_net.run_worker(CFG, host, port, FakeEngine(), retry=False, console=egg_net.Console(Lines()))
+
+
+def test_another_program_on_the_port_is_said_to_be_that(monkeypatch):
+    """One that says nothing, as a server that waits for the end of a line."""
+    monkeypatch.setattr("cluster.link.CONNECT_TIMEOUT", 0.2)
+    with listening(lambda sock: sock.settimeout(9) or [*iter(lambda: sock.recv(99), b"")]) as port:
+        work_in_thread(port, FakeEngine(), retry=True, lines=(lines := Lines()))
+        until(lambda: f"127.0.0.1:{port}: it does not answer, so it may be another program, trying" in lines.text)
+    with listening(lambda sock: sock.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian\r\n") or sleep(0.5)) as port:
+        with refused("wrong magic: not an egg peer"):
+            run_worker(port, FakeEngine(), retry=True)
 
 
 def test_a_worker_looks_at_its_socket_between_slices(server):

@@ -42,7 +42,6 @@ egg_loss                      last_step        loss               unit
 egg_step_seconds              last_step        seconds
 egg_learning_rate             last_step        learning_rate
 egg_weights_changed           last_step        updates
-egg_sigma_shift               run              sigma_shift
 egg_chunks                    run              chunks
 egg_chunks_done               run              chunks_done
 egg_sent_bytes_total          run              sent
@@ -107,12 +106,10 @@ def figures(coordinator):
     status, progress = coordinator.status(), coordinator.progress
     island = status["island"]
     peers = island["peers"] if island else []
-    cfg = coordinator.cfg
     return {**status, **vars(progress.traffic), "workers": status["workers"][:ENTRIES], "peers": peers[:ENTRIES],
             "n_peers": island and len(peers), "n_up": island and sum(peer["state"] == "up" for peer in peers),
             "minutes": coordinator.minutes, "tokens": status["step"] * progress.tokens_a_step,
-            "weights": progress.loss and coordinator.n_weights,
-            "sigma_shift": cfg.sigma_shift(status["step"]) if cfg.PERTURB == "weights" else None}
+            "weights": progress.loss and coordinator.n_weights}
 
 
 class View(Curve):

@@ -80,9 +80,9 @@ def need_room(directory, force):
     raise UsageError(f"{', '.join(there)} would be replaced: give another directory with --out DIR, or --force")
 
 
-def training_on(directory, n_tokens, plain, gpu, count=0):
-    """[argument]: of `train`, for the files that `prepare` has made, with `count` tokens to train on, and with the
-    preset for this machine."""
+def training_on(directory, n_tokens, plain, gpu, counts):
+    """[argument]: of `train`, for the files that `prepare` has made, with the preset for this machine. counts: tokens
+    to train on, and held out. Raises DataError where they are too few for a window."""
     preset = ("best" if gpu else "laptop") + ("-bytes" if plain else "")
     constants = {"DETOKENIZE": 0} if plain else {}
     if not plain and n_tokens != egg_config.VOCAB_SIZE:
@@ -90,7 +90,11 @@ def training_on(directory, n_tokens, plain, gpu, count=0):
     if os.path.normpath(directory) != ".":
         constants |= {name: os.path.join(directory, file) for name, file in FILES.items()
                       if not (plain and name == "DECODING_FILE")}
-    if soft_targets.lacks_memory(egg_config.load(preset, environ={}), count):
+    cfg = egg_config.load(preset, environ={})
+    if min(counts) < cfg.SEQ_LEN + 2:
+        raise DataError(f"{min(counts)} tokens in one of these files are too few to train with --preset {preset}, "
+                        f"which needs {cfg.SEQ_LEN + 2}: give more text, or held-out text with --val FILE")
+    if soft_targets.lacks_memory(cfg, counts[0]):
         constants["SOFT_TARGETS"] = ""
     kept = unused("ckpt-" + os.path.basename(os.path.abspath(directory)))
     return ["--preset", preset, *(word for name, value in constants.items() for word in ("-D", f"{name}={value}")),

@@ -10,7 +10,7 @@ from collections import namedtuple
 
 import egg_net
 from cluster import auth
-from cluster.console import Console, stop_signals
+from cluster.console import STOPPING, Console, stop_signals
 from cluster.link import check_address
 from egg_config import EggError, explained, sha256_of
 from engine import hardware
@@ -113,14 +113,15 @@ def try_objective(cfg, path):
 
 def work(cfg, host, port, device, threads=None, console=None, access=auth.Access(), name=None,
          objective=None):
-    """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port for
-    ever. access, name: see egg_net.run_worker. objective: the file of --objective."""
+    """The command `egg.py worker`: opens the data, makes the engine, serves the coordinator at host:port to the end
+    of its run. access, name: see egg_net.run_worker. objective: the file of --objective."""
     console = console or Console()
     check_address(host, port)
     data = open_data(cfg, console)
     print_references(cfg, data, console)
     engine = start_engine(cfg, data, device, threads, console.line)
-    name = name or f"{socket.gethostname()}/{device}"        # a ban shall not hit the other GPUs of this host
+    # a ban shall not hit the other workers of this host
+    name = name or f"{socket.gethostname()}/{device}" + f"-{os.getpid()}" * (device == "cpu")
     try:
         with opened_objective(cfg, objective, data) as judge:
             egg_net.run_worker(cfg, host, port, engine, *data, console=console, access=access, name=name,
@@ -133,8 +134,9 @@ def work(cfg, host, port, device, threads=None, console=None, access=auth.Access
 
 def _worker_process(device, cfg, port, threads, first, access, steps, objective, pipe):
     """The main function of a worker process. It sends reports (kind, value) through `pipe`: ("log", line), ("ready",
-    name of the engine), ("error", line). When the coordinator has closed, it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    name of the engine), ("spent", texts for Console.spent), ("error", line). When the coordinator has closed, it
+    ends."""
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)       # the parent gets these too, and ends this process
     try:
         data = open_data(cfg)

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from model import data_files, optimizers, parameters, seeds
+from model import data_files, parameters, seeds
 from cluster import history, snapshots
 from cluster.console import rewards_text
 from egg_config import DATA_FILES, EggError, explained
@@ -29,19 +29,14 @@ class UseError(EggError):
 def load(cfg, directory, best=False, device="cpu", threads=None, console=None, step=None):
     """An engine in the state of a saved run, of `step` if that is given: the newest snapshot and a replay of the steps
     after it, or (best) the snapshot that is best (snapshots.Shelf.best); console shows progress. Raises HistoryError,
-    UseError, EngineError, DataError."""
+    UseError, EngineError."""
     with contextlib.closing(history.read_run(cfg, directory)) as run:
         last = run.step if step is None else step
         if last > run.step:
             raise UseError(f"{directory} has only {run.step} steps")
         state = _state(cfg, run, best, console.line, last)
-        until, tokens = state.step if best else last, None
-        if (why := optimizers.reads_data(cfg)) and state.step < until:
-            tokens = data_files.open_tokens(cfg, cfg.INPUT_FILE)
-            if any(run.data) and snapshots.data_digest(tokens) != run.data:
-                raise UseError(f"{cfg.INPUT_FILE} is not what {run.directory} was trained on, and with {why} its last "
-                               "steps cannot be repeated without that: name it with -D INPUT_FILE=...")
-        engine = train.make_engine(cfg, tokens, device, threads)
+        until = state.step if best else last
+        engine = train.make_engine(cfg, None, device, threads)
         engine.load(state)
         for step in range(state.step, until):
             console.progress(f"{directory}: replaying step {step} of {until} ...")
@@ -177,8 +172,12 @@ def write_tensors(path, arrays, metadata):
     """Writes {name: int8 or float32 array} and {name: text} as a safetensors file. Raises OSError, UseError."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     data = library().numpy.save(arrays, metadata)
+    # the library writes the metadata in an order of chance: the same state shall be the same bytes
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)
     with history.replacing(*os.path.split(os.path.abspath(path))) as file:
-        file.write(data)
+        file.writelines((len(header).to_bytes(8, "little"), header, memoryview(data)[end:]))
 
 
 def open_tensors(path):
@@ -266,14 +265,18 @@ def read_config(path):
 
 
 def evaluate_objective(cfg, engine, path, console):
-    """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, and the best of
-    its texts. Raises EggError."""
-    cfg = cfg.changed(VALIDATE_EVERY=0, OBJECTIVE="")            # any file will do
-    with train.opened_objective(cfg, path, train.open_data(cfg, console)) as judge:
+    """Prints what the model earns on the held-out prompts of a file of --objective and on seen ones, its loss on text,
+    and the best of its texts. Raises EggError."""
+    cfg = cfg.changed(OBJECTIVE="")                  # any file will do
+    data = train.open_data(cfg, console)
+    with train.opened_objective(cfg, path, data) as judge:
         judge.measure_seen(engine)
         count, mean, shown = judge.measured(engine)
-        text = f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}\n{shown['news']}"
-        console.line(text.strip())
+        console.line(f"step {engine.step}: mean reward {rewards_text(count, mean, shown['numbers'])}")
+        if known := data.validation:
+            console.line(f"  {known.bits(engine.validate(known.windows)[0]):.4f} {known.unit} on {cfg.VAL_FILE}")
+        if shown["news"]:
+            console.line(shown["news"])
         for text in shown["completions"]:
             console.line(f"{text['prompt']} >>> {text['completion']} (reward {round(text['reward'] or 0, 4)})")
 
