@@ -68,6 +68,11 @@ def processors():
     return cuda.get_current_device().MULTIPROCESSOR_COUNT
 
 
+def arrays_in(scratch, layout):
+    """The int32 arrays of a `layout` in scratch memory, as attributes."""
+    return SimpleNamespace(**{name: scratch[first:end].view(np.int32) for name, (first, end) in layout.items()})
+
+
 class Forward:
     """What both models have in common."""
 
@@ -105,11 +110,9 @@ class Forward:
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
 
-    def _args(self, layout, scratch, packed, **args):
-        """What all kernels of a pass are given, by the names of their parameters; layout: of arrays in scratch."""
-        arrays = {name: scratch[first:end].view(np.int32) for name, (first, end) in layout.items()}
-        return dict(vars(self._tables), packed=packed.view(np.int32), at_columns=self._kernels.at_columns, **arrays,
-                    **args)
+    def _exps(self, clean):
+        """The table of exponentials of a head: that of validation, or that of members."""
+        return self._tables.clean_exps if clean else self._tables.exps
 
     def _layout(self, count, room):
         cfg, rows = self.cfg, blocks(count, self._rows) * self._rows
@@ -120,11 +123,11 @@ class Forward:
         return self._layout(count, room)[1]
 
     def write(self, stream, weights, packed, tokens, at, room, count, rope, memory, logits):
-        args = self._args(self._layout(count, room)[0], memory, packed, stream=stream, weights=weights, tokens=tokens,
-                          at=at, room=room, count=count, last=self.cfg.N_LAYERS - (logits is None),
-                          z=tokens if logits is None else logits)
-        args |= dict(rope=rope, cache=args["cache"].view(np.int8))                   # not that of SEQ_LEN
-        self._write(blocks(count, self._rows), writing.THREADS, args)
+        layout, tables = self._layout(count, room)[0], self._tables
+        cache, y = (memory[slice(*layout[name])] for name in ("cache", "y"))
+        last, z = self.cfg.N_LAYERS - (logits is None), tokens if logits is None else logits
+        self._write(blocks(count, self._rows), writing.THREADS, stream, tables.places, weights, packed.view(np.int32),
+                    tokens, at, room, count, last, rope, tables.exps, tables.gelu, cache, y.view(np.int32), z)
 
 
 class Transformer(Forward):
@@ -145,70 +148,72 @@ class Transformer(Forward):
         return self.scratch_bytes(windows)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._launch(count, scratch, self._kernels.clean_head, stream=stream, weights=weights, packed=packed,
-                     overlay=weights, windows=windows, job=self._tables.no_job, offset=0, losses=nats)
+        self._launch(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats,
+                     self._kernels.clean_head)
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, units, scratch, losses, clean=False):
         """clean: see the top of this file."""
-        self._launch(units, scratch, self._kernels.head, clean, stream=stream, weights=weights, packed=packed,
-                     overlay=overlay, windows=windows, job=self._tables.no_job if clean else job, offset=offset,
-                     losses=losses, chunk=job)
+        groups = activations.Groups(stream, job, offset, units) if clean else None
+        self._launch(stream, weights, packed, overlay, windows, self._tables.no_job if clean else job, offset, units,
+                     scratch, losses, self._kernels.head, groups)
 
-    def _launch(self, pairs, scratch, head, keeps=False, *, packed, windows, losses, **args):
+    def _launch(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, head,
+                groups=None):
         """The pass over pairs, or as many windows, with job[2] = 0, so that both members of a pair are the unperturbed
-        model. keeps: self.votes keeps what the matrices multiply, and the windows are those of groups from `offset` on;
-        chunk: the job of their chunk."""
-        cfg = self.cfg
-        plan = self._plan
-        kernels = self._kernels
-        length = padded_length(cfg)
-        args = self._args(kernels.layout(pairs)[0], scratch, packed, windows=windows, tokens=windows,
-                          width=windows.size // pairs, losses=losses,
-                          stride=transformer.rows_of_pairs(cfg, pairs), count=pairs, **args)
+        model. groups: those whose windows these are, where self.votes keeps what the matrices multiply."""
+        plan, kernels, tables = self._plan, self._kernels, self._tables
+        length, packed, table = padded_length(self.cfg), packed.view(np.int32), tables.plan
+        a = arrays_in(scratch, kernels.layout(pairs)[0])
+        stride, width = transformer.rows_of_pairs(self.cfg, pairs), windows.size // pairs
         rows = 2 * pairs * length
-        n = args["n"]
         most = min(processors(), transformer.MOST_BLOCKS)
 
         def norm(row, streams):
-            kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, args, call=row, out=n)
+            kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, stream, row, table, weights, overlay, job,
+                                   offset, stride, a.h, a.n, a.sb)
 
-        def product(kernel, row, matrix, layer, x, matrices=1, **out):
+        def of_product(kernel, row, matrix, layer, matrices=1):
+            """Grid, threads and the first arguments."""
             tiles = blocks(rows, 64 * kernel.shape.RG)
-            kernel(min(tiles, most // matrices) * matrices, THREADS, args, call=row,
-                   at=kernels.matrices[matrix, layer], tiles=tiles, x=x, **out)
+            return (min(tiles, most // matrices) * matrices, THREADS, stream, row, kernels.matrices[matrix, layer],
+                    table, weights, packed, overlay, job, offset, tiles, stride)
+
+        def full_width(kind, row, matrix, layer, x, h, matrices=1):
+            kernel = kernels.full_width[kind]
+            kernel(*of_product(kernel, row, matrix, layer, matrices), tables.rope, x, a.sb, h, a.values, a.spill)
 
         def keep(name, layer, source):
-            if keeps:
-                self.votes.keep(args, name, layer, source)
+            if groups:
+                self.votes.keep(groups, name, layer, source)
 
         def mlp(rows, up, down, layer, inputs):
-            keep("normed" + inputs, layer, n)
-            product(kernels.up, rows.up, up, layer, n)
-            keep("inner" + inputs.replace("_2", ""), layer, args["u"])
-            product(kernels.full_width["down"], rows.down, down, layer, args["u"])
+            keep("normed" + inputs, layer, a.n)
+            kernels.up(*of_product(kernels.up, rows.up, up, layer), tables.gelu, a.n, a.sb, a.u)
+            keep("inner" + inputs.replace("_2", ""), layer, a.u)
+            full_width("down", rows.down, down, layer, a.u, a.h)
 
-        kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), args, call=plan.embed,
-                      losses=losses.view(np.int64))
+        kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), stream, plan.embed, table, weights, packed,
+                      overlay, windows, width, job, offset, a.h, losses.view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0, "_0")
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
-            keep("normed_1", i, n)
-            product(kernels.full_width["qkv"], layer.qkv, "w_q", i, n, 3, h=args["queries"])
-            kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), args, call=layer.attention,
-                              a=n)
-            keep("attended", i, n)
-            if keeps:
-                self.votes.attended(args, i)
-            product(kernels.full_width["o"], layer.o, "w_o", i, n)
+            keep("normed_1", i, a.n)
+            full_width("qkv", layer.qkv, "w_q", i, a.n, a.queries, 3)
+            kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), stream, layer.attention,
+                              table, overlay, job, offset, tables.exps, a.queries, a.keys, a.values, a.n, a.sb)
+            keep("attended", i, a.n)
+            if groups:
+                self.votes.attended(groups, i, a.queries, a.keys, tables.exps)
+            full_width("o", layer.o, "w_o", i, a.n, a.h)
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i, "_2")
         norm(plan.ln_f, 1)
-        exps = self._tables.clean_exps if head is kernels.clean_head else self._tables.exps
-        head(blocks(rows, 64 * head.shape.RG), THREADS, args, call=plan.head, x=n, length=cfg.SEQ_LEN,
-             at_tiles=kernels.matrices["embedding", 0], exps=exps)
-        if keeps:
-            self.votes.head(args, n)
+        head(blocks(rows, 64 * head.shape.RG), THREADS, stream, plan.head, kernels.matrices["embedding", 0],
+             kernels.at_columns, table, packed, overlay, windows, width, pairs, job, offset,
+             self._exps(head is kernels.clean_head), a.n, a.sb, losses, self.cfg.SEQ_LEN)
+        if groups:
+            self.votes.head(groups, a.n, weights, losses, tables.exps, windows, width)
 
 
 class Recurrent(Forward):
@@ -234,85 +239,74 @@ class Recurrent(Forward):
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, units, scratch, losses, clean=False):
         """clean: see the top of this file."""
-        cfg = self.cfg
-        states = None
-        before = cfg.STATE_TOKENS
-        args = dict(stream=stream, weights=weights, packed=packed, overlay=overlay, tokens=windows,
-                    width=windows.size // units)
+        before, states = self.cfg.STATE_TOKENS, None
+        model = stream, weights, packed, overlay, windows, windows.size // units
         work = scratch[self._state_bytes(units):]
         if before:
-            states = scratch[:units * cfg.N_LAYERS * cfg.HIDDEN_DIM]
-            self._launch(units, before, work, True, states, **args, keep=1)
-        self._launch(units, cfg.SEQ_LEN, work, False, states, **args, job=self._tables.no_job if clean else job,
-                     offset=offset, skip=before, begin=int(before > 0), keep=gru.KEEP_INPUTS * clean, losses=losses,
-                     chunk=job)
+            states = scratch[:units * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM]
+            self._launch(*model, units, before, work, self._tables.no_job, states=states, keep=1)
+        groups = activations.Groups(stream, job, offset, units) if clean else None
+        self._launch(*model, units, self.cfg.SEQ_LEN, work, self._tables.no_job if clean else job, offset,
+                     self._kernels.head, losses, states, before, int(before > 0), gru.KEEP_INPUTS * clean, groups)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._launch(count, length, scratch, True, stream=stream, weights=weights, packed=packed, overlay=weights,
-                     tokens=windows, width=length + 1, losses=nats)
+        self._launch(stream, weights, packed, weights, windows, length + 1, count, length, scratch,
+                     self._tables.no_job, 0, self._kernels.clean_head, nats)
 
-    def _launch(self, units, n, scratch, clean, states=None, **args):
-        """The pass over `units` pairs or, clean, without noise, windows. It reads n positions from `skip` on of
-        rows of `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the
-        states at the end go there. losses: None, or int64 [units, 2], with noise on activations [units, 2, n]; clean:
-        float64 [units, n]. Where `keep` is KEEP_INPUTS, self.votes keeps what the matrices multiply, and the units are
-        groups from `offset` on; chunk: the job of their chunk. Defaults: a pass without noise from the first token
-        on; states and losses are not stored."""
-        plan, size = self._plan, units * self.cfg.HIDDEN_DIM
-        args = dict(job=self._tables.no_job, offset=0, skip=0, begin=0, keep=0, losses=None,
-                    kept=self.votes.arrays.kept if self.votes else self._tables.plan) | args
-        args = self._args(self._kernels.layout(units, n)[0], scratch, units=units, count=units, n=n, length=n,
-                          stride=rows_of_places(units * n), rows_at=self._kernels.rows_at, **args)
-        for i, row in enumerate(plan.layers):
-            # without states any array of their type will do
-            args["states"] = args["plan"] if states is None else states[i * size:(i + 1) * size].view(np.int32)
-            self._layer(args, row, i, units, n)
-        if args["losses"] is not None:
-            self._head(args, units, n, clean)
+    def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job, offset=0, head=None,
+                losses=None, states=None, skip=0, begin=0, keep=0, groups=None):
+        """The pass over `units` pairs or, with job[2] = 0, windows. It reads n positions from `skip` on of rows of
+        `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the states
+        at the end go there. head: None, or what makes losses: int64 [units, 2], with noise on activations [units, 2,
+        n]; of validation float64 [units, n]. groups: those whose windows these are, where self.votes keeps what the
+        matrices multiply (`keep` is KEEP_INPUTS)."""
+        plan, kernels, table, H = self._plan, self._kernels, self._tables.plan, self.cfg.HIDDEN_DIM
+        packed, stride = packed.view(np.int32), rows_of_places(units * n)
+        a = arrays_in(scratch, kernels.layout(units, n)[0])
+        kept = self.votes.arrays.kept if self.votes else table
 
-    def _layer(self, args, row, i, units, n):
-        kernels = self._kernels
-        normed = args["normed"]
+        def norm(kernel, row, out, sb):
+            kernel((units, blocks(n, 64)), 256, stream, row, kernels.rows_at, table, weights, packed, overlay, tokens,
+                   width, skip, job, offset, n, stride, a.x, out, sb)
 
-        def norm(kernel, row):
-            kernel((units, blocks(n, 64)), 256, args, call=row, out=normed)
-
-        def product(kind, row, matrix, x, out, matrices=1):
+        def product(kind, row, matrix, layer, x, out, matrices=1):
             tiles = blocks(2 * units * n, 64 * kernels.shapes[kind].RG)
-            kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, args, call=row,
-                                   at=kernels.matrices[matrix, i], x=x, out=out, beyond=args["gates"].size)
+            kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, stream, row,
+                                   kernels.matrices[matrix, layer], table, weights, packed, overlay, job, offset,
+                                   units, n, stride, x, a.sb, out, a.gates.size)
 
-        def keep(name, source):
-            if args["keep"] == gru.KEEP_INPUTS:
-                self.votes.keep(args, name, i, source)
+        def keep_inputs(name, layer, source):
+            if groups:
+                self.votes.keep(groups, name, layer, source)
 
-        norm(kernels.norms[min(i, 1)], row + NORM_1)
-        keep("normed_1", normed)
-        product("gates", row + GATES, "w_f", normed, args["u"], 2)
-        kernels.recur(blocks(units, kernels.state_rows // 2), THREADS, args, call=row, at=kernels.matrices["u_f", i])
-        half = args["kept"].size // 2
-        keep("state", args["kept"][:half])
-        keep("gated", args["kept"][half:])
-        norm(kernels.norm_f, row + NORM_2)
-        keep("normed_2", normed)
-        product("inner", row + INNER, "w_up", normed, args["u"])
-        keep("inner", args["u"])
-        product("down", row + DOWN, "w_down", args["u"], args["x"])
-
-    def _head(self, args, units, n, clean):
-        """Norm and head. Gates and candidates are needed no more: the rows of ln_f and their sums take their place."""
-        kernels = self._kernels
-        plan = self._plan
-        normed = args["gates"]
-        sb = args["candidates"]
-        kernels.norm_f((units, blocks(n, 64)), 256, args, call=plan.ln_f, out=normed, sb=sb)
+        for i, row in enumerate(plan.layers):
+            norm(kernels.norms[min(i, 1)], row + NORM_1, a.normed, a.sb)
+            keep_inputs("normed_1", i, a.normed)
+            product("gates", row + GATES, "w_f", i, a.normed, a.u, 2)
+            # without states any array of their type will do
+            of_layer = table if states is None else states[i * units * H:(i + 1) * units * H].view(np.int32)
+            kernels.recur(blocks(units, kernels.state_rows // 2), THREADS, stream, row, kernels.matrices["u_f", i],
+                          table, weights, packed, overlay, tokens, width, skip, n, units, job, offset, a.gates,
+                          a.candidates, a.x, of_layer, a.tables, kept, begin, keep)
+            keep_inputs("state", i, kept[:kept.size // 2])
+            keep_inputs("gated", i, kept[kept.size // 2:])
+            norm(kernels.norm_f, row + NORM_2, a.normed, a.sb)
+            keep_inputs("normed_2", i, a.normed)
+            product("inner", row + INNER, "w_up", i, a.normed, a.u)
+            keep_inputs("inner", i, a.u)
+            product("down", row + DOWN, "w_down", i, a.u, a.x)
+        if head is None:
+            return
+        # gates and candidates are needed no more: the rows of ln_f and their sums take their place
+        clean = head is kernels.clean_head
+        norm(kernels.norm_f, plan.ln_f, a.gates, a.candidates)
         if not clean and not self.votes:                     # the head adds to them
-            driver.device_memset(args["losses"], 0, args["losses"].nbytes, args["stream"])
-        head = kernels.clean_head if clean else kernels.head
-        head(blocks(units * n, 32 * head.shape.RG), THREADS, args, call=plan.head, at_tiles=kernels.at_tiles[clean],
-             x=normed, sb=sb, windows=args["tokens"], exps=self._tables.clean_exps if clean else self._tables.exps)
-        if args["keep"] == gru.KEEP_INPUTS:
-            self.votes.head(args, normed)
+            driver.device_memset(losses, 0, losses.nbytes, stream)
+        head(blocks(units * n, 32 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean],
+             kernels.at_columns, table, packed, overlay, tokens, width, units, job, offset, self._exps(clean), a.gates,
+             a.candidates, losses, n)
+        if groups:
+            self.votes.head(groups, a.gates, weights, losses, self._tables.exps, tokens, width)
 
 
 def gpu_of(cfg, cc, shared_limit):

@@ -448,8 +448,7 @@ class CudaEngine:
         gpu = cuda.get_current_device()
         self.cfg, self.tokens = cfg, tokens
         self.name = gpu.name.decode() if isinstance(gpu.name, bytes) else gpu.name
-        self.stream = cuda.stream()
-        self._capability = gpu.compute_capability
+        self.stream, self._capability = cuda.stream(), gpu.compute_capability
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
         self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type)
         self.compile_seconds = 0.0

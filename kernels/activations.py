@@ -7,6 +7,7 @@ over n = group * PADDED + position, PADDED = SEQ_LEN rounded up to 4. Positions 
 Credits are int8 [n][heads][4 QUADS]: of the members of a group, in words of four; heads is 1 but for keys and values.
 """
 
+from collections import namedtuple
 from types import SimpleNamespace
 
 import numpy as np
@@ -492,6 +493,10 @@ def _vote_kernels(cfg):
     return token_votes, vote_sizes, vote_digits, pack_digits
 
 
+# Groups that the clean model reads: `count` from number `first` of the chunk on; job: of the chunk
+Groups = namedtuple("Groups", "stream job first count")
+
+
 class Votes:
     """The device arrays and launches of a chunk's votes; `keep`, `attended` and `head` while the clean model reads,
     then `finish`. Arrays are reserved by `reserve`, on the device. Of them weights int8 [groups] are those of the
@@ -554,70 +559,74 @@ class Votes:
                        t.cols if t.matrix else 1, t.matrix, s)
                       for p in range(0, t.cols, TILE) for s in range(0, t.rows, TILE)]
         self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(array) for name, array in zeros.items()})
-        totals, digits = arrays.result[:3 + len(tensors)], arrays.result[3 + len(tensors):].view(np.uint8)
-        of_tensors = np.array([x for t in tensors for x in (t.weights, t.size)], np.int64)
-        rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
-        self._args = dict(vars(arrays), rows=self._rows, positions=self.positions, start=0, totals=totals,
-                           sizes=totals[3:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
-                           tiles=cuda.to_device(np.array(tiles, np.int32)), tensors=cuda.to_device(of_tensors),
-                           rope=cuda.to_device(rope))
+        self._totals, digits = arrays.result[:3 + len(tensors)], arrays.result[3 + len(tensors):].view(np.uint8)
+        self._packed = digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)]
+        self._tiles = cuda.to_device(np.array(tiles, np.int32))
+        self._of_tensors = cuda.to_device(np.array([x for t in tensors for x in (t.weights, t.size)], np.int64))
+        self._rope = cuda.to_device(integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel())
 
-    def _launch(self, name, work, args, threads=BLOCK, high=1, **others):
+    def _launch(self, name, work, stream, *arguments, threads=BLOCK, high=1):
         """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
-        self.kernels[name]((blocks(work, threads), high), threads, self._args | args, **others)
+        self.kernels[name]((blocks(work, threads), high), threads, stream, *arguments)
 
-    def keep(self, args, name, layer, source):
-        """Keeps what the clean model of args["count"] groups has as the input `name`."""
-        inputs = self._counts[name, layer]
+    def keep(self, groups, name, layer, source):
+        """Keeps what the clean model of some Groups has as the input `name`."""
+        inputs, count = self._counts[name, layer], groups.count
         pieces = 0 if name in ("state", "gated") else self._pieces if name.startswith("inner") else inputs
-        self._launch("keep", args["count"] * self.padded // 4 * inputs // 4, args, source=source, inputs=inputs,
-                     pieces=pieces, row=self._row[name, layer])
+        self._launch("keep", count * self.padded // 4 * inputs // 4, groups.stream, source, inputs, pieces,
+                     self._row[name, layer], groups.first, count, self._rows, self.arrays.operand)
 
-    def attended(self, args, layer):
-        """Keeps the attention of the clean model of args["count"] groups in a layer."""
-        self._launch("share", args["count"] * BLOCK, args, high=self.cfg.N_HEADS, at=layer * self._attention)
+    def attended(self, groups, layer, queries, keys, exps):
+        """Keeps the attention of the clean model in a layer."""
+        self._launch("share", groups.count * BLOCK, groups.stream, queries, keys, exps, layer * self._attention,
+                     groups.first, self.arrays.shares, high=self.cfg.N_HEADS)
 
-    def head(self, args, normed):
-        """Keeps the head's inputs and errors of args["count"] groups."""
-        head = self.matrices[0].tensor
-        self.keep(args, "normed_f", 0, normed)
-        self._launch("errors", blocks(args["count"] * self.padded, TOGETHER) * BLOCK, args, normed=normed,
-                     head=args["weights"][head.span].view(np.int32), row=self._row[None],
-                     operand_bytes=self.arrays.operand.view(np.int8))
+    def head(self, groups, normed, weights, losses, exps, tokens, width):
+        """Keeps the head's inputs and errors. weights: all; tokens: the windows, `width` apart."""
+        head, operand = self.matrices[0].tensor, self.arrays.operand
+        self.keep(groups, "normed_f", 0, normed)
+        self._launch("errors", blocks(groups.count * self.padded, TOGETHER) * BLOCK, groups.stream,
+                     weights[head.span].view(np.int32), normed, losses, exps, tokens, width, groups.job,
+                     self._row[None], groups.first, groups.count, self._rows, self.arrays.counted, operand,
+                     operand.view(np.int8))
 
     def finish(self, stream, job, windows):
         """Fills arrays.result, from the losses of all members and what was kept; windows: of all pairs."""
-        cfg, arrays = self.cfg, self.arrays
-        args = dict(stream=stream, job=job, windows=windows)
-        for sums in self._args["totals"], arrays.votes:
+        cfg, arrays, totals = self.cfg, self.arrays, self._totals
+        for sums in totals, arrays.votes:
             cuda.cudadrv.driver.device_memset(sums, 0, sums.nbytes, stream)
-        self._launch("measure", self.groups * cfg.SEQ_LEN, args)
-        self._launch("credit", cfg.CHUNK_SIZE, args, 32)
+        self._launch("measure", self.groups * cfg.SEQ_LEN, stream, arrays.clean, arrays.losses, arrays.counted, totals)
+        self._launch("credit", cfg.CHUNK_SIZE, stream, arrays.losses, totals, arrays.credits, arrays.later, threads=32)
         credits, below = arrays.credits, arrays.below
         if self._recurrent:
-            self._add_up(self.phases, args, credits)
+            self._add_up(self.phases, stream, job, credits)
         for layer in () if self._recurrent else reversed(range(cfg.N_LAYERS)):
-            self._launch("attend", credits.size, args, at=layer * self._attention, credits=credits, below=below)
-            self._add_up([phase for phase in self.phases if phase.layer == layer and not phase.outside], args, credits)
+            self._launch("attend", credits.size, stream, arrays.shares, layer * self._attention, credits, arrays.later,
+                         below)
+            self._add_up([phase for phase in self.phases if phase.layer == layer and not phase.outside], stream, job,
+                         credits)
             credits, below = below, credits
         if not self._recurrent:
-            self._add_up([phase for phase in self.phases if phase.outside], args, credits)
-        self._launch("products", len(self._args["tiles"]) * self._splits * THREADS, args, THREADS)
+            self._add_up([phase for phase in self.phases if phase.outside], stream, job, credits)
+        self._launch("products", len(self._tiles) * self._splits * THREADS, stream, self._tiles, arrays.operand,
+                     self._rows, 0, arrays.votes, threads=THREADS)
         tensor, phase, weight = self.embedding
-        self._launch("token_votes", self.positions // 4 * phase.units, args, row=self._row[phase], at=tensor.weights,
-                     weight=weight)
-        for name in "vote_sizes", "vote_digits":
-            self._launch(name, 64 * BLOCK, args, high=len(self._tensors))
-        self._launch("pack_digits", self._args["packed"].size, args)
+        self._launch("token_votes", self.positions // 4 * phase.units, stream, arrays.operand, self._row[phase],
+                     windows, self.positions, self._rows, tensor.weights, weight, arrays.votes)
+        of_tensors, sizes = self._of_tensors, totals[3:]
+        self._launch("vote_sizes", 64 * BLOCK, stream, arrays.votes, of_tensors, sizes, high=len(self._tensors))
+        self._launch("vote_digits", 64 * BLOCK, stream, arrays.votes, of_tensors, sizes, arrays.digits,
+                     high=len(self._tensors))
+        self._launch("pack_digits", self._packed.size, stream, arrays.digits, self._packed)
 
-    def _add_up(self, phases, args, credits):
+    def _add_up(self, phases, stream, job, credits):
         """Sums credit times noise of some phases; credits: of those that are not "later"."""
         for phase in (phase for phase in phases if phase.amplitude):         # the others have rows of 0
-            self._launch("add_up", self.positions // 4 * phase.units // 32, args,
-                         credits=(self.arrays.later if phase.later else credits).view(np.int32),
-                         heads=self._heads if phase.later else 1, begins=phase.stream, turn=phase.turn,
-                         shift=phase.shift, rotated=phase.name in ("query", "key"), units=phase.units,
-                         row=self._row[phase])
+            self._launch("add_up", self.positions // 4 * phase.units // 32, stream,
+                         (self.arrays.later if phase.later else credits).view(np.int32),
+                         self._heads if phase.later else 1, job, phase.stream, phase.turn, phase.shift,
+                         phase.name in ("query", "key"), self._rope, phase.units, self._row[phase], self.positions,
+                         self._rows, self.arrays.weights, self.arrays.operand)
 
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""

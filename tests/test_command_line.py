@@ -5,12 +5,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 from pytest import fixture, mark
 
+import egg
 from egg_config import make
 from engine import hardware
 from model import parameters
+from tools import train
 from commands import fails, process, run, succeeds
 from coordinators import Server, refused, until
 from fakes import CFG
@@ -101,6 +104,35 @@ def test_wrong_use_is_one_line_and_status_2(args, words):
 def test_help_of_every_command(command):
     said = succeeds(run(command, "--help"))
     assert all(words in said for words in ("-D NAME=VALUE", "--preset", f"egg.py {command}"))
+
+
+@mark.parametrize("arguments, limit, says", [
+    ("", "--minutes 1", "for a minute"), ("--minutes 10 -D N_LAYERS=2", "--minutes 10", "with --minutes 10 "),
+    ("--steps=9", "--steps=9", "with --steps=9"), ("-D N_LAYERS=2", "--minutes 1", "for a minute")])
+def test_make_run_takes_a_limit_once_and_says_it(arguments, limit, says):
+    make = ["make", "-n", "run", f"ARGS={arguments}"]
+    told = succeeds(subprocess.run(make, cwd=HERE, capture_output=True, text=True))
+    line = told.partition(" egg.py train ")[2]
+    assert limit in line and line.count("--minutes") + line.count("--steps") == 1 and f"trains {says}" in told
+
+
+def test_workers_of_one_host_have_different_names(monkeypatch):
+    """Also two on its CPU: a ban hits one. An address of version 6 may stand in brackets."""
+    names = []
+    monkeypatch.setattr("egg_net.run_worker", lambda *_, name, **__: names.append(name))
+    for device, pid in ("cuda:0", 1), ("cuda:1", 1), ("cpu", 1), ("cpu", 2):
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+        rest = dict.fromkeys(("open_data", "print_references", "start_engine"), mock.DEFAULT)
+        with mock.patch.multiple(train, **rest):
+            train.work(CFG, "::1", 1, device)
+    assert len({*names}) == 4 and names[0].endswith("/cuda:0")
+    for command in "worker", "status":
+        assert egg.parsed([command, "[::1]"]).host == "::1"
+
+
+def test_what_is_secret_or_large_is_not_committed():
+    ignored = (HERE / ".gitignore").read_text().splitlines()
+    assert {"secret", "*.key", "*.pem", "/ckpt*", "/mine*"} <= {*ignored}
 
 
 def test_arch_adds_up():

@@ -62,6 +62,9 @@ def bench_engine(cfg, engine, tokens, members, device):
     work, limit, name = count * per_token / seconds, *peak(device)
     say(f"evaluation  {count / seconds:,.0f} tokens/s on {engine.name}, {seconds * 1e3:.1f} ms for {count:,} tokens; "
         f"{work / 1e9:,.0f} G multiply-adds/s, {work / limit:.2f} times {name}")
+    if device == "cpu":
+        say("            " + ("good: int8 is as fast as float32 or faster" if work >= limit else
+                              "low: another program uses the cores, or the processor has no AVX512-VNNI"))
     fitness = fitness_digits.pack_ternary(np.random.default_rng(1).integers(-1, 2, cfg.STEP_DIGITS).astype(np.int8))
     windows = rules.windows(cfg, tokens, 0, 0, min(members, cfg.N_PAIRS))[:, cfg.STATE_TOKENS:]
     prompt, new = np.asarray(tokens[:cfg.SAMPLE_PROMPT], np.int32), 64 if device == "cpu" else 512
