@@ -41,8 +41,8 @@ class Forward:
 
     packed_bytes, kernels = 8, {}
 
-    def __init__(self, evaluated):
-        self.evaluated = evaluated
+    def __init__(self, cfg):
+        self.cfg, self.evaluated = cfg, []
 
     def tables(self):
         pass
@@ -105,7 +105,7 @@ def engine_of(monkeypatch):
                                  .to_bytes(4, "little") * 4, uint64)
 
         steps = {step * cfg.SEQ_LEN % (TOKENS - cfg.SEQ_LEN): step for step in range(400)}
-        return Forward([]), {"cut_windows": Kernel(cut_windows), "digest": Kernel(digest)}, {"digest": []}
+        return Forward(cfg), {"cut_windows": Kernel(cut_windows), "digest": Kernel(digest)}, {"digest": []}
 
     fake, memory = no_device.names()
     monkeypatch.setattr(cuda_engine, "cuda", SimpleNamespace(**fake))
