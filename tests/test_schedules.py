@@ -1,6 +1,7 @@
 """Switches in distributed and resumed runs; schedules."""
 
 import functools
+from contextlib import closing
 
 from numpy import uint8
 from numpy.random import default_rng
@@ -13,7 +14,7 @@ from cluster.history import open_run
 from engine.cpu_engine import CpuEngine
 from compiling import kernels_for
 from coordinators import cluster, replayed
-from fakes import step_alone
+from fakes import any_fitness, step_alone
 from readings import BASE, SMALL, configured
 
 COMPILED = ["compiled", "compiled_gru"]                      # for conftest.py
@@ -52,7 +53,8 @@ def test_the_schedule_is_that_of_the_specification_and_data():
 def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     """It neither stores nor sends the constant, and goes on although egg_config.py now has a schedule."""
     values = {**SMALL, "LOSS": "exact"}
-    open_run(cfg := make(**values), tmp_path).close()
+    with closing(open_run(cfg := make(**values), tmp_path)) as run:
+        run.append(any_fitness(cfg, 1), 1, 1)
     assert "SOFT_TARGETS" not in {**cfg.shared(), **cfg.saved()}
     constants, name = egg_config.CONSTANTS, "SOFT_TARGETS"
     monkeypatch.setitem(constants, name, constants[name]._replace(value=((0, 3),)))
