@@ -382,11 +382,11 @@ Evaluation = collections.namedtuple("Evaluation", "windows result launch")
 Members = collections.namedtuple("Members", "evaluation fetched")
 
 
-def evaluating(engine, forward, packed, cutting):
-    """The Members of a forward pass, by the matrices that `pack` has packed. Reserves device memory for a chunk, in
-    slices whose scratch takes at most half of what is free. The result is losses or, with noise on activations, what
-    `finish` of the votes says. cutting: see CudaEngine._cutting."""
-    cfg, votes = forward.cfg, forward.votes
+def evaluating(engine, cfg, forward, packed, cutting):
+    """The Members of the forward pass of a Config, by the matrices that `pack` has packed. Reserves device memory for a
+    chunk, in slices whose scratch takes at most half of what is free. The result is losses or, with noise on
+    activations, what `finish` of the votes says. cutting: see CudaEngine._cutting."""
+    votes = forward.votes
     chunk, width = cfg.CHUNK_SIZE // 2, cfg.WINDOW
     most, scratch = engine._slices(forward.scratch_bytes, chunk, "evaluate a single pair")
     all_windows = cuda.device_array(chunk * width, np.int32)
@@ -451,8 +451,7 @@ class CudaEngine:
         self.stream, self._capability = cuda.stream(), gpu.compute_capability
         token_type = uint8 if tokens is not None and tokens.dtype.itemsize == 1 else uint32
         self._forward, self._kernels, self._waiting = kernels(cfg, self._capability, ptx.shared_limit(gpu), token_type)
-        self.compile_seconds = 0.0
-        self._tables = soft_targets.Tables(cfg, tokens)
+        self.compile_seconds, self._tables = 0.0, soft_targets.Tables(cfg, tokens)
         self._ready("load", *(["step"] if tokens is not None else []), *verbs)
         self._forward.tables()
         self._reserve()
@@ -569,7 +568,8 @@ class CudaEngine:
         values = self._begun.pop((first, count)).wait()
         return self._forward.votes.digits_of(values) if self._forward.votes else values.copy()
 
-    _members = functools.cached_property(lambda self: evaluating(self, self._forward, self._packed, self._cutting))
+    _members = functools.cached_property(lambda self: evaluating(self, self.cfg, self._forward, self._packed,
+                                                                 self._cutting))
 
     def vote(self, first, windows, advantages, counted, temperature):
         """See engine.cpu_engine.CpuEngine."""
@@ -729,7 +729,7 @@ class TextReader:
         forward.tables()
         forward.votes.reserve()
         self._packed = cuda.device_array(forward.packed_bytes, np.int8)
-        members = evaluating(engine, forward, self._packed, lambda windows: lambda: None)
+        members = evaluating(engine, cfg, forward, self._packed, lambda windows: lambda: None)
         self._evaluation, self._fetched = members.evaluation(cfg.CHUNK_SIZE), members.fetched[0]
 
     def vote(self, first, windows, advantages, counted):

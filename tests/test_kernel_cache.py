@@ -79,8 +79,7 @@ def test_a_run_compiles_what_its_verbs_use(preset):
     every = kernels_for(cfg)[2]
     assert set(every) == {"load", "step", "validate", "write", "digest"} and all(every.values())
     names = {verb: {kernel.name for kernel in kernels} for verb, kernels in every.items()}
-    assert names["digest"] == {"digest"} and names["write"] == {
-        "draw", "read_recurrent" if cfg.MODEL == "gru" else "read_transformer", "logits", "choose"}
+    assert names["digest"] == {"digest"} and names["write"] == {"write", "choose"}
     assert {"unpack", "optimize", "cut_windows"} <= names["step"]
     assert ("operands" in names["step"]) == (cfg.PERTURB == "weights")
     assert not any("muon" in name for name in names["step"])

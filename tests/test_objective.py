@@ -618,8 +618,8 @@ def test_no_worker_ends_a_coordinator_by_what_it_states_about_rewards(texts, rew
         progress.check_reward(texts, reward, shown)
 
 
-@pytest.mark.parametrize("text, share", [(LETTERS, 0.5), (LETTERS + "DATA = HELD_OUT = []\n", 0.1),
-                                         (LETTERS + "from beside import DATA, HELD_OUT\n", 0.1), ("(", 0.5)])
+@pytest.mark.parametrize("text, share", [(LETTERS, 0.25), (LETTERS + "DATA = HELD_OUT = []\n", 0.1),
+                                         (LETTERS + "from beside import DATA, HELD_OUT\n", 0.1), ("(", 0.25)])
 def test_a_file_with_data_needs_less_text(tmp_path, text, share):
     (tmp_path / "own.py").write_text(text)
     args = SimpleNamespace(function=egg.train, objective=str(tmp_path / "own.py"), run=None)
@@ -744,7 +744,7 @@ def test_a_new_directory_is_made_where_none_is_named(run, tmp_path):
     assert "egg: ckpt-2 begins with the model of ckpt, step 1; ckpt stays as it is\n" in said
     assert "kept in ckpt-2\n" in said and "--save-dir ckpt-2 --objective own.py" in said
     assert kept() == before
-    assert history.configuration(str(tmp_path / "ckpt-2"))["TEXT_SHARE"] == 0.5
+    assert history.configuration(str(tmp_path / "ckpt-2"))["TEXT_SHARE"] == 0.25
     said = run(f"train {small} --save-dir ckpt-2 --steps 3")                            # the same once more
     assert "ckpt-2 holds a run already: it goes on, --load-dir is not used\n" in said and "from step 2" in said
     said = run(f"coordinator {small} --steps 1 --port 0")
