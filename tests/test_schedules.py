@@ -62,7 +62,7 @@ def test_a_run_without_a_schedule_is_as_before(tmp_path, monkeypatch):
     assert "SOFT_TARGETS" in changed.shared() and again.SOFT_TARGETS == ()
     open_run(again, tmp_path).close()
     with raises(history.HistoryError, match=r"SOFT_TARGETS = \[\] there, \[\[0, 3\]\] here"):
-        open_run(changed, tmp_path)
+        history.read_run(changed, tmp_path)
 
 
 @mark.parametrize("preset", egg_config.PRESETS)
