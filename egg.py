@@ -524,7 +524,8 @@ def arch(cfg, args):
 
 @command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "
                  ".gz, .xz, .bz2, .zst, and .jsonl with a field \"text\"", nargs="+"),
-         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes", "VOCAB_SIZE"),
+         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes, as with less than 200,000 bytes to "
+                     "train on if nothing is said", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
          option("--force", "replace existing files without asking"))
@@ -537,14 +538,15 @@ def prepare(cfg, args):
       python egg.py prepare train.txt --val held-out.txt --vocab-size 4096 --force"""
     from tools import prepare
     prepare.need_room(args.out, args.force)
-    # a preset that reads the tokens as bytes still wants tokens in the file
-    wanted = args.vocab_size or (egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE)
+    wanted = args.vocab_size
+    if not wanted and "VOCAB_SIZE" in egg_config.overrides(args.preset, args.defines):
+        # a preset that reads the tokens as bytes still wants tokens in the file
+        wanted = egg_config.VOCAB_SIZE if cfg.DETOKENIZE else cfg.VOCAB_SIZE
     gpu = hardware.devices(cfg) != ["cpu"]
     say = Printer().line
-    size = prepare.prepare(args.texts, wanted, args.val, args.out, say)
-    counts = [os.path.getsize(os.path.join(args.out, name)) // (1 if wanted == 256 else 4)
-              for name in ("input.bin", "val.bin")]
-    say("next: " + command_line("train", *prepare.training_on(args.out, size, wanted == 256, gpu, counts)))
+    size, plain = prepare.prepare(args.texts, wanted, args.val, args.out, say)
+    counts = [os.path.getsize(os.path.join(args.out, name)) // (1 if plain else 4) for name in ("input.bin", "val.bin")]
+    say("next: " + command_line("train", *prepare.training_on(args.out, size, plain, gpu, counts)))
 
 
 @command("--threads", "--gpu")

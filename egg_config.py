@@ -630,8 +630,8 @@ def validate(cfg):
              f"must divide CHUNK_SIZE = {cfg.CHUNK_SIZE} with PERTURB = activations: a group is in one chunk")
         most = 1 << (17 if cfg.MODEL == "gru" else 16)
         need(cfg.CHUNK_SIZE // cfg.GROUP_SIZE * cfg.SEQ_LEN <= most, "CHUNK_SIZE",
-             f"must be at most {most} / SEQ_LEN groups of GROUP_SIZE = {cfg.GROUP_SIZE} with PERTURB = activations: "
-             "votes are sums in 32 bits")
+             f"must be at most {most // cfg.SEQ_LEN * cfg.GROUP_SIZE} with PERTURB = activations, SEQ_LEN = "
+             f"{cfg.SEQ_LEN} and GROUP_SIZE = {cfg.GROUP_SIZE}: votes are sums in 32 bits")
     tokens = 64 // max(1, (cfg.VOCAB_SIZE - 1).bit_length()) - 1         # whose codes fit 64 bits
     need(all(context <= tokens for _, context in cfg.SOFT_TARGETS), "SOFT_TARGETS",
          f"contexts must be from 0 to {tokens} tokens with VOCAB_SIZE = {cfg.VOCAB_SIZE}")

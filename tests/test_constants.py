@@ -62,7 +62,8 @@ REFUSED = {                                                  # preset -> {defini
         "OPTIMIZER=ztest": "OPTIMIZER = ztest: must be adamw with PERTURB = activations",
         "ADAPTIVE_NOISE_MODE=1": "ADAPTIVE_NOISE_MODE = 1: must be 0",
         "GROUP_SIZE=32 CHUNK_SIZE=16": "GROUP_SIZE = 32: must divide CHUNK_SIZE = 16",
-        "CHUNK_SIZE=1048576 POPULATION_SIZE=0 GROUP_SIZE=2": "CHUNK_SIZE = 1048576: must be at most 131072"},
+        "CHUNK_SIZE=1048576 POPULATION_SIZE=0 GROUP_SIZE=2": "CHUNK_SIZE = 1048576: must be at most 4096 with"},
+    "best": {"CHUNK_SIZE=65536 POPULATION_SIZE=0": "CHUNK_SIZE = 65536: must be at most 16384 with"},
 }
 
 

@@ -67,6 +67,19 @@ def test_prepare_makes_tokens_unless_told_otherwise(here, monkeypatch):
     fails(run("prepare t.txt --out t.txt"), 1, "t.txt: File exists: ", "give --out a directory that can be")
 
 
+def test_a_short_text_becomes_bytes_unless_told_otherwise(here, monkeypatch):
+    text = TEXT * (1 + 8000 // len(TEXT))
+    (here / "t.txt").write_bytes(text)
+    monkeypatch.setattr(prepare, "TOKENS_FROM", len(text))       # a part of it is held out
+    short = succeeds(run("prepare t.txt --out short"))
+    assert "plain bytes: " in short and "--preset laptop-bytes -D DETOKENIZE=0" in short
+    assert "BPE: " in succeeds(run("prepare t.txt --out told --vocab-size 300"))
+    assert "BPE: " in succeeds(run("prepare t.txt --out preset --preset laptop-bytes"))
+    monkeypatch.setattr(prepare, "TOKENS_FROM", len(text) // 2)
+    long = succeeds(run("prepare t.txt --out long"))
+    assert "BPE: " in long and "--preset laptop -D VOCAB_SIZE=" in long and "plain bytes" not in long
+
+
 def test_a_text_that_is_too_short_leads_to_no_command(here):
     (here / "t.txt").write_text("hello world, this is my own tiny file\n" * 3)
     done = run("prepare t.txt --vocab-size 256 --out made")
@@ -119,7 +132,7 @@ def read_back(vocab):
 def prepared(text, vocab, held_out=None, said=print):
     """What `prepare` returns, which makes files here of a text (bytes) and says lines to `said`."""
     pathlib.Path("t").write_bytes(text)
-    return prepare.prepare(["t"], vocab, held_out, ".", said)
+    return prepare.prepare(["t"], vocab, held_out, ".", said)[0]
 
 
 def test_split_gives_back_all_of_the_text():

@@ -20,14 +20,16 @@ FILES = {"INPUT_FILE": "input.bin", "VAL_FILE": "val.bin", "DECODING_FILE": "dec
 VAL_SHARE = 0.05             # share of a text that is held out
 VAL_BLOCKS = 64              # most blocks of held-out text
 VAL_BLOCK_MIN = 1024         # least bytes of such a block, if the text is long enough
+TOKENS_FROM = 200_000        # bytes of the shortest text that becomes tokens where nothing else was said
 ENCODE_BYTES = 1 << 16       # approximate bytes of text in one call of the tokenizer's encoder
 
 
 def prepare(texts, vocab_size, val=None, out=".", say=print):
     """Writes input.bin, val.bin and (unless vocab_size is 256: plain bytes) decoding.bin into the directory `out`.
-    texts: paths of files and directories, read one after the other, see data_files.read_text; val: path of the held-out
-    text, None: see `split`. The BPE learns from the training part alone. `say` takes progress lines. Returns the number
-    of tokens in the vocabulary. Raises DataError and then leaves old files."""
+    texts: paths of files and directories, read one after the other, see data_files.read_text; vocab_size None: what
+    suits the length of the text; val: path of the held-out text, None: see `split`. The BPE learns from the training
+    part alone. `say` takes progress lines. Returns the number of tokens in the vocabulary, and whether the files hold
+    plain bytes. Raises DataError and then leaves old files."""
     text = _text(texts, "prepare")
     train, held_out = ([text], [_text([val], "hold out")]) if val else split(text)
     if not any(train) or not any(held_out):
@@ -35,6 +37,11 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
                         "with --val FILE")
     say(f"text: {sum(map(len, train)):,} bytes to train on, {sum(map(len, held_out)):,} held out")
 
+    if vocab_size is None:
+        vocab_size = egg_config.VOCAB_SIZE
+        if sum(map(len, train)) < TOKENS_FROM:
+            vocab_size = 256
+            say(f"plain bytes: {TOKENS_FROM:,} bytes to train on are enough for tokens (--vocab-size N makes them)")
     files, n_tokens = {"input.bin": train, "val.bin": held_out}, 256
     if vocab_size != 256:
         bpe, pieces = _train_bpe(train, vocab_size, say)
@@ -53,7 +60,7 @@ def prepare(texts, vocab_size, val=None, out=".", say=print):
             os.fsync(file.fileno())                  # all are on the disk before the first takes its place
     for name, parts in files.items():
         say(f"{os.path.join(out, name)}: {sum(map(len, parts)):,} bytes")
-    return n_tokens
+    return n_tokens, vocab_size == 256
 
 
 def _text(paths, purpose):
