@@ -95,7 +95,7 @@ def test_votes_of_texts_are_those_of_the_plain_reading(seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(1000, 1008))
+@pytest.mark.parametrize("seed", range(1000, 1004))
 def test_votes_of_texts_on_the_gpu(seed):
     from engine import cuda_engine
     cfg, data, arguments = some_texts(seed)
