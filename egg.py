@@ -524,8 +524,8 @@ def arch(cfg, args):
 
 @command(option("texts TEXT", "files of text (or any bytes) and directories, read one after the other; also "
                  ".gz, .xz, .bz2, .zst, and .jsonl with a field \"text\"", nargs="+"),
-         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes, as with less than 200,000 bytes to "
-                     "train on if nothing is said", "VOCAB_SIZE"),
+         of_constant("--vocab-size N", "tokens of the byte-level BPE; 256: plain bytes, as with less than 200,000 "
+                     "bytes to train on if nothing is said", "VOCAB_SIZE"),
          option("--val FILE", "text to hold out (default: 5 %% of TEXT, in evenly spaced blocks)"),
          option("--out DIR", "directory for the three files (default: this one)", default="."),
          option("--force", "replace existing files without asking"))
