@@ -406,21 +406,37 @@ def of_run(args):
          of_constant("--min-p P", "cut tokens less likely than this share of the likeliest", "SAMPLING_MIN_P"),
          of_constant("--penalty X", "nats subtracted once from every token seen", "SAMPLING_PRESENCE_PENALTY"),
          option("--seed N", "another seed gives another text (default: 1); CPU and GPU write the same one",
-                number(int, 0, (1 << 32) - 1), default=1), saved=of_run)
+                number(int, 0, (1 << 32) - 1), default=1),
+         option("-n N", "write N texts, with this seed and the next ones", COUNT, default=1),
+         option("--stop TEXT", "end before this text; can be repeated", os.fsencode, action="append",
+                default=[]),
+         option("--interactive", "ask for one prompt after another, until Ctrl-D"), saved=of_run)
 def generate(cfg, args):
     """let a saved run write: text that continues a prompt
 
     examples:
       python egg.py generate --prompt 'The king said' --tokens 100
-      echo 'To be, or' | python egg.py generate --load-dir ckpt --prompt - --temp 0"""
+      echo 'To be, or' | python egg.py generate --load-dir ckpt --prompt - --temp 0
+      python egg.py generate -n 3 --stop . --prompt 'The king said'"""
     from tools import use
     if args.file:
         raise egg_config.UsageError(f"{args.file} holds no run: text to continue is given with --prompt")
-    text = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
-    if not text:
-        raise egg_config.UsageError("the prompt is empty: give at least one character for the model to continue")
-    settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
-    use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, Printer(), **settings)
+    console = Printer()
+    prompts = asked(console) if args.interactive else \
+        [sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)]
+    if b"" in args.stop or prompts == [b""]:
+        raise egg_config.UsageError("the prompt is empty, or a text of --stop: give at least one character")
+    settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty, stops=args.stop)
+    use.generate(cfg, load(cfg, args), prompts, args.tokens, args.seed, console, args.n, **settings)
+
+
+def asked(console):
+    """Yields the lines of standard input, on a terminal after a question; an empty one is a new line."""
+    sys.stdin.reconfigure(errors="surrogateescape")
+    with contextlib.suppress(EOFError):
+        while True:
+            yield os.fsencode(input("> " * console.terminal)) or b"\n"
+    console.write("\n" * console.terminal)
 
 
 @command(*SAVED_RUN, option("--objective FILE", "measure instead the mean reward by this file", str),
