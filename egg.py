@@ -114,6 +114,8 @@ COMMON = dict([
     of_constant("--port N", "TCP port", "PORT"),
     option("--steps N", "stop when the run has N steps", COUNT),
     option("--minutes N", "stop after N minutes", MINUTES),
+    option("--target X", "stop when a validation is X or better, bits/byte", number(float, 0.001, 64)),
+    option("--patience N", "stop after N validations in a row that were no better than the best", COUNT),
     option("--save-dir DIR", "keep the run in DIR; if DIR holds a run, continue it", action=Once),
     option("--load-dir DIR", "go on from the run in DIR, which stays as it is, in --save-dir (default: DIR-2, ...); "
            "DIR@STEP, or the file of a snapshot: from that step", action=Once),
@@ -138,8 +140,8 @@ COMMON = dict([
 UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
-RUN = ("--steps", "--minutes", "--load-dir", "--keep-every", "--http", "--log-json", "--tensorboard", "--secret-file",
-       "--verbose", "--quiet")
+RUN = ("--steps", "--minutes", "--target", "--patience", "--load-dir", "--keep-every", "--http", "--log-json",
+       "--tensorboard", "--secret-file", "--verbose", "--quiet")
 SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*), DIR@STEP or the file of a snapshot: "
                     "at that step; its configuration is used", action=Once),
              option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
@@ -584,7 +586,7 @@ def access_to(args):
 
 def of_the_run(args):
     """{name: value}: the options of a run that a coordinator and its logs take as they are."""
-    names = "steps", "minutes", "save_dir", "load_dir", "log_json", "tensorboard"
+    names = "steps", "minutes", "target", "patience", "save_dir", "load_dir", "log_json", "tensorboard"
     return {name: vars(args)[name] for name in names}
 
 

@@ -16,6 +16,7 @@ import egg_config
 import egg_net
 from cluster import event_log, history, wire
 from cluster.console import printable, sample_parts
+from cluster.status import Progress
 from cluster.step import Author
 from cluster.wire import JOB_REQUEST, LOG_MESSAGE
 from model import data_files
@@ -129,6 +130,23 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
         server.says("step 2: the validation has become much worse, 1.4427 bits/byte after 0.7213 at step 0: a worker "
                     "may compute wrongly")
         assert [step for step, *_ in server.progress.validations] == [0, 2]
+
+
+@mark.parametrize("limits, ends, why", [
+    (dict(target=2.1), 2, "as the validation has come to 2.0000 bits/byte"),
+    (dict(patience=2), 4, "as 2 validations were no better than that of step 2"),
+    (dict(patience=3), None, ""), (dict(target=1.9, patience=4), None, "")])
+def test_a_good_validation_or_many_without_a_better_one_end_a_run(limits, ends, why):
+    run = SimpleNamespace(step=0, start=SimpleNamespace(step=0))
+    progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=lambda _: None))
+    vars(progress).update(limits)
+    for run.step, figure in enumerate([4.0, 3.0, 2.0, 2.05, 2.0, 1.99]):
+        progress.validated(run.step, figure, "bits/byte")
+        if ends == run.step:
+            assert why in progress.enough
+            return
+        assert not progress.enough
+    assert ends is None
 
 
 @mark.parametrize("told", [(1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")), (0, 1, 1.0),
