@@ -858,11 +858,12 @@ def room_for_connections(http):
 
 @contextlib.contextmanager
 def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, log_json=None, tensorboard=None,
-                       target=None, patience=None, **options):
+                       log_to=None, target=None, patience=None, **options):
     """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json,
-    tensorboard: see event_log.Events; target, patience: see Progress; options: of Coordinator. Raises EggError."""
+    tensorboard, log_to: see event_log.Events; target, patience: see Progress; options: of Coordinator. Raises
+    EggError."""
     with (contextlib.closing(history.open_run(cfg, save_dir, load_dir)) as run,
-          event_log.Events(cfg, run, console, log_json, tensorboard) as events,
+          event_log.Events(cfg, run, console, log_json, tensorboard, log_to) as events,
           contextlib.closing(Coordinator(cfg, run, host, port, console=console, events=events, **options)) as opened):
         opened.progress.target, opened.progress.patience = target, patience
         yield opened

@@ -132,7 +132,9 @@ def test_a_run_ends_with_a_good_validation_or_without_a_better_one(bytes_here, c
     assert 0 < steps < 30 and os.path.exists("run/" + snapshot_name(steps))
     said = succeeds(run(f"{ask} --patience 1 -DLR_SCHEDULE=0:0".replace("run", "still"), *often))
     assert re.search(r"\nstopped after \d+ steps, as 1 validations were no better than that of step 0; the run", said)
-    fails(run("train --target 2 -DVALIDATE_EVERY=0"), 2, "--target and --patience need validations: name a VAL_FILE")
+    done = run("train --target 2", *bytes_here, "-DVALIDATE_EVERY=0")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("egg: --target and --patience need validations: name a VAL_FILE, with VALIDATE_EVERY")
     fails(run("train --target 0"), 2, "argument --target: '0' is not a number from 0.001 to 64")
 
 
