@@ -267,6 +267,7 @@ def train(cfg, args):
     if directory and done.loss:
         console.line("plot it: " + command_line("plot", directory))
         console.line("try it: " + command_line("generate", "--load-dir", directory))
+    return directory
 
 
 @command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
@@ -636,7 +637,8 @@ def numpy_threads(threads):
 
 def run_console(args):
     """The console of a run with the limits in `args`."""
-    return Console(quiet=args.quiet, verbose=args.verbose, steps=args.steps, minutes=args.minutes)
+    return Console(quiet=args.quiet, verbose=args.verbose, steps=args.steps, minutes=args.minutes,
+                   callback=args.callback)
 
 
 def command_line(*arguments):
@@ -687,7 +689,7 @@ def parsed(argv):
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
-        sub.set_defaults(function=function, saved=saved, begins=False, step=None)
+        sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None)
         sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                          help="set a constant of egg_config.py; can be repeated")
         sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made configuration")
@@ -714,17 +716,7 @@ def main(argv=None):
     open_streams()
     os.environ.pop("NUMBA_DISABLE_JIT", None)                # of the debugging of another program: here is no other way
     try:
-        args = parsed(argv)
-        if vars(args).get("load_dir"):
-            from cluster import history
-            args.load_dir, args.step = history.at_step(args.load_dir)
-        if vars(args).get("keep_every") is not None:
-            args.defines.append(f"KEEP_EVERY={args.keep_every}")         # a run keeps that
-        saved, args.run = args.saved(args)
-        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args),
-                              begins=args.begins)
-        if vars(args).get("port", 0) is None:
-            args.port = cfg.PORT
+        args, cfg = configured(argv)
         args.function(cfg, args)
         sys.stdout.flush()
         return 0
@@ -732,6 +724,22 @@ def main(argv=None):
         return 130
     except Exception as error:
         return failed(error)
+
+
+def configured(argv):
+    """(arguments, Config) of a command line."""
+    args = parsed(argv)
+    if vars(args).get("load_dir"):
+        from cluster import history
+        args.load_dir, args.step = history.at_step(args.load_dir)
+    if vars(args).get("keep_every") is not None:
+        args.defines.append(f"KEEP_EVERY={args.keep_every}")         # a run keeps that
+    saved, args.run = args.saved(args)
+    cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args),
+                          begins=args.begins)
+    if vars(args).get("port", 0) is None:
+        args.port = cfg.PORT
+    return args, cfg
 
 
 def objective_of(args):

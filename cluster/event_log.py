@@ -187,8 +187,9 @@ class Tracker:
     its own variables (WANDB_MODE, MLFLOW_TRACKING_URI)."""
 
     def __init__(self, name, constants, warn):
-        self.name, self.warn = name, warn
-        with self._explained():
+        self.name = name
+        self.warn = warn
+        try:
             library = importlib.import_module(name)
             if name == "wandb":
                 run = library.init(config=constants, settings={"console": "off"})
@@ -198,27 +199,23 @@ class Tracker:
                 library.start_run()
                 library.log_params(constants)
                 self._log, self._end = functools.partial(library.log_metrics, synchronous=False), library.end_run
-
-    @contextlib.contextmanager
-    def _explained(self):
-        try:
-            yield
-        except ModuleNotFoundError as error:
-            raise WatchError(f"--log-to {self.name} needs {error.name}: pip install {error.name}") from None
+        except ModuleNotFoundError:
+            raise WatchError(f"--log-to needs {name}: pip install -r requirements/track.txt") from None
         except Exception as error:                   # the library has many
-            raise WatchError(f"--log-to {self.name}: {error}") from None
+            raise WatchError(f"--log-to {name}: {error}") from None
 
     def emit(self, event, _):
-        if self._log and (values := figures(event)):
-            try:
-                with self._explained():
-                    self._log(values, step=event["step"])
-            except WatchError as error:
-                self._log = None
-                self.warn(f"{error}: nothing more is written there")
+        values = figures(event)
+        if not values or not self._log:
+            return
+        try:
+            self._log(values, step=event["step"])
+        except Exception as error:
+            self._log = None
+            self.warn(f"--log-to {self.name}: {error}: nothing more is written there")
 
     def close(self):
-        with contextlib.suppress(WatchError), self._explained():
+        with contextlib.suppress(Exception):
             self._end()
 
 

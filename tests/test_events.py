@@ -383,7 +383,7 @@ def test_missing_libraries_are_named(here, monkeypatch):
     advice = "pip install -r requirements"
     fails(run("coordinator --port 0 --tensorboard tb"), 1,
           f"egg: --tensorboard needs tensorboardX: {advice}/watch.txt\n")
-    fails(run("coordinator --port 0 --log-to wandb"), 1, "egg: --log-to wandb needs wandb: pip install wandb\n")
+    fails(run("coordinator --port 0 --log-to wandb"), 1, f"egg: --log-to needs wandb: {advice}/track.txt\n")
     example(here / "log")
     fails(run("plot log --out a.png"), 1, f"egg: --out needs matplotlib: {advice}/watch.txt; without")
     fails(run("import w --save-dir new"), 1,
