@@ -114,6 +114,8 @@ COMMON = dict([
     of_constant("--port N", "TCP port", "PORT"),
     option("--steps N", "stop when the run has N steps", COUNT),
     option("--minutes N", "stop after N minutes", MINUTES),
+    option("--target X", "stop when a validation is X or better, bits/byte", number(float, 0.001, 64)),
+    option("--patience N", "stop after N validations in a row that were no better than the best", COUNT),
     option("--save-dir DIR", "keep the run in DIR; if DIR holds a run, continue it", action=Once),
     option("--load-dir DIR", "go on from the run in DIR, which stays as it is, in --save-dir (default: DIR-2, ...); "
            "DIR@STEP, or the file of a snapshot: from that step", action=Once),
@@ -122,6 +124,8 @@ COMMON = dict([
            "with a password if there is a secret", parsed_by("cluster.hub", "split_address", "PORT or HOST:PORT")),
     option("--log-json FILE", "append every event to FILE, one JSON object per line (docs/EVENTS.md)"),
     option("--tensorboard DIR", "write figures and samples for TensorBoard (needs tensorboardX)"),
+    option("--log-to LIBRARY", "wandb or mlflow: write figures and constants with that library",
+           choices=("wandb", "mlflow")),
     option("--threads N", "cores for the CPU engine (default: all)", number(int, 1, hardware.cores())),
     option("--secret-file FILE", "file with the secret that coordinator and workers share, or for a worker with its "
            "key (default: variable EGG_SECRET)"),
@@ -138,8 +142,8 @@ COMMON = dict([
 UNASKED = 1 << 29          # bytes of a saved model, and of the digits of a step, that are loaded without asking
 LIBRARIES = {"numpy", "numba", "llvmlite", "pyzstd"}     # of requirements/core.txt
 TLS = "--tls-cert", "--tls-key", "--tls-ca"
-RUN = ("--steps", "--minutes", "--load-dir", "--keep-every", "--http", "--log-json", "--tensorboard", "--secret-file",
-       "--verbose", "--quiet")
+RUN = ("--steps", "--minutes", "--target", "--patience", "--load-dir", "--keep-every", "--http", "--log-json",
+       "--tensorboard", "--log-to", "--secret-file", "--verbose", "--quiet")
 SAVED_RUN = (option("--load-dir DIR", "the saved run (default: the newest ckpt*), DIR@STEP or the file of a snapshot: "
                     "at that step; its configuration is used", action=Once),
              option("--best", "the best snapshot, by validation, with an objective by reward, not the newest state"),
@@ -263,6 +267,7 @@ def train(cfg, args):
     if directory and done.loss:
         console.line("plot it: " + command_line("plot", directory))
         console.line("try it: " + command_line("generate", "--load-dir", directory))
+    return directory
 
 
 @command(option("--host HOST", "address to listen on (default: all of this machine with a secret, else 127.0.0.1)"),
@@ -406,21 +411,37 @@ def of_run(args):
          of_constant("--min-p P", "cut tokens less likely than this share of the likeliest", "SAMPLING_MIN_P"),
          of_constant("--penalty X", "nats subtracted once from every token seen", "SAMPLING_PRESENCE_PENALTY"),
          option("--seed N", "another seed gives another text (default: 1); CPU and GPU write the same one",
-                number(int, 0, (1 << 32) - 1), default=1), saved=of_run)
+                number(int, 0, (1 << 32) - 1), default=1),
+         option("-n N", "write N texts, with this seed and the next ones", COUNT, default=1),
+         option("--stop TEXT", "end before this text; can be repeated", os.fsencode, action="append",
+                default=[]),
+         option("--interactive", "ask for one prompt after another, until Ctrl-D"), saved=of_run)
 def generate(cfg, args):
     """let a saved run write: text that continues a prompt
 
     examples:
       python egg.py generate --prompt 'The king said' --tokens 100
-      echo 'To be, or' | python egg.py generate --load-dir ckpt --prompt - --temp 0"""
+      echo 'To be, or' | python egg.py generate --load-dir ckpt --prompt - --temp 0
+      python egg.py generate -n 3 --stop . --prompt 'The king said'"""
     from tools import use
     if args.file:
         raise egg_config.UsageError(f"{args.file} holds no run: text to continue is given with --prompt")
-    text = sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)
-    if not text:
-        raise egg_config.UsageError("the prompt is empty: give at least one character for the model to continue")
-    settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty)
-    use.generate(cfg, load(cfg, args), text, args.tokens, args.seed, Printer(), **settings)
+    console = Printer()
+    prompts = asked(console) if args.interactive else \
+        [sys.stdin.buffer.read() if args.prompt == "-" else os.fsencode(args.prompt)]
+    if b"" in args.stop or prompts == [b""]:
+        raise egg_config.UsageError("the prompt is empty, or a text of --stop: give at least one character")
+    settings = dict(temp=args.temp, min_p=args.min_p, penalty=args.penalty, stops=args.stop)
+    use.generate(cfg, load(cfg, args), prompts, args.tokens, args.seed, console, args.n, **settings)
+
+
+def asked(console):
+    """Yields the lines of standard input, on a terminal after a question; an empty one is a new line."""
+    sys.stdin.reconfigure(errors="surrogateescape")
+    with contextlib.suppress(EOFError):
+        while True:
+            yield os.fsencode(input("> " * console.terminal)) or b"\n"
+    console.write("\n" * console.terminal)
 
 
 @command(*SAVED_RUN, option("--objective FILE", "measure instead the mean reward by this file", str),
@@ -570,7 +591,7 @@ def access_to(args):
 
 def of_the_run(args):
     """{name: value}: the options of a run that a coordinator and its logs take as they are."""
-    names = "steps", "minutes", "save_dir", "load_dir", "log_json", "tensorboard"
+    names = "steps", "minutes", "target", "patience", "save_dir", "load_dir", "log_json", "tensorboard", "log_to"
     return {name: vars(args)[name] for name in names}
 
 
@@ -618,7 +639,8 @@ def numpy_threads(threads):
 
 def run_console(args):
     """The console of a run with the limits in `args`."""
-    return Console(quiet=args.quiet, verbose=args.verbose, steps=args.steps, minutes=args.minutes)
+    return Console(quiet=args.quiet, verbose=args.verbose, steps=args.steps, minutes=args.minutes,
+                   callback=args.callback)
 
 
 def command_line(*arguments):
@@ -669,7 +691,7 @@ def parsed(argv):
         summary, _, examples = function.__doc__.replace("\n    ", "\n").partition("\n\n")
         sub = group = commands.add_parser(name, help=summary, epilog=examples,
                                           description=summary[0].upper() + summary[1:] + ".", **layout)
-        sub.set_defaults(function=function, saved=saved, begins=False, step=None)
+        sub.set_defaults(function=function, saved=saved, begins=False, step=None, callback=None)
         sub.add_argument("-D", action="append", default=[], dest="defines", metavar="NAME=VALUE",
                          help="set a constant of egg_config.py; can be repeated")
         sub.add_argument("--preset", choices=sorted(egg_config.PRESETS), help="start from a ready-made configuration")
@@ -696,17 +718,7 @@ def main(argv=None):
     open_streams()
     os.environ.pop("NUMBA_DISABLE_JIT", None)                # of the debugging of another program: here is no other way
     try:
-        args = parsed(argv)
-        if vars(args).get("load_dir"):
-            from cluster import history
-            args.load_dir, args.step = history.at_step(args.load_dir)
-        if vars(args).get("keep_every") is not None:
-            args.defines.append(f"KEEP_EVERY={args.keep_every}")         # a run keeps that
-        saved, args.run = args.saved(args)
-        cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args),
-                              begins=args.begins)
-        if vars(args).get("port", 0) is None:
-            args.port = cfg.PORT
+        args, cfg = configured(argv)
         args.function(cfg, args)
         sys.stdout.flush()
         return 0
@@ -714,6 +726,22 @@ def main(argv=None):
         return 130
     except Exception as error:
         return failed(error)
+
+
+def configured(argv):
+    """(arguments, Config) of a command line."""
+    args = parsed(argv)
+    if vars(args).get("load_dir"):
+        from cluster import history
+        args.load_dir, args.step = history.at_step(args.load_dir)
+    if vars(args).get("keep_every") is not None:
+        args.defines.append(f"KEEP_EVERY={args.keep_every}")         # a run keeps that
+    saved, args.run = args.saved(args)
+    cfg = egg_config.load(args.preset, args.defines, saved=saved, run=args.run, objective=objective_of(args),
+                          begins=args.begins)
+    if vars(args).get("port", 0) is None:
+        args.port = cfg.PORT
+    return args, cfg
 
 
 def objective_of(args):

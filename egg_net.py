@@ -582,7 +582,7 @@ class Coordinator:
     @property
     def finished(self):
         started = self.progress.started
-        return (self.steps is not None and self.run.step >= self.steps
+        return (self.progress.enough or self.steps is not None and self.run.step >= self.steps
                 or self.minutes is not None and started and time.monotonic() - started >= 60 * self.minutes)
 
     def poll(self, timeout=TICK):
@@ -610,9 +610,9 @@ class Coordinator:
         self.drain(seconds)
         self._conclude_step()
         self.console.clear()
-        kept = f"the run lies in {self.run.directory}" if self.run.directory else \
-            "they are not kept (--save-dir keeps them)"
-        self.events.emit("stop", f"stopped after {self.run.step} steps; {kept}", step=self.run.step)
+        run, why = self.run, self.progress.enough
+        kept = f"the run lies in {run.directory}" if run.directory else "they are not kept (--save-dir keeps them)"
+        self.events.emit("stop", f"stopped after {run.step} steps{why}; {kept}", step=run.step)
         if self.page:
             self.page.farewell()
 
@@ -858,12 +858,14 @@ def room_for_connections(http):
 
 @contextlib.contextmanager
 def opened_coordinator(cfg, host, port, console, save_dir=None, load_dir=None, log_json=None, tensorboard=None,
-                       **options):
+                       log_to=None, target=None, patience=None, **options):
     """A Coordinator with its run and its logs, for a block. save_dir, load_dir: see history.open_run; log_json,
-    tensorboard: see event_log.Events; options: of Coordinator. Raises EggError."""
+    tensorboard, log_to: see event_log.Events; target, patience: see Progress; options: of Coordinator. Raises
+    EggError."""
     with (contextlib.closing(history.open_run(cfg, save_dir, load_dir)) as run,
-          event_log.Events(cfg, run, console, log_json, tensorboard) as events,
+          event_log.Events(cfg, run, console, log_json, tensorboard, log_to) as events,
           contextlib.closing(Coordinator(cfg, run, host, port, console=console, events=events, **options)) as opened):
+        opened.progress.target, opened.progress.patience = target, patience
         yield opened
 
 

@@ -91,15 +91,16 @@ class Console(Printer):
     """The console of a run, a sink of events. It never fails: lines that cannot be written are lost, and that is
     reported once. A line comes at each validation, snapshot and sample, and every LINE_EVERY seconds; on a terminal a
     status line below them is rewritten in place. With `verbose` every step has the line of d-eggs instead. steps,
-    minutes: the end of the run, or None."""
+    minutes: the end of the run, or None. callback(event): gets every event, too."""
 
     LINE_EVERY = 10.0
     _deggs = 1.0               # the unit of the loss of d-eggs
     _step = _validation = None     # the last event of a step, of a validation
     _step_at = _line_at = 0.0  # when that came, and when the next lasting line is due
 
-    def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None):
+    def __init__(self, stream=None, quiet=False, verbose=False, steps=None, minutes=None, callback=None):
         super().__init__(stream)
+        self.callback = callback
         self.steps = steps
         self.minutes = minutes
         self.live = not verbose
@@ -108,6 +109,8 @@ class Console(Printer):
 
     def emit(self, event, line):
         """line: what is printed of the event, None for nothing."""
+        if self.callback:
+            self.callback(event)
         match event["event"]:
             case "start":
                 self._deggs, _ = egg_config.loss_unit(event["config"])

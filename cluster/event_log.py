@@ -1,9 +1,11 @@
-"""The event log of a run. Console, JSON logs, TensorBoard and the live page (tools.live_page) are
+"""The event log of a run. Console, JSON logs, TensorBoard, wandb, MLflow and the live page (tools.live_page) are
 sinks of events. docs/EVENTS.md lists the events. Every saved run has a JSON log of its own, which tools.curves reads.
 """
 
 import contextlib
 import errno
+import functools
+import importlib
 import json
 import os
 import stat
@@ -28,14 +30,14 @@ class WatchError(EggError):
 
 class Events(contextlib.AbstractContextManager):
     """Passes every event to every sink: sink.emit(event, line). event: a dict with time (Unix, seconds), event (its
-    kind) and the fields of that kind; line: for the console, or None. log_json: a file, tensorboard: a directory, or
-    None. As a context manager it logs the error that ends the block. Raises WatchError for a file that cannot be
-    written or a library that is missing."""
+    kind) and the fields of that kind; line: for the console, or None. log_json: a file, tensorboard: a directory,
+    log_to: "wandb" or "mlflow", or None. As a context manager it logs the error that ends the block. Raises WatchError
+    for a file that cannot be written or a library that is missing."""
 
     _left_out = 0              # events of peers since the last report about that
     _sampled = None            # (step, texts) of the last sample
 
-    def __init__(self, cfg, run, console, log_json=None, tensorboard=None):
+    def __init__(self, cfg, run, console, log_json=None, tensorboard=None, log_to=None):
         self._of_peers = Budget(*OF_PEERS)
         self._reports = Budget(0.1, 1)               # lines about events that were left out
         warn = console.line
@@ -47,6 +49,8 @@ class Events(contextlib.AbstractContextManager):
                 self.files.append(JsonLog(log_json, "give --log-json a file that can be written", warn, links=True))
             if tensorboard is not None:
                 self.files.append(TensorBoard(tensorboard, warn))
+            if log_to is not None:
+                self.files.append(Tracker(log_to, cfg.constants(), warn))
         except WatchError:
             self.close()
             raise
@@ -166,6 +170,55 @@ class JsonLog(Lines):
         self.add(json.dumps(event))
 
 
+def figures(event):
+    """{name: number}: what an event has to be drawn."""
+    kind, unit, values = event["event"], event.get("unit", "").replace("/", "_per_"), {}
+    if kind == "step":
+        names = "updates", "tokens_per_second", "learning_rate"
+        values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
+    elif kind in ("validation", "reward"):
+        values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
+        values.update((f"reward_{name}", number) for name, number in event.get("numbers", {}).items())
+    return values
+
+
+class Tracker:
+    """Figures and constants for the library wandb or mlflow, on whose answers nothing waits. Where they go is said by
+    its own variables (WANDB_MODE, MLFLOW_TRACKING_URI)."""
+
+    def __init__(self, name, constants, warn):
+        self.name = name
+        self.warn = warn
+        try:
+            library = importlib.import_module(name)
+            if name == "wandb":
+                run = library.init(config=constants, settings={"console": "off"})
+                run.define_metric("*", step_metric="step")           # else what comes late would be dropped
+                self._log, self._end = lambda values, step: run.log({**values, "step": step}), run.finish
+            else:
+                library.start_run()
+                library.log_params(constants)
+                self._log, self._end = functools.partial(library.log_metrics, synchronous=False), library.end_run
+        except ModuleNotFoundError:
+            raise WatchError(f"--log-to needs {name}: pip install -r requirements/track.txt") from None
+        except Exception as error:                   # the library has many
+            raise WatchError(f"--log-to {name}: {error}") from None
+
+    def emit(self, event, _):
+        values = figures(event)
+        if not values or not self._log:
+            return
+        try:
+            self._log(values, step=event["step"])
+        except Exception as error:
+            self._log = None
+            self.warn(f"--log-to {self.name}: {error}: nothing more is written there")
+
+    def close(self):
+        with contextlib.suppress(Exception):
+            self._end()
+
+
 class TensorBoard:
     """Scalars and samples for TensorBoard, by the SummaryWriter of tensorboardX, on whose queue nothing waits: it has
     no limit, and a full disk, which would end the thread that empties it, gets nothing more."""
@@ -185,18 +238,12 @@ class TensorBoard:
     def emit(self, event, _):
         if self._writer is None:
             return
-        kind = event["event"]
-        unit = event.get("unit", "").replace("/", "_per_")
-        values = {}
-        match kind:
-            case "step":
-                names = "updates", "tokens_per_second", "learning_rate"
-                values = {f"loss/{unit}": event["loss"], **{name: event[name] for name in names}}
+        values = figures(event)
+        match event["event"]:
             case "start" if self._resumes:
                 self._known = event["step"] or None
-            case "validation" | "reward" if event["step"] != self._known:
-                values = {f"{kind}/{unit}".rstrip("/"): event["value"]}          # a reward has no unit
-                values.update((f"reward_{name}", number) for name, number in event.get("numbers", {}).items())
+            case "validation" | "reward" if event["step"] == self._known:
+                values = {}
             case "sample":
                 # indented: TensorBoard renders it as a code block of Markdown
                 text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")

@@ -39,6 +39,9 @@ class Progress:
     started = loss = _completed = None
     speed = 0.0
     _written = 0               # tokens a step, for rewards
+    target = patience = None   # validations that end the run: one this good, so many in a row without a better one
+    enough = ""                # why they have ended it, for the last line
+    _worse = 0
 
     def __init__(self, cfg, run, events):
         self.cfg = cfg
@@ -97,6 +100,11 @@ class Progress:
         noted = self._measured(self.validations, "validation", step, figure, unit=unit)
         if noted:
             best, at = self._best = min(self._best, (figure, step))
+            self._worse = 0 if at == step else self._worse + 1
+            if self.target and figure <= self.target:
+                self.enough = f", as the validation has come to {figure:.4f} {unit}"
+            elif self.patience and self._worse >= self.patience:
+                self.enough = f", as {self._worse} validations were no better than that of step {at}"
             if self.cfg.OBJECTIVE:
                 self._advise("a larger TEXT_SHARE, or smaller rates", figure >= best + RISEN,
                              f"step {step}: language has become worse, {best:.3f} to {figure:.3f} {unit} since {at}")

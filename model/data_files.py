@@ -14,6 +14,7 @@ import numpy as np
 from egg_config import EggError, explained, sha256_of
 
 MARK = "decoding.sha256"     # beside tokens: that of the decoding.bin with which they were made
+END = b"<|endoftext|>"        # the bytes of the token for the end of a text, where a vocabulary has one
 LONGEST_TOKEN = 1 << 16      # bytes; a longer token in decoding.bin is an error
 BLOCK = 1 << 22              # tokens that are checked at once, so that a file may be larger than the memory
 REFERENCE_TOKENS = 1 << 24   # most training tokens that the references count, in runs spread evenly over the file
@@ -180,6 +181,9 @@ class Decoding:
 
     def __len__(self):
         return self.lengths.size
+
+    def __contains__(self, piece):
+        return piece in self._pieces
 
     @classmethod
     def read(cls, path):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import struct
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import egg_config
 import egg_net
 from cluster import event_log, history, wire
 from cluster.console import printable, sample_parts
+from cluster.status import Progress
 from cluster.step import Author
 from cluster.wire import JOB_REQUEST, LOG_MESSAGE
 from model import data_files
@@ -129,6 +131,23 @@ def test_the_first_validation_of_a_step_counts_and_one_much_worse_is_a_warning(t
         server.says("step 2: the validation has become much worse, 1.4427 bits/byte after 0.7213 at step 0: a worker "
                     "may compute wrongly")
         assert [step for step, *_ in server.progress.validations] == [0, 2]
+
+
+@mark.parametrize("limits, ends, why", [
+    (dict(target=2.1), 2, "as the validation has come to 2.0000 bits/byte"),
+    (dict(patience=2), 4, "as 2 validations were no better than that of step 2"),
+    (dict(patience=3), None, ""), (dict(target=1.9, patience=4), None, "")])
+def test_a_good_validation_or_many_without_a_better_one_end_a_run(limits, ends, why):
+    run = SimpleNamespace(step=0, start=SimpleNamespace(step=0))
+    progress = Progress(CFG, run, SimpleNamespace(emit=lambda *_, **__: None, warn=lambda _: None))
+    vars(progress).update(limits)
+    for run.step, figure in enumerate([4.0, 3.0, 2.0, 2.05, 2.0, 1.99]):
+        progress.validated(run.step, figure, "bits/byte")
+        if ends == run.step:
+            assert why in progress.enough
+            return
+        assert not progress.enough
+    assert ends is None
 
 
 @mark.parametrize("told", [(1, 1, 1.7e308), (1, 0, 1e300), (100, 200, -1.0), (100, 200, float("nan")), (0, 1, 1.0),
@@ -308,12 +327,63 @@ def test_tensorboard_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
     assert lines.text.count("tb: the disk is nearly full: nothing more is written there") == 1
 
 
+TRACKED = """
+import importlib.util, sys
+from run_logs import A_STEP, told_to
+with told_to(log_to=sys.argv[1]) as told:
+    told.emit("validation", step=8, tokens=80, value=3.5, unit="bits/byte")
+    told.emit("step", **A_STEP)                  # it may come after the validation of the next
+    told.emit("reward", step=8, tokens=80, value=0.5, texts=4, numbers={"lowest": 0.25})
+    told.emit("sample", worker="w", step=9, prompt="To be,", text="or")
+"""
+
+
+def test_wandb_and_mlflow_get_figures_and_constants(tmp_path):
+    """The libraries themselves, which write files here."""
+    there = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/m",
+             "MLFLOW_ALLOW_FILE_STORE": "true", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for name in "wandb", "mlflow":
+        done = subprocess.run([sys.executable, "-c", TRACKED, name], env=there, cwd=tmp_path, capture_output=True,
+                              text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+    [log] = tmp_path.glob("wandb/offline-run*/*.wandb")
+    assert [word for word in (b"loss/bits_per_byte", b"validation/bits_per_byte", b"reward_lowest", b"learning_rate",
+                              b"LR_SCHEDULE") if word not in log.read_bytes()] == []
+    [figures] = tmp_path.glob("m/0/*/metrics")
+    shown = {str(path.relative_to(figures)): path.read_text().split()[1:] for path in figures.rglob("*")
+             if path.is_file()}
+    assert shown == {"loss/bits_per_byte": ["1.5", "7"], "updates": ["3.0", "7"], "tokens_per_second": ["10.0", "7"],
+                     "learning_rate": ["0.25", "7"], "validation/bits_per_byte": ["3.5", "8"], "reward": ["0.5", "8"],
+                     "reward_lowest": ["0.25", "8"]}
+    assert (figures.parent / "params" / "SEQ_LEN").read_text() == str(CFG.SEQ_LEN)
+
+
+def test_training_goes_on_where_such_a_library_fails(monkeypatch):
+    """Once it is said; at the start it is an error."""
+    def fail(*_, **__):
+        raise RuntimeError("no network")
+
+    calls = []
+    library = SimpleNamespace(start_run=list, log_params=calls.append, log_metrics=fail, end_run=fail)
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    with told_to(lines := Lines(), log_to="mlflow") as told:
+        for step in range(3):
+            told.emit("validation", step=step, tokens=0, value=1.0, unit="bits/byte")
+    assert lines.text.count("--log-to mlflow: no network: nothing more is written there") == 1
+    assert calls == [CFG.constants()]
+    library.start_run = fail
+    with raises(event_log.WatchError, match="^--log-to mlflow: no network$"):
+        with told_to(log_to="mlflow"):
+            pass
+
+
 def test_missing_libraries_are_named(here, monkeypatch):
-    for name in ("tensorboardX", "matplotlib.figure", "safetensors.numpy", "ray"):
+    for name in ("tensorboardX", "matplotlib.figure", "safetensors.numpy", "ray", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
     advice = "pip install -r requirements"
     fails(run("coordinator --port 0 --tensorboard tb"), 1,
           f"egg: --tensorboard needs tensorboardX: {advice}/watch.txt\n")
+    fails(run("coordinator --port 0 --log-to wandb"), 1, f"egg: --log-to needs wandb: {advice}/track.txt\n")
     example(here / "log")
     fails(run("plot log --out a.png"), 1, f"egg: --out needs matplotlib: {advice}/watch.txt; without")
     fails(run("import w --save-dir new"), 1,

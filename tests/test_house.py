@@ -21,7 +21,7 @@ TOOLS = ENGINE | ISLANDS | {"engine", "islands"}
 DEPLOY = TOOLS | {"tools"}
 MAY_IMPORT = dict(egg_config=set(), model=MODEL, kernels=KERNELS, cluster=CLUSTER, egg_kernels=EGG_KERNELS,
                   egg_net=EGG_NET, engine=ENGINE, islands=ISLANDS, tools=TOOLS, deploy=DEPLOY, egg=DEPLOY | {"deploy"},
-                  lab=DEPLOY)
+                  egg_use=DEPLOY | {"egg"}, lab=DEPLOY)
 FOLDERS = ["model", "kernels", "engine", "cluster", "islands", "tools", "deploy", "lab"]
 
 COLUMNS, CLASS_LINES, FUNCTION_LINES = 120, 300, 120
@@ -69,7 +69,7 @@ def none_of(violations):
 
 
 def test_the_root_holds_the_files_that_tell_the_story():
-    known = {"egg.py", "egg_config.py", "egg_kernels.py", "egg_net.py", "test_egg.py"}
+    known = {"egg.py", "egg_config.py", "egg_kernels.py", "egg_net.py", "egg_use.py", "test_egg.py"}
     none_of([path.name for path in sorted(HERE.glob("*.py")) if path.name not in known])
 
 
@@ -162,7 +162,8 @@ def test_the_coordinator_loads_neither_engine_nor_libraries(tmp_path, steps):
         said = python("-c", COORDINATOR, tmp_path)
     assert f"step {steps}," in said
     unwanted = {"numpy", "pyzstd", "numba", "llvmlite", "numba_cuda", "tokenizers", "matplotlib", "tensorboardX",
-                "http", "multiprocessing", "egg", "egg_kernels", "engine", "kernels", "islands", "tools"}
+                "wandb", "mlflow", "http", "multiprocessing", "egg", "egg_kernels", "engine", "kernels",
+                "islands", "tools"}
     assert not unwanted & set(said.split())
 
 

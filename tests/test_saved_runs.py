@@ -1,10 +1,13 @@
 """What a run is good for: sampling held against a plain reading of SPEC 10, and every command that uses a saved run."""
 
+import contextlib
 import io
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -101,10 +104,25 @@ def test_a_prompt_of_another_vocabulary_is_refused():
 # --- text -------------------------------------------------------------------------------------------------------------
 
 def test_characters_that_are_split_over_tokens():
-    bytes_alone, text = data_files.load_decoding(CFG), "é€😀\n"
-    assert [*use.stream(bytes_alone, text.encode())] == ["", "é", "", "", "€", "", "", "", "😀", "\n", ""]
-    assert "".join(use.stream(bytes_alone, b"a\xe2\x82b\xff")) == "a\ufffdb\ufffd"
-    assert "".join(use.stream(bytes_alone, b"\xe2\x82")) == "\ufffd"          # cut off at the end
+    def streamed(text):
+        return [*use.stream(bytes([b]) for b in text)]
+
+    assert streamed("é€😀\n".encode()) == ["", "é", "", "", "€", "", "", "", "😀", "\n", ""]
+    assert "".join(streamed(b"a\xe2\x82b\xff")) == "a\ufffdb\ufffd"
+    assert "".join(streamed(b"\xe2\x82")) == "\ufffd"          # cut off at the end
+
+
+@mark.parametrize("stops, shown", [([], "one, two"), (["x", ", t"], "one"), (["two"], "one, "), (["o!", "ne"], "o"),
+                                   (["e,", "one"], ""), (["two!"], "one, two")])
+def test_text_ends_before_a_stop_and_nothing_that_begins_one_is_shown_early(stops, shown):
+    stops, size = [stop.encode() for stop in stops], 0
+    for cut in 1, 3:
+        pieces = [b"one, two"[at:at + cut] for at in range(0, 8, cut)]
+        assert b"".join(use.until(pieces, stops)).decode() == shown
+        for piece in use.until((pieces[k] for k in range(len(pieces) - 1)), stops):
+            size += len(piece)
+            assert not any(stop in piece for stop in stops)
+    assert use.until(iter([b"ab", b"cd"]), [b"x"]).__next__() == b"ab"           # at once
 
 
 def test_the_tokens_of_a_text_are_those_of_the_bpe_that_made_the_vocabulary():
@@ -221,6 +239,52 @@ def test_generate_knows_the_configuration_and_writes_what_the_engine_draws(here)
     assert prints(f"{ask} --temp 9 --best") != out == prints(f"{ask} -D SAMPLING_TEMP=9 -D N_LAYERS=2")
 
 
+def test_several_texts_stops_and_one_prompt_after_another(here, monkeypatch):
+    def written(prompt, seed):
+        text = bytes(with_state(here[STEPS]).generate(list(prompt.encode()), 12, seed, temp=9))
+        return prompt + text.decode("utf-8", "replace")
+
+    ask = "generate --tokens 12 --temp 9 --seed 4294967295"
+    first, second = written("fox", 4294967295), written("fox", 4294967296)
+    assert prints(f"{ask} -n 2 --prompt fox") == f"{first}\n---\n{second}" and first != second
+    stop = next(c for c in first[4:] if c.isascii())
+    assert prints(ask, "--prompt", "fox", "--stop", "nowhere", "--stop", stop) == "fox" + first[3:].partition(stop)[0]
+    fails(call("generate --stop ''"), 2, "or a text of --stop: give")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"fox\n\n"), "utf-8"))
+    assert prints(f"{ask} --interactive") == first + "\n---\n" + written("\n", 4294967296)
+
+
+def test_a_prompt_is_asked_for_on_a_terminal_until_ctrl_d(here):
+    terminal, inside = os.openpty()
+    done = subprocess.Popen([sys.executable, HERE / "egg.py", *"generate --tokens 3 --interactive".split()],
+                            stdin=inside, stdout=inside, stderr=inside, env={**os.environ, "EGG_DEVICE": "cpu"})
+    os.close(inside)
+    text = b""
+    for answer in b"the fox\n", b"\x04":
+        while not text.endswith(b"> "):
+            text += os.read(terminal, 1000)
+        os.write(terminal, answer)
+        text += b"|"
+    with contextlib.suppress(OSError):                       # the other end is closed
+        while more := os.read(terminal, 1000):
+            text += more
+    os.close(terminal)
+    assert done.wait(60) == 0
+    assert b"the fox" in text.split(b"|")[1] and text.endswith(b"\r\n")
+
+
+def test_the_token_for_the_end_of_a_text_ends_it(tmp_path):
+    class Ends:
+        def generate(self, prompt, count, seed):
+            yield from (97, 256, 98)
+
+    path = write_decoding(tmp_path / "decoding.bin", [*(bytes([b]) for b in range(256)), b"<|endoftext|>"])
+    cfg = CFG.changed(VOCAB_SIZE=257, DECODING_FILE=path)
+    decoding = data_files.load_decoding(cfg)
+    assert b"".join(use.continuation(cfg, decoding, Ends(), b"x", 3, 0)) == b"a"
+    assert b"".join(use.continuation(CFG, data_files.load_decoding(CFG), Ends(), b"x", 3, 0)) == b"a\xef\xbf\xbdb"
+
+
 def test_bytes_pass_a_pipe_as_they_are(here, capsysbinary, monkeypatch):
     """The prompt from standard input, and a continuation that is no UTF-8; which run it was is said on the side."""
     prompt = b"\xe2\x82lazy\xff\n"
@@ -274,9 +338,9 @@ def test_text_comes_while_it_is_made_and_steers_no_terminal():
                 yield token
 
     seen, screen = [], Lines(terminal=True)
-    use.generate(CFG, Slow(), b"go\x07\xc3", 5, 0, egg_net.Console(screen))
+    use.generate(CFG, Slow(), [b"go\x07\xc3"], 5, 0, egg_net.Console(screen))
     plain = [re.sub(r"\x1b\[\d*m", "", text) for text in (*seen, screen.text)]
-    assert plain[-1] == "go\ufffdabé\n" and "\x1b[34mo\x1b[0m" in screen.text and "\x1b[32ma" not in seen[0]
+    assert plain[-1] == "go\ufffdabé\n" and "\x1b[34mgo\x1b[0m" in screen.text and "\x1b[32ma" not in seen[0]
     assert [*map(len, plain[:-1])] == [2, 4, 4, 5, 5]
 
 

@@ -19,7 +19,7 @@ import egg
 import egg_config
 from egg_config import make
 from cluster.console import Console, stop_signals
-from cluster.history import configuration, discard, newest, open_run, read_run
+from cluster.history import configuration, discard, newest, open_run, read_run, snapshot_name
 from cluster.snapshots import state_hash
 from engine import hardware
 from tools import train, use
@@ -121,6 +121,21 @@ def test_other_constants_of_run_begin_a_new_run_with_the_state_of_another(bytes_
     assert digests(island) == digests(source) and island.step == source.step == 3 and island.seed != source.seed
     with closing(read_run(CFG.changed(LR_SCHEDULE=((0, 0.05),)), "a-2")) as begun:
         assert begun.start == (3, source.seed, state_hash(source).hex(), None)
+
+
+def test_a_run_ends_with_a_good_validation_or_without_a_better_one(bytes_here, compiled):
+    """As with --steps: the last state is kept and measured, and the same command goes on."""
+    ask, often = "train --save-dir run --steps 30", [*bytes_here, "-DVALIDATE_EVERY=1", "-DSNAPSHOT_EVERY=50"]
+    said = succeeds(run(f"{ask} --target 9.5", *often))
+    steps = int(re.search(r"\nstopped after (\d+) steps, as the validation has come to \d\.\d{4} bits/byte; the run "
+                          "lies in run\n", said)[1])
+    assert 0 < steps < 30 and os.path.exists("run/" + snapshot_name(steps))
+    said = succeeds(run(f"{ask} --patience 1 -DLR_SCHEDULE=0:0".replace("run", "still"), *often))
+    assert re.search(r"\nstopped after \d+ steps, as 1 validations were no better than that of step 0; the run", said)
+    done = run("train --target 2", *bytes_here, "-DVALIDATE_EVERY=0")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("egg: --target and --patience need validations: name a VAL_FILE, with VALIDATE_EVERY")
+    fails(run("train --target 0"), 2, "argument --target: '0' is not a number from 0.001 to 64")
 
 
 def test_a_run_without_a_step_is_replaced(bytes_here, compiled):

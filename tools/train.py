@@ -12,7 +12,7 @@ import egg_net
 from cluster import auth
 from cluster.console import STOPPING, Console, stop_signals
 from cluster.link import check_address
-from egg_config import EggError, explained, sha256_of
+from egg_config import EggError, UsageError, explained, sha256_of
 from engine import hardware
 from model import data_files, parameters
 
@@ -243,6 +243,8 @@ def train(cfg, threads, console, objective=None, steps=None, minutes=None, **opt
     ObjectiveError, TrainError; the completed steps are kept in every case."""
     devices = hardware.devices(cfg)
     data = open_data(cfg, console)
+    if data.validation is None and (options.get("target") or options.get("patience")):
+        raise UsageError("--target and --patience need validations: name a VAL_FILE, with VALIDATE_EVERY above 0")
     access = auth.Access(os.urandom(32))             # a random secret keeps other processes of this machine out
     with egg_net.opened_coordinator(cfg, "127.0.0.1", 0, console, steps=steps, minutes=minutes, peers=False,
                                     access=access, **options) as coordinator:

@@ -18,6 +18,7 @@ from tools import train
 
 EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
 FORMAT = "egg-1"           # in the metadata
+BETWEEN = b"\n---\n"        # between two texts in a pipe or file
 
 
 class UseError(EggError):
@@ -69,32 +70,54 @@ def _state(cfg, run, best, warn, last):
 
 # --- generate ---------------------------------------------------------------------------------------------------------
 
-def stream(decoding, tokens):
-    """Yields the text of each token. A character that is split comes with the last of its tokens."""
+def stream(pieces):
+    """Yields pieces (bytes) as text. A character that is split comes with the last of its pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in tokens:
-        yield decoder.decode(decoding.decode([token]))
+    for piece in pieces:
+        yield decoder.decode(piece)
     yield decoder.decode(b"", True)
 
 
-def generate(cfg, engine, text, count, seed, console, **settings):
-    """Writes `text` (bytes) and the model's continuation of `count` tokens, token by token: to a terminal as text, else
-    as these bytes and no other. settings: temp, min_p, penalty; None: SAMPLING_* of cfg."""
+def until(pieces, stops):
+    """Yields the bytes of `pieces` before the first of `stops` (bytes), as soon as they cannot be part of one."""
+    text = b""
+    for piece in pieces:
+        text += piece
+        if ends := [at for stop in stops if (at := text.find(stop)) >= 0]:
+            yield text[:min(ends)]
+            return
+        begun = max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+        done = len(text) - begun
+        yield text[:done]
+        text = text[done:]
+    yield text
+
+
+def continuation(cfg, decoding, engine, text, count, seed, stops=(), **settings):
+    """Yields the model's continuation of a text, both bytes, of `count` tokens, or up to the first of `stops` or to the
+    vocabulary's token for the end of a text. settings: temp, min_p, penalty; None: SAMPLING_* of cfg."""
+    tokens = engine.generate(data_files.encoded(cfg, decoding, text), count, seed, **settings)
+    ends = [data_files.END] if data_files.END in decoding else []
+    return until((decoding.decode([token]) for token in tokens), [*stops, *ends])
+
+
+def generate(cfg, engine, prompts, count, seed, console, samples=1, **settings):
+    """Writes every prompt (bytes) and its continuation, piece by piece: to a terminal as text, else as these bytes and
+    no other, but for BETWEEN two of them. samples: of each, with the next seeds; settings: of `continuation`."""
     decoding = data_files.load_decoding(cfg)
-    prompt = data_files.encoded(cfg, decoding, text)
-    tokens = engine.generate(prompt, count, seed, **settings)
-    if not console.terminal:
-        for piece in itertools.chain([text], (decoding.decode([token]) for token in tokens)):
-            console.stream.buffer.write(piece)
-            console.stream.buffer.flush()
-        return
-    # one decoder for both: the prompt may end inside a character
-    pieces = stream(decoding, itertools.chain(prompt.tolist(), tokens))
-    try:
-        for at, piece in enumerate(pieces):
-            console.write(piece, "blue" if at < len(prompt) else "green")
-    finally:
-        console.write("\n")
+    for number, text in enumerate(text for text in prompts for _ in range(samples)):
+        pieces = itertools.chain([text], continuation(cfg, decoding, engine, text, count, seed + number, **settings))
+        if not console.terminal:
+            for piece in itertools.chain([BETWEEN] * (number > 0), pieces):
+                console.stream.buffer.write(piece)
+                console.stream.buffer.flush()
+            continue
+        try:
+            # one decoder for both: the prompt may end inside a character
+            for at, piece in enumerate(stream(pieces)):
+                console.write(piece, "green" if at else "blue")
+        finally:
+            console.write("\n")
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------

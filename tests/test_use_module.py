@@ -1,0 +1,64 @@
+"""`import egg_use`: what a notebook calls, on the CPU."""
+
+import math
+import os
+
+import numpy as np
+from pytest import approx, fixture, raises
+
+import egg_config
+import egg_use
+from cluster.console import Printer
+from tools import use
+from commands import CFG, TEXT, run, succeeds
+from fakes import Lines, differing
+
+VALIDATED = 62 * CFG.SEQ_LEN + 1
+
+
+@fixture
+def trained(tmp_path, monkeypatch, compiled, capsys):
+    """(events, directory, what was printed) of a run of four steps in a new current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EGG_DEVICE", "cpu")
+    (tmp_path / "input.bin").write_bytes(TEXT)
+    (tmp_path / "val.bin").write_bytes(TEXT[:VALIDATED])
+    events, constants = [], {name: egg_config.text(value) for name, value in differing(CFG).items()}
+    directory = egg_use.train(events.append, save_dir="ckpt", preset="deggs", steps=4, **constants)
+    return events, directory, capsys.readouterr().out
+
+
+def test_a_notebook_trains_loads_and_writes(trained, capsys):
+    events, directory, printed = trained
+    assert directory == "ckpt" and [event["step"] for event in events if event["event"] == "step"] == [0, 1, 2, 3]
+    assert events[-1]["event"] == "stop"
+    assert "step 0  loss " in printed and "\r" not in printed
+    model = egg_use.load("ckpt")
+    told = succeeds(run("generate --tokens 30 --seed 3 --temp 9 --prompt 'the fox'", preset=""))
+    assert "the fox" + model.generate("the fox", 30, 3, temp=9) == told
+    stop = next(c for c in told[8:] if c.isascii())
+    assert model.generate("the fox", 30, 3, temp=9, stops=[stop.encode()]) == told[7:].partition(stop)[0]
+    assert egg_use.load("ckpt@2").engine.step == 2 and model.engine.step == 4
+    egg_use.train(save_dir="ckpt", steps=5, quiet=True)
+    assert egg_use.load("ckpt").engine.step == 5 and not capsys.readouterr().out
+
+
+def test_the_score_is_that_of_eval_and_counts_the_rest_of_a_window(trained):
+    model = egg_use.load(trained[1])
+    nats, _, held_out = use.evaluate(model.cfg, model.engine, "val.bin", 0, Printer(Lines()))
+    assert model.score(TEXT[:VALIDATED].decode()) == approx(held_out.bits(nats))
+    size = CFG.SEQ_LEN                               # two windows, and the rest
+    windows = [np.frombuffer(TEXT[at:at + length + 1], np.uint8).astype(np.int32)[None]
+               for at, length in ((0, size), (size, size), (2 * size, 3))]
+    bits = sum(model.engine.validate(window)[0] for window in windows) / math.log(2)
+    assert model.score(TEXT[:2 * size + 4].decode()) == approx(bits / (2 * size + 3))
+    assert math.isnan(model.score("x"))
+
+
+def test_what_is_wrong_is_an_error_to_catch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with raises(egg_config.EggError, match="nowhere: No such file"):
+        egg_use.load("nowhere")
+    with raises(egg_config.EggError, match="N_LAYERS"):
+        egg_use.train(N_LAYERS=-1)
+    assert not os.listdir()
