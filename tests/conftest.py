@@ -128,7 +128,7 @@ def pytest_configure(config):
 def pytest_ignore_collect(collection_path, config):
     """With `-m gpu` and its like, files without such a test are not imported: this machine may lack what they need."""
     mark = config.option.markexpr
-    if mark in ("gpu", "ray", "deep") and collection_path.suffix == ".py":
+    if mark in ("gpu", "ray", "track", "deep") and collection_path.suffix == ".py":
         return f"mark.{mark}" not in collection_path.read_text() or None
     return None
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from pytest import approx, mark, raises
+from pytest import approx, mark, mark, raises
 
 import egg_config
 import egg_net
@@ -338,6 +338,7 @@ with told_to(log_to=sys.argv[1]) as told:
 """
 
 
+@mark.track
 def test_wandb_and_mlflow_get_figures_and_constants(tmp_path):
     """The libraries themselves, which write files here."""
     there = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/m",
