@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from pytest import approx, mark, mark, raises
+from pytest import approx, mark, raises
 
 import egg_config
 import egg_net
