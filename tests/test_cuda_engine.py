@@ -406,10 +406,10 @@ def random_configurations(count):
 
 @gpu
 @mark.parametrize("constants, seed", [
-    param(constants, SEED + i, id=f"{'random' if i < 8 else 'switch'}{i}")
-    for i, constants in enumerate(random_configurations(8) + SWITCHED)])
+    param(constants, SEED + i, id=f"{'random' if i < 10 else 'switch'}{i}")
+    for i, constants in enumerate(random_configurations(10) + SWITCHED)])
 def test_random_configurations_against_the_cpu_engine(compared):
-    """Eight configurations and every switch: losses, three updates, validation, generation."""
+    """Ten configurations and every switch: losses, three updates, validation, generation."""
     assert compared == ""
 
 

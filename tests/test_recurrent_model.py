@@ -221,9 +221,10 @@ def test_a_trace_shows_the_recurrent_model():
 
 @mark.gpu
 @mark.parametrize("constants, seed", [param(constants, i, id=f"random{i}")
-                                      for i, constants in enumerate(random_configurations(6))])
+                                      for i, constants in enumerate(random_configurations(13))
+                                      if i in (1, 2, 4, 7, 8, 11)])
 def test_random_configurations_against_the_cpu_engine(compared):
-    """Six configurations: losses, three updates, validation, generation."""
+    """Six configurations, with every switch between them: losses, three updates, validation, generation."""
     assert compared == ""
 
 
