@@ -1,15 +1,16 @@
 """The CUDA model: the phases of the forward pass in order (SPEC 2 to 7, 13, 21), each a kernel of the folder `kernels`.
 
-model        kernels, in this order (here: Transformer.evaluate, Recurrent._launch)
+model        kernels, in this order (here: Transformer._launch, Recurrent._launch)
 transformer  embed, norm, up, down; in each layer norm, qkv, attention, o, norm, up, down; then norm, head
 recurrent    in each layer norm (the first looks up the embedding), gates, recur, norm, inner, down; then norm, head
 
 noise           what runs
 on weights      the pass over pairs of members; `clean` for validation: the same kernels with the noise masked out by
                 the job, and another head
-on activations  (recurrent) the clean pass over groups, which keeps what matrices multiply (keep) and the errors of the
-                head (errors); the pass over members; then measure, credit, add_up, products, token_votes, vote_sizes,
-                vote_digits and pack_digits (kernels.activations)
+on activations  the clean pass over groups, which keeps what matrices multiply (keep), the errors of the head (errors)
+                and, of the transformer, the attention (share); the pass over members; then measure, credit, for each
+                layer of the transformer attend, add_up, products, token_votes, vote_sizes, vote_digits and pack_digits
+                (kernels.activations)
 
 card            cc 9.0: products by wgmma, copies by bulk copies; others: mma.sync and cp.async. Shapes of tiles follow
                 from the shared memory of a block (kernels.product)
@@ -31,8 +32,8 @@ What the CUDA engine uses:
         .evaluate(stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses)
                         losses[2 i], [2 i + 1] (int64) of pairs job[1] + offset + i, 0 <= i < pairs: even and odd
                         member. overlay: int8, flat as in State; windows: int32, model.soft_targets.windows of these
-                        pairs; job: uint32 [4] on the device = seed of the step, first pair of the job, 2^32 - 1, shift
-                        of the noise; offset, pairs: Python ints
+                        pairs; job: uint32 [3] on the device = seed of the step, first pair of the job, 2^32 - 1;
+                        offset, pairs: Python ints
         .votes          None, or with noise on activations (SPEC 21) a kernels.activations.Votes. Then losses has those
                         of all positions, and `evaluate` has a further argument: True, where the unperturbed model
                         reads, instead of pairs, groups, for the votes. Their windows are those of all their pairs
