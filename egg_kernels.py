@@ -261,7 +261,8 @@ class Recurrent(Forward):
         at the end go there. head: None, or what makes losses: int64 [units, 2], with noise on activations [units, 2,
         n]; of validation float64 [units, n]. groups: those whose windows these are, where self.votes keeps what the
         matrices multiply (`keep` is KEEP_INPUTS)."""
-        plan, kernels, table, H = self._plan, self._kernels, self._tables.plan, self.cfg.HIDDEN_DIM
+        plan, kernels, table = self._plan, self._kernels, self._tables.plan
+        H = self.cfg.HIDDEN_DIM
         packed, stride = packed.view(np.int32), rows_of_places(units * n)
         a = arrays_in(scratch, kernels.layout(units, n)[0])
         kept = self.votes.arrays.kept if self.votes else table

@@ -143,8 +143,8 @@ class ActivationVotes:
         forward, shape = (cpu_gru, (1, -1)) if cfg.MODEL == "gru" else (cpu_transformer, losses.shape)
         forward.run_windows(c, losses.reshape(shape), NO_NATS, sequences, cfg.STATE_TOKENS, T, u32(0), 0, record)
         smaller = losses[:groups, None] - losses[groups:].reshape(groups, -1, T)
-        more = (cfg.GROUP_SIZE * smaller - smaller.sum(1, keepdims=True)) * counted[:, None]
-        return Reading(record, losses[:groups], more, advantages, cfg.GROUP_SIZE * int(counted.sum()))
+        better = (cfg.GROUP_SIZE * smaller - smaller.sum(1, keepdims=True)) * counted[:, None]
+        return Reading(record, losses[:groups], better, advantages, cfg.GROUP_SIZE * int(counted.sum()))
 
     def _credit_of(self, record, differences, least):
         """A function of a Phase: int8 [1 or heads, groups, members, T]."""
@@ -169,7 +169,7 @@ class ActivationVotes:
             for phase in self._phases:
                 settled_of[phase] = np.zeros((len(record.errors), phase.units), np.int8)
                 if phase.amplitude:
-                    rope = self._rope if phase.name in ("query", "key") else self._rope[:0]
+                    rope = self._rope if phase.rotated else self._rope[:0]
                     add_credit(credit_of(phase), record.member_seed, record.member, cfg.N_LAYERS, phase.turn,
                                phase.stream, phase.shift, advantages, rope, cfg.ROPE_SCALE_BIT, settled_of[phase])
             for tensor, phase, _ in self._matrices:

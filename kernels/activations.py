@@ -301,7 +301,8 @@ def _credit_kernels(cfg):
         """Losses become what is better than the mean of the group (SPEC 21, D), 0 where a position does not count.
         totals[0] += the sizes of all of them; totals[1] += the losses of the groups' clean model; totals[2] += how many
         count. One thread per position."""
-        i, total, clean_loss, votes = int64(cuda.grid(1)), int64(0), int64(0), int64(0)
+        i = int64(cuda.grid(1))
+        total, clean_loss, votes = int64(0), int64(0), int64(0)
         if i * K < losses.size:
             group = i // T
             at, gains = group * (K - 1) * T + i, int64(0)
@@ -625,7 +626,7 @@ class Votes:
             self._launch("add_up", self.positions // 4 * phase.units // 32, stream,
                          (self.arrays.later if phase.later else credits).view(np.int32),
                          self._heads if phase.later else 1, job, phase.stream, phase.turn, phase.shift,
-                         phase.name in ("query", "key"), self._rope, phase.units, self._row[phase], self.positions,
+                         phase.rotated, self._rope, phase.units, self._row[phase], self.positions,
                          self._rows, self.arrays.weights, self.arrays.operand)
 
     def digits_of(self, result):

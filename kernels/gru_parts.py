@@ -27,7 +27,6 @@ RECUR = 2
 NORM_2 = 3
 INNER = 4
 DOWN = 5
-LAYER = 6                                   # rows of a layer
 # columns of these rows (kernels.pairs). Of the embedding:
 TABLE_SEED_A, TABLE_SEED_B, TABLE_OVERLAY_A, TABLE_OVERLAY_B = range(4)
 # of a norm, with the input sides of the matrices behind it; of GATES; of INNER

@@ -606,7 +606,8 @@ def _disturb_function(cfg, gpu, shape, kind):
                 y, z = within(y, z, LOWEST, HIGHEST)
                 word = ptx.bytes4(y, z)
                 # each in its second byte again
-                acc[i], acc[i + 1], acc[i + 4], acc[i + 5] = word << 8, word, word >> 8, word >> 16
+                acc[i], acc[i + 1] = word << 8, word
+                acc[i + 4], acc[i + 5] = word >> 8, word >> 16
 
     return disturb
 

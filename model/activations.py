@@ -48,6 +48,11 @@ class Phase(NamedTuple):
     later: bool
     shift: int
 
+    @property
+    def rotated(self):
+        """Whether the noise is added behind the rotation, so that its sums are turned back."""
+        return self.name in ("query", "key")
+
 
 class Vote(NamedTuple):
     """A matrix, the Phase that votes on it (None: the head's errors), and what it multiplies."""

@@ -44,9 +44,9 @@ def advantages(cfg, rewards):
     or None, where a text is not judged."""
     whole = [None if reward is None else round(reward * REWARD_UNIT) for reward in rewards]
     prompts = [whole[at:at + cfg.OBJECTIVE_TEXTS] for at in range(0, len(whole), cfg.OBJECTIVE_TEXTS)]
-    more = [by for prompt in prompts for by in _more_than_the_mean(prompt)]
-    least = activations.least_differences(sum(map(abs, more)), max(1, sum(by != 0 for by in more)))
-    return np.array([_digit(by, least) for by in more], np.int8)
+    gains = [by for prompt in prompts for by in _more_than_the_mean(prompt)]
+    least = activations.least_differences(sum(map(abs, gains)), max(1, sum(by != 0 for by in gains)))
+    return np.array([_digit(by, least) for by in gains], np.int8)
 
 
 def _more_than_the_mean(rewards):

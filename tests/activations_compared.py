@@ -153,7 +153,7 @@ def group_votes(cfg, group, least, weight, counted):
         for (number, seed), of_member in zip(group.members, credits):
             if phase.turn in (-1, number % cfg.N_LAYERS):
                 total += of_member(phase) * activations.signs(phase, seed, cfg.SEQ_LEN)
-        if phase.name in ("query", "key"):
+        if phase.rotated:
             total = turned_back(cfg, total)
         size = (2 * np.abs(weight * total) + (7 << phase.shift)) // (14 << phase.shift)
         settled[phase] = clip(np.sign(weight * total) * size) * (phase.amplitude > 0)

@@ -16,14 +16,13 @@ import pytest
 
 import egg
 import egg_config
-import egg_net
 from cluster import admission, history, snapshots
 from cluster.console import rewards_text
 from cluster.status import Progress, describe_status
 from cluster.wire import FrameError
 from coordinators import Server, refused, until
 from engine import cpu_engine
-from fakes import FakeEngine, FakeObjective, Lines, REWARDED, VALIDATION, changed
+from fakes import FakeEngine, FakeObjective, REWARDED, VALIDATION, changed
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import events, of_kind
 from model import data_files, rewards, sampling
@@ -153,7 +152,7 @@ STOP = "."
     assert not any("." in text for text in completions)
     return [10.0 if str(eval(prompt[:-1])) == right else -1.0 for prompt, right in zip(kwargs["prompts"], answer)]
 """)
-    assert len(own.rows) == 18 and own.held.rows.tolist() == [18, 19] * 128    # every tenth is held out
+    assert len(own.rows) == 18 and own.held_out.rows.tolist() == [18, 19] * 128    # every tenth is held out
     assert own.measured(new_engine())[:2] == (256, 10.0)
 
 
@@ -332,7 +331,7 @@ def test_the_other_side_replies_after_each_text_but_the_last(judged):
         writes.append((seeds, [bytes(text[:n].astype(np.uint8)).decode() for text, n in zip(texts, lengths)]))
     engine.write = write
     own = judged(GAME)
-    texts, earned = own.judged(engine, objective.Prompts(*(np.concatenate([of, of]) for of in own.held)))
+    texts, earned = own.judged(engine, objective.Prompts(*(np.concatenate([of, of]) for of in own.held_out)))
     texts = objective.readable(own.reader, **texts)
     assert texts["prompts"] == ["ab", "abcd"] * 2 and earned == [1.0] * 4
     letter = "AB"
@@ -369,7 +368,7 @@ def reward(completions, completion_ids):
     assert [bytes(ids).decode() for ids in completion_ids] == completions
     return [len(text) for text in completions]
 """)
-    texts, rewards = own.judged(engine, own.held.part([0, 1, 2]))
+    texts, rewards = own.judged(engine, own.held_out.part([0, 1, 2]))
     assert texts["completions"] == ["AB", "AB<>AC", "AB<>AC<>AD"] and rewards == [2.0, 6.0, 10.0]
     assert len(lengths) == 3                         # nothing is written once all have ended
 

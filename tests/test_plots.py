@@ -14,7 +14,7 @@ from cluster.status import WORKERS, describe_status
 from tools import curves
 from tools.curves import read_curve
 from coordinators import Server
-from fakes import CFG, FakeEngine, Lines
+from fakes import FakeEngine, Lines
 from fuzzing import EXAMPLES
 from pages import EVERYBODY, ask, page_shows, parse_metrics, state_of
 from run_logs import drawn, events, example, of_kind, write

@@ -23,7 +23,8 @@ def describe(cfg):
         attention = f", {cfg.N_LAYERS * cfg.HIDDEN_DIM * (cfg.SEQ_LEN + 1):,} in attention"
     groups = cfg.POPULATION_SIZE // cfg.GROUP_SIZE
     if cfg.PERTURB == "weights":
-        noise, parts, read, votes = "on weights", f"{cfg.N_PAIRS:,} antithetic pairs", tokens, size * cfg.N_PAIRS
+        noise, parts = "on weights", f"{cfg.N_PAIRS:,} antithetic pairs"
+        read, votes = tokens, size * cfg.N_PAIRS
     else:                                        # the clean model reads every window, too, and each votes
         noise = "on activations: " + ", ".join(
             f"{p.name} {p.amplitude}" for p in activations.phases(cfg).values() if not p.layer)

@@ -432,7 +432,7 @@ class Objective:
         self.reader = Reader(decoding, self.rows + kept_out, columns, stop, max_steps or NO_END)
         encoded = [self._encoded(row["prompt"]) for row in self.reader.rows]
         self._of_rows = _begun(np.arange(len(encoded)), encoded)
-        self.held = self._held(len(kept_out), tokens if held_out is None else held_out, measured > 0)
+        self.held_out = self._held_out_prompts(len(kept_out), tokens if held_out is None else held_out, measured > 0)
         judge = functools.partial(Judge, path, processes or hardware.cores(), cfg.OBJECTIVE_SECONDS, self.reader)
         self.judge = judge()
         self.other = judge("reply") if self.turns > 1 else None
@@ -447,7 +447,7 @@ class Objective:
                                  f"TOKENS = {self.write} more than {LONGEST}: shorten it")
         return prompt
 
-    def _held(self, rows, tokens, drawn):
+    def _held_out_prompts(self, rows, tokens, drawn):
         """The Prompts on which the unperturbed model is measured: of `rows` rows, the last ones, or of the tokens. If
         texts are drawn, few rows get several."""
         count = HELD_OUT_TEXTS if drawn or not rows else min(rows, HELD_OUT_TEXTS)
@@ -553,7 +553,7 @@ class Objective:
     def measured(self, engine):
         """(number of texts after held-out prompts, their mean reward, what Progress.rewarded shows beside it) of the
         unperturbed model; the same draws every time."""
-        written, rewards = self.judged(engine, self.held)
+        written, rewards = self.judged(engine, self.held_out)
         texts = readable(self.reader, **written)
         prompts, completions = texts["prompts"], texts["completions"]
         numbers = statistics(completions, rewards)
@@ -585,14 +585,14 @@ class Objective:
 
     def sample(self, engine, number):
         """str: a held-out prompt, what the unperturbed model writes, its reward."""
-        written, (reward,) = self.judged(engine, self.held.part([number % len(self.held.rows)]))
+        written, (reward,) = self.judged(engine, self.held_out.part([number % len(self.held_out.rows)]))
         texts = readable(self.reader, **written)
         earned = "not judged" if reward is None else f"reward {reward:.4f}"
         return f"{texts['prompts'][0]} >>> {texts['completions'][0]} ({earned})"
 
     def try_out(self):
         """Lets the function judge an empty text and a prompt, and reply to the prompt. Raises ObjectiveError."""
-        known = readable(self.reader, *self.held.part([0, 0]), ["", ""])
+        known = readable(self.reader, *self.held_out.part([0, 0]), ["", ""])
         texts = ["", known["prompts"][0]]
         self.judge.answers({**known, "completions": texts})
         if self.other:

@@ -137,7 +137,7 @@ def _blocks(parts):
             at = after
 
 
-def _told(parts, what, say):
+def _blocks_told(parts, work, say):
     """The same; `say` takes a line every two seconds."""
     total, done, due = sum(map(len, parts)), 0, time.monotonic() + 2
     for block in _blocks(parts):
@@ -145,7 +145,7 @@ def _told(parts, what, say):
         done += len(block)
         if time.monotonic() > due:
             due = time.monotonic() + 2
-            say(f"{what} {done:,} of {total:,} bytes ({done / total:.0%})")
+            say(f"{work} {done:,} of {total:,} bytes ({done / total:.0%})")
 
 
 def _train_bpe(parts, vocab_size, say):
@@ -161,7 +161,7 @@ def _train_bpe(parts, vocab_size, say):
                                              initial_alphabet=[chr(b) for b in range(256)])
     say(f"BPE: learning {vocab_size:,} tokens ...")
     started = time.monotonic()
-    bpe.train_from_iterator(_told(parts, "BPE: read", say), trainer)
+    bpe.train_from_iterator(_blocks_told(parts, "BPE: read", say), trainer)
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     say(f"BPE: {len(vocabulary):,} tokens in {time.monotonic() - started:.1f} s")
     if missing := vocab_size - len(vocabulary):
@@ -171,7 +171,7 @@ def _train_bpe(parts, vocab_size, say):
 
 def _encode(bpe, parts, name, say):
     """[little-endian uint32 bytes]: the tokens of `parts`, encoded on all cores."""
-    out, blocks = [], _told(parts, f"{name}: encoded", say)
+    out, blocks = [], _blocks_told(parts, f"{name}: encoded", say)
     while group := list(itertools.islice(blocks, 32)):
         out.extend(np.array(e.ids, "<u4").tobytes() for e in bpe.encode_batch_fast(group, add_special_tokens=False))
     return out
