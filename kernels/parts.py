@@ -182,12 +182,6 @@ def quad_max(x):
 
 
 @device
-def weight(d, k, exps):
-    """EXP of byte k of d; the table int32 [256][lane] lies at shared address `exps` of this lane."""
-    return ptx.load_shared(ptx.byte_permute(d, 0, 0x4440 + k) * 128 + exps)
-
-
-@device
 def rounded(v, scale):
     """clip(roundf(v * scale)) in the second byte of the result, without its conversion to an integer, which is slow:
     what lies below 0 goes to the float32 below, so that a half is rounded down there as well; then x + 1/2 rounded down

@@ -133,14 +133,12 @@ low2 = _instruction("prmt.b32 $0, $1, 0, 0x9180;")
 high2 = _instruction("prmt.b32 $0, $1, 0, 0xB3A2;")
 bytes4 = _instruction("prmt.b32 $0, $1, $2, 0x6420;")
 
-# of the halves, cc >= 9.0; clip2: between -127 and 127
+# of the halves, cc >= 9.0
 add2 = _instruction("add.s16x2 $0, $1, $2;")
 min2 = _instruction("min.s16x2 $0, $1, $2;")
 max2 = _instruction("max.s16x2 $0, $1, $2;")
 min2_unsigned = _instruction("min.u16x2 $0, $1, $2;")
 max2_unsigned = _instruction("max.u16x2 $0, $1, $2;")
-clip2 = _instruction("{ .reg .b32 t, u; mov.b32 t, 0x007F007F; min.s16x2 t, $1, t; "
-                     "mov.b32 u, 0xFF81FF81; max.s16x2 $0, t, u; }")
 
 
 def int16_pairs(cc):
@@ -167,8 +165,6 @@ store_shared = _instruction("st.shared.b32 [$0], $1;", void)
 # four int32 at a shared address that is a multiple of 16
 load_shared4 = _instruction("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", 4, effect=MEMORY)
 store_shared4 = _instruction("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", void)
-# brings the line of array[index], which must exist, into the second-level cache
-prefetch = _instruction("prefetch.L2 [$0];", void, (POINTER,), VOLATILE)
 
 
 def _load(count):
