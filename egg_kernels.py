@@ -286,7 +286,7 @@ class Recurrent(Forward):
             product("gates", row + GATES, "w_f", i, "normed", "u", 2)
             # without states any array of their type will do
             of_layer = table if states is None else states[i * units * H:(i + 1) * units * H].view(np.int32)
-            kernels.recur(blocks(units, kernels.state_rows // 2), THREADS, stream, common, call=row,
+            kernels.recur(blocks(units, kernels.recur.shape.rows // 2), THREADS, stream, common, call=row,
                           at=kernels.matrices["u_f", i], states=of_layer, kept=kept, begin=begin, keep=keep)
             keep_inputs("state", i, kept[:kept.size // 2])
             keep_inputs("gated", i, kept[kept.size // 2:])

@@ -72,64 +72,54 @@ def early_noise_quotients(cfg, nz, inputs, lowest=-127):
 # --- products over all positions --------------------------------------------------------------------------------------
 
 def _shapes(cfg, gpu):
-    """{kind: Shape} of the products over all positions, with and without noise. Each has also `outputs`, its columns;
-    `slots`, the pairs that the 64 rows of a warpgroup can touch; `table`, words of a pair's tables for 128 columns:
-    column noise and, of "inner", the input noise of w_down."""
+    """{kind: Shape} of the products over all positions, with and without noise. Each has also its `kind`; `outputs`,
+    its columns; the `least` value of an output, and the `amplitude` of the noise on it; `slots`, the pairs that the 64
+    rows of a warpgroup can touch; `table`, words of a pair's tables for 128 columns: column noise and, of "inner", the
+    input noise of w_down."""
     H = cfg.HIDDEN_DIM
     slots = members_of(32, cfg.SEQ_LEN)
     out = {}
     for kind in "gates", "inner", "down":
-        columns, table = H, 128
+        columns, table, least, amplitude = H, 128, -127, 0
         if kind == "inner":
             columns, table = 4 * H, 128 + gru_parts.input_bytes(cfg, 128) // 4
+            least, amplitude = 0 if cfg.MLP_RELU else -127, activations.amplitude_of(cfg, "up")
         budget = gpu.shared - 4 * GROUPS * 2 * slots * table - 1024
-        out[kind] = (full_shape(budget, 4 * H, H, 32) if kind == "down"
-                     else wide_shape(budget, H, columns))
-        vars(out[kind]).update(outputs=columns, slots=slots, table=table)
+        if kind == "down":
+            out[kind], amplitude = full_shape(budget, 4 * H, H, 32), activations.amplitude_of(cfg, "down")
+        else:
+            out[kind] = wide_shape(budget, H, columns)
+        vars(out[kind]).update(kind=kind, outputs=columns, slots=slots, table=table, least=least, amplitude=amplitude)
     return out
 
 
-def _lowest(cfg, kind):
-    """The least value of an output."""
-    return 0 if kind == "inner" and cfg.MLP_RELU else -127
-
-
-def _amplitude(cfg, kind):
-    """Of the noise on the outputs."""
-    return 0 if kind == "gates" else activations.amplitude_of(cfg, "up" if kind == "inner" else "down")
-
-
-def _words_function(cfg, gpu, kind, pairs):
-    """Device function: four columns from acc[i] on as two words of two int16, with the noise `four` of hash
-    `number`."""
+def _store_function(cfg, gpu, shape, pieces, pairs, add):
+    """Device function that stores both rows, with their noise: rows of H from word beyond on, 32 columns a time, in the
+    order of the threads; of "inner" core matrices of `pieces` columns, and sums + what they add to sb. pairs: of
+    early_noise_quotients; add: of input_functions."""
+    H = cfg.HIDDEN_DIM
+    N, COLUMNS = shape.N, shape.outputs
+    RAGGED, DOWN = shape.columns() != COLUMNS, shape.kind == "down"
+    AMPLITUDE, LEAST = shape.amplitude, gru_parts.both(shape.least)
     noisy_member, noise_word = activation_functions(cfg)
-    AMPLITUDE, LEAST = _amplitude(cfg, kind), gru_parts.both(_lowest(cfg, kind))
     plus, within = gru_parts.int16_functions(gpu.cc)
+    added = gru_parts.added_function(gpu.cc)
 
     @device
     def words_of(acc, i, source, p, member, number, four):
+        """Four columns from acc[i] on as two words of two int16, with the noise `four` of hash `number`."""
         y, z = pairs(acc, i)
         if AMPLITUDE:
             y, z = plus(y, z, noise_word(noisy_member(source, p + STREAM, member), number, four, AMPLITUDE))
             return within(y, z, LEAST, HIGHEST)
         return y, z
 
-    return words_of
-
-
-def _store_rows_function(cfg, gpu, kind, shape, words_of):
-    """Device function: 32 columns a time of both rows, in the order of the threads."""
-    H = cfg.HIDDEN_DIM
-    N, COLUMNS = shape.N, shape.outputs
-    RAGGED, DOWN = shape.columns() != COLUMNS, kind == "down"
-    added = gru_parts.added_function(gpu.cc)
-
     @gpu.device
-    def store_rows(acc, out, to, col, q, source, p, pair, position):
+    def store_rows(acc, out, row, beyond, col, q, at_noise, sums, source, p, pair, position):
         for j in range(N // 32):
             if not RAGGED or col + 32 * j < COLUMNS:
                 for half in range(2):
-                    at, new = to + half * (2 * H) + (col + 32 * j) // 4 + q * 2, int32s(2)
+                    at, new = row * (H // 4) + beyond + half * (2 * H) + (col + 32 * j) // 4 + q * 2, int32s(2)
                     number = position * (COLUMNS // 32) + (col >> 5) + j
                     if DOWN:
                         old = ptx.load2(out, at)
@@ -138,18 +128,8 @@ def _store_rows_function(cfg, gpu, kind, shape, words_of):
                         new[g] = added(old[g], y, z) if DOWN else ptx.bytes4(y, z)
                     ptx.store2(out, at, new[0], new[1])
 
-    return store_rows
-
-
-def _store_inner_function(cfg, gpu, shape, pieces, words_of, add):
-    """Device function: both rows as core matrices of `pieces` columns; sums + what they add to sb."""
-    H = cfg.HIDDEN_DIM
-    N, COLUMNS = shape.N, shape.outputs
-    RAGGED = shape.columns() != COLUMNS
-    registers = unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
-
-    @registers
-    def store_inner(acc, out, row, col, q, at_noise, sums, source, p, pair, position):
+    @unroll_registers(gpu, cfg.ADAPTIVE_NOISE_MODE == 2)
+    def store_inner(acc, out, row, beyond, col, q, at_noise, sums, source, p, pair, position):
         to = (row >> 6) * (64 * H) + ((row >> 3) & 7) * (2 * pieces) + (row & 7) * 4 + q
         for j in range(N // 16):
             if not RAGGED or col + 16 * j < COLUMNS:
@@ -161,15 +141,15 @@ def _store_inner_function(cfg, gpu, shape, pieces, words_of, add):
                     out[to + d * (2 * pieces) + c // pieces * (16 * pieces) + c % pieces // 16 * 32] = word
                     sums[d] = add(word, at_noise, j, q, sums[d])
 
-    return store_inner
+    return store_inner if shape.kind == "inner" else store_rows
 
 
-def _prepare_function(cfg, nz, gpu, kind, shape, as_column, fill_input):
+def _prepare_function(cfg, nz, gpu, shape, as_column, fill_input):
     """Device function: tables, from word `at` on, of the pairs that this warpgroup's rows touch, for column c of 128.
     Without a branch, which would make the products wait for each other."""
     COLUMNS = shape.outputs
     SLOTS, TABLE = shape.slots, shape.table
-    INNER = kind == "inner"
+    INNER = shape.kind == "inner"
     noise_of = pair_functions(cfg, nz).column
 
     @gpu.device
@@ -184,7 +164,7 @@ def _prepare_function(cfg, nz, gpu, kind, shape, as_column, fill_input):
     return prepare
 
 
-def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
+def _product_kernel(cfg, nz, gpu, shape, pieces):
     """A product over all positions of all pairs, divided and clipped. "gates": out, of the second matrix `beyond` words
     further, rows of H. "inner": out = u, 4 H columns, MLP_RELU: [64 rows][pieces of `pieces`
     columns][core matrices], and its sums with the input noise of w_down. "down": from u, out = clip(out + q), rows of
@@ -197,8 +177,8 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     RG = shape.RG
     CG = shape.CG
     PASSES = shape.passes
-    INNER = kind == "inner"
-    MATRICES = 2 if kind == "gates" else 1
+    INNER = shape.kind == "inner"
+    MATRICES = 2 if shape.kind == "gates" else 1
     K = shape.K
     SLOTS = shape.slots
     TABLE = shape.table
@@ -207,17 +187,14 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
     MATRIX_WORDS = shape.columns() * K // 4
     AT_TABLES = shape.bytes // 4
     BUFFER = SLOTS * TABLE
-    SB_AT = 2 if kind == "down" else 0
+    SB_AT = 2 if shape.kind == "down" else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape)
     fill_input, add = gru_parts.input_functions(cfg, nz, 128)
-    lowest = -127 if _amplitude(cfg, kind) else _lowest(cfg, kind)
-    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, lowest)
+    as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, K, -127 if shape.amplitude else shape.least)
     begin_tile = begin_tile_function(gpu, nz, begin, BASE, columns=N)
     place_of = place_function(cfg, RG, True)
-    words_of = _words_function(cfg, gpu, kind, pairs)
-    store_rows = _store_rows_function(cfg, gpu, kind, shape, words_of)
-    store_inner = _store_inner_function(cfg, gpu, shape, pieces, words_of, add)
-    prepare = _prepare_function(cfg, nz, gpu, kind, shape, as_column, fill_input)
+    store = _store_function(cfg, gpu, shape, pieces, pairs, add)
+    prepare = _prepare_function(cfg, nz, gpu, shape, as_column, fill_input)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -270,12 +247,8 @@ def _product_kernel(cfg, nz, gpu, kind, shape, pieces):
                 col = (ahead * CG + side) * N
                 if ptx.keep_in_loop(int32(number)) < places:  # the branch stays out of the loop of products
                     pair = unit + slot
-                    position = number - pair * n
-                    if INNER:
-                        store_inner(acc, out, int64(row), col, q, int32(base + 4 * here + 512), sums, source, p, pair,
-                                    position)
-                    else:
-                        store_rows(acc, out, int64(row) * (H // 4) + matrix * beyond, col, q, source, p, pair, position)
+                    store(acc, out, int64(row), matrix * beyond, col, q, int32(base + 4 * here + 512), sums, source, p,
+                          pair, number - pair * n)
                 odd = 1 - odd
                 if INNER:
                     ptx.named_barrier(1 + group, 128)        # the tables just read are the next to be overwritten
@@ -312,55 +285,30 @@ class Thread(NamedTuple):
 
 
 def _recurrence(cfg, gpu):
-    """(Shape, rows of a block, whether its tables stay in shared memory) of the recurrence. The tables of noise mode 2
-    are too large for that."""
-    H = cfg.HIDDEN_DIM
+    """The Shape of the recurrence, whose passes are those of both matrices. It has also `rows` of a block; `each` and
+    `all`, how many 16 columns a thread has in a pass and in a matrix; `tables` of 16 bytes for each of them; whether
+    these are `kept` in shared memory, for which those of noise mode 2 are too large; `at_past`, where the gated states
+    begin, behind the states."""
+    H, scaled = cfg.HIDDEN_DIM, cfg.ADAPTIVE_NOISE_MODE == 2
     passes = 1 if H <= 512 else blocks(H, 256)               # of a matrix; few registers hold what a pass leaves
     N = blocks(H, 128 * passes) * 32
     ways = []
     for rows in 64, 32:
-        for resident in (False,) if cfg.ADAPTIVE_NOISE_MODE == 2 else (True, False):
+        for kept in (False,) if scaled else (True, False):
             states = 2 * rows * H
-            budget = gpu.shared - 2816 - states - (N * passes * 1024 if resident else 0)
+            budget = gpu.shared - 2816 - states - (N * passes * 1024 if kept else 0)
             for shape in shapes(budget + 64 * H, H, GROUPS, N, 2 * passes, True):
                 if not shape.stream:
-                    shape.at_ring, shape.bytes = states, shape.bytes - 64 * H + states
-                    ways.append((shape, rows, resident))
+                    vars(shape).update(at_ring=states, bytes=shape.bytes - 64 * H + states, rows=rows, kept=kept,
+                                       each=N // 16, all=N // 16 * passes, tables=4 if scaled else 2, at_past=rows * H)
+                    ways.append(shape)
     # a deep ring; then the first way to cut rows and tables; then the widest pieces
-    return min(ways, key=lambda way: (way[0].shallow, -way[1], not way[2], -way[0].KP))
+    return min(ways, key=lambda shape: (shape.shallow, -shape.rows, not shape.kept, -shape.KP))
 
 
-class Cut(NamedTuple):
-    """How the recurrence is cut: `passes` of N columns a warpgroup and matrix, in 16 columns `each` of a pass."""
-    shape: object
-    rows: int               # of a block
-    resident: bool          # whether its tables stay in shared memory
-    H: int
-    N: int
-    passes: int
-    each: int
-    all: int                # 16 columns of a thread
-    ragged: bool            # whether some columns lie beyond H
-    tables: int             # of 16 bytes that a thread has for 16 columns
-    at_past: int            # where the gated states begin, behind the states
-
-
-def _cut(cfg, gpu):
-    H = cfg.HIDDEN_DIM
-    shape, rows, resident = _recurrence(cfg, gpu)
-    passes, each = shape.passes // 2, shape.N // 16
-    return Cut(shape, rows, resident, H, shape.N, passes, each, each * passes, GROUPS * shape.N * passes != H,
-               _tables(cfg), rows * H)
-
-
-def _tables(cfg):
-    """Tables of 16 bytes that a thread of the recurrence has for 16 columns."""
-    return 4 if cfg.ADAPTIVE_NOISE_MODE == 2 else 2
-
-
-def _column_function(cut):
+def _column_function(shape):
     """Device function: the first column of a thread's 16 columns k."""
-    EACH, N = cut.each, cut.N
+    EACH, N = shape.each, shape.N
 
     @device
     def column_of(k, t):
@@ -368,30 +316,34 @@ def _column_function(cut):
     return column_of
 
 
-def _table_functions(cfg, nz, cut):
-    """Device functions of the tables of a thread: load(thread, table, k), store(thread, table, k, w), and
-    make(thread, matrix, k), the four words of 16 columns."""
-    H = cut.H
-    RESIDENT, ALL, TABLES = cut.resident, cut.all, cut.tables
-    AT_OWN = cut.shape.bytes
-    noise = nz.noise
+def _table_functions(cfg, nz, shape, as_column):
+    """Device functions of the tables of a thread, and of the matrix that begins at plan[at]: load_table(thread, table,
+    k); store_table(thread, table, k, w); make_table(thread, matrix, k), the four words of 16 columns;
+    column_noise(thread, word, e, at, column), the noise of a column as `begin` takes it; add_inputs(thread, total,
+    word, noises, at, column), total + what four inputs add to sb."""
+    H = cfg.HIDDEN_DIM
+    KEPT, ALL, TABLES = shape.kept, shape.all, shape.tables
+    AT_OWN = shape.bytes
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    noise, scaled, factor = nz.noise, nz.scaled, nz.factor
+    input_coefficient, input_term = nz.input_coefficient, nz.input_term
     vector = pair_functions(cfg, nz).vector
-    column_of = _column_function(cut)
+    column_of = _column_function(shape)
 
     @device
     def place_of(thread, table, k):
-        if RESIDENT:
+        if KEPT:
             return int32(thread.ring.base + AT_OWN + (table * ALL + k) * (THREADS * 16) + thread.ring.t * 16)
         return ((int64(cuda.blockIdx.x) * TABLES + table) * ALL + k) * (THREADS * 4) + thread.ring.t * 4
 
     @called
     def load_table(thread, table, k):
         at = place_of(thread, table, k)
-        return ptx.load_shared4(at) if RESIDENT else ptx.load4(thread.tables, at)
+        return ptx.load_shared4(at) if KEPT else ptx.load4(thread.tables, at)
 
     @device
     def store_table(thread, table, k, w):
-        if RESIDENT:
+        if KEPT:
             ptx.store_shared4(place_of(thread, table, k), w[0], w[1], w[2], w[3])
         else:
             ptx.store4(thread.tables, place_of(thread, table, k), w[0], w[1], w[2], w[3])
@@ -416,19 +368,6 @@ def _table_functions(cfg, nz, cut):
             w3 = int32(w3 | ((noise(b, column + e) & 255) << shift))
         return w0, w1, w2, w3
 
-    return load_table, store_table, make_table
-
-
-def _noise_functions(cfg, nz, as_column):
-    """Device functions: column_noise(thread, word, e, at, column), the noise of a column of the matrix that begins at
-    plan[at], as `begin` takes it; add_inputs(thread, total, word, noises, at, column), total + what four inputs of that
-    matrix add to sb."""
-    MODE = cfg.ADAPTIVE_NOISE_MODE
-    scaled = nz.scaled
-    factor = nz.factor
-    input_coefficient = nz.input_coefficient
-    input_term = nz.input_term
-
     @device
     def column_noise(thread, word, e, at, column):
         source = thread.source
@@ -450,7 +389,7 @@ def _noise_functions(cfg, nz, as_column):
             total = int32(total + input_term(byte(word, e), input_coefficient(entry, stream, i), f))
         return total
 
-    return column_noise, add_inputs
+    return load_table, store_table, make_table, column_noise, add_inputs
 
 
 @device
@@ -465,42 +404,18 @@ def whole_sum(address, vector, row):
     return int32(s[0] + s[1] + (s[2] + s[3]))
 
 
-def _recurrent_product(cfg, gpu, cut, quotients, ring, load_table, column_noise):
-    """Device function: acc = the product of a pass, with its noise. quotients: begin and BASE of
-    early_noise_quotients; ring: multiply and finish of product_functions."""
-    H = cut.H
-    KS, TABLES = cut.each, cut.tables
-    PAST = cut.rows * H // (8 * cut.shape.KP)
-    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
-    begin, BASE = quotients
-    multiply, finish = ring
-    column_of, registers = _column_function(cut), unroll_registers(gpu)
-
-    @registers
-    def product(thread, ahead, matrix, step, s0, s1):
-        acc, ring = thread.acc, thread.ring
-        for j in range(KS):
-            column = min(column_of(ahead * KS + j, ring.t), H - 4)
-            noises = load_table(thread, matrix + TABLES - 2, ahead * KS + j)
-            for g in range(4):
-                i = accumulator_of(j, 0, g)
-                n = noises[g] if SCALED else column_noise(thread, noises[0], g, thread.p + U_F + matrix * U_APART,
-                                                          column)
-                acc[i], acc[i + 2] = begin(s0, n, int32(BASE)), begin(s1, n, int32(BASE))
-        finish(acc, ring, multiply(acc, ring, step, matrix * PAST), False, False, 0, 0)
-
-    return product
-
-
-def _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs):
-    """Device function: f, and the gated states of both rows to shared memory."""
-    H = cut.H
-    KS, RAGGED, AT_PAST = cut.each, cut.ragged, cut.at_past
+def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
+    """Device functions of a pass: gate, f and the gated states of both rows to shared memory; advance, the new states
+    of both rows, and x."""
+    H = cfg.HIDDEN_DIM
+    KS, RAGGED, AT_PAST = shape.each, shape.columns() != 2 * H, shape.at_past
     SCALED, KEEPS = cfg.ADAPTIVE_NOISE_MODE == 2, cfg.PERTURB == "activations"
-    GATE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "gate"), activation_functions(cfg)
-    gated, _, opened, _ = gru_parts.state_functions(gpu.cc)
+    GATE, CANDIDATE = (activations.amplitude_of(cfg, name) for name in ("gate", "candidate"))
+    APART, (noisy_member, noise_word) = activations.WORDS_APART, activation_functions(cfg)
+    gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
     plus, _ = gru_parts.int16_functions(gpu.cc)
-    column_of, registers = _column_function(cut), unroll_registers(gpu)
+    added = gru_parts.added_function(gpu.cc)
+    column_of, registers = _column_function(shape), unroll_registers(gpu)
 
     @registers
     def gate(thread, ahead, row0, position, to_kept):
@@ -533,21 +448,6 @@ def _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs):
                         if not SCALED:
                             thread.sums[d] = add_inputs(thread, thread.sums[d], past, w[3], thread.p + U_H,
                                                         column + g * 16)
-
-    return gate
-
-
-def _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs):
-    """Device function: the new states of both rows, and x."""
-    H = cut.H
-    KS, RAGGED = cut.each, cut.ragged
-    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
-    CANDIDATE, APART = activations.amplitude_of(cfg, "candidate"), activations.WORDS_APART
-    noisy_member, noise_word = activation_functions(cfg)
-    _, next_state, _, candidates_of = gru_parts.state_functions(gpu.cc)
-    plus, _ = gru_parts.int16_functions(gpu.cc)
-    added = gru_parts.added_function(gpu.cc)
-    column_of, registers = _column_function(cut), unroll_registers(gpu)
 
     @registers
     def advance(thread, ahead, row0, position, live, keeps):
@@ -583,12 +483,34 @@ def _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs):
                     if live:
                         ptx.store2(thread.x, at, out[0], out[1])
 
-    return advance
+    return gate, advance
 
 
-def _passes_function(cut, product, gate, advance):
-    """Device function: all passes of a matrix."""
-    PER, PIECES = cut.passes, cut.H // cut.shape.KP
+def _passes_function(cfg, gpu, shape, begin, BASE, ring, column_noise, pairs, load_table, add_inputs):
+    """Device function: all passes of a matrix. begin, BASE, pairs: of early_noise_quotients; ring: multiply and finish
+    of product_functions."""
+    H = cfg.HIDDEN_DIM
+    KS, TABLES = shape.each, shape.tables
+    PAST = shape.rows * H // (8 * shape.KP)
+    PER, PIECES = shape.passes // 2, shape.pieces()
+    SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
+    multiply, finish = ring
+    column_of = _column_function(shape)
+    gate, advance = _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs)
+
+    @unroll_registers(gpu)
+    def product(thread, ahead, matrix, step, s0, s1):
+        """acc = the product of a pass, with its noise."""
+        acc, ring = thread.acc, thread.ring
+        for j in range(KS):
+            column = min(column_of(ahead * KS + j, ring.t), H - 4)
+            noises = load_table(thread, matrix + TABLES - 2, ahead * KS + j)
+            for g in range(4):
+                i = accumulator_of(j, 0, g)
+                n = noises[g] if SCALED else column_noise(thread, noises[0], g, thread.p + U_F + matrix * U_APART,
+                                                          column)
+                acc[i], acc[i + 2] = begin(s0, n, int32(BASE)), begin(s1, n, int32(BASE))
+        finish(acc, ring, multiply(acc, ring, step, matrix * PAST), False, False, 0, 0)
 
     @unrolled
     def columns(thread, matrix, step, s0, s1, row0, position, live, keeps, to_kept):
@@ -602,7 +524,7 @@ def _passes_function(cut, product, gate, advance):
     return columns
 
 
-def recur_kernel(cfg, nz, gpu):
+def recur_kernel(cfg, nz, gpu, shape):
     """The state of a layer through n positions: x = clip(x + h) in place. Launch [blocks] of 512 threads. A warp has
     eight pairs, a warpgroup N columns of each of its passes. A thread finds the constants of its columns in `tables`,
     16 bytes [matrix][16 columns][thread]: column noise, biases of both members, input noise of the
@@ -613,32 +535,29 @@ def recur_kernel(cfg, nz, gpu):
     follows. Position p of pair i is tokens[i * width + skip + p]. states words of int8 [pairs, H]: where `begin`, pairs
     begin with them; where `keep` is 1, states go there in the end. Where it is KEEP_INPUTS, what u_f and u_h multiply
     in the even members goes to `kept`, words of int8 [2, pairs * n, H]."""
-    cut = _cut(cfg, gpu)
-    H = cut.H
+    H = cfg.HIDDEN_DIM
     BULK = gpu.wgmma
-    ROWS, RAGGED = cut.rows, cut.ragged
-    ALL, AT_PAST = cut.all, cut.at_past
-    PER, PIECES = cut.passes, H // cut.shape.KP
-    ACC = cut.N // 2
+    ROWS, RAGGED = shape.rows, shape.columns() != 2 * H
+    ALL, AT_PAST = shape.all, shape.at_past
+    STEPS = shape.steps() // 2                               # of a matrix
+    ACC = shape.N // 2
     SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     WORDS = 2 * ALL
     SUMS = 2 * 64 * GROUPS
     KEEPS = cfg.PERTURB == "activations"
-    open_ring, _, multiply, finish = product_functions(gpu, cut.shape, matrices=2, own_rows=True)
+    open_ring, _, multiply, finish = product_functions(gpu, shape, matrices=2, own_rows=True)
     as_row, as_column, begin, BASE, pairs = early_noise_quotients(cfg, nz, H)
-    column_of = _column_function(cut)
-    load_table, store_table, make_table = _table_functions(cfg, nz, cut)
-    column_noise, add_inputs = _noise_functions(cfg, nz, as_column)
-    product = _recurrent_product(cfg, gpu, cut, (begin, BASE), (multiply, finish), load_table, column_noise)
-    columns = _passes_function(cut, product, _gate_function(cfg, gpu, cut, pairs, load_table, add_inputs),
-                               _advance_function(cfg, gpu, cut, pairs, load_table, add_inputs))
+    column_of = _column_function(shape)
+    load_table, store_table, make_table, column_noise, add_inputs = _table_functions(cfg, nz, shape, as_column)
+    columns = _passes_function(cfg, gpu, shape, begin, BASE, (multiply, finish), column_noise, pairs, load_table,
+                               add_inputs)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
     def recur(call, at, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, skip, n, units, job: AU32,
               offset, gates: A32, candidates: A32, x: A32, states: A32, tables: A32, kept: A32, begin, keep):
         parts = cuda.shared.array(SUMS, int32, 128)          # [of h, of past][row][warpgroup]
-        ring = open_ring(n * (2 * PER * PIECES), 0, 1, packed, packed, at)
+        ring = open_ring(n * (2 * STEPS), 0, 1, packed, packed, at)
         t = ring.t
         p = (call + RECUR) * PLAN
         group = t >> 7
@@ -688,7 +607,7 @@ def recur_kernel(cfg, nz, gpu):
                 s0 = as_row(whole_sum(at_parts, matrix, row))
                 s1 = as_row(int32(-whole_sum(at_parts, matrix, row + 8)))
                 sums[0], sums[1] = 0, 0
-                columns(thread, matrix, (2 * position + matrix) * (PER * PIECES), s0, s1, row0, position, writes, keeps,
+                columns(thread, matrix, (2 * position + matrix) * STEPS, s0, s1, row0, position, writes, keeps,
                         to_kept)
                 if SCALED and works:                         # once, not in every pass: it is long
                     for k in range(ALL):
@@ -710,7 +629,7 @@ def recur_kernel(cfg, nz, gpu):
                     states[int64(pair) * (H // 4) + column // 4] = ptx.read_shared(
                         at_word + (column - q * 4) * 8)
 
-    return Kernel(recur, cut.shape.bytes + (2 * ALL * THREADS * 16 if cut.resident else 0))
+    return Kernel(recur, shape.bytes + (2 * ALL * THREADS * 16 if shape.kept else 0), shape)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -750,12 +669,11 @@ class Kernels:
         self.cfg = cfg
         self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
         nz, self.shapes = build_noise(cfg, cfg.PERTURB == "activations"), _shapes(cfg, gpu)
-        shape, self.state_rows, self.resident = _recurrence(cfg, gpu)
-        self.table_bytes = shape.columns() * 64 * _tables(cfg)             # 16 a thread, table and 16 columns
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]
-        self.products = {kind: _product_kernel(cfg, nz, gpu, kind, cut, self.shapes["down"].KP)
+        self.products = {kind: _product_kernel(cfg, nz, gpu, cut, self.shapes["down"].KP)
                          for kind, cut in self.shapes.items()}
-        self.recur = recur_kernel(cfg, nz, gpu)
+        shape = _recurrence(cfg, gpu)
+        self.recur = recur_kernel(cfg, nz, gpu, shape)
         kind = dict(w_up="inner", w_down="down", w_f="gates", w_h="gates")
         self.matrices = {}
         for t in gru_parts.matrices(cfg):
@@ -775,7 +693,8 @@ class Kernels:
         """({name: (first byte, end)} of the scratch arrays, bytes of all). The inner values of the MLP take the place
         of gates and candidates."""
         rows = rows_of_places(units * n)
-        size, tables = rows * self.cfg.HIDDEN_DIM, blocks(units, self.state_rows // 2) * self.table_bytes
+        size, shape = rows * self.cfg.HIDDEN_DIM, self.recur.shape
+        tables = 4 if shape.kept else blocks(units, shape.rows // 2) * shape.columns() * 64 * shape.tables
         out, end = ranges(dict(x=size, gates=size, candidates=size, more=2 * size, normed=size, sb=12 * rows,
-                               tables=4 if self.resident else tables))
+                               tables=tables))
         return out | dict(u=(out["gates"][0], out["more"][1])), end
