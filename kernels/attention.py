@@ -16,13 +16,17 @@ def value_length(cfg):
     return blocks(padded_length(cfg), KEYS) * KEYS
 
 
-def _fetch_function(cfg, gpu, threads):
-    """fetch, a device function: the copies of keys and values to shared memory, by a block of `threads`."""
+def _tile_functions(cfg, gpu, threads, SUMS):
+    """(fetch, begin_head, scores, largest, weigh), device functions: the copies of keys and values to shared memory, by
+    a block of `threads`; the scores of two rows, and the weights that these become. SUMS: of a lane."""
     H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
     LENGTH, POSITIONS = padded_length(cfg), value_length(cfg)
     MANY = LENGTH > KEYS                                     # more than one tile
     BYTES = KEYS * D                                         # of keys
+    LOWEST = -2 ** 31
+    SHIFT = cfg.SHIFT_ATTN
+    MOST, COPIES = exp_sizes(cfg)
 
     @gpu.device
     def fetch(to, k, v, member, step, per_head, tiles, t):
@@ -37,18 +41,6 @@ def _fetch_function(cfg, gpu, threads):
                 ptx.copy_async16(int32(to + BYTES + i * 16), v,
                                  at_v + (i // (KEYS // 2)) * (2 * POSITIONS) + (i % (KEYS // 2)) * 4)
         ptx.copy_commit()
-
-    return fetch
-
-
-def _score_functions(cfg, gpu, SUMS):
-    """(begin_head, scores, largest, weigh), device functions of the scores of two rows, and of the weights that these
-    become; SUMS: of a lane."""
-    H = cfg.HIDDEN_DIM
-    D = cfg.HEAD_DIM
-    LOWEST = -2 ** 31
-    SHIFT = cfg.SHIFT_ATTN
-    MOST, COPIES = exp_sizes(cfg)
 
     @gpu.device
     def begin_head(query, tops, dens, high, low, queries, at, head):
@@ -99,17 +91,23 @@ def _score_functions(cfg, gpu, SUMS):
                         s[4 * j + 2 * half + e] = w
                         dens[half] += w
 
-    return begin_head, scores, largest, weigh
+    return fetch, begin_head, scores, largest, weigh
 
 
-def _sum_functions(cfg, gpu):
-    """(split, set_values, add_values), device functions: weights times values, byte limb by byte limb.
+def _sum_functions(cfg, nz, gpu):
+    """(split, set_values, add_values, finish), device functions: weights times values, byte limb by byte limb; the
+    quotients of 16 channels, and what they add to sb.
 
     A score fragment of four column tiles is, byte for byte, an A fragment over 32 positions (in the permuted order of
     v), so the weights go into the products of their byte limbs without leaving registers. Over 64 positions a limb sum
     fits int32 by Horner's rule; sums over more are kept as 2^16 high + low."""
+    H = cfg.HIDDEN_DIM
     D = cfg.HEAD_DIM
     LIMBS = (cfg.SOFTMAX_SCALE_BIT + 8) // 8
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    MANY = padded_length(cfg) > KEYS                         # more than one tile
+    ON_WEIGHTS = cfg.PERTURB == "weights"
+    input_term = nz.input_term
 
     @gpu.device
     def split(limbs, s, wide):
@@ -153,17 +151,6 @@ def _sum_functions(cfg, gpu):
                 low[4 * d + e] += w[e] & 0xFFFF
                 high[4 * d + e] += w[e] >> 16
 
-    return split, set_values, add_values
-
-
-def _finish_function(cfg, nz, gpu):
-    """finish, a device function: the quotients of 16 channels, and what they add to sb."""
-    H = cfg.HIDDEN_DIM
-    MODE = cfg.ADAPTIVE_NOISE_MODE
-    MANY = padded_length(cfg) > KEYS                         # more than one tile
-    ON_WEIGHTS = cfg.PERTURB == "weights"
-    input_term = nz.input_term
-
     @gpu.device
     def finish(high, low, at, dens, reciprocals, at_c, at_f, factors, a, to, sums):
         """Divides the sums of 16 channels in high, low [at...], 2^16 high + low, toward zero (at most 127 in size),
@@ -190,7 +177,7 @@ def _finish_function(cfg, nz, gpu):
                     sums[half] += input_term(x[k], c[k], f)
             a[uint64(to + half * (2 * H))] = pack_bytes(x, 0)
 
-    return finish
+    return split, set_values, add_values, finish
 
 
 def attention_kernel(cfg, nz, gpu):
@@ -220,10 +207,8 @@ def attention_kernel(cfg, nz, gpu):
     # threads, and blocks of a multiprocessor: as many as registers allow
     ALL, RESIDENT = 32 * min(4, LENGTH // 16), 4 if not MANY else 3 if D <= 64 else 2
     factor, input_coefficient = nz.factor, nz.input_coefficient
-    fetch = _fetch_function(cfg, gpu, ALL)
-    begin_head, scores, largest, weigh = _score_functions(cfg, gpu, SUMS)
-    split, set_values, add_values = _sum_functions(cfg, gpu)
-    finish = _finish_function(cfg, nz, gpu)
+    fetch, begin_head, scores, largest, weigh = _tile_functions(cfg, gpu, ALL, SUMS)
+    split, set_values, add_values, finish = _sum_functions(cfg, nz, gpu)
 
     @cuda.jit(launch_bounds=(128, RESIDENT))
     @gpu.unroll

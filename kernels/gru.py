@@ -99,7 +99,7 @@ def _store_function(cfg, gpu, shape, pieces, pairs, add):
     early_noise_quotients; add: of input_functions."""
     H = cfg.HIDDEN_DIM
     N, COLUMNS = shape.N, shape.outputs
-    RAGGED, DOWN = shape.columns() != COLUMNS, shape.kind == "down"
+    RAGGED, DOWN = shape.columns != COLUMNS, shape.kind == "down"
     AMPLITUDE, LEAST = shape.amplitude, gru_parts.both(shape.least)
     noisy_member, noise_word = activation_functions(cfg)
     plus, within = gru_parts.int16_functions(gpu.cc)
@@ -184,7 +184,7 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
     TABLE = shape.table
     ACC = N // 2
     PIECES = K // shape.KP
-    MATRIX_WORDS = shape.columns() * K // 4
+    MATRIX_WORDS = shape.columns * K // 4
     AT_TABLES = shape.bytes // 4
     BUFFER = SLOTS * TABLE
     SB_AT = 2 if shape.kind == "down" else 0
@@ -408,7 +408,7 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
     """Device functions of a pass: gate, f and the gated states of both rows to shared memory; advance, the new states
     of both rows, and x."""
     H = cfg.HIDDEN_DIM
-    KS, RAGGED, AT_PAST = shape.each, shape.columns() != 2 * H, shape.at_past
+    KS, RAGGED, AT_PAST = shape.each, shape.columns != 2 * H, shape.at_past
     SCALED, KEEPS = cfg.ADAPTIVE_NOISE_MODE == 2, cfg.PERTURB == "activations"
     GATE, CANDIDATE = (activations.amplitude_of(cfg, name) for name in ("gate", "candidate"))
     APART, (noisy_member, noise_word) = activations.WORDS_APART, activation_functions(cfg)
@@ -492,7 +492,7 @@ def _passes_function(cfg, gpu, shape, begin, BASE, ring, column_noise, pairs, lo
     H = cfg.HIDDEN_DIM
     KS, TABLES = shape.each, shape.tables
     PAST = shape.rows * H // (8 * shape.KP)
-    PER, PIECES = shape.passes // 2, shape.pieces()
+    PER, PIECES = shape.passes // 2, shape.pieces
     SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     multiply, finish = ring
     column_of = _column_function(shape)
@@ -537,9 +537,9 @@ def recur_kernel(cfg, nz, gpu, shape):
     in the even members goes to `kept`, words of int8 [2, pairs * n, H]."""
     H = cfg.HIDDEN_DIM
     BULK = gpu.wgmma
-    ROWS, RAGGED = shape.rows, shape.columns() != 2 * H
+    ROWS, RAGGED = shape.rows, shape.columns != 2 * H
     ALL, AT_PAST = shape.all, shape.at_past
-    STEPS = shape.steps() // 2                               # of a matrix
+    STEPS = shape.steps // 2                               # of a matrix
     ACC = shape.N // 2
     SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     WORDS = 2 * ALL
@@ -678,14 +678,14 @@ class Kernels:
         self.matrices = {}
         for t in gru_parts.matrices(cfg):
             cut = self.shapes[kind[t.name]] if t.name in kind else None
-            columns, width = (cut.columns(), cut.KP) if cut else (shape.columns() // 2, shape.KP)
+            columns, width = (cut.columns, cut.KP) if cut else (shape.columns // 2, shape.KP)
             self.matrices[t.name, t.layer] = packing.add(t, QUADS, columns, width)
         self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
         self.head, self.clean_head = head_kernel(cfg, nz, gpu), head_kernel(cfg, build_noise(cfg, True), gpu, True)
         layers = [*self.norms, *self.products.values(), self.recur, self.norm_f]
         self.noisy, self.clean = [*layers, self.head], [*layers, self.clean_head]
         head = gru_parts.tensor(cfg, "head")
-        self.at_tiles = [packing.add(head, PLAIN, kernel.shape.columns(), kernel.shape.KP)
+        self.at_tiles = [packing.add(head, PLAIN, kernel.shape.columns, kernel.shape.KP)
                          for kernel in (self.head, self.clean_head)]
         self.at_columns = packing.add(head, ROWS, head.cols, head.rows)
 
@@ -694,7 +694,7 @@ class Kernels:
         of gates and candidates."""
         rows = rows_of_places(units * n)
         size, shape = rows * self.cfg.HIDDEN_DIM, self.recur.shape
-        tables = 4 if shape.kept else blocks(units, shape.rows // 2) * shape.columns() * 64 * shape.tables
+        tables = 4 if shape.kept else blocks(units, shape.rows // 2) * shape.columns * 64 * shape.tables
         out, end = ranges(dict(x=size, gates=size, candidates=size, more=2 * size, normed=size, sb=12 * rows,
                                tables=tables))
         return out | dict(u=(out["gates"][0], out["more"][1])), end

@@ -45,12 +45,23 @@ def _sizes(cfg, gpu):
         RAGGED=V % (128 * shape.CG) != 0)
 
 
-def _noise_functions(cfg, gpu, sizes, column, as_column):
-    """(slot_of, prepare), device functions: the noise of a tile in shared memory."""
+def _tile_functions(cfg, gpu, sizes, column, as_column, BASE, clean):
+    """(BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups): device functions of a tile's noise in
+    shared memory, of levels, and of the sums of the weights of a thread's two rows; and where levels begin: at the BASE
+    of `begin_functions`, except in the recurrent model."""
     V = cfg.VOCAB_SIZE
-    MEMBERS = sizes.MEMBERS
-    SLOTS = sizes.SLOTS
-    RAGGED = sizes.RAGGED
+    PAIRED = cfg.MODEL == "gru"
+    LOGIT = cfg.SHIFT_LOGIT
+    ONES = (1 << LOGIT) - 1
+    MEMBERS, SLOTS = sizes.MEMBERS, sizes.SLOTS
+    RAGGED, PLACED = sizes.RAGGED, sizes.PLACED
+    ENTRY = 4 * sizes.COPIES
+    CG, AT_PARTS = sizes.shape.CG, sizes.AT_PARTS
+    SUM = int64 if clean else uint32
+    quotient = None
+    if PAIRED:
+        BASE, quotient = quotient_function(parameters.divisor(cfg, cfg.HIDDEN_DIM), MAGIC, BASE)
+    HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
 
     @gpu.device
     def slot_of(c):
@@ -63,21 +74,6 @@ def _noise_functions(cfg, gpu, sizes, column, as_column):
         for m in range(SLOTS):
             n = column(source, (member + m) >> MEMBERS, v if not RAGGED or v < V else V - 1)
             sm[at + m * 128 + slot] = as_column(n)
-
-    return slot_of, prepare
-
-
-def _level_functions(cfg, gpu, sizes, BASE, clean):
-    """(BASE, logit, weight, settled): device functions of levels, and where these begin: at the BASE of
-    `begin_functions`, except in the recurrent model."""
-    PAIRED = cfg.MODEL == "gru"
-    LOGIT = cfg.SHIFT_LOGIT
-    ONES = (1 << LOGIT) - 1
-    PLACED = sizes.PLACED
-    ENTRY = 4 * sizes.COPIES
-    quotient = None
-    if PAIRED:
-        BASE, quotient = quotient_function(parameters.divisor(cfg, cfg.HIDDEN_DIM), MAGIC, BASE)
 
     @device
     def logit(a):
@@ -102,17 +98,6 @@ def _level_functions(cfg, gpu, sizes, BASE, clean):
         if clean:
             return logit(top)
         return int32((quotient(top) * ENTRY if PAIRED else top | ONES) + table)
-
-    return BASE, logit, weight, settled
-
-
-def _sum_functions(gpu, sizes, BASE, weight, clean):
-    """(hide, add_weights, add_groups), device functions: the sums of the weights of a thread's two rows."""
-    CG = sizes.shape.CG
-    RAGGED = sizes.RAGGED
-    AT_PARTS = sizes.AT_PARTS
-    HIDDEN = BASE - (1 << 29)                                # the level of columns beyond the vocabulary
-    SUM = int64 if clean else uint32
 
     @gpu.device
     def hide(acc, limit):
@@ -156,7 +141,7 @@ def _sum_functions(gpu, sizes, BASE, weight, clean):
                 for half in range(2):
                     totals[half] += wide[mine + half * (8 * CG) + k]
 
-    return hide, add_weights, add_groups
+    return BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups
 
 
 def _loss_functions(cfg, gpu, column, logit, BASE, clean):
@@ -245,15 +230,14 @@ def head_kernel(cfg, nz, gpu, clean=False):
     AT_TABLES, AT_PARTS = sizes.AT_TABLES, sizes.AT_PARTS
     shape = sizes.shape
     CG, TILES = shape.CG, shape.passes
-    STEPS, APART = 2 * shape.steps(), shape.apart()
+    STEPS, APART = 2 * shape.steps, shape.apart
     place_of = place_function(cfg, shape.RG, PAIRED)
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
     column = pair_functions(cfg, nz).column
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, cfg.HIDDEN_DIM)
-    BASE, logit, weight, settled = _level_functions(cfg, gpu, sizes, BASE, clean)
+    BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups = _tile_functions(
+        cfg, gpu, sizes, column, as_column, BASE, clean)
     begin_tile = begin_tile_function(gpu, nz, begin, BASE)
-    slot_of, prepare = _noise_functions(cfg, gpu, sizes, column, as_column)
-    hide, add_weights, add_groups = _sum_functions(gpu, sizes, BASE, weight, clean)
     target_logits, store_loss = _loss_functions(cfg, gpu, column, logit, BASE, clean)
 
     @cuda.jit(launch_bounds=THREADS)

@@ -117,45 +117,21 @@ class Shape(SimpleNamespace):
     """How a product of K inputs is cut: RG groups of 64 rows by CG groups of N columns, `passes` of them; pieces of KP
     inputs in `stages` stages; `pieced`: the rows lie in memory in pieces; `together`: all warps end a tile together;
     `stream`: the rows pass through the ring with the weights, else they stay; `resident`: so do the weights; `turns`:
-    a stage is for one column group, so that they take turns with the tensor cores and with their epilogues. Bytes:
-    `at_ring` of the rows before the ring, `stage` of a stage, `bytes` of all. `shallow`: the ring has few or
-    small stages; a shape with more is preferred."""
+    a stage is for one column group, so that they take turns with the tensor cores and with their epilogues.
 
-    def columns(self):
-        """Columns of the matrix, with those that pad it."""
-        return self.passes * self.CG * self.N
-
-    def steps(self):
-        """Steps of a tile."""
-        return self.passes * self.K // self.KP * (self.CG if self.turns else 1)
-
-    def pieces(self):
-        """Steps of a pass."""
-        return self.K // self.KP
-
-    def apart(self):
-        """Steps from one column group to the next."""
-        return self.pieces() if self.turns else 0
-
-    def row_threads(self):
-        """Threads that share 64 rows."""
-        return self.CG * 128
-
-    def at_weights(self):
-        """Bytes of a stage before its weights: the rows, if they pass through the ring."""
-        return 64 * self.RG * self.KP if self.stream else 0
-
-    def at_empty(self):
-        """Bytes of the barriers of full stages and, after those, of full rows (row group i is stage `stages` + i): the
-        barriers of empty ones come next, in the same order, and then those of the warpgroups' turns."""
-        return 8 * (self.stages + self.RG)
+    `columns` of the matrix, with those that pad it; `pieces`, the steps of a pass; `steps` of a tile; `apart`, steps
+    from one column group to the next; `row_threads` that share 64 rows. Bytes: `at_ring` of the rows before the ring,
+    `stage` of a stage, `at_weights` of the rows in it before its weights, `bytes` of all. `at_empty`: bytes of the
+    barriers of full stages and, after those, of full rows (row group i is stage `stages` + i); the barriers of empty
+    ones come next, in the same order, and then those of the warpgroups' turns. `shallow`: the ring has few or small
+    stages; a shape with more is preferred."""
 
     def traffic(self):
         """Bytes that a row brings from the second-level cache, half as much again for sums that wait there, and a tenth
         for epilogues beside which the tensor cores rest."""
         bytes_ = self.K * (self.passes if self.stream else 1) + 12 * self.CG * self.N * (self.passes - 1)
         if not self.resident:
-            bytes_ += self.columns() * self.K / (64 * self.RG)
+            bytes_ += self.columns * self.K / (64 * self.RG)
         return bytes_ if self.resident or self.turns else 1.1 * bytes_
 
 
@@ -166,18 +142,21 @@ def shapes(budget, K, CG, N, passes, together, pieced=False, turns=False):
     for stream in False, True:
         rows = 0 if stream else 64 * RG * K
         for KP in (k for k in range(256, 31, -32) if K % k == 0 and not (pieced and k & (k - 1))):
-            stage = (CG * N + (64 * RG if stream else 0)) * KP
-            steps = passes * K // KP
+            at_weights, pieces = 64 * RG * KP if stream else 0, K // KP
+            stage, steps = CG * N * KP + at_weights, passes * pieces
             resident = not stream and steps <= 12 and rows + steps * stage <= budget
             alternate = turns and CG > 1 and passes > 1 and not stream and not resident
             if alternate:
                 stage = N * KP
             stages = steps if resident else min(5, (budget - rows) // stage)
             if resident or stages >= 2:
-                fitting.append(Shape(K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, together=together,
-                                   pieced=pieced, stream=stream, turns=alternate, resident=resident, at_ring=rows,
-                                   stage=stage, bytes=rows + stages * stage,
-                                   shallow=not resident and (stages < 3 or KP < min(64, K))))
+                fitting.append(Shape(
+                    K=K, RG=RG, CG=CG, N=N, passes=passes, KP=KP, stages=stages, together=together, pieced=pieced,
+                    stream=stream, turns=alternate, resident=resident, at_ring=rows, stage=stage,
+                    bytes=rows + stages * stage, shallow=not resident and (stages < 3 or KP < min(64, K)),
+                    columns=passes * CG * N, pieces=pieces, steps=steps * CG if alternate else steps,
+                    apart=pieces if alternate else 0, row_threads=CG * 128, at_weights=at_weights,
+                    at_empty=8 * (stages + RG)))
     return fitting
 
 
@@ -217,25 +196,32 @@ def split(i, n):
     return int32(uint32(i) // uint32(n)), int32(uint32(i) % uint32(n))
 
 
-def copy_functions(gpu, shape, repeat, matrices):
+def step_functions(gpu, shape, repeat, matrices, wait):
     """Device functions that start copies into shared memory: fetch_rows(ring, group, tile) of the rows of a row group,
-    fetch(ring, step) of a stage. repeat, matrices: see product_functions."""
+    fetch(ring, step) of a stage; start(acc, ring, step, piece, keep) waits for a stage and starts acc += its products,
+    or acc = them where `keep` is 0; done(acc) waits for the tensor cores. repeat, matrices: see product_functions;
+    wait: that for a barrier."""
     BULK = gpu.wgmma
     K = shape.K
     KP = shape.KP
+    N = shape.N
     RG = shape.RG
+    CG = shape.CG
     STAGES = shape.stages
     STREAM = shape.stream
+    RESIDENT = shape.resident
     STAGE = shape.stage
     AT_RING = shape.at_ring
-    PIECES = shape.pieces()
-    ROW_THREADS = shape.row_threads()
-    AT_WEIGHTS = shape.at_weights()
-    COLUMNS = (1 if shape.turns else shape.CG) * shape.N     # of a stage
-    ALL_COLUMNS = shape.columns() // matrices
+    TURNS = shape.turns
+    PIECES = shape.pieces
+    ROW_THREADS = shape.row_threads
+    AT_WEIGHTS = shape.at_weights
+    COLUMNS = (1 if TURNS else CG) * N                       # of a stage
+    ALL_COLUMNS = shape.columns // matrices
     PER = ALL_COLUMNS // COLUMNS
     # of a piece of rows in memory: words from one to the next; bytes that lie together, words from these to the next
     NEXT, EACH, APART = (16 * KP, 64 * KP, 16 * K) if shape.pieced else (2 * KP, 8 * KP, 2 * K)
+    A_WIDTH, A_PIECE = KP if STREAM or shape.pieced else K, 64 * KP if shape.pieced else 8 * KP
 
     @gpu.device
     def copy(to, source, at, count, each, apart, full, t, threads):
@@ -280,7 +266,47 @@ def copy_functions(gpu, shape, repeat, matrices):
         if not BULK:
             ptx.copy_arrive(full)
 
-    return fetch_rows, fetch
+    @gpu.device
+    def operands(ring, step, piece):
+        """Waits for a step; shared addresses of the rows and of the columns of this warpgroup."""
+        group = ring.t >> 7
+        turn, stage = split(step, STAGES)
+        wait(ring.bar + 8 * stage, 0 if RESIDENT else turn & 1)
+        at = ring.base + AT_RING + stage * STAGE
+        b = at + AT_WEIGHTS + (0 if TURNS else (group % CG) * (N * KP))
+        if STREAM:
+            return at + (group // CG) * (64 * KP), b
+        return ring.base + (group // CG) * (64 * K) + piece * A_PIECE, b
+
+    if gpu.wgmma:
+        product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
+        of_rows, of_columns = wgmma_descriptor(A_WIDTH), wgmma_descriptor(KP)
+
+        @gpu.called
+        def start(acc, ring, step, piece, keep):
+            a, b = operands(ring, step, piece)
+            a_desc, b_desc = of_rows(ptx.keep_in_loop(a)), of_columns(ptx.keep_in_loop(b))
+            ptx.wgmma_fence()
+            for k in range(KP // 32):
+                product(acc, a_desc + 16 * k, b_desc + 16 * k, 1 if k else keep)
+    else:
+        product = ptx.mma_tile(N, KP // 32, 8 * KP)
+
+        @gpu.called
+        def start(acc, ring, step, piece, keep):
+            a, b = operands(ring, step, piece)
+            if keep == 0:
+                for i in range(N // 2):
+                    acc[i] = 0
+            matrix, row = (ring.t >> 3) & 3, (ring.t & 7) * 16        # what load_matrix4 takes of this lane
+            a = a + ((ring.t & 127) >> 5) * (16 * A_WIDTH) + (matrix & 1) * (8 * A_WIDTH) + (matrix >> 1) * 128 + row
+            product(acc, int32(a), int32(b + (matrix >> 1) * (8 * KP) + (matrix & 1) * 128 + row))
+
+        @gpu.device
+        def done(acc):
+            pass
+
+    return fetch_rows, fetch, start, done
 
 
 def ring_functions(gpu, shape, own_rows, wait, fetch_rows, fetch):
@@ -291,12 +317,12 @@ def ring_functions(gpu, shape, own_rows, wait, fetch_rows, fetch):
     STAGES = shape.stages
     STREAM = shape.stream
     RESIDENT = shape.resident
-    ROW_THREADS = shape.row_threads()
-    EMPTY = shape.at_empty()
+    ROW_THREADS = shape.row_threads
+    EMPTY = shape.at_empty
     TURN, TAKERS = 2 * EMPTY, GROUPS if shape.turns else 0
     READERS = 4 * RG if shape.turns else THREADS // 32       # warps that read a stage
     # steps by which warps may drift beside cp.async, about
-    LAG = min(1 if shape.together or shape.pieces() > 1 else 2, STAGES - 2)
+    LAG = min(1 if shape.together or shape.pieces > 1 else 2, STAGES - 2)
     assert 2 * (STAGES + RG) + TAKERS <= BARRIER_WORDS
 
     @gpu.device
@@ -368,65 +394,6 @@ def ring_functions(gpu, shape, own_rows, wait, fetch_rows, fetch):
     return open_ring, wait_rows, leave_rows, leave
 
 
-def start_functions(gpu, shape, wait):
-    """Device functions: start(acc, ring, step, piece, keep) waits for a stage and starts acc += its products, or acc =
-    them where `keep` is 0; done(acc) waits for the tensor cores. wait: that for a barrier."""
-    K = shape.K
-    KP = shape.KP
-    CG = shape.CG
-    N = shape.N
-    STAGES = shape.stages
-    STREAM = shape.stream
-    RESIDENT = shape.resident
-    STAGE = shape.stage
-    AT_RING = shape.at_ring
-    TURNS = shape.turns
-    AT_WEIGHTS = shape.at_weights()
-    A_WIDTH, A_PIECE = KP if STREAM or shape.pieced else K, 64 * KP if shape.pieced else 8 * KP
-
-    @gpu.device
-    def operands(ring, step, piece):
-        """Waits for a step; shared addresses of the rows and of the columns of this warpgroup."""
-        group = ring.t >> 7
-        turn, stage = split(step, STAGES)
-        wait(ring.bar + 8 * stage, 0 if RESIDENT else turn & 1)
-        at = ring.base + AT_RING + stage * STAGE
-        b = at + AT_WEIGHTS + (0 if TURNS else (group % CG) * (N * KP))
-        if STREAM:
-            return at + (group // CG) * (64 * KP), b
-        return ring.base + (group // CG) * (64 * K) + piece * A_PIECE, b
-
-    if gpu.wgmma:
-        product, done = ptx.wgmma_s8(N), ptx.wgmma_done(N)
-        of_rows, of_columns = wgmma_descriptor(A_WIDTH), wgmma_descriptor(KP)
-
-        @gpu.called
-        def start(acc, ring, step, piece, keep):
-            a, b = operands(ring, step, piece)
-            a_desc, b_desc = of_rows(ptx.keep_in_loop(a)), of_columns(ptx.keep_in_loop(b))
-            ptx.wgmma_fence()
-            for k in range(KP // 32):
-                product(acc, a_desc + 16 * k, b_desc + 16 * k, 1 if k else keep)
-    else:
-        product = ptx.mma_tile(N, KP // 32, 8 * KP)
-
-        @gpu.called
-        def start(acc, ring, step, piece, keep):
-            a, b = operands(ring, step, piece)
-            if keep == 0:
-                for i in range(N // 2):
-                    acc[i] = 0
-            matrix, row = (ring.t >> 3) & 3, (ring.t & 7) * 16        # what load_matrix4 takes of this lane
-            a = a + ((ring.t & 127) >> 5) * (16 * A_WIDTH) + (matrix & 1) * (8 * A_WIDTH) + (matrix >> 1) * 128 + row
-            product(acc, int32(a), int32(b + (matrix >> 1) * (8 * KP) + (matrix & 1) * 128 + row))
-
-        @gpu.device
-        def done(acc):
-            pass
-
-    return start, done
-
-
 def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=False):
     """A Product: device functions of that of a Shape whose passes come round `repeat` times for every tile of rows, and
     are those of `matrices` matrices, one behind the other:
@@ -445,14 +412,13 @@ def product_functions(gpu, shape, repeat=1, matrices=1, fresh=False, own_rows=Fa
     Beside bulk copies the last warp that leaves a stage, or the rows, starts the next copy into it: warps may drift
     apart by as much as the ring holds.
     """
-    PIECES = shape.pieces()
+    PIECES = shape.pieces
     CG = shape.CG
     TURNS = shape.turns
-    TURN = 2 * shape.at_empty()
+    TURN = 2 * shape.at_empty
     wait = ptx.barrier_wait if gpu.wgmma else ptx.barrier_test
-    fetch_rows, fetch = copy_functions(gpu, shape, repeat, matrices)
+    fetch_rows, fetch, start, done = step_functions(gpu, shape, repeat, matrices, wait)
     open_ring, wait_rows, leave_rows, leave = ring_functions(gpu, shape, own_rows, wait, fetch_rows, fetch)
-    start, done = start_functions(gpu, shape, wait)
 
     @gpu.device
     def multiply(acc, ring, step, from_piece=0):

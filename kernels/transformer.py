@@ -276,7 +276,7 @@ def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
     SHIFT = cfg.SHIFT_MLP_UP
     MODE = cfg.ADAPTIVE_NOISE_MODE
     BLOCKS, SLOTS = H // 32, members_of(64, padded_length(cfg))
-    RAGGED = shape.columns() != 4 * H
+    RAGGED = shape.columns != 4 * H
     TABLE = UP_TABLE[MODE]
     noise = nz.noise
     factor = nz.factor
@@ -375,7 +375,7 @@ def _up_kernel(cfg, nz, gpu, KP):
     GELUS = 257 * COPIES
     CG = shape.CG
     PASSES = shape.passes
-    STEPS, APART = shape.steps(), shape.apart()
+    STEPS, APART = shape.steps, shape.apart
     RAGGED, AT_GELU = PASSES * CG != BLOCKS, shape.bytes // 4
     AT_TABLES = AT_GELU + GELUS
     # blocks and words of a piece or a block; 16 columns
@@ -526,7 +526,7 @@ def _sum_functions(cfg, shape, kind):
     SHIFT, NOISE_SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT, cfg.NOISE_SHIFT
     LENGTH = padded_length(cfg)
     N = shape.N
-    RAGGED = shape.columns() != H
+    RAGGED = shape.columns != H
     turned = turned_function(cfg)
 
     @device
@@ -619,7 +619,7 @@ def _store_functions(cfg, gpu, shape):
     LENGTH = padded_length(cfg)
     POSITIONS = value_length(cfg)
     N = shape.N
-    RAGGED = shape.columns() != H
+    RAGGED = shape.columns != H
 
     @gpu.device
     def store(acc, out, to, col):
@@ -673,11 +673,11 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     N = shape.N
     PASSES = shape.passes
     RG = shape.RG
-    STEPS, APART = shape.steps(), shape.apart()
+    STEPS, APART = shape.steps, shape.apart
     ACC = N // 2
     AT_TABLES, place_of = shape.bytes // 4, place_function(cfg, RG)
     AT_TOPS = AT_TABLES + TABLES
-    MATRIX_WORDS, SB_AT = shape.columns() * K // 4, 3 if DOWN else 0
+    MATRIX_WORDS, SB_AT = shape.columns * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
     prepare = _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN)
     add_all, rotate = _sum_functions(cfg, shape, kind)
@@ -824,7 +824,7 @@ class Kernels:
         self.matrices = {}
         for t in sorted((t for t in parameters.tensors(cfg) if t.product), key=lambda t: t.layer):
             order, kernel = used[t.name]
-            self.matrices[t.name, t.layer] = packing.add(t, order, kernel.shape.columns(), kernel.shape.KP)
+            self.matrices[t.name, t.layer] = packing.add(t, order, kernel.shape.columns, kernel.shape.KP)
             if t.name == "embedding":
                 self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
 

@@ -48,7 +48,7 @@ def test_every_shape_fits_every_card(kib, monkeypatch):
                     assert kernel.shared <= (kib - 1) * 1024, (H, T)
                 for kernel in kernels.full_width.values():
                     shape = kernel.shape
-                    assert H <= shape.columns() < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
+                    assert H <= shape.columns < 2 * H and 16 <= shape.N <= 128 and shape.N % 16 == 0
 
 
 def test_the_work_of_the_kernels_gives_the_votes():

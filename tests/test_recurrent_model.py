@@ -166,8 +166,8 @@ def test_kernels_fit_every_card(width):
     for cc, limit in CARDS.items():
         assert all(kernel.shared <= limit * 1024 for kernel in kernels_of(cfg, cc, ("step",))), cc
         shape = gru._recurrence(cfg, parts.Gpu(cc, limit * 1024, cc == (9, 0)))
-        assert shape.bytes + (shape.columns() * 128 if shape.kept else 0) + 2560 <= limit * 1024, cc
-        assert shape.stages >= 2 and shape.rows in (32, 64) and shape.columns() >= 2 * width, cc
+        assert shape.bytes + (shape.columns * 128 if shape.kept else 0) + 2560 <= limit * 1024, cc
+        assert shape.stages >= 2 and shape.rows in (32, 64) and shape.columns >= 2 * width, cc
 
 
 EXTREMES = (
