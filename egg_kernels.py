@@ -75,28 +75,23 @@ def arrays_in(scratch, layout):
 
 
 class Forward:
-    """What both models have in common."""
+    """What both models have in common. MODULE: that of the model's kernels."""
 
     votes = None
 
-    def __init__(self, cfg, gpu, plan, kernels):
-        """plan, kernels: functions that make the plan and the kernels of the model."""
+    def __init__(self, cfg, gpu):
         self.cfg = cfg
         self._packing = packing = Packing(cfg)
-        self._plan = plan(cfg, packing)
-        self._kernels = kernels = kernels(cfg, packing, gpu)
+        self._plan = self.MODULE.Plan(cfg, packing)
+        self._kernels = kernels = self.MODULE.Kernels(cfg, packing, gpu)
         self._write, self._rows = writing.kernel(cfg, gpu), writing.rows_of_block(cfg, gpu)
         self.logit_columns = writing.logit_columns(cfg)
         self.packed_bytes = packing.bytes
         self.kernels = {"load": [packing.kernel], "step": kernels.noisy, "validate": kernels.clean,
                         "write": [self._write]}
-
-    def _vote(self, down, gpu):
-        """Prepares the votes of noise on activations; down: the Shape of the product that reads the MLP's inner
-        values."""
-        if self.cfg.PERTURB == "activations":
-            self.votes = activations.Votes(self.cfg, down.KP, gpu.wgmma)
-            self.kernels["step"] = [*self.kernels["step"], *self.votes.kernels.values()]
+        if cfg.PERTURB == "activations":
+            self.votes = activations.Votes(cfg, kernels.pieces, gpu.wgmma)
+            self.kernels["step"] = [*kernels.noisy, *self.votes.kernels.values()]
 
     def tables(self, **of_model):
         """Uploads the constant tables, `of_model` among them."""
@@ -135,9 +130,7 @@ class Forward:
 class Transformer(Forward):
     """The embedding and its MLP; layers of attention and MLP; a norm and the head."""
 
-    def __init__(self, cfg, gpu):
-        super().__init__(cfg, gpu, transformer.Plan, transformer.Kernels)
-        self._vote(self._kernels.full_width["down"].shape, gpu)
+    MODULE = transformer
 
     def tables(self):
         rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
@@ -219,9 +212,7 @@ class Recurrent(Forward):
     """The embedding; layers of recurrence and MLP; a norm and the head. A pass without noise over the tokens before the
     windows gives the states with which pairs begin."""
 
-    def __init__(self, cfg, gpu):
-        super().__init__(cfg, gpu, gru.Plan, gru.Kernels)
-        self._vote(self._kernels.shapes["down"], gpu)
+    MODULE = gru
 
     def _state_bytes(self, pairs):
         """Of the states with which pairs begin, behind which the scratch memory of a pass lies."""

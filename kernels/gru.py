@@ -663,15 +663,16 @@ class Plan(host.Plan):
 
 class Kernels:
     """The kernels of the recurrent model, for every width: `noisy`, those of pairs; `clean`, those of windows without
-    noise; `matrices`, the words at which packed matrices begin."""
+    noise; `matrices`, the words at which packed matrices begin; `pieces`: in which the inner values of an MLP lie,
+    units of one."""
 
     def __init__(self, cfg, packing, gpu):
         self.cfg = cfg
         self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
         nz, self.shapes = build_noise(cfg, cfg.PERTURB == "activations"), _shapes(cfg, gpu)
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]
-        self.products = {kind: _product_kernel(cfg, nz, gpu, cut, self.shapes["down"].KP)
-                         for kind, cut in self.shapes.items()}
+        self.pieces = self.shapes["down"].KP
+        self.products = {kind: _product_kernel(cfg, nz, gpu, cut, self.pieces) for kind, cut in self.shapes.items()}
         shape = _recurrence(cfg, gpu)
         self.recur = recur_kernel(cfg, nz, gpu, shape)
         kind = dict(w_up="inner", w_down="down", w_f="gates", w_h="gates")

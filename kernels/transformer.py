@@ -250,14 +250,22 @@ def _up_shape(gpu, H, tables):
     return shape, copies
 
 
-def _unit_function(cfg, gpu, COPIES, BASE):
-    """Device function: where GELU of a hidden unit lies, among COPIES copies of the table from `at` on."""
+def _unit_functions(cfg, nz, gpu, COPIES, BASE):
+    """Device functions of hidden units: unit_address, where GELU of one lies, among COPIES copies of the table from
+    `at` on; noisy_member, what makes the noise on activations of a member, and disturb, which adds it to four
+    accumulators of a row; folded, which sums for the down projection where its noise is not whole."""
+    H = cfg.HIDDEN_DIM
     SHIFT = cfg.SHIFT_MLP_UP
+    MODE = cfg.ADAPTIVE_NOISE_MODE
+    LENGTH = padded_length(cfg)
     # to [0, 1] from 1.5 * 2^23 +- 128 << SHIFT
     UNIT, MIDDLE = 2.0 ** -(SHIFT + 8), 0.5 - 1.5 * 2.0 ** (15 - SHIFT)
     # + i / 64 has the bits 0x48000000 + i, and 128 times that is 128 i
     INDEX = 1 << 17
     LESS = 0 if COPIES == 32 else 0x48000000
+    AMPLITUDE = activations.amplitude_of(cfg, "up")
+    noisy_member, noise_word = activation_functions(cfg)
+    input_fold = nz.input_fold
 
     @gpu.called
     def unit_address(a, bias, at):
@@ -267,7 +275,35 @@ def _unit_function(cfg, gpu, COPIES, BASE):
                                * int32(4 * COPIES)) + at)
         return int32(min(max(int32((a >> SHIFT) + bias), int32(0)), int32(256)) * (4 * COPIES) + at)
 
-    return unit_address
+    @gpu.called
+    def disturb(acc, j, half, noisy, row, block, q):
+        if AMPLITUDE:
+            number = (row % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
+            xi = noise_word(noisy, number, (j & 1) * 4 + q, AMPLITUDE)
+            for k in range(4):
+                i = accumulator_of(j, half, k)
+                acc[i] = int32(acc[i] + (byte(xi, k) << SHIFT))
+
+    @device
+    @(unroll if MODE == 2 else gpu.unroll)            # no compiler unrolls the loops of mode 2
+    def folded(acc, smf, at_words, at, sums):
+        """Adds to sums what the hidden units in acc, in two rows, add to sb."""
+        pb = int32s(8)
+        for g in range(2):                                   # 16 neighbouring i
+            for k in range(8):
+                pb[k] = 0
+            for sub in range(4):
+                j = 2 * sub + g
+                c = ptx.load_shared4(at + 4 * UP_COEFFICIENT + j * 64)
+                for k in range(4):
+                    f = smf[at_words + UP_FACTOR + j * 16 + k] if MODE == 2 else float32(0)
+                    for half in range(2):
+                        i = accumulator_of(j, half, k)
+                        pb[4 * half + k] = input_fold(pb[4 * half + k], acc[i], c[k], f)
+            for k in range(8):
+                sums[k >> 2] += pb[k]
+
+    return unit_address, noisy_member, disturb, folded
 
 
 def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
@@ -309,54 +345,6 @@ def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
     return prepare
 
 
-def _unit_noise_functions(cfg, gpu):
-    """Device functions: what makes the noise on activations of a member, and disturb, which adds it to four
-    accumulators of a row."""
-    H = cfg.HIDDEN_DIM
-    SHIFT = cfg.SHIFT_MLP_UP
-    LENGTH = padded_length(cfg)
-    AMPLITUDE = activations.amplitude_of(cfg, "up")
-    noisy_member, noise_word = activation_functions(cfg)
-
-    @gpu.called
-    def disturb(acc, j, half, noisy, row, block, q):
-        if AMPLITUDE:
-            number = (row % LENGTH + 8 * half) * (H // 8) + (j >> 1) * (H // 32) + block
-            xi = noise_word(noisy, number, (j & 1) * 4 + q, AMPLITUDE)
-            for k in range(4):
-                i = accumulator_of(j, half, k)
-                acc[i] = int32(acc[i] + (byte(xi, k) << SHIFT))
-
-    return noisy_member, disturb
-
-
-def _fold_function(cfg, nz, gpu):
-    """Device function that sums for the down projection where its noise is not whole."""
-    MODE = cfg.ADAPTIVE_NOISE_MODE
-    input_fold = nz.input_fold
-
-    @device
-    @(unroll if MODE == 2 else gpu.unroll)            # no compiler unrolls the loops of mode 2
-    def folded(acc, smf, at_words, at, sums):
-        """Adds to sums what the hidden units in acc, in two rows, add to sb."""
-        pb = int32s(8)
-        for g in range(2):                                   # 16 neighbouring i
-            for k in range(8):
-                pb[k] = 0
-            for sub in range(4):
-                j = 2 * sub + g
-                c = ptx.load_shared4(at + 4 * UP_COEFFICIENT + j * 64)
-                for k in range(4):
-                    f = smf[at_words + UP_FACTOR + j * 16 + k] if MODE == 2 else float32(0)
-                    for half in range(2):
-                        i = accumulator_of(j, half, k)
-                        pb[4 * half + k] = input_fold(pb[4 * half + k], acc[i], c[k], f)
-            for k in range(8):
-                sums[k >> 2] += pb[k]
-
-    return folded
-
-
 def _up_kernel(cfg, nz, gpu, KP):
     """u = GELU[clip((up(n) >> SHIFT_MLP_UP) + bias)], hidden units in blocks of 128, and their sums sb for the down
     projection.
@@ -387,11 +375,9 @@ def _up_kernel(cfg, nz, gpu, KP):
     whole_factor = nz.whole
     as_row, as_column, begin, BASE = begin_functions(
         cfg, nz, H, MOST + (loudest(cfg) ** 2 >> cfg.SIGMA_SHIFT_VECTOR) << cfg.SHIFT_MLP_UP)
-    noisy_member, disturb = _unit_noise_functions(cfg, gpu)
     begin_tile = begin_tile_function(gpu, nz, begin, 0, 4 * UP_BIAS if BASE else 0)
     prepare = _up_tables(cfg, nz, gpu, shape, as_column, BASE)
-    unit_address = _unit_function(cfg, gpu, COPIES, BASE)
-    folded = _fold_function(cfg, nz, gpu)
+    unit_address, noisy_member, disturb, folded = _unit_functions(cfg, nz, gpu, COPIES, BASE)
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
@@ -491,11 +477,22 @@ def turned_function(cfg):
     return turned
 
 
-def _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN):
-    """Device function that fills the tables of a warpgroup: the noise of N columns and, for the down projection, their
-    bias. TABLE: words of a member's."""
+def _sum_functions(cfg, nz, gpu, shape, kind, TABLE):
+    """Device functions before amax: prepare fills the tables of a warpgroup, TABLE words of a member's: the noise of N
+    columns and, for the down projection, their bias. On the accumulators of two rows: add_all(acc, s, at_noise, h, to,
+    col) adds the noise and, as `kind` has them, h and the bias; rotate(acc, rope, row, col, q) turns q or k;
+    extremes(acc, most, least); quantised(acc, scales)."""
     H = cfg.HIDDEN_DIM
-    SLOTS = members_of(64, padded_length(cfg))
+    D = cfg.HEAD_DIM
+    T = cfg.SEQ_LEN
+    QKV, DOWN = kind == "qkv", kind == "down"
+    ON_WEIGHTS = cfg.PERTURB == "weights"
+    SHIFT, NOISE_SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT, cfg.NOISE_SHIFT
+    LENGTH = padded_length(cfg)
+    SLOTS = members_of(64, LENGTH)
+    N = shape.N
+    RAGGED = shape.columns != H
+    turned = turned_function(cfg)
     pairs = pair_functions(cfg, nz)
     column, vector = pairs.column, pairs.vector
 
@@ -511,23 +508,6 @@ def _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN):
             if DOWN:
                 even, odd = vector(source, MATRIX_BIAS, pair, i)
                 sm[to + 128] = odd if (member + slot) & 1 else even
-
-    return prepare
-
-
-def _sum_functions(cfg, shape, kind):
-    """Device functions on the accumulators of two rows, before amax: add_all(acc, s, at_noise, h, to, col) adds
-    the noise and, as `kind` has them, h and the bias; rotate(acc, rope, row, col, q) turns q or k."""
-    H = cfg.HIDDEN_DIM
-    D = cfg.HEAD_DIM
-    T = cfg.SEQ_LEN
-    QKV, DOWN = kind == "qkv", kind == "down"
-    ON_WEIGHTS = cfg.PERTURB == "weights"
-    SHIFT, NOISE_SHIFT = cfg.SHIFT_MLP_DOWN if DOWN else cfg.SHIFT_OUT, cfg.NOISE_SHIFT
-    LENGTH = padded_length(cfg)
-    N = shape.N
-    RAGGED = shape.columns != H
-    turned = turned_function(cfg)
 
     @device
     def add_all(acc, s, at_noise, h, to, col):
@@ -559,12 +539,6 @@ def _sum_functions(cfg, shape, kind):
                 acc[i], acc[i + 1] = turned(acc[i], acc[i + 1], r[0], r[1])
                 acc[i + 4], acc[i + 5] = turned(acc[i + 4], acc[i + 5], r[2], r[3])
 
-    return add_all, rotate
-
-
-def _amax_functions(gpu, N):
-    """Device functions of amax on the accumulators of two rows: extremes(acc, most, least), quantised(acc, scales)."""
-
     @gpu.device
     def extremes(acc, most, least):
         """The largest and smallest values so far of the two rows."""
@@ -578,15 +552,18 @@ def _amax_functions(gpu, N):
         for i in range(N // 2):
             acc[i] = rounded(acc[i], scales[(i >> 1) & 1])
 
-    return extremes, quantised
+    return prepare, add_all, rotate, extremes, quantised
 
 
-def _disturb_function(cfg, gpu, shape, kind):
-    """Device function: adds the noise on activations to quantised accumulators of two rows."""
+def _store_functions(cfg, gpu, shape, kind):
+    """Device functions of quantised accumulators of two rows: disturb adds the noise on activations; store(acc, out,
+    to, col) writes core matrices of rows, store_transposed(acc, out, row, col, lane) those of v."""
     H = cfg.HIDDEN_DIM
-    N = shape.N
-    WIDE = N % 32 == 0                                       # then two words of noise share a hash
     LENGTH = padded_length(cfg)
+    POSITIONS = value_length(cfg)
+    N = shape.N
+    RAGGED = shape.columns != H
+    WIDE = N % 32 == 0                                       # then two words of noise share a hash
     AMPLITUDE = activations.amplitude_of(cfg, dict(qkv="query", o="output", down="down")[kind])
     noisy_member, noise_word = activation_functions(cfg)
     plus, within = int16_functions(gpu.cc)
@@ -608,18 +585,6 @@ def _disturb_function(cfg, gpu, shape, kind):
                 # each in its second byte again
                 acc[i], acc[i + 1] = word << 8, word
                 acc[i + 4], acc[i + 5] = word >> 8, word >> 16
-
-    return disturb
-
-
-def _store_functions(cfg, gpu, shape):
-    """Device functions that write quantised accumulators: store(acc, out, to, col) as core matrices of rows,
-    store_transposed(acc, out, row, col, lane) as those of v."""
-    H = cfg.HIDDEN_DIM
-    LENGTH = padded_length(cfg)
-    POSITIONS = value_length(cfg)
-    N = shape.N
-    RAGGED = shape.columns != H
 
     @gpu.device
     def store(acc, out, to, col):
@@ -649,7 +614,7 @@ def _store_functions(cfg, gpu, shape):
                 out[uint64(to)] = ptx.byte_permute(even_row, odd_row, 0x5140)
                 out[uint64(to + 4)] = ptx.byte_permute(even_row, odd_row, 0x7362)
 
-    return store, store_transposed
+    return disturb, store, store_transposed
 
 
 def _full_width_kernel(cfg, nz, gpu, kind):
@@ -679,11 +644,8 @@ def _full_width_kernel(cfg, nz, gpu, kind):
     AT_TOPS = AT_TABLES + TABLES
     MATRIX_WORDS, SB_AT = shape.columns * K // 4, 3 if DOWN else 0
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, fresh=True)
-    prepare = _full_width_tables(cfg, nz, gpu, N, TABLE, DOWN)
-    add_all, rotate = _sum_functions(cfg, shape, kind)
-    extremes, quantised = _amax_functions(gpu, N)
-    disturb = _disturb_function(cfg, gpu, shape, kind)
-    store, store_transposed = _store_functions(cfg, gpu, shape)
+    prepare, add_all, rotate, extremes, quantised = _sum_functions(cfg, nz, gpu, shape, kind, TABLE)
+    disturb, store, store_transposed = _store_functions(cfg, gpu, shape, kind)
 
     # not gpu.unroll: every compiler unrolls the loops here, and unrolled before they take twice as long to compile
     @cuda.jit(launch_bounds=THREADS)
@@ -805,7 +767,7 @@ class Plan(host.Plan):
 
 class Kernels:
     """The kernels of a configuration: `noisy` of members, `clean` of windows without noise. `matrices`: the words at
-    which their packed matrices begin."""
+    which their packed matrices begin; `pieces`: in which the inner values of an MLP lie, units of one."""
 
     def __init__(self, cfg, packing, gpu):
         self.cfg, nz = cfg, build_noise(cfg, cfg.PERTURB == "activations")
@@ -813,7 +775,8 @@ class Kernels:
         norm_of = functools.cache(functools.partial(_norm_kernel, cfg, nz, gpu))
         self.norms = {streams: norm_of(streams if cfg.PERTURB == "weights" else 0) for streams in (1, 3)}
         self.full_width = {kind: _full_width_kernel(cfg, nz, gpu, kind) for kind in ("qkv", "o", "down")}
-        self.up = _up_kernel(cfg, nz, gpu, self.full_width["down"].shape.KP)
+        self.pieces = self.full_width["down"].shape.KP
+        self.up = _up_kernel(cfg, nz, gpu, self.pieces)
         self.attention = attention_kernel(cfg, nz, gpu)
         self.head, self.clean_head = head_kernel(cfg, nz, gpu), head_kernel(cfg, build_noise(cfg, True), gpu, True)
         both = [self.embed, *self.norms.values(), *self.full_width.values(), self.up, self.attention]
