@@ -87,9 +87,9 @@ def row_function(cfg):
     @device
     def row_of(pair, t):
         if PAIRED:                                           # see kernels.gru
-            p = int64(pair) * T + t
+            p = pair * T + t
             return (p >> 3) * 16 + (p & 7)
-        return int64(pair) * (2 * LENGTH) + t
+        return pair * (2 * LENGTH) + t
 
     return row_of
 
@@ -98,7 +98,7 @@ def row_function(cfg):
 def share_of(units, quads):
     """(j, quad, group, t): a thread has number j of `units` at the positions t, t + 1, t + 2 and t + 3 of a group, four
     of all positions; quads: of a group."""
-    i = int64(cuda.grid(1))
+    i = cuda.grid(1)
     j, quad = i % units, i // units
     group = quad // quads
     return j, quad, group, (quad - group * quads) * 4
@@ -167,19 +167,19 @@ def _errors_kernel(cfg):
     @device
     def add_dots(acc, head, address, v):
         """acc += products of column v of the head with TOGETHER positions at a shared address."""
-        at = int32(v)
+        at = v
         for j in range(H // 4):
             w = head[uint32(at)]
-            at = int32(at + int32(V))
+            at = int32(at + V)
             for four in range(0, TOGETHER, 4):
-                x = ptx.load_shared4(int32(address + int32(four * 4)))
+                x = ptx.load_shared4(address + four * 4)
                 for e in range(4):
                     acc[four + e] = ptx.dp4a(w, x[e], acc[four + e])
-            address = int32(address + int32(TOGETHER * 4))
+            address = int32(address + TOGETHER * 4)
 
     @device
     def logit_of(dot):
-        return max(min(dot // int32(DIVISOR), 127), -127) if PAIRED else dot >> SHIFT
+        return max(min(dot // DIVISOR, 127), -127) if PAIRED else dot >> SHIFT
 
     def errors(head: A32, normed: A32, losses: A64, exps: A32, tokens: A32, width, chunk: AU32, row, offset, count,
                rows, counted: A8, operand: A32, operand_bytes: A8):
@@ -190,7 +190,7 @@ def _errors_kernel(cfg):
         x = cuda.shared.array(HEAD_WORDS, int32, 16)
         of_distance = cuda.shared.array((TOGETHER, 256), int32)
         tops = cuda.shared.array(TOGETHER, int32)
-        first, lane = int64(cuda.blockIdx.x) * TOGETHER, cuda.threadIdx.x
+        first, lane = cuda.blockIdx.x * TOGETHER, cuda.threadIdx.x
         for i in range(lane, HEAD_WORDS, BLOCK):
             n = first + i % TOGETHER
             group = min(n // PADDED, count - 1)              # beyond a window any position will do
@@ -199,7 +199,7 @@ def _errors_kernel(cfg):
             e, distance = i >> 8, i & 255
             group = (first + e) // PADDED
             t = first + e - group * PADDED
-            top, error = int64(SOFTMAX_TOP), int32(0)        # beyond a window: no error
+            top, error = SOFTMAX_TOP, int32(0)        # beyond a window: no error
             if group < count and t < T:
                 softmax = losses[(2 * group + 1) * T + t]
                 top, error = softmax % SOFTMAX_SUM - SOFTMAX_TOP, excess(0, 1, exps[distance], softmax // SOFTMAX_SUM)
@@ -212,7 +212,7 @@ def _errors_kernel(cfg):
         places = cuda.local.array(QUADS, int64)
         for i in range(QUADS):
             places[i] = place(rows, row, offset * PADDED + first + 4 * i)
-        for v in range(int32(lane), int32(V), int32(BLOCK)):
+        for v in range(lane, int32(V), int32(BLOCK)):
             for e in range(TOGETHER):
                 acc[e] = 0
             add_dots(acc, head, address, v)
@@ -220,13 +220,13 @@ def _errors_kernel(cfg):
                 group = (first + four) // PADDED
                 t = first + four - group * PADDED
                 if group < count:
-                    seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
+                    seed = chunk[0] + (chunk[1] // (K // 2) + (offset + group))
                     for e in range(4):
                         logit = logit_of(acc[four + e])
                         below = uint32(min(int32(tops[four + e] - logit), int32(255)))
-                        number = uint32(uint32(t + e) * uint32(V) + uint32(v))
+                        number = uint32((t + e) * V + v)
                         values[e] = dithered(logit if PAIRED else int32(0), of_distance[four + e, below], seed, number)
-                    to = int64((v >> 3) * int32(SPLIT * 2) + (v & 7) * 4)    # as place says: rows in eights
+                    to = (v >> 3) * (SPLIT * 2) + (v & 7) * 4    # as place says: rows in eights
                     operand[places[four // 4] + to] = pack_bytes(values, 0)
         cuda.syncthreads()
         for i in range(lane, TOGETHER * TARGETS, BLOCK):
@@ -237,16 +237,16 @@ def _errors_kernel(cfg):
                 at = group * width + SKIP + 1
                 drawn = at + T + t * (TARGETS - 1) - 1       # the first target is the token that follows
                 v = tokens[at + t] if k == 0 else tokens[drawn + k]
-                wanted, dot = int32(tokens[at + t] == v), int32(0)
+                wanted, dot = tokens[at + t] == v, int32(0)
                 for other in range(1, TARGETS):
-                    wanted += int32(tokens[drawn + other] == v)
+                    wanted += tokens[drawn + other] == v
                 for j in range(H // 4):
                     dot = ptx.dp4a(head[j * V + v], x[j * TOGETHER + e], dot)
                 logit, softmax = logit_of(dot), losses[(2 * group + 1) * T + t]
                 error = excess(wanted, TARGETS, exps[min(tops[e] - logit, 255)], softmax // SOFTMAX_SUM)
                 error = weighed_excess(error, counted[(offset + group) * T + t])
-                seed = uint32(chunk[0] + (chunk[1] // uint32(K // 2) + uint32(offset + group)))
-                error = dithered(logit if PAIRED else int32(0), error, seed, uint32(t * V + v))
+                seed = uint32(chunk[0] + (chunk[1] // (K // 2) + (offset + group)))
+                error = dithered(logit if PAIRED else int32(0), error, seed, t * V + v)
                 n = offset * PADDED + first + e
                 operand_bytes[4 * place(rows, row + v, n // 4 * 4) + n % 4] = int8(error)
 
@@ -267,7 +267,7 @@ def _share_kernel(cfg):
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         pair, head = cuda.blockIdx.x, cuda.blockIdx.y
         for t in range(warp, T, WARPS):
-            row, top = row_of(pair, t), int32(-2 ** 31)
+            row, top = row_of(pair, t), -2 ** 31
             for s in range(lane, t + 1, 32):
                 other, score = row_of(pair, s), int32(0)
                 for j in range(D // 4):
@@ -301,7 +301,7 @@ def _credit_kernels(cfg):
         """Losses become what is better than the mean of the group (SPEC 21, D), 0 where a position does not count.
         totals[0] += the sizes of all of them; totals[1] += the losses of the groups' clean model; totals[2] += how many
         count. One thread per position."""
-        i = int64(cuda.grid(1))
+        i = cuda.grid(1)
         total, clean_loss, votes = int64(0), int64(0), int64(0)
         if i * K < losses.size:
             group = i // T
@@ -309,7 +309,7 @@ def _credit_kernels(cfg):
             clean_loss = clean[group * T + i]
             for k in range(K):
                 gains += clean_loss - losses[at + k * T]
-            votes = int64(K if counted[i] != 0 else 0)
+            votes = K if counted[i] != 0 else 0
             for k in range(K):
                 better = K * (clean_loss - losses[at + k * T]) - gains if votes else int64(0)
                 total += abs(better)
@@ -325,7 +325,7 @@ def _credit_kernels(cfg):
         least = cuda.local.array(LEVELS, int64)
         for level in range(LEVELS):
             least[level] = least_difference(level + 1, totals[0], totals[2])
-        member = int64(cuda.grid(1))
+        member = cuda.grid(1)
         if member * T < losses.size:
             group = member // K
             k, after = member - group * K, int32(0)
@@ -342,7 +342,7 @@ def _credit_kernels(cfg):
     def attend(shares: A16, at, credits: A8, later: A8, below: A8):
         """later int8 [n][heads][members]: the credits of keys and values of a layer; below: those of what lies below
         it. credits: of its outputs; shares[at...]: its attention. One thread per position and member."""
-        i = int64(cuda.grid(1))
+        i = cuda.grid(1)
         k, n = i % MEMBERS, i // MEMBERS
         group = n // PADDED
         s = n - group * PADDED
@@ -351,10 +351,10 @@ def _credit_kernels(cfg):
             for head in range(HEADS):
                 total, here = int32(0), at + (group * HEADS + head) * (T * T) + s
                 for t in range(s, T):
-                    total += int32(shares[here + t * T]) * int32(credits[i + (t - s) * MEMBERS])
+                    total += shares[here + t * T] * credits[i + (t - s) * MEMBERS]
                 later[(n * HEADS + head) * MEMBERS + k] = settled(total, 12)
                 attended += rounded(total, 8)
-            below[i] = handed_down(int32(credits[i]), attended, HEADS)
+            below[i] = handed_down(credits[i], attended, HEADS)
 
     return (measure, credit) if PAIRED else (measure, credit, attend)
 
@@ -369,12 +369,12 @@ def _sums_kernel(cfg):
     @device
     def whose_turn(first, turn):
         """A mask of bytes: which of the members from number `first` on have the noise of layer `turn`."""
-        mask = int32(-1)
+        mask = -1
         if LAYERS > 1 and turn >= 0:
             mask = int32(0)
             for u in range(4):
                 if int32(uint32(first + uint32(u)) % uint32(LAYERS)) == turn:
-                    mask |= int32(255) << int32(8 * u)
+                    mask |= int32(255) << 8 * u
         return mask
 
     @called
@@ -386,18 +386,18 @@ def _sums_kernel(cfg):
         """sums[4 i ...] += the credits of the four members whose noise of outputs 4 i .. 4 i + 3 has a minus."""
         signs = int32s(4)
         for e in range(4):
-            signs[e] = int32(uint32(draws[e] >> uint32(i)) & uint32(ONES))
+            signs[e] = draws[e] >> i & ONES
         by_output = turn4(signs)
         for e in range(4):
             sums[4 * i + e] = ptx.dp4a(by_output[e], four, sums[4 * i + e])
 
     @called
     def settle(out, j, e, total, weight, shift):
-        out[j] |= (weighed(total, weight, shift) & 255) << int32(8 * e)
+        out[j] |= (weighed(total, weight, shift) & 255) << 8 * e
 
     @called
     def turn_back(sums, j, cos, sin):
-        sums[j], sums[j + 1] = turned(sums[j], sums[j + 1], cos, int32(-sin))
+        sums[j], sums[j + 1] = turned(sums[j], sums[j + 1], cos, -sin)
 
     @unroll
     def add_up(credits: A32, heads, job: AU32, begins, turn, shift, rotated, rope: A32, units, row, positions, rows,
@@ -408,7 +408,7 @@ def _sums_kernel(cfg):
         words = units // 32
         b, quad, group, t = share_of(words, PADDED // 4)
         if quad * 4 < positions:
-            number = uint32(uint32(2) * job[1] + uint32(group * K))
+            number = uint32(2) * job[1] + group * K
             head = b * 32 // D if heads > 1 else int64(0)
             sums, out, draws = int32s(32), int32s(32), cuda.local.array(4, uint32)
             for j in range(32):
@@ -417,24 +417,24 @@ def _sums_kernel(cfg):
                 for j in range(32):
                     sums[j] = 0
                 all_credits, at = int32(0), ((quad * 4 + e) * heads + head) * QUADS
-                here = uint32(uint32(begins) + uint32(int32(t + e) * int32(words) + int32(b)))
+                here = begins + ((t + e) * int32(words) + b)
                 for k in range(QUADS):
-                    first = uint32(number + uint32(4 * k))
+                    first = uint32(number + 4 * k)
                     four = int32(credits[at + k] & whose_turn(first, turn))
                     if four != 0:
                         all_credits = ptx.dp4a(four, ONES, all_credits)
                         for d in range(4):
-                            draws[d] = hashed(uint32(job[0] + first + uint32(d)), here)
+                            draws[d] = hashed(uint32(job[0] + first + d), here)
                         for i in range(8):
                             add4(sums, int32(i), draws, four)
                 for j in range(32):                          # a set bit is a minus
-                    sums[j] = int32(all_credits - 2 * sums[j])
+                    sums[j] = all_credits - 2 * sums[j]
                 if rotated:
                     at_angle = min(t + e, T - 1) * D + (b * 32) % D
                     for i in range(16):
                         turn_back(sums, int32(2 * i), rope[at_angle + 2 * i], rope[at_angle + 2 * i + 1])
                 for j in range(32):
-                    settle(out, int32(j), e, sums[j], int32(weights[group]), int32(shift))
+                    settle(out, int32(j), e, sums[j], weights[group], shift)
             to = place(rows, row + b * 32, quad * 4)
             for j in range(32):                              # as place says: rows in eights
                 operand[to + (j >> 3) * (SPLIT * 2) + (j & 7) * 4] = out[j]
@@ -456,10 +456,10 @@ def _vote_kernels(cfg):
         if quad * 4 < positions:
             word = operand[place(rows, row + unit, quad * 4)]
             for e in range(4):
-                vote = ptx.byte_permute(word, 0, int32(0x8880 + 0x1111 * e))
+                vote = ptx.byte_permute(word, 0, 0x8880 + 0x1111 * e)
                 if t + e < T and vote != 0:
                     token = windows[group * WIDTH + SKIP + t + e]
-                    cuda.atomic.add(votes, at + vote_index(token, unit, True, V), int32(weight * vote))
+                    cuda.atomic.add(votes, at + vote_index(token, unit, True, V), weight * vote)
 
     def vote_sizes(votes: A32, tensors: A64, sizes: A64):
         """sizes[i] += the sizes of the votes on tensor i: tensors int64 [2 i] its first weight, [2 i + 1] its size.
@@ -478,16 +478,16 @@ def _vote_kernels(cfg):
         first, size = tensors[2 * tensor], tensors[2 * tensor + 1]
         least = least_vote(sizes[tensor], size, float64(ALPHA))
         for i in range(cuda.blockIdx.x * BLOCK + cuda.threadIdx.x, size, cuda.gridDim.x * BLOCK):
-            vote = int64(votes[first + i])
-            digits[first + i] = int8(int32(vote >= least) - int32(vote <= -least))
+            vote = votes[first + i]
+            digits[first + i] = int8((vote >= least) - (vote <= -least))
 
     def pack_digits(digits: A8, packed: B1):
         """packed uint8 [digits / 5] (model.ternary). One thread per byte."""
-        i = int64(cuda.grid(1))
+        i = cuda.grid(1)
         if i < packed.size:
             byte = int32(0)
             for k in range(5):
-                digit = int32(digits[5 * i + 4 - k])
+                digit = digits[5 * i + 4 - k]
                 byte = byte * int32(3) + (int32(2) if digit < 0 else digit)
             packed[i] = byte
 

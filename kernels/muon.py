@@ -60,7 +60,7 @@ def build(cfg):
     if not cfg.USE_MUON:
         return []
     PARTS, EPS = optimizers.MUON_PARTS, float32(optimizers.MUON_EPS)
-    MOMENTUM = float32(np.float32(cfg.MUON_MOMENTUM))
+    MOMENTUM = np.float32(cfg.MUON_MOMENTUM)
 
     def muon_start(matrices: A2, votes: A32, moments: F2, x: F1):
         """Momentum after the votes (int32, canonical), and x: the momentum of norm 1. A block of MUON_PARTS threads a
@@ -70,14 +70,14 @@ def build(cfg):
         rows, cols = matrices[b, ROWS], matrices[b, COLS]
         size = rows * cols
         long = matrices[b, LONG]
-        first, at_x = int64(matrices[b, WEIGHTS]), int64(matrices[b, AT_X])
+        first, at_x = int64(matrices[b, WEIGHTS]), matrices[b, AT_X]
         total = float32(0)
         for i in range(t, size, PARTS):
             r, c = i // long, i % long
             if rows > cols:
                 r, c = c, r
             at = first + ((r >> 2) * cols + c) * 4 + (r & 3)
-            m = libdevice.fmaf_rn(moments[at, 0], MOMENTUM, libdevice.int2float_rn(int32(-votes[at])))
+            m = libdevice.fmaf_rn(moments[at, 0], MOMENTUM, libdevice.int2float_rn(-votes[at]))
             total = libdevice.fmaf_rn(m, m, total)
             moments[at, 0] = m
             x[at_x + i] = m
@@ -100,7 +100,7 @@ def build(cfg):
             ours = cuda.shared.array(OPERAND, float32)
             theirs = cuda.shared.array(OPERAND, float32)       # a line each: the simulator tells them apart by it
             acc = cuda.local.array((4, 4), float32)
-            t = int32(cuda.threadIdx.x)
+            t = cuda.threadIdx.x
             matrix = tiles[cuda.blockIdx.x, 0]
             row, col = tiles[cuda.blockIdx.x, 1], tiles[cuda.blockIdx.x, 2]
             short, at_a = matrices[matrix, SHORT], int64(matrices[matrix, AT_A])

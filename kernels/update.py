@@ -114,7 +114,7 @@ def shifted_word(words, at):
 @device
 def ones(fit):
     """Of a word whose bytes are -1, 0 or 1: (the flags of -1, full bytes where not 0)."""
-    nonzero = uint32(fit & 0x01010101)
+    nonzero = fit & 0x01010101
     return uint32(fit >> 1 & 0x01010101), uint32((nonzero << 8) - nonzero)
 
 
@@ -122,7 +122,7 @@ def ones(fit):
 def place(rows, row, n):
     """Index of the operand word with four values of `row` from n (counted from the slice's start, a multiple of 4)
     on."""
-    matrix = (int64(n // SPLIT) * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)
+    matrix = (n // SPLIT * (rows >> 3) + (row >> 3)) * (SPLIT // 16) + (n % SPLIT // 16)
     return matrix * 32 + (row & 7) * 4 + (n % 16 // 4)
 
 
@@ -154,28 +154,28 @@ def operands_kernel(cfg):
     def four_votes(x):
         """The noise of four consecutive n as votes count it, the bytes of a word; x: seed + n + index * 0x9e3779b9."""
         if gaussian:
-            word = uint32(pack4(noise(x, 0), noise(x + 1, 0), noise(x + 2, 0), noise(x + 3, 0)))
+            word = pack4(noise(x, 0), noise(x + 1, 0), noise(x + 2, 0), noise(x + 3, 0))
         else:
             # sign and magnitude lie in the lowest byte: the hash's last step and the draw, four at a time
             low = byte_permute(unfinished_hash(x), unfinished_hash(uint32(x + 1)), 0x6240)
             high = byte_permute(unfinished_hash(uint32(x + 2)), unfinished_hash(uint32(x + 3)), 0x6240)
-            p = uint32(byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632))
+            p = byte_permute(low, high, 0x5410) ^ byte_permute(low, high, 0x7632)
             minus = uint32(~p & 0x01010101)
-            m = uint32(p >> 1 & masks)
-            m = uint32((m ^ (minus << 7) - minus) + minus)
+            m = p >> 1 & masks
+            m = (m ^ (minus << 7) - minus) + minus
             word = uint32(m ^ minus << 7)
         if signs:                                            # 1, -1 or 0 in each byte
-            minus = uint32(word >> 7 & 0x01010101)
-            nonzero = uint32(word | (word & 0x7F7F7F7F) + 0x7F7F7F7F)
-            nonzero = uint32(nonzero >> 7 & 0x01010101)
-            word = uint32(nonzero | (minus << 8) - minus)
+            minus = word >> 7 & 0x01010101
+            nonzero = word | (word & 0x7F7F7F7F) + 0x7F7F7F7F
+            nonzero = nonzero >> 7 & 0x01010101
+            word = nonzero | (minus << 8) - minus
         return word
 
     def operands(rows: A2, seed: AU32, fit: A32, start: int32, width: int32, out: A32):
         """out int32: the operands of the slice from n = start on, core matrices [width / SPLIT][rows / 8][SPLIT /
         16][8][16 bytes], and 16 n beyond. fit int32 words: FIT_PAD zero bytes, int8 [pairs], zeros. Grid: (rows / 8) *
         (width / PIECE + 1), eight rows and PIECE values of n each."""
-        pieces = int32(width // PIECE + 1)
+        pieces = width // PIECE + 1
         group = int32(cuda.blockIdx.x // pieces)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row = int32(group * 8 + (lane >> 2))
@@ -193,7 +193,7 @@ def operands_kernel(cfg):
                 draws = four_votes(uint32(x + n))
                 if shift >= 0:
                     minus, nonzero = ones(shifted_word(fit, int32(n - shift + FIT_PAD)))
-                    draws = negated(uint32(draws & nonzero), minus)
+                    draws = negated(draws & nonzero, minus)
                 out[to] = draws
             n = int32(n + 64)
             to += 128
@@ -217,7 +217,7 @@ def products_kernel(wgmma):
         tiles, the tiles of one split side by side, so that the operands they share stay in the L2 cache."""
         sm = cuda.shared.array(0, int32)
         t = cuda.threadIdx.x
-        split = int32(cuda.blockIdx.x // tiles.shape[0])
+        split = cuda.blockIdx.x // tiles.shape[0]
         tile = int32(cuda.blockIdx.x - split * tiles.shape[0])
         first = max(int32(start + split * SPLIT), tiles[tile, FIRST])
         last = min(int32(start + split * SPLIT + SPLIT), tiles[tile, LAST])
@@ -262,7 +262,7 @@ def products_kernel(wgmma):
                     products_done(acc[i])
             else:
                 for i in range(TALL):
-                    multiply(acc[i], int32(here + plain_lane + i * (16 * DEPTH)), int32(here + signed_lane))
+                    multiply(acc[i], here + plain_lane + i * (16 * DEPTH), here + signed_lane)
             slot = int32(0) if slot == STAGES - 1 else int32(slot + 1)
         # a step of 8 plain rows, of 8 signed rows, of one signed row, in votes [rows / 4, cols, 4]
         if tiles[tile, SIGNED_IS_ROW]:
@@ -304,7 +304,7 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
     for e in range(EIGHTS):
         forth[e] = 0
         back[e] = 0
-    selector = int32(0x3210 + 0x1111 * ahead)
+    selector = 0x3210 + 0x1111 * ahead
     row = groups[group, ELEMENT] + (lane >> 2)
     here, next_word = place(rows, row, from_n) + (lane & 3), 1 if lane & 3 < 3 else 29
     for step in range(from_n, to_n, 16):
@@ -314,7 +314,7 @@ def vector_products(groups: A2, operand: A32, fit: A32, rows: int32, start: int3
         plus = uint32(nonzero ^ minus)
         after = here + next_word if (n + 4) % SPLIT else place(rows, row, n + 4)
         for e in range(EIGHTS):
-            x = uint32(operand[here + e * (SPLIT * 2)])
+            x = operand[here + e * (SPLIT * 2)]
             y = byte_permute(x, operand[after + e * (SPLIT * 2)], selector)
             forth[e] = dp4a(x & plus, y, forth[e])
             back[e] = dp4a(x & minus, y, back[e])
@@ -330,7 +330,7 @@ def optimize_kernel(cfg):
     adapt = cfg.ADAPTIVE_NOISE_MODE != 0
     with_muon = bool(cfg.USE_MUON)
     by_sgd, by_ztest = cfg.OPTIMIZER == "sgd", cfg.OPTIMIZER == "ztest"
-    muon_size = float32(np.float32(optimizers.MUON_SIZE))
+    muon_size = np.float32(optimizers.MUON_SIZE)
     o = optimizers.constants(cfg, 1.0, parameters.tensors(cfg)[0])
     beta1, one_less_beta1, beta2, one_less_beta2, eps, decay = map(
         float32, (o.beta1, o.one_less_beta1, o.beta2, o.one_less_beta2, o.eps, o.decay))
@@ -349,13 +349,13 @@ def optimize_kernel(cfg):
         base, size = tensors[tensor, WEIGHTS], tensors[tensor, SIZE]
         cols, matrix = tensors[tensor, WIDTH], tensors[tensor, MATRIX]
         rate = rates[tensor]
-        direction = tensors[tensor, DIRECTION] if with_muon else int32(-1)
+        direction = tensors[tensor, DIRECTION] if with_muon else -1
         for j in range(ELEMENTS // THREADS):
             i = int32(blocks[cuda.blockIdx.x, 1] + j * THREADS + cuda.threadIdx.x)
             moved = False
             if i < size:
-                at = int64(base) + i
-                vote, weight = votes[at], int32(weights[at])
+                at = base + i
+                vote, weight = votes[at], weights[at]
                 acc = moments[at, 2]
                 votes[at] = 0
                 if by_ztest:
@@ -364,7 +364,7 @@ def optimize_kernel(cfg):
                     if direction >= 0:
                         rows = size // cols
                         r, c = (i >> 2) // cols * 4 + (i & 3), (i >> 2) % cols
-                        x = directions[int64(direction) + (r * cols + c if rows <= cols else c * rows + r)]
+                        x = directions[direction + (r * cols + c if rows <= cols else c * rows + r)]
                         long = libdevice.fsqrt_rn(libdevice.int2float_rn(max(rows, cols)))
                         acc = muon_step(x, libdevice.fmul_rn(muon_size, long), weight, acc, rate, decay)
                     elif by_sgd:
@@ -399,16 +399,16 @@ def unpack_kernel(cfg):
 
     def unpack(packed: B1, digits: kind):
         """digits: of all chunks, each in the same number of bytes; the last byte may have more. One thread per byte."""
-        i, each = int64(cuda.grid(1)), packed.size // chunks
+        i, each = cuda.grid(1), packed.size // chunks
         if i < each:
             sums = int32s(5)
             for k in range(5):
                 sums[k] = 0
             for chunk in range(chunks):
-                byte = int32(packed[chunk * each + i])
+                byte = packed[chunk * each + i]
                 for k in range(5):
                     digit = byte % int32(3)
-                    sums[k] += int32(-1) if digit == 2 else digit
+                    sums[k] += -1 if digit == 2 else digit
                     byte //= int32(3)
             for k in range(5):
                 if 5 * i + k < digits.size:
