@@ -668,24 +668,29 @@ class Kernels:
 
     def __init__(self, cfg, packing, gpu):
         self.cfg = cfg
-        self.rows_at = packing.add(gru_parts.tensor(cfg, "embedding"), ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
+        tensors = parameters.tensors(cfg)
+        named = {t.name: t for t in tensors}
+        self.rows_at = packing.add(named["embedding"], ROWS, cfg.VOCAB_SIZE, cfg.HIDDEN_DIM)
         nz, self.shapes = build_noise(cfg, cfg.PERTURB == "activations"), _shapes(cfg, gpu)
         self.norms = [norm_kernel(cfg, nz, gpu.cc, 2, embeds) for embeds in (True, False)[:cfg.N_LAYERS]]
         self.pieces = self.shapes["down"].KP
         self.products = {kind: _product_kernel(cfg, nz, gpu, cut, self.pieces) for kind, cut in self.shapes.items()}
         shape = _recurrence(cfg, gpu)
         self.recur = recur_kernel(cfg, nz, gpu, shape)
-        kind = dict(w_up="inner", w_down="down", w_f="gates", w_h="gates")
+        # in this order: the matrices of a kernel lie together, w_h behind w_f, u_h behind u_f, whose columns are of one
+        # shape
+        gates, inner, down = self.shapes.values()
+        cuts = dict(w_f=gates, w_h=gates, u_f=shape, u_h=shape, w_up=inner, w_down=down)
         self.matrices = {}
-        for t in gru_parts.matrices(cfg):
-            cut = self.shapes[kind[t.name]] if t.name in kind else None
-            columns, width = (cut.columns, cut.KP) if cut else (shape.columns // 2, shape.KP)
-            self.matrices[t.name, t.layer] = packing.add(t, QUADS, columns, width)
+        for t in sorted((t for t in tensors if t.name in cuts), key=lambda t: (t.layer, [*cuts].index(t.name))):
+            cut = cuts[t.name]
+            columns = cut.columns // 2 if cut is shape else cut.columns
+            self.matrices[t.name, t.layer] = packing.add(t, QUADS, columns, cut.KP)
         self.norm_f = norm_kernel(cfg, nz, gpu.cc, 1)
         self.head, self.clean_head = head_kernel(cfg, nz, gpu), head_kernel(cfg, build_noise(cfg, True), gpu, True)
         layers = [*self.norms, *self.products.values(), self.recur, self.norm_f]
         self.noisy, self.clean = [*layers, self.head], [*layers, self.clean_head]
-        head = gru_parts.tensor(cfg, "head")
+        head = named["head"]
         self.at_tiles = [packing.add(head, PLAIN, kernel.shape.columns, kernel.shape.KP)
                          for kernel in (self.head, self.clean_head)]
         self.at_columns = packing.add(head, ROWS, head.cols, head.rows)

@@ -1,5 +1,5 @@
 """Parts of the recurrent kernels: the noise of inputs, the embedding and the norm, the rules of the states, noise on
-outputs, and which matrices are packed.
+outputs.
 
 A word of bytes holds the columns 4 q... of 16. Quotients and norms are made by the float units, which have twice the
 rate of the integer ones: a float BASE + k, rounded down, has 0x4000 + k in its bytes 1 and 2.
@@ -14,7 +14,7 @@ from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte
                            quad_sum)
 from kernels.product import TALLEST
 from kernels.rules import device
-from model import activations, parameters
+from model import activations
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
 BASE, OFFSET = 32768 + 0x4C00, 0x4C00
@@ -387,22 +387,6 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
                 sb[row], sb[stride + row], sb[2 * stride + row] = sum0, sum1, 0
 
     return Kernel(norm, AT_NOISE + 8 * H * embeds)
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-# in this order: the matrices of a kernel lie together, w_h behind w_f, u_h behind u_f
-MATRICES = ("w_f", "w_h", "u_f", "u_h", "w_up", "w_down")
-
-
-def matrices(cfg):
-    """The matrices of all layers."""
-    chosen = [t for t in parameters.tensors(cfg) if t.name in MATRICES]
-    return sorted(chosen, key=lambda t: (t.layer, MATRICES.index(t.name)))
-
-
-def tensor(cfg, name):
-    return next(t for t in parameters.tensors(cfg) if t.name == name)
 
 
 def rows_of_places(places):
