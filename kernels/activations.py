@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 from numba import cuda, float64, int8, int16, int32, int64, types, uint32
 
-from kernels import ptx
+from kernels import gru_parts, ptx
 from kernels.host import SOFTMAX_SUM, SOFTMAX_TOP, Kernel
 from kernels.parts import A8, A32, A64, AU32, B1, across, blocks, called, int32s, pack_bytes, unroll
 from kernels.product import padded_length
@@ -86,10 +86,7 @@ def row_function(cfg):
 
     @device
     def row_of(pair, t):
-        if PAIRED:                                           # see kernels.gru
-            p = pair * T + t
-            return (p >> 3) * 16 + (p & 7)
-        return pair * (2 * LENGTH) + t
+        return gru_parts.row_of(pair, t, T) if PAIRED else pair * (2 * LENGTH) + t
 
     return row_of
 
