@@ -4,9 +4,9 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.pairs import I_OVERLAY, I_SEED, source_of, stream_of
 from kernels.parts import A32, A8, AU32, PLAN, blocks, exp_sizes, int32s, pack_bytes, quad_max, quad_sum
 from kernels.product import ZEROS, padded_length
+from kernels.rules import I_OVERLAY, I_SEED, source_of, stream_of
 
 KEYS = 64                                   # positions of keys and values that a block takes at a time
 

@@ -27,13 +27,12 @@ from kernels.gru_parts import (B_APART, B_F, B_H, HIGHEST, INPUTS, LN, RECUR, ST
                                U_INPUT, W_DOWN_INPUT, W_F, W_H, W_UP, norm_kernel, row_of, rows_of_places)
 from kernels.head import head_kernel
 from kernels.host import PLAIN, QUADS, ROWS, Kernel, ranges
-from kernels.pairs import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, activation_functions, pair_functions, source_of,
-                           stream_of)
 from kernels.parts import (A32, A8, AU32, PLAN, SIGNS, blocks, byte, called, clip, int32s, quad_sum, quotient_function,
                            unroll, unrolled)
 from kernels.product import (GROUPS, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              members_of, place_function, product_functions, shapes, wide_shape)
-from kernels.rules import build_noise, device
+from kernels.rules import (I_OVERLAY, I_SEED, M_OVERLAY, M_SEED, activation_functions, build_noise, device,
+                           pair_functions, source_of, stream_of)
 from model import activations, parameters
 
 
@@ -150,7 +149,7 @@ def _prepare_function(cfg, nz, gpu, shape, as_column, fill_input):
     COLUMNS = shape.outputs
     SLOTS, TABLE = shape.slots, shape.table
     INNER = shape.kind == "inner"
-    noise_of = pair_functions(cfg, nz).column
+    noise_of, _ = pair_functions(cfg, nz)
 
     @gpu.device
     def prepare(words, bytes_, at, c, column, unit, source, p):
@@ -327,7 +326,7 @@ def _table_functions(cfg, nz, shape, as_column):
     MODE = cfg.ADAPTIVE_NOISE_MODE
     noise, scaled, factor = nz.noise, nz.scaled, nz.factor
     input_coefficient, input_term = nz.input_coefficient, nz.input_term
-    vector = pair_functions(cfg, nz).vector
+    _, vector = pair_functions(cfg, nz)
     column_of = _column_function(shape)
 
     @device

@@ -9,11 +9,10 @@ from numba import cuda, float32, int8, int32, int64, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.pairs import I_OVERLAY, I_SEED, activation_functions, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A8, AU32, BITS, MAGIC, PLAN, SIGNS, blocks, byte, called, clip, int32s,
                            quad_sum)
 from kernels.product import TALLEST
-from kernels.rules import device
+from kernels.rules import I_OVERLAY, I_SEED, activation_functions, device, pair_functions, source_of, stream_of
 from model import activations
 
 # bytes 1 and 2 of a float BASE + k are OFFSET + k; of any k from -OFFSET to 2^16, compared without a sign, not less
@@ -27,7 +26,7 @@ RECUR = 2
 NORM_2 = 3
 INNER = 4
 DOWN = 5
-# columns of these rows (kernels.pairs). Of the embedding:
+# columns of these rows (kernels.rules). Of the embedding:
 TABLE_SEED_A, TABLE_SEED_B, TABLE_OVERLAY_A, TABLE_OVERLAY_B = range(4)
 # of a norm, with the input sides of the matrices behind it; of GATES; of INNER
 LN, INPUTS = 0, 4
@@ -38,7 +37,7 @@ B_F, B_H = 0, 4
 U_F, U_H = 8, 13
 U_INPUT = 3
 B_APART, U_APART = B_H - B_F, U_H - U_F
-# of any row whose outputs have noise of their own (SPEC 21): stream and turn (kernels.pairs.activation_functions)
+# of any row whose outputs have noise of their own (SPEC 21): stream and turn (kernels.rules.activation_functions)
 STREAM = 20
 
 
@@ -156,7 +155,7 @@ def norm_table_function(cfg, nz, fill_input, streams):
     -(MAGIC + 128) times them, 16 H bytes; then the input noises of `streams` products. plan[p...]: as norm_kernel."""
     H = cfg.HIDDEN_DIM
     SIZE = input_bytes(cfg, H)
-    vector = pair_functions(cfg, nz).vector
+    _, vector = pair_functions(cfg, nz)
 
     @device
     def fill(words, bytes_, source, p, pair, i):

@@ -7,12 +7,11 @@ from numba import cuda, float64, int32, int64, uint32, uint64
 
 from kernels import ptx
 from kernels.host import CLEAN_EXPS, CLEAN_ONE, SOFTMAX_SUM, SOFTMAX_TOP, Kernel
-from kernels.pairs import pair_functions, source_of
 from kernels.parts import (A32, A64, A8, AF64, AU32, BITS, MAGIC, PLAN, SIGNS, exp_sizes, int32s, quad_sum,
                            quad_sum64, quotient_function)
 from kernels.product import (GROUPS, TALLEST, THREADS, begin_functions, begin_tile_function, joined, members_of,
                              padded_length, place_function, product_functions, wide_shape)
-from kernels.rules import device, loss_function
+from kernels.rules import device, loss_function, pair_functions, source_of
 from model import parameters
 
 
@@ -233,7 +232,7 @@ def head_kernel(cfg, nz, gpu, clean=False):
     STEPS, APART = 2 * shape.steps, shape.apart
     place_of = place_function(cfg, shape.RG, PAIRED)
     open_ring, wait_rows, multiply, finish = product_functions(gpu, shape, 2)
-    column = pair_functions(cfg, nz).column
+    column, _ = pair_functions(cfg, nz)
     as_row, as_column, begin, BASE = begin_functions(cfg, nz, cfg.HIDDEN_DIM)
     BASE, logit, settled, slot_of, prepare, hide, add_weights, add_groups = _tile_functions(
         cfg, gpu, sizes, column, as_column, BASE, clean)

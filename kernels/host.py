@@ -106,7 +106,7 @@ class Packing:
 
 class Plan:
     """The plan of a forward pass: one row of PLAN int32 per call, read by the kernel at run time. Modules of kernels
-    name the columns of their rows; kernels.pairs names the entries of a vector, a matrix, and the input side of one."""
+    name the columns of their rows; kernels.rules names the entries of a vector, a matrix, and the input side of one."""
 
     def __init__(self, cfg, packing):
         self._tensors = {(t.name, t.layer): t for t in parameters.tensors(cfg)}

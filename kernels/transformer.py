@@ -20,12 +20,12 @@ from kernels.attention import attention_kernel, value_length
 from kernels.head import head_kernel
 from kernels.host import DOWN, PLAIN, QUADS, ROWS, UP, Kernel
 from kernels.gru_parts import HIGHEST, LOWEST, int16_functions
-from kernels.pairs import I_OVERLAY, I_SEED, activation_functions, ntt_functions, pair_functions, source_of, stream_of
 from kernels.parts import (A32, A64, A8, AU32, PLAN, across, amax_scale, blocks, byte, clip, int32s, pack4,
                            pack_bytes, pack_quad, pack_rounded, quad_sum, rounded, unroll)
 from kernels.product import (GROUPS, TALLEST, THREADS, accumulator_of, begin_functions, begin_tile_function, full_shape,
                              joined, members_of, padded_length, place_function, product_functions, wide_shape)
-from kernels.rules import build_noise, device, divide, loudest
+from kernels.rules import (I_OVERLAY, I_SEED, activation_functions, build_noise, device, divide, loudest, ntt_functions,
+                           pair_functions, source_of, stream_of)
 from model import activations, parameters
 
 MOST_BLOCKS = 256                           # of a persistent kernel
@@ -54,7 +54,7 @@ def _embed_kernel(cfg, nz, gpu):
     H = cfg.HIDDEN_DIM
     T = cfg.SEQ_LEN
     LENGTH = padded_length(cfg)
-    vector = pair_functions(cfg, nz).vector
+    _, vector = pair_functions(cfg, nz)
     noise = nz.noise
     factor = nz.factor
     SHIFT = cfg.NOISE_SHIFT
@@ -132,7 +132,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
     noise = nz.noise
     factor = nz.factor
     whole_factor = nz.whole
-    vector = pair_functions(cfg, nz).vector
+    _, vector = pair_functions(cfg, nz)
     input_coefficient, input_term = nz.input_coefficient, nz.input_term
 
     @gpu.device
@@ -317,8 +317,7 @@ def _up_tables(cfg, nz, gpu, shape, as_column, BASE):
     noise = nz.noise
     factor = nz.factor
     input_coefficient = nz.input_coefficient
-    pairs = pair_functions(cfg, nz)
-    column, vector = pairs.column, pairs.vector
+    column, vector = pair_functions(cfg, nz)
 
     @gpu.called
     def prepare(sm, smf, at, c, block, member, source):
@@ -493,8 +492,7 @@ def _sum_functions(cfg, nz, gpu, shape, kind, TABLE):
     N = shape.N
     RAGGED = shape.columns != H
     turned = turned_function(cfg)
-    pairs = pair_functions(cfg, nz)
-    column, vector = pairs.column, pairs.vector
+    column, vector = pair_functions(cfg, nz)
 
     @gpu.device
     def prepare(sm, at, c, columns, member, source):

@@ -13,9 +13,8 @@ from numba import cuda, float32, int32, int64, int8, uint32
 
 from kernels import ptx
 from kernels.host import Kernel
-from kernels.pairs import ntt_functions
 from kernels.parts import A2, A32, A8, BITS, MAGIC, amax_scale, blocks, clip, int32s, quotient_function, rounded
-from kernels.rules import NORMS, build_noise, device
+from kernels.rules import NORMS, build_noise, device, ntt_functions
 from kernels.transformer import turned_function
 from model import parameters
 

@@ -18,7 +18,7 @@ import no_device
 from egg_config import make
 from engine import cuda_engine
 from engine.cuda_engine import CudaEngine
-from kernels import attention, head, host, pairs, parts, product, transformer, update
+from kernels import attention, head, host, parts, product, rules, transformer, update
 from model import parameters, sampling, seeds
 from model.fitness_digits import pack_ternary, unpack_ternary
 from model.reading import Reading
@@ -35,7 +35,7 @@ from recordings import HERE, digests, golden, hold_against_recording, recorded_d
 def test_every_shape_fits_every_card(kib, monkeypatch):
     """Tiles exist for every width and length: no kernel needs more shared memory than a block has, beside 1 KiB. Of a
     card only its memory and its instructions matter here."""
-    for module in attention, head, pairs, parts, product, transformer:
+    for module in attention, head, parts, product, rules, transformer:
         for decorator in {"device", "unroll"} & vars(module).keys():         # nothing is compiled
             monkeypatch.setattr(module, decorator, lambda function: function)
     for H in range(64, 1025, 32):
