@@ -101,8 +101,7 @@ def _store_function(cfg, gpu, shape, pieces, pairs, add):
     RAGGED, DOWN = shape.columns != COLUMNS, shape.kind == "down"
     AMPLITUDE, LEAST = shape.amplitude, gru_parts.both(shape.least)
     noisy_member, noise_word = activation_functions(cfg)
-    plus, within = gru_parts.int16_functions(gpu.cc)
-    added = gru_parts.added_function(gpu.cc)
+    plus, within, added = gru_parts.int16_functions(gpu.cc)
 
     @device
     def words_of(acc, i, source, p, member, number, four):
@@ -412,8 +411,7 @@ def _state_functions(cfg, gpu, shape, pairs, load_table, add_inputs):
     GATE, CANDIDATE = (activations.amplitude_of(cfg, name) for name in ("gate", "candidate"))
     APART, (noisy_member, noise_word) = activations.WORDS_APART, activation_functions(cfg)
     gated, next_state, opened, candidates_of = gru_parts.state_functions(gpu.cc)
-    plus, _ = gru_parts.int16_functions(gpu.cc)
-    added = gru_parts.added_function(gpu.cc)
+    plus, _, added = gru_parts.int16_functions(gpu.cc)
     column_of, registers = _column_function(shape), unroll_registers(gpu)
 
     @registers

@@ -170,13 +170,15 @@ def norm_table_function(cfg, nz, fill_input, streams):
 
 
 def int16_functions(cc):
-    """(plus, within), device functions of two words of two int16, y and z:
+    """(plus, within, added), device functions of two words of two int16, y and z:
 
     plus(y, z, word)            plus four int8
     within(y, z, low, high)     clipped; low, high: as `both` has them
+    added(x, y, z)              a word of x (bytes + 128) plus them
     """
     two = ptx.int16_pairs(cc)
     add2, min2, max2 = two.add2, two.min2, two.max2
+    LOW, HIGH = both(1), both(255)
 
     @device
     def plus(y, z, word):
@@ -186,20 +188,13 @@ def int16_functions(cc):
     def within(y, z, low, high):
         return max2(min2(y, high), low), max2(min2(z, high), low)
 
-    return plus, within
-
-
-def added_function(cc):
-    """Device function: a word of x (bytes + 128) plus two words of two int16."""
-    add2, (_, within) = ptx.int16_pairs(cc).add2, int16_functions(cc)
-    LOW, HIGH = both(1), both(255)
-
     @device
     def added(x, y, z):
         y, z = add2(ptx.byte_permute(x, 0, 0x4140), y), add2(ptx.byte_permute(x, 0, 0x4342), z)
         y, z = within(y, z, LOW, HIGH)
         return ptx.bytes4(y, z)
-    return added
+
+    return plus, within, added
 
 
 def state_functions(cc):
@@ -213,7 +208,7 @@ def state_functions(cc):
     candidates(y, z, word, b, c)    the candidates from the same
     """
     FULL = both(254)
-    add2, (_, within) = ptx.int16_pairs(cc).add2, int16_functions(cc)
+    add2, (_, within, _) = ptx.int16_pairs(cc).add2, int16_functions(cc)
 
     @called
     def gated(y, z, h):
@@ -327,7 +322,7 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
     AT_NOISE = 16 * H + streams * SIZE
     fill_input, add = input_functions(cfg, nz, H)
     fill_norm = norm_table_function(cfg, nz, fill_input, streams)
-    normed, added = normed_function(cfg, cc), added_function(cc)
+    normed, (_, _, added) = normed_function(cfg, cc), int16_functions(cc)
     fill_columns, of_token, embedded = embedding_functions(cfg, nz, cc)
     AMPLITUDE, (noisy_member, noise_word) = activations.amplitude_of(cfg, "embedding"), activation_functions(cfg)
 

@@ -564,7 +564,7 @@ def _store_functions(cfg, gpu, shape, kind):
     WIDE = N % 32 == 0                                       # then two words of noise share a hash
     AMPLITUDE = activations.amplitude_of(cfg, dict(qkv="query", o="output", down="down")[kind])
     noisy_member, noise_word = activation_functions(cfg)
-    plus, within = int16_functions(gpu.cc)
+    plus, within, _ = int16_functions(gpu.cc)
 
     @device
     def disturb(acc, source, member, row, col, q):
