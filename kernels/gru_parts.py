@@ -56,8 +56,10 @@ def clip_function(cc, base, lowest, highest):
     CHOSEN, OFF = (0x5410, 0) if base == MAGIC else (0x6521, OFFSET)
     LOW, HIGH = float(base + lowest), float(base + highest)
     LOW2, HIGH2 = both(OFF + lowest), both(OFF + highest)
-    NATIVE, pairs = cc[0] >= 9, ptx.int16_pairs(cc)
-    min2, max2 = (pairs.min2, pairs.max2) if base == MAGIC else (ptx.min2_unsigned, ptx.max2_unsigned)
+    NATIVE = cc[0] >= 9
+    _, min2, max2 = ptx.int16_pairs(cc)
+    if base != MAGIC:
+        min2, max2 = ptx.min2_unsigned, ptx.max2_unsigned
 
     @device
     def limited(a):
@@ -176,8 +178,7 @@ def int16_functions(cc):
     within(y, z, low, high)     clipped; low, high: as `both` has them
     added(x, y, z)              a word of x (bytes + 128) plus them
     """
-    two = ptx.int16_pairs(cc)
-    add2, min2, max2 = two.add2, two.min2, two.max2
+    add2, min2, max2 = ptx.int16_pairs(cc)
     LOW, HIGH = both(1), both(255)
 
     @device
@@ -208,7 +209,7 @@ def state_functions(cc):
     candidates(y, z, word, b, c)    the candidates from the same
     """
     FULL = both(254)
-    add2, (_, within, _) = ptx.int16_pairs(cc).add2, int16_functions(cc)
+    (add2, _, _), (_, within, _) = ptx.int16_pairs(cc), int16_functions(cc)
 
     @called
     def gated(y, z, h):

@@ -7,7 +7,6 @@ rows of 16 bytes, 128 contiguous bytes; a matrix of K bytes a row is stored [row
 
 import inspect
 import re
-from types import SimpleNamespace
 
 from llvmlite import ir
 from numba.cuda.extending import intrinsic
@@ -142,14 +141,13 @@ max2_unsigned = _instruction("max.u16x2 $0, $1, $2;")
 
 
 def int16_pairs(cc):
-    """add2, min2, max2 of two int16 in a word on a card of this compute capability."""
+    """(add2, min2, max2) of two int16 in a word on a card of this compute capability."""
     if cc[0] >= 9:
-        return SimpleNamespace(add2=add2, min2=min2, max2=max2)
+        return add2, min2, max2
     extreme = "{ .reg .b32 z; mov.b32 z, 0; v%s2.s32.s32.s32 $0, $1, $2, z; }"
-    return SimpleNamespace(
-        add2=_instruction("{ .reg .b32 t, u; and.b32 t, $1, 0x7FFF7FFF; and.b32 u, $2, 0x7FFF7FFF; "
-                          "add.u32 t, t, u; xor.b32 u, $1, $2; and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }"),
-        min2=_instruction(extreme % "min"), max2=_instruction(extreme % "max"))
+    return (_instruction("{ .reg .b32 t, u; and.b32 t, $1, 0x7FFF7FFF; and.b32 u, $2, 0x7FFF7FFF; "
+                         "add.u32 t, t, u; xor.b32 u, $1, $2; and.b32 u, u, 0x80008000; xor.b32 $0, t, u; }"),
+            _instruction(extreme % "min"), _instruction(extreme % "max"))
 
 
 # --- loads and stores ------------------------------------------------------------------------------------------------
