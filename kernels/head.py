@@ -11,8 +11,8 @@ from kernels.parts import (A32, A64, A8, AF64, AU32, BITS, MAGIC, PLAN, SIGNS, e
                            quad_sum64, quotient_function)
 from kernels.product import (GROUPS, TALLEST, THREADS, begin_functions, begin_tile_function, joined, members_of,
                              padded_length, place_function, product_functions, wide_shape)
-from kernels.rules import device, loss_function, pair_functions, source_of
-from model import parameters
+from kernels.rules import TARGET, device, pair_functions, source_of
+from model import integer_tables, parameters, rules
 
 
 def _sizes(cfg, gpu):
@@ -150,7 +150,8 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
     EACH = cfg.PERTURB == "activations"                      # losses int64 [members, length] of every position
     SCALE, SHIFT = float(cfg.SOFTMAX_EXP_SCALE), cfg.NOISE_SHIFT
     TARGETS, SKIP = (1, 0) if clean else (cfg.TARGETS, cfg.STATE_TOKENS)
-    position_loss = loss_function(cfg)
+    loss_of = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
+    BIT, UNIT, UNIT_OF_DISTANCE = cfg.SOFTMAX_SCALE_BIT, integer_tables.log_unit(cfg), 256 // cfg.TARGETS
 
     @device
     def scored(half, unit, position):
@@ -166,7 +167,8 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
                     losses[window * length + here] = (math.log(float64(totals[half]) / CLEAN_ONE)
                                                       + float(int32(best[half] - z[half])) / SCALE)
                 else:
-                    loss = position_loss(totals[half], int32(TARGETS * best[half]), z[half])
+                    # of several targets: their number times the largest, and the sum of theirs
+                    loss = loss_of(totals[half], int32(TARGETS * best[half]), z[half], BIT, UNIT, UNIT_OF_DISTANCE)
                     if EACH:
                         # both members are the unperturbed model: in place of the odd one's loss its softmax, for the
                         # errors of the head (kernels.activations)

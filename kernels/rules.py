@@ -12,7 +12,7 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from numba.cuda import libdevice
 
 from kernels import ptx
-from model import integer_tables, parameters, rules, transforms
+from model import parameters, rules, transforms
 
 W_FIRST, W_SEED_A, W_SEED_B, W_OVERLAY = range(4)
 M_PACKED, M_SEED, M_OVERLAY = range(3)
@@ -81,21 +81,6 @@ def build_noise(cfg, silent=False):
     vars(scale).update(hash32=hash32, noise=noise, input_coefficient=input_coefficient,
                        whole=whole, silent=silent)
     return scale
-
-
-def loss_function(cfg):
-    """Device function: loss (int64) of a position from Q (int64), the largest logit and the target's (SPEC 7); of
-    several targets: their number times the largest, and the sum of theirs."""
-    BIT = cfg.SOFTMAX_SCALE_BIT
-    UNIT = integer_tables.log_unit(cfg)
-    UNIT_OF_DISTANCE = 256 // cfg.TARGETS
-    rule = rules.loss_rule(device, TARGET, cfg.LOSS == "exact")
-
-    @device
-    def loss(total, top, target):
-        return rule(total, top, target, BIT, UNIT, UNIT_OF_DISTANCE)
-
-    return loss
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
