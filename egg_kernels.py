@@ -93,22 +93,28 @@ class Forward:
             self.votes = activations.Votes(cfg, kernels.pieces, gpu.wgmma)
             self.kernels["step"] = [*kernels.noisy, *self.votes.kernels.values()]
 
-    def tables(self, **of_model):
-        """Uploads the constant tables, `of_model` among them."""
-        exps = integer_tables.exp_table(self.cfg)
-        clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / self.cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
+    def tables(self):
+        """Uploads the constant tables."""
+        cfg, exps = self.cfg, integer_tables.exp_table(self.cfg)
+        clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
         arrays = dict(plan=self._plan.table(), job=np.zeros(4, np.uint32), clean_exps=clean,
-                      places=writing.places(self.cfg, self._packing), gelu=integer_tables.gelu_table(),
-                      exps=exps[np.minimum(np.arange(256), exps.size - 1)], **of_model)
+                      places=writing.places(cfg, self._packing), gelu=integer_tables.gelu_table(),
+                      exps=exps[np.minimum(np.arange(256), exps.size - 1)],
+                      rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
         self._tables = {name: cuda.to_device(array) for name, array in arrays.items()}
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
 
-    def _exps(self, clean):
-        """The table of exponentials of a head: that of validation, or that of members."""
-        return self._tables["clean_exps" if clean else "exps"]
+    def _launch_head(self, stream, head, common, losses, groups, x, **own):
+        """A pass's last kernel, of rows x, and what is kept of it for the votes."""
+        clean, kernels = head is self._kernels.clean_head, self._kernels
+        head(blocks(common["all_rows"], 64 * head.shape.RG), THREADS, stream, common, call=self._plan.head,
+             at_tiles=kernels.at_tiles[clean], at_columns=kernels.at_columns, losses=losses, x=x,
+             exps=self._tables["clean_exps" if clean else "exps"], **own)
+        if groups:
+            self.votes.head(groups, x, losses, common)
 
     def _layout(self, count, room):
         cfg, rows = self.cfg, blocks(count, self._rows) * self._rows
@@ -131,10 +137,6 @@ class Transformer(Forward):
     """The embedding and its MLP; layers of attention and MLP; a norm and the head."""
 
     MODULE = transformer
-
-    def tables(self):
-        rope = integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()
-        super().tables(rope=rope)
 
     def scratch_bytes(self, pairs):
         return self._kernels.layout(pairs)[1]
@@ -159,11 +161,11 @@ class Transformer(Forward):
         plan, kernels = self._plan, self._kernels
         length = padded_length(self.cfg)
         a = arrays_in(scratch, kernels.layout(pairs)[0])
-        rows = 2 * pairs * length
+        rows = 2 * pairs * length                            # of all members
         most = min(processors(), transformer.MOST_BLOCKS)
         common = self._tables | a | dict(
             weights=weights, packed=packed.view(np.int32), overlay=overlay, tokens=windows, width=windows.size // pairs,
-            units=pairs, n=self.cfg.SEQ_LEN, job=job, offset=offset,
+            units=pairs, n=self.cfg.SEQ_LEN, all_rows=rows, job=job, offset=offset,
             stride=transformer.rows_of_pairs(self.cfg, pairs), x=a["normed"])
 
         def norm(row, streams):
@@ -201,11 +203,7 @@ class Transformer(Forward):
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i, "_2")
         norm(plan.ln_f, 1)
-        head(blocks(rows, 64 * head.shape.RG), THREADS, stream, common, call=plan.head,
-             at_tiles=kernels.matrices["embedding", 0], at_columns=kernels.at_columns, losses=losses,
-             exps=self._exps(head is kernels.clean_head))
-        if groups:
-            self.votes.head(groups, a["normed"], losses, common)
+        self._launch_head(stream, head, common, losses, groups, a["normed"])
 
 
 class Recurrent(Forward):
@@ -256,14 +254,15 @@ class Recurrent(Forward):
         H = self.cfg.HIDDEN_DIM
         a = arrays_in(scratch, kernels.layout(units, n)[0])
         kept = self.votes.arrays.kept if self.votes else table
+        rows = 2 * units * n                                 # of all members
         common = self._tables | a | model | dict(rows_at=kernels.rows_at, skip=skip, offset=offset, n=n,
-                                                 stride=rows_of_places(units * n))
+                                                 all_rows=rows, stride=rows_of_places(units * n))
 
         def norm(kernel, row, normed="normed", sb="sb"):
             kernel((units, blocks(n, 64)), 256, stream, common, call=row, out=a[normed], sb=a[sb])
 
         def product(kind, row, matrix, layer, x, out, matrices=1):
-            tiles = blocks(2 * units * n, 64 * kernels.shapes[kind].RG)
+            tiles = blocks(rows, 64 * kernels.shapes[kind].RG)
             kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, stream, common, call=row,
                                    at=kernels.matrices[matrix, layer], x=a[x], out=a[out], beyond=a["gates"].size)
 
@@ -289,15 +288,10 @@ class Recurrent(Forward):
         if head is None:
             return
         # gates and candidates are needed no more: the rows of ln_f and their sums take their place
-        clean = head is kernels.clean_head
         norm(kernels.norm_f, plan.ln_f, "gates", "candidates")
-        if not clean and not self.votes:                     # the head adds to them
+        if head is kernels.head and not self.votes:          # it adds to them
             driver.device_memset(losses, 0, losses.nbytes, stream)
-        head(blocks(units * n, 32 * head.shape.RG), THREADS, stream, common, call=plan.head,
-             at_tiles=kernels.at_tiles[clean], at_columns=kernels.at_columns, exps=self._exps(clean), x=a["gates"],
-             sb=a["candidates"], losses=losses)
-        if groups:
-            self.votes.head(groups, a["gates"], losses, common)
+        self._launch_head(stream, head, common, losses, groups, a["gates"], sb=a["candidates"])
 
 
 def gpu_of(cfg, cc, shared_limit):

@@ -145,13 +145,6 @@ def normed_function(cfg, cc):
     return normed
 
 
-@device
-def reciprocal_mean(total, H):
-    """1 / the mean of H sizes, from the sums of four lanes."""
-    mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
-    return ptx.reciprocal(float32(mean))
-
-
 def norm_table_function(cfg, nz, fill_input, streams):
     """Device function that fills column i of a layer norm's table at byte 0: float32 weights of member 0 and 1, and
     -(MAGIC + 128) times them, 16 H bytes; then the input noises of `streams` products. plan[p...]: as norm_kernel."""
@@ -364,7 +357,8 @@ def norm_kernel(cfg, nz, cc, streams, embeds=False):
             for b in range(STEPS):
                 word = ptx.load2(x, at_x + member * (2 * H) + b * 8)
                 total = ptx.distance4(word[1], SIGNS, ptx.distance4(word[0], SIGNS, total))
-            reciprocal = reciprocal_mean(total, H)
+            mean = max(int32(uint32(quad_sum(total)) // uint32(H)), int32(1))
+            reciprocal = ptx.reciprocal(float32(mean))
             sum0, sum1 = int32(0), int32(0)
             at_n = (to >> 3) * (2 * H) + member * (2 * H) + (to & 7) * 4 + q
             for b in range(STEPS):

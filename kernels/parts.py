@@ -201,9 +201,9 @@ def amax_scale(top):
     return float32(127) / (float32(top) + float32(1e-9))
 
 
-def wgmma_descriptor(K=256):
+def wgmma_descriptor(K):
     """Device function: wgmma descriptor (int64) of core matrices at a shared address, rows of K bytes."""
-    STRIDES = ptx.wgmma_descriptor_strides(K)
+    STRIDES = (128 >> 4) << 16 | (8 * K >> 4) << 32
 
     @device
     def descriptor(address):

@@ -294,12 +294,6 @@ copy_bulk = _instruction("cp.async.bulk.shared::cluster.global.mbarrier::complet
 wgmma_fence = _instruction("wgmma.fence.sync.aligned;", void)
 
 
-def wgmma_descriptor_strides(k_bytes):
-    """Upper part of a wgmma descriptor of core matrices whose rows have k_bytes; add (shared address & 0x3FFFF) >>
-    4."""
-    return (128 >> 4) << 16 | (8 * k_bytes >> 4) << 32
-
-
 def wgmma_s8(columns):
     """Intrinsic f(acc, a_desc, b_desc, keep): wgmma.mma_async.sync.aligned.m64n{columns}k32.s32.s8.s8, cc 9.0a, one
     warpgroup, both operands K-major in shared memory. acc: a local int32 array of columns / 2, overwritten where keep

@@ -787,6 +787,7 @@ class Kernels:
             order, kernel = used[t.name]
             self.matrices[t.name, t.layer] = packing.add(t, order, kernel.shape.columns, kernel.shape.KP)
             if t.name == "embedding":
+                self.at_tiles = [self.matrices[t.name, 0]] * 2           # of both heads
                 self.at_columns = packing.add(t, ROWS, t.cols, t.rows)
 
     def layout(self, pairs):
