@@ -51,8 +51,6 @@ Launches only enqueue work on `stream`, allocate nothing and can be captured in 
 device arrays.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver

@@ -196,7 +196,7 @@ def _errors_kernel(cfg):
             e, distance = i >> 8, i & 255
             group = (first + e) // PADDED
             t = first + e - group * PADDED
-            top, error = SOFTMAX_TOP, int32(0)        # beyond a window: no error
+            top, error = SOFTMAX_TOP, int32(0)               # beyond a window: no error
             if group < count and t < T:
                 softmax = losses[(2 * group + 1) * T + t]
                 top, error = softmax % SOFTMAX_SUM - SOFTMAX_TOP, excess(0, 1, exps[distance], softmax // SOFTMAX_SUM)

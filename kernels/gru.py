@@ -170,7 +170,6 @@ def _product_kernel(cfg, nz, gpu, shape, pieces):
 
     Launch [blocks] of 512 threads; a block takes every gridDim-th tile of 64 RG rows ("gates": of matrix blockIdx % 2).
     plan: W_F, W_H; W_UP, W_DOWN_INPUT; or w_down. sb: [3][stride], 0 and 1 of the inputs, 2 of u."""
-    H = cfg.HIDDEN_DIM
     N = shape.N
     RG = shape.RG
     CG = shape.CG
@@ -536,7 +535,7 @@ def recur_kernel(cfg, nz, gpu, shape):
     BULK = gpu.wgmma
     ROWS, RAGGED = shape.rows, shape.columns != 2 * H
     ALL, AT_PAST = shape.all, shape.at_past
-    STEPS = shape.steps // 2                               # of a matrix
+    STEPS = shape.steps // 2                                 # of a matrix
     ACC = shape.N // 2
     SCALED = cfg.ADAPTIVE_NOISE_MODE == 2
     WORDS = 2 * ALL

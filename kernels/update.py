@@ -11,7 +11,7 @@ both operands; slices of n bound the memory.
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int8, int32, int64, uint32
+from numba import cuda, float32, int8, int32, uint32
 from numba.cuda import libdevice
 
 from model import optimizers, parameters, rules, ternary
