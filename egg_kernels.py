@@ -51,6 +51,8 @@ Launches only enqueue work on `stream`, allocate nothing and can be captured in 
 device arrays.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv import driver
@@ -68,8 +70,8 @@ def processors():
 
 
 def arrays_in(scratch, layout):
-    """{name: int32 array} of a `layout` in scratch memory."""
-    return {name: scratch[first:end].view(np.int32) for name, (first, end) in layout.items()}
+    """The int32 arrays of a `layout` in scratch memory, as attributes."""
+    return SimpleNamespace(**{name: scratch[first:end].view(np.int32) for name, (first, end) in layout.items()})
 
 
 class Forward:
@@ -96,23 +98,18 @@ class Forward:
         cfg, exps = self.cfg, integer_tables.exp_table(self.cfg)
         clean = np.rint(np.exp(-np.arange(CLEAN_EXPS) / cfg.SOFTMAX_EXP_SCALE) * CLEAN_ONE).astype(np.int64)
         clean[-1] = 0
-        arrays = dict(plan=self._plan.table(), job=np.zeros(4, np.uint32), clean_exps=clean,
+        arrays = dict(plan=self._plan.table(), no_job=np.zeros(4, np.uint32), clean_exps=clean,
                       places=writing.places(cfg, self._packing), gelu=integer_tables.gelu_table(),
                       exps=exps[np.minimum(np.arange(256), exps.size - 1)],
                       rope=integer_tables.rope_table(cfg, cfg.SEQ_LEN).ravel())
-        self._tables = {name: cuda.to_device(array) for name, array in arrays.items()}
+        self._tables = SimpleNamespace(**{name: cuda.to_device(array) for name, array in arrays.items()})
 
     def pack(self, stream, weights, packed):
         self._packing.launch(stream, weights, packed)
 
-    def _launch_head(self, stream, head, common, losses, groups, x, **own):
-        """A pass's last kernel, of rows x, and what is kept of it for the votes."""
-        clean, kernels = head is self._kernels.clean_head, self._kernels
-        head(blocks(common["all_rows"], 64 * head.shape.RG), THREADS, stream, common, call=self._plan.head,
-             at_tiles=kernels.at_tiles[clean], at_columns=kernels.at_columns, losses=losses, x=x,
-             exps=self._tables["clean_exps" if clean else "exps"], **own)
-        if groups:
-            self.votes.head(groups, x, losses, common)
+    def _exps(self, clean):
+        """The table of exponentials of a head: that of validation, or that of members."""
+        return self._tables.clean_exps if clean else self._tables.exps
 
     def _layout(self, count, room):
         cfg, rows = self.cfg, blocks(count, self._rows) * self._rows
@@ -123,12 +120,11 @@ class Forward:
         return self._layout(count, room)[1]
 
     def write(self, stream, weights, packed, tokens, at, room, count, rope, memory, logits):
-        layout = self._layout(count, room)[0]
+        layout, tables = self._layout(count, room)[0], self._tables
         cache, y = (memory[slice(*layout[name])] for name in ("cache", "y"))
-        self._write(blocks(count, self._rows), writing.THREADS, stream, self._tables, weights=weights,
-                    packed=packed.view(np.int32), tokens=tokens, at=at, room=room, count=count,
-                    last=self.cfg.N_LAYERS - (logits is None), rope=rope, cache=cache, y=y.view(np.int32),
-                    z=tokens if logits is None else logits)
+        last, z = self.cfg.N_LAYERS - (logits is None), tokens if logits is None else logits
+        self._write(blocks(count, self._rows), writing.THREADS, stream, tables.places, weights, packed.view(np.int32),
+                    tokens, at, room, count, last, rope, tables.exps, tables.gelu, cache, y.view(np.int32), z)
 
 
 class Transformer(Forward):
@@ -143,65 +139,73 @@ class Transformer(Forward):
         return self.scratch_bytes(windows)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._launch(stream, weights, packed, weights, windows, self._tables["job"], 0, count, scratch, nats,
+        self._launch(stream, weights, packed, weights, windows, self._tables.no_job, 0, count, scratch, nats,
                      self._kernels.clean_head)
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, units, scratch, losses, clean=False):
         """clean: see the top of this file."""
         groups = activations.Groups(stream, job, offset, units) if clean else None
-        self._launch(stream, weights, packed, overlay, windows, self._tables["job"] if clean else job, offset, units,
+        self._launch(stream, weights, packed, overlay, windows, self._tables.no_job if clean else job, offset, units,
                      scratch, losses, self._kernels.head, groups)
 
     def _launch(self, stream, weights, packed, overlay, windows, job, offset, pairs, scratch, losses, head,
                 groups=None):
         """The pass over pairs, or as many windows, with job[2] = 0, so that both members of a pair are the unperturbed
         model. groups: those whose windows these are, where self.votes keeps what the matrices multiply."""
-        plan, kernels = self._plan, self._kernels
-        length = padded_length(self.cfg)
+        plan, kernels, tables = self._plan, self._kernels, self._tables
+        length, packed, table = padded_length(self.cfg), packed.view(np.int32), tables.plan
         a = arrays_in(scratch, kernels.layout(pairs)[0])
-        rows = 2 * pairs * length                            # of all members
+        stride, width = transformer.rows_of_pairs(self.cfg, pairs), windows.size // pairs
+        rows = 2 * pairs * length
         most = min(processors(), transformer.MOST_BLOCKS)
-        common = self._tables | a | dict(
-            weights=weights, packed=packed.view(np.int32), overlay=overlay, tokens=windows, width=windows.size // pairs,
-            units=pairs, n=self.cfg.SEQ_LEN, all_rows=rows, job=job, offset=offset,
-            stride=transformer.rows_of_pairs(self.cfg, pairs), x=a["normed"])
 
         def norm(row, streams):
-            kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, stream, common, call=row)
+            kernels.norms[streams]((pairs, blocks(2 * length, 128)), 256, stream, row, table, weights, overlay, job,
+                                   offset, stride, a.h, a.n, a.sb)
 
-        def product(kernel, row, matrix, layer, matrices=1, **arrays):
+        def of_product(kernel, row, matrix, layer, matrices=1):
+            """Grid, threads and the first arguments."""
             tiles = blocks(rows, 64 * kernel.shape.RG)
-            kernel(min(tiles, most // matrices) * matrices, THREADS, stream, common, call=row,
-                   at=kernels.matrices[matrix, layer], tiles=tiles, **arrays)
+            return (min(tiles, most // matrices) * matrices, THREADS, stream, row, kernels.matrices[matrix, layer],
+                    table, weights, packed, overlay, job, offset, tiles, stride)
 
-        def keep(name, layer, source="normed"):
+        def full_width(kind, row, matrix, layer, x, h, matrices=1):
+            kernel = kernels.full_width[kind]
+            kernel(*of_product(kernel, row, matrix, layer, matrices), tables.rope, x, a.sb, h, a.values, a.spill)
+
+        def keep(name, layer, source):
             if groups:
-                self.votes.keep(groups, name, layer, a[source])
+                self.votes.keep(groups, name, layer, source)
 
         def mlp(rows, up, down, layer, inputs):
-            keep("normed" + inputs, layer)
-            product(kernels.up, rows.up, up, layer)
-            keep("inner" + inputs.replace("_2", ""), layer, "u")
-            product(kernels.full_width["down"], rows.down, down, layer, x=a["u"])
+            keep("normed" + inputs, layer, a.n)
+            kernels.up(*of_product(kernels.up, rows.up, up, layer), tables.gelu, a.n, a.sb, a.u)
+            keep("inner" + inputs.replace("_2", ""), layer, a.u)
+            full_width("down", rows.down, down, layer, a.u, a.h)
 
-        kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), stream, common, call=plan.embed,
-                      losses=losses.view(np.int64))
+        kernels.embed((pairs, blocks(length, 64)), 4 * min(length, 64), stream, plan.embed, table, weights, packed,
+                      overlay, windows, width, job, offset, a.h, losses.view(np.int64))
         norm(plan.embed, 1)
         mlp(plan.embedding_mlp, "w_emb_mlp_up", "w_emb_mlp_down", 0, "_0")
         for i, layer in enumerate(plan.layers):
             norm(layer.ln_1, 3)
-            keep("normed_1", i)
-            product(kernels.full_width["qkv"], layer.qkv, "w_q", i, 3, h=a["queries"])
-            kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), stream, common,
-                              call=layer.attention)
-            keep("attended", i)
+            keep("normed_1", i, a.n)
+            full_width("qkv", layer.qkv, "w_q", i, a.n, a.queries, 3)
+            kernels.attention((2 * pairs, blocks(length, 64)), 32 * min(4, length // 16), stream, layer.attention,
+                              table, overlay, job, offset, tables.exps, a.queries, a.keys, a.values, a.n, a.sb)
+            keep("attended", i, a.n)
             if groups:
-                self.votes.attended(groups, i, common)
-            product(kernels.full_width["o"], layer.o, "w_o", i)
+                self.votes.attended(groups, i, a.queries, a.keys, tables.exps)
+            full_width("o", layer.o, "w_o", i, a.n, a.h)
             norm(layer.ln_2, 1)
             mlp(layer.mlp, "w_up", "w_down", i, "_2")
         norm(plan.ln_f, 1)
-        self._launch_head(stream, head, common, losses, groups, a["normed"])
+        clean = head is kernels.clean_head
+        head(blocks(rows, 64 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean], kernels.at_columns,
+             table, packed, overlay, windows, width, pairs, job, offset, self._exps(clean), a.n, a.sb, losses,
+             self.cfg.SEQ_LEN)
+        if groups:
+            self.votes.head(groups, a.n, weights, losses, tables.exps, windows, width)
 
 
 class Recurrent(Forward):
@@ -225,71 +229,75 @@ class Recurrent(Forward):
 
     def evaluate(self, stream, weights, packed, overlay, windows, job, offset, units, scratch, losses, clean=False):
         """clean: see the top of this file."""
-        before = self.cfg.STATE_TOKENS
-        model = dict(weights=weights, packed=packed.view(np.int32), overlay=overlay, tokens=windows,
-                     width=windows.size // units, units=units)
+        before, states = self.cfg.STATE_TOKENS, None
+        model = stream, weights, packed, overlay, windows, windows.size // units
         work = scratch[self._state_bytes(units):]
         if before:
-            model["states"] = scratch[:units * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM]
-            self._launch(stream, before, work, keep=1, **model)
+            states = scratch[:units * self.cfg.N_LAYERS * self.cfg.HIDDEN_DIM]
+            self._launch(*model, units, before, work, self._tables.no_job, states=states, keep=1)
         groups = activations.Groups(stream, job, offset, units) if clean else None
-        self._launch(stream, self.cfg.SEQ_LEN, work, self._kernels.head, losses, groups, skip=before,
-                     begin=int(before > 0), keep=gru.KEEP_INPUTS * clean,
-                     job=self._tables["job"] if clean else job, offset=offset, **model)
+        self._launch(*model, units, self.cfg.SEQ_LEN, work, self._tables.no_job if clean else job, offset,
+                     self._kernels.head, losses, states, before, int(before > 0), gru.KEEP_INPUTS * clean, groups)
 
     def validate(self, stream, weights, packed, windows, count, length, scratch, nats):
-        self._launch(stream, length, scratch, self._kernels.clean_head, nats, weights=weights,
-                     packed=packed.view(np.int32), overlay=weights, tokens=windows, width=length + 1, units=count)
+        self._launch(stream, weights, packed, weights, windows, length + 1, count, length, scratch,
+                     self._tables.no_job, 0, self._kernels.clean_head, nats)
 
-    def _launch(self, stream, n, scratch, head=None, losses=None, groups=None, states=None, skip=0, begin=0, keep=0,
-                offset=0, **model):
-        """The pass over `units` pairs or, without a job, windows. It reads n positions from `skip` on of rows of
+    def _launch(self, stream, weights, packed, overlay, tokens, width, units, n, scratch, job, offset=0, head=None,
+                losses=None, states=None, skip=0, begin=0, keep=0, groups=None):
+        """The pass over `units` pairs or, with job[2] = 0, windows. It reads n positions from `skip` on of rows of
         `width` tokens. states int8 [L, units, H]: where `begin`, units begin with them; where `keep` is 1, the states
         at the end go there. head: None, or what makes losses: int64 [units, 2], with noise on activations [units, 2,
         n]; of validation float64 [units, n]. groups: those whose windows these are, where self.votes keeps what the
         matrices multiply (`keep` is KEEP_INPUTS)."""
-        plan, kernels, table, units = self._plan, self._kernels, self._tables["plan"], model["units"]
+        plan, kernels, table = self._plan, self._kernels, self._tables.plan
         H = self.cfg.HIDDEN_DIM
+        packed, stride = packed.view(np.int32), rows_of_places(units * n)
         a = arrays_in(scratch, kernels.layout(units, n)[0])
         kept = self.votes.arrays.kept if self.votes else table
-        rows = 2 * units * n                                 # of all members
-        common = self._tables | a | model | dict(rows_at=kernels.rows_at, skip=skip, offset=offset, n=n,
-                                                 all_rows=rows, stride=rows_of_places(units * n))
 
-        def norm(kernel, row, normed="normed", sb="sb"):
-            kernel((units, blocks(n, 64)), 256, stream, common, call=row, out=a[normed], sb=a[sb])
+        def norm(kernel, row, out, sb):
+            kernel((units, blocks(n, 64)), 256, stream, row, kernels.rows_at, table, weights, packed, overlay, tokens,
+                   width, skip, job, offset, n, stride, a.x, out, sb)
 
         def product(kind, row, matrix, layer, x, out, matrices=1):
-            tiles = blocks(rows, 64 * kernels.shapes[kind].RG)
-            kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, stream, common, call=row,
-                                   at=kernels.matrices[matrix, layer], x=a[x], out=a[out], beyond=a["gates"].size)
+            tiles = blocks(2 * units * n, 64 * kernels.shapes[kind].RG)
+            kernels.products[kind](min(tiles, processors() // matrices) * matrices, THREADS, stream, row,
+                                   kernels.matrices[matrix, layer], table, weights, packed, overlay, job, offset,
+                                   units, n, stride, x, a.sb, out, a.gates.size)
 
         def keep_inputs(name, layer, source):
             if groups:
                 self.votes.keep(groups, name, layer, source)
 
         for i, row in enumerate(plan.layers):
-            norm(kernels.norms[min(i, 1)], row + NORM_1)
-            keep_inputs("normed_1", i, a["normed"])
-            product("gates", row + GATES, "w_f", i, "normed", "u", 2)
+            norm(kernels.norms[min(i, 1)], row + NORM_1, a.normed, a.sb)
+            keep_inputs("normed_1", i, a.normed)
+            product("gates", row + GATES, "w_f", i, a.normed, a.u, 2)
             # without states any array of their type will do
             of_layer = table if states is None else states[i * units * H:(i + 1) * units * H].view(np.int32)
-            kernels.recur(blocks(units, kernels.recur.shape.rows // 2), THREADS, stream, common, call=row,
-                          at=kernels.matrices["u_f", i], states=of_layer, kept=kept, begin=begin, keep=keep)
+            kernels.recur(blocks(units, kernels.recur.shape.rows // 2), THREADS, stream, row,
+                          kernels.matrices["u_f", i], table, weights, packed, overlay, tokens, width, skip, n, units,
+                          job, offset, a.gates, a.candidates, a.x, of_layer, a.tables, kept, begin, keep)
             keep_inputs("state", i, kept[:kept.size // 2])
             keep_inputs("gated", i, kept[kept.size // 2:])
-            norm(kernels.norm_f, row + NORM_2)
-            keep_inputs("normed_2", i, a["normed"])
-            product("inner", row + INNER, "w_up", i, "normed", "u")
-            keep_inputs("inner", i, a["u"])
-            product("down", row + DOWN, "w_down", i, "u", "x")
+            norm(kernels.norm_f, row + NORM_2, a.normed, a.sb)
+            keep_inputs("normed_2", i, a.normed)
+            product("inner", row + INNER, "w_up", i, a.normed, a.u)
+            keep_inputs("inner", i, a.u)
+            product("down", row + DOWN, "w_down", i, a.u, a.x)
         if head is None:
             return
         # gates and candidates are needed no more: the rows of ln_f and their sums take their place
-        norm(kernels.norm_f, plan.ln_f, "gates", "candidates")
-        if head is kernels.head and not self.votes:          # it adds to them
+        clean = head is kernels.clean_head
+        norm(kernels.norm_f, plan.ln_f, a.gates, a.candidates)
+        if not clean and not self.votes:                     # the head adds to them
             driver.device_memset(losses, 0, losses.nbytes, stream)
-        self._launch_head(stream, head, common, losses, groups, a["gates"], sb=a["candidates"])
+        head(blocks(units * n, 32 * head.shape.RG), THREADS, stream, plan.head, kernels.at_tiles[clean],
+             kernels.at_columns, table, packed, overlay, tokens, width, units, job, offset, self._exps(clean), a.gates,
+             a.candidates, losses, n)
+        if groups:
+            self.votes.head(groups, a.gates, weights, losses, self._tables.exps, tokens, width)
 
 
 def gpu_of(cfg, cc, shared_limit):

@@ -358,7 +358,7 @@ def _credit_kernels(cfg):
 
 def _sums_kernel(cfg):
     """Settled sums of credit times the sign of the noise."""
-    D, T = cfg.HEAD_DIM, cfg.SEQ_LEN
+    H, D, T = cfg.HIDDEN_DIM, cfg.HEAD_DIM, cfg.SEQ_LEN
     K, LAYERS = cfg.GROUP_SIZE, cfg.N_LAYERS
     PADDED, QUADS = padded(cfg), blocks(cfg.GROUP_SIZE, 4)
     turned = turned_function(cfg)
@@ -556,75 +556,75 @@ class Votes:
                        blocks(self.positions, DEPTH) * DEPTH, t.weights - (4 * units if t.matrix else units),
                        t.cols if t.matrix else 1, t.matrix, s)
                       for p in range(0, t.cols, TILE) for s in range(0, t.rows, TILE)]
-        arrays = {name: cuda.to_device(array) for name, array in zeros.items()}
-        result = arrays["result"]
-        totals, digits = result[:3 + len(tensors)], result[3 + len(tensors):].view(np.uint8)
-        # and what else the kernels take
-        self.arrays = SimpleNamespace(
-            **arrays, totals=totals, sizes=totals[3:], packed=digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)],
-            tiles=cuda.to_device(np.array(tiles, np.int32)),
-            tensors=cuda.to_device(np.array([x for t in tensors for x in (t.weights, t.size)], np.int64)),
-            rope=cuda.to_device(integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel()),
-            rows=self._rows, positions=self.positions)
+        self.arrays = arrays = SimpleNamespace(**{name: cuda.to_device(array) for name, array in zeros.items()})
+        self._totals, digits = arrays.result[:3 + len(tensors)], arrays.result[3 + len(tensors):].view(np.uint8)
+        self._packed = digits[:ternary.packed_size(self.cfg.CHUNK_DIGITS)]
+        self._tiles = cuda.to_device(np.array(tiles, np.int32))
+        self._of_tensors = cuda.to_device(np.array([x for t in tensors for x in (t.weights, t.size)], np.int64))
+        self._rope = cuda.to_device(integer_tables.rope_table(self.cfg, self.cfg.SEQ_LEN).ravel())
 
-    def _launch(self, name, work, stream, threads=BLOCK, high=1, **own):
-        """A kernel whose threads each do one part of `work`; high: the grid's second dimension; own: those of its
-        parameters that are not of self.arrays."""
-        self.kernels[name]((blocks(work, threads), high), threads, stream, vars(self.arrays), **own)
+    def _launch(self, name, work, stream, *arguments, threads=BLOCK, high=1):
+        """A kernel whose threads each do one part of `work`; high: the grid's second dimension."""
+        self.kernels[name]((blocks(work, threads), high), threads, stream, *arguments)
 
     def keep(self, groups, name, layer, source):
         """Keeps what the clean model of some Groups has as the input `name`."""
         inputs, count = self._counts[name, layer], groups.count
         pieces = 0 if name in ("state", "gated") else self._pieces if name.startswith("inner") else inputs
-        self._launch("keep", count * self.padded // 4 * inputs // 4, groups.stream, source=source, inputs=inputs,
-                     pieces=pieces, row=self._row[name, layer], offset=groups.first, count=count)
+        self._launch("keep", count * self.padded // 4 * inputs // 4, groups.stream, source, inputs, pieces,
+                     self._row[name, layer], groups.first, count, self._rows, self.arrays.operand)
 
-    def attended(self, groups, layer, common):
-        """Keeps the attention of the clean model in a layer. common: of the kernels of the pass."""
-        self._launch("share", groups.count * BLOCK, groups.stream, high=self.cfg.N_HEADS,
-                     **common | dict(at=layer * self._attention, offset=groups.first))
+    def attended(self, groups, layer, queries, keys, exps):
+        """Keeps the attention of the clean model in a layer."""
+        self._launch("share", groups.count * BLOCK, groups.stream, queries, keys, exps, layer * self._attention,
+                     groups.first, self.arrays.shares, high=self.cfg.N_HEADS)
 
-    def head(self, groups, normed, losses, common):
-        """Keeps the head's inputs and errors."""
+    def head(self, groups, normed, weights, losses, exps, tokens, width):
+        """Keeps the head's inputs and errors. weights: all; tokens: the windows, `width` apart."""
+        head, operand = self.matrices[0].tensor, self.arrays.operand
         self.keep(groups, "normed_f", 0, normed)
-        head = common["weights"][self.matrices[0].tensor.span].view(np.int32)
         self._launch("errors", blocks(groups.count * self.padded, TOGETHER) * BLOCK, groups.stream,
-                     **common | dict(head=head, normed=normed, losses=losses, chunk=groups.job, row=self._row[None],
-                                     offset=groups.first, count=groups.count,
-                                     operand_bytes=self.arrays.operand.view(np.int8)))
+                     weights[head.span].view(np.int32), normed, losses, exps, tokens, width, groups.job,
+                     self._row[None], groups.first, groups.count, self._rows, self.arrays.counted, operand,
+                     operand.view(np.int8))
 
     def finish(self, stream, job, windows):
         """Fills arrays.result, from the losses of all members and what was kept; windows: of all pairs."""
-        cfg, arrays, tensors = self.cfg, self.arrays, len(self._tensors)
-        for sums in arrays.totals, arrays.votes:
+        cfg, arrays, totals = self.cfg, self.arrays, self._totals
+        for sums in totals, arrays.votes:
             cuda.cudadrv.driver.device_memset(sums, 0, sums.nbytes, stream)
-        self._launch("measure", self.groups * cfg.SEQ_LEN, stream)
-        self._launch("credit", cfg.CHUNK_SIZE, stream, threads=32)
+        self._launch("measure", self.groups * cfg.SEQ_LEN, stream, arrays.clean, arrays.losses, arrays.counted, totals)
+        self._launch("credit", cfg.CHUNK_SIZE, stream, arrays.losses, totals, arrays.credits, arrays.later, threads=32)
         credits, below = arrays.credits, arrays.below
         if self._recurrent:
             self._add_up(self.phases, stream, job, credits)
         for layer in () if self._recurrent else reversed(range(cfg.N_LAYERS)):
-            self._launch("attend", credits.size, stream, at=layer * self._attention, credits=credits, below=below)
+            self._launch("attend", credits.size, stream, arrays.shares, layer * self._attention, credits, arrays.later,
+                         below)
             self._add_up([phase for phase in self.phases if phase.layer == layer and not phase.outside], stream, job,
                          credits)
             credits, below = below, credits
         if not self._recurrent:
             self._add_up([phase for phase in self.phases if phase.outside], stream, job, credits)
-        self._launch("products", len(arrays.tiles) * self._splits * THREADS, stream, threads=THREADS, start=0)
+        self._launch("products", len(self._tiles) * self._splits * THREADS, stream, self._tiles, arrays.operand,
+                     self._rows, 0, arrays.votes, threads=THREADS)
         tensor, phase, weight = self.embedding
-        self._launch("token_votes", self.positions // 4 * phase.units, stream, row=self._row[phase], windows=windows,
-                     at=tensor.weights, weight=weight)
-        self._launch("vote_sizes", 64 * BLOCK, stream, high=tensors)
-        self._launch("vote_digits", 64 * BLOCK, stream, high=tensors)
-        self._launch("pack_digits", arrays.packed.size, stream)
+        self._launch("token_votes", self.positions // 4 * phase.units, stream, arrays.operand, self._row[phase],
+                     windows, self.positions, self._rows, tensor.weights, weight, arrays.votes)
+        of_tensors, sizes = self._of_tensors, totals[3:]
+        self._launch("vote_sizes", 64 * BLOCK, stream, arrays.votes, of_tensors, sizes, high=len(self._tensors))
+        self._launch("vote_digits", 64 * BLOCK, stream, arrays.votes, of_tensors, sizes, arrays.digits,
+                     high=len(self._tensors))
+        self._launch("pack_digits", self._packed.size, stream, arrays.digits, self._packed)
 
     def _add_up(self, phases, stream, job, credits):
         """Sums credit times noise of some phases; credits: of those that are not "later"."""
         for phase in (phase for phase in phases if phase.amplitude):         # the others have rows of 0
             self._launch("add_up", self.positions // 4 * phase.units // 32, stream,
-                         credits=(self.arrays.later if phase.later else credits).view(np.int32),
-                         heads=self._heads if phase.later else 1, job=job, begins=phase.stream, turn=phase.turn,
-                         shift=phase.shift, rotated=phase.rotated, units=phase.units, row=self._row[phase])
+                         (self.arrays.later if phase.later else credits).view(np.int32),
+                         self._heads if phase.later else 1, job, phase.stream, phase.turn, phase.shift,
+                         phase.rotated, self._rope, phase.units, self._row[phase], self.positions,
+                         self._rows, self.arrays.weights, self.arrays.operand)
 
     def digits_of(self, result):
         """(bytes, int): the packed digits and the loss of a chunk, whose arrays.result was fetched."""

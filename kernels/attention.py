@@ -181,7 +181,7 @@ def _sum_functions(cfg, nz, gpu):
 
 
 def attention_kernel(cfg, nz, gpu):
-    """The attention output x, from q, k and v of kernels.transformer._full_width_kernel, and its sums sb. Launch
+    """The attention output a, from q, k and v of kernels.transformer._full_width_kernel, and its sums sb. Launch
     [members, tiles of 64 positions], a warp for 16 positions, all heads.
 
     Keys and values of a head come to shared memory KEYS positions at a time while the tile before is used. A row's
@@ -213,7 +213,7 @@ def attention_kernel(cfg, nz, gpu):
     @cuda.jit(launch_bounds=(128, RESIDENT))
     @gpu.unroll
     def attention(call, plan: A32, overlay: A8, job: AU32, offset, exps: A32, queries: A32, keys: A32, values: A32,
-                  x: A32, sb: A32):
+                  a: A32, sb: A32):
         sm = cuda.shared.array(0, int32, 128)                     # two stages of keys and values
         exp = cuda.shared.array(EXPS, int32)
         coefficient, factors = cuda.shared.array(H, int32), cuda.shared.array(FACTORS, float32)
@@ -288,7 +288,7 @@ def attention_kernel(cfg, nz, gpu):
                             set_values(low, limbs, at_v + here, d, wide)
                         channel = head * D + d * 16
                         finish(high, low, 8 * d if MANY else 0, dens, reciprocals, at_c + channel * 4,
-                               channel + (lane & 3) * 4, factors, x, at + (channel >> 4) * 32, sums)
+                               channel + (lane & 3) * 4, factors, a, at + (channel >> 4) * 32, sums)
             cuda.syncthreads()
         for half in range(2):
             total = quad_sum(sums[half])

@@ -208,14 +208,14 @@ def _loss_functions(cfg, gpu, column, logit, BASE, clean):
 def head_kernel(cfg, nz, gpu, clean=False):
     """The output head of both models: no logit reaches memory; tiles of the vocabulary pass by twice, for the row
     maxima and for the sums. Adds each position's loss to losses int64 [pairs, 2]. Launch [tiles of 64 RG rows], 512
-    threads. plan: the matrix; at_tiles, at_columns: words packed for the product, and as ROWS for the targets; n:
+    threads. plan: the matrix; at_tiles, at_columns: words packed for the product, and as ROWS for the targets; length:
     positions of a window.
 
     In the recurrent model (PAIRED) a thread's rows are the members of a pair, or twice a window, at one position, as in
     kernels.gru; and a logit is a quotient, clipped: what the transformer has as levels, logit bits to the left, are
     quotients there, times the distance of two entries of EXP.
 
-    clean: for validation. It sets losses float64 [units, n] to the cross-entropy of each position, of `units`
+    clean: for validation. It sets losses float64 [windows, length] to the cross-entropy of each position, of `count`
     windows; exps: int64 exponentials of logit differences (host.CLEAN_ONE), so that sums do not depend on their order.
 
     The columns of the embedding are not permuted, as in validation and generation, but the noise of a tile is: see
@@ -243,8 +243,8 @@ def head_kernel(cfg, nz, gpu, clean=False):
 
     @cuda.jit(launch_bounds=THREADS)
     @gpu.unroll
-    def head(call, at_tiles, at_columns, plan: A32, packed: A32, overlay: A8, tokens: A32, width, units, job: AU32,
-             offset, exps: A64 if clean else A32, x: A32, sb: A32, losses: AF64 if clean else A64, n):
+    def head(call, at_tiles, at_columns, plan: A32, packed: A32, overlay: A8, windows: A32, width, count, job: AU32,
+             offset, exps: A64 if clean else A32, x: A32, sb: A32, losses: AF64 if clean else A64, length):
         sm, wide = cuda.shared.array(0, int32, 128), cuda.shared.array(0, int64, 128)
         exp = cuda.shared.array(EXPS, int32, 1024)           # [entry][copy, and a gap where PLACED]
         tile = cuda.blockIdx.x
@@ -260,9 +260,9 @@ def head_kernel(cfg, nz, gpu, clean=False):
             for i in range(t, EXPS, THREADS):
                 exp[i] = exps[i // STRIDE]
             cuda.syncthreads()
-        row, member, slot, sign = place_of(tile, t, n)
+        row, member, slot, sign = place_of(tile, t, length)
         unit = (member + slot) >> MEMBERS
-        position = (row >> 4) * 8 + (row & 7) - unit * n if PAIRED else row % LENGTH
+        position = (row >> 4) * 8 + (row & 7) - unit * length if PAIRED else row % LENGTH
         source = source_of(plan, call * PLAN, overlay, overlay, job, offset)
         at_exp, table = int32((lane & (COPIES - 1)) * 4), ptx.shared_address(exp, 0)
         if not PLACED:
@@ -278,8 +278,8 @@ def head_kernel(cfg, nz, gpu, clean=False):
             tops[half], totals[half] = -2 ** 31, 0
             s[half] = int32(sb[uint64(row + 8 * half)] * (-sign if PAIRED and half == 1 else sign))
         # a loop over this much would not be unrolled
-        z[0] = target_logits(0, source, packed, at_columns, x, row, tokens, width, unit, position, units, n, s, q)
-        z[1] = target_logits(1, source, packed, at_columns, x, row, tokens, width, unit, position, units, n, s, q)
+        z[0] = target_logits(0, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q)
+        z[1] = target_logits(1, source, packed, at_columns, x, row, windows, width, unit, position, count, length, s, q)
         s[0], s[1] = as_row(s[0]), as_row(s[1])
         here = AT_TABLES + group * (2 * SLOTS * 128)
         my_slot = slot_of(c)
@@ -315,6 +315,6 @@ def head_kernel(cfg, nz, gpu, clean=False):
             begin_tile(acc, at_noise + (1 - odd) * (SLOTS * 512), s)
         add_groups(totals, wide, row, rg, side, q)
         if q == 0 and side == 0:
-            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, units, n, job)
+            store_loss(losses, unit, (member + slot) & 1, position, totals, best, z, count, length, job)
 
     return Kernel(head, sizes.bytes, shape)

@@ -24,13 +24,12 @@ class Kernel:
         self.name = dispatcher.py_func.__name__
         self.shared = shared
         self.shape = shape
-        types, self._parameters = dispatcher.py_func.__annotations__, inspect.signature(dispatcher.py_func).parameters
-        self.signature = tuple(types.get(name, int64) for name in self._parameters)
+        types = dispatcher.py_func.__annotations__
+        self.signature = tuple(types.get(name, int64) for name in inspect.signature(dispatcher.py_func).parameters)
 
-    def __call__(self, grid, threads, stream, common, **own):
-        """Enqueues it. Its parameters find their values by name: in `own`, or in the dict `common` of many kernels."""
-        values = common | own
-        self.dispatcher[grid, threads, stream, self.shared](*(values[name] for name in self._parameters))
+    def __call__(self, grid, threads, stream, *arguments):
+        """Enqueues it with its arguments."""
+        self.dispatcher[grid, threads, stream, self.shared](*arguments)
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -91,15 +90,13 @@ class Packing:
         at, size = self.bytes // 4, t.rows * columns // 4
         if (first := self._added.setdefault((t.weights, order, columns, width), at)) != at:
             return first
-        self._copies.append(dict(source=t.weights // 4, target=at, order=order, n=t.cols, columns=columns, width=width,
-                                 size=size))
+        self._copies.append((t.weights // 4, at, order, t.cols, columns, width, size))
         self.bytes += 4 * size
         return at
 
     def launch(self, stream, weights, packed):
-        for copy in self._copies:
-            self.kernel(blocks(copy["size"], 256), 256, stream, copy, weights=weights.view(np.int32),
-                        packed=packed.view(np.int32))
+        for *copy, size in self._copies:
+            self.kernel(blocks(size, 256), 256, stream, weights.view(np.int32), packed.view(np.int32), *copy, size)
 
 
 # --- the plan and the scratch memory ----------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def _embed_kernel(cfg, nz, gpu):
 
     @cuda.jit(launch_bounds=256)
     @gpu.unroll
-    def embed(call, plan: A32, weights: A8, packed: A32, overlay: A8, tokens: A32, width, job: AU32, offset, h: A32,
+    def embed(call, plan: A32, weights: A8, packed: A32, overlay: A8, windows: A32, width, job: AU32, offset, h: A32,
               losses: A64):
         table = cuda.shared.array(WORDS, int32)              # bias even, odd, noise
         factors = cuda.shared.array(H, float32)
@@ -85,8 +85,8 @@ def _embed_kernel(cfg, nz, gpu):
         lane, position = t & 31, cuda.blockIdx.y * POSITIONS + (t >> 2)
         if position < LENGTH:
             q, here = lane & 3, min(position, T - 1)
-            token = tokens[unit * width + here]
-            coef = coefficient(tokens, unit * width, here) if NTT else int32(0)
+            token = windows[unit * width + here]
+            coef = coefficient(windows, unit * width, here) if NTT else int32(0)
             n, f = noise(seed, token), factor(overlay[plan[p + TABLE_OVERLAY_A] + token], seed, token)
             at = plan[p + TABLE] + (token >> 3) * (2 * H) + (token & 7) * 4 + q
             at_h = (int64(unit) * (2 * LENGTH) + position >> 3) * (2 * H) + lane
@@ -117,8 +117,8 @@ def _embed_kernel(cfg, nz, gpu):
 
 
 def _norm_kernel(cfg, nz, gpu, streams):
-    """normed = ln(h), its sums sb with `streams` input noises, if any, and zeros for those of the down projection.
-    Launch [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
+    """out = ln(h), its sums sb with `streams` input noises, if any, and zeros for those of the down projection. Launch
+    [pairs, 2 LENGTH / 128], 256 threads; a warp has 16 rows, four lanes two of them.
     plan: LN, LN_BIAS, INPUTS of the streams; sb: [4][stride]."""
     H = cfg.HIDDEN_DIM
     MODE = cfg.ADAPTIVE_NOISE_MODE
@@ -137,11 +137,11 @@ def _norm_kernel(cfg, nz, gpu, streams):
 
     @gpu.device
     def shared_bias(b):
-        """A bias as `divided` wants it."""
+        """A bias as `normed` wants it."""
         return ptx.float_bits(float32(int32(b + 127)) * float32(1 / 254)) if FLOAT else b
 
     @gpu.device
-    def divided(p, mean, reciprocal, b):
+    def normed(p, mean, reciprocal, b):
         """clip(p / mean toward zero + bias) in the low byte. As floats: 2^23 with the sign of p, whose neighbours are
         whole numbers, takes the quotient, rounded toward zero; then what is cut to [0, 1] stands for -127 to 127."""
         if FLOAT:
@@ -154,7 +154,7 @@ def _norm_kernel(cfg, nz, gpu, streams):
 
     @cuda.jit(launch_bounds=256)
     @gpu.unroll
-    def norm(call, plan: A32, weights: A8, overlay: A8, job: AU32, offset, stride, h: A32, normed: A32, sb: A32):
+    def norm(call, plan: A32, weights: A8, overlay: A8, job: AU32, offset, stride, h: A32, out: A32, sb: A32):
         table, factors = cuda.shared.array(COEFFICIENTS, int32), cuda.shared.array(FACTORS, float32)
         packed_noise = cuda.shared.array(BYTES, int32)       # [stream][H / 4]
         t = cuda.threadIdx.x
@@ -205,9 +205,9 @@ def _norm_kernel(cfg, nz, gpu, streams):
                 for half in range(2):
                     word = h[uint64(at + half * (2 * H) + piece * 32)]
                     for k in range(4):
-                        x[k] = divided(int32(byte(word, k) * w[k]), means[half], reciprocals[half], b[k])
+                        x[k] = normed(int32(byte(word, k) * w[k]), means[half], reciprocals[half], b[k])
                     word = pack_bytes(x, 0)
-                    normed[uint64(at + half * (2 * H) + piece * 32)] = word
+                    out[uint64(at + half * (2 * H) + piece * 32)] = word
                     if whole:
                         for s in range(streams):
                             c4 = packed_noise[uint32(s * (H // 4) + piece * 4 + (lane & 3))]
@@ -796,7 +796,7 @@ class Kernels:
         spill = max(2 * MOST_BLOCKS * (kernel.shape.passes - 1) * kernel.shape.N * THREADS
                     for kernel in self.full_width.values())
         out, end = host.ranges(dict(
-            h=rows * H, normed=rows * H, sb=16 * rows, u=4 * rows * H, queries=(2 * rows + 64) * H,
+            h=rows * H, n=rows * H, sb=16 * rows, u=4 * rows * H, queries=(2 * rows + 64) * H,
             values=blocks(rows, padded_length(self.cfg)) * H * value_length(self.cfg), spill=max(spill, 4)))
         out["keys"] = (out["queries"][0] + rows * H, out["queries"][1])      # behind the queries
         return out, end
