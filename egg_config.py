@@ -209,14 +209,15 @@ PRESETS = {
         VALIDATE_EVERY=200, SAMPLE_EVERY=1000),
     # For minutes on one large GPU, with noise on activations: 512 windows a step, read by 16 members each. With the
     # default shifts an MLP would add almost nothing to the residual stream. The rate falls with the root of the steps.
-    # N GPUs share a step of N chunks: POPULATION_SIZE = N * 8192.
+    # Several GPUs need more work a step, or they wait for each other's votes: N of them take CHUNK_SIZE=65536,
+    # GROUP_SIZE=64 and POPULATION_SIZE = N * 65536.
     "best": dict(
         PERTURB="activations", N_LAYERS=1, LOSS="exact", HOST_MASK=7, ADAPTIVE_NOISE_MODE=0,
         ADAPTIVE_THRESHOLD_ALPHA=0.4, SHIFT_MLP_UP=7, SHIFT_MLP_DOWN=7, SHIFT_OUT=8, GROUP_SIZE=16, CHUNK_SIZE=8192,
         POPULATION_SIZE=8192, NOISE_EMBEDDING=2, NOISE_ATTENTION=4, NOISE_OUTPUT=2, NOISE_UP=4, NOISE_DOWN=2,
         SOFT_TARGETS="0:1", ADAM_BETA1=0.5, ADAM_BETA2=0.99, ADAM_WEIGHT_DECAY=0.0005,
-        LR_SCHEDULE="0:0.25, 50:0.24, 100:0.231, 200:0.217, 350:0.199, 600:0.177, 900:0.158, 1300:0.14, 1900:0.123, "
-                    "2700:0.107, 3800:0.093, 5300:0.08, 7500:0.068, 9500:0.04, 10500:0.02",
+        LR_SCHEDULE="0:0.12, 100:0.117, 300:0.112, 600:0.105, 1000:0.097, 1500:0.09, 2200:0.082, 3200:0.073, "
+                    "4500:0.065, 6000:0.059, 7500:0.054, 8500:0.035, 9500:0.02",
         VALIDATE_EVERY=100, SAMPLE_EVERY=100, SNAPSHOT_EVERY=500),
     # nano-egg's model, population, windows and validation. Three draws of 4 bits have a standard deviation of 15.2;
     # nano-egg's normal draws, cut to integers, have 15.6. 16 logit units are a bit. AdamW, louder noise and a threshold

@@ -160,13 +160,17 @@ def snapshot_name(step, figure=None, reward=False):
     return f"snapshot-{step:08d}{figure}.egg"
 
 
+def crc(data):
+    return zlib.crc32(data).to_bytes(4, "little")
+
+
 def with_crc(data):
-    return data + zlib.crc32(data).to_bytes(4, "little")
+    return data + crc(data)
 
 
 def is_intact(data, size):
     """Whether these are `size` bytes that end with the CRC-32 of those before."""
-    return len(data) == size and zlib.crc32(data[:-4]).to_bytes(4, "little") == data[-4:]
+    return len(data) == size and crc(data[:-4]) == data[-4:]
 
 
 def sizes(cfg):
@@ -198,6 +202,7 @@ class Run:
 
     beside = ""
     data = bytes(32)
+    _newest = None, b""                      # the last step that was appended, and its body, which all workers want
 
     def __init__(self, cfg, file, directory=None, lock=None):
         self.cfg = cfg
@@ -226,6 +231,8 @@ class Run:
 
     def body(self, step):
         """bytes: the same, compressed, as in the record."""
+        if step == self._newest[0]:
+            return self._newest[1]
         k = step - self.start.step
         at, end = self._offsets[k:k + 2]
         with explained(HistoryError, self._name, TO_RETRY):
@@ -244,7 +251,8 @@ class Run:
         import pyzstd                                # here, so that a coordinator starts without it
         # a digit for every weight compresses by 2 % only, and that takes six times as long
         body = pyzstd.compress(packed, 1 if self.cfg.PERTURB == "weights" else -1)
-        data = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed)) + with_crc(body)
+        head = with_crc(RECORD.pack(len(body), self.step, sum_loss, updates, self.seed))
+        data = b"".join((head, body, crc(body)))             # one copy: workers wait
         handle = self._file.fileno()
         end = self._offsets[-1]
         done = 0
@@ -255,6 +263,7 @@ class Run:
             except OSError:
                 os.ftruncate(handle, end)
                 raise
+        self._newest = self.step, body
         self._advance(len(data))
 
     def copy(self, directory):

@@ -221,7 +221,7 @@ class Connection:
     happens: `received`, when bytes have come or all are sent; `check`, several times a second; `failed`, when TLS
     cannot be agreed on; `broken`, when a method raised an error; `closed`, once."""
 
-    PIECE = 1 << 16            # bytes that are read at a time
+    PIECE = 1 << 18            # bytes that are read at a time
     open = True
     _event = 0                 # that the selector waits for
 

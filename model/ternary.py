@@ -41,8 +41,8 @@ def unpack(packed, count):
 
 
 def nonzero_share(packed):
-    """Share of the packed digits that are not 0, in a sample of at most 2^17 bytes."""
-    sample = packed[::max(1, len(packed) >> 16)]
+    """Share of the packed digits that are not 0, in a sample of at most 2^13 bytes."""
+    sample = packed[::max(1, len(packed) >> 12)]
     return 1 - sum(sample.translate(table).count(0) for table in _DIGITS) / (5 * len(sample))
 
 
