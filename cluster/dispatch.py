@@ -30,6 +30,7 @@ class Dispatcher:
 
     work = usual = None
     changed = several = alone = False
+    _spare = False             # whether there were more workers than chunks
     known = 0                  # workers that have asked for work
     probation = PROBATION
 
@@ -185,6 +186,11 @@ class Dispatcher:
     def arrived(self, worker):
         """A worker asks for the first time. Authors are counted where that makes a difference: thousands may arrive."""
         self.known += 1
+        chunks, size = self.cfg.N_CHUNKS, self.cfg.CHUNK_SIZE
+        if self.known == chunks + 1 and not self._spare:
+            self._spare = True
+            self.events.warn(f"{self.known} workers, but a step has {chunks} of the chunks that they share: some wait; "
+                             f"a new run with -D POPULATION_SIZE={self.known * size} has one for each", peer=True)
         if not self.several:
             self._count_authors(time.monotonic())
 

@@ -48,6 +48,25 @@ def test_snapshots_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypat
     assert not [*tmp_path.glob("snapshot*")]
 
 
+def test_workers_without_a_chunk_are_announced_once(tmp_path):
+    with Server(tmp_path, changed(POPULATION_SIZE=2 * CFG.CHUNK_SIZE)) as server:
+        workers = []
+
+        def one_more():
+            workers.extend(named(server, f"w{len(workers)}"))
+            workers[-1].ask(0)
+            until(lambda: server.dispatcher.known == len(workers))
+
+        one_more()
+        one_more()
+        assert "workers, but a step" not in server.said
+        one_more()
+        workers.pop().close()
+        server.has_workers(2)
+        one_more()
+        assert server.said.count("3 workers, but a step has 2 of the chunks that they share: some wait") == 1
+
+
 def test_an_upload_ends_with_its_worker_and_with_no_other(tmp_path):
     with Server(tmp_path, changed(SNAPSHOT_EVERY=1), save=True) as server:
         giver, other = named(server, "w2", "w3")

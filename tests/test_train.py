@@ -393,17 +393,6 @@ def test_coordinator_and_worker_say_which_preset_would_suit(here, monkeypatch):
     assert succeeds(run("coordinator --save-dir ckpt", preset="")) == ""
 
 
-@mark.parametrize("gpus", [2, 3])
-def test_gpus_without_a_chunk_are_announced(bytes_here, monkeypatch, capsys, gpus):
-    monkeypatch.setattr(hardware, "devices", lambda cfg: [f"cuda:{i}" for i in range(gpus)])
-    monkeypatch.setattr(train, "Training", mock.Mock(side_effect=train.TrainError("enough")))
-    cfg = CFG.changed(CHUNK_SIZE=8, POPULATION_SIZE=16, INPUT_FILE="my data/train.bin", VAL_FILE="my data/val.bin")
-    with raises(train.TrainError, match="enough"):
-        train.train(cfg, None, Console(), steps=1)
-    said = "".join(capsys.readouterr())
-    assert ("3 GPUs, but a step has 2 of the chunks" in said) == (gpus == 3)
-
-
 def test_a_worker_whose_parent_has_gone_says_nothing(monkeypatch):
     pipe = mock.Mock(**{"send.side_effect": BrokenPipeError})
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
