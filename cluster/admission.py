@@ -9,7 +9,6 @@ import json
 import os
 import time
 
-import egg_config
 from cluster import auth, history, hub, snapshots, wire
 from cluster.console import one_line
 from cluster.hub import NetError, Newest, reason
@@ -234,8 +233,9 @@ class Admission:
     def _check_worker(self, card):
         if why := self.bans.message(card.name):
             raise Refused(why, BANNED)
-        if differ := other_constants(self.cfg.agreed(), card.config):
-            raise Refused(f"another configuration: {differ}", OTHER_CONFIG)
+        if differ := history.difference(self.cfg.agreed(), card.config, ("at the coordinator", "at the worker")):
+            raise Refused(f"another configuration: {differ}: give both the same --preset, -D and --objective",
+                          OTHER_CONFIG)
         run = self.coordinator.run
         if any(card.data):
             if any(run.data) and card.data != run.data:
@@ -248,21 +248,6 @@ class Admission:
                               "this one -D VALIDATE_EVERY=0; to go on with another file, start the coordinator again",
                               OTHER_DATA)
             self.validation = card.validation
-
-
-def other_constants(ours, theirs):
-    """How the constants of a worker differ from those of the coordinator (see Config.agreed), in words; "" if they do
-    not. A forgotten preset, or another objective, is named instead of its many constants."""
-    objectives = [constants.get("OBJECTIVE", "") for constants in (ours, theirs)]
-    if objectives[0] != objectives[1]:
-        return ("the coordinator has another file of --objective: give both the same one" if all(objectives)
-                else "the coordinator has an objective: give the worker --objective FILE too" if objectives[0]
-                else "the coordinator has no objective: leave --objective out, or give it to the coordinator too")
-    many = len(history.differing(ours, theirs)) > history.NAMED
-    for constants, side, other in (ours, "coordinator", "worker"), (theirs, "worker", "coordinator"):
-        if many and (preset := egg_config.preset_of(constants)):
-            return f"the {side}'s constants are those of --preset {preset}: give it to the {other} too"
-    return history.difference(ours, theirs, ("at the coordinator", "at the worker"))
 
 
 class Arrival(Role):

@@ -670,7 +670,8 @@ def differing(there, here):
 
 def difference(there, here, where=("there", "here")):
     """The first NAMED of these as one text, with the number of the others; "" where they agree."""
-    texts = [one_line(f"{name} = {a} {where[0]}, {b} {where[1]}") for name, (a, b) in differing(there, here).items()]
+    texts = [one_line(f"{name} = {a if a != '' else 'unset'} {where[0]}, {b if b != '' else 'unset'} {where[1]}")
+             for name, (a, b) in differing(there, here).items()]
     others = [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED)
     return "; ".join(texts[:NAMED] + others)
 

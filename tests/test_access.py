@@ -136,18 +136,17 @@ def test_connections_are_bounded(tmp_path, monkeypatch):
 
 
 def test_a_worker_with_other_constants_learns_what_to_change(tmp_path):
-    """A forgotten preset, on either side; else the constants, with their values where they are unset."""
+    """The constants, with their values where they are unset, and what both sides have to be given."""
+    advice = ": give both the same --preset, -D and --objective$"
     laptop, default = egg_config.make(**egg_config.PRESETS["laptop-bytes"]), egg_config.make()
     with Server(tmp_path, laptop) as server:
-        turned_away("the coordinator's constants are those of --preset laptop-bytes: give it to the worker too$",
+        turned_away(r"configuration: MODEL = gru at the coordinator, transformer at the worker; .*; and \d\d more" + advice,
                     server, default)
         turned_away(r"configuration: CREDIT = 12 at the coordinator, 8 at the worker; SOFT_TARGETS = \[\[0, 2\], .* "
-                    r"at the coordinator, \[\] at the worker$", server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
+                    r"at the coordinator, \[\] at the worker" + advice, server, laptop.changed(CREDIT=8, SOFT_TARGETS=()))
     with Server(tmp_path, default, access=Access(SECRET)) as server:
-        turned_away("configuration: the worker's constants are those of --preset laptop-bytes: give it to the "
-                    "coordinator too", server, laptop, secret=SECRET)
         turned_away("configuration: MODEL = transformer at the coordinator, gru at the worker; HIDDEN_DIM = 256 .*; "
-                    r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more$",
+                    r"N_LAYERS = 4 at the coordinator, 1 at the worker; and \d\d more" + advice,
                     server, secret=SECRET, config={**laptop.saved(), "CREDIT": 9})
 
 
