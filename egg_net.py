@@ -485,8 +485,8 @@ class RemoteWorker(Role):
                 self.take_reward(*wire.REWARD.unpack(payload))
             case wire.LOG_MESSAGE if coordinator.events.allows(len(payload)):
                 text = printable(payload.decode("utf-8", "replace"))
-                line = f"worker {self.session.title}:\n{text}" if coordinator.peers else text
-                coordinator.events.message(self.author.name, text, line)
+                coordinator.events.message(self.author.name, text,
+                                           f"worker {self.session.title}:\n" * coordinator.peers)
             case wire.SNAPSHOT_DATA:
                 coordinator.collector.take(self, payload)
             case wire.SNAPSHOT_REQUEST:
@@ -597,7 +597,7 @@ class Coordinator:
             self.console.progress()                  # its clock, and the width of the terminal
             self.hub.check(now)
             self.dispatcher.check(now)
-            self.collector.check(now)
+            self.collector.check()
             self._complete_step()                    # an audit may have been settled
             if not self.closing:
                 self.island.check(now)
@@ -644,7 +644,6 @@ class Coordinator:
         self.hub.close()
         if self.page:
             self.page.close()
-        self.shelf.close_unread()
 
     # who comes and goes (cluster.admission lets in)
 
