@@ -8,10 +8,10 @@ import functools
 import importlib
 import json
 import os
+import re
 import stat
 import time
 
-from cluster.console import sample_parts
 from cluster.history import EVENTS, WRITABLE
 from cluster.hub import Budget
 from egg_config import EggError, explained
@@ -22,6 +22,7 @@ LOG_BYTES = 1 << 28        # a log that is longer becomes the older one, NAME.1,
 RESERVE = 1 << 26          # bytes that logs leave free on the disk (a twentieth of a small one), for the run itself
 LONGEST = 1 << 18          # bytes of one event in a log: a sample with every character escaped
 FLUSH_EVERY = 5.0          # seconds between two flushes of TensorBoard's file
+SAMPLE = re.compile(r"( *sample at step (\d{1,18}): )(.*?) >>> (.*)", re.DOTALL)      # a message of a worker
 
 
 class WatchError(EggError):
@@ -80,16 +81,16 @@ class Events(contextlib.AbstractContextManager):
         if not peer or self.allows():
             self.emit("warning", line, text=line)
 
-    def message(self, worker, text, line):
+    def message(self, worker, text, title=""):
         """Logs a printable message of a worker. A message that holds a sample becomes a sample event, once where
-        several workers have the chunk that brings it."""
-        _, step, *texts = sample_parts(text) or (text, None)
-        if step is None:
-            self.emit("message", line, worker=worker, text=text)
-        elif (step, texts) != self._sampled:
+        several workers have the chunk that brings it. title: what stands before it on the console."""
+        if not (sample := SAMPLE.fullmatch(text)):
+            return self.emit("message", title + text, worker=worker, text=text)
+        head, step, *texts = sample.groups()
+        if (step, texts) != self._sampled:
             self._sampled = step, texts
-            prompt, sample = (x.replace("\u23ce", "\n") for x in texts)
-            self.emit("sample", line, worker=worker, step=step, prompt=prompt, text=sample)
+            prompt, continuation = (x.replace("\u23ce", "\n") for x in texts)
+            self.emit("sample", title + head, worker=worker, step=int(step), prompt=prompt, text=continuation)
 
     def close(self):
         for file in self.files:
@@ -226,8 +227,6 @@ class TensorBoard:
     def __init__(self, directory, warn):
         self.directory = directory
         self.warn = warn
-        self._resumes = os.path.isdir(directory) and bool(os.listdir(directory))
-        self._known = None               # the step with which a run goes on: its validation is there already
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
@@ -239,15 +238,9 @@ class TensorBoard:
         if self._writer is None:
             return
         values = figures(event)
-        match event["event"]:
-            case "start" if self._resumes:
-                self._known = event["step"] or None
-            case "validation" | "reward" if event["step"] == self._known:
-                values = {}
-            case "sample":
-                # indented: TensorBoard renders it as a code block of Markdown
-                text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")
-                self._writer.add_text("sample", text, event["step"], event["time"])
+        if event["event"] == "sample":               # indented: TensorBoard renders it as a code block of Markdown
+            text = f"    {event['prompt']} >>> {event['text']}".replace("\n", "\n    ")
+            self._writer.add_text("sample", text, event["step"], event["time"])
         for name, value in values.items():
             self._writer.add_scalar(name, value, event["step"], event["time"])
         if values and is_nearly_full(os.statvfs(self.directory)):

@@ -345,12 +345,16 @@ def test_text_comes_while_it_is_made_and_steers_no_terminal():
 
 
 def test_samples_have_two_colours_on_a_terminal_alone(monkeypatch):
-    plain, coloured = "  a\n  b >>> c", "  \x1b[34ma\n  b\x1b[0m >>> \x1b[32mc\x1b[0m"
+    def shown(terminal):
+        console = egg_net.Console(Lines(terminal))
+        console.emit({"event": "sample", "prompt": "a\nb\x1b[1m", "text": "c"}, "sample: ")
+        return console.stream.text
+
+    plain, coloured = "sample: a\u23ceb[1m >>> c\n", "sample: \x1b[34ma\u23ceb[1m\x1b[0m >>> \x1b[32mc\x1b[0m\n"
     monkeypatch.delenv("NO_COLOR", raising=False)
-    for terminal, shown in (True, coloured), (False, plain):
-        assert egg_net.Console(Lines(terminal)).sample(plain) == shown
+    assert (shown(True), shown(False)) == (coloured, plain)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert egg_net.Console(Lines(True)).sample(plain) == plain
+    assert shown(True) == plain
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------
