@@ -516,8 +516,8 @@ def test_a_trace_shows_every_part_of_member_0(here):
 def test_debug_command_and_layout(here):
     out = prints("debug --json trace.jsonl")
     head, names, *lines = out.splitlines()
-    assert head == "step 6, member 0, position 7" and names.split()[:3] == ["name", "layer", "mean"]
-    assert re.fullmatch(r"LN1 +0( +-?\d+\.\d\d){3}( +\d+%){2} +-?\d+ to -?\d+", lines[4])
+    assert head == "step 6, member 0, position 7" and names.split()[:3] == ["layer", "name", "mean"]
+    assert re.fullmatch(r"0 +LN1( +-?\d+\.\d\d){5}( +-?\d+){2}", lines[4])
     assert [*map(str.split, lines)].count(["layer", "head", "entropy", "peak", "largest", "sum", "context"]) == 1
     prints("debug --json trace.jsonl --best")
     assert [json.loads(line)["step"] for line in open("trace.jsonl")] == [STEPS, SNAPSHOT]
