@@ -518,6 +518,6 @@ def test_debug_command_and_layout(here):
     head, names, *lines = out.splitlines()
     assert head == "step 6, member 0, position 7" and names.split()[:3] == ["layer", "name", "mean"]
     assert re.fullmatch(r"0 +LN1( +-?\d+\.\d\d){5}( +-?\d+){2}", lines[4])
-    assert [*map(str.split, lines)].count(["layer", "head", "entropy", "peak", "largest", "sum", "context"]) == 1
+    assert [*map(str.split, lines)].count("layer name head entropy peak largest sum context".split()) == 1
     prints("debug --json trace.jsonl --best")
     assert [json.loads(line)["step"] for line in open("trace.jsonl")] == [STEPS, SNAPSHOT]
