@@ -420,7 +420,7 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
 
 CHECK_EVERY = 0.05         # seconds between checks of leases and deadlines
 TICK = 0.25                # seconds the coordinator sleeps at most, to notice signals and the end of its time
-OTHER_FILES = 64           # files that a coordinator may open beside its connections
+OTHER_FILES = 128          # files and sockets of the page that a coordinator may open beside its connections
 LEAST_CONNECTIONS = 64     # that it must be able to hold open
 
 
@@ -550,8 +550,7 @@ class Coordinator:
     """Serves workers until `finished`; drive it with `poll`. The run ends when it has `steps` steps, or `minutes` after
     the first chunk (None: never); peers=False: no lines about workers that come and go. island: None, or an
     islands.gossip.IslandSettings, whose attach(coordinator) returns a Hook; http: None, or a tools.live_page.Where,
-    whose attach(coordinator) returns the page, which may hold http.descriptors files and sockets open. Raises an
-    EggError for an option that cannot be used."""
+    whose attach(coordinator) returns the page. Raises an EggError for an option that cannot be used."""
 
     closing, _check_at = False, 0.0
     _measuring = None          # the worker that measures the last state; False: that is done
@@ -569,7 +568,7 @@ class Coordinator:
         self.dispatcher = Dispatcher(cfg, run, events, self._answer, AUDIT_PATIENCE if peers else 0.0)
         self.collector = snapshots.Collector(self)
         self.shelf = self.collector.shelf            # a snapshots.Shelf
-        self.admission = Admission(self, access, room_for_connections(http))
+        self.admission = Admission(self, access, room_for_connections())
         self.island = island.attach(self) if island else Hook()
         self.address = self.admission.listen(auth.listen_host(host, access), port)
         self._begin_step()
@@ -843,14 +842,13 @@ class Coordinator:
         self._begin_step()
 
 
-def room_for_connections(http):
+def room_for_connections():
     """How many connections a coordinator may hold open beside files and the page. Raises NetError."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    files = OTHER_FILES + (http.descriptors if http else 0)
-    room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - files
+    room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - OTHER_FILES
     if room < LEAST_CONNECTIONS:
-        raise NetError(f"this process may open {limit} files, and a coordinator needs {files + LEAST_CONNECTIONS}: "
+        raise NetError(f"this process may open {limit} files, and a coordinator needs {OTHER_FILES + LEAST_CONNECTIONS}: "
                        "raise the limit with `ulimit -n 4096`")
     return room
 

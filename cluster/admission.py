@@ -16,7 +16,6 @@ from cluster.step import Author
 from cluster.wire import BAD_FRAME, BANNED, FULL, OTHER_CONFIG, OTHER_DATA, FrameError, Refused, V1, V2
 
 FRAME_SECONDS = 30.0       # the longest time for a frame that has begun, and for reading an answer
-FRAMES_A_TURN = 4          # frames of a peer that are taken in one turn of the loop
 BACKLOG = 1024                                 # connections that the system holds until they are accepted
 ARRIVALS = 256                                 # connections at a time that have proved nothing yet
 REFUSALS, REFUSED_SECONDS = 1024, 600.0        # that are remembered, and not logged again meanwhile
@@ -44,7 +43,6 @@ class Session(hub.Connection):
     version = None             # that of its last frame, V1 or V2
     idle = None                # seconds for which it may be silent, None for ever
     frame_since = None         # since when it has begun a frame that is not complete
-    _whole_frame = False       # one may have come that is not taken yet
 
     def __init__(self, admission, sock, address, frames, tls=None):
         self.admission = admission
@@ -57,23 +55,11 @@ class Session(hub.Connection):
         self.limits = wire.only(self.admission.limits, frames)
 
     def received(self):
-        self._whole_frame = True                         # there may be one, unless none is seen below
-        for _ in range(FRAMES_A_TURN):
-            if not self.open or self.outbox:
-                break
-            if not (frame := wire.next_frame(self.inbox, self.limits)):
-                self._whole_frame = False
-                break
+        while self.open and not self.outbox and (frame := wire.next_frame(self.inbox, self.limits)):
             self.frame_since = None
             self.version = frame.version
             self.role.handle(frame.opcode, frame.payload)
-        if self.open:
-            if self._whole_frame:
-                self.hub.again.add(self)
-            self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
-
-    def full(self):
-        return self._whole_frame
+        self.frame_since = (self.frame_since or time.monotonic()) if self.inbox else None
 
     def reply(self, opcode, *fields):
         self.send(wire.frame(opcode, *fields, version=self.version))
