@@ -166,8 +166,7 @@ def _begun(rows, sequences):
 
 def _windows(tokens, starts):
     """The Prompts that begin at these places of the tokens."""
-    windows = np.asarray(tokens)[starts[:, None] + np.arange(PROMPT_TOKENS)].astype(np.int32)
-    return Prompts(np.full(len(starts), -1), windows, np.full(len(starts), PROMPT_TOKENS))
+    return _begun(np.full(len(starts), -1), [tokens[start:start + PROMPT_TOKENS] for start in starts])
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
