@@ -848,8 +848,8 @@ def room_for_connections():
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     room = (limit if limit != resource.RLIM_INFINITY else 1 << 16) - OTHER_FILES
     if room < LEAST_CONNECTIONS:
-        raise NetError(f"this process may open {limit} files, and a coordinator needs {OTHER_FILES + LEAST_CONNECTIONS}: "
-                       "raise the limit with `ulimit -n 4096`")
+        raise NetError(f"this process may open {limit} files, and a coordinator needs "
+                       f"{OTHER_FILES + LEAST_CONNECTIONS}: raise the limit with `ulimit -n 4096`")
     return room
 
 

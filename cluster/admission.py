@@ -184,12 +184,10 @@ class Admission:
             self.coordinator.events.emit("refused", f"refused {title}: {why}", address=title, reason=why)
 
     def let_in_version_1(self, session):
-        missing = ("an island" if not self.coordinator.island.takes_version_1 else
-                   "noise on activations (PERTURB)" if self.cfg.PERTURB == "activations" else "")
-        if missing:
-            raise Refused(f"{missing} needs workers of protocol 2: protocol 1 has no snapshots")
-        if self.access.secret or self.access.tls:
-            raise Refused("protocol 1 cannot prove a secret: this coordinator has a secret or TLS and needs protocol 2")
+        if (not self.coordinator.island.takes_version_1 or self.cfg.PERTURB == "activations" or self.access.secret
+                or self.access.tls):
+            raise Refused("protocol 1 has no secret, TLS, islands and noise on activations: a worker of protocol 2 is "
+                          "needed")
         self._enter(session, V1)
         self.coordinator.worker_joined(session, Author("a version 1 peer", session.title), auth.UNKNOWN)
 

@@ -648,20 +648,17 @@ def non_default(cfg):
     return {name: value for name, value in saved.items() if value != default[name]}
 
 
-def differing(there, here):
-    """{name: (value there, value here)} of the constants in which two configurations (see Config.saved) differ, in the
-    order of egg_config.py, where what matters most comes first."""
+def difference(there, here, where=("there", "here")):
+    """The first NAMED constants in which two configurations (see Config.saved) differ, in the order of egg_config.py,
+    where what matters most comes first, as one text, with the number of the others; "" where they agree."""
     there, here = ({**json.loads(json.dumps(egg_config.UNSET)), **constants} for constants in (there, here))
     foreign = (there.keys() | here.keys()) - egg_config.CONSTANTS.keys()
-    pairs = {name: (there.get(name, "unknown"), here.get(name, "unknown"))
-             for name in (*egg_config.CONSTANTS, *sorted(foreign))}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def difference(there, here, where=("there", "here")):
-    """The first NAMED of these as one text, with the number of the others; "" where they agree."""
-    texts = [one_line(f"{name} = {a if a != '' else 'unset'} {where[0]}, {b if b != '' else 'unset'} {where[1]}")
-             for name, (a, b) in differing(there, here).items()]
+    texts = []
+    for name in (*egg_config.CONSTANTS, *sorted(foreign)):
+        values = [constants.get(name, "unknown") for constants in (there, here)]
+        if values[0] != values[1]:
+            texts.append(one_line(f"{name} = " + ", ".join(
+                f"{'unset' if value == '' else value} {place}" for value, place in zip(values, where))))
     others = [f"and {len(texts) - NAMED} more"] * (len(texts) > NAMED)
     return "; ".join(texts[:NAMED] + others)
 

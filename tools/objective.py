@@ -263,7 +263,8 @@ def _end_with_parent():
 
 class Judge:
     """`count` processes that call the functions of a file on lists of texts, while the engine writes the next ones.
-    max_steps: of the run; name: reward or reply; columns: {name: [value of each text]}, what was logged of the last batch."""
+    max_steps: of the run; name: reward or reply; columns: {name: [value of each text]}, what was logged of the last
+    batch."""
 
     _lines, _first = 0, ""     # how many were printed, and the first of them until it is told
 

@@ -16,7 +16,7 @@ from cluster.console import rewards_text
 from egg_config import DATA_FILES, EggError, explained
 from tools import train
 
-EVAL_SECONDS = 0.3         # of evaluation between two progress lines, roughly
+EVAL_TOKENS = 1 << 16      # that are evaluated between two progress lines
 FORMAT = "egg-1"           # in the metadata
 BETWEEN = b"\n---\n"        # between two texts in a pipe or file
 
@@ -131,14 +131,10 @@ def evaluate(cfg, engine, path, most, console):
     windows = held_out.windows
     started = time.perf_counter()
     nats = 0.0
-    at = 0
-    batch = 1                                        # windows at a time
-    while at < len(windows):
-        began = time.perf_counter()
+    batch = max(1, EVAL_TOKENS // windows.shape[1])  # windows at a time
+    for at in range(0, len(windows), batch):
+        console.progress(f"{name}: {at / len(windows):.0%}")
         nats += engine.validate(windows[at:at + batch])[0]
-        at += batch
-        console.progress(f"{name}: {min(at, len(windows)) / len(windows):.0%}")
-        batch = min(8 * batch, max(1, int(batch * EVAL_SECONDS / max(time.perf_counter() - began, 1e-6))))
     console.clear()
     seconds = time.perf_counter() - started
     count = windows[:, 1:].size
