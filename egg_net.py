@@ -47,7 +47,7 @@ from cluster.admission import Admission, ERRORS, Role
 from cluster.console import Console, printable, stop_signals
 from cluster.dispatch import ACTIVE_SECONDS, AUDIT_PATIENCE, Dispatcher, chunks_text
 from cluster.hub import Hub, NetError, address_text, nothing, reason
-from cluster.link import WHICH_HOST, Link, OldCoordinator, RunEnded, check_address
+from cluster.link import Link, OldCoordinator, RunEnded, check_address
 from cluster.status import Progress
 from cluster.step import AGREES, REBUILD, STATES_KEPT, States
 from cluster.wire import FrameError, Refused, V1, V2
@@ -360,10 +360,9 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
     """Serves the coordinator at host:port with `engine`, through interruptions, to the planned end of the run; with
     retry=False until the coordinator closes. Returns the number of chunks done. The engine keeps the state it has come
     to. tokens: the training data, for samples; validation: a data_files.Validation or None; decoding: a
-    data_files.Decoding or None;
-    access: an auth.Access; without secret and TLS a coordinator that closes on protocol 2 is called with protocol 1;
-    name: in the coordinator's lines, default host and device; options: of Worker. Raises NetError where no coordinator
-    can be, or one that does not fit or refuses this worker."""
+    data_files.Decoding or None; access: an auth.Access; without secret and TLS a coordinator that closes on protocol 2
+    is called with protocol 1; name: in the coordinator's lines, default host and device; options: of Worker. Raises
+    NetError where no coordinator can be, or one that does not fit or refuses this worker."""
     console = console or Console()
     check_address(host, port)
     worker = Worker(cfg, engine, tokens, validation, decoding, console, **options)
@@ -399,14 +398,11 @@ def run_worker(cfg, host, port, engine, tokens=None, validation=None, decoding=N
                 raise
             problem = str(error)
         except OSError as error:
-            if not connected and not isinstance(error, (ConnectionError, TimeoutError)):
-                raise NetError(f"{host} cannot be reached: {reason(error)}: {WHICH_HOST}") from None
+            if connected and not retry:
+                return worker.chunks
+            problem = "the coordinator is gone" if connected else f"cannot join {host}:{port}: {reason(error)}"
             if not retry:
-                if connected:
-                    return worker.chunks
-                raise NetError(f"no coordinator at {host}:{port}: {reason(error)}") from None
-            problem = ("the coordinator is gone" if connected else
-                       f"no coordinator at {host}:{port} yet" if error.errno else f"{host}:{port}: {error}")
+                raise NetError(problem) from None
         if worker.answers > answers:
             pause = BACK_OFF[0]
             logged.clear()

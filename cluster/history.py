@@ -65,9 +65,7 @@ def open_file(path, mode="rb"):
     append (mode "ab"), the file need not be there."""
     if os.path.lexists(path) and not _is_plain(path):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    # the flags are for one that takes the place of a file just now
-    return open(path, mode, buffering=0,
-                opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))
+    return open(path, mode, buffering=0)
 
 
 def _is_plain(path):
