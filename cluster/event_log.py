@@ -109,8 +109,8 @@ def is_nearly_full(disk):
     return disk.f_bavail * disk.f_frsize < min(RESERVE, disk.f_blocks * disk.f_frsize // 20)
 
 
-class Lines:
-    """A file to which whole lines are appended. `warn` takes one line when the disk is full, or leaves less than
+class JsonLog:
+    """A file to which every event is appended as a line of JSON. `warn` takes one line when the disk is full, or leaves less than
     RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file cannot be
     opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
 
@@ -136,11 +136,11 @@ class Lines:
                 file.seek(-1, os.SEEK_END)
                 self.torn = file.read(1) != b"\n"
 
-    def add(self, text):
+    def emit(self, event, _):
         try:
             if self.regular:
                 self._make_room()
-            data = ("\n" * self.torn + text + "\n").encode("utf-8", "replace")
+            data = ("\n" * self.torn + json.dumps(event) + "\n").encode()
             while data:
                 done = os.write(self.handle, data)
                 self.size = self.size + done
@@ -166,11 +166,6 @@ class Lines:
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
-
-
-class JsonLog(Lines):
-    def emit(self, event, _):
-        self.add(json.dumps(event))
 
 
 def figures(event):
