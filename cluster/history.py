@@ -9,6 +9,7 @@ disk: `replacing`, `link_file` and `sync_directory` end with that."""
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import importlib.util
 import json
@@ -45,7 +46,7 @@ LOADED_LATER = "numpy", "pyzstd"         # libraries that a coordinator needs wi
 LONGEST_HEADER = LONGEST_TEXT = 1 << 20     # bytes of the header of FILE; of SETTINGS and DATA_FILE
 MOST_STEPS = 1 << 48
 NAMED = 3                                # constants in which configurations differ, in an error
-PIECE = 1 << 25                          # bytes of FILE that are copied and synced at a time
+PIECE = 1 << 25                          # bytes of FILE that are copied at a time
 WRITABLE = "give a --save-dir that can be written"
 TO_RETRY = "mend this and start the same command again"
 
@@ -302,28 +303,24 @@ class Run:
 
     def _rewrite(self, start):
         """A task (hub.Beside): begins the file anew with this Start, and with the completed steps from there on.
-        The run goes on meanwhile; the last PIECE, with the steps that have come, is copied in the loop."""
+        The run goes on meanwhile; the steps that have come are copied in the loop."""
         old, offsets, header = self._file, self._offsets, _header(self.cfg, start)
         first = start.step - self.start.step
         shift = offsets[first] - len(header)                 # by which the records move
         with replacing(self.directory, FILE) as file:
             file.write(header)
 
-            def left():
-                return offsets[-1] - shift - file.tell()
-
-            def copy():
-                piece = os.pread(old.fileno(), min(left(), PIECE), file.tell() + shift)
-                if not piece:
-                    raise OSError(errno.EIO, "it has become shorter", self._name)
-                file.write(piece)
+            def copy(end):
+                while (at := file.tell() + shift) < end:
+                    if not (piece := os.pread(old.fileno(), min(end - at, PIECE), at)):
+                        raise OSError(errno.EIO, "it has become shorter", self._name)
+                    file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
 
-            while left() > PIECE:
-                yield copy
-            while left():                    # a read may return less
-                copy()
+            for _ in range(2):               # at the second time what has come during the first
+                yield functools.partial(copy, offsets[-1])
+            copy(offsets[-1])
             new = open_file(file.name, "r+b")
         self._file = new
         self._offsets = [at - shift for at in offsets[first:]]
