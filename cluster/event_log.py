@@ -110,9 +110,9 @@ def is_nearly_full(disk):
 
 
 class JsonLog:
-    """A file to which every event is appended as a line of JSON. `warn` takes one line when the disk is full, or leaves less than
-    RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file cannot be
-    opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
+    """A file to which every event is appended as a line of JSON. `warn` takes one line when the disk is full, or leaves
+    less than RESERVE; lines are then lost, and training goes on. advice: the end of the error message if the file
+    cannot be opened; links: the path may be a link, which in a save directory may lead a stranger's file anywhere."""
 
     warned = False
 

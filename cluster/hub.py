@@ -150,8 +150,7 @@ class Listener:
     open = True
     broken = nothing
 
-    def __init__(self, hub, sock, accept):
-        self.hub = hub
+    def __init__(self, sock, accept):
         self.sock = sock
         self._accept = accept
 
@@ -177,7 +176,7 @@ class Hub:
         family, *_, address = resolve(host, port, socket.AI_PASSIVE)[0]
         sock = socket.create_server(address, family=family, backlog=backlog)
         sock.setblocking(False)
-        listener = Listener(self, sock, accept)
+        listener = Listener(sock, accept)
         self._listeners.append(listener)
         self.selector.register(sock, READ, listener)
         return sock.getsockname()[:2]
